@@ -1,0 +1,133 @@
+"""Set-up, part two: what plain `pulumi` needs. `.mgpu/env`, the passphrase, the file backend.
+
+Everything that outlives a checkout follows the XDG folders:
+
+    $XDG_CONFIG_HOME/mgpu/passphrase    encrypts the secrets in stack state; made once, 0600, never overwritten
+    $XDG_STATE_HOME/mgpu/pulumi/        the file backend: the state of every stack; 0700
+    $XDG_CACHE_HOME/mgpu/pulumi-home/   PULUMI_HOME: plug-ins, workspaces; the user's own ~/.pulumi stays as it is
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgpu.errors import StackError
+
+STACK = "dev"
+"""The stack that plain `pulumi up` in a checkout works on."""
+
+AMBIENT_PASSPHRASE = "PULUMI_CONFIG_PASSPHRASE"  # noqa: S105  a variable's name
+"""Must not be set beside the passphrase file: Pulumi prefers it, even when it is empty."""
+
+
+def xdg(variable: str, default: str) -> Path:
+    """The folder that an XDG variable names, else `default` under the home; a relative value counts as absent."""
+    value = os.environ.get(variable, "")
+    return Path(value) if value.startswith("/") else Path.home() / default
+
+
+def backend_dir() -> Path:
+    """The folder of the file backend."""
+    return xdg("XDG_STATE_HOME", ".local/state") / "mgpu" / "pulumi"
+
+
+def passphrase_file() -> Path:
+    """The file that holds the passphrase of all stacks in the file backend."""
+    return xdg("XDG_CONFIG_HOME", ".config") / "mgpu" / "passphrase"
+
+
+def engine_env(engine_path: Sequence[Path], venv: Path | None = None) -> dict[str, str]:
+    """What the engine needs in its environment. PATH holds only the folders that must come first; `venv` is the
+    environment that runs the Pulumi program (default: the one that runs this).
+    """
+    programs = (venv or Path(sys.prefix)) / "bin"
+    return {
+        # The language host runs the first Python on PATH, whatever Pulumi.yaml says of a virtual environment.
+        "PATH": os.pathsep.join(str(folder) for folder in (programs, *engine_path)),
+        "PULUMI_PYTHON_CMD": str(programs / "python"),
+        "PULUMI_BACKEND_URL": f"file://{backend_dir()}",
+        "PULUMI_CONFIG_PASSPHRASE_FILE": str(passphrase_file()),
+        "PULUMI_HOME": str(xdg("XDG_CACHE_HOME", ".cache") / "mgpu" / "pulumi-home"),
+        "PULUMI_SKIP_UPDATE_CHECK": "1",
+        "PULUMI_STACK": STACK,
+    }
+
+
+def process_env(variables: dict[str, str]) -> dict[str, str]:
+    """This process's environment with `variables` of `engine_env` laid over it: for starting `pulumi`."""
+    path = os.pathsep.join(part for part in (variables["PATH"], os.environ.get("PATH", "")) if part)
+    return {k: v for k, v in os.environ.items() if k != AMBIENT_PASSPHRASE} | variables | {"PATH": path}
+
+
+def write_env(project: Path, variables: dict[str, str]) -> Path:
+    """Writes `.mgpu/env`, for a POSIX shell to read: `. .mgpu/env`. Returns its path."""
+    lines = ["# Written by mgpu's set-up, which overwrites it. Read it into a shell:  . .mgpu/env"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items() if name != "PATH"]
+    lines += [f'export PATH={shlex.quote(variables["PATH"])}${{PATH:+":$PATH"}}']
+    lines += [f"unset {AMBIENT_PASSPHRASE}  # Pulumi would prefer it to the file, even empty"]
+    target = project / ".mgpu" / "env"
+    target.parent.mkdir(exist_ok=True)
+    _replace(target, "\n".join(lines) + "\n")
+    return target
+
+
+def make_backend_dir() -> Path:
+    """The backend's folder, made if absent, for this user only."""
+    folder = backend_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    return folder
+
+
+def make_passphrase() -> Path:
+    """The passphrase file, made if absent; StackError if it is there and empty. Never overwrites one."""
+    path = passphrase_file()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _create_once(path, secrets.token_urlsafe(32) + "\n")
+    if not path.read_text().strip():
+        raise StackError(
+            f"The passphrase file {path} is empty.",
+            "An empty passphrase protects nothing: the secrets in every stack's state would lie open.",
+            f"If no stack was ever made with it, delete it and do the set-up again (rm {shlex.quote(str(path))}); "
+            "else put the passphrase of those stacks back into it.",
+        )
+    path.chmod(0o600)
+    return path
+
+
+def _replace(target: Path, text: str) -> None:
+    """Writes aside and renames, unless the file says so already: a reader sees the old text or the new one."""
+    if target.exists() and target.read_text() == text:
+        return
+    aside = _write_aside(target, text)
+    aside.chmod(0o644)
+    aside.rename(target)
+
+
+def _create_once(target: Path, text: str) -> None:
+    """Creates a whole 0600 file, or leaves the one that another process created first."""
+    aside = _write_aside(target, text)
+    try:
+        os.link(aside, target)
+    except FileExistsError:
+        pass  # the other's passphrase is the passphrase
+    finally:
+        aside.unlink()
+
+
+def _write_aside(target: Path, text: str) -> Path:
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")  # mkstemp makes it 0600
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return Path(name)
