@@ -1,0 +1,107 @@
+"""Typed progress events. Every layer emits them to an `Emit` it was given; only the console renders them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The base of all events."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain data, with its type under `event`."""
+        return {"event": type(self).__name__, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStarted(Event):
+    """A phase of a run begins, e.g. `provisioning`, `connecting`, `training`, `teardown`."""
+
+    phase: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseFinished(Event):
+    """A phase ended after `seconds`."""
+
+    phase: str
+    seconds: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferTried(Event):
+    """An offer was asked for; `refusal` is empty when it was granted."""
+
+    offer: str
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Note(Event):
+    """Something worth a line, from any layer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warned(Event):
+    """Something the user should know and may have to act on."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(Event):
+    """The training has moved: the newest numbers of node 0 (loss in nat per target, 0 = no number yet)."""
+
+    step: int
+    steps: int
+    loss: float = 0.0
+    tokens_per_s: float = 0.0
+    phase: str = "training"
+
+
+@dataclass(frozen=True, slots=True)
+class Validated(Event):
+    """A validation loss (nat per target) was measured at `step`."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCommitted(Event):
+    """A checkpoint is in the commit log: from here on it survives the loss of every node."""
+
+    checkpoint_id: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogChunk(Event):
+    """Bytes of a node's log, as they are on the node, from `offset` on. Untrusted: the console neutralises escapes."""
+
+    node_rank: int
+    offset: int
+    data: bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; bytes that are not UTF-8 are replaced."""
+        return {
+            "event": "LogChunk",
+            "node_rank": self.node_rank,
+            "offset": self.offset,
+            "data": self.data.decode("utf-8", "replace"),
+        }
+
+
+Emit = Callable[[Event], None]
+
+
+def ignore(_event: Event) -> None:
+    """An `Emit` for callers who do not want events."""

@@ -1,0 +1,61 @@
+"""The stack output `mgpu`, version 1: the whole contract between a Pulumi program and a run.
+
+Any program that exports it, ours or a user's, can be trained on. The JSON schema stands in docs/formats.md.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+VERSION = 1
+
+
+class _Output(BaseModel):
+    # a newer program may export more than this reader knows: unknown keys are ignored, on purpose
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+
+class Via(_Output):
+    """A jump host."""
+
+    address: str
+    port: int = Field(22, ge=1, le=65535)
+    user: str
+    host_key: str = Field(description="OpenSSH public key line, pinned")
+
+
+class NodeOutput(_Output):
+    """One node, as the operator reaches it."""
+
+    rank: int = Field(ge=0, description="node_rank")
+    id: str = Field(description="the provider's id of the instance")
+    address: str = Field(description="host name or IP address")
+    port: int = Field(22, ge=1, le=65535)
+    user: str
+    host_key: str = Field(description="OpenSSH public key line, pinned: another key is refused")
+    private_address: str = Field("", description="as the other nodes reach it; empty: same as address")
+    via: Via | None = Field(None, description="jump host")
+
+
+class StackOutput(_Output):
+    """The stack output `mgpu`."""
+
+    version: Literal[1]
+    fleet: str = Field(description="fleet id: stack, generation")
+    generation: int = Field(1, ge=1)
+    owner: str = Field("", description="owner tag of the machines; empty: not made by mgpu")
+    provider: str
+    region: str = ""
+    nodes: tuple[NodeOutput, ...] = Field(min_length=1)
+    gpu: str | None = None
+    gpus_per_node: int = 0
+    processes_per_node: int = 1
+    market: Literal["spot", "on-demand"] = "on-demand"
+    price_usd_per_hour: float = Field(0, ge=0, description="of the whole fleet")
+    private_key_file: str = Field(description="0600 file with the OpenSSH private key that logs in")
+    store: str | None = Field(None, description="default of checkpoint.to")
+    image: str | None = Field(None, description="digest reference of the container image; none: native")
+    lease_minutes: float = Field(60, description="minutes the fleet lives without a run")
+    hard_cap_at: float = Field(0, description="UNIX seconds; no machine lives longer; 0: not known")

@@ -1,0 +1,52 @@
+"""Where mgpu keeps things on the operator's machine: the XDG folders, read anew at every call. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def _xdg(variable: str, default: str) -> Path:
+    value = os.environ.get(variable, "")
+    # the specification: a relative path in these variables is invalid and has to be ignored
+    base = Path(value) if value.startswith("/") else Path.home() / default
+    return base / "mgpu"
+
+
+def state_dir() -> Path:
+    """Runs, the Pulumi file backend, provider local's nodes and bill: `$XDG_STATE_HOME/mgpu`."""
+    return _xdg("XDG_STATE_HOME", ".local/state")
+
+
+def cache_dir() -> Path:
+    """What can be made again: `$XDG_CACHE_HOME/mgpu`."""
+    return _xdg("XDG_CACHE_HOME", ".cache")
+
+
+def config_dir() -> Path:
+    """The passphrase: `$XDG_CONFIG_HOME/mgpu`."""
+    return _xdg("XDG_CONFIG_HOME", ".config")
+
+
+def data_dir() -> Path:
+    """Checkpoints of provider local, where the run file names no store: `$XDG_DATA_HOME/mgpu`."""
+    return _xdg("XDG_DATA_HOME", ".local/share")
+
+
+def owner() -> str:
+    """The owner tag of everything this user rents: random, made once, kept in the state folder."""
+    path = state_dir() / "owner"
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fresh = path.with_name(f"owner.{os.getpid()}")
+        fresh.write_text(f"o-{secrets.token_hex(6)}\n")
+        try:
+            os.link(fresh, path)  # two first runs at once: one of them wins
+        except FileExistsError:
+            pass
+        finally:
+            fresh.unlink()
+        return path.read_text().strip()

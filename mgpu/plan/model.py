@@ -1,0 +1,87 @@
+"""Requirements -> offers -> plan. Prices are US dollars per hour; memory is GiB (2^30 bytes)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mgpu.spec.model import Market
+
+BoughtAs = Literal["spot", "on-demand"]
+
+
+class Value(BaseModel):
+    """The base of the planning values: frozen, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Requirements(Value):
+    """What a run needs. Only these diff in the Fleet resource; offers never do."""
+
+    provider: str
+    nodes: int
+    gpu: tuple[str, ...] = ()
+    gpus_per_node: int = 0
+    processes_per_node: int = 1
+    disk_gib: int = 100
+    market: Market = "on-demand"
+    regions: tuple[str, ...] = ()
+    max_price_usd_per_hour: float
+    max_hours: float
+    lease_minutes: float = 60
+    provider_options: dict[str, str] = Field({}, description="the run file's block of this provider, flattened")
+
+
+class Offer(Value):
+    """What a provider sells: one kind of machine, in one place, on one market. The price is one machine's."""
+
+    provider: str
+    instance_type: str
+    gpu: str | None = None
+    gpus: int = 0
+    gpu_memory_gib: float = 0
+    vcpus: int = 0
+    memory_gib: float = 0
+    market: BoughtAs
+    price_usd_per_hour: float = Field(ge=0, description="of one machine")
+    region: str
+    zone: str | None = None
+    stock: int | None = Field(None, description="machines that can be had now; None = not known")
+    fetched_at: float = Field(description="UNIX seconds; the price's age")
+
+    @property
+    def label(self) -> str:
+        """One line that names the offer, e.g. `local cpu-1 spot @ here`."""
+        return f"{self.provider} {self.instance_type} {self.market} @ {self.zone or self.region}"
+
+
+class Refusal(Value):
+    """An offer that was set aside, and why."""
+
+    offer: Offer
+    reason: str
+
+
+class Plan(Value):
+    """The decision: offers that will be asked for, best first, and those that will not."""
+
+    requirements: Requirements
+    offers: tuple[Offer, ...]
+    refused: tuple[Refusal, ...] = ()
+
+    @property
+    def best(self) -> Offer:
+        """The offer that is asked for first."""
+        return self.offers[0]
+
+    @property
+    def price_usd_per_hour(self) -> float:
+        """Of the whole fleet, at the dearest offer that may be taken: what the user agrees to."""
+        return max(offer.price_usd_per_hour for offer in self.offers) * self.requirements.nodes
+
+    @property
+    def max_cost_usd(self) -> float:
+        """The most that the machines can cost: the price until the hard cap."""
+        return self.price_usd_per_hour * self.requirements.max_hours

@@ -1,0 +1,1 @@
+"""Who rents out machines: one contract (`base`), one registry, one module or package a provider."""

@@ -1,0 +1,155 @@
+"""The provider contract: nine calls, and what each promises. Errors are `mgpu.errors.ProviderError`s alone."""
+
+from __future__ import annotations
+
+import hashlib
+from enum import StrEnum
+from typing import Literal, Protocol
+
+from pydantic import Field
+
+from mgpu.plan.model import Offer, Requirements, Value
+
+
+class Capabilities(Value):
+    """What a provider can do; callers ask here and never `if provider == ...`."""
+
+    spot: bool
+    multi_node: bool
+    access: frozenset[Literal["ssh", "ssh_mapped", "kube_exec", "pull"]]
+    runtime: Literal["vm", "container", "process"]
+    labels: Literal["tags", "name", "none"]
+    idempotent_create: bool
+    server_side_kill: bool
+    interruption_notice_s: float
+    shared_filesystem: bool = Field(False, description="nodes see the operator's file system: file:// stores work")
+
+
+class Offers(Value):
+    """What is on sale, and where it was looked up."""
+
+    offers: tuple[Offer, ...]
+    source: str = Field(description="e.g. `live`, `snapshot 2026-11-01`")
+
+
+class FleetRequest(Value):
+    """What `create` is asked for: a gang of equal nodes of one generation of a fleet."""
+
+    fleet: str = Field(description="fleet name; unique per stack: `<stack>`")
+    generation: int = Field(ge=1)
+    owner: str = Field(description="who pays: the tag that list_owned and gc go by")
+    requirements: Requirements
+    ssh_public_key: str = Field(description="OpenSSH format, one line; may log in on every node")
+    lease_s: float = Field(description="seconds a node lives before any run renews its lease")
+    hard_cap_s: float = Field(description="seconds a node lives at most")
+
+
+class Intent(Value):
+    """What is journalled before `create`; enough to find what it may have made."""
+
+    fleet: str
+    generation: int
+    owner: str
+    token: str
+    offer: Offer
+
+
+class Handle(Value):
+    """Machines that exist or may exist, by id; `ids` is in rank order (an empty string: rank without a machine)."""
+
+    provider: str
+    region: str
+    fleet: str
+    generation: int
+    token: str
+    ids: tuple[str, ...]
+
+
+class NodePhase(StrEnum):
+    """A machine's life as its provider tells it."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    STOPPING = "stopping"  # asked to end, may still be billed
+    TERMINATED = "terminated"  # the provider says that it is gone
+
+
+class NodeState(Value):
+    """One machine, as its provider describes it now."""
+
+    rank: int
+    id: str
+    phase: NodePhase
+    address: str = ""
+    port: int = 22
+    user: str = ""
+    host_key: str = Field("", description="OpenSSH public key line; what the operator pins")
+    private_address: str = Field("", description="as the other nodes reach it")
+    price_usd_per_hour: float = 0
+    hard_cap_at: float = Field(0, description="UNIX seconds; the machine ends then, whatever happens")
+    reason: str = Field("", description="why it is not running, where known")
+
+
+class FleetState(Value):
+    """All machines of a handle, in rank order."""
+
+    nodes: tuple[NodeState, ...]
+
+    @property
+    def ready(self) -> bool:
+        """True when every node runs and says how to reach it."""
+        return all(n.phase is NodePhase.RUNNING and n.host_key for n in self.nodes)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks whose machine is going or gone."""
+        return tuple(n.rank for n in self.nodes if n.phase in (NodePhase.STOPPING, NodePhase.TERMINATED))
+
+
+class Provider(Protocol):
+    """One provider. Every call may be made from any thread and from a new process; nothing is remembered between calls."""
+
+    name: str
+    caps: Capabilities
+
+    def check(self) -> None:
+        """Tests the credentials and one cheap permission. Raises what is missing."""
+        ...
+
+    def offers(self, requirements: Requirements) -> Offers:
+        """What is on sale for these requirements; prices are not capped here, that is the plan's work."""
+        ...
+
+    def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
+        """Asks for the whole gang and returns at once. One token makes at most one gang: a second call with the
+        same token returns the first one's handle; with other parameters it raises `Conflict`."""
+        ...
+
+    def find(self, intent: Intent) -> Handle | None:
+        """What a `create` whose answer was lost may have made."""
+        ...
+
+    def describe(self, handle: Handle) -> FleetState:
+        """The machines as they are now. A machine is TERMINATED only when the provider says so."""
+        ...
+
+    def repair(
+        self, handle: Handle, missing: tuple[int, ...], request: FleetRequest, offer: Offer, token: str
+    ) -> Handle:
+        """Replaces the machines of these ranks by new ones of `request.generation`; the lost ones are confirmed
+        stopping first. The other machines are not touched. Idempotent by token."""
+        ...
+
+    def list_owned(self, owner: str) -> tuple[Handle, ...]:
+        """Everything that costs money and carries this owner: all regions, all pages."""
+        ...
+
+    def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
+        """Ends these machines (default: all). True: gone (absent counts); False: call again. Never raises for absent."""
+        ...
+
+
+def create_token(fleet: str, generation: int, offer: Offer, attempt: int) -> str:
+    """The idempotency token of one try: at most one gang is ever made from it. 40 hexadecimal characters."""
+    parts = (fleet, str(generation), offer.provider, offer.instance_type, offer.market, offer.region, offer.zone or "")
+    return hashlib.sha256("\n".join((*parts, str(attempt))).encode()).hexdigest()[:40]

@@ -1,0 +1,1 @@
+"""What a user writes: the run file, as a typed `RunSpec`; every mistake in it is reported at once."""

@@ -1,0 +1,126 @@
+"""The run file's keys. Units stand in the names; memory is GiB (2^30 bytes), money is US dollars, prices are for all nodes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from mgpu_train.config import DataItem, EnvName, Text, TrainConfig, Writers
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+Market = Literal["spot", "on-demand", "spot-then-on-demand"]
+Teardown = Literal["always", "keep"]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$")]
+Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+StoreUrl = Annotated[str, StringConstraints(pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\x00\s]*)?|file:///[^\x00]*)$")]
+
+
+class Block(BaseModel):
+    """The base of every block: frozen, and an unknown key is a mistake."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Checkpoint(Block):
+    """`checkpoint:` where checkpoints go and how often they are made."""
+
+    to: StoreUrl | None = Field(
+        None, description="s3://bucket/prefix or file:///folder (default: provider local: a folder of this machine)"
+    )
+    every_steps: int | None = Field(
+        None, ge=1, description="optimizer steps between checkpoints (default with `train:`: 100)"
+    )
+    every_minutes: float | None = Field(None, gt=0, description="minutes between checkpoints")
+    keep_last: int = Field(3, ge=1, description="committed checkpoints kept in the store")
+    writers: Writers | None = Field(
+        None,
+        description="which nodes have a part in a checkpoint: rank0 (node 0 alone) or all "
+        "(default: all with `train:`, rank0 with `command:`)",
+    )
+
+
+class Recovery(Block):
+    """`recovery:` what happens when a machine is lost."""
+
+    attempts: int = Field(1, ge=1, le=1000, description="starts of the launcher in all")
+    wait_minutes: float = Field(10, ge=0, description="minutes to wait for capacity")
+
+
+class Code(Block):
+    """`code:` the user's folder, sent to the nodes with `command:`."""
+
+    workdir: Text = Field(".", description="folder to send, relative to the run file")
+    mode: Literal["sync"] = Field("sync", description="sync: changed files only, over SSH")
+    requirements: Text | None = Field(
+        None, description="a requirements file in workdir, installed into an environment of the node's own"
+    )
+
+
+class Data(DataItem):
+    """`data:` one entry: files that every node fetches before the program starts."""
+
+
+class LocalBlock(Block):
+    """`local:` settings of provider local."""
+
+    python: Text | None = Field(
+        None, description="Python interpreter of the nodes; has torch (default: the one that runs mgpu)"
+    )
+
+
+class AwsBlock(Block):
+    """`aws:` settings of provider aws."""
+
+    subnet_ids: tuple[Word, ...] = Field((), description="subnets to use (default: those of the default VPC)")
+    security_group_id: Word | None = Field(None, description="security group of the nodes")
+
+
+class RunSpec(Block):
+    """A run file: what to run, on which machines, at most at which price, and where its checkpoints go."""
+
+    name: Name = Field(description="short name; run and stack ids begin with it")
+    provider: Word = Field(description="who rents out the machines")
+    regions: tuple[Word, ...] = Field((), description="where machines may be (default: any)")
+    nodes: int = Field(1, ge=1, le=1024, description="machines")
+    gpus_per_node: int | None = Field(None, ge=1, le=16, description="GPUs of a machine; one process each")
+    processes_per_node: int | None = Field(
+        None, ge=1, le=256, description="processes of a machine, where there are no GPUs (default: 1)"
+    )
+    gpu: tuple[Word, ...] = Field((), description="GPU types, best first; one type is used for the whole fleet")
+    disk_gib: int = Field(100, ge=1, description="disk of a machine, GiB")
+    market: Market = Field("on-demand", description="how the machines are bought")
+    max_price_usd_per_hour: float = Field(gt=0, description="dollars per hour, whole fleet, all nodes")
+    max_hours: float = Field(gt=0, le=24 * 60, description="hard cap: hours after which the machines end, whatever happens")
+    lease_minutes: float = Field(60, gt=0, description="minutes that a fleet without a run lives")
+    train: TrainConfig | None = Field(None, description="the bundled trainer; or `command`")
+    command: tuple[Text, ...] | None = Field(
+        None, min_length=1, description="the user's program and its arguments; or `train`"
+    )
+    launcher: Literal["torchrun", "python"] = Field(
+        "torchrun", description="what starts the program on each node: torchrun, or plain python"
+    )
+    code: Code | None = Field(None, description="the user's folder, with `command` (default: the run file's folder)")
+    env: dict[EnvName, Text] = Field({}, description="environment of the program; nothing secret")
+    secrets: tuple[EnvName, ...] = Field((), description="names; values come from the operator's environment")
+    data: tuple[Data, ...] = Field((), description="files that every node fetches before the program starts")
+    checkpoint: Checkpoint | Literal["none"] = Field(Checkpoint(), description="where checkpoints go, or none")  # type: ignore[call-arg]
+    recovery: Recovery = Field(Recovery(), description="what happens when a machine is lost")  # type: ignore[call-arg]
+    teardown: Teardown = Field("always", description="always: the machines go when the run ends; keep: they stay under their lease")
+    local: LocalBlock | None = None
+    aws: AwsBlock | None = None
+
+    @model_validator(mode="after")
+    def _coherent(self) -> RunSpec:
+        mistakes = list(_mistakes(self))
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
+        return self
+
+    @property
+    def processes(self) -> int:
+        """Processes of one node: one a GPU, or `processes_per_node`."""
+        return self.gpus_per_node or self.processes_per_node or 1
+
+
+def _mistakes(spec: RunSpec):  # noqa: ANN202 - generator of str
+    if (spec.train is None) == (spec.command is None):
+        yield "exactly one of `train` and `command` is needed"

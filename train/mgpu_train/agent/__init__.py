@@ -1,0 +1,1 @@
+"""The node's agent: starts the launcher, watches it from outside, uploads checkpoints, renews the lease."""

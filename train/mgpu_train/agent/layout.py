@@ -1,0 +1,60 @@
+"""Every path of a run on a node, in one class; the operator and the agent use the same names.
+
+All of it lies under the SSH user's home: `runs/<run id>/`. Paths are relative to the home unless `home` is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+LIB = PurePosixPath(".mgpu/lib")
+LEASE = PurePosixPath(".mgpu/lease")
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """The paths of one run on one node."""
+
+    run_id: str
+    home: PurePosixPath = PurePosixPath()
+
+    @property
+    def root(self) -> PurePosixPath:
+        """The run's folder."""
+        return self.home / "runs" / self.run_id
+
+    @property
+    def job(self) -> PurePosixPath:
+        """`job.json` of the newest attempt."""
+        return self.root / "job.json"
+
+    @property
+    def status(self) -> PurePosixPath:
+        """The agent's status file (`AgentStatus`), replaced atomically."""
+        return self.root / "status.json"
+
+    @property
+    def log(self) -> PurePosixPath:
+        """What agent, launcher and ranks print, of all attempts, append-only."""
+        return self.root / "log"
+
+    @property
+    def work(self) -> PurePosixPath:
+        """The user's code, synced; the launcher's working directory."""
+        return self.root / "work"
+
+    @property
+    def checkpoints(self) -> PurePosixPath:
+        """`MGPU_CHECKPOINT_DIR`: finished local checkpoints, `step-<n>`."""
+        return self.root / "checkpoints"
+
+    @property
+    def resume(self) -> PurePosixPath:
+        """`MGPU_RESUME_DIR`: the verified checkpoint that the attempt starts from."""
+        return self.root / "resume"
+
+    @property
+    def metrics(self) -> PurePosixPath:
+        """`MGPU_METRICS_DIR`: `rank-<rank>.jsonl`."""
+        return self.root / "metrics"

@@ -1,0 +1,73 @@
+"""The node's status file: what the agent says of itself. The supervisor believes it, and no exit code, of a run's end."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from mgpu_train.config import Model
+
+
+class Phase(StrEnum):
+    """Where a node is in an attempt, in this order; DONE and FAILED are final."""
+
+    PREPARING = "preparing"  # folders, requirements, data
+    RESUMING = "resuming"  # the checkpoint is fetched and verified
+    LAUNCHING = "launching"  # the launcher runs, no progress yet
+    TRAINING = "training"
+    DRAINING = "draining"  # the launcher has ended; uploads and commits are finished
+    DONE = "done"
+    FAILED = "failed"
+
+    @property
+    def final(self) -> bool:
+        """True when nothing will change any more."""
+        return self in (Phase.DONE, Phase.FAILED)
+
+
+class Fault(StrEnum):
+    """Whose fault an end is."""
+
+    USER = "user"  # the program exits 1, requirements do not install
+    INFRASTRUCTURE = "infrastructure"  # disk, store, a lost peer
+    STOPPED = "stopped"  # the operator or a deadline asked for it
+
+
+class CheckpointStatus(Model):
+    """What has become of the node's checkpoints in this attempt; steps are optimizer steps, -1 = none yet."""
+
+    saved_step: int = Field(-1, description="newest finished on local disk")
+    uploaded_step: int = Field(-1, description="newest whose part from this node is in the store")
+    committed_step: int = Field(-1, description="newest in the commit log (known to node 0's agent)")
+    committed_id: str | None = Field(None, description="its checkpoint id")
+    skipped: int = Field(0, description="saves that were not uploaded because one was in flight")
+    failed: int = Field(0, description="saves whose upload or commit failed")
+    problem: str | None = Field(None, description="the newest failure, in words")
+
+
+class AgentStatus(Model):
+    """`status.json`, version 1. Times are UNIX seconds of the node's clock."""
+
+    version: Literal[1] = 1
+    run_id: str
+    attempt: int
+    node_rank: int
+    phase: Phase
+    agent_pid: int
+    beat: int = Field(0, description="grows with every pass of the agent; a status whose beat stands still is old")
+    started_at: float
+    updated_at: float
+    phase_seconds: dict[str, float] = Field(default_factory=dict, description="seconds spent in each phase so far")
+    step: int = Field(-1, description="newest optimizer step seen in this node's metrics; -1 = none")
+    steps: int | None = Field(None, description="optimizer steps in all, where known")
+    loss: float | None = Field(None, description="training loss, nat per target")
+    tokens_per_s: float | None = Field(None, description="of the whole run")
+    first_validation_loss: float | None = Field(None, description="nat per target, at the first validation")
+    validation_loss: float | None = Field(None, description="nat per target, newest")
+    progress_at: float | None = Field(None, description="when progress was last seen")
+    checkpoint: CheckpointStatus = Field(default_factory=CheckpointStatus)
+    exit_code: int | None = Field(None, description="the launcher's; for the record, not for the verdict")
+    fault: Fault | None = Field(None, description="with FAILED: whose")
+    reason: str | None = Field(None, description="with FAILED: what happened, one line, no secret")

@@ -1,0 +1,140 @@
+"""What a node is told: the `train:` section of a run file, and `job.json`, one node's part in one attempt.
+
+Both the operator and the node read these models, so a mistake in them is found before a machine is rented.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from mgpu_train.timeouts import Timeouts
+
+RunId = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,62}$")]
+EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
+# one argument or value: anything but NUL, which no operating system can carry
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=65536)]
+Strategy = Literal["single", "ddp", "fsdp"]
+Precision = Literal["fp32", "bf16"]
+Writers = Literal["rank0", "all"]
+
+
+class Model(BaseModel):
+    """The base of all data here: frozen, and every unknown key is a mistake."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Model):
+    """The byte-level GPT's shape."""
+
+    layers: int = Field(4, ge=1, le=200, description="transformer blocks")
+    dim: int = Field(128, ge=8, le=65536, description="width of the residual stream")
+    heads: int = Field(4, ge=1, le=1024, description="attention heads; divides dim")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelConfig:
+        if self.dim % self.heads:
+            raise ValueError(f"heads ({self.heads}) does not divide dim ({self.dim})")
+        return self
+
+
+class TrainConfig(Model):
+    """The `train:` section: the bundled trainer."""
+
+    task: Literal["lm"] = Field("lm", description="lm: byte-level language model on text files")
+    strategy: Strategy = Field("ddp", description="single: one process; ddp: replicas; fsdp: sharded (FSDP2)")
+    steps: int = Field(300, ge=1, description="optimizer steps in all")
+    global_batch: int = Field(32, ge=1, description="sequences per optimizer step, over all ranks")
+    micro_batch: int | None = Field(
+        None, ge=1, description="sequences per forward pass of one rank; the rest is accumulated (default: no accumulation)"
+    )
+    seq_len: int = Field(128, ge=8, le=1 << 20, description="bytes per sequence")
+    precision: Precision = Field("fp32", description="fp32, or bf16 for the forward and backward pass")
+    seed: int = Field(1, ge=0, description="of weights and of the data order")
+    lr: float = Field(1e-3, gt=0, description="peak learning rate (AdamW)")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the cosine schedule ends at this share of lr")
+    warmup_steps: int = Field(20, ge=0, description="optimizer steps of linear warm-up")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW's, on matrices only")
+    clip_norm: float = Field(1.0, gt=0, description="largest gradient norm")
+    validate_every: int = Field(50, ge=1, description="optimizer steps between validations")
+    validate_batches: int = Field(8, ge=1, description="global batches per validation, always the same ones")
+    log_every: int = Field(1, ge=1, description="optimizer steps between two lines of metrics")
+    text: Text | None = Field(
+        None, description="folder of text files on the node (default: the sources of Python's standard library)"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads per process (default: the cores shared out)")
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig())  # type: ignore[call-arg]
+
+
+class CheckpointTarget(Model):
+    """Where checkpoints go and how often they are made; the run file's `checkpoint:` with its defaults filled in."""
+
+    to: Text = Field(description="s3://bucket/prefix or file:///folder; a run's part is <to>/<run id>/")
+    every_steps: int | None = Field(None, ge=1, description="optimizer steps between checkpoints")
+    every_minutes: float | None = Field(None, gt=0, description="minutes between checkpoints")
+    keep_last: int = Field(3, ge=1, description="committed checkpoints that are kept in the store")
+    writers: Writers = Field(description="which nodes have a part in a checkpoint")
+
+
+class Resume(Model):
+    """The one checkpoint that every node of an attempt starts from."""
+
+    checkpoint_id: Text
+    seq: int = Field(ge=0, description="number of its entry in the commit log")
+
+
+class DataItem(Model):
+    """Files that a node fetches before the launcher starts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    source: Text = Field(alias="from", description="s3://bucket/prefix or file:///folder")
+    to: Text = Field(description="folder on the node; relative to the work folder, or absolute on machines of one's own")
+
+
+class Job(Model):
+    """`job.json`: one node's part in one attempt. Holds nothing secret."""
+
+    version: Literal[1] = 1
+    run_id: RunId
+    attempt: int = Field(ge=1)
+    writer: Text = Field(description="token of this attempt in the commit log; the same for all nodes")
+    node_rank: int = Field(ge=0)
+    nodes: int = Field(ge=1)
+    processes_per_node: int = Field(ge=1)
+    master_addr: Text = Field(description="node 0, as the other nodes reach it")
+    master_port: int = Field(ge=1, le=65535)
+    launcher: Literal["torchrun", "python"] = "torchrun"
+    train: TrainConfig | None = None
+    command: tuple[Text, ...] | None = Field(None, description="the user's program: what torchrun or python is given")
+    env: dict[EnvName, Text] = Field(default_factory=dict, description="for the launcher; nothing secret")
+    secrets: tuple[EnvName, ...] = Field((), description="names; the values come by standard input, once")
+    workdir: Text | None = Field(None, description="folder under the run's folder on the node that holds the user's code")
+    requirements: Text | None = Field(None, description="a requirements file in the work folder")
+    data: tuple[DataItem, ...] = ()
+    checkpoint: CheckpointTarget | None = Field(None, description="None: `checkpoint: none`")
+    resume: Resume | None = None
+    lease_file: Text | None = Field(None, description="what the agent renews while it sees progress; None: no lease")
+    timeouts: Timeouts = Field(default_factory=lambda: Timeouts())  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _one_program(self) -> Job:
+        if (self.train is None) == (self.command is None):
+            raise ValueError("exactly one of `train` and `command` is given")
+        if self.node_rank >= self.nodes:
+            raise ValueError(f"node_rank {self.node_rank} of {self.nodes} nodes")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Processes of all nodes."""
+        return self.nodes * self.processes_per_node
+
+
+class Secrets(Model):
+    """What `agent start` reads from standard input, and keeps in a 0600 file on tmpfs: never in arguments or `job.json`."""
+
+    env: dict[EnvName, Text] = Field(default_factory=dict, description="the run's secrets, for the launcher")
+    store: dict[EnvName, Text] = Field(default_factory=dict, description="AWS_* variables, for the agent alone")

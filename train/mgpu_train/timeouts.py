@@ -1,0 +1,35 @@
+"""Every deadline of mgpu in one value (invariant I6). All fields are seconds; tests scale them."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Timeouts(BaseModel):
+    """Deadlines, intervals and graces, in seconds. RUNNING's own deadline is the run file's `max_hours`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    provision_s: float = Field(600, description="from the first create to all nodes ready")
+    destroy_s: float = Field(300, description="until the provider says that every machine is terminated")
+    describe_every_s: float = Field(0.5, description="between two looks at machines that are coming or going")
+    connect_s: float = Field(60, description="until SSH to every node stands")
+    ssh_banner_s: float = Field(15, description="for one SSH handshake")
+    keepalive_s: float = Field(5, description="between SSH keep-alives; four unanswered ones end a connection")
+    command_s: float = Field(60, description="for a short command on a node")
+    sync_s: float = Field(1800, description="for code and config to reach the nodes")
+    prepare_s: float = Field(1800, description="on the node: requirements installed, data fetched")
+    resume_s: float = Field(1800, description="on the node: the checkpoint to resume from, fetched and verified")
+    first_step_s: float = Field(1800, description="from the launcher's start to the first sign of progress")
+    stall_s: float = Field(1800, description="without any progress before the agent ends the attempt")
+    stop_grace_s: float = Field(60, description="from SIGTERM to SIGKILL of the launcher")
+    drain_s: float = Field(900, description="for the uploads that are left when the launcher has ended")
+    peers_s: float = Field(120, description="for the other nodes' parts of a checkpoint to appear in the store")
+    lease_s: float = Field(900, description="a node's lease while a run uses it")
+    lease_renew_s: float = Field(20, description="between two renewals by the agent")
+    poll_s: float = Field(0.5, description="between two passes of the supervisor, and of the agent")
+    silence_s: float = Field(120, description="a node that cannot be reached is UNKNOWN; after this it counts as lost")
+
+    def scaled(self, factor: float) -> Timeouts:
+        """All deadlines times `factor`; for tests."""
+        return Timeouts(**{name: getattr(self, name) * factor for name in type(self).model_fields})
