@@ -53,7 +53,7 @@ def engine_env(engine_path: Sequence[Path], venv: Path | None = None) -> dict[st
         # The language host runs the first Python on PATH, whatever Pulumi.yaml says of a virtual environment.
         "PATH": os.pathsep.join(str(folder) for folder in (programs, *engine_path)),
         "PULUMI_PYTHON_CMD": str(programs / "python"),
-        "PULUMI_BACKEND_URL": f"file://{backend_dir()}",
+        "PULUMI_BACKEND_URL": backend_dir().as_uri(),
         "PULUMI_CONFIG_PASSPHRASE_FILE": str(passphrase_file()),
         "PULUMI_HOME": str(xdg("XDG_CACHE_HOME", ".cache") / "mgpu" / "pulumi-home"),
         "PULUMI_SKIP_UPDATE_CHECK": "1",
