@@ -1,4 +1,4 @@
-"""Set-up, part two: what plain `pulumi` needs. `.mgpu/env`, the passphrase, the file backend.
+"""What plain `pulumi` needs. `.mgpu/env`, the passphrase, the file backend.
 
 Everything that outlives a checkout follows the XDG folders:
 
@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from mgpu import paths
 from mgpu.errors import StackError
 
 STACK = "dev"
@@ -28,20 +29,19 @@ AMBIENT_PASSPHRASE = "PULUMI_CONFIG_PASSPHRASE"  # noqa: S105  a variable's name
 """Must not be set beside the passphrase file: Pulumi prefers it, even when it is empty."""
 
 
-def xdg(variable: str, default: str) -> Path:
-    """The folder that an XDG variable names, else `default` under the home; a relative value counts as absent."""
-    value = os.environ.get(variable, "")
-    return Path(value) if value.startswith("/") else Path.home() / default
-
-
 def backend_dir() -> Path:
     """The folder of the file backend."""
-    return xdg("XDG_STATE_HOME", ".local/state") / "mgpu" / "pulumi"
+    return paths.state_dir() / "pulumi"
+
+
+def pulumi_home() -> Path:
+    """PULUMI_HOME of every engine that mgpu starts."""
+    return paths.cache_dir() / "pulumi-home"
 
 
 def passphrase_file() -> Path:
     """The file that holds the passphrase of all stacks in the file backend."""
-    return xdg("XDG_CONFIG_HOME", ".config") / "mgpu" / "passphrase"
+    return paths.config_dir() / "passphrase"
 
 
 def engine_env(engine_path: Sequence[Path], venv: Path | None = None) -> dict[str, str]:
@@ -55,7 +55,7 @@ def engine_env(engine_path: Sequence[Path], venv: Path | None = None) -> dict[st
         "PULUMI_PYTHON_CMD": str(programs / "python"),
         "PULUMI_BACKEND_URL": backend_dir().as_uri(),
         "PULUMI_CONFIG_PASSPHRASE_FILE": str(passphrase_file()),
-        "PULUMI_HOME": str(xdg("XDG_CACHE_HOME", ".cache") / "mgpu" / "pulumi-home"),
+        "PULUMI_HOME": str(pulumi_home()),
         "PULUMI_SKIP_UPDATE_CHECK": "1",
         "PULUMI_STACK": STACK,
     }

@@ -1,0 +1,33 @@
+# Every target does all set-up first. Needed on a fresh machine: Python 3.11+, git, make.
+PYTHON := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 16
+
+setup:  ## uv, the packages of the lock file, the Pulumi engine, .mgpu/env; again: under a second
+	@sh scripts/setup.sh
+
+demo: setup  ## the main job on real data on this machine: no account, no Docker, no GPU
+	@$(PYTHON) demo.py
+
+test: setup  ## all tests
+	@$(PYTHON) -m pytest
+
+check: setup  ## lint, format, types, layers: all four run, whatever the first ones say
+	@failed=; \
+	for tool in "ruff check" "ruff format --check" "pyright" "lint-imports"; do \
+	    echo "== $$tool"; \
+	    .venv/bin/$$tool || failed="$$failed, $$tool"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "check: FAILED:$${failed#,}"; exit 1; fi; \
+	echo "check: all passed"
+
+bench: setup  ## side by side with named peers; prints ratios
+	@$(PYTHON) -m bench
+
+clean:  ## .venv and what builds and tools leave behind; runs, stacks and the engine's cache stay
+	rm -rf .venv dist .pytest_cache .ruff_cache .import_linter_cache
+	find mgpu train infra tests bench -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
