@@ -8,7 +8,7 @@ UV_MINIMUM=0.8.0
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/mgpu
 stamp=.venv/.mgpu-stamp
 
-say() { echo "mgpu: $*" >&2; }
+say() { echo "set-up: $*" >&2; }
 
 fail() { # what, why, next
     printf '%s\n' "$@" >&2
@@ -60,9 +60,13 @@ sync() {
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
     python=$(find_python)
     find_uv
-    say "installing the Python packages of uv.lock into .venv: 5.5 GB on disk, nearly all of it PyTorch with CUDA"
-    say "(seconds from uv's cache, else minutes; to use mgpu without developing it, \`pip install mgpu\` is 130 MB)"
-    if [ ! -x .venv/bin/python ]; then "$uv" venv --quiet --python "$python" .venv; fi
+    if [ -x .venv/bin/python ]; then
+        say "bringing .venv to what uv.lock says"
+    else
+        say "installing the Python packages of uv.lock into .venv: 5.5 GB on disk, nearly all of it PyTorch with CUDA"
+        say "(seconds from uv's cache, else minutes; \`pip install mgpu\`, to use it alone, is 130 MB and has no PyTorch)"
+        "$uv" venv --quiet --python "$python" .venv
+    fi
     "$uv" sync --quiet --frozen || fail "The Python packages could not be installed." \
         "The lines above say why: most often the package index cannot be reached, or the disk is full (5.5 GB are needed)." \
         "Mend that, then do this again; it goes on where it stopped."

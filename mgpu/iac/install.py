@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--project", type=Path, default=Path(), help="folder of Pulumi.yaml (default: this one)")
     project = parser.parse_args(argv).project.resolve()
     try:
-        set_up(project, _to_stderr)
+        set_up(project, lambda line: _to_stderr(f"set-up: {line}"))
     except StackError as error:
         _to_stderr(str(error))
         return error.exit_code

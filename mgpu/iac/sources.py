@@ -75,6 +75,7 @@ class Outside:
 
 
 def from_release(into: Path, report: Report, outside: Outside) -> Origin:
+    """Fills `into` from the official release archive, once its SHA-256 sum is the one on the official list."""
     name = f"pulumi-v{VERSION}-{_platform()}.tar.gz"
     report(f"looking for the official Pulumi engine {VERSION} at {RELEASES}")
     archive = into.parent / name
@@ -162,6 +163,7 @@ _HOST = _GoProgram("pulumi-language-python", _SDK, "v3.79.0", f"{_SDK}/python/cm
 
 
 def from_modules(into: Path, report: Report, outside: Outside) -> Origin:
+    """Fills `into` by building the two programs from their published Go modules; needs Go, and no C compiler."""
     go = outside.which("go")
     if go is None:
         raise Unavailable("no Go on PATH to build it from its published modules")
