@@ -1,0 +1,34 @@
+"""What all tests share: capabilities that this machine may lack, and folders of a test's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Require = Callable[[str, bool, str], None]
+
+
+@pytest.fixture(scope="session")
+def require() -> Require:
+    """`require("engine", present, "why it is absent")` skips the test, or fails it where MGPU_REQUIRE names it."""
+    demanded = {name.strip() for name in os.environ.get("MGPU_REQUIRE", "").split(",")}
+
+    def check(capability: str, present: bool, reason: str) -> None:
+        if present:
+            return
+        if capability in demanded:
+            pytest.fail(f"{capability} is in MGPU_REQUIRE, but: {reason}", pytrace=False)
+        pytest.skip(f"{capability}: {reason}")
+
+    return check
+
+
+@pytest.fixture
+def xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """State, configuration and data folders of this test alone, under the folder returned; the cache is shared."""
+    for kind in ("STATE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"XDG_{kind}_HOME", str(tmp_path / "xdg" / kind.lower()))
+    return tmp_path / "xdg"
