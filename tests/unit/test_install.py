@@ -260,7 +260,8 @@ def test_without_the_release_it_is_built_from_the_go_modules(tmp_path):
     assert f"github.com/pulumi/pulumi/pkg/v3 v{VERSION}" in requirements["module-pulumi"]
     assert "github.com/pulumi/pulumi/sdk/v3 v3.79.0" in requirements["module-pulumi-language-python"]
     assert any("about 4 minutes" in line for line in said), "how long it takes is said before"
-    assert any(f"version.Version=v{VERSION}" in word for argv in outside.ran for word in argv)
+    version_variable = "github.com/pulumi/pulumi/sdk/v3/go/common/version.Version"
+    assert any(f"-X {version_variable}=v{VERSION}" in word for argv in outside.ran for word in argv)
 
 
 def test_the_build_needs_no_c_compiler_and_ignores_the_users_go_flags(tmp_path, monkeypatch):
@@ -294,6 +295,15 @@ def test_a_failed_build_leaves_neither_engine_nor_scratch(tmp_path):
     with pytest.raises(StackError, match="could not be installed"):
         install_engine(quiet, outside)
     assert [path.name for path in install.cache_dir().iterdir()] == [".lock"]
+
+
+def test_a_build_without_something_to_run_is_not_published(tmp_path):
+    outside = with_go(FakeOutside(), tmp_path)
+    outside.on_run = lambda argv, cwd: str(tmp_path / "gomod") if argv[1] == "list" else None
+    with pytest.raises(StackError, match="could not be installed") as caught:
+        install_engine(quiet, outside)
+    assert "no complete engine" in caught.value.why
+    assert not cached().exists()
 
 
 def test_what_a_killed_set_up_left_is_cleared_and_a_broken_engine_replaced():
