@@ -45,7 +45,7 @@ find_uv() { # sets $uv; the user's own, else one of ours outside the checkout
 install_uv() { # Debian takes pip and venv out of Python, each into a package of its own: either will do
     mkdir -p "${1%/*}"
     rm -rf "$1.new"
-    set -- "$1" --quiet --disable-pip-version-check --require-hashes --only-binary :all: -r scripts/uv.txt
+    set -- "$1" --quiet --disable-pip-version-check --root-user-action ignore --require-hashes --only-binary :all: -r scripts/uv.txt
     target=$1
     shift
     if "$python" -m pip --version >/dev/null 2>&1; then
