@@ -1,23 +1,53 @@
-"""The run file's keys. Units stand in the names; memory is GiB (2^30 bytes), money is US dollars, prices are for all nodes."""
+"""The run file's keys. Units stand in the names; memory is GiB (2^30 bytes), money is US dollars.
+
+Only what one key can say of itself is checked here; what several keys say together is in `mgpu.spec.rules`, and
+`mgpu.spec.load` applies both.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from mgpu_train.config import DataItem, EnvName, Text, TrainConfig, Writers
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
+
+PROVIDERS = ("local", "aws")  # each has a block of its own name
+
+_NAME = r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$"
+_WORD = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+_URL = r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\x00-\x20]*)?|file:///[^\x00-\x1f]+)$"
+
+# what a pattern asks for, in words; a refused value is not repeated, because it may be a secret in the wrong place
+FORMS = {
+    _NAME: "lower-case letters, digits and `-`, at most 40, beginning with a letter",
+    _WORD: "letters, digits, `.`, `_` and `-`, at most 128, beginning with a letter or digit",
+    _URL: "s3://bucket/prefix or file:///folder",
+    get_args(EnvName)[1].pattern: "the name of an environment variable: letters, digits and `_`, no digit first",
+}
+
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _block_or_none(value: Any) -> str:
+    return "<none>" if isinstance(value, str) else "<block>"
+
 
 Market = Literal["spot", "on-demand", "spot-then-on-demand"]
 Teardown = Literal["always", "keep"]
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$")]
-Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-StoreUrl = Annotated[str, StringConstraints(pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\x00\s]*)?|file:///[^\x00]*)$")]
+Name = Annotated[str, StringConstraints(pattern=_NAME)]
+Word = Annotated[str, StringConstraints(pattern=_WORD)]
+Words = Annotated[tuple[Word, ...], BeforeValidator(_as_list, json_schema_input_type=Word | tuple[Word, ...])]
+StoreUrl = Annotated[str, StringConstraints(pattern=_URL, max_length=1024)]
 
 
 class Block(BaseModel):
     """The base of every block: frozen, and an unknown key is a mistake."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Checkpoint(Block):
@@ -36,6 +66,11 @@ class Checkpoint(Block):
         description="which nodes have a part in a checkpoint: rank0 (node 0 alone) or all "
         "(default: all with `train:`, rank0 with `command:`)",
     )
+
+
+CheckpointOrNone = Annotated[
+    Annotated[Checkpoint, Tag("<block>")] | Annotated[Literal["none"], Tag("<none>")], Discriminator(_block_or_none)
+]
 
 
 class Recovery(Block):
@@ -58,6 +93,13 @@ class Code(Block):
 class Data(DataItem):
     """`data:` one entry: files that every node fetches before the program starts."""
 
+    model_config = ConfigDict(populate_by_name=False)
+
+    source: StoreUrl = Field(alias="from", description="s3://bucket/prefix, or file:///folder with provider local")
+    to: Text = Field(
+        description="folder on the node, relative to the work folder (or absolute, but with provider local)"
+    )
+
 
 class LocalBlock(Block):
     """`local:` settings of provider local."""
@@ -78,18 +120,20 @@ class RunSpec(Block):
     """A run file: what to run, on which machines, at most at which price, and where its checkpoints go."""
 
     name: Name = Field(description="short name; run and stack ids begin with it")
-    provider: Word = Field(description="who rents out the machines")
-    regions: tuple[Word, ...] = Field((), description="where machines may be (default: any)")
+    provider: Word = Field(description="who rents out the machines", json_schema_extra={"enum": list(PROVIDERS)})
+    regions: Words = Field((), description="where machines may be (default: any)")
     nodes: int = Field(1, ge=1, le=1024, description="machines")
     gpus_per_node: int | None = Field(None, ge=1, le=16, description="GPUs of a machine; one process each")
     processes_per_node: int | None = Field(
         None, ge=1, le=256, description="processes of a machine, where there are no GPUs (default: 1)"
     )
-    gpu: tuple[Word, ...] = Field((), description="GPU types, best first; one type is used for the whole fleet")
+    gpu: Words = Field((), description="GPU types, best first; one type is used for the whole fleet")
     disk_gib: int = Field(100, ge=1, description="disk of a machine, GiB")
     market: Market = Field("on-demand", description="how the machines are bought")
     max_price_usd_per_hour: float = Field(gt=0, description="dollars per hour, whole fleet, all nodes")
-    max_hours: float = Field(gt=0, le=24 * 60, description="hard cap: hours after which the machines end, whatever happens")
+    max_hours: float = Field(
+        gt=0, le=24 * 60, description="hard cap: hours after which the machines end, whatever happens"
+    )
     lease_minutes: float = Field(60, gt=0, description="minutes that a fleet without a run lives")
     train: TrainConfig | None = Field(None, description="the bundled trainer; or `command`")
     command: tuple[Text, ...] | None = Field(
@@ -102,25 +146,20 @@ class RunSpec(Block):
     env: dict[EnvName, Text] = Field({}, description="environment of the program; nothing secret")
     secrets: tuple[EnvName, ...] = Field((), description="names; values come from the operator's environment")
     data: tuple[Data, ...] = Field((), description="files that every node fetches before the program starts")
-    checkpoint: Checkpoint | Literal["none"] = Field(Checkpoint(), description="where checkpoints go, or none")  # type: ignore[call-arg]
+    checkpoint: CheckpointOrNone = Field(Checkpoint(), description="where checkpoints go, or `none`")  # type: ignore[call-arg]
     recovery: Recovery = Field(Recovery(), description="what happens when a machine is lost")  # type: ignore[call-arg]
-    teardown: Teardown = Field("always", description="always: the machines go when the run ends; keep: they stay under their lease")
-    local: LocalBlock | None = None
-    aws: AwsBlock | None = None
-
-    @model_validator(mode="after")
-    def _coherent(self) -> RunSpec:
-        mistakes = list(_mistakes(self))
-        if mistakes:
-            raise ValueError("; ".join(mistakes))
-        return self
+    teardown: Teardown = Field(
+        "always", description="always: the machines go when the run ends; keep: they stay under their lease"
+    )
+    local: LocalBlock | None = Field(None, description="settings of provider local")
+    aws: AwsBlock | None = Field(None, description="settings of provider aws")
 
     @property
     def processes(self) -> int:
         """Processes of one node: one a GPU, or `processes_per_node`."""
         return self.gpus_per_node or self.processes_per_node or 1
 
-
-def _mistakes(spec: RunSpec):  # noqa: ANN202 - generator of str
-    if (spec.train is None) == (spec.command is None):
-        yield "exactly one of `train` and `command` is needed"
+    @property
+    def world_size(self) -> int:
+        """Processes of all nodes."""
+        return self.nodes * self.processes

@@ -1,0 +1,147 @@
+"""A run file -> `RunSpec`. Every mistake in it is reported at once, each with its line, its field and what is right.
+
+    text --document--> data and lines --pydantic, wording--> each key alone --rules--> the keys together --> the files
+
+A key with a mistake does not hide the mistakes of the next step: it is set aside, and only what would be concluded from
+it is not said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mgpu.errors import InputError
+from mgpu.spec.document import MAX_BYTES, Document, Where, read
+from mgpu.spec.model import RunSpec
+from mgpu.spec.rules import Mistake, mistakes
+from mgpu.spec.wording import where, word
+
+# for required keys that are missing or wrong, so that the rules can read the others
+_STAND_INS = {"name": "x", "provider": "local", "max_price_usd_per_hour": 1, "max_hours": 1}
+
+
+def load(path: Path) -> RunSpec:
+    """Reads and checks a run file, and that the files of the user's code which it names exist.
+
+    Raises:
+        InputError: there is no such file, or it cannot be read.
+        SpecError: the file has mistakes; it holds all of them.
+    """
+    document = _read(path)
+    return _checked(document, path.parent)
+
+
+def loads(text: str, path: str) -> RunSpec:
+    """Checks the text of a run file; `path` is only how messages call it, and no file is looked for.
+
+    Raises:
+        SpecError: the text has mistakes; it holds all of them.
+    """
+    return _checked(read(text, path), None)
+
+
+def _read(path: Path) -> Document:
+    try:
+        if not path.is_file():
+            raise FileNotFoundError("it is not a file" if path.exists() else "there is no such file")
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        why = error.strerror or str(error)
+        next_step = "Name a run file, or write one with `mgpu init`."
+        raise InputError(f"{path}: the run file cannot be read", f"{why[:1].upper()}{why[1:]}.", next_step) from error
+    try:
+        return read(raw.decode("utf-8-sig"), str(path))
+    except UnicodeDecodeError as error:
+        document = Document(str(path))
+        document.problem((), "not UTF-8 text", line=raw.count(b"\n", 0, error.start) + 1)
+        raise document.error() from error
+
+
+def _checked(document: Document, base: Path | None) -> RunSpec:
+    spec, set_aside = _validated(document)
+    if spec is not None:
+        found = [*mistakes(spec), *(_files(spec, base) if base else ())]
+        for mistake in found:
+            reads = (mistake.at, *mistake.reads)
+            if not any(read[: len(aside)] == aside for read in reads for aside in set_aside):
+                document.problem(mistake.at, mistake.message, mistake.nearest)
+    if spec is None or document.problems:
+        raise document.error()
+    return spec
+
+
+def _validated(document: Document) -> tuple[RunSpec | None, set[Where]]:
+    """Each key alone. Returns the spec, of stand-ins where a key is wrong, and which keys these are."""
+    if not isinstance(document.data, dict):
+        if not document.problems:
+            document.problem((), "a run file is a block of keys, `name: ...` and so on")
+        return None, set()
+    try:
+        return _validate(document.data), document.bad
+    except ValidationError as error:
+        errors: list[Any] = error.errors(include_url=False)
+    set_aside = set(document.bad)
+    for each in errors:
+        at = where(each)
+        unknown = each["type"] == "extra_forbidden"
+        if unknown or at not in document.bad:
+            document.problem(at, *word(each, document))
+        if not unknown:
+            set_aside.add(_droppable(at))
+        _drop(document.data, at)
+    try:
+        return _validate({**_STAND_INS, **document.data}), set_aside
+    except ValidationError:
+        return None, set_aside
+
+
+def _validate(data: dict[str, Any]) -> RunSpec:
+    # JSON mode is strict about types (`yes` is no 1, "2" is no 2) and still takes lists for tuples
+    return RunSpec.model_validate_json(json.dumps(data), strict=True)
+
+
+def _droppable(at: Where) -> Where:
+    """The part of a path up to the first list: items are not dropped one by one, because that would renumber them."""
+    first = next((index for index, part in enumerate(at) if isinstance(part, int)), len(at))
+    return at[:first]
+
+
+def _drop(data: dict[str, Any], at: Where) -> None:
+    *above, last = _droppable(at)
+    for part in above:
+        data = data.get(part, {})  # type: ignore[arg-type] - `_droppable` leaves strings alone
+        if not isinstance(data, dict):
+            return
+    data.pop(last, None)  # type: ignore[arg-type]
+
+
+def _files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
+    """The folder and files of the user's code that `command` needs on the nodes."""
+    if spec.command is None:
+        return
+    workdir = base / (spec.code.workdir if spec.code else ".")
+    if not workdir.is_dir():
+        yield Mistake(("code", "workdir"), f"there is no folder {workdir}")
+        return
+    requirements = spec.code.requirements if spec.code else None
+    if requirements and not (workdir / requirements).is_file():
+        yield _absent(("code", "requirements"), workdir, requirements, ("code", "workdir"))
+    elif requirements and not (workdir / requirements).resolve().is_relative_to(workdir.resolve()):
+        yield Mistake(("code", "requirements"), f"is a link out of {workdir}", (("code", "workdir"),))
+    script = spec.command[0]
+    # with `data`, a script may also come from there
+    if script.endswith(".py") and not script.startswith("/") and not spec.data and not (workdir / script).is_file():
+        yield _absent(("command", 0), workdir, script, ("code", "workdir"))
+
+
+def _absent(at: Where, workdir: Path, name: str, *reads: Where) -> Mistake:
+    beside = [path.name for path in workdir.iterdir()]
+    near = get_close_matches(name, beside, 1)
+    return Mistake(at, f"there is no file {name} in {workdir}", reads, near[0] if near else None)

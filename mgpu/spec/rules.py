@@ -1,0 +1,190 @@
+"""What the keys of a run file say together. Each rule reads a `RunSpec` and yields every mistake that it finds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from mgpu.spec.model import PROVIDERS, Checkpoint, RunSpec
+
+Where = tuple[str | int, ...]
+
+# torchrun sets or reads these itself, and MGPU_* is ours
+_RESERVED = {
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "RANK",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "WORLD_SIZE",
+}
+_RESERVED_PREFIXES = ("MGPU_", "TORCHELASTIC_", "PET_")
+
+
+class Mistake(NamedTuple):
+    """What is wrong at `at`; `reads`: the other fields that it was concluded from."""
+
+    at: Where
+    message: str
+    reads: tuple[Where, ...] = ()
+    nearest: str | None = None
+
+
+def mistakes(spec: RunSpec) -> Iterator[Mistake]:
+    """Yields every mistake of every rule."""
+    for rule in RULES:
+        yield from rule(spec)
+
+
+def _one_program(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.train is None and spec.command is None:
+        yield Mistake(("train",), "needed: `train` (the bundled trainer), or `command` (your program)", (("command",),))
+    if spec.train is not None and spec.command is not None:
+        yield Mistake(("command",), "either `train` or `command` is given, not both", (("train",),))
+
+
+def _provider(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.provider not in PROVIDERS:
+        nearest = next(iter(get_close_matches(spec.provider, PROVIDERS, 1)), None)
+        yield Mistake(("provider",), f"`{spec.provider}` is not one of {', '.join(PROVIDERS)}", (), nearest)
+        return
+    for other in PROVIDERS:
+        if other != spec.provider and getattr(spec, other) is not None:
+            yield Mistake((other,), f"settings of another provider: `provider` is {spec.provider}", (("provider",),))
+
+
+def _processes(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.gpus_per_node is not None and spec.processes_per_node is not None:
+        message = "either `gpus_per_node` (one process each) or `processes_per_node` is given, not both"
+        yield Mistake(("processes_per_node",), message, (("gpus_per_node",),))
+    if spec.gpu and spec.gpus_per_node is None:
+        message = "`gpus_per_node` is needed with it: how many of these a machine has"
+        yield Mistake(("gpu",), message, (("gpus_per_node",),))
+
+
+def _code(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.code is not None and spec.train is not None:
+        yield Mistake(("code",), "is for `command`; `train` runs the bundled trainer", (("train",),))
+    if spec.code is None:
+        return
+    for key, value in (("workdir", spec.code.workdir), ("requirements", spec.code.requirements)):
+        if value is not None and value.startswith(("/", "~")):
+            yield Mistake(("code", key), "is relative: to the run file's folder, or to workdir for requirements")
+    if spec.code.requirements and ".." in PurePosixPath(spec.code.requirements).parts:
+        yield Mistake(("code", "requirements"), "is a file inside `code.workdir`: no `..`")
+
+
+def _training(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.train is None:
+        return
+    sizes: tuple[Where, ...] = (("nodes",), ("gpus_per_node",), ("processes_per_node",))
+    world, batch, micro = spec.world_size, spec.train.global_batch, spec.train.micro_batch
+    if spec.launcher == "python" and world > 1:
+        yield Mistake(("launcher",), f"python starts one process, and {world} are asked for: use torchrun", sizes)
+    if spec.train.strategy == "single" and world > 1:
+        message = f"single is for one process, and {world} are asked for: use ddp or fsdp"
+        yield Mistake(("train", "strategy"), message, sizes)
+    at: Where = ("train", "global_batch")
+    if batch % world:
+        yield Mistake(at, f"{batch} sequences cannot be shared out evenly among {world} processes", sizes)
+    elif micro and batch // world % micro:
+        message = f"{batch // world} sequences a process cannot be cut into passes of {micro} (`micro_batch`)"
+        yield Mistake(at, message, (*sizes, ("train", "micro_batch")))
+
+
+def _variables(spec: RunSpec) -> Iterator[Mistake]:
+    for at, name in [*((("env", n), n) for n in spec.env), *((("secrets", i), n) for i, n in enumerate(spec.secrets))]:
+        if name in _RESERVED or name.startswith(_RESERVED_PREFIXES):
+            yield Mistake(at, f"`{name}` is reserved: mgpu and torchrun set it themselves")
+    for index, name in enumerate(spec.secrets):
+        if name in spec.env:
+            yield Mistake(
+                ("secrets", index), f"`{name}` is in `env` too: a secret's value never stands in the run file"
+            )
+
+
+def _repeats(spec: RunSpec) -> Iterator[Mistake]:
+    for key, values in (("gpu", spec.gpu), ("regions", spec.regions), ("secrets", spec.secrets)):
+        for value, count in Counter(values).items():
+            if count > 1:
+                yield Mistake((key,), f"`{value}` is given {count} times")
+
+
+def _checkpoint(spec: RunSpec) -> Iterator[Mistake]:
+    if not isinstance(spec.checkpoint, Checkpoint):
+        return
+    to, local = spec.checkpoint.to, spec.provider == "local"
+    if to is None and not local:
+        message = f"is needed with provider {spec.provider}: s3://bucket/prefix, or `checkpoint: none`"
+        yield Mistake(("checkpoint", "to"), message, (("provider",),))
+    if to is not None:
+        yield from _url(spec, ("checkpoint", "to"), to)
+    sharded = spec.train is not None and spec.train.strategy == "fsdp"
+    if spec.checkpoint.writers == "rank0" and sharded and spec.nodes > 1:
+        message = "rank0 would lose the other nodes' shards with strategy fsdp: use all"
+        yield Mistake(("checkpoint", "writers"), message, (("train", "strategy"), ("nodes",)))
+
+
+def _url(spec: RunSpec, at: Where, url: str) -> Iterator[Mistake]:
+    if ".." in url.split("/"):
+        yield Mistake(at, "no `..` in an address")
+    if url.startswith("file:") and spec.provider != "local":
+        message = f"machines of provider {spec.provider} do not see this machine's files: use s3://"
+        yield Mistake(at, message, (("provider",),))
+
+
+def _data(spec: RunSpec) -> Iterator[Mistake]:
+    for index, item in enumerate(spec.data):
+        yield from _url(spec, ("data", index, "from"), item.source)
+        at, to = ("data", index, "to"), PurePosixPath(item.to)
+        if ".." in to.parts or item.to.startswith("~"):
+            yield Mistake(at, "no `..` or `~` in a folder on the node")
+        elif to.is_absolute() and spec.provider == "local":
+            message = "is relative with provider local: all nodes share this machine's file system"
+            yield Mistake(at, message, (("provider",),))
+
+
+def _names_of_files(spec: RunSpec) -> Iterator[Mistake]:
+    for at, name in _files(spec):
+        if not name.strip() or name != name.strip() or "\n" in name:
+            yield Mistake(at, "is one name, not empty and without spaces around it")
+        elif name.startswith("-") and (at, name) != (("command", 0), "-m"):
+            yield Mistake(at, "begins with `-`: programs would read it as an option")
+
+
+def _files(spec: RunSpec) -> Iterator[tuple[Where, str]]:
+    if spec.command:
+        yield ("command", 0), spec.command[0]
+    if spec.code:
+        yield ("code", "workdir"), spec.code.workdir
+    if spec.code and spec.code.requirements is not None:
+        yield ("code", "requirements"), spec.code.requirements
+    if spec.train and spec.train.text is not None:
+        yield ("train", "text"), spec.train.text
+    if spec.local and spec.local.python is not None:
+        yield ("local", "python"), spec.local.python
+    for index, item in enumerate(spec.data):
+        yield ("data", index, "to"), item.to
+
+
+RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
+    _one_program,
+    _provider,
+    _processes,
+    _code,
+    _training,
+    _variables,
+    _repeats,
+    _checkpoint,
+    _data,
+    _names_of_files,
+)

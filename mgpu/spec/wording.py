@@ -1,0 +1,144 @@
+"""What pydantic found, in the user's words: the field as a path in the file, the message, the nearest valid name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mgpu.spec.document import Document, Where, dotted
+from mgpu.spec.model import FORMS, RunSpec
+
+
+def where(error: dict[str, Any]) -> Where:
+    """The field of an error; parts that name a branch or a key's own name (`<block>`, `[key]`) are no part of it."""
+    return tuple(part for part in error["loc"] if not (isinstance(part, str) and part.startswith(("<", "["))))
+
+
+def word(error: dict[str, Any], document: Document) -> tuple[str, str | None]:
+    """The message and the nearest valid name (None: there is none) for one of pydantic's errors."""
+    at, given = where(error), error["input"]
+    plain = document.marks[at].plain if at in document.marks else None
+    match error["type"]:
+        case "extra_forbidden":
+            return "unknown key", nearest_key(at)
+        case "missing":
+            return f"is missing: {_description(at)}", None
+        case "literal_error":
+            return _choice(at, given, _shown(given, plain), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+        case "string_type":
+            return _not_text(given, plain), None
+        case "tuple_type":
+            return _not_a_list(at, given, plain), None
+        case _:
+            return _limit(error, _shown(given, plain)), None
+
+
+def _limit(error: dict[str, Any], given: str) -> str:
+    limits = error.get("ctx", {})
+    match error["type"]:
+        case "int_type" | "int_from_float":
+            return f"a whole number is needed, not {given}"
+        case "float_type":
+            return f"a number is needed, not {given}"
+        case "greater_than":
+            return f"must be more than {limits['gt']:g}, not {given}"
+        case "greater_than_equal":
+            return f"must be at least {limits['ge']:g}, not {given}"
+        case "less_than_equal":
+            return f"must be at most {limits['le']:g}, not {given}"
+        case "too_short":
+            return f"needs at least {limits['min_length']} item"
+        case "string_too_long":
+            return f"longer than {limits['max_length']} characters"
+        case "string_pattern_mismatch":
+            return f"must be {FORMS.get(limits['pattern'], 'text without NUL')}"
+        case "model_type" | "dict_type":
+            return f"a block of keys is needed, not {given}"
+        case "value_error":
+            return str(limits["error"])
+        case _:
+            return error["msg"]
+
+
+def _choice(at: Where, given: Any, shown: str, choices: list[str]) -> tuple[str, str | None]:
+    near = get_close_matches(str(given).lower(), choices, 1)
+    or_block = ", or a block of keys" if at == ("checkpoint",) else ""
+    return f"{shown} is not one of: {', '.join(choices)}{or_block}", near[0] if near else None
+
+
+def _not_text(given: Any, plain: str | None) -> str:
+    if plain is None:
+        return f"text is needed, not {_shown(given, plain)}"
+    kind = "yes or no" if isinstance(given, bool) else "a number"
+    return f'text is needed, and YAML reads `{plain}` as {kind}: write it in quotes, "{plain}"'
+
+
+def _not_a_list(at: Where, given: Any, plain: str | None) -> str:
+    if at in (("gpu",), ("regions",)):
+        return _not_text(given, plain)
+    if at != ("command",) or not isinstance(given, str):
+        return "a list is needed: [first, second], or one item a line with `- ` before it"
+    try:
+        words = shlex.split(given)
+    except ValueError:
+        words = given.split()
+    quoted = ", ".join(part if re.fullmatch(r"[\w./=-]+", part) else json.dumps(part) for part in words[:8])
+    return f"a list is needed, because no shell reads it; one item an argument: [{quoted}]"
+
+
+def _shown(value: Any, plain: str | None) -> str:
+    if isinstance(value, dict):
+        return "a block of keys"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    text = plain if plain is not None else f'"{value}"'
+    return f"`{text}`" if len(text) <= 40 else f"`{text[:39]}…`"
+
+
+def nearest_key(at: Where) -> str | None:
+    """The valid key that an unknown one is nearest to: in its block, else the same name in another block."""
+    key = str(at[-1]).lower().replace("-", "_")[:64]
+    block = _block(at[:-1])
+    near = get_close_matches(key, list(_fields(block)) if block else [], 1)
+    if near:
+        return near[0]
+    return next((dotted(path) for path in _every_key(RunSpec) if path[-1] == key), None)
+
+
+def _every_key(block: type[BaseModel], above: Where = ()) -> Iterator[Where]:
+    for name, info in _fields(block).items():
+        yield (*above, name)
+        if inner := _model_in(info.annotation):
+            yield from _every_key(inner, (*above, name))
+
+
+def _description(at: Where) -> str:
+    block = _block(at[:-1])
+    info = _fields(block).get(str(at[-1])) if block else None
+    return (info.description if info else None) or "it has no default"
+
+
+def _block(at: Where) -> type[BaseModel] | None:
+    block: type[BaseModel] | None = RunSpec
+    for part in at:
+        if isinstance(part, str) and block is not None:
+            info = _fields(block).get(part)
+            block = _model_in(info.annotation) if info else None
+    return block
+
+
+def _fields(block: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {info.alias or name: info for name, info in block.model_fields.items()}
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
