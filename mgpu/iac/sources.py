@@ -205,4 +205,4 @@ def _go_env() -> dict[str, str]:
 
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1].strip() if lines else "it said nothing"
