@@ -1,0 +1,86 @@
+"""The `mgpu` command: one module a command, imported only when that command is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from mgpu import __version__
+
+# command -> its line in `mgpu --help`; the module mgpu.cli.<command> holds a click command of the same name.
+# Listing them here keeps `mgpu --help` from importing any of them.
+COMMANDS = {
+    "init": "Make this folder a project: run file, Pulumi program, engine.",
+    "spec": "Print the JSON schema of the run file.",
+    "plan": "Show what a run file would rent, and the price. Rents nothing.",
+    "launch": "Rent a fleet, run on it, give it back.",
+    "run": "Run on the fleet of a stack that is up.",
+    "status": "Show a run: phase, progress, price.",
+    "logs": "Show a run's logs, also after its machines are gone.",
+    "attach": "Follow a run, or take it over when its supervisor is gone.",
+    "stop": "Save a checkpoint and end a run.",
+    "down": "Give a fleet back now.",
+    "ls": "List runs and what is billed.",
+    "ssh": "Log in on a node, or run a command there.",
+    "checkpoints": "List, verify or download a run's checkpoints.",
+    "gc": "Find machines that nothing uses, and end them.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of a run's life."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports one command's module."""
+        if cmd_name not in COMMANDS:
+            return None
+        return getattr(importlib.import_module(f"mgpu.cli.{cmd_name}"), cmd_name)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, with the nearest name for a typing error."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else " See `mgpu --help`."
+            ctx.fail(f"no command `{args[0]}`.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in the help text, without importing a command."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", prog_name="mgpu")
+def cli() -> None:
+    """Rent multi-GPU machines, train on them, keep the checkpoints, give every machine back."""
+
+
+def main(args: list[str] | None = None) -> Any:
+    """The entry point: every error of ours becomes three lines and its exit code."""
+    try:
+        result = cli.main(args=args, prog_name="mgpu", standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except Exception as error:
+        from mgpu.errors import MgpuError
+
+        if not isinstance(error, MgpuError):
+            raise
+        from mgpu.console import Console
+
+        Console().error(error)
+        sys.exit(error.exit_code)
+    sys.exit(result if isinstance(result, int) else 0)

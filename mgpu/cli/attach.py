@@ -1,0 +1,62 @@
+"""`mgpu attach`: follow a run, or take it over."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from mgpu.cli import common
+from mgpu.console import Console
+from mgpu.events import LogChunk, Progress
+from mgpu.run.record import Folder, load
+
+FOLLOW_EVERY_S = 0.5
+
+
+@click.command()
+@common.run_argument
+@common.json_option
+def attach(run: str, as_json: bool) -> int:
+    """Follow RUN (default: the newest). Where its supervisor is gone, take its place: watch, judge, tear down."""
+    from mgpu.run import launch as runs
+
+    record = load(run)
+    console = Console(as_json=as_json, show_logs=True)
+    if record.state.final:
+        console.say(f"run {record.run_id} is over")
+        return common.finish(console, runs.Outcome(record))
+    outcome = runs.attach(record, common.context(console))
+    if outcome is None:
+        return _follow(console, record.run_id)
+    return common.finish(console, outcome)
+
+
+def _follow(console: Console, run_id: str) -> int:
+    """Shows what the supervisor writes down, until the run is over. Ending this ends nothing else."""
+    console.say(f"following {run_id}; Ctrl-C ends only this view")
+    folder, offsets = Folder(run_id), dict[int, int]()
+    while True:
+        record = load(run_id)
+        for rank in range(record.nodes):
+            _pass_on(console, folder.log(rank), rank, offsets)
+        if record.state.final:
+            break
+        console.emit(Progress(record.step, record.steps or 0, record.loss or 0.0, record.tokens_per_s or 0.0))
+        time.sleep(FOLLOW_EVERY_S)
+    console.done()
+    console.table(("run", record.run_id), common.summary(record))
+    return record.exit_code or 0
+
+
+def _pass_on(console: Console, path: Path, rank: int, offsets: dict[int, int]) -> None:
+    if not path.exists():
+        return
+    offset = offsets.setdefault(rank, max(0, path.stat().st_size - 4096))
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read(1 << 20)
+    offsets[rank] = offset + len(data)
+    if data:
+        console.emit(LogChunk(rank, offset, data))

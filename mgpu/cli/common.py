@@ -1,0 +1,171 @@
+"""What several commands share: options, the run file's plan, the closing lines of a run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from mgpu.console import Console
+from mgpu.errors import InputError, MgpuError
+from mgpu.run.record import Record
+
+if TYPE_CHECKING:
+    from mgpu.plan.model import Plan
+    from mgpu.run.launch import Context, Outcome
+    from mgpu.spec.model import RunSpec
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+RUN_FILE = "mgpu.yaml"
+
+
+def run_file_argument(command: F) -> F:
+    """RUN_FILE, by default the one of this folder."""
+    return click.argument("run_file", type=click.Path(path_type=Path, dir_okay=False), default=Path(RUN_FILE))(command)
+
+
+def run_argument(command: F) -> F:
+    """RUN, by default the newest; the beginning of an id is enough."""
+    return click.argument("run", default="last")(command)
+
+
+def json_option(command: F) -> F:
+    """--json."""
+    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
+
+
+def yes_option(command: F) -> F:
+    """--yes."""
+    return click.option("--yes", "-y", is_flag=True, help="Do not ask; the price is still shown.")(command)
+
+
+def context(console: Console) -> Context:
+    """What a run is given by this command: its console, its deadlines, and how to ask on a terminal."""
+    from mgpu_train.timeouts import Timeouts
+
+    from mgpu.run.launch import Context
+
+    ask = None
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        ask = lambda: console.confirm("stop the run (checkpoint, then teardown)? `n` leaves it running")  # noqa: E731
+    return Context(console.emit, Timeouts(), ask)  # type: ignore[call-arg]
+
+
+def make_plan(spec: RunSpec) -> Plan:
+    """Offers of the run file's provider, ranked. Rents nothing."""
+    from mgpu.plan import rank
+    from mgpu.providers import registry
+
+    wanted = rank.requirements(spec)
+    provider = registry.get(spec.provider, wanted.provider_options)
+    return rank.plan(wanted, provider.offers(wanted).offers)
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """The price of all nodes, before anything is rented."""
+    need, best = plan.requirements, plan.best
+    console.say(
+        f"{need.nodes} x {best.instance_type} ({best.market}) at {best.provider} {best.zone or best.region}: "
+        f"${plan.price_usd_per_hour:.2f} per hour for all nodes, "
+        f"at most ${plan.max_cost_usd:.2f} until the hard cap of {need.max_hours:g} h"
+    )
+
+
+def agree(console: Console, yes: bool) -> None:
+    """Asks before money is spent.
+
+    Raises:
+        InputError: the answer is no, or there is nobody to ask.
+    """
+    if yes or console.confirm("rent it?"):
+        return
+    if sys.stdin.isatty():
+        raise InputError("not agreed", "Nothing was rented.")
+    raise InputError(
+        "this command spends money and nobody can be asked",
+        "Standard input is not a terminal. Nothing was rented.",
+        "Add `--yes` to agree to the price above.",
+    )
+
+
+def finish(console: Console, outcome: Outcome) -> int:
+    """The closing lines of a run: its result on stdout, the error if there is one, what to type next."""
+    console.done()
+    record = outcome.record
+    if outcome.left:
+        _left(console, record)
+        return outcome.exit_code
+    if console.as_json:
+        console.data(result_of(record))
+    else:
+        console.table(("run", record.run_id), summary(record))
+    if outcome.error is not None:
+        console.error(outcome.error)
+    console.next(*next_lines(record))
+    return outcome.exit_code
+
+
+def _left(console: Console, record: Record) -> None:
+    end = time.strftime("%H:%M", time.localtime(record.hard_cap_at)) if record.hard_cap_at else "its hard cap"
+    console.say(
+        f"left running: ${record.price_usd_per_hour:.2f} per hour until the run ends, at the latest {end}", "yellow"
+    )
+    console.next(f"mgpu attach {record.run_id}    follow it", f"mgpu stop {record.run_id}      end it")
+
+
+def summary(record: Record) -> list[tuple[str, str]]:
+    """A run as lines of a table."""
+    rows = [("state", str(record.state) + (f": {record.reason}" if record.reason else ""))]
+    if record.step >= 0:
+        rows.append(("step", f"{record.step}" + (f" of {record.steps}" if record.steps else "")))
+    if record.validation_loss is not None:
+        first = f" (first {record.first_validation_loss:.4f})" if record.first_validation_loss is not None else ""
+        rows.append(("validation loss", f"{record.validation_loss:.4f}{first} nat per target"))
+    if record.checkpoint_id:
+        rows.append(("checkpoint", f"step {record.checkpoint_step} in {record.store}/{record.run_id}"))
+    seconds = (record.ended_at or time.time()) - record.created_at
+    rows.append(("wall time", f"{seconds:.0f} s: " + ", ".join(f"{k} {v:.1f}" for k, v in record.phase_seconds.items())))
+    if record.price_usd_per_hour:
+        rows.append(("price", f"${record.price_usd_per_hour:.2f} per hour, all nodes"))
+    rows.append(("machines", machines(record)))
+    return rows
+
+
+def machines(record: Record) -> str:
+    """What is known of the machines, in words."""
+    return {
+        "confirmed": "given back, confirmed by the provider",
+        "kept": "kept under their lease",
+        "not ours": "not made by mgpu, left as they are",
+        "asked": "being given back, not confirmed yet",
+    }.get(record.teardown, f"{record.nodes} rented")
+
+
+def result_of(record: Record) -> dict[str, Any]:
+    """A run as JSON."""
+    from dataclasses import asdict
+
+    return {key: value for key, value in asdict(record).items() if key != "writer"}
+
+
+def next_lines(record: Record) -> list[str]:
+    """What to type after a run."""
+    run = record.run_id
+    lines = [f"mgpu logs {run}"]
+    if record.checkpoint_id:
+        lines.append(f"mgpu checkpoints pull {run}")
+    if record.teardown == "kept":
+        stack = f" --stack {record.stack}"
+        lines += [f"mgpu run{stack}    again on this fleet", f"mgpu down{stack}    give it back"]
+    return lines
+
+
+def exit_with(console: Console, error: MgpuError) -> int:
+    """Shows an error and gives its exit code."""
+    console.error(error)
+    return error.exit_code

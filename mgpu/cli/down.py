@@ -1,0 +1,49 @@
+"""`mgpu down`: give a fleet back now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mgpu.cli import common
+from mgpu.console import Console
+from mgpu.errors import InputError
+from mgpu.run.record import load, save, supervised
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--stack", help="A stack of this folder's project instead of a run.")
+def down(run: str | None, stack: str | None) -> int:
+    """Give back the machines of RUN (default: the newest run), or of a stack. Nothing is saved first."""
+    console = Console()
+    if stack is not None:
+        _stack_down(console, stack)
+        return 0
+    record = load(run or "last")
+    if supervised(record.run_id):
+        raise InputError(
+            f"run {record.run_id} is being supervised",
+            "Its own supervisor gives the machines back.",
+            f"Use `mgpu stop {record.run_id}`: it saves a checkpoint first.",
+        )
+    if record.teardown in ("confirmed", "not ours"):
+        console.say(f"run {record.run_id}: {common.machines(record)}; nothing to do")
+        return 0
+    from mgpu.run import launch as runs
+
+    runs.down(record, common.context(console))
+    save(record)
+    console.say(f"run {record.run_id}: {common.machines(record)}")
+    console.next("mgpu ls")
+    return 0
+
+
+def _stack_down(console: Console, name: str) -> None:
+    from mgpu.run import launch as runs
+
+    project = runs.project_of(Path(common.RUN_FILE))
+    runs.stack_down(project, name, common.context(console))
+    console.say(f"stack {name}: given back, confirmed by the provider")
+    console.next("mgpu ls")

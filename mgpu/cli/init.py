@@ -1,0 +1,55 @@
+"""`mgpu init`: make a folder a project."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import click
+
+from mgpu.console import Console
+
+TEMPLATES = ("mgpu.yaml", "train.py")
+IGNORED = (".mgpu/", "mgpu-runs/", "Pulumi.*.yaml", "__pycache__/")
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path())
+def init(folder: Path) -> None:
+    """Write a run file, an example train.py, Pulumi.yaml and infra/ into FOLDER (default: this one); set up the engine.
+
+    Files that are there already are left as they are.
+    """
+    from mgpu.iac import engine, install
+
+    console = Console()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in TEMPLATES:
+        _once(console, folder / name, files("mgpu").joinpath("templates", name).read_text())
+    _ignore(folder / ".gitignore")
+    for path in engine.project_files(folder):
+        console.say(f"wrote {path}")
+    install.set_up(folder, console.say)
+    console.next(
+        f"{_cd(folder)}mgpu plan       what it would rent",
+        "mgpu launch     rent, train, give back",
+    )
+
+
+def _once(console: Console, path: Path, text: str) -> None:
+    if path.exists():
+        console.say(f"kept {path}: it was there")
+        return
+    path.write_text(text)
+    console.say(f"wrote {path}")
+
+
+def _ignore(path: Path) -> None:
+    lines = path.read_text().splitlines() if path.exists() else []
+    missing = [line for line in IGNORED if line not in lines]
+    if missing:
+        path.write_text("\n".join([*lines, *missing]) + "\n")
+
+
+def _cd(folder: Path) -> str:
+    return "" if folder == Path() else f"cd {folder} && "

@@ -1,0 +1,30 @@
+"""`mgpu launch`: rent a fleet, run on it, give it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mgpu.cli import common
+from mgpu.console import Console
+
+
+@click.command()
+@common.run_file_argument
+@common.yes_option
+@common.json_option
+@click.option("--resume", metavar="RUN", help="Go on with this run from its newest checkpoint that verifies.")
+def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None) -> int:
+    """Rent what RUN_FILE asks for, run on it, keep the checkpoints, give every machine back."""
+    from mgpu.run import launch as runs
+    from mgpu.run.record import load as load_record
+    from mgpu.spec.load import load
+
+    spec = load(run_file)
+    console = Console(as_json=as_json, show_logs=spec.command is not None)
+    before = load_record(resume) if resume else None
+    runs.preflight(run_file, spec)
+    common.show_plan(console, common.make_plan(spec))
+    common.agree(console, yes)
+    return common.finish(console, runs.launch(run_file, spec, common.context(console), resume=before))

@@ -1,0 +1,54 @@
+"""`mgpu ls`: runs, and what is billed now."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from mgpu.cli import common
+from mgpu.console import Console
+from mgpu.run.record import every
+
+
+@click.command()
+@common.json_option
+@click.option("--all", "all_runs", is_flag=True, help="All runs, not only the newest 20.")
+def ls(as_json: bool, all_runs: bool) -> None:
+    """List runs, newest last, and ask the providers what is billed now."""
+    from mgpu.run.fleets import alive
+
+    console = Console(as_json=as_json)
+    records = every() if all_runs else every()[-20:]
+    fleets = alive()
+    if as_json:
+        console.data({"runs": [common.result_of(r) for r in records], "fleets": [f.to_json() for f in fleets]})
+        return
+    rows = [
+        (
+            r.run_id,
+            r.state,
+            f"{r.step}/{r.steps}" if r.steps else r.step if r.step >= 0 else "",
+            f"step {r.checkpoint_step}" if r.checkpoint_id else "",
+            _ago(r.created_at),
+            common.machines(r),
+        )
+        for r in records
+    ]
+    if rows:
+        console.table(("run", "state", "step", "checkpoint", "begun", "machines"), rows)
+    else:
+        console.text("no runs yet")
+    for fleet in fleets:
+        console.text(f"fleet {fleet.name}: {len(fleet.ids)} nodes of {fleet.provider}, ${fleet.usd_per_hour:.2f} per hour")
+    nodes, dollars = sum(len(f.ids) for f in fleets), sum(f.usd_per_hour for f in fleets)
+    console.text(f"billed now: {nodes} nodes, ${dollars:.2f} per hour")
+    console.next("mgpu status RUN" if rows else "mgpu launch mgpu.yaml")
+
+
+def _ago(at: float) -> str:
+    seconds = max(0, int(time.time() - at))
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size} {unit} ago"
+    return f"{seconds} s ago"

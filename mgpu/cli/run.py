@@ -1,0 +1,30 @@
+"""`mgpu run`: one run on the fleet of a stack that is up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mgpu.cli import common
+from mgpu.console import Console
+
+
+@click.command()
+@common.run_file_argument
+@common.json_option
+@click.option("--stack", help="Stack to run on (default: the selected one, $PULUMI_STACK).")
+@click.option("--resume", metavar="RUN", help="Go on with this run from its newest checkpoint that verifies.")
+def run(run_file: Path, as_json: bool, stack: str | None, resume: str | None) -> int:
+    """Run RUN_FILE on machines that `pulumi up` made, or that an earlier run kept."""
+    from mgpu.iac.engine import current_stack
+    from mgpu.run import launch as runs
+    from mgpu.run.record import load as load_record
+    from mgpu.spec.load import load
+
+    spec = load(run_file)
+    console = Console(as_json=as_json, show_logs=spec.command is not None)
+    before = load_record(resume) if resume else None
+    project = runs.preflight(run_file, spec)
+    name = stack or current_stack(project)
+    return common.finish(console, runs.run(run_file, spec, name, common.context(console), resume=before))

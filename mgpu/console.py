@@ -1,0 +1,245 @@
+"""The only module that prints. stdout carries results (a table, or JSON); progress, prompts and errors go to stderr.
+
+rich is imported on first use: `mgpu --help` and `mgpu --version` never need it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mgpu import events
+from mgpu.errors import MgpuError
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+PLAIN_EVERY_S = 10.0
+LONGEST_LINE = 4000
+# what a terminal would act on: escape sequences and control characters; tab stays
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI
+    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)"  # OSC and other strings, ended or cut off
+    r"|\x1b."  # two-character sequences
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+
+
+def neutral(text: str) -> str:
+    """`text` without anything that a terminal would act on: logs of a node are not to be trusted."""
+    return _ESCAPES.sub("", text)
+
+
+class LogLines:
+    """Cuts the bytes of one node's log into printable lines; memory is bounded whatever arrives."""
+
+    def __init__(self, node_rank: int) -> None:
+        self._prefix = f"[{node_rank}] "
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The whole lines in what has arrived; a line that grows too long is shown in pieces."""
+        parts = (self._rest + data).split(b"\n")
+        self._rest = parts.pop()
+        if len(self._rest) > LONGEST_LINE:
+            parts.append(self._rest)
+            self._rest = b""
+        return [self._show(part) for part in parts]
+
+    def flush(self) -> list[str]:
+        """What is left without a line end."""
+        rest, self._rest = self._rest, b""
+        return [self._show(rest)] if rest else []
+
+    def _show(self, line: bytes) -> str:
+        # a progress bar redraws its line by carriage returns: only its last state is a line
+        shown = line.rstrip(b"\r").rpartition(b"\r")[2][:LONGEST_LINE]
+        return self._prefix + neutral(shown.decode("utf-8", "replace"))
+
+
+class Console:
+    """Renders results, events and errors for one command."""
+
+    def __init__(self, *, as_json: bool = False, show_logs: bool = False) -> None:
+        self.as_json = as_json
+        self.show_logs = show_logs
+        self.interactive = sys.stderr.isatty()
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+        self._logs: dict[int, LogLines] = {}
+        self._plain_at = 0.0
+        self._plain_step = -1
+        self._phase = ""
+        self._rich: RichConsole | None = None
+
+    # --- results, on stdout -------------------------------------------------------------------------------------
+
+    def data(self, value: Any) -> None:
+        """A result as JSON."""
+        sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+    def text(self, text: str) -> None:
+        """A result as it is."""
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+    def raw(self, data: bytes) -> None:
+        """A result byte for byte."""
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+        """A result as a table; away from a terminal it is as wide as it needs."""
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console as RichConsole
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for column in columns:
+            table.add_column(Text(column), no_wrap=not sys.stdout.isatty(), overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(neutral(str(cell))) for cell in row))
+        RichConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
+
+    # --- everything else, on stderr -----------------------------------------------------------------------------
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line of progress."""
+        from rich.text import Text
+
+        out = self._bar.console if self._bar else self._stderr()
+        out.print(Text(text, style=style), soft_wrap=True)
+
+    def next(self, *lines: str) -> None:
+        """What to type next."""
+        if self.as_json:
+            return
+        for index, line in enumerate(lines):
+            self.say(("next: " if index == 0 else "      ") + line, "dim")
+
+    def error(self, error: MgpuError) -> None:
+        """Three lines: what is wrong and where, why, and what to do next."""
+        self.done()
+        self.say(f"error: {neutral(error.what)}", "bold red")
+        for text in (error.why, error.next_step):
+            for line in text.splitlines():
+                self.say(f"  {neutral(line)}")
+
+    def confirm(self, question: str) -> bool:
+        """Asks on the terminal; away from one the answer is no."""
+        if not sys.stdin.isatty():
+            return False
+        self.done()
+        sys.stderr.write(f"{question} [y/N] ")
+        sys.stderr.flush()
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+    def emit(self, event: events.Event) -> None:
+        """Renders one progress event."""
+        render = self._renderers.get(type(event))
+        if render is not None:
+            render(self, event)
+
+    def done(self) -> None:
+        """Takes the live bar away; what is printed next stands below it."""
+        for lines in self._logs.values():
+            for line in lines.flush():
+                self.say(line)
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None
+
+    # --- one renderer an event ----------------------------------------------------------------------------------
+
+    def _phase_started(self, event: events.PhaseStarted) -> None:
+        self._phase = event.phase
+        self.say(f"▸ {event.phase}" + (f": {event.detail}" if event.detail else ""), "bold")
+
+    def _phase_finished(self, event: events.PhaseFinished) -> None:
+        if event.phase == "training":
+            self.done()
+        self.say(f"  {event.phase} took {event.seconds:.1f} s", "dim")
+
+    def _offer_tried(self, event: events.OfferTried) -> None:
+        self.say(f"  {event.offer}: " + (event.refusal or "granted"))
+
+    def _note(self, event: events.Note) -> None:
+        self.say(f"  {event.text}")
+
+    def _warned(self, event: events.Warned) -> None:
+        self.say(f"  warning: {neutral(event.text)}", "yellow")
+
+    def _validated(self, event: events.Validated) -> None:
+        self.say(f"  validation at step {event.step}: {event.loss:.4f} nat per target")
+
+    def _committed(self, event: events.CheckpointCommitted) -> None:
+        self.say(f"  checkpoint of step {event.step} committed ({event.checkpoint_id})", "green")
+
+    def _log(self, event: events.LogChunk) -> None:
+        if self.show_logs:
+            for line in self._logs.setdefault(event.node_rank, LogLines(event.node_rank)).feed(event.data):
+                self.say(line)
+
+    def _progress(self, event: events.Progress) -> None:
+        numbers = f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s" if event.loss else event.phase
+        if self.interactive:
+            self._draw(event, numbers)
+        elif self._plain_due(event):
+            total = f"/{event.steps}" if event.steps else ""
+            self.say(f"  step {event.step}{total}  {numbers}" if event.step >= 0 else f"  {event.phase}")
+
+    def _plain_due(self, event: events.Progress) -> bool:
+        now = time.monotonic()
+        if event.step == self._plain_step or now - self._plain_at < PLAIN_EVERY_S:
+            return False
+        self._plain_at, self._plain_step = now, event.step
+        return True
+
+    def _draw(self, event: events.Progress, numbers: str) -> None:
+        if self._bar is None:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=30),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+                console=self._stderr(),
+                transient=True,
+            )
+            self._task = self._bar.add_task(event.phase, total=event.steps or None, numbers="")
+            self._bar.start()
+        if self._task is not None:
+            self._bar.update(
+                self._task,
+                description=event.phase,
+                completed=max(event.step, 0),
+                total=event.steps or None,
+                numbers=numbers,
+            )
+
+    def _stderr(self) -> RichConsole:
+        if self._rich is None:
+            from rich.console import Console as RichConsole
+
+            self._rich = RichConsole(stderr=True, highlight=False)
+        return self._rich
+
+    _renderers: dict[type[events.Event], Callable[[Console, Any], None]] = {
+        events.PhaseStarted: _phase_started,
+        events.PhaseFinished: _phase_finished,
+        events.OfferTried: _offer_tried,
+        events.Note: _note,
+        events.Warned: _warned,
+        events.Validated: _validated,
+        events.CheckpointCommitted: _committed,
+        events.LogChunk: _log,
+        events.Progress: _progress,
+    }

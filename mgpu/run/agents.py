@@ -1,0 +1,72 @@
+"""What the operator says to a node's agent: code and config over SFTP, commands as argument lists, answers as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import mgpu_train
+from mgpu_train.agent.layout import LIB, RunLayout
+from mgpu_train.config import Job, Secrets
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.errors import RemoteError
+from mgpu.remote.node import Node
+
+
+def library() -> tuple[Path, str]:
+    """The node side's own package on this machine, and the folder that it gets on a node: named by its content."""
+    package = Path(mgpu_train.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return package, str(LIB / digest.hexdigest()[:16])
+
+
+def send_library(node: Node) -> None:
+    """Sends the node side's package, unless the node has just this one."""
+    package, home = library()
+    node.sync(package, f"{home}/mgpu_train")
+
+
+def send_job(node: Node, job: Job) -> None:
+    """Writes `job.json`. It holds nothing secret."""
+    node.write(str(RunLayout(job.run_id).job), job.model_dump_json(indent=1, by_alias=True).encode())
+
+
+def start(node: Node, run_id: str, secrets: Secrets, timeouts: Timeouts) -> None:
+    """Starts the attempt that `job.json` describes; a second call starts nothing. Secrets go by standard input."""
+    job = str(RunLayout(run_id).job)
+    _call(node, ["start", "--job", job], timeouts.command_s, secrets.model_dump_json().encode())
+
+
+def stop(node: Node, run_id: str, timeouts: Timeouts, *, now: bool = False) -> None:
+    """Asks the agent to save, stop and upload (`now`: without the save); returns at once."""
+    _call(node, ["stop", "--run", run_id, *(["--now"] if now else [])], timeouts.command_s)
+
+
+def free_port(node: Node, timeouts: Timeouts) -> int:
+    """A TCP port that is free on the node now, for the rendezvous."""
+    return int(_call(node, ["free-port"], timeouts.command_s)["port"])
+
+
+def status(node: Node, run_id: str, timeouts: Timeouts) -> dict[str, Any]:
+    """The agent's status and whether the agent is alive."""
+    return _call(node, ["status", "--run", run_id], timeouts.command_s)
+
+
+def _call(node: Node, arguments: list[str], timeout: float, stdin: bytes = b"") -> dict[str, Any]:
+    _, home = library()
+    argv = ["env", f"PYTHONPATH={home}", "python3", "-m", "mgpu_train", "agent", *arguments]
+    result = node.run(argv, stdin=stdin, timeout=timeout)
+    try:
+        answer = json.loads(result.stdout)
+    except ValueError as error:
+        raise RemoteError(
+            f"node {node.target.rank}: the agent's answer to `{arguments[0]}` cannot be read",
+            f"It printed {result.stdout[:200]!r}.",
+            "See the node's log: `mgpu logs`.",
+        ) from error
+    return answer if isinstance(answer, dict) else {"port": answer}

@@ -1,0 +1,218 @@
+"""A run's record on the operator's machine: what is remembered of it, readable after the machines are gone.
+
+    <state>/runs/<run id>/
+        record.json     this module's `Record`, replaced atomically
+        mgpu.yaml       the run file as it was
+        logs/           node-<rank>.log, byte for byte what the node's log holds
+        journal/        one file per writing process
+        pulumi/         configuration and logs of the engine, for a stack that `mgpu launch` made
+        lock            held (flock) by the one process that supervises
+        stop            exists when `mgpu stop` asked for the end
+
+Plain dataclasses and JSON, no pydantic: `mgpu status` and `mgpu ls` read them in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TextIO
+
+from mgpu import paths
+from mgpu.errors import InputError
+
+LOCK_TRIES, LOCK_PAUSE_S = 5, 0.02
+
+
+class State(StrEnum):
+    """Where a run is. The first four are alive; the others are final."""
+
+    PROVISIONING = "provisioning"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    TEARDOWN = "teardown"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def final(self) -> bool:
+        """True when the run is over."""
+        return self in (State.SUCCEEDED, State.FAILED, State.STOPPED)
+
+
+# what may follow what; a final state is never left, but `--resume` opens the run again
+_NEXT = {
+    State.PROVISIONING: {State.RUNNING, State.TEARDOWN, State.FAILED, State.STOPPED},
+    State.RUNNING: {State.STOPPING, State.TEARDOWN, State.SUCCEEDED, State.FAILED, State.STOPPED},
+    State.STOPPING: {State.TEARDOWN, State.FAILED, State.STOPPED, State.SUCCEEDED},
+    State.TEARDOWN: {State.SUCCEEDED, State.FAILED, State.STOPPED},
+}
+
+
+@dataclass
+class Record:
+    """What is remembered of a run. Times are UNIX seconds, prices US dollars per hour for all nodes."""
+
+    run_id: str
+    name: str
+    project: str
+    project_base: str  # the run file's folder
+    run_file: str
+    stack: str
+    own_stack: bool
+    provider: str
+    nodes: int
+    state: State = State.PROVISIONING
+    attempt: int = 0
+    writer: str = ""
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    ended_at: float | None = None
+    price_usd_per_hour: float = 0.0
+    max_hours: float = 0.0
+    hard_cap_at: float = 0.0
+    store: str | None = None
+    step: int = -1
+    steps: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    first_validation_loss: float | None = None
+    validation_loss: float | None = None
+    unigram_entropy: float | None = None
+    bigram_entropy: float | None = None
+    checkpoint_id: str | None = None
+    checkpoint_step: int = -1
+    node_phases: list[str] = field(default_factory=list)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    fault: str | None = None
+    exit_code: int | None = None
+    fleet: dict[str, Any] | None = None  # the stack output `mgpu`, as it was read
+    teardown: str = "none"  # none | asked | confirmed | kept | not ours
+    supervisor_pid: int = 0
+
+    def to(self, state: State) -> None:
+        """Moves on to `state`.
+
+        Raises:
+            ValueError: the state cannot follow the present one; a bug.
+        """
+        if state is self.state:
+            return
+        if state not in _NEXT.get(self.state, set()):
+            raise ValueError(f"a run cannot go from {self.state} to {state}")
+        self.state = state
+        if state.final:
+            self.ended_at = time.time()
+
+
+class Folder:
+    """Every path of one run's record."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.root = paths.state_dir() / "runs" / run_id
+        self.record = self.root / "record.json"
+        self.run_file = self.root / "mgpu.yaml"
+        self.journal = self.root / "journal"
+        self.pulumi = self.root / "pulumi"
+        self.lock = self.root / "lock"
+        self.stop = self.root / "stop"
+
+    def log(self, node_rank: int) -> Path:
+        """The log of one node."""
+        return self.root / "logs" / f"node-{node_rank}.log"
+
+    def make(self) -> None:
+        """Makes the folders, for this user alone."""
+        self.root.mkdir(parents=True, mode=0o700, exist_ok=True)
+        (self.root / "logs").mkdir(exist_ok=True, mode=0o700)
+
+
+def new_run_id(name: str, now: float | None = None) -> str:
+    """`<name>-<date>-<5 random characters>`: unique without asking anybody."""
+    alphabet = "abcdefghjkmnpqrstuvwxyz23456789"
+    tail = "".join(secrets.choice(alphabet) for _ in range(5))
+    return f"{name}-{time.strftime('%m%d', time.gmtime(now))}-{tail}"
+
+
+def save(record: Record) -> None:
+    """Replaces `record.json` atomically."""
+    folder = Folder(record.run_id)
+    folder.make()
+    record.updated_at = time.time()
+    aside = folder.record.with_name(f".record.{os.getpid()}")
+    aside.write_text(json.dumps(asdict(record), indent=1))
+    aside.chmod(0o600)
+    aside.replace(folder.record)
+
+
+def load(run_id: str) -> Record:
+    """Reads a record; a prefix of the id is enough where it is the only one; "" or "last" is the newest run.
+
+    Raises:
+        InputError: no such run, or several.
+    """
+    known = ids()
+    if run_id in ("", "last"):
+        matches = known[-1:]
+    else:
+        matches = [run_id] if run_id in known else [each for each in known if each.startswith(run_id)]
+    if len(matches) != 1:
+        what = f"no run `{run_id}`" if not matches else f"`{run_id}` fits {len(matches)} runs"
+        some = ", ".join((matches or known)[-5:]) or "none yet"
+        raise InputError(what, f"Runs: {some}.", "See `mgpu ls`.")
+    return _read(Folder(matches[0]).record)
+
+
+def ids() -> list[str]:
+    """All run ids, oldest first."""
+    root = paths.state_dir() / "runs"
+    found = [path for path in root.glob("*/record.json") if not path.parent.name.startswith(".")]
+    return [p.parent.name for p in sorted(found, key=lambda p: _read(p).created_at)]
+
+
+def every() -> list[Record]:
+    """All records, oldest first."""
+    return [_read(Folder(run_id).record) for run_id in ids()]
+
+
+def _read(path: Path) -> Record:
+    known = {each.name for each in fields(Record)}
+    data = {key: value for key, value in json.loads(path.read_text()).items() if key in known}
+    return Record(**{**data, "state": State(data["state"])})
+
+
+@contextmanager
+def supervising(run_id: str) -> Iterator[bool]:
+    """Yields True while this process is the run's one supervisor; False: another one is alive."""
+    folder = Folder(run_id)
+    folder.make()
+    with folder.lock.open("a") as handle:
+        yield _take(handle)
+
+
+def _take(handle: TextIO) -> bool:
+    # `supervised` holds the lock for an instant while it looks: that must not turn a supervisor away
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(LOCK_PAUSE_S)
+    return False
+
+
+def supervised(run_id: str) -> bool:
+    """True when some process supervises the run now."""
+    with supervising(run_id) as free:
+        return not free

@@ -1,0 +1,152 @@
+"""From a run file to what every node is told: defaults filled in, secrets read, `job.json` made. No machine is touched."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_train.agent.layout import LEASE, RunLayout
+from mgpu_train.config import CheckpointTarget, DataItem, Job, Resume, Secrets
+from mgpu_train.timeouts import Timeouts
+
+from mgpu import paths
+from mgpu.errors import InputError
+from mgpu.iac.outputs import StackOutput
+from mgpu.spec.model import Checkpoint, RunSpec
+
+DEFAULT_EVERY_STEPS = 100
+# what the node's store client may need of the operator's environment; nothing else of it travels
+STORE_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run as it will be sent: one `Job` a node differs from the next only in `node_rank`."""
+
+    run_id: str
+    spec: RunSpec
+    base: Path  # the run file's folder: what `code.workdir` is relative to
+    checkpoint: CheckpointTarget | None
+    timeouts: Timeouts
+
+    @property
+    def workdir(self) -> Path | None:
+        """The user's folder, with `command:`."""
+        if self.spec.command is None:
+            return None
+        return (self.base / (self.spec.code.workdir if self.spec.code else ".")).resolve()
+
+    def jobs(
+        self, fleet: StackOutput, *, attempt: int, writer: str, port: int, resume: Resume | None
+    ) -> tuple[Job, ...]:
+        """One job a node, in rank order."""
+        spec, first = self.spec, fleet.nodes[0]
+        return tuple(
+            Job(
+                run_id=self.run_id,
+                attempt=attempt,
+                writer=writer,
+                node_rank=node.rank,
+                nodes=len(fleet.nodes),
+                processes_per_node=spec.processes,
+                master_addr=first.private_address or first.address,
+                master_port=port,
+                launcher=spec.launcher,
+                train=spec.train,
+                command=spec.command,
+                env=spec.env,
+                secrets=spec.secrets,
+                workdir=str(RunLayout(self.run_id).work) if spec.command else None,
+                requirements=spec.code.requirements if spec.code else None,
+                data=tuple(DataItem(source=item.source, to=item.to) for item in spec.data),
+                checkpoint=self.checkpoint,
+                resume=resume,
+                lease_file=str(LEASE),
+                timeouts=self.timeouts,
+            )
+            for node in fleet.nodes
+        )
+
+
+def resolve(spec: RunSpec, run_id: str, base: Path, *, store: str | None = None, timeouts: Timeouts) -> Request:
+    """Fills in the defaults that depend on the provider. `store` is the stack's own default for `checkpoint.to`."""
+    return Request(run_id, spec, base, _target(spec, store), timeouts)
+
+
+def _target(spec: RunSpec, store: str | None) -> CheckpointTarget | None:
+    if not isinstance(spec.checkpoint, Checkpoint):
+        return None
+    given = spec.checkpoint
+    every_steps = given.every_steps
+    if spec.train and not (every_steps or given.every_minutes):
+        every_steps = DEFAULT_EVERY_STEPS
+    return CheckpointTarget(
+        to=(given.to or store or default_store()).rstrip("/"),
+        every_steps=every_steps,
+        every_minutes=given.every_minutes,
+        keep_last=given.keep_last,
+        writers=given.writers or ("all" if spec.train else "rank0"),
+    )
+
+
+def default_store() -> str:
+    """Where checkpoints of provider local go when the run file names no place: a folder of this user."""
+    return f"file://{paths.data_dir() / 'checkpoints'}"
+
+
+def secrets_of(spec: RunSpec, checkpoint: CheckpointTarget | None, environ: Mapping[str, str]) -> Secrets:
+    """The values of the run's secrets and the store's credentials, from the operator's environment.
+
+    Raises:
+        InputError: a secret that the run file names is not set; all of them are named.
+    """
+    missing = [name for name in spec.secrets if name not in environ]
+    if missing:
+        raise InputError(
+            f"secrets: {', '.join(missing)} not set in the environment",
+            "The run file names them, and their values come from the environment of this command.",
+            f"Set them, e.g. `export {missing[0]}=...`, or take them out of `secrets:`.",
+        )
+    uses_s3 = [item.source for item in spec.data] + ([checkpoint.to] if checkpoint else [])
+    store = _store_environment(environ) if any(url.startswith("s3://") for url in uses_s3) else {}
+    return Secrets(env={name: environ[name] for name in spec.secrets}, store=store)
+
+
+def _store_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    found = {name: environ[name] for name in STORE_VARIABLES if environ.get(name)}
+    if "AWS_ACCESS_KEY_ID" in found:
+        return found
+    # a profile, SSO or a role: boto3 knows how to ask; only the short-lived result travels
+    import boto3
+
+    session = boto3.Session()
+    credentials = session.get_credentials()
+    if credentials is None:
+        raise InputError(
+            "no credentials for the object store",
+            "The run uses an s3:// address, and neither AWS_ACCESS_KEY_ID nor a profile gives credentials.",
+            "Set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a file:// address.",
+        )
+    frozen = credentials.get_frozen_credentials()
+    found |= {"AWS_ACCESS_KEY_ID": frozen.access_key, "AWS_SECRET_ACCESS_KEY": frozen.secret_key}
+    if frozen.token:
+        found["AWS_SESSION_TOKEN"] = frozen.token
+    if session.region_name:
+        found.setdefault("AWS_REGION", session.region_name)
+    return found
+
+
+def writer_token(run_id: str, attempt: int) -> str:
+    """A token that no other writer of this run's commit log has."""
+    return hashlib.sha256(f"{run_id}/{attempt}/{os.urandom(16).hex()}".encode()).hexdigest()[:24]

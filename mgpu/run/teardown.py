@@ -1,0 +1,53 @@
+"""Gives a fleet back, and believes it only when the provider says that every machine is terminated."""
+
+from __future__ import annotations
+
+from mgpu_train.timeouts import Timeouts
+
+from mgpu import acquire
+from mgpu.errors import MgpuError, TeardownIncomplete
+from mgpu.events import Emit, Warned
+from mgpu.iac.engine import Stack
+from mgpu.providers.base import Handle, NodePhase, Provider
+
+
+def owned(provider: Provider, owner: str, fleet: str | None = None) -> tuple[Handle, ...]:
+    """The owner's handles (of one fleet) that have a machine which is not terminated."""
+    handles = [h for h in provider.list_owned(owner) if fleet is None or h.fleet == fleet]
+    return tuple(
+        h for h in handles if any(n.phase is not NodePhase.TERMINATED for n in provider.describe(h).nodes)
+    )
+
+
+def give_back(
+    stack: Stack, provider: Provider, owner: str, fleet: str, timeouts: Timeouts, emit: Emit, *, remove: bool
+) -> None:
+    """Destroys the stack's resources, then sweeps what the provider still lists; `remove` drops the empty stack too.
+
+    Raises:
+        TeardownIncomplete: something may still be billed, or the stack could not be emptied.
+    """
+    failure: MgpuError | None = None
+    try:
+        stack.destroy()
+    except MgpuError as error:
+        failure = error
+        emit(Warned(f"pulumi destroy failed, ending the machines directly: {error.what}"))
+    for handle in owned(provider, owner, fleet):
+        acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
+    left = owned(provider, owner, fleet)
+    if left:
+        ids = ", ".join(i for handle in left for i in handle.ids if i)
+        raise TeardownIncomplete(
+            f"fleet {fleet}: {ids} may still be billed",
+            "The provider does not say that they are terminated.",
+            "Run `mgpu gc --yes`, and look at the provider's own console.",
+        )
+    if failure is not None:
+        raise TeardownIncomplete(
+            f"stack {stack.name}: the machines are gone, but Pulumi could not empty the stack",
+            str(failure),
+            f"Run `mgpu down --stack {stack.name}` once the cause is mended.",
+        ) from failure
+    if remove:
+        stack.remove()

@@ -1,0 +1,83 @@
+"""A distributed training program of your own: plain PyTorch, started by torchrun on every node.
+
+It owes mgpu nothing but one habit: write a checkpoint into a folder beside its final place, then rename it to
+`step-<n>` in MGPU_CHECKPOINT_DIR. From there it is uploaded, committed, and given back in MGPU_RESUME_DIR.
+"""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    root = os.environ.get("MGPU_CHECKPOINT_DIR")
+    if root is None or dist.get_rank() != 0:
+        return
+    aside, final = Path(root, f".tmp-step-{step}"), Path(root, f"step-{step}")
+    if final.exists():
+        return
+    aside.mkdir(parents=True, exist_ok=True)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    with open(aside / "state.pt", "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(final)
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    root = os.environ.get("MGPU_RESUME_DIR")
+    if root is None:
+        return 0
+    state = torch.load(Path(root, "state.pt"), weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=50)
+    options = parser.parse_args()
+
+    stop = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))  # asked to stop: save at the next step, then leave
+
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = load(model, optimizer)
+    parallel = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
+
+    for step in range(first + 1, options.steps + 1):
+        generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
+        x = torch.rand(256, 2, generator=generator).to(device) * 2 - 1
+        y = torch.sin(3 * x[:, :1]) * torch.cos(3 * x[:, 1:])
+        loss = nn.functional.mse_loss(parallel(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        asked = torch.tensor(float(bool(stop)), device=device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)  # every rank leaves at the same step
+        if step % options.save_every == 0 or step == options.steps or asked.item():
+            save(model, optimizer, step)
+            if dist.get_rank() == 0:
+                print(f"step {step} loss {loss.item():.4f}", flush=True)
+        if asked.item():
+            break
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The command line: quick to start, clear about mistakes, exit codes of DESIGN section 9."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mgpu.cli import COMMANDS
+
+HEAVY = {"torch", "pulumi", "boto3", "paramiko", "docker", "asyncssh", "grpc"}
+PROBE = """
+import json, sys
+from mgpu.cli import main
+try:
+    main({args!r})
+except SystemExit as end:
+    code = end.code
+print(json.dumps([code, sorted(set(sys.modules) & {heavy!r})]))
+"""
+
+
+def probe(args, cwd):
+    code = PROBE.format(args=args, heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=60, check=True)
+    return json.loads(done.stdout.splitlines()[-1]), done
+
+
+@pytest.fixture
+def run_file(tmp_path, xdg):
+    path = tmp_path / "mgpu.yaml"
+    path.write_text("name: a\nprovider: local\nmax_hours: 1\nmax_price_usd_per_hour: 1\ntrain: {steps: 2}\n")
+    return path
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["plan"], ["ls"], ["spec"], ["launch", "--help"]])
+def test_nothing_heavy_is_imported(args, run_file, tmp_path):
+    (code, loaded), _ = probe(args, tmp_path)
+    assert code == 0
+    assert loaded == []
+
+
+def test_status_imports_nothing_heavy(run_file, tmp_path):
+    (code, loaded), done = probe(["status"], tmp_path)
+    assert code == 2
+    assert "no run" in done.stderr
+    assert loaded == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_listed_is_there_and_has_help(command, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "mgpu", command, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "Usage: mgpu" in done.stdout
+
+
+def mgpu(args, cwd, stdin=subprocess.DEVNULL):
+    return subprocess.run([sys.executable, "-m", "mgpu", *args], capture_output=True, text=True, cwd=cwd, stdin=stdin)
+
+
+def test_a_typing_error_gets_the_nearest_command(tmp_path):
+    done = mgpu(["lanch"], tmp_path)
+    assert done.returncode == 2
+    assert "Did you mean `launch`?" in done.stderr
+
+
+def test_mistakes_in_the_run_file_are_shown_at_once_with_exit_code_2(run_file, tmp_path):
+    run_file.write_text("name: a\nprovider: local\nmax_huors: 1\nmax_price_usd_per_hour: -1\ntrain: {}\n")
+    done = mgpu(["plan"], tmp_path)
+    assert done.returncode == 2
+    assert "max_hours" in done.stderr
+    assert "max_price_usd_per_hour" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_run_file_is_bad_input(tmp_path, xdg):
+    done = mgpu(["plan", "nothing.yaml"], tmp_path)
+    assert done.returncode == 2
+    assert "nothing.yaml" in done.stderr
+
+
+def test_plan_prints_the_price_of_all_nodes(run_file, tmp_path):
+    run_file.write_text(run_file.read_text() + "nodes: 4\n")
+    done = mgpu(["plan", "--json"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["price_usd_per_hour"] == pytest.approx(4 * plan["offers"][0]["price_usd_per_hour"])
+
+
+def test_money_is_not_spent_when_nobody_can_be_asked(run_file, tmp_path):
+    (tmp_path / "Pulumi.yaml").write_text("name: a\nruntime: python\n")
+    done = mgpu(["launch"], tmp_path)
+    assert done.returncode == 2
+    assert "--yes" in done.stderr
+    assert "per hour" in done.stderr
+
+
+def test_launch_without_a_project_says_how_to_make_one(run_file, tmp_path):
+    done = mgpu(["launch", "--yes"], tmp_path)
+    assert done.returncode == 2
+    assert "mgpu init" in done.stderr

@@ -1,0 +1,86 @@
+"""F40: what a node prints is shown, and never acted on by the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+from mgpu import events
+from mgpu.console import LONGEST_LINE, Console, LogLines, neutral
+from mgpu.errors import QuotaExceeded
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]52;c;ZXZpbA==\x07clip", "clip"),
+        ("\x1b]0;title\x1b\\x", "x"),
+        ("a\x00b\x08c\x7fd", "abcd"),
+        ("\x9b31mx", "31mx"),
+        ("tab\tstays", "tab\tstays"),
+    ],
+)
+def test_escape_sequences_are_taken_out(raw, shown):
+    assert neutral(raw) == shown
+
+
+def test_lines_are_the_same_however_the_bytes_arrive():
+    data = "one\ntwo\xe9\n".encode() + b"\xff\xfe broken\nrest"
+    whole = LogLines(3).feed(data)
+    lines = LogLines(3)
+    pieces = [line for byte in data for line in lines.feed(bytes([byte]))]
+    assert pieces == whole
+    assert pieces[0] == "[3] one"
+    assert lines.flush() == ["[3] rest"]
+
+
+def test_a_line_without_end_is_shown_in_pieces_with_bounded_memory():
+    lines = LogLines(0)
+    shown = [line for _ in range(50) for line in lines.feed(b"x" * 1000)]
+    assert shown
+    assert len(lines._rest) <= LONGEST_LINE
+
+
+def test_of_a_redrawn_line_the_last_state_is_shown():
+    assert LogLines(0).feed(b" 10%\r 50%\r100%\r\n") == ["[0] 100%"]
+
+
+def test_results_go_to_stdout_and_progress_to_stderr(capsys):
+    console = Console()
+    console.emit(events.PhaseStarted("provisioning", "2 nodes"))
+    console.emit(events.Validated(50, 2.5))
+    console.table(("run", "state"), [("demo-1", "running")])
+    out, err = capsys.readouterr()
+    assert "demo-1" in out
+    assert "provisioning" in err
+    assert "2.5000" in err
+    assert "provisioning" not in out
+
+
+def test_an_error_is_what_why_and_next_step(capsys):
+    Console().error(QuotaExceeded("no quota", "Limit L-417A185B is 0.", "Raise it in the console."))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.strip() for line in lines] == ["error: no quota", "Limit L-417A185B is 0.", "Raise it in the console."]
+
+
+def test_nobody_to_ask_is_a_no(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert Console().confirm("rent it?") is False
+
+
+def test_json_is_the_only_thing_on_stdout(capsys):
+    console = Console(as_json=True)
+    console.data({"a": 1})
+    console.next("mgpu ls")
+    assert json.loads(capsys.readouterr().out) == {"a": 1}
+
+
+def test_plain_progress_is_one_line_in_a_while(capsys):
+    console = Console()
+    for step in range(100):
+        console.emit(events.Progress(step, 100, 2.0, 10.0))
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,96 @@
+"""The record: written whole, found by the beginning of an id, supervised by one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mgpu.errors import InputError
+from mgpu.run import record as records
+from mgpu.run.record import Record, State
+
+
+@pytest.fixture(autouse=True)
+def _state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def make(run_id: str, created_at: float = 1.0) -> Record:
+    record = Record(
+        run_id=run_id,
+        name="a",
+        project="/p",
+        project_base="/p",
+        run_file="/p/mgpu.yaml",
+        stack=run_id,
+        own_stack=True,
+        provider="local",
+        nodes=1,
+        created_at=created_at,
+    )
+    records.save(record)
+    return record
+
+
+def test_what_was_saved_is_read_back():
+    record = make("a-1")
+    record.to(State.RUNNING)
+    record.phase_seconds["training"] = 1.5
+    records.save(record)
+    again = records.load("a-1")
+    assert again.state is State.RUNNING
+    assert again.phase_seconds == {"training": 1.5}
+
+
+def test_the_folder_is_for_this_user_alone():
+    make("a-1")
+    assert records.Folder("a-1").root.stat().st_mode & 0o077 == 0
+
+
+def test_a_key_of_a_newer_version_is_passed_over():
+    make("a-1")
+    path = records.Folder("a-1").record
+    path.write_text(path.read_text().replace("{", '{"of_tomorrow": 1,', 1))
+    assert records.load("a-1").name == "a"
+
+
+def test_the_beginning_of_an_id_is_enough_where_it_is_the_only_one():
+    make("alpha-1"), make("beta-1", 2.0), make("beta-2", 3.0)
+    assert records.load("al").run_id == "alpha-1"
+    assert records.load("last").run_id == "beta-2"
+    with pytest.raises(InputError, match="fits 2 runs"):
+        records.load("beta")
+    with pytest.raises(InputError, match="no run"):
+        records.load("gamma")
+
+
+def test_states_move_forward_only():
+    record = make("a-1")
+    record.to(State.RUNNING)
+    record.to(State.TEARDOWN)
+    record.to(State.SUCCEEDED)
+    assert record.ended_at
+    with pytest.raises(ValueError, match="cannot go"):
+        record.to(State.RUNNING)
+
+
+def test_one_supervisor_at_a_time_and_a_dead_one_holds_nothing(tmp_path):
+    make("a-1")
+    code = "import sys,time;from mgpu.run import record as r;c=r.supervising('a-1');print(c.__enter__(),flush=True);time.sleep(60)"
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    assert other.stdout is not None
+    try:
+        assert other.stdout.readline().strip() == "True"
+        assert records.supervised("a-1")
+        with records.supervising("a-1") as free:
+            assert not free
+    finally:
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+    assert not records.supervised("a-1")
+    with records.supervising("a-1") as free:
+        assert free

@@ -1,0 +1,83 @@
+"""What the nodes are told: defaults filled in, and nothing secret in it (I8)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.errors import InputError
+from mgpu.iac.outputs import NodeOutput, StackOutput
+from mgpu.run.request import resolve, secrets_of
+from mgpu.spec.model import RunSpec
+
+BASE = {"name": "a", "provider": "local", "max_hours": 1, "max_price_usd_per_hour": 1}
+
+
+def spec(**more) -> RunSpec:
+    return RunSpec.model_validate(BASE | more)
+
+
+def fleet(nodes: int) -> StackOutput:
+    return StackOutput(
+        version=1,
+        fleet="f",
+        provider="local",
+        private_key_file="/k",
+        nodes=tuple(
+            NodeOutput(rank=r, id=f"i{r}", address="127.0.0.1", user="u", host_key="ssh-ed25519 AAAA", private_address=f"10.0.0.{r}")
+            for r in range(nodes)
+        ),
+    )
+
+
+def jobs(run_spec: RunSpec, nodes: int = 2):
+    request = resolve(run_spec, "a-1", Path("/base"), timeouts=Timeouts())
+    return request.jobs(fleet(nodes), attempt=1, writer="w", port=29500, resume=None)
+
+
+def test_jobs_differ_in_their_node_rank_alone():
+    first, second = jobs(spec(train={}, nodes=2))
+    assert (first.node_rank, second.node_rank) == (0, 1)
+    assert first.model_copy(update={"node_rank": 1}) == second
+    assert first.master_addr == "10.0.0.0"
+
+
+def test_train_saves_on_all_nodes_and_a_command_on_node_0():
+    trained, commanded = jobs(spec(train={}))[0].checkpoint, jobs(spec(command=["t.py"]))[0].checkpoint
+    assert trained is not None
+    assert commanded is not None
+    assert (trained.writers, trained.every_steps) == ("all", 100)
+    assert (commanded.writers, commanded.every_steps) == ("rank0", None)
+
+
+def test_without_a_store_checkpoints_go_to_a_folder_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    checkpoint = jobs(spec(train={}))[0].checkpoint
+    assert checkpoint is not None
+    assert checkpoint.to == f"file://{tmp_path}/mgpu/checkpoints"
+
+
+def test_checkpoint_none_means_none():
+    assert jobs(spec(train={}, checkpoint="none"))[0].checkpoint is None
+
+
+def test_a_secrets_value_is_in_no_job():
+    canary = "canary-7f3a"
+    run_spec = spec(command=["t.py"], secrets=["TOKEN"], checkpoint={"to": "s3://bucket/x"})
+    environ = {"TOKEN": canary, "AWS_ACCESS_KEY_ID": canary, "AWS_SECRET_ACCESS_KEY": canary}
+    assert all(canary not in job.model_dump_json() for job in jobs(run_spec))
+    sent = secrets_of(run_spec, jobs(run_spec)[0].checkpoint, environ)
+    assert sent.env == {"TOKEN": canary}
+    assert sent.store["AWS_SECRET_ACCESS_KEY"] == canary
+
+
+def test_all_missing_secrets_are_named_at_once():
+    with pytest.raises(InputError, match="ONE, TWO"):
+        secrets_of(spec(command=["t.py"], secrets=["ONE", "TWO"]), None, {})
+
+
+def test_a_file_store_takes_no_credentials_along():
+    run_spec = spec(command=["t.py"], checkpoint={"to": "file:///x"})
+    assert secrets_of(run_spec, jobs(run_spec)[0].checkpoint, {"AWS_ACCESS_KEY_ID": "k"}).store == {}
