@@ -18,7 +18,7 @@ test: setup  ## all tests
 
 check: setup  ## lint, format, types, layers: all four run, whatever the first ones say
 	@failed=; \
-	for tool in "ruff check" "ruff format --check" "pyright" "lint-imports"; do \
+	for tool in "ruff check" "ruff format --check" "pyright" "lint-imports --no-logo"; do \
 	    echo "== $$tool"; \
 	    .venv/bin/$$tool || failed="$$failed, $$tool"; \
 	done; \

@@ -210,8 +210,8 @@ def make_stack(project: Path, engine: Engine, outside: Outside) -> None:
         raise StackError(
             f"The stack {environment.STACK} of {program} could not be made.",
             str(reason),
-            f"Mend that, then do the set-up again. (An old Pulumi.{environment.STACK}.yaml belongs to the passphrase it was "
-            "made with: put that one back, or move the file away.)",
+            "Mend that, then do the set-up again. "
+            f"(An old Pulumi.{environment.STACK}.yaml needs the passphrase it was made with: else move it away.)",
         ) from reason
 
 
