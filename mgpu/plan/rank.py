@@ -1,0 +1,164 @@
+"""Requirements and offers -> a plan: which offers will be asked for, in which order, and why the others will not.
+
+The order: spot before on-demand, then the user's ranking of GPUs, then the price. Everything that is set aside has a
+reason, and where nothing is left the error says which key of the run file would change that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from mgpu.errors import NoOffer
+from mgpu.plan.model import Offer, Plan, Refusal, Requirements
+from mgpu.spec.model import RunSpec
+
+_SHOWN = 12  # refusals that an error lists one by one
+_ROUNDING = 1 + 1e-9  # three nodes at 0.1 are not above a cap of 0.3
+
+
+def requirements(spec: RunSpec) -> Requirements:
+    """What a run needs of its machines; nothing in it depends on what is on sale."""
+    block = getattr(spec, spec.provider, None)
+    options = block.model_dump(exclude_none=True) if block else {}
+    return Requirements(
+        provider=spec.provider,
+        nodes=spec.nodes,
+        gpu=spec.gpu,
+        gpus_per_node=spec.gpus_per_node or 0,
+        processes_per_node=spec.processes,
+        disk_gib=spec.disk_gib,
+        market=spec.market,
+        regions=spec.regions,
+        max_price_usd_per_hour=spec.max_price_usd_per_hour,
+        max_hours=spec.max_hours,
+        lease_minutes=spec.lease_minutes,
+        provider_options={key: _flat(value) for key, value in options.items() if value},
+    )
+
+
+def plan(needed: Requirements, offers: Iterable[Offer]) -> Plan:
+    """Ranks the offers that meet the requirements, cheapest fleet first within market and GPU.
+
+    Raises:
+        NoOffer: none does; `why` lists the refusals, `next_step` names the key to change.
+    """
+    taken: list[Offer] = []
+    refused: list[tuple[Refusal, _Check]] = []
+    for offer in offers:
+        failed = next((check for check in _CHECKS if check.fails(needed, offer)), None)
+        if failed is None:
+            taken.append(offer)
+        else:
+            refused.append((Refusal(offer=offer, reason=failed.reason(needed, offer)), failed))
+    if not taken:
+        raise _no_offer(needed, refused)
+    ranked = sorted(taken, key=lambda offer: _rank(needed, offer))
+    return Plan(requirements=needed, offers=tuple(ranked), refused=tuple(refusal for refusal, _ in refused))
+
+
+def _rank(needed: Requirements, offer: Offer) -> tuple[object, ...]:
+    wanted = [gpu.casefold() for gpu in needed.gpu]
+    preference = wanted.index((offer.gpu or "").casefold()) if wanted else 0
+    place = (offer.region, offer.zone or "", offer.instance_type)
+    return offer.market != "spot", preference, offer.price_usd_per_hour, *place
+
+
+def _flat(value: object) -> str:
+    return ",".join(str(item) for item in value) if isinstance(value, tuple) else str(value)
+
+
+def _dollars(amount: float) -> str:
+    return f"${amount:,.2f}" if amount >= 0.1 else f"${amount:.4f}"
+
+
+def _price(needed: Requirements, offer: Offer) -> float:
+    return offer.price_usd_per_hour * needed.nodes
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU" + ("" if count == 1 else "s")
+
+
+def _names(values: Iterable[object]) -> str:
+    return ", ".join(sorted({str(value) for value in values}))
+
+
+class _Check(NamedTuple):
+    """One condition: when it fails, the reason in words, and what to change given the offers that came this far."""
+
+    fails: Callable[[Requirements, Offer], bool]
+    reason: Callable[[Requirements, Offer], str]
+    cure: Callable[[Requirements, list[Offer]], str]
+
+
+def _too_dear(needed: Requirements, offer: Offer) -> str:
+    cap = _dollars(needed.max_price_usd_per_hour)
+    return f"{_dollars(_price(needed, offer))}/h for all nodes, above the cap of {cap}/h"
+
+
+def _price_cure(needed: Requirements, near: list[Offer]) -> str:
+    least = math.ceil(min(_price(needed, offer) for offer in near) * 100 / _ROUNDING) / 100
+    return f"Raise `max_price_usd_per_hour` to {least:.2f}, or ask for fewer `nodes`."
+
+
+def _stock_cure(needed: Requirements, near: list[Offer]) -> str:
+    most = max(offer.stock or 0 for offer in near)
+    return f"Ask for at most {most} `nodes`, allow more `regions` or `gpu` types, or try again later."
+
+
+# the nearer a check is to the end, the nearer an offer that fails there is to what was asked for
+_CHECKS = (
+    _Check(
+        lambda needed, offer: offer.provider != needed.provider,
+        lambda needed, offer: f"is of provider {offer.provider}",
+        lambda needed, near: f"Set `provider` to one of these: {_names(offer.provider for offer in near)}.",
+    ),
+    _Check(
+        lambda needed, offer: offer.gpus != needed.gpus_per_node,
+        lambda needed, offer: f"has {_gpus(offer.gpus)} a machine, not {needed.gpus_per_node}",
+        lambda needed, near: f"On offer for `gpus_per_node`: {_names(offer.gpus for offer in near)} (0: leave it out).",
+    ),
+    _Check(
+        lambda needed, offer: (
+            bool(needed.gpu) and (offer.gpu or "").casefold() not in [gpu.casefold() for gpu in needed.gpu]
+        ),
+        lambda needed, offer: f"GPU is {offer.gpu}, not {' or '.join(needed.gpu)}",
+        lambda needed, near: f"On offer for `gpu`: {_names(offer.gpu for offer in near)}.",
+    ),
+    _Check(
+        lambda needed, offer: bool(needed.regions) and offer.region not in needed.regions,
+        lambda needed, offer: f"region is {offer.region}",
+        lambda needed, near: f"On offer in these `regions`: {_names(offer.region for offer in near)}.",
+    ),
+    _Check(
+        lambda needed, offer: needed.market != "spot-then-on-demand" and offer.market != needed.market,
+        lambda needed, offer: f"market is {offer.market}",
+        lambda needed, near: f"Set `market` to {_names(offer.market for offer in near)} or spot-then-on-demand.",
+    ),
+    _Check(
+        lambda needed, offer: offer.stock is not None and offer.stock < needed.nodes,
+        lambda needed, offer: f"only {offer.stock} to be had, {needed.nodes} needed",
+        _stock_cure,
+    ),
+    _Check(
+        lambda needed, offer: _price(needed, offer) > needed.max_price_usd_per_hour * _ROUNDING,
+        _too_dear,
+        _price_cure,
+    ),
+)
+
+
+def _no_offer(needed: Requirements, refused: list[tuple[Refusal, _Check]]) -> NoOffer:
+    size = f"{needed.nodes} machine" + ("" if needed.nodes == 1 else "s")
+    gpus = f" with {_gpus(needed.gpus_per_node)} each" if needed.gpus_per_node else ""
+    what = f"no offer of provider {needed.provider} meets the run file: {size}{gpus}, {needed.market}"
+    if not refused:
+        return NoOffer(what, "It has nothing of this kind on sale.", "Change `gpu`, `regions` or `provider`.")
+    lines = [f"{refusal.offer.label}: {refusal.reason}" for refusal, _ in refused[:_SHOWN]]
+    if len(refused) > _SHOWN:
+        lines.append(f"and {len(refused) - _SHOWN} more")
+    nearest = max((check for _, check in refused), key=_CHECKS.index)
+    near = [refusal.offer for refusal, check in refused if check is nearest]
+    return NoOffer(what, "\n".join(lines), nearest.cure(needed, near))
