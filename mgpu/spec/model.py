@@ -54,12 +54,12 @@ class Checkpoint(Block):
     """`checkpoint:` where checkpoints go and how often they are made."""
 
     to: StoreUrl | None = Field(
-        None, description="s3://bucket/prefix or file:///folder (default: provider local: a folder of this machine)"
+        None, description="s3://bucket/prefix or file:///folder (default: with provider local a folder of this machine)"
     )
     every_steps: int | None = Field(
         None, ge=1, description="optimizer steps between checkpoints (default with `train:`: 100)"
     )
-    every_minutes: float | None = Field(None, gt=0, description="minutes between checkpoints")
+    every_minutes: float | None = Field(None, gt=0, description="minutes between checkpoints (default: none)")
     keep_last: int = Field(3, ge=1, description="committed checkpoints kept in the store")
     writers: Writers | None = Field(
         None,
@@ -86,7 +86,8 @@ class Code(Block):
     workdir: Text = Field(".", description="folder to send, relative to the run file")
     mode: Literal["sync"] = Field("sync", description="sync: changed files only, over SSH")
     requirements: Text | None = Field(
-        None, description="a requirements file in workdir, installed into an environment of the node's own"
+        None,
+        description="a requirements file in workdir, installed into an environment of the node's own (default: none)",
     )
 
 
@@ -113,7 +114,7 @@ class AwsBlock(Block):
     """`aws:` settings of provider aws."""
 
     subnet_ids: tuple[Word, ...] = Field((), description="subnets to use (default: those of the default VPC)")
-    security_group_id: Word | None = Field(None, description="security group of the nodes")
+    security_group_id: Word | None = Field(None, description="security group of the nodes (default: the one of `base`)")
 
 
 class RunSpec(Block):
@@ -123,11 +124,13 @@ class RunSpec(Block):
     provider: Word = Field(description="who rents out the machines", json_schema_extra={"enum": list(PROVIDERS)})
     regions: Words = Field((), description="where machines may be (default: any)")
     nodes: int = Field(1, ge=1, le=1024, description="machines")
-    gpus_per_node: int | None = Field(None, ge=1, le=16, description="GPUs of a machine; one process each")
+    gpus_per_node: int | None = Field(
+        None, ge=1, le=16, description="GPUs of a machine; one process each (default: none)"
+    )
     processes_per_node: int | None = Field(
         None, ge=1, le=256, description="processes of a machine, where there are no GPUs (default: 1)"
     )
-    gpu: Words = Field((), description="GPU types, best first; one type is used for the whole fleet")
+    gpu: Words = Field((), description="GPU types, best first; one type is used for the whole fleet (default: any)")
     disk_gib: int = Field(100, ge=1, description="disk of a machine, GiB")
     market: Market = Field("on-demand", description="how the machines are bought")
     max_price_usd_per_hour: float = Field(gt=0, description="dollars per hour, whole fleet, all nodes")
@@ -135,17 +138,21 @@ class RunSpec(Block):
         gt=0, le=24 * 60, description="hard cap: hours after which the machines end, whatever happens"
     )
     lease_minutes: float = Field(60, gt=0, description="minutes that a fleet without a run lives")
-    train: TrainConfig | None = Field(None, description="the bundled trainer; or `command`")
+    train: TrainConfig | None = Field(None, description="the bundled trainer; or `command` (default: none)")
     command: tuple[Text, ...] | None = Field(
-        None, min_length=1, description="the user's program and its arguments; or `train`"
+        None, min_length=1, description="the user's program and its arguments, no shell; or `train` (default: none)"
     )
     launcher: Literal["torchrun", "python"] = Field(
         "torchrun", description="what starts the program on each node: torchrun, or plain python"
     )
     code: Code | None = Field(None, description="the user's folder, with `command` (default: the run file's folder)")
-    env: dict[EnvName, Text] = Field({}, description="environment of the program; nothing secret")
-    secrets: tuple[EnvName, ...] = Field((), description="names; values come from the operator's environment")
-    data: tuple[Data, ...] = Field((), description="files that every node fetches before the program starts")
+    env: dict[EnvName, Text] = Field({}, description="environment of the program; nothing secret (default: none)")
+    secrets: tuple[EnvName, ...] = Field(
+        (), description="names; values come from the operator's environment (default: none)"
+    )
+    data: tuple[Data, ...] = Field(
+        (), description="files that every node fetches before the program starts (default: none)"
+    )
     checkpoint: CheckpointOrNone = Field(Checkpoint(), description="where checkpoints go, or `none`")  # type: ignore[call-arg]
     recovery: Recovery = Field(Recovery(), description="what happens when a machine is lost")  # type: ignore[call-arg]
     teardown: Teardown = Field(
