@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-RUN_FILE = ROOT / "mgpu.yaml"
+# the run file of this checkout, with the demo's own store put in
+RUN_FILE = ROOT / ".mgpu" / "demo.yaml"
+STORE = "s3://mgpu-demo/runs"
 
 
 def start_s3() -> tuple[object, str]:
@@ -39,6 +41,15 @@ def start_s3() -> tuple[object, str]:
     return server, endpoint
 
 
+def write_run_file() -> None:
+    """mgpu.yaml with `checkpoint.to` set to the demo's bucket."""
+    import yaml
+
+    run = yaml.safe_load((ROOT / "mgpu.yaml").read_text())
+    run["checkpoint"]["to"] = STORE
+    RUN_FILE.write_text(yaml.safe_dump(run, sort_keys=False))
+
+
 def main() -> int:
     """Runs the demo; the exit code is the run's, or 7 when something is still billed."""
     began = time.monotonic()
@@ -57,6 +68,7 @@ def main() -> int:
     console = Console()
     try:
         console.say(f"S3 for the demo: {endpoint} (this process, this machine)")
+        write_run_file()
         spec = load(RUN_FILE)
         runs.preflight(RUN_FILE, spec)
         common.show_plan(console, common.make_plan(spec))
@@ -94,7 +106,7 @@ def main() -> int:
         return outcome.exit_code
     console.next(
         f".venv/bin/mgpu logs {record.run_id}     what the nodes said",
-        ".venv/bin/mgpu launch mgpu.yaml     a run of your own, once checkpoint.to names a bucket of yours or is left out",
+        ".venv/bin/mgpu launch     a run of your own from mgpu.yaml",
     )
     return 7 if ledger.alive else 0
 

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mgpu import events
 from mgpu.errors import MgpuError
@@ -232,7 +232,7 @@ class Console:
             self._rich = RichConsole(stderr=True, highlight=False)
         return self._rich
 
-    _renderers: dict[type[events.Event], Callable[[Console, Any], None]] = {
+    _renderers: ClassVar[dict[type[events.Event], Callable[[Console, Any], None]]] = {
         events.PhaseStarted: _phase_started,
         events.PhaseFinished: _phase_finished,
         events.OfferTried: _offer_tried,

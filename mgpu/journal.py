@@ -1,7 +1,7 @@
 """Append-only, fsynced JSONL of intents and results; one file per writing process; what a crash leaves to read.
 
-An entry is one line: `{"seq": n, "at": <UNIX seconds>, "kind": "...", ...}`. An intent is written before the act it
-announces, a result after it; a reader of a dead process's journal treats an intent without a result as "may have happened".
+An entry is one line: `{"seq": n, "at": <UNIX seconds>, "kind": "...", ...}`. An intent is written before the act that
+it announces, a result after it; a reader of a dead process's journal treats an intent without a result as "may have happened".
 """
 
 from __future__ import annotations

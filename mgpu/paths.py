@@ -1,4 +1,6 @@
-"""Where mgpu keeps things on the operator's machine: the XDG folders, read anew at every call. Standard library only."""
+"""Where mgpu keeps things on the operator's machine: the XDG folders, read anew at every call. Standard library
+only.
+"""
 
 from __future__ import annotations
 

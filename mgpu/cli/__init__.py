@@ -43,7 +43,9 @@ class LazyGroup(click.Group):
             return None
         return getattr(importlib.import_module(f"mgpu.cli.{cmd_name}"), cmd_name)
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click's, with the nearest name for a typing error."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from difflib import get_close_matches

@@ -111,13 +111,17 @@ def pull_into(record: Record, step: int | None, to: Path, console: Console) -> P
         return folder
     if not wanted:
         which = f"of step {step}" if step is not None else "committed"
-        raise InputError(f"run {record.run_id}: no checkpoint {which}", "", f"See `mgpu checkpoints ls {record.run_id}`.")
+        raise InputError(
+            f"run {record.run_id}: no checkpoint {which}", "", f"See `mgpu checkpoints ls {record.run_id}`."
+        )
     raise _damaged(record, [e.manifest.checkpoint_id for e in wanted])
 
 
 def _log(record: Record) -> tuple[Store, list[CheckpointEntry]]:
     if record.store is None:
-        raise InputError(f"run {record.run_id} has no checkpoints", "Its run file says `checkpoint: none`, or it never began.")
+        raise InputError(
+            f"run {record.run_id} has no checkpoints", "Its run file says `checkpoint: none`, or it never began."
+        )
     from mgpu_train.checkpoint.commitlog import CommitLog
     from mgpu_train.store import StoreError, open_store
 
@@ -125,7 +129,9 @@ def _log(record: Record) -> tuple[Store, list[CheckpointEntry]]:
         store = open_store(record.store)
         return store, CommitLog(store, record.run_id).checkpoints()
     except StoreError as error:
-        raise InputError(f"{record.store} cannot be read", str(error), "Check the address and the credentials.") from error
+        raise InputError(
+            f"{record.store} cannot be read", str(error), "Check the address and the credentials."
+        ) from error
 
 
 def _damaged(record: Record, names: list[str]) -> DamagedCheckpoint:

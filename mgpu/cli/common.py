@@ -129,7 +129,9 @@ def summary(record: Record) -> list[tuple[str, str]]:
     if record.checkpoint_id:
         rows.append(("checkpoint", f"step {record.checkpoint_step} in {record.store}/{record.run_id}"))
     seconds = (record.ended_at or time.time()) - record.created_at
-    rows.append(("wall time", f"{seconds:.0f} s: " + ", ".join(f"{k} {v:.1f}" for k, v in record.phase_seconds.items())))
+    rows.append(
+        ("wall time", f"{seconds:.0f} s: " + ", ".join(f"{k} {v:.1f}" for k, v in record.phase_seconds.items()))
+    )
     if record.price_usd_per_hour:
         rows.append(("price", f"${record.price_usd_per_hour:.2f} per hour, all nodes"))
     rows.append(("machines", machines(record)))

@@ -40,7 +40,9 @@ def ls(as_json: bool, all_runs: bool) -> None:
     else:
         console.text("no runs yet")
     for fleet in fleets:
-        console.text(f"fleet {fleet.name}: {len(fleet.ids)} nodes of {fleet.provider}, ${fleet.usd_per_hour:.2f} per hour")
+        console.text(
+            f"fleet {fleet.name}: {len(fleet.ids)} nodes of {fleet.provider}, ${fleet.usd_per_hour:.2f} per hour"
+        )
     nodes, dollars = sum(len(f.ids) for f in fleets), sum(f.usd_per_hour for f in fleets)
     console.text(f"billed now: {nodes} nodes, ${dollars:.2f} per hour")
     console.next("mgpu status RUN" if rows else "mgpu launch mgpu.yaml")

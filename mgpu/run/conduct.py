@@ -81,9 +81,7 @@ def watch(
 ) -> Ended:
     """Watches an attempt that runs, and judges its end: success needs a checkpoint that verifies."""
     with session.phase("training"):
-        supervisor = Supervisor(
-            session, nodes, provider=provider, handle=handle_of(fleet), deadline=_deadline(session)
-        )
+        supervisor = Supervisor(session, nodes, provider=provider, handle=handle_of(fleet), deadline=_deadline(session))
         ended = supervisor.watch()
     if not ended.left:
         collect_metrics(session, nodes, fleet.processes_per_node)

@@ -100,9 +100,7 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
     stack = _stack(record, context)
     fleet = _standing(stack, spec)
     with _supervised(record, context) as session:
-        request = resolve(
-            spec, record.run_id, Path(record.project_base), store=fleet.store, timeouts=context.timeouts
-        )
+        request = resolve(spec, record.run_id, Path(record.project_base), store=fleet.store, timeouts=context.timeouts)
         secrets = secrets_of(spec, request.checkpoint, os.environ)
         session.record.fleet = fleet.model_dump(mode="json")
         return _finish(

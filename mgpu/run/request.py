@@ -1,4 +1,4 @@
-"""From a run file to what every node is told: defaults filled in, secrets read, `job.json` made. No machine is touched."""
+"""From a run file to what every node is told: defaults filled in, secrets read, `job.json` made. Touches no machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_train.agent.layout import LEASE, RunLayout
-from mgpu_train.config import CheckpointTarget, DataItem, Job, Resume, Secrets
+from mgpu_train.config import CheckpointTarget, Job, Resume, Secrets
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import paths
@@ -69,7 +69,7 @@ class Request:
                 secrets=spec.secrets,
                 workdir=str(RunLayout(self.run_id).work) if spec.command else None,
                 requirements=spec.code.requirements if spec.code else None,
-                data=tuple(DataItem(source=item.source, to=item.to) for item in spec.data),
+                data=spec.data,
                 checkpoint=self.checkpoint,
                 resume=resume,
                 lease_file=str(LEASE),

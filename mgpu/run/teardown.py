@@ -14,9 +14,7 @@ from mgpu.providers.base import Handle, NodePhase, Provider
 def owned(provider: Provider, owner: str, fleet: str | None = None) -> tuple[Handle, ...]:
     """The owner's handles (of one fleet) that have a machine which is not terminated."""
     handles = [h for h in provider.list_owned(owner) if fleet is None or h.fleet == fleet]
-    return tuple(
-        h for h in handles if any(n.phase is not NodePhase.TERMINATED for n in provider.describe(h).nodes)
-    )
+    return tuple(h for h in handles if any(n.phase is not NodePhase.TERMINATED for n in provider.describe(h).nodes))
 
 
 def give_back(

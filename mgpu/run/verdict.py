@@ -1,4 +1,4 @@
-"""What the state of all nodes means for the run. Pure: recomputed from scratch at every pass, never from remembered events."""
+"""What the state of all nodes means for the run. Pure: recomputed at every pass, never from remembered events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Verdict:
 
 
 def decide(views: tuple[NodeView, ...], *, attempt: int, silence_s: float) -> Verdict:
-    """The verdict over one pass. A node that is silent is UNKNOWN until `silence_s`; a provider's word is believed at once."""
+    """The verdict over one pass. A silent node is UNKNOWN until `silence_s`; a provider's word is believed at once."""
     lost = [v for v in views if v.gone or v.silent_s > silence_s]
     failed = [v for v in views if v.status and v.status.attempt == attempt and v.status.phase is Phase.FAILED]
     over = [v for v in views if v in lost or _final(v, attempt)]

@@ -51,7 +51,9 @@ def test_status_imports_nothing_heavy(run_file, tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_listed_is_there_and_has_help(command, tmp_path):
-    done = subprocess.run([sys.executable, "-m", "mgpu", command, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "mgpu", command, "--help"], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0
     assert "Usage: mgpu" in done.stdout
 

@@ -80,7 +80,13 @@ def test_states_move_forward_only():
 
 def test_one_supervisor_at_a_time_and_a_dead_one_holds_nothing(tmp_path):
     make("a-1")
-    code = "import sys,time;from mgpu.run import record as r;c=r.supervising('a-1');print(c.__enter__(),flush=True);time.sleep(60)"
+    code = """
+import time
+from mgpu.run import record
+with record.supervising("a-1") as free:
+    print(free, flush=True)
+    time.sleep(60)
+"""
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     assert other.stdout is not None
     try:

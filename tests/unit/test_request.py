@@ -26,7 +26,14 @@ def fleet(nodes: int) -> StackOutput:
         provider="local",
         private_key_file="/k",
         nodes=tuple(
-            NodeOutput(rank=r, id=f"i{r}", address="127.0.0.1", user="u", host_key="ssh-ed25519 AAAA", private_address=f"10.0.0.{r}")
+            NodeOutput(
+                rank=r,
+                id=f"i{r}",
+                address="127.0.0.1",
+                user="u",
+                host_key="ssh-ed25519 AAAA",
+                private_address=f"10.0.0.{r}",
+            )
             for r in range(nodes)
         ),
     )

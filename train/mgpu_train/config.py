@@ -48,7 +48,9 @@ class TrainConfig(Model):
     steps: int = Field(300, ge=1, description="optimizer steps in all")
     global_batch: int = Field(32, ge=1, description="sequences per optimizer step, over all ranks")
     micro_batch: int | None = Field(
-        None, ge=1, description="sequences per forward pass of one rank; the rest is accumulated (default: no accumulation)"
+        None,
+        ge=1,
+        description="sequences per forward pass of one rank; the rest is accumulated (default: no accumulation)",
     )
     seq_len: int = Field(128, ge=8, le=1 << 20, description="bytes per sequence")
     precision: Precision = Field("fp32", description="fp32, or bf16 for the forward and backward pass")
@@ -91,7 +93,9 @@ class DataItem(Model):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     source: Text = Field(alias="from", description="s3://bucket/prefix or file:///folder")
-    to: Text = Field(description="folder on the node; relative to the work folder, or absolute on machines of one's own")
+    to: Text = Field(
+        description="folder on the node; relative to the work folder, or absolute on machines of one's own"
+    )
 
 
 class Job(Model):
@@ -111,7 +115,9 @@ class Job(Model):
     command: tuple[Text, ...] | None = Field(None, description="the user's program: what torchrun or python is given")
     env: dict[EnvName, Text] = Field(default_factory=dict, description="for the launcher; nothing secret")
     secrets: tuple[EnvName, ...] = Field((), description="names; the values come by standard input, once")
-    workdir: Text | None = Field(None, description="folder under the run's folder on the node that holds the user's code")
+    workdir: Text | None = Field(
+        None, description="folder under the run's folder on the node that holds the user's code"
+    )
     requirements: Text | None = Field(None, description="a requirements file in the work folder")
     data: tuple[DataItem, ...] = ()
     checkpoint: CheckpointTarget | None = Field(None, description="None: `checkpoint: none`")
@@ -134,7 +140,7 @@ class Job(Model):
 
 
 class Secrets(Model):
-    """What `agent start` reads from standard input, and keeps in a 0600 file on tmpfs: never in arguments or `job.json`."""
+    """What `agent start` reads from standard input and keeps in a 0600 file on tmpfs: never in arguments or `job.json`."""
 
     env: dict[EnvName, Text] = Field(default_factory=dict, description="the run's secrets, for the launcher")
     store: dict[EnvName, Text] = Field(default_factory=dict, description="AWS_* variables, for the agent alone")

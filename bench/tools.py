@@ -1,0 +1,56 @@
+"""What the benches share: a command's median wall time, and a peer's environment of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mgpu import paths
+
+ROOT = Path(__file__).resolve().parent.parent
+MGPU = Path(sys.executable).with_name("mgpu")
+PEERS = {"skypilot": ("skypilot==0.14.1", "sky"), "dstack": ("dstack==0.22.5", "dstack")}
+
+
+def median_s(argv: list[str], *, runs: int = 9, cwd: Path | None = None, env: dict[str, str] | None = None) -> float:
+    """Median wall time in seconds, after one run that warms caches and compiles bytecode."""
+    times = []
+    for _ in range(runs + 1):
+        begin = time.perf_counter()
+        subprocess.run(argv, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def peer(name: str) -> Path | None:
+    """The peer's command in an environment of its own, installed on first use; None where that fails."""
+    requirement, command = PEERS[name]
+    home = paths.cache_dir() / "bench" / requirement.replace("==", "-")
+    program = home / "bin" / command
+    if program.exists():
+        return program
+    uv = shutil.which("uv")
+    installer = [uv] if uv else [sys.executable, "-m", "uv"]
+    print(f"installing {requirement} into {home} (once) ...", file=sys.stderr)
+    try:
+        subprocess.run([*installer, "venv", "-q", str(home)], check=True, capture_output=True)
+        python = str(home / "bin" / "python")
+        subprocess.run(
+            [*installer, "pip", "install", "-q", "--python", python, requirement], check=True, capture_output=True
+        )
+        subprocess.run([python, "-m", "compileall", "-q", str(home / "lib")], check=False, capture_output=True)
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        print(f"{name} is left out: {error}", file=sys.stderr)
+        shutil.rmtree(home, ignore_errors=True)
+        return None
+    return program
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, quiet and offline as far as peers know how."""
+    return os.environ | {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
