@@ -107,7 +107,7 @@ class FleetState(Value):
 
 
 class Provider(Protocol):
-    """One provider. Every call may be made from any thread and from a new process; nothing is remembered between calls."""
+    """One provider. Every call may be made from any thread and any process; nothing is remembered between calls."""
 
     name: str
     caps: Capabilities
@@ -145,7 +145,7 @@ class Provider(Protocol):
         ...
 
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
-        """Ends these machines (default: all). True: gone (absent counts); False: call again. Never raises for absent."""
+        """Ends these machines (default: all). True: gone (absent counts); False: call again. Absent never raises."""
         ...
 
 

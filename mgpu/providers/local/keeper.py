@@ -1,0 +1,170 @@
+"""`python -m mgpu.providers.local.keeper <root> <instance>`: keeps one node alive, and ends all of it with itself.
+
+The keeper leaves whoever started it (own session, own parent), claims the instance, opens the bill, and then holds two
+children: the SSH server and the script that enforces the lease; both are started again when they die. As a subreaper
+it inherits whatever on the node outlives its parent. On SIGTERM it kills all of it, removes the folder and closes the
+bill.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from mgpu.providers.local import bill, nodes, procs
+from mgpu.providers.local.nodes import Instance, NodeSpec
+
+_HERE = Path(__file__).parent
+_BEAT_S = 1.0
+_LEASE_POLL_S = 2
+_TERM_S = 1.0  # between SIGTERM and SIGKILL for what runs on the node
+_KILL_S = 5.0
+_POWER_OFF_GRACE_S = 15
+
+
+def main(argv: list[str]) -> int:
+    """Starts the keeper and returns once the instance is claimed: 0, or 1 when it could not be."""
+    instance = Instance(Path(argv[1]), argv[2])
+    answer, announce = os.pipe()
+    if os.fork():
+        os.close(announce)
+        return 0 if os.read(answer, 1) else 1
+    os.close(answer)
+    os.setsid()
+    _keep(instance, announce)
+    return 0
+
+
+def _keep(instance: Instance, announce: int) -> None:
+    process = procs.of(os.getpid())
+    if process is not None and instance.claim(process):
+        procs.become_subreaper()
+        spec = instance.spec()
+        bill.write_start(instance.root, _start_line(instance, spec, process))
+        os.write(announce, b"1")
+        os.close(announce)
+        _Keeper(instance, spec, process).run()
+    else:  # another keeper was first, or the instance was ended before it began
+        os.write(announce, b"1")
+
+
+def _start_line(instance: Instance, spec: NodeSpec, process: procs.Process) -> bill.Start:
+    return bill.Start(
+        at=round(time.time(), 3),
+        instance=instance.id,
+        fleet=spec.fleet,
+        generation=spec.generation,
+        owner=spec.owner,
+        pid=process.pid,
+        start_ticks=process.start_ticks,
+        boot_id=process.boot_id,
+        price_usd_per_hour=spec.price_usd_per_hour,
+        market=spec.market,
+    )
+
+
+class _Keeper:
+    def __init__(self, instance: Instance, spec: NodeSpec, process: procs.Process) -> None:
+        self.instance = instance
+        self.spec = spec
+        self.process = process
+        self.hard_cap = int(procs.uptime_s() + spec.hard_cap_s)
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.started_at: dict[str, float] = {}
+        self.ending = ""
+
+    def run(self) -> None:
+        wakeup = self._listen()
+        reason = "the keeper failed"
+        try:
+            nodes.furnish(self.instance, self.spec)
+            while not self.ending:
+                self._beat()
+                self._revive()
+                select.select([wakeup], [], [], _BEAT_S)
+                _drain(wakeup)
+            reason = self.instance.end_reason() or self.ending
+        finally:
+            self._end(reason)
+
+    def _listen(self) -> int:
+        wakeup, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wake-up is written
+        for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_DFL)  # what the starter ignored, the node's programs would ignore too
+        return wakeup
+
+    def _on_term(self, *_: object) -> None:
+        self.ending = "the keeper was told to end"
+
+    def _beat(self) -> None:
+        try:
+            bill.heartbeat(self.instance.root, self.instance.id).touch()
+        except OSError:
+            self.ending = "the provider's records are gone"  # nobody could ever find this node again
+
+    def _revive(self) -> None:
+        ended = procs.reap_children()
+        for name, command in (("sshd", self._sshd), ("lease", self._lease)):
+            child = self.children.get(name)
+            if child is not None and child.pid in ended:
+                child.returncode = os.waitstatus_to_exitcode(ended[child.pid])
+                sys.stderr.write(f"{name} ended with {child.returncode}; starting it again\n")
+            gone = child is None or child.returncode is not None
+            if gone and time.monotonic() - self.started_at.get(name, -_BEAT_S) >= _BEAT_S:
+                self.started_at[name] = time.monotonic()
+                self.children[name] = command()
+
+    def _sshd(self) -> subprocess.Popen[bytes]:
+        module = "mgpu.providers.local.sshd"
+        return subprocess.Popen([sys.executable, "-m", module, str(self.instance.root), self.instance.id])
+
+    def _lease(self) -> subprocess.Popen[bytes]:
+        power_off = (_HERE / "poweroff.sh").read_text()
+        grace = str(_POWER_OFF_GRACE_S)
+        keeper = (str(self.process.pid), str(self.process.start_ticks), self.instance.id, grace)
+        lease = (str(self.instance.home / nodes.LEASE), str(self.hard_cap), str(_LEASE_POLL_S))
+        # outlives a keeper that is killed, and then ends what remains of the node: no parent-death signal
+        command = ("/bin/sh", "-c", power_off, "poweroff", *keeper)
+        return subprocess.Popen(["/bin/sh", _HERE / "lease.sh", *lease, *command])
+
+    def _end(self, reason: str) -> None:
+        if not self.instance.end_reason() and procs.uptime_s() >= self._lease_end():
+            reason = "its lease or its hard cap has ended"
+        with suppress(OSError):  # a full disk, or no record any more: what runs is ended all the same
+            self.instance.ask_to_end(reason)
+        ended = procs.end(self._below, term_s=_TERM_S, kill_s=_KILL_S, reap=procs.reap_children)
+        if not ended:
+            raise OSError("a process of the node cannot be killed")  # the next describe tries again
+        self.instance.finish(reason)
+
+    def _below(self) -> list[procs.Process]:
+        # those that cleared their environment are found below this process, those that got away by their mark
+        others = (process for process in self.instance.remains() if process != self.process)
+        return list({*procs.descendants(self.process.pid), *others})
+
+    def _lease_end(self) -> float:
+        try:
+            return min(self.hard_cap, int((self.instance.home / nodes.LEASE).read_text()))
+        except (OSError, ValueError):
+            return self.hard_cap
+
+
+def _drain(fd: int) -> None:
+    try:
+        os.read(fd, 4096)
+    except BlockingIOError:
+        return
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv))

@@ -1,0 +1,282 @@
+"""The provider contract for nodes that are processes of this machine. Everything is known from the files alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from mgpu import paths
+from mgpu.errors import InvalidRequest, NoCapacity, Transient
+from mgpu.plan.model import BoughtAs, Offer, Requirements
+from mgpu.providers.base import (
+    Capabilities,
+    FleetRequest,
+    FleetState,
+    Handle,
+    Intent,
+    NodePhase,
+    NodeState,
+    Offers,
+)
+from mgpu.providers.local import bill, nodes, procs
+from mgpu.providers.local.gangs import REGION, Gang, Gangs
+from mgpu.providers.local.nodes import Instance
+
+PRICES_USD_PER_HOUR: dict[BoughtAs, float] = {"on-demand": 0.10, "spot": 0.03}
+_NODES_PER_CORE = 8
+_KILL_AFTER_S = 15.0  # a keeper that has not ended by then is killed
+_START_S = 30.0  # for a keeper to claim its instance, on a busy machine
+_CHECK_S = 60.0  # for the nodes' Python to answer
+_HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+_SOURCE = "this machine's price list"
+
+
+class LocalProvider:
+    """Rents out this machine: CPU nodes on both markets, at made-up prices, with a true bill."""
+
+    name = "local"
+    caps = Capabilities(
+        spot=True,
+        multi_node=True,
+        access=frozenset({"ssh"}),
+        runtime="process",
+        labels="tags",
+        idempotent_create=True,
+        server_side_kill=False,
+        interruption_notice_s=0,
+        shared_filesystem=True,
+    )
+
+    def __init__(self, options: Mapping[str, str] | None = None, root: Path | None = None) -> None:
+        self._options = dict(options or {})
+        self._root = root
+
+    @property
+    def root(self) -> Path:
+        """The folder with all records, nodes and the bill (default: in mgpu's state folder)."""
+        root = self._root or paths.state_dir() / "local"
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return root.resolve()
+
+    def check(self) -> None:
+        """Tests that this machine can carry nodes.
+
+        Raises:
+            InvalidRequest: it is not Linux, or the nodes' Python is missing or has no torch.
+        """
+        if not sys.platform.startswith("linux") or procs.of(os.getpid()) is None:
+            raise InvalidRequest(
+                "provider local needs Linux with /proc", f"this is {sys.platform}", "Choose another provider."
+            )
+        _require_torch(_python(self._options))
+
+    def offers(self, requirements: Requirements) -> Offers:
+        """This machine's price list; it has no GPUs to offer and one region, `here`."""
+        elsewhere = requirements.regions and REGION not in requirements.regions
+        if requirements.gpus_per_node or requirements.gpu or elsewhere:
+            return Offers(offers=(), source=_SOURCE)
+        stock = self._room()
+        return Offers(offers=tuple(_offer(market, stock) for market in PRICES_USD_PER_HOUR), source=_SOURCE)
+
+    def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
+        """Starts a keeper per node and returns once each has claimed its node; SSH answers some tenths later.
+
+        Raises:
+            Conflict: the token was used with other parameters.
+            NoCapacity: more nodes than this machine carries.
+            InvalidRequest: the nodes' Python does not exist.
+            Transient: a keeper did not start; the same call again goes on from there.
+        """
+        return self._make(request, offer, token, range(request.requirements.nodes))
+
+    def find(self, intent: Intent) -> Handle | None:
+        """The gang that was made from the intent's token."""
+        gang = Gangs(self.root).get(intent.token)
+        return gang.handle if gang else None
+
+    def describe(self, handle: Handle) -> FleetState:
+        """The nodes as the system has them; what is left of a node whose keeper was killed is ended first.
+
+        Raises:
+            InvalidRequest: a node that this machine has no record of; nothing is known about it.
+        """
+        gangs = Gangs(self.root)
+        gang = gangs.get(handle.token)
+        return FleetState(nodes=tuple(_describe(gangs, gang, rank, name) for rank, name in enumerate(handle.ids)))
+
+    def repair(
+        self, handle: Handle, missing: tuple[int, ...], request: FleetRequest, offer: Offer, token: str
+    ) -> Handle:
+        """Replaces these ranks' nodes. Raises what `create` raises, and `Transient` while an old one still ends."""
+        fresh = {rank: Gangs(self.root).node_id(token, rank) for rank in missing}
+        lost = tuple(handle.ids[rank] for rank in missing if handle.ids[rank] != fresh[rank])
+        if not self.destroy(handle, lost):
+            raise Transient("a lost node has not ended yet", f"still there: {', '.join(lost)}", "Call again.")
+        self._make(request, offer, token, missing)
+        ids = tuple(fresh.get(rank, name) for rank, name in enumerate(handle.ids))
+        return handle.model_copy(update={"ids": ids, "generation": request.generation, "token": token})
+
+    def list_owned(self, owner: str) -> tuple[Handle, ...]:
+        """One handle a gang that has anything left; nodes that are gone have an empty id."""
+        gangs = Gangs(self.root)
+        owned = (_left(gangs, gang) for gang in gangs.all() if gang.request.owner == owner)
+        return tuple(handle for handle in owned if any(handle.ids))
+
+    def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
+        """Asks the nodes to end; True when all are gone, folders and all."""
+        gangs = Gangs(self.root)
+        gang = gangs.get(handle.token)
+        known = (gangs.instance(gang, name) for name in (handle.ids if nodes is None else nodes))
+        gone = [instance.terminate("destroyed", _KILL_AFTER_S) for instance in known if instance is not None]
+        return all(gone)
+
+    def _make(self, request: FleetRequest, offer: Offer, token: str, ranks: range | tuple[int, ...]) -> Handle:
+        gangs = Gangs(self.root)
+        gang = Gang(
+            token=token,
+            ids=tuple(gangs.node_id(token, r) if r in ranks else "" for r in range(request.requirements.nodes)),
+            request=request,
+            offer=offer,
+            python=_python({**self._options, **request.requirements.provider_options}),
+        )
+        if gangs.get(token) is None:
+            self._require_room(len(ranks))
+        gangs.claim(gang)  # from here on it can be found, completed and ended
+        instances = [gangs.instance(gang, name) for name in gang.ids if name]
+        _start([instance for instance in instances if instance is not None and instance.keeper() is None])
+        return gang.handle
+
+    def _room(self) -> int:
+        return max(0, _NODES_PER_CORE * (os.cpu_count() or 1) - len(bill.read(self.root).alive))
+
+    def _require_room(self, count: int) -> None:
+        room = self._room()
+        if count > room:
+            raise NoCapacity(
+                f"provider local: {count} nodes were asked for, this machine has room for {room}",
+                f"it carries {_NODES_PER_CORE} nodes a core",
+                "Ask for fewer nodes; `mgpu ls` shows what runs.",
+            )
+
+
+def _offer(market: BoughtAs, stock: int) -> Offer:
+    return Offer(
+        provider="local",
+        instance_type="cpu-node",
+        vcpus=os.cpu_count() or 1,
+        memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        market=market,
+        price_usd_per_hour=PRICES_USD_PER_HOUR[market],
+        region=REGION,
+        stock=stock,
+        fetched_at=time.time(),
+    )
+
+
+def _describe(gangs: Gangs, gang: Gang | None, rank: int, name: str) -> NodeState:
+    if not name:
+        why = "no machine was made for this rank"
+        return NodeState(
+            rank=rank, id="", phase=NodePhase.TERMINATED, host_key="", private_address="", hard_cap_at=0, reason=why
+        )
+    instance = gangs.instance(gang, name)
+    if instance is None:
+        raise InvalidRequest(
+            f"provider local has no record of node {name}",
+            f"{gangs.root} was made anew, or the node belongs to another machine or user",
+            "Run this where the node was made, with the same XDG_STATE_HOME.",
+        )
+    phase, spec, keeper, endpoint = _phase(instance), instance.spec(), instance.keeper(), instance.endpoint()
+    port, host_key = endpoint if endpoint and phase is NodePhase.RUNNING else (22, "")
+    return NodeState(
+        rank=rank,
+        id=name,
+        phase=phase,
+        address="127.0.0.1",
+        port=port,
+        user=nodes.USER,
+        host_key=host_key,
+        private_address="127.0.0.1",
+        price_usd_per_hour=spec.price_usd_per_hour,
+        hard_cap_at=keeper.at + spec.hard_cap_s if keeper and keeper.begun else 0,
+        reason=instance.end_reason(),
+    )
+
+
+def _phase(instance: Instance) -> NodePhase:
+    if instance.settle():
+        return NodePhase.TERMINATED
+    if instance.stopping:
+        return NodePhase.STOPPING
+    return NodePhase.RUNNING if instance.endpoint() else NodePhase.PENDING
+
+
+def _left(gangs: Gangs, gang: Gang) -> Handle:
+    def left(name: str) -> bool:
+        instance = gangs.instance(gang, name)
+        return instance is not None and not instance.settle()
+
+    return gang.handle.model_copy(update={"ids": tuple(name if left(name) else "" for name in gang.ids)})
+
+
+def _start(instances: list[Instance]) -> None:
+    """Starts keepers, all at once, and waits until each instance is claimed: by its keeper, or by another's."""
+    starters = {instance: _spawn(instance) for instance in instances}
+    deadline = time.monotonic() + _START_S
+    for instance, starter in starters.items():
+        try:
+            failed = starter.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            starter.kill()
+            failed = True
+        if failed:
+            raise Transient(
+                f"provider local: the keeper of node {instance.id} did not start",
+                instance.last_words() or f"it did not answer within {_START_S:.0f} s",
+                "Call again; it goes on from there.",
+            )
+
+
+def _spawn(instance: Instance) -> subprocess.Popen[bytes]:
+    environment = nodes.login_environment(instance, os.environ)
+    if "PYTHONPATH" in os.environ:
+        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]  # where mgpu itself may come from
+    with instance.log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mgpu.providers.local.keeper", str(instance.root), instance.id],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=instance.record,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def _python(options: Mapping[str, str]) -> str:
+    asked = options.get("python") or sys.executable
+    found = shutil.which(Path(asked).expanduser()) if asked.startswith("~") else shutil.which(asked)
+    if found is None:
+        raise InvalidRequest(
+            f"local.python: {asked} is not a program",
+            f"looked for it from {Path.cwd()} and on the PATH",
+            "Name a Python interpreter that has torch: `local: {python: /path/to/python}`.",
+        )
+    return str(Path(found).absolute())  # not resolved: a link may belong to a virtual environment
+
+
+def _require_torch(python: str) -> None:
+    cure = "pip install 'mgpu-train[torch]' there, or name another: `local: {python: /path/to/python}`."
+    try:
+        # -I: as on a node, where neither PYTHONPATH nor the operator's own packages are seen
+        answer = subprocess.run([python, "-I", "-c", _HAS_TORCH], capture_output=True, timeout=_CHECK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InvalidRequest(f"local.python: {python} does not run", str(error), cure) from error
+    if answer.returncode:
+        why = answer.stderr.decode(errors="replace").strip() or "it has no torch, which training needs"
+        raise InvalidRequest(f"local.python: {python} cannot train", why, cure)
