@@ -1,11 +1,13 @@
 """Append-only, fsynced JSONL of intents and results; one file per writing process; what a crash leaves to read.
 
 An entry is one line: `{"seq": n, "at": <UNIX seconds>, "kind": "...", ...}`. An intent is written before the act that
-it announces, a result after it; a reader of a dead process's journal treats an intent without a result as "may have happened".
+it announces, a result after it; a reader of a dead process's journal treats an intent without a result as "may have
+happened".
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -23,7 +25,6 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._seq = sum(1 for _ in read(path)) if path.exists() else 0
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._end_torn_line()
 
     def append(self, kind: str, **fields: Any) -> int:
         """Writes one entry and returns its number once it is on disk.
@@ -32,7 +33,10 @@ class Journal:
             OSError: the entry may not be on disk; the act it announces must not be started.
         """
         entry = {"seq": self._seq, "at": round(self._clock(), 3), "kind": kind, **fields}
-        os.write(self._fd, json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        self._end_torn_line()
+        if os.write(self._fd, line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         os.fsync(self._fd)
         self._seq += 1
         return entry["seq"]
@@ -48,9 +52,12 @@ class Journal:
         self.close()
 
     def _end_torn_line(self) -> None:
-        # a crash in the middle of a write leaves a line without its end: the next entry must not be glued to it
+        # a crash or a full disk in the middle of a write leaves a line without its end: nothing may be glued to it
         size = self.path.stat().st_size
-        if size and self.path.read_bytes()[-1:] != b"\n":
+        with self.path.open("rb") as file:
+            file.seek(max(0, size - 1))
+            torn = file.read() not in (b"", b"\n")
+        if torn:
             os.write(self._fd, b"\n")
 
 
