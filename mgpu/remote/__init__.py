@@ -1,0 +1,15 @@
+"""SSH to the nodes: connect with pinned host keys, run, copy, sync, stream, fan out. The only importer of paramiko.
+
+    targets     who is reached, and with which key pinned; the values that calls return
+    wire        a socket that ends itself when the peer falls silent
+    connection  one handshake: dial, compare the host key, authenticate
+    command     one command: argument list in; status and output out
+    files       SFTP: read, write, follow, fetch
+    snapshot    a folder of the operator as it is now: what sync sends
+    receiver    the node's half of sync; its source is sent, and runs there with any Python 3
+    node        all of that on one node
+    nodeset     all nodes of a fleet
+    sshconfig   the same targets for the system's ssh client
+
+Callers import the modules: importing this package alone stays cheap.
+"""

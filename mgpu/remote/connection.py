@@ -1,0 +1,204 @@
+"""One SSH connection: dial, compare the host key, authenticate. Where foreign errors of connections are translated.
+
+Nothing of the user's own SSH set-up is looked at: no agent, no keys or configuration under ~/.ssh, no known_hosts.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import paramiko
+from mgpu_train.timeouts import Timeouts
+from paramiko.pkey import UnknownKeyType
+from paramiko.ssh_exception import IncompatiblePeer
+
+from mgpu.errors import ConnectionFailed, HostKeyMismatch, InputError, RemoteError
+from mgpu.remote.targets import ALGORITHMS, HostKey, Jump, Target
+from mgpu.remote.wire import Wire
+
+FOREIGN = (paramiko.SSHException, paramiko.SFTPError, EOFError, OSError)
+# GCM first: one pass in C a packet, where paramiko's default (CTR with a MAC) takes three
+_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
+_GLOBAL_REQUEST = b"\x50"
+
+# paramiko logs every lost connection as an error; without a handler Python would print that on stderr
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
+
+
+class Connection:
+    """An authenticated transport to `target`, and the one to its jump host under it. Made by `open_connection`."""
+
+    def __init__(self, target: Target, transport: paramiko.Transport, wire: Wire, outer: Connection | None) -> None:
+        self.target = target
+        self.transport = transport
+        self._wire = wire
+        self._outer = outer
+
+    @property
+    def closed(self) -> bool:
+        """True once it is lost or closed."""
+        return not self.transport.is_active()
+
+    def answers(self) -> bool:
+        """Asks the server for an answer and waits for it, or for the connection's end."""
+        self.transport.global_request("keepalive@openssh.com", wait=True)
+        return self.transport.is_active()
+
+    def open_session(self, timeout: float) -> paramiko.Channel:
+        """A new channel, within `timeout` seconds. Raises what paramiko raises."""
+        return self.transport.open_session(timeout=timeout)
+
+    def failure(self, doing: str, cause: str = "The connection was lost.") -> ConnectionFailed:
+        """What is raised when `doing` something on this connection failed."""
+        return _failed(self.target, doing, self._wire.fault or cause)
+
+    @contextmanager
+    def translated(self, doing: str) -> Iterator[None]:
+        """Turns paramiko's and sockets' errors into ConnectionFailed."""
+        try:
+            yield
+        except FOREIGN as error:
+            raise self.failure(doing, _cause(error)) from error
+
+    def close(self) -> None:
+        """Ends it; what waits on it raises ConnectionFailed."""
+        self._wire.close()
+        self.transport.close()
+        if self._outer:
+            self._outer.close()
+
+
+def load_key(path: Path) -> paramiko.PKey:
+    """The private key that logs in. Raises InputError: absent, not a key, or behind a passphrase."""
+    try:
+        return paramiko.PKey.from_path(path)
+    except FileNotFoundError as error:
+        raise InputError(
+            f"no private key at {path}",
+            "The stack output `mgpu` names it as private_key_file, and it is not on this machine.",
+            "Run this where the stack was made, or copy the key from there (mode 0600).",
+        ) from error
+    except (paramiko.SSHException, UnknownKeyType, OSError, ValueError, TypeError) as error:
+        raise InputError(
+            f"the private key at {path} cannot be read",
+            str(error),
+            "It has to be an OpenSSH or PEM key without a passphrase.",
+        ) from error
+
+
+def open_connection(target: Target, key: paramiko.PKey, timeouts: Timeouts) -> Connection:
+    """Dials and logs in once, within `ssh_banner_s` for each host on the way.
+
+    Raises:
+        HostKeyMismatch: another key than the pinned one; no byte of authentication was sent.
+        ConnectionFailed: anything else.
+    """
+    if target.via is None:
+        return _open(target, target, key, timeouts, None)
+    outer = _open(target, target.via, key, timeouts, None)
+    try:
+        return _open(target, target, key, timeouts, outer)
+    except BaseException:
+        outer.close()
+        raise
+
+
+def _open(
+    target: Target, end: Target | Jump, key: paramiko.PKey, timeouts: Timeouts, outer: Connection | None
+) -> Connection:
+    wire: Wire | None = None
+    try:
+        wire = _dial(end, outer, timeouts.ssh_banner_s)
+        transport = _log_in(wire, end, key, timeouts)
+    except RemoteError:
+        raise
+    except FOREIGN as error:
+        cause = (wire.fault if wire else "") or _cause(error)
+        raise _failed(end, "could not be connected to", cause) from error
+    return Connection(target, transport, wire, outer)
+
+
+def _dial(end: Target | Jump, outer: Connection | None, seconds: float) -> Wire:
+    deadline = time.monotonic() + seconds
+    if outer is not None:
+        tunnel = outer.transport.open_channel(
+            "direct-tcpip", (end.address, end.port), ("127.0.0.1", 0), timeout=seconds
+        )
+        return Wire(tunnel, deadline)
+    plain = socket.create_connection((end.address, end.port), timeout=seconds)
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small requests must not wait for acknowledgements
+    return Wire(plain, deadline)
+
+
+def _log_in(wire: Wire, end: Target | Jump, key: paramiko.PKey, timeouts: Timeouts) -> paramiko.Transport:
+    transport = paramiko.Transport(wire)  # type: ignore[arg-type]  # a Wire has what paramiko asks of a socket
+    try:
+        _prepare(transport, end, timeouts)
+        transport.start_client(timeout=timeouts.ssh_banner_s)
+        _compare_host_key(transport, end)
+        if transport.auth_publickey(end.user, key):
+            raise paramiko.AuthenticationException("the server wants more than a key")
+    except BaseException as error:
+        wire.close()
+        transport.close()
+        if isinstance(error, IncompatiblePeer) and "host key" in str(error):
+            raise _mismatch(end, "none of the pinned key's type") from error
+        raise
+    wire.watch(timeouts.keepalive_s, lambda: _probe(transport))
+    return transport
+
+
+def _prepare(transport: paramiko.Transport, end: Target | Jump, timeouts: Timeouts) -> None:
+    transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = timeouts.ssh_banner_s
+    transport.clear_to_send_timeout = timeouts.command_s
+    options = transport.get_security_options()
+    # a server with several host keys has to prove the one that is pinned
+    options.key_types = ALGORITHMS[HostKey.parse(end.host_key).kind]
+    options.ciphers = _CIPHERS
+
+
+def _compare_host_key(transport: paramiko.Transport, end: Target | Jump) -> None:
+    shown = transport.get_remote_server_key()
+    found = HostKey(shown.get_name(), shown.asbytes())
+    if found != HostKey.parse(end.host_key):
+        raise _mismatch(end, found.fingerprint)
+
+
+def _probe(transport: paramiko.Transport) -> None:
+    # runs in the transport's own thread, which does the key exchanges: one that is under way cannot begin in between
+    if not transport.clear_to_send.is_set():
+        return
+    request = paramiko.Message()
+    request.add_byte(_GLOBAL_REQUEST)
+    request.add_string("keepalive@openssh.com")
+    request.add_boolean(True)  # an answer is wanted: every server sends one, if only to say that it does not know this
+    transport.packetizer.send_message(request)
+
+
+def _mismatch(end: Target | Jump, shown: str) -> HostKeyMismatch:
+    return HostKeyMismatch(
+        f"{end.label} shows another host key than the pinned one",
+        f"Pinned: {HostKey.parse(end.host_key).fingerprint}. Shown: {shown}. Nothing was sent to it.",
+        "Another machine may have this address now: `mgpu status` says what the provider knows of it.",
+    )
+
+
+def _failed(end: Target | Jump, doing: str, cause: str) -> ConnectionFailed:
+    return ConnectionFailed(
+        f"{end.label}: {doing}",
+        cause,
+        "`mgpu status` says whether the machine still runs; its work goes on without us.",
+    )
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, paramiko.AuthenticationException):
+        return f"The login was refused: {error}"
+    if isinstance(error, TimeoutError):
+        return "No answer in time."
+    return str(error) or "The connection was lost."

@@ -1,0 +1,161 @@
+"""One node over SSH: run, read, write, follow, sync, fetch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import paramiko
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.errors import CommandFailed, RemoteError
+from mgpu.remote.command import checked, run_command
+from mgpu.remote.connection import load_key, open_connection
+from mgpu.remote.files import Files
+from mgpu.remote.snapshot import DEFAULT_EXCLUDE, Snapshot, scan
+from mgpu.remote.targets import Result, SyncReport, Target, check_path
+
+_RECEIVER = Path(__file__).with_name("receiver.py")
+_MANIFEST_LIMIT = 256 << 20
+
+
+class Node:
+    """One open connection to a node. Paths are relative to the SSH user's home, or absolute.
+
+    Any thread may call any method; SFTP calls wait for each other, commands do not. Every call has a deadline, and
+    raises ConnectionFailed when the connection is lost, which a peer's silence shows after 4 x `keepalive_s`.
+    """
+
+    def __init__(self, target: Target, key: paramiko.PKey, timeouts: Timeouts) -> None:
+        self.target = target
+        self._key = key
+        self._timeouts = timeouts
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        """Opens a new connection in the old one's place. Raises ConnectionFailed, HostKeyMismatch."""
+        self.close()
+        self._connection = open_connection(self.target, self._key, self._timeouts)
+        self._files = Files(self._connection, self._timeouts)
+
+    @property
+    def closed(self) -> bool:
+        """True once the connection is lost or closed; `reconnect` opens another."""
+        return self._connection.closed
+
+    def close(self) -> None:
+        """Ends the connection; calls that wait on it raise ConnectionFailed."""
+        if "_connection" in self.__dict__:
+            self._connection.close()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes | Iterable[bytes] = b"",
+        timeout: float,
+        check: bool = True,
+        max_output: int = 8 << 20,
+    ) -> Result:
+        """Runs a command, its arguments exactly as given, and waits for its end, `timeout` seconds at most.
+
+        Of each output the last `max_output` bytes are kept.
+
+        Raises:
+            CommandFailed: its status is not 0, and `check`.
+            ConnectionFailed: the connection was lost, or the time was over; the command may still run.
+            InputError: an argument that cannot be passed on.
+        """
+        result = run_command(self._connection, argv, stdin, timeout=timeout, max_output=max_output)
+        return checked(self._connection, argv, result) if check else result
+
+    def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
+        """Writes a file aside and renames it over `path`. Missing folders are made (0700)."""
+        self._files.write(path, data, mode)
+
+    def read(self, path: str) -> bytes:
+        """A whole file, 64 MiB at most. Raises FileNotFoundError."""
+        return self._files.read(path)
+
+    def read_from(self, path: str, offset: int, limit: int) -> bytes:
+        """What a growing file has from `offset` on, `limit` bytes at most; none when nothing is new, or absent."""
+        return self._files.read_from(path, offset, limit)
+
+    def exists(self, path: str) -> bool:
+        """True when there is a file or folder of this name."""
+        return self._files.exists(path)
+
+    def fetch(self, path: str, dest: Path) -> None:
+        """Copies a file of the node to `dest`, aside and renamed. Raises FileNotFoundError; OSError of this machine."""
+        aside = dest.with_name(f".{dest.name}.{secrets.token_hex(4)}")
+        try:
+            with contextlib.closing(self._files.blocks(path)) as blocks, aside.open("xb") as out:
+                out.writelines(blocks)
+            aside.replace(dest)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def sync(
+        self,
+        folder: Path | Snapshot,
+        dest: str,
+        *,
+        exclude: Sequence[str] = DEFAULT_EXCLUDE,
+        python: str = "python3",
+    ) -> SyncReport:
+        """Makes `dest` hold what `folder` holds: sends what differs, deletes what an earlier sync sent and is gone now.
+
+        Files on the node that no sync sent stay. A transfer that is cut changes nothing. Links inside the folder stay
+        links. `exclude`, and `.mgpuignore` in the folder, hold patterns as .gitignore does. `python` is the node's.
+
+        Raises:
+            InputError: files that cannot be sent, links that leave the folder.
+            CommandFailed, ConnectionFailed: as `run`; the whole is bounded by `sync_s`.
+        """
+        snapshot = folder if isinstance(folder, Snapshot) else scan(folder, exclude)
+        receiver = [python, "-I", "-c", _RECEIVER.read_text("utf-8")]
+        found = self._found(receiver, check_path(dest))
+        wanted = snapshot.entries
+        changed = [path for path, entry in wanted.items() if found.get(path) != entry.identity]
+        if not changed and found.keys() == wanted.keys():
+            return SyncReport(len(wanted), 0, 0, 0)
+        answer = self._receive([*receiver, "take", dest], snapshot.stream(changed))
+        sent = sum(wanted[path].size for path in changed)
+        return SyncReport(len(wanted), len(changed), int(answer.stdout), sent)
+
+    def _found(self, receiver: list[str], dest: str) -> dict[str, str]:
+        """What the node says of `dest`: identities by path. Only ever compared with our own paths."""
+        answer = self._receive([*receiver, "have", dest], ())
+        try:
+            found = json.loads(answer.stdout)
+        except ValueError as error:
+            raise RemoteError(f"{self.target.label}: its answer about {dest} cannot be read", str(error)) from error
+        return found if isinstance(found, dict) else {}
+
+    def _receive(self, argv: list[str], stdin: Iterable[bytes]) -> Result:
+        result = self.run(argv, stdin=stdin, timeout=self._timeouts.sync_s, check=False, max_output=_MANIFEST_LIMIT)
+        if result.status:
+            why = result.stderr[-2000:].decode("utf-8", "replace").strip()
+            what = f"{self.target.label}: the folder could not be synced to {argv[-1]}"
+            raise CommandFailed(what, why, f"The node needs {argv[0]} 3.8 or newer.", status=result.status, stderr=why)
+        return result
+
+
+def connect(target: Target, key_file: Path, timeouts: Timeouts) -> Node:
+    """Connects once, within `ssh_banner_s` for each host on the way; `NodeSet.connect` is the one that tries again.
+
+    Raises:
+        InputError: the key cannot be used.
+        HostKeyMismatch: another host key than the pinned one; nothing was sent.
+        ConnectionFailed: anything else.
+    """
+    return Node(target, load_key(key_file), timeouts)

@@ -1,0 +1,182 @@
+"""The node's half of sync. This file's source is sent and run there: `python3 -I -c <source> have|take <folder>`.
+
+Standard library only, Python 3.8 or newer; it knows nothing of the operator. `have` prints what of the folder is as
+sync left it. `take` reads a header and file contents from standard input, writes them aside, checks them, and only then
+puts them in place: a transfer that is cut anywhere before leaves the folder as it was.
+
+An identity is `f:<sha256>` for a file, `x:<sha256>` for an executable one, `l:<target>` for a symbolic link. The
+manifest maps a path to its identity and its mark (mode, size, mtime): a file with another mark was touched on the node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from pathlib import Path
+from typing import BinaryIO, Dict, Iterable, List, Optional, Tuple  # noqa: UP035 - for the Python 3.8 of older images
+
+MANIFEST = ".mgpu-sync.json"
+ASIDE = ".mgpu-sync."
+
+Manifest = Dict[str, Tuple[str, Optional[str]]]  # noqa: UP006, UP045
+
+
+class Refused(Exception):
+    """Something here that must not be touched, or contents that are not what was announced."""
+
+
+def have() -> None:
+    """Prints the identities of what is as sync left it, as JSON."""
+    entries = load().items()
+    found = {path: identity for path, (identity, mark) in entries if mark and mark == mark_of(Path(path))}
+    sys.stdout.write(json.dumps(found))
+
+
+def take(stream: BinaryIO) -> None:
+    """Makes the folder what the header says; prints how many files were deleted."""
+    header = json.loads(stream.readline())
+    entries, sent = header["entries"], header["send"]
+    for path in entries:
+        check(path)
+    for left in Path().glob(ASIDE + "*/"):
+        shutil.rmtree(left)  # of a transfer that was cut; if its receiver still lives, it ends here
+    aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir="."))
+    try:
+        for number, (path, size) in enumerate(sent):
+            receive(stream, aside / str(number), entries[path], size)
+        deleted = put_in_place(aside, entries, [path for path, _ in sent])
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    sys.stdout.write(str(deleted))
+
+
+def receive(stream: BinaryIO, name: Path, identity: str, size: int) -> None:
+    """Writes one file or link aside, and checks what came."""
+    kind, value = identity.split(":", 1)
+    if kind == "l":
+        name.symlink_to(value)
+        return
+    digest = hashlib.sha256()
+    with os.fdopen(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o777 if kind == "x" else 0o666), "wb") as out:
+        for block in blocks(stream, size):
+            digest.update(block)
+            out.write(block)
+    if digest.hexdigest() != value:
+        raise Refused("a file changed while it was sent; nothing was changed here")
+
+
+def blocks(stream: BinaryIO, size: int) -> Iterable[bytes]:
+    """Exactly `size` bytes, or Refused."""
+    while size:
+        block = stream.read(min(size, 1 << 20))
+        if not block:
+            raise Refused("the transfer was cut; nothing was changed here")
+        size -= len(block)
+        yield block
+
+
+def put_in_place(aside: Path, entries: Dict[str, str], sent: List[str]) -> int:  # noqa: UP006
+    """Deletes what is gone, moves what is new; returns how many were deleted."""
+    before = load()
+    after = {path: before[path] for path, identity in entries.items() if before.get(path, ("", None))[0] == identity}
+    # first what may be here from now on, so that a crash between here and the end leaves nothing that no one knows
+    save({**{path: (entries[path], None) for path in sent}, **before}, aside)
+    gone = [path for path in before if path not in entries]
+    for path in gone:
+        delete(Path(path))
+    for number, name in enumerate(sent):
+        path = Path(name)
+        make_folder(path.parent)
+        if path.is_dir() and not path.is_symlink():
+            raise Refused(f"{path} is a folder here, with files that are not from sync")
+        (aside / str(number)).replace(path)
+        after[name] = (entries[name], mark_of(path))
+    save(after, aside)
+    return len(gone)
+
+
+def delete(path: Path) -> None:
+    """Deletes a file that sync put here, and the folders that this leaves empty; never through a link."""
+    if not is_real(path.parent):
+        return
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        path.unlink()
+    with contextlib.suppress(OSError):  # not empty
+        for folder in list(path.parents)[:-1]:
+            folder.rmdir()
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it. Refuses to go through a link: it could lead out of here."""
+    if is_real(folder):
+        return
+    make_folder(folder.parent)
+    if os.path.lexists(folder):
+        raise Refused(f"{folder} is in the way here, and is not from sync")
+    folder.mkdir()
+
+
+def is_real(folder: Path) -> bool:
+    """True when the folder and those above it are folders and not links."""
+    try:
+        return all(stat.S_ISDIR(part.lstat().st_mode) for part in (folder, *folder.parents))
+    except OSError:
+        return False
+
+
+def mark_of(path: Path) -> str | None:
+    """What changes when somebody touches a file; None when it is absent."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return f"{found.st_mode:o} {found.st_size} {found.st_mtime_ns}"
+
+
+def load() -> Manifest:
+    """The manifest; what cannot be read or leads out of here counts as absent."""
+    try:
+        manifest = json.loads(Path(MANIFEST).read_bytes())
+        return {check(path): (str(identity), mark) for path, (identity, mark) in manifest.items()}
+    except (OSError, ValueError, TypeError, AttributeError, Refused):
+        return {}
+
+
+def save(manifest: Manifest, aside: Path) -> None:
+    """Replaces the manifest."""
+    fresh = aside / "manifest"
+    fresh.write_text(json.dumps(manifest))
+    fresh.replace(MANIFEST)
+
+
+def check(path: str) -> str:
+    """Returns a path that is plainly inside the folder; Refused for any other."""
+    parts = path.split("/")
+    if "\0" in path or parts[0].startswith(ASIDE) or any(part in ("", ".", "..") for part in parts):
+        raise Refused(f"not a path inside the folder: {path!r}")
+    return path
+
+
+def main(verb: str, folder: str) -> int:
+    """Returns the exit status."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        os.chdir(folder)
+        if verb == "have":
+            have()
+        else:
+            take(sys.stdin.buffer)
+    except (Refused, OSError) as error:
+        sys.stderr.write(f"{folder}: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -1,0 +1,167 @@
+"""A folder of the operator as it is now: which files sync sends, what is in them, and why some cannot be sent."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pathspec import GitIgnoreSpec
+
+from mgpu.errors import InputError, MgpuError
+from mgpu.remote.targets import check_path
+
+IGNORE_FILE = ".mgpuignore"
+RESERVED = "/.mgpu-sync.*"  # the receiver's own names
+DEFAULT_EXCLUDE = (".git", "__pycache__", "*.pyc", ".venv", ".mgpu", "mgpu-runs")
+_BLOCK = 256 << 10
+# small files are kept as they were hashed, so that a fleet's nodes get them without N reads: bytes of one, of all
+_SMALL, _KEEP = 64 << 10, 64 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file or link: its identity as `receiver` defines it, and how many bytes of contents follow in the stream."""
+
+    identity: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The files and links of `folder` by relative path. One may be sent to many nodes at once."""
+
+    folder: Path
+    entries: dict[str, Entry]
+    kept: dict[str, bytes] = field(default_factory=dict, repr=False)
+
+    def stream(self, paths: Sequence[str]) -> Iterator[bytes]:
+        """What `receiver take` reads. Raises InputError when a file changes meanwhile."""
+        identities = {path: entry.identity for path, entry in self.entries.items()}
+        send = [(path, self.entries[path].size) for path in paths]
+        yield json.dumps({"entries": identities, "send": send}).encode() + b"\n"
+        yield from _joined(block for path in paths for block in self._contents(path))
+
+    def _contents(self, path: str) -> Iterator[bytes]:
+        entry = self.entries[path]
+        if path in self.kept or not entry.size:
+            yield self.kept.get(path, b"")
+            return
+        left = entry.size
+        for block in _read(self.folder, path):
+            left -= len(block)
+            if left >= 0:
+                yield block
+        if left:
+            raise InputError(f"{self.folder / path} changed while it was sent", "", "Run the command again.")
+
+
+def scan(folder: Path, exclude: Sequence[str] = DEFAULT_EXCLUDE) -> Snapshot:
+    """Reads the folder. `exclude` and the folder's own `.mgpuignore` hold patterns as .gitignore does.
+
+    Empty folders, sockets, pipes and devices are left out.
+
+    Raises:
+        InputError: no such folder; files that cannot be read or named; links that leave the folder. All at once.
+    """
+    if not folder.is_dir():
+        raise InputError(f"no folder {folder}", "There is nothing to send to the nodes.")
+    snapshot, problems = Snapshot(folder.resolve(), {}), list[str]()
+    for path in _walk(snapshot.folder, _patterns(folder, exclude)):
+        try:
+            _add(snapshot, check_path(path))
+        except MgpuError as error:
+            problems.append(error.what)
+    if problems:
+        raise InputError(
+            f"{folder}: {len(problems)} of its files cannot be sent",
+            "\n".join(problems),
+            f"Mend them, or name them in {folder / IGNORE_FILE} (patterns as in .gitignore).",
+        )
+    return snapshot
+
+
+def _patterns(folder: Path, exclude: Sequence[str]) -> GitIgnoreSpec:
+    lines = [*exclude]
+    try:
+        lines += (folder / IGNORE_FILE).read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{folder / IGNORE_FILE} cannot be read", str(error)) from error
+    try:
+        return GitIgnoreSpec.from_lines([*lines, RESERVED])
+    except ValueError as error:
+        raise InputError(
+            f"{folder / IGNORE_FILE}: not a pattern", str(error), "Patterns are as in .gitignore."
+        ) from error
+
+
+def _walk(root: Path, ignored: GitIgnoreSpec, below: str = "") -> Iterator[str]:
+    try:
+        entries = sorted(os.scandir(root / below), key=lambda entry: entry.name)
+    except OSError as error:
+        raise InputError(f"{root / below} cannot be read", str(error)) from error
+    for entry in entries:
+        path = below + entry.name
+        is_folder = entry.is_dir(follow_symlinks=False)
+        if ignored.match_file(path + "/" if is_folder else path):
+            continue
+        if is_folder:
+            yield from _walk(root, ignored, path + "/")
+        elif entry.is_symlink() or entry.is_file(follow_symlinks=False):
+            yield path
+
+
+def _add(snapshot: Snapshot, path: str) -> None:
+    full = snapshot.folder / path
+    if full.is_symlink():
+        snapshot.entries[path] = Entry(f"l:{_link(snapshot.folder, full)}", 0)
+        return
+    digest, size, blocks = hashlib.sha256(), 0, list[bytes]()
+    for block in _read(snapshot.folder, path):
+        digest.update(block)
+        size += len(block)
+        if size <= _SMALL:
+            blocks.append(block)
+    kind = "x" if full.stat().st_mode & stat.S_IXUSR else "f"
+    snapshot.entries[path] = Entry(f"{kind}:{digest.hexdigest()}", size)
+    if size <= _SMALL and len(snapshot.kept) < _KEEP // _SMALL:
+        snapshot.kept[path] = b"".join(blocks)
+
+
+def _link(root: Path, link: Path) -> str:
+    """The target of a link, relative, as it is on every machine."""
+    target = str(link.readlink())
+    lexical = Path(os.path.normpath(link.parent / target))
+    if not (lexical.is_relative_to(root) and lexical.resolve().is_relative_to(root)):
+        raise InputError(f"{link.relative_to(root)} is a link that leaves the folder: {target!r}")
+    return os.path.relpath(lexical, link.parent) if target.startswith("/") else target
+
+
+def _read(root: Path, path: str) -> Iterator[bytes]:
+    try:
+        # a file that was replaced by a link after it was looked at is not followed
+        with os.fdopen(os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
+            while block := file.read(_BLOCK):
+                yield block
+    except OSError as error:
+        why = "it became a link" if error.errno == errno.ELOOP else error.strerror
+        raise InputError(f"{path} cannot be read: {why}") from error
+
+
+def _joined(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in blocks that are worth a packet."""
+    held, size = list[bytes](), 0
+    for block in blocks:
+        held.append(block)
+        size += len(block)
+        if size >= _BLOCK:
+            yield b"".join(held)
+            held, size = [], 0
+    yield b"".join(held)

@@ -1,0 +1,161 @@
+"""Who is reached, with which host key pinned, and what calls return. All is checked here, before a byte is sent."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mgpu.errors import InputError
+
+_ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:_-]{0,252}")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,63}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+# the host key algorithms that may prove a pinned key of each type; also the list of accepted types
+ALGORITHMS = {
+    "ssh-ed25519": ("ssh-ed25519",),
+    "ecdsa-sha2-nistp256": ("ecdsa-sha2-nistp256",),
+    "ecdsa-sha2-nistp384": ("ecdsa-sha2-nistp384",),
+    "ecdsa-sha2-nistp521": ("ecdsa-sha2-nistp521",),
+    "ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256"),
+}
+
+
+@dataclass(frozen=True)
+class HostKey:
+    """A pinned public host key: its type and its exact bytes."""
+
+    kind: str
+    blob: bytes
+
+    @classmethod
+    def parse(cls, line: str) -> HostKey:
+        """Reads an OpenSSH public key line, `<type> <base64> [comment]`. Raises InputError."""
+        kind, _, rest = line.strip().partition(" ")
+        try:
+            blob = base64.b64decode(rest.split(" ")[0], validate=True)
+        except binascii.Error:
+            blob = b""
+        if kind not in ALGORITHMS or _CONTROL.search(line.strip()) or not blob.startswith(_string(kind)):
+            raise InputError(
+                f"not a host key that can be pinned: {line[:80]!r}",
+                "An OpenSSH public key line is needed, `<type> <base64>`, of type " + ", ".join(ALGORITHMS) + ".",
+                "A node whose key is not known is never connected to.",
+            )
+        return cls(kind, blob)
+
+    @property
+    def line(self) -> str:
+        """The key as one line without comment."""
+        return f"{self.kind} {base64.b64encode(self.blob).decode()}"
+
+    @property
+    def fingerprint(self) -> str:
+        """As `ssh-keygen -l` prints it: `<type> SHA256:...`."""
+        digest = base64.b64encode(hashlib.sha256(self.blob).digest()).decode()
+        return f"{self.kind} SHA256:{digest.rstrip('=')}"
+
+
+def _string(text: str) -> bytes:
+    # RFC 4251: a string is its length in four bytes, then its bytes; a key's blob begins with its type
+    return len(text).to_bytes(4, "big") + text.encode()
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A jump host. Raises InputError for what ssh could take for an option, and for a key that cannot be pinned."""
+
+    address: str
+    port: int
+    user: str
+    host_key: str
+
+    def __post_init__(self) -> None:
+        _check_endpoint(self)
+
+    @property
+    def label(self) -> str:
+        """How messages name it."""
+        return f"jump host {self.address}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A node as the operator reaches it; `rank` is its node_rank. Raises InputError like `Jump`."""
+
+    rank: int
+    address: str
+    port: int
+    user: str
+    host_key: str
+    via: Jump | None = None
+
+    def __post_init__(self) -> None:
+        _check_endpoint(self)
+
+    @property
+    def label(self) -> str:
+        """How messages name it."""
+        return f"node {self.rank} ({self.address}:{self.port})"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A command's end. `status` is its exit status, -1 when a signal ended it.
+
+    Of longer outputs than `max_output` only the end is kept; `dropped` counts the bytes of both streams that are not.
+    """
+
+    status: int
+    stdout: bytes
+    stderr: bytes
+    dropped: int = 0
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync did: files (links count) in the folder, those sent, those deleted on the node, bytes of contents."""
+
+    files: int
+    sent: int
+    deleted: int
+    bytes_sent: int
+
+
+def check_path(path: str) -> str:
+    """Returns a path on a node if it is one line, no option and no surprise. Raises InputError."""
+    if not path or path.startswith("-") or _CONTROL.search(path) or not _is_text(path) or len(path) > 4000:
+        raise InputError(
+            f"not a path for a node: {path[:120]!r}",
+            "Paths are UTF-8 on one line, without control characters, and do not begin with `-`.",
+        )
+    return path
+
+
+def check_arguments(argv: Sequence[str]) -> None:
+    """Raises InputError for an argument list that no shell could pass on exactly."""
+    if isinstance(argv, str) or not argv or not argv[0]:
+        raise InputError("a command is a list of arguments, its program first", f"Got {argv!r}.")
+    for argument in argv:
+        if "\0" in argument or not _is_text(argument):
+            raise InputError(
+                f"not an argument for a command on a node: {argument[:80]!r}", "It holds NUL or is not text."
+            )
+
+
+def _is_text(text: str) -> bool:
+    # surrogates: what Python makes of file names that are not UTF-8
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _check_endpoint(end: Jump | Target) -> None:
+    HostKey.parse(end.host_key)
+    if not _ADDRESS.fullmatch(end.address):
+        raise InputError(f"not a host name or IP address: {end.address[:80]!r}")
+    if not _USER.fullmatch(end.user):
+        raise InputError(f"{end.address}: not a user name: {end.user[:80]!r}")
+    if not 1 <= end.port <= 65535:
+        raise InputError(f"{end.address}: not a port: {end.port}")
