@@ -37,6 +37,8 @@ class ModelConfig(Model):
     def _heads_divide(self) -> ModelConfig:
         if self.dim % self.heads:
             raise ValueError(f"heads ({self.heads}) does not divide dim ({self.dim})")
+        if self.dim // self.heads % 2:
+            raise ValueError(f"dim / heads ({self.dim // self.heads}) is odd: rotary positions turn pairs")
         return self
 
 

@@ -12,6 +12,7 @@ class Timeouts(BaseModel):
 
     provision_s: float = Field(600, description="from the first create to all nodes ready")
     destroy_s: float = Field(300, description="until the provider says that every machine is terminated")
+    engine_s: float = Field(120, description="for one call of the Pulumi engine, beyond what its resources take")
     describe_every_s: float = Field(0.5, description="between two looks at machines that are coming or going")
     connect_s: float = Field(60, description="until SSH to every node stands")
     ssh_banner_s: float = Field(15, description="for one SSH handshake")
@@ -22,6 +23,7 @@ class Timeouts(BaseModel):
     resume_s: float = Field(1800, description="on the node: the checkpoint to resume from, fetched and verified")
     first_step_s: float = Field(1800, description="from the launcher's start to the first sign of progress")
     stall_s: float = Field(1800, description="without any progress before the agent ends the attempt")
+    collective_s: float = Field(600, description="for one collective operation of the ranks")
     stop_grace_s: float = Field(60, description="from SIGTERM to SIGKILL of the launcher")
     drain_s: float = Field(900, description="for the uploads that are left when the launcher has ended")
     peers_s: float = Field(120, description="for the other nodes' parts of a checkpoint to appear in the store")

@@ -1,0 +1,1 @@
+"""Text as samples: which bytes, and in which order."""

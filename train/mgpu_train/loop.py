@@ -1,0 +1,344 @@
+"""The bundled trainer, from the first line to the last step.
+
+Started once per process: by the agent, by torchrun, or as `python -m mgpu_train.loop` for one process. It reads
+
+    MGPU_JOB               path of job.json (`mgpu_train.config.Job`); `train`, `checkpoint` and `timeouts` matter here
+    MGPU_CHECKPOINT_DIR    where `step-<n>` folders go; needed when job.json has `checkpoint`
+    MGPU_METRICS_DIR       where `rank-<rank>.jsonl` goes; without it there is none
+    MGPU_RESUME_DIR        a verified checkpoint to go on from; without it training begins at step 0
+
+and torchrun's own variables. It needs nothing else of mgpu:
+
+    echo '{"run_id": "try", "attempt": 1, "writer": "me", "node_rank": 0, "nodes": 1, "processes_per_node": 2,
+           "master_addr": "127.0.0.1", "master_port": 29500, "train": {"strategy": "fsdp", "steps": 100}}' > job.json
+    MGPU_JOB=job.json torchrun --standalone --nproc-per-node 2 -m mgpu_train.loop
+
+SIGTERM ends it after the step under way, with a checkpoint and exit code 0. A mistake, a loss that is no number or a
+lost peer ends it with one clear line and exit code 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from mgpu_train import parallel
+from mgpu_train.checkpoint.dcp import Checkpointer, Progress
+from mgpu_train.config import CheckpointTarget, Job, TrainConfig
+from mgpu_train.data.order import Order
+from mgpu_train.data.text import open_split
+from mgpu_train.errors import TrainError
+from mgpu_train.metrics.lines import MetricLines
+from mgpu_train.parallel import Place
+from mgpu_train.tasks.lm import ByteGPT
+
+log = logging.getLogger("mgpu_train")
+
+USAGE = (
+    "usage: MGPU_JOB=job.json [MGPU_CHECKPOINT_DIR=folder] [MGPU_METRICS_DIR=folder] [MGPU_RESUME_DIR=folder] "
+    "torchrun --nproc-per-node N -m mgpu_train.loop"
+)
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where the trainer reads and writes; None where it does not."""
+
+    checkpoints: Path | None = None
+    metrics: Path | None = None
+    resume: Path | None = None
+
+    @classmethod
+    def of_environment(cls) -> Folders:
+        """As the variables MGPU_*_DIR say."""
+        names = ("MGPU_CHECKPOINT_DIR", "MGPU_METRICS_DIR", "MGPU_RESUME_DIR")
+        return cls(*(Path(os.environ[name]).absolute() if os.environ.get(name) else None for name in names))
+
+
+class StopRequest:
+    """Set by SIGTERM, read at step boundaries: a handler must not save or talk to other ranks itself."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+        """The signal handler."""
+        self.asked = True
+
+
+class SaveClock:
+    """When the next checkpoint is due, by steps and by minutes."""
+
+    def __init__(self, target: CheckpointTarget | None) -> None:
+        self._steps = target.every_steps if target else None
+        self._seconds = target.every_minutes * 60 if target and target.every_minutes else math.inf
+        self.restart()
+
+    def restart(self) -> None:
+        """Count the minutes from now."""
+        self._since = time.monotonic()
+
+    def overdue(self) -> bool:
+        """True when the minutes are over by this rank's clock; rank 0's answer is everybody's."""
+        return time.monotonic() - self._since >= self._seconds
+
+    def due(self, step: int) -> bool:
+        """True when a checkpoint is due after this step, by count."""
+        return self._steps is not None and step % self._steps == 0
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Of the update that makes step `step` (from 1): linear warm-up, then a cosine down to `min_lr_ratio`."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    share = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * share))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only, never on the gains of norms."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+class Trainer:
+    """One training run on one rank. All ranks make one each and call the same methods together."""
+
+    def __init__(self, job: Job, folders: Folders, place: Place, stop: StopRequest) -> None:
+        self.config = config = trainable(job, folders, place)
+        self.folders, self.place, self.stop = folders, place, stop
+        self.threads = parallel.pin_threads(place, config.threads)
+
+        # Data: which samples come next depends on how many were consumed, and on nothing else.
+        self.text, self.validation_text = open_split(config.text, config.seq_len)
+        if len(set(place.gather(self.text.fingerprint))) > 1:
+            raise TrainError("the nodes hold different texts: give all the same Python version, or set `train.text`")
+        self.order = Order(self.text.samples(config.seq_len), config.seed)
+
+        # Model: the seed is the same on all ranks, so that replicas begin equal.
+        torch.manual_seed(config.seed)
+        model = ByteGPT(config.model, config.seq_len)
+        self.model = parallel.spread(model, model.blocks, config.strategy, config.precision, place)
+        self.optimizer = make_optimizer(self.model, config)
+
+        # From zero, or from the one checkpoint that all nodes were given.
+        self.save_clock = SaveClock(job.checkpoint)
+        writers = job.checkpoint.writers if job.checkpoint else "all"
+        self.checkpointer = Checkpointer(self.model, self.optimizer, place, writers, self._meta())
+        self.progress = self.checkpointer.load(folders.resume) if folders.resume else Progress()
+        self.saved: Progress | None = None
+        self.metrics = MetricLines(folders.metrics, place.rank)
+        self.busy_s = 0.0  # spent in steps since the last line of metrics
+
+    def run(self) -> Progress:
+        """Train to the last step, or until any rank is asked to stop; returns how far it came.
+
+        Raises TrainError when training cannot go on.
+        """
+        self._announce()
+        if self.progress.step == 0:
+            self._validate()
+        stopping = False
+        while self.progress.step < self.config.steps and not stopping:
+            stopping, overdue = self._step()
+            step = self.progress.step
+            if step == self.config.steps or (step % self.config.validate_every == 0 and not stopping):
+                self._validate()
+            if overdue or self.save_clock.due(step):
+                self._save()
+        if self.saved != self.progress:  # the end has its checkpoint, also when there was nothing left to do
+            self._save()
+        reason = "done" if self.progress.step == self.config.steps else "stopped"
+        self.metrics.write("end", step=self.progress.step, reason=reason)
+        log.info("step %d: %s", self.progress.step, reason)
+        return self.progress
+
+    def _step(self) -> tuple[bool, bool]:
+        """One optimizer step. Returns what all ranks agreed on: to stop now, and to save because minutes are over."""
+        began = time.perf_counter()
+        step = self.progress.step + 1
+        lr = learning_rate(step, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        local_loss = self._backward(self.order.batch(self.progress.samples, *self._slice()))
+        norm = parallel.clip_gradients(self.model, self.config.clip_norm)
+        # One exchange a step carries all that needs agreement: the loss, a signal anywhere, the minutes since a save.
+        overdue = self.place.rank == 0 and self.save_clock.overdue()
+        loss_sum, signals, overdue = self.place.sum(local_loss, self.stop.asked, overdue)
+        loss = loss_sum / self.place.world_size
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise TrainError(
+                f"training has diverged at step {step}: loss {loss}, gradient norm {norm}. "
+                "Lower `train.lr`, or take `precision: fp32`; checkpoints of earlier steps are sound."
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.progress = Progress(step, self.progress.samples + self.config.global_batch)
+        self.busy_s += time.perf_counter() - began
+        self._report(loss, lr, norm)
+        return signals > 0, overdue > 0
+
+    def _slice(self) -> tuple[int, int, int]:
+        return self.config.global_batch, self.place.rank, self.place.world_size
+
+    def _backward(self, samples: list[int]) -> float:
+        """Accumulate the gradient of this rank's samples, micro-batch by micro-batch; returns their mean loss."""
+        batch = self.text.tensor(samples, self.config.seq_len).to(self.place.device)
+        micro_batches = batch.split(self.config.micro_batch or len(batch))
+        total = 0.0
+        for number, micro in enumerate(micro_batches, start=1):
+            last = number == len(micro_batches)
+            with parallel.forward_pass(self.model, self.config.precision, self.place, reduce=last):
+                # the last one may be smaller: each weighs as much as it has sequences
+                loss = self.model(micro[:, :-1], micro[:, 1:]) * (len(micro) / len(batch))
+                loss.backward()
+            total += loss.item()
+        return total
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        """Mean loss over all ranks, on the same sequences every time, spread evenly over the validation text."""
+        config, text = self.config, self.validation_text
+        wanted = config.validate_batches * config.global_batch
+        local = config.global_batch // self.place.world_size
+        total = 0.0
+        for first in range(self.place.rank * local, wanted, config.global_batch):
+            samples = [number * text.samples(config.seq_len) // wanted for number in range(first, first + local)]
+            batch = text.tensor(samples, config.seq_len).to(self.place.device)
+            with parallel.forward_pass(self.model, config.precision, self.place):
+                total += self.model(batch[:, :-1], batch[:, 1:]).item()
+        loss = self.place.sum(total / config.validate_batches)[0] / self.place.world_size
+        self.metrics.write("validation", step=self.progress.step, loss=loss)
+        log.info("step %d: validation loss %.4f nat/byte", self.progress.step, loss)
+
+    def _save(self) -> None:
+        """Training stands still until the checkpoint is on disk, on every node."""
+        if self.folders.checkpoints is None:
+            return
+        began = time.perf_counter()
+        self.checkpointer.save(self.folders.checkpoints, self.progress)
+        stall_s = time.perf_counter() - began
+        self.saved = self.progress
+        self.save_clock.restart()
+        self.metrics.write("checkpoint", step=self.progress.step, stall_s=round(stall_s, 3))
+        log.info("step %d: checkpoint saved, training stood still for %.2f s", self.progress.step, stall_s)
+
+    def _announce(self) -> None:
+        unigram, bigram = self.validation_text.entropies()
+        resumed = self.progress.step if self.folders.resume else None
+        self.metrics.write(
+            "start",
+            steps=self.config.steps,
+            world_size=self.place.world_size,
+            unigram_entropy=round(unigram, 4),
+            bigram_entropy=round(bigram, 4),
+            resumed_step=resumed,
+        )
+        place, model = self.place, self.model
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        kind = f"{self.config.strategy} on {place.world_size} x {place.device.type}"
+        log.info("%s, %d threads each, %s", kind, self.threads, self.config.precision)
+        log.info("%d parameters, %d + %d bytes of text", parameters, len(self.text), len(self.validation_text))
+        log.info("unigram entropy %.3f, bigram entropy %.3f nat/byte", unigram, bigram)
+        if resumed is not None:
+            log.info("resumed at step %d from %s", resumed, self.folders.resume)
+
+    def _report(self, loss: float, lr: float, norm: float) -> None:
+        step, every = self.progress.step, self.config.log_every
+        if step % every and step != self.config.steps:
+            return
+        tokens = ((step - 1) % every + 1) * self.config.global_batch * self.config.seq_len
+        speed, self.busy_s = tokens / self.busy_s, 0.0
+        self.metrics.write(
+            "step",
+            step=step,
+            steps=self.config.steps,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            tokens_per_s=round(speed, 1),
+            samples=self.progress.samples,
+        )
+        log.info("step %d/%d: loss %.4f, lr %.2e, %d tokens/s", step, self.config.steps, loss, lr, speed)
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "world_size": self.place.world_size,
+            "strategy": self.config.strategy,
+            "torch": torch.__version__,
+            "text": self.text.fingerprint,
+            "config": self.config.model_dump(),
+        }
+
+
+def trainable(job: Job, folders: Folders, place: Place) -> TrainConfig:
+    """The `train` section; raises TrainError for a request that cannot be carried out here."""
+    config = job.train
+    if config is None:
+        raise TrainError("job.json has no `train` section: the bundled trainer has nothing to do")
+    if config.global_batch % place.world_size:
+        raise TrainError(
+            f"`train.global_batch` is {config.global_batch}, which {place.world_size} processes cannot share evenly: "
+            f"take a multiple of {place.world_size}"
+        )
+    if (job.checkpoint is None) != (folders.checkpoints is None):
+        raise TrainError("set both MGPU_CHECKPOINT_DIR and `checkpoint` in job.json, or neither of them")
+    return config
+
+
+def read_job() -> Job:
+    """The job that MGPU_JOB names; raises TrainError when there is none, or a wrong one."""
+    path = os.environ.get("MGPU_JOB")
+    if not path:
+        raise TrainError(f"MGPU_JOB is not set: it names the job.json to train by. {USAGE}")
+    try:
+        return Job.model_validate_json(Path(path).read_bytes())
+    except OSError as error:
+        raise TrainError(f"cannot read MGPU_JOB={path}: {error.strerror}") from error
+    except ValidationError as error:
+        mistakes = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'job'}: {e['msg']}" for e in error.errors())
+        raise TrainError(f"{path} is no job.json of mgpu: {mistakes}") from error
+
+
+def main() -> int:
+    """Train as the environment says; returns the exit code."""
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if rank == "0" else logging.WARNING,  # one voice is enough while all is well
+        format=f"[rank {rank}] %(message)s",
+    )
+    stop = StopRequest()
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        job = read_job()
+        place = parallel.join(job.timeouts.collective_s)
+        Trainer(job, Folders.of_environment(), place, stop).run()
+        parallel.leave()
+    except TrainError as error:
+        log.error("%s", error)
+        return 1
+    except Exception as error:  # said in one line at the end, below what a developer needs
+        log.exception("training failed")
+        log.error("training failed: %s: %s", type(error).__name__, str(error).splitlines()[0] if str(error) else "")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Where a process stands among the others, and how a model is spread over them.
+
+The device is what is there: NCCL and the GPU of this local rank, or else gloo and the CPU. The same code runs on both.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_train.config import Precision, Strategy
+from mgpu_train.errors import TrainError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among all. `control` is a gloo group of its own: decisions and checkpoint work never share NCCL's."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(self.control)
+
+    def gather(self, value: T) -> list[T]:
+        """The `value` of every rank, in the order of ranks."""
+        values = [value] * self.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def sum(self, *values: float) -> list[float]:
+        """The sum of each value over all ranks; the same bits on all of them."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.control)
+        return total.tolist()
+
+
+def join(timeout_s: float) -> Place:
+    """Meet the other ranks where torchrun's variables say; without them, be the only one.
+
+    A collective that takes longer than `timeout_s` seconds is an error. Raises TrainError without a GPU for this rank.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = _device(local_rank)
+    timeout = timedelta(seconds=timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, yet not in __all__
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup)  # noqa: S101 - every rank is a member
+    return Place(dist.get_rank(), local_rank, dist.get_world_size(), device, control)
+
+
+def leave() -> None:
+    """Part from the other ranks in good order."""
+    dist.destroy_process_group()
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise TrainError(
+            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}. "
+            "Start at most one process a GPU (`gpus_per_node`, torchrun's --nproc-per-node)."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def pin_threads(place: Place, threads: int | None) -> int:
+    """Fix the number of CPU threads of this process, since sums depend on it; by default this machine's fair share.
+
+    Ranks that run under the same kernel share its cores, whatever node they belong to.
+    """
+    neighbours = place.gather(_machine()).count(_machine())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = threads or max(1, cores // neighbours)
+    torch.set_num_threads(count)
+    return count
+
+
+def _machine() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return platform.node()
+
+
+def spread(
+    model: nn.Module, blocks: Iterable[nn.Module], strategy: Strategy, precision: Precision, place: Place
+) -> nn.Module:
+    """Put the model on the device in the way `strategy` says; `blocks` are what FSDP gathers one at a time.
+
+    Raises TrainError for `single` with more than one process.
+    """
+    if strategy == "single" and place.world_size > 1:
+        raise TrainError(
+            f"`train.strategy: single` is one process, but there are {place.world_size}. "
+            "Take ddp or fsdp, or one node with one process."
+        )
+    if strategy == "fsdp":
+        low = torch.bfloat16 if precision == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        for block in (*blocks, model):
+            fully_shard(block, mp_policy=policy)
+        return model.to(place.device)
+    model = model.to(place.device)
+    if strategy == "ddp":
+        return DistributedDataParallel(model, device_ids=[place.local_rank] if place.device.type == "cuda" else None)
+    return model
+
+
+@contextmanager
+def forward_pass(model: nn.Module, precision: Precision, place: Place, *, reduce: bool = True) -> Iterator[None]:
+    """Around forward and backward of one micro-batch; with `reduce`, its end averages the gradients over all ranks."""
+    sharded = isinstance(model, FSDPModule)
+    if sharded:
+        model.set_requires_gradient_sync(reduce)
+    alone = model.no_sync() if isinstance(model, DistributedDataParallel) and not reduce else nullcontext()
+    # FSDP casts by its own policy, and keeps what it gathers in bf16 as well
+    with alone, torch.autocast(place.device.type, torch.bfloat16, enabled=precision == "bf16" and not sharded):
+        yield
+
+
+def clip_gradients(model: nn.Module, limit: float) -> float:
+    """Scale all gradients so that their global norm is at most `limit`; returns the norm before."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
