@@ -1,0 +1,263 @@
+"""Drives the Pulumi CLI: one `Stack`, brought up, looked at, destroyed.
+
+The CLI as a plain subprocess, not through Pulumi's Automation API: that costs 0.2 to 1.1 s more a call, and takes the
+CLI with it when its driver is interrupted, before the state is saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+from mgpu_train.timeouts import Timeouts
+from pydantic import ValidationError
+
+from mgpu.errors import Interrupted, MgpuError, StackError
+from mgpu.events import Emit
+from mgpu.iac import environment, failures, install
+from mgpu.iac.enginelog import Change, EngineLog
+from mgpu.iac.naming import fleet_name
+from mgpu.iac.outputs import VERSION, StackOutput
+from mgpu.iac.process import CliProcess
+from mgpu.iac.project import project_files as project_files
+from mgpu.iac.project import project_name
+
+_OUTPUT = "mgpu"
+_PLAIN = ("--non-interactive", "--color", "never")
+_ASK_S = 30.0
+
+
+class Stack:
+    """One stack of the Pulumi program in the folder `project`.
+
+    With `own_config` the stack's configuration lies in `log_dir` and names `run_file`, and nothing is written into the
+    user's folder. Without, it is a stack of the user's, with the `Pulumi.<stack>.yaml` beside their program. What the
+    CLI prints goes to `log_dir/pulumi.log`. Every call has a deadline made of `timeouts`, and raises StackError, the
+    ProviderError that the plugin reported, or Interrupted.
+    """
+
+    def __init__(
+        self,
+        project: Path,
+        name: str,
+        run_file: Path,
+        *,
+        log_dir: Path,
+        emit: Emit,
+        timeouts: Timeouts,
+        own_config: bool = True,
+    ) -> None:
+        self.project = project.resolve()
+        self.name = name
+        self._run_file = run_file.resolve()
+        self._log_dir = log_dir.resolve()
+        self._emit = emit
+        self._timeouts = timeouts
+        self._own_config = own_config
+        self._cli = CliProcess(grace_s=timeouts.destroy_s)
+
+    @property
+    def fleet(self) -> str:
+        """The name under which a provider lists the stack's machines."""
+        return fleet_name(project_name(self.project), self.name)
+
+    # ---- the life of a stack
+
+    def exists(self) -> bool:
+        """Whether the backend knows the stack."""
+        folder = environment.backend_dir() / ".pulumi" / "stacks" / project_name(self.project)
+        return any((folder / f"{self.name}.json{packed}").exists() for packed in ("", ".gz"))
+
+    def init(self) -> None:
+        """Makes the stack, if it is not there."""
+        environment.make_backend_dir()
+        if self._own_config:
+            self._write_config()
+        if not self.exists():
+            self._run("stack", "init", self.name, "--no-select")
+
+    def up(self) -> None:
+        """Makes the machines be what the run file asks for."""
+        self._operate("up", "--yes", "--skip-preview", limit_s=self._timeouts.provision_s + self._timeouts.destroy_s)
+
+    def preview(self) -> tuple[Change, ...]:
+        """What `up` would change, and which inputs are the cause; nothing is changed."""
+        return tuple(self._operate("preview", limit_s=0).changes)
+
+    def refresh(self) -> None:
+        """Brings state in line with what the provider says. Entries of creates that were cut off are dropped: the next
+        `up` adopts the machines that they may have made, and `destroy` sweeps them."""
+        flags = ("--yes", "--skip-preview", "--clear-pending-creates")
+        self._operate("refresh", *flags, limit_s=self._timeouts.destroy_s)
+
+    def destroy(self) -> None:
+        """Ends everything that the stack made; absent is success. Not stopped by an earlier `interrupt`."""
+        self._cli.interrupted = False
+        if not self.exists():
+            return
+        if self._pending():  # `destroy` would report success over such an entry, and leave it
+            self.refresh()
+        self._operate("destroy", "--yes", "--skip-preview", limit_s=self._timeouts.destroy_s)
+
+    def remove(self) -> None:
+        """Forgets the empty stack, with its history, backups and own configuration; absent is success."""
+        if self.exists():
+            self._run("stack", "rm", self.name, "--yes", "--remove-backups", "--preserve-config")
+        if self._own_config:
+            for path in (self._config, self._log_dir / "Pulumi.yaml"):
+                path.unlink(missing_ok=True)
+
+    def outputs(self) -> StackOutput | None:
+        """The stack output `mgpu`; None when the stack or the output is not there.
+
+        Raises:
+            StackError: it is not what docs/formats.md says.
+        """
+        if not self.exists():
+            return None
+        values = json.loads(self._run("stack", "output", "--json", "--stack", self.name))
+        return _validated(values[_OUTPUT], self.name) if _OUTPUT in values else None
+
+    def interrupt(self) -> None:
+        """Asks the CLI to cancel: what is under way is undone and saved. Later operations but `destroy` are refused."""
+        self._cli.interrupt()
+
+    # ---- configuration
+
+    @property
+    def _config(self) -> Path:
+        return self._log_dir / f"Pulumi.{self.name}.yaml"
+
+    def _write_config(self) -> None:
+        # `stack init` knows no --config-file: it saves the encryption salt beside the Pulumi.yaml where it is called
+        self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        stub = {"name": project_name(self.project), "runtime": "python"}
+        (self._log_dir / "Pulumi.yaml").write_text(yaml.safe_dump(stub))
+        if not self._config.exists():
+            self._config.write_text(yaml.safe_dump({"config": {"mgpu:runFile": str(self._run_file)}}))
+
+    @cached_property
+    def _engine(self) -> install.Engine:
+        engine = install.find_engine()
+        if engine is None:
+            raise StackError("The Pulumi engine is not on this machine.", "", "Run `make setup`, or `mgpu init`.")
+        return engine
+
+    def _environment(self) -> Mapping[str, str]:
+        environment.make_passphrase()  # refuses an empty one
+        # the event stream is an option of the CLI's debug commands
+        ours = {"PULUMI_STACK": self.name, "PULUMI_DEBUG_COMMANDS": "1"}
+        return environment.process_env(environment.engine_env(self._engine.path) | ours)
+
+    # ---- calls of the CLI
+
+    def _operate(self, verb: str, *flags: str, limit_s: float) -> EngineLog:
+        """An operation that starts the program or the plugin, with its events followed."""
+        if self._cli.interrupted:
+            raise Interrupted(f"stack {self.name}: interrupted before `pulumi {verb}`")
+        # without a name: the raw stream carries secrets, and no crash may leave it behind
+        with tempfile.TemporaryFile() as events, self._transcript(verb) as transcript:
+            log = EngineLog(events.fileno(), self._emit)
+            status = self._cli.run(
+                [
+                    *(str(self._engine.pulumi), verb, "--stack", self.name, *_PLAIN, *flags, *self._config_flags()),
+                    *("--event-log", f"/dev/fd/{events.fileno()}"),
+                ],
+                cwd=self.project,
+                env=self._environment(),
+                out=transcript,
+                err=transcript,
+                limit_s=limit_s + self._timeouts.engine_s,
+                pass_fd=events.fileno(),
+                look=log.follow,
+            )
+            log.follow()
+        if status != 0:
+            raise self._failure(verb, log.errors)
+        return log
+
+    def _run(self, *argv: str) -> str:
+        """A short command's standard output."""
+        own = self._own_config and self._config.exists()
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            status = self._cli.run(
+                [str(self._engine.pulumi), *argv, *_PLAIN],
+                cwd=self._log_dir if own else self.project,
+                env=self._environment(),
+                out=out,
+                err=err,
+                limit_s=self._timeouts.engine_s,
+            )
+            if status != 0:
+                raise self._failure(" ".join(argv[:2]), [_text(err)])
+            return _text(out)
+
+    def _config_flags(self) -> tuple[str, ...]:
+        return ("--config-file", str(self._config)) if self._own_config and self._config.exists() else ()
+
+    def _pending(self) -> bool:
+        state = json.loads(self._run("stack", "export", "--stack", self.name))
+        operations = (state.get("deployment") or {}).get("pending_operations") or ()
+        return any(operation["type"] == "creating" for operation in operations)
+
+    @contextmanager
+    def _transcript(self, verb: str) -> Iterator[IO[bytes]]:
+        """`pulumi.log`, opened for what the CLI prints, which holds no secrets."""
+        self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self._log_dir / "pulumi.log").open("ab", buffering=0) as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(f"== pulumi {verb} --stack {self.name}\n".encode())
+            yield file
+
+    def _failure(self, verb: str, messages: list[str]) -> MgpuError:
+        """What the plugin reported, where it did; else what the engine said."""
+        what = f"stack {self.name}: `pulumi {verb}` failed"
+        log = self._log_dir / "pulumi.log"
+        if self._cli.interrupted:
+            saved = "What it had under way was undone, and the state was saved."
+            return Interrupted(f"stack {self.name}: `pulumi {verb}` was interrupted", saved)
+        reported = next((found for text in messages if (found := failures.parse(text))), None)
+        last = "\n".join(line for text in messages for line in text.splitlines()[-8:] if line.strip())
+        return reported or StackError(what, last, f"The whole output is in {log}." if log.exists() else "")
+
+
+def current_stack(project: Path) -> str | None:
+    """PULUMI_STACK, else the stack that is selected in this folder (`pulumi stack select`), else None."""
+    named = os.environ.get("PULUMI_STACK")
+    engine = install.find_engine() if not named else None
+    if engine is None:
+        return named
+    env = environment.process_env(environment.engine_env(engine.path))
+    del env["PULUMI_STACK"]
+    argv = [str(engine.pulumi), "stack", "--show-name", *_PLAIN]
+    try:
+        done = subprocess.run(argv, cwd=project, env=env, capture_output=True, text=True, timeout=_ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StackError("Pulumi did not name the selected stack.", str(error), "Give `--stack NAME`.") from error
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _validated(value: Any, stack: str) -> StackOutput:
+    what = f"stack {stack}: its output `mgpu` is not one that runs can use"
+    version = value.get("version") if isinstance(value, dict) else None
+    if version != VERSION:
+        cure = "Bring mgpu and the program in infra/ to the same version."
+        raise StackError(what, f"It says version {version!r}; this mgpu reads version {VERSION}.", cure)
+    try:
+        return StackOutput.model_validate(value)
+    except ValidationError as error:
+        problems = "\n".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise StackError(what, problems, "docs/formats.md describes every field.") from error
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

@@ -1,0 +1,83 @@
+"""What the engine tells while it works: its event stream, read as it grows.
+
+The raw stream holds debug-level messages with secrets in plain text. So it goes to a file without a name, which no
+crash leaves behind, and nothing of it is kept but what is picked out here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mgpu.events import Emit, Note, Warned
+
+_VERBS = {"create": "creating", "update": "updating", "delete": "deleting", "replace": "replacing"}
+_STACK_TYPE = "pulumi:pulumi:Stack"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an `up` would do to one resource; `properties` names the inputs that cause it, old value and new."""
+
+    op: str
+    type: str
+    name: str
+    properties: tuple[str, ...] = ()
+
+
+@dataclass
+class EngineLog:
+    """Follows the events in the file `fd`; emits progress, keeps errors and changes."""
+
+    fd: int
+    emit: Emit
+    errors: list[str] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    _offset: int = 0
+    _partial: bytes = b""
+
+    def follow(self) -> None:
+        """Takes in what is new."""
+        for event in self._events():
+            if "diagnosticEvent" in event:
+                self._diagnostic(event["diagnosticEvent"])
+            elif "resourcePreEvent" in event:
+                self._resource(event["resourcePreEvent"]["metadata"])
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        while chunk := os.pread(self.fd, 1 << 20, self._offset):
+            self._offset += len(chunk)
+            *lines, self._partial = (self._partial + chunk).split(b"\n")
+            yield from (json.loads(line) for line in lines if line.strip())
+
+    def _diagnostic(self, event: dict[str, Any]) -> None:
+        text = event.get("message", "").strip()
+        severity = event.get("severity", "")
+        if severity == "error":
+            self.errors.append(text)
+        elif text and severity == "warning":
+            self.emit(Warned(text))
+        elif text and severity == "info":  # never "debug", and not what a program prints ("info#err")
+            self.emit(Note(text))
+
+    def _resource(self, step: dict[str, Any]) -> None:
+        if step["op"] == "same" or step["type"] == _STACK_TYPE:
+            return
+        name = step["urn"].rpartition("::")[2]
+        self.changes.append(Change(step["op"], step["type"], name, tuple(_properties(step))))
+        if step["op"] in _VERBS:
+            self.emit(Note(f"{_VERBS[step['op']]} {step['type'].rpartition(':')[2]} {name}"))
+
+
+def _properties(step: dict[str, Any]) -> Iterator[str]:
+    old, new = ((step.get(side) or {}).get("inputs") or {} for side in ("old", "new"))
+    for key in sorted(step.get("detailedDiff") or step.get("diffs") or ()):
+        yield f"{key}: {_show(old.get(key))} => {_show(new.get(key))}"
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value) if value is not None else "none"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,30 @@
+"""How an error travels from the plugin through the engine to the driver: as text with its class in brackets."""
+
+from __future__ import annotations
+
+import re
+
+from mgpu import errors
+from mgpu.errors import MgpuError, ProviderError, StackError
+
+_MARK = re.compile(r"\n\s*\[mgpu:(\w+)\]")
+
+
+def describe(error: MgpuError) -> str:
+    """The error as the engine shows it: its three lines, and its class in brackets below them."""
+    return f"{error}\n[mgpu:{type(error).__name__}]"
+
+
+def parse(text: str) -> MgpuError | None:
+    """The error that `describe` wrote into `text`; None when there is none.
+
+    A ProviderError comes back as its own class, with its exit code; everything else as a StackError.
+    """
+    mark = _MARK.search(text)
+    if mark is None:
+        return None
+    found = getattr(errors, mark[1], None)
+    kind = found if isinstance(found, type) and issubclass(found, ProviderError) else StackError
+    what, *rest = [line.strip() for line in text[: mark.start()].splitlines() if line.strip()] or ["the plugin failed"]
+    next_step = rest.pop() if rest else ""
+    return kind(what, "\n".join(rest), next_step)

@@ -1,0 +1,172 @@
+"""The Fleet resource's properties: inputs (the requirements) and outputs (what was bought), camel case on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from mgpu.plan.model import BoughtAs, Offer, Requirements
+from mgpu.providers.base import FleetRequest, FleetState, Handle, NodeState
+from mgpu.spec.model import Market, Word
+
+
+class Properties(BaseModel):
+    """The base: frozen, no unknown keys, camel case in state."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+
+    def to_wire(self) -> dict[str, Any]:
+        """As plain data with the wire's names."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+class FleetInputs(Properties):
+    """What diffs: the requirements, the key that may log in, and the names that machines carry."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="fleet name; unique for its owner")
+    owner: str = Field(min_length=1, description="owner tag of everything that costs money")
+    provider: Word = Field(description="who rents out the machines")
+    nodes: int = Field(ge=1, le=1024, description="machines; after a refresh: machines that live")
+    gpu: tuple[Word, ...] = Field((), description="GPU types, best first; one type is used for the whole fleet")
+    gpus_per_node: int = Field(0, ge=0, le=16, description="GPUs of a machine")
+    processes_per_node: int = Field(1, ge=1, le=256, description="processes of a machine")
+    market: Market = Field("on-demand", description="spot, on-demand or spot-then-on-demand")
+    regions: tuple[Word, ...] = Field((), description="where machines may be; none: any")
+    max_price_usd_per_hour: float = Field(gt=0, description="dollars per hour, whole fleet, all nodes")
+    max_hours: float = Field(gt=0, description="hard cap: hours after which the machines end")
+    lease_minutes: float = Field(60, gt=0, description="minutes that the fleet lives without a run")
+    disk_gib: int = Field(100, ge=1, description="disk of a machine, GiB")
+    options: dict[str, str] = Field({}, description="settings of this provider")
+    ssh_public_key: str = Field(pattern=r"^[^\r\n]+$", description="OpenSSH public key that may log in on every node")
+
+    def requirements(self) -> Requirements:
+        """What the plan and the provider are asked for."""
+        own = {"name", "owner", "options", "ssh_public_key"}
+        return Requirements(**self.model_dump(exclude=own), provider_options=self.options)
+
+    def request(self, generation: int, hard_cap_s: float) -> FleetRequest:
+        """What a provider's `create` or `repair` is asked for; machines end after `hard_cap_s` seconds."""
+        return FleetRequest(
+            fleet=self.name,
+            generation=generation,
+            owner=self.owner,
+            requirements=self.requirements(),
+            ssh_public_key=self.ssh_public_key,
+            lease_s=self.lease_minutes * 60,
+            hard_cap_s=hard_cap_s,
+        )
+
+
+class Machine(Properties):
+    """One node that lives."""
+
+    rank: int
+    id: str
+    address: str
+    port: int
+    user: str
+    host_key: str
+    private_address: str
+    price_usd_per_hour: float
+
+    @classmethod
+    def of(cls, node: NodeState, price: float, pinned: Machine | None = None) -> Machine:
+        """The node as described now; the host key and the price stay what they were when it was rented."""
+        return cls(
+            rank=node.rank,
+            id=node.id,
+            address=node.address,
+            port=node.port,
+            user=node.user,
+            host_key=pinned.host_key if pinned and pinned.host_key else node.host_key,
+            private_address=node.private_address,
+            price_usd_per_hour=pinned.price_usd_per_hour if pinned else node.price_usd_per_hour or price,
+        )
+
+
+class FleetOutputs(FleetInputs):
+    """What was bought. `nodes` is the count of machines that live."""
+
+    nodes: int = Field(ge=0, description="machines that live")
+    generation: int = Field(ge=1, description="provisionings and repairs of the fleet so far")
+    handle: Handle = Field(description="the machines' ids in rank order; an empty id: a rank without a machine")
+    machines: tuple[Machine, ...] = Field(description="the nodes that live")
+    offer: Offer = Field(description="the offer that was taken")
+    offers_considered: tuple[str, ...] = Field((), description="for the record: what was on sale, best first")
+    bought_as: BoughtAs = Field(description="spot or on-demand")
+    region: str = Field(description="where the machines are")
+    price_usd_per_hour: float = Field(description="dollars per hour of the machines that live")
+    hard_cap_at: float = Field(description="UNIX seconds; no machine lives longer")
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks without a machine that lives."""
+        live = {machine.rank for machine in self.machines}
+        return tuple(rank for rank in range(len(self.handle.ids)) if rank not in live)
+
+    def seen(self, handle: Handle, state: FleetState, **changes: Any) -> FleetOutputs:
+        """The fleet with these machines; `changes` are other outputs and inputs that change with them."""
+        pinned = {machine.id: machine for machine in self.machines}
+        offer = changes.get("offer", self.offer)
+        machines = live_machines(state, offer, pinned)
+        return self.model_copy(
+            update={
+                **changes,
+                "handle": handle,
+                "generation": handle.generation,
+                "machines": machines,
+                "nodes": len(machines),
+                "price_usd_per_hour": sum(machine.price_usd_per_hour for machine in machines),
+            }
+        )
+
+
+def live_machines(state: FleetState, offer: Offer, pinned: Mapping[str, Machine]) -> tuple[Machine, ...]:
+    """The machines that are not going or gone."""
+    lost = set(state.lost)
+    return tuple(
+        Machine.of(node, offer.price_usd_per_hour, pinned.get(node.id)) for node in state.nodes if node.rank not in lost
+    )
+
+
+def bought(
+    inputs: FleetInputs, handle: Handle, state: FleetState, offer: Offer, considered: tuple[Offer, ...], now: float
+) -> FleetOutputs:
+    """The outputs of a fleet that was just made, in whole or in part."""
+    machines = live_machines(state, offer, {})
+    caps = [node.hard_cap_at for node in state.nodes if node.hard_cap_at]
+    return FleetOutputs(
+        **inputs.model_dump(exclude={"nodes"}),
+        nodes=len(machines),
+        generation=handle.generation,
+        handle=handle,
+        machines=machines,
+        offer=offer,
+        offers_considered=tuple(f"{o.label}: ${o.price_usd_per_hour:.4f}/h" for o in considered),
+        bought_as=offer.market,
+        region=handle.region or offer.region,
+        price_usd_per_hour=sum(machine.price_usd_per_hour for machine in machines),
+        hard_cap_at=min(caps, default=now + inputs.max_hours * 3600),
+    )
+
+
+def problems(values: Mapping[str, Any], unknown: Collection[str]) -> dict[str, str]:
+    """Everything that is wrong with these inputs, property -> reason; those that are not known yet are passed over."""
+    try:
+        FleetInputs.model_validate({key: value for key, value in values.items() if key not in unknown})
+    except ValidationError as error:
+        found = [(str(item["loc"][0]), item) for item in error.errors() if item["loc"]]
+        return {key: _reason(item) for key, item in found if key not in unknown}
+    return {}
+
+
+def _reason(item: Any) -> str:
+    if item["type"] == "extra_forbidden":
+        return "a Fleet has no such property"
+    if item["type"] == "missing":
+        return "is needed"
+    where = ".".join(str(part) for part in item["loc"][1:])
+    return f"{where + ': ' if where else ''}{item['msg']} (it is {item['input']!r})"

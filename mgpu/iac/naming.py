@@ -1,0 +1,13 @@
+"""Names that are derived from a stack, the same in the plugin, its SDK and the driver."""
+
+from __future__ import annotations
+
+PROJECT = "mgpu"
+"""The name of our Pulumi project, in a checkout and in a folder that `mgpu init` made."""
+
+
+def fleet_name(project: str, stack: str) -> str:
+    """The fleet of a stack: the stack's own name. A project under another name puts it in front: two projects may both
+    have a stack `dev`, and the guard of one must never take the machines of the other.
+    """
+    return stack if project == PROJECT else f"{project}-{stack}"

@@ -1,0 +1,94 @@
+"""One process of the Pulumi CLI at a time: started apart from its driver, followed, cancelled, ended when late."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from mgpu.errors import StackError
+
+_LOOK_S = 0.1
+
+
+class CliProcess:
+    """Runs the CLI. In a session of its own, with its output in files: a Ctrl-C on the terminal does not reach it, and
+    when the driver dies it goes on, saves the state and releases the lock.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self.interrupted = False
+
+    def interrupt(self) -> None:
+        """Asks the CLI, if one runs, to cancel: what is under way is undone and saved. For signal handlers too."""
+        already, self.interrupted = self.interrupted, True
+        if not already:  # a second signal would make the CLI leave without saving
+            self._cancel()
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: Path,
+        env: Mapping[str, str],
+        out: IO[bytes],
+        err: IO[bytes],
+        limit_s: float,
+        pass_fd: int | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> int:
+        """The exit status. `look` is called every tenth of a second.
+
+        Raises:
+            StackError: it did not end within `limit_s` seconds: it was cancelled, and killed `grace_s` after that.
+        """
+        self._process = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            pass_fds=() if pass_fd is None else (pass_fd,),
+        )
+        try:
+            return self._wait(self._process, limit_s, look)
+        finally:
+            self._process = None
+
+    def _wait(self, process: subprocess.Popen[bytes], limit_s: float, look: Callable[[], None]) -> int:
+        status = self._until(process, time.monotonic() + limit_s, look)
+        if status is not None:
+            return status
+        self._cancel()
+        if self._until(process, time.monotonic() + self._grace_s, look) is None:
+            process.kill()
+            process.wait()
+            cure = "Run `pulumi cancel`, which releases the stack's lock, then the same command again."
+            raise StackError(f"pulumi did not end within {limit_s:.0f} s and was killed", "It did not obey.", cure)
+        why = "It was cancelled, and has saved what it had done."
+        raise StackError(f"pulumi did not end within {limit_s:.0f} s", why, "Run the same command again.")
+
+    def _until(self, process: subprocess.Popen[bytes], deadline: float, look: Callable[[], None]) -> int | None:
+        """The exit status, or None at the deadline."""
+        while time.monotonic() < deadline:
+            try:
+                return process.wait(_LOOK_S)
+            except subprocess.TimeoutExpired:
+                look()
+            except KeyboardInterrupt:
+                if self.interrupted:
+                    raise  # twice: the driver leaves, the CLI goes on
+                self.interrupt()
+        return process.poll()
+
+    def _cancel(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGINT)

@@ -1,0 +1,69 @@
+"""The Pulumi program that mgpu carries, and how a user's folder gets a copy of it."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+import yaml
+
+import mgpu
+from mgpu.errors import InputError, StackError
+from mgpu.iac.naming import PROJECT
+
+_CARRIED = Path(mgpu.__file__).parent / "_data"
+_CHECKOUT = Path(mgpu.__file__).parent.parent
+
+
+def project_files(dest: Path, *, overwrite: bool = False) -> tuple[Path, ...]:
+    """Writes `Pulumi.yaml` and `infra/` into a folder, for the user to own; the paths that were written.
+
+    Raises:
+        InputError: one of them is there already, and `overwrite` is false: nothing was written.
+    """
+    program, settings = dest / "infra", dest / "Pulumi.yaml"
+    there = [path for path in (settings, program) if path.exists()]
+    if there and not overwrite:
+        names = " and ".join(path.name for path in there)
+        raise InputError(f"{dest} has {names} already", "They may hold changes of yours.", "Move them away first.")
+    dest.mkdir(parents=True, exist_ok=True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(_source(), program, dirs_exist_ok=True, ignore=ignored)
+    settings.write_text(_settings())
+    return settings, program
+
+
+def project_name(project: Path) -> str:
+    """The name in a folder's Pulumi.yaml.
+
+    Raises:
+        StackError: there is none.
+    """
+    try:
+        return str(yaml.safe_load((project / "Pulumi.yaml").read_text())["name"])
+    except (OSError, yaml.YAMLError, TypeError, KeyError) as error:
+        raise StackError(
+            f"{project} is not a Pulumi project",
+            f"Its Pulumi.yaml cannot be read: {error}",
+            "Run `mgpu init` there: it writes Pulumi.yaml and infra/.",
+        ) from error
+
+
+def _source() -> Path:
+    """A wheel carries `infra/` as package data; in a checkout it lies beside the package."""
+    carried = _CARRIED / "infra"
+    return carried if carried.is_dir() else _CHECKOUT / "infra"
+
+
+def _settings() -> str:
+    # The folder of our own plugin is named: found on PATH alone, the engine would warn at every command.
+    plugin = {"name": "mgpu", "path": sysconfig.get_path("scripts")}
+    settings = {
+        "name": PROJECT,
+        "description": "Machines for distributed training, one fleet a stack",
+        "runtime": "python",
+        "main": "infra/",
+        "plugins": {"providers": [plugin]},
+    }
+    return yaml.safe_dump(settings, sort_keys=False)

@@ -1,0 +1,196 @@
+"""The Python SDK of `pulumi-resource-mgpu`: what a Pulumi program imports.
+
+spec = mgpu.run_spec()
+key = mgpu.SshKey("key")
+fleet = mgpu.Fleet("fleet", mgpu.fleet_args(spec), key=key)
+pulumi.export("mgpu", fleet.output)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pulumi
+from pulumi import Input, Output, ResourceOptions
+from pydantic.alias_generators import to_camel
+
+from mgpu.errors import MgpuError
+from mgpu.iac.failures import describe
+from mgpu.iac.naming import fleet_name
+from mgpu.iac.outputs import VERSION, NodeOutput, StackOutput
+from mgpu.plan import rank
+from mgpu.spec.load import load
+from mgpu.spec.model import RunSpec
+
+FLEET_OUTPUTS = (
+    *("generation", "handle", "machines", "offer", "offers_considered", "bought_as", "region"),
+    *("price_usd_per_hour", "hard_cap_at"),
+)
+"""What a Fleet knows beyond its inputs."""
+
+_MACHINE = ("host_key", "private_address", "price_usd_per_hour")
+
+
+def run_spec() -> RunSpec:
+    """The run file of this stack: `pulumi config set mgpu:runFile FILE`, by default `mgpu.yaml` beside Pulumi.yaml.
+
+    Raises:
+        pulumi.RunError: the file is not there, or has mistakes; ends the program without a traceback.
+    """
+    name = pulumi.Config("mgpu").get("runFile") or "mgpu.yaml"
+    try:
+        return load(Path(pulumi.runtime.get_root_directory()) / name)
+    except MgpuError as error:
+        raise pulumi.RunError(describe(error)) from error
+
+
+@dataclass
+class FleetArgs:
+    """What a fleet is asked to be: the inputs of `Fleet`, each documented in the schema and in docs/formats.md."""
+
+    provider: Input[str]
+    nodes: Input[int]
+    max_price_usd_per_hour: Input[float]
+    max_hours: Input[float]
+    gpu: Input[Sequence[str]] | None = None
+    gpus_per_node: Input[int] | None = None
+    processes_per_node: Input[int] | None = None
+    market: Input[str] | None = None
+    regions: Input[Sequence[str]] | None = None
+    lease_minutes: Input[float] | None = None
+    disk_gib: Input[int] | None = None
+    options: Input[Mapping[str, str]] | None = None
+    name: Input[str] | None = None
+    owner: Input[str] | None = None
+
+
+def fleet_args(spec: RunSpec) -> FleetArgs:
+    """The requirements that a run file states."""
+    needed = rank.requirements(spec).model_dump(mode="json")
+    return FleetArgs(options=needed.pop("provider_options"), **needed)
+
+
+class Provider(pulumi.ProviderResource):
+    """Configuration of the plugin; kept in state, so that `destroy` uses what `up` used, on any machine."""
+
+    def __init__(
+        self,
+        resource_name: str,
+        owner: Input[str] | None = None,
+        state_dir: Input[str] | None = None,
+        opts: ResourceOptions | None = None,
+    ) -> None:
+        super().__init__("mgpu", resource_name, {"owner": owner, "stateDir": state_dir}, opts)
+
+
+class _Resource(pulumi.CustomResource):
+    """Translates the names of our properties, and those alone: the keys of a user's map stay as they are."""
+
+    _names: Mapping[str, str] = {}
+
+    def translate_input_property(self, prop: str) -> str:
+        """Python's name -> the wire's."""
+        return self._names.get(prop, prop)
+
+    def translate_output_property(self, prop: str) -> str:
+        """The wire's name -> Python's."""
+        return next((ours for ours, wire in self._names.items() if wire == prop), prop)
+
+
+def _camel(*names: str) -> dict[str, str]:
+    return {name: to_camel(name) for name in names}
+
+
+class SshKey(_Resource):
+    """An ed25519 pair; the private half is a secret and a 0600 file (`path`, default: in mgpu's state folder)."""
+
+    path: Output[str]
+    public_key: Output[str]
+    private_key: Output[str]
+    private_key_file: Output[str]
+
+    _names = _camel("public_key", "private_key", "private_key_file")
+
+    def __init__(self, resource_name: str, path: Input[str] | None = None, opts: ResourceOptions | None = None) -> None:
+        props = {"path": path, **dict.fromkeys(self._names)}
+        secret = ResourceOptions(additional_secret_outputs=["privateKey"])
+        super().__init__("mgpu:index:SshKey", resource_name, props, ResourceOptions.merge(opts, secret))
+
+
+class FleetGuard(_Resource):
+    """Goes after its fleet, and ends what a crash left outside the state. `Fleet` makes its own."""
+
+    fleet: Output[str]
+    owner: Output[str]
+    provider: Output[str]
+
+    def __init__(
+        self,
+        resource_name: str,
+        provider: Input[str],
+        fleet: Input[str] | None = None,
+        owner: Input[str] | None = None,
+        opts: ResourceOptions | None = None,
+    ) -> None:
+        props = {"provider": provider, "fleet": fleet, "owner": owner}
+        super().__init__("mgpu:index:FleetGuard", resource_name, props, opts)
+
+
+class Fleet(_Resource):
+    """N equal machines, with the guard that they depend on.
+
+    `output` is what a program exports as `mgpu` for runs to use; `store` is the default of `checkpoint.to` in it.
+    """
+
+    nodes: Output[int]
+    generation: Output[int]
+    handle: Output[dict[str, Any]]
+    machines: Output[list[dict[str, Any]]]
+    offer: Output[dict[str, Any]]
+    offers_considered: Output[list[str]]
+    bought_as: Output[str]
+    region: Output[str]
+    price_usd_per_hour: Output[float]
+    hard_cap_at: Output[float]
+    output: Output[dict[str, Any]]
+
+    _names = _camel(*(field.name for field in fields(FleetArgs)), "ssh_public_key", *FLEET_OUTPUTS, *_MACHINE)
+
+    def __init__(
+        self,
+        resource_name: str,
+        args: FleetArgs,
+        *,
+        key: SshKey,
+        store: Input[str] | None = None,
+        opts: ResourceOptions | None = None,
+    ) -> None:
+        inputs = {field.name: getattr(args, field.name) for field in fields(args)}
+        name = args.name or fleet_name(pulumi.get_project(), pulumi.get_stack())
+        guard_opts = ResourceOptions(provider=opts.provider, parent=opts.parent) if opts else None
+        guard = FleetGuard(f"{resource_name}-guard", args.provider, name, args.owner, guard_opts)
+        props = {**inputs, "name": name, "ssh_public_key": key.public_key, **dict.fromkeys(FLEET_OUTPUTS)}
+        after = ResourceOptions(depends_on=[guard], delete_before_replace=True)
+        super().__init__("mgpu:index:Fleet", resource_name, props, ResourceOptions.merge(opts, after))
+        self.output = Output.all(
+            store=store,
+            private_key_file=key.private_key_file,
+            **{attribute: getattr(self, attribute) for attribute in _EXPORTED},
+        ).apply(_stack_output)
+
+
+_EXPORTED = (
+    *("name", "generation", "owner", "provider", "region", "machines", "gpus_per_node", "processes_per_node"),
+    *("offer", "bought_as", "price_usd_per_hour", "lease_minutes", "hard_cap_at"),
+)
+
+
+def _stack_output(values: dict[str, Any]) -> dict[str, Any]:
+    renamed = {"name": "fleet", "bought_as": "market", "machines": "nodes", "offer": "gpu"}
+    exported = {renamed.get(name, name): value for name, value in values.items()}
+    nodes = tuple(NodeOutput.model_validate(machine) for machine in exported["nodes"])
+    exported |= {"version": VERSION, "gpu": exported["gpu"].get("gpu"), "nodes": nodes}
+    return StackOutput.model_validate(exported).model_dump(mode="json")

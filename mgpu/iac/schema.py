@@ -1,0 +1,98 @@
+"""The Pulumi package schema of the plugin, derived from the models that the plugin checks with."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic.alias_generators import to_camel
+
+from mgpu import __version__
+from mgpu.iac.fleetmodel import FleetInputs, FleetOutputs, Properties
+
+SSH_KEY = "mgpu:index:SshKey"
+FLEET = "mgpu:index:Fleet"
+FLEET_GUARD = "mgpu:index:FleetGuard"
+
+_STRING = {"type": "string"}
+_ANY = {"$ref": "pulumi.json#/Any"}
+_JSON_TYPES = {"string": "string", "integer": "integer", "number": "number", "boolean": "boolean"}
+
+
+def package() -> dict[str, Any]:
+    """The schema as plain data."""
+    return {
+        "name": "mgpu",
+        "version": __version__,
+        "description": "Machines with GPUs, rented as one fleet",
+        "license": "Apache-2.0",
+        "config": {"variables": _CONFIG},
+        "provider": {"description": "Whose machines, and where keys and journals lie", "inputProperties": _CONFIG},
+        "resources": {SSH_KEY: _SSH_KEY, FLEET_GUARD: _FLEET_GUARD, FLEET: _fleet()},
+    }
+
+
+def to_json() -> str:
+    """The schema as the engine asks for it."""
+    return json.dumps(package())
+
+
+_CONFIG = {
+    "owner": {**_STRING, "description": "owner tag of everything that costs money (default: made once per user)"},
+    "stateDir": {**_STRING, "description": "folder of keys and journals (default: mgpu's state folder)"},
+}
+
+_PATH = {**_STRING, "description": "file of the private key (default: in mgpu's state folder)"}
+_SSH_KEY: dict[str, Any] = {
+    "description": "An ed25519 pair; the private half is a secret and a 0600 file.",
+    "inputProperties": {"path": _PATH},
+    "properties": {
+        "path": _PATH,
+        "publicKey": {**_STRING, "description": "OpenSSH format, one line"},
+        "privateKey": {**_STRING, "secret": True, "description": "OpenSSH format"},
+        "privateKeyFile": {**_STRING, "description": "the 0600 file; empty: it is missing, `up` writes it again"},
+    },
+    "required": ["path", "publicKey", "privateKey", "privateKeyFile"],
+}
+
+_GUARDED = {
+    "fleet": {**_STRING, "description": "name of the fleet"},
+    "owner": {**_STRING, "description": "owner tag"},
+    "provider": {**_STRING, "description": "who rents out the machines"},
+}
+_FLEET_GUARD: dict[str, Any] = {
+    "description": "Goes after its fleet, and ends what a crash left outside the state.",
+    "inputProperties": _GUARDED,
+    "requiredInputs": ["provider"],
+    "properties": _GUARDED,
+    "required": list(_GUARDED),
+}
+
+
+def _fleet() -> dict[str, Any]:
+    inputs, outputs = _properties(FleetInputs), _properties(FleetOutputs)
+    required = [to_camel(name) for name, field in FleetInputs.model_fields.items() if field.is_required()]
+    return {
+        "description": "N equal machines.",
+        "inputProperties": inputs,
+        "requiredInputs": [name for name in required if name not in ("name", "owner")],
+        "properties": outputs,
+        "required": list(outputs),
+    }
+
+
+def _properties(model: type[Properties]) -> dict[str, Any]:
+    fields = model.model_json_schema(by_alias=True)["properties"]
+    return {name: _type(field) | {"description": field.get("description", "")} for name, field in fields.items()}
+
+
+def _type(field: dict[str, Any]) -> dict[str, Any]:
+    """JSON schema -> Pulumi's type language, as far as our models go; a nested model is `Any`."""
+    kind = field.get("type")
+    if kind in _JSON_TYPES:
+        return {"type": kind}
+    if kind == "array":
+        return {"type": "array", "items": _type(field["items"])}
+    if kind == "object" and "additionalProperties" in field:
+        return {"type": "object", "additionalProperties": _type(field["additionalProperties"])}
+    return dict(_ANY)
