@@ -91,9 +91,11 @@ def read(text: str, path: str) -> Document:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         why = getattr(error, "problem", None) or "this is not YAML"
-        if "cannot start any token" in why:
+        if "cannot start any token" in why and "\t" in text:
             why += " (a tab? YAML is indented with spaces)"
-        document.problem((), f"not readable as YAML: {why}", line=mark.line + 1 if mark else None)
+        document.problem(
+            (), f"not readable as YAML: {why}", line=min(mark.line, text.count("\n")) + 1 if mark else None
+        )
         raise document.error() from error
     return document
 

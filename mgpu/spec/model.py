@@ -26,6 +26,9 @@ FORMS = {
 }
 
 
+BRANCHES = (("<block>",), ("<none>",))  # tags of the union that `checkpoint` is, as pydantic shows them in a path
+
+
 def _as_list(value: Any) -> Any:
     if isinstance(value, str):
         return (value,)

@@ -13,12 +13,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mgpu.spec.document import Document, Where, dotted
-from mgpu.spec.model import FORMS, RunSpec
+from mgpu.spec.model import BRANCHES, FORMS, RunSpec
 
 
 def where(error: dict[str, Any]) -> Where:
-    """The field of an error; parts that name a branch or a key's own name (`<block>`, `[key]`) are no part of it."""
-    return tuple(part for part in error["loc"] if not (isinstance(part, str) and part.startswith(("<", "["))))
+    """The field of an error, without what pydantic puts in between: a union's branch, the mark of a key's own name."""
+    at: Where = error["loc"]
+    if at[0] == "checkpoint" and at[1:2] in BRANCHES:
+        return (at[0], *at[2:])
+    return at[:2] if at[0] == "env" else at
 
 
 def word(error: dict[str, Any], document: Document) -> tuple[str, str | None]:

@@ -1,0 +1,588 @@
+"""The run file: what is accepted, and that every mistake is found at once, in the right line, in words that help."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from mgpu.errors import InputError, SpecError
+from mgpu.spec.load import load, loads
+from mgpu.spec.model import Checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DEMO = """\
+name: demo
+provider: local
+nodes: 2
+processes_per_node: 1
+market: spot
+max_price_usd_per_hour: 0.20
+max_hours: 0.5
+train: {task: lm, strategy: fsdp, steps: 300, global_batch: 32, precision: fp32, seed: 1}
+checkpoint: {to: "s3://mgpu-demo/runs", every_steps: 25, keep_last: 3}
+recovery: {attempts: 5, wait_minutes: 2}
+teardown: always
+"""
+
+AWS = """\
+name: llama-ft
+provider: aws
+regions: [us-east-1, us-west-2]
+nodes: 2
+gpus_per_node: 8
+gpu: [A100-80GB, A100-40GB]
+market: spot-then-on-demand
+max_price_usd_per_hour: 70
+max_hours: 12
+recovery: {attempts: 10, wait_minutes: 60}
+code: {workdir: ., mode: sync, requirements: requirements.lock}
+env: {WANDB_PROJECT: llama}
+secrets: [WANDB_API_KEY, HF_TOKEN]
+data: [{from: "s3://my-data/tokens", to: /data}]
+launcher: torchrun
+command: [train.py, --config, fsdp.yaml]
+checkpoint: {to: "s3://my-bucket/runs", writers: all, every_minutes: 10, keep_last: 3}
+aws: {subnet_ids: [subnet-1], security_group_id: sg-1}
+teardown: always
+"""
+
+NASTY = "\t\n :-?*&!|>%@`'\"{}[]#,~\\\x00\x1b\u202eé0159.:_eabnoy<=$"
+
+OWN = """\
+name: own
+provider: local
+max_price_usd_per_hour: 1
+max_hours: 1
+command: [train.py]
+"""
+
+
+def problems(text: str) -> list[SimpleNamespace]:
+    """What is wrong with a run file; fails where nothing is."""
+    with pytest.raises(SpecError) as caught:
+        loads(text, "f.yaml")
+    return [SimpleNamespace(**vars(problem)) for problem in caught.value.problems]
+
+
+def fields(text: str) -> list[str]:
+    return [problem.field for problem in problems(text)]
+
+
+def the_problem(text: str) -> SimpleNamespace:
+    found = problems(text)
+    assert len(found) == 1, [f"{each.field}: {each.message}" for each in found]
+    return found[0]
+
+
+def without(text: str, *keys: str) -> str:
+    return "".join(line for line in text.splitlines(True) if line.split(":")[0] not in keys)
+
+
+def edited(text: str, key: str, value: str) -> str:
+    """The run file with another (or one more) top-level key."""
+    return without(text, key) + f"{key}: {value}\n"
+
+
+# --- what is accepted
+
+
+def test_the_demo_file_of_the_repository_is_the_first_example():
+    lines = (ROOT / "mgpu.yaml").read_text().splitlines(keepends=True)
+    assert load(ROOT / "mgpu.yaml") == loads(DEMO, "demo")
+    assert lines[0].startswith("# yaml-language-server: $schema=")
+    assert (ROOT / lines[0].partition("=")[2].strip()).is_file()
+
+
+def test_both_examples_load():
+    demo, aws = loads(DEMO, "demo"), loads(AWS, "aws")
+    assert (demo.world_size, demo.train and demo.train.steps) == (2, 300)
+    assert isinstance(demo.checkpoint, Checkpoint)
+    assert demo.checkpoint.to == "s3://mgpu-demo/runs"
+    assert (aws.processes, aws.world_size, aws.gpu) == (8, 16, ("A100-80GB", "A100-40GB"))
+    assert aws.command == ("train.py", "--config", "fsdp.yaml")
+    assert aws.data[0].source == "s3://my-data/tokens"
+    assert aws.aws is not None
+    assert aws.aws.subnet_ids == ("subnet-1",)
+
+
+def test_one_word_is_a_list_of_one():
+    spec = loads(edited(edited(AWS, "gpu", "H100"), "regions", "us-east-1"), "f")
+    assert (spec.gpu, spec.regions) == (("H100",), ("us-east-1",))
+
+
+def test_checkpoints_can_be_switched_off():
+    assert loads(edited(AWS, "checkpoint", "none"), "f").checkpoint == "none"
+
+
+def test_numbers_among_arguments_and_variables_stay_as_they_are_written():
+    spec = loads(
+        edited(edited(OWN, "command", "[t.py, --lr, 1e-3, 010, 1.10, 1_0, .inf]"), "env", "{A: 1.10, B: 0x1F}"), "f"
+    )
+    assert spec.command == ("t.py", "--lr", "1e-3", "010", "1.10", "1_0", ".inf")
+    assert spec.env == {"A": "1.10", "B": "0x1F"}
+
+
+def test_numbers_with_an_exponent_are_numbers():
+    spec = loads(edited(DEMO, "train", "{lr: 1e-3, global_batch: 2}"), "f")
+    assert spec.train is not None
+    assert spec.train.lr == 0.001
+
+
+def test_a_module_may_be_run():
+    assert loads(edited(OWN, "command", "[-m, package.train]"), "f").command == ("-m", "package.train")
+
+
+def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path):
+    path = tmp_path / "mgpu.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + DEMO.replace("\n", "\r\n").encode())
+    assert load(path) == loads(DEMO, "f")
+
+
+@pytest.mark.parametrize(
+    "value", ["$(id)", "`id`", "; rm -rf /", "a && b", "ünï→", "a'\\\"b", "%2e%2e", "!x", "*", "a\\nb"]
+)
+def test_arguments_and_variables_are_taken_literally(value):
+    spec = loads(OWN + f'env: {{A: "{value}"}}\n', "f")
+    literal = value.replace('\\"', '"').replace("\\n", "\n")
+    assert spec.env == {"A": literal}
+    assert loads(edited(OWN, "command", f'[t.py, "{value}"]'), "f").command == ("t.py", literal)
+
+
+# --- one key alone
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field", "message", "nearest"),
+    [
+        ("name", "Demo_1", "name", "lower-case letters", None),
+        ("name", '"' + "a" * 41 + '"', "name", "at most 40", None),
+        ("nodes", "0", "nodes", "at least 1, not `0`", None),
+        ("nodes", "yes", "nodes", "a whole number is needed, not `yes`", None),
+        ("nodes", '"2"', "nodes", 'a whole number is needed, not `"2"`', None),
+        ("nodes", "1.5", "nodes", "a whole number is needed, not `1.5`", None),
+        ("nodes", "[2]", "nodes", "a whole number is needed, not a list", None),
+        ("max_hours", "soon", "max_hours", "a number is needed", None),
+        ("max_hours", "0", "max_hours", "more than 0", None),
+        ("max_hours", "100000", "max_hours", "at most 1440", None),
+        ("max_price_usd_per_hour", ".inf", "max_price_usd_per_hour", "plain decimal number", None),
+        ("max_price_usd_per_hour", ".nan", "max_price_usd_per_hour", "plain decimal number", None),
+        ("max_hours", "1:30", "max_hours", "`1:30`: write a plain decimal number", None),
+        ("nodes", "010", "nodes", "`010`: write a plain decimal number", None),
+        ("nodes", "0x2", "nodes", "`0x2`: write a plain decimal number", None),
+        ("nodes", "1_0", "nodes", "`1_0`: write a plain decimal number", None),
+        ("max_hours", "1e999", "max_hours", "plain decimal number", None),
+        ("market", "spott", "market", "`spott` is not one of: spot, on-demand, spot-then-on-demand", "spot"),
+        ("teardown", "no", "teardown", "`no` is not one of: always, keep", None),
+        ("teardown", "Always", "teardown", "`Always` is not one of", "always"),
+        ("provider", "lcoal", "provider", "`lcoal` is not one of local, aws", "local"),
+        ("train", "5", "train", "a block of keys is needed, not `5`", None),
+        ("train", "{strategy: fdsp}", "train.strategy", "`fdsp` is not one of", "fsdp"),
+        ("train", "{model: {dim: 10, heads: 3}}", "train.model", "heads (3) does not divide dim (10)", None),
+        ("train", "{preccision: fp32}", "train.preccision", "unknown key", "precision"),
+        ("train", "{model: {layer: 3}}", "train.model.layer", "unknown key", "layers"),
+        ("checkpoint", "non", "checkpoint", "`non` is not one of: none, or a block of keys", "none"),
+        ("checkpoint", "{every_step: 3}", "checkpoint.every_step", "unknown key", "every_steps"),
+        ("checkpoint", "{keep_last: 0}", "checkpoint.keep_last", "at least 1", None),
+        ("checkpoint", '{to: "http://x/y"}', "checkpoint.to", "must be s3://bucket/prefix or file:///folder", None),
+        ("checkpoint", '{to: "s3://user:pw@bucket/x"}', "checkpoint.to", "must be s3://", None),
+        ("checkpoint", '{to: "file://host/x"}', "checkpoint.to", "must be s3://", None),
+        ("gpus-per-node", "1", "gpus-per-node", "unknown key", "gpus_per_node"),
+        ("every_steps", "5", "every_steps", "unknown key", "checkpoint.every_steps"),
+        ("runpod", "{}", "runpod", "unknown key", None),
+        ("env", "{A: on}", "env.A", 'YAML reads `on` as yes or no: write it in quotes, "on"', None),
+        ("env", "{A: [b]}", "env.A", "text is needed, not a list", None),
+        ("env", "{A-B: x}", "env.A-B", "name of an environment variable", None),
+        ("env", "[A]", "env", "a block of keys is needed, not a list", None),
+        ("secrets", "{A: b}", "secrets", "a list is needed", None),
+        ("secrets", "[A=b]", "secrets[0]", "name of an environment variable", None),
+        ("gpu", "4090", "gpu", 'YAML reads `4090` as a number: write it in quotes, "4090"', None),
+        ("data", '[{from: "s3://bucket/x"}]', "data[0].to", "is missing", None),
+        ("data", '[{source: "s3://bucket/x", from: "s3://bucket/x", to: x}]', "data[0].source", "unknown key", None),
+        ("recovery", "", "recovery", "has no value", None),
+        ("recovery", "~", "recovery", "has no value", None),
+        ("local", '{python: "/opt/py\\0"}', "local.python", "control character U+0000", None),
+        ("regions", '["us-east-1\\n"]', "regions[0]", "letters, digits", None),
+        ("regions", '["-oProxyCommand=id"]', "regions[0]", "beginning with a letter or digit", None),
+    ],
+)
+def test_a_mistake_in_one_key(key, value, field, message, nearest):
+    found = the_problem(edited(DEMO, key, value))
+    assert (found.field, found.nearest, found.line) == (field, nearest, len(edited(DEMO, key, value).splitlines()))
+    assert message in found.message
+
+
+def test_a_command_as_one_string_is_told_how_to_be_a_list():
+    found = the_problem(edited(OWN, "command", "python train.py --name 'a b'"))
+    assert found.field == "command"
+    assert found.message.endswith('[python, train.py, --name, "a b"]')
+    assert "no shell" in found.message
+    unbalanced = the_problem(edited(OWN, "command", '"train.py \'a"'))
+    assert unbalanced.message.endswith("""[train.py, "'a"]""")
+
+
+def test_an_empty_command_is_refused():
+    assert "at least 1 item" in the_problem(edited(OWN, "command", "[]")).message
+
+
+@pytest.mark.parametrize("key", ["name", "provider", "max_price_usd_per_hour", "max_hours"])
+def test_a_missing_key_is_told_with_its_meaning(key):
+    found = the_problem(without(OWN, key))
+    assert (found.field, found.line) == (key, 1)
+    assert found.message.startswith("is missing: ")
+
+
+def test_messages_speak_no_pydantic():
+    text = str(SpecError("f", ()))
+    for key, value in [
+        ("nodes", "x"),
+        ("env", "{A: [1]}"),
+        ("train", "{model: {dim: 9, heads: 2}}"),
+        ("gpu", "{a: b}"),
+    ]:
+        text += "".join(each.message for each in problems(edited(DEMO, key, value)))
+    for jargon in ("pydantic", "http", "Input should", "Value error", "tuple", "dict", "str"):
+        assert jargon not in text
+
+
+# --- the keys together
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "message"),
+    [
+        (edited(DEMO, "command", "[a.py]"), "command", "either `train` or `command`"),
+        (without(DEMO, "train"), "train", "needed: `train`"),
+        (edited(DEMO, "gpus_per_node", "1"), "processes_per_node", "either `gpus_per_node`"),
+        (edited(DEMO, "gpu", "H100"), "gpu", "`gpus_per_node` is needed"),
+        (edited(DEMO, "aws", "{}"), "aws", "settings of another provider"),
+        (edited(AWS, "local", "{}"), "local", "settings of another provider"),
+        (edited(DEMO, "code", "{}"), "code", "is for `command`"),
+        (edited(DEMO, "launcher", "python"), "launcher", "one process, and 2 are asked for"),
+        (edited(DEMO, "train", "{strategy: single}"), "train.strategy", "one process, and 2 are asked for"),
+        (edited(DEMO, "train", "{global_batch: 33}"), "train.global_batch", "33 sequences"),
+        (edited(DEMO, "train", "{global_batch: 32, micro_batch: 3}"), "train.global_batch", "16 sequences a process"),
+        (edited(DEMO, "secrets", "[A, B, A]"), "secrets", "`A` is given 2 times"),
+        (edited(AWS, "regions", "[a, a]"), "regions", "`a` is given 2 times"),
+        (edited(DEMO, "env", "{MGPU_RUN_ID: x}"), "env.MGPU_RUN_ID", "reserved"),
+        (edited(DEMO, "env", "{MASTER_ADDR: x}"), "env.MASTER_ADDR", "reserved"),
+        (edited(DEMO, "secrets", "[OK, RANK]"), "secrets[1]", "reserved"),
+        (edited(DEMO, "secrets", "[PET_NNODES]"), "secrets[0]", "reserved"),
+        (DEMO + "env: {A: x}\nsecrets: [A]\n", "secrets[0]", "in `env` too"),
+        (edited(DEMO, "checkpoint", "{writers: rank0}"), "checkpoint.writers", "shards"),
+        (edited(AWS, "checkpoint", "{writers: all}"), "checkpoint.to", "is needed with provider aws"),
+        (without(AWS, "checkpoint"), "checkpoint.to", "is needed with provider aws"),
+        (edited(AWS, "checkpoint", '{to: "file:///x"}'), "checkpoint.to", "do not see this machine's files"),
+        (edited(DEMO, "checkpoint", '{to: "file:///x/../y"}'), "checkpoint.to", "no `..`"),
+        (edited(DEMO, "checkpoint", '{to: "s3://bucket/../y"}'), "checkpoint.to", "no `..`"),
+        (edited(AWS, "data", '[{from: "file:///x", to: x}]'), "data[0].from", "do not see this machine's files"),
+        (edited(AWS, "data", '[{from: "s3://bucket/x", to: ../x}]'), "data[0].to", "no `..`"),
+        (edited(AWS, "data", '[{from: "s3://bucket/x", to: "~/x"}]'), "data[0].to", "`~`"),
+        (edited(DEMO, "data", '[{from: "s3://bucket/x", to: /x}]'), "data[0].to", "is relative with provider local"),
+        (edited(OWN, "code", "{workdir: /src}"), "code.workdir", "is relative"),
+        (edited(OWN, "code", "{workdir: ~/src}"), "code.workdir", "is relative"),
+        (edited(OWN, "code", "{requirements: ../r.txt}"), "code.requirements", "no `..`"),
+        (edited(OWN, "code", "{requirements: /r.txt}"), "code.requirements", "is relative"),
+        (edited(OWN, "code", "{requirements: --index-url=x}"), "code.requirements", "begins with `-`"),
+        (edited(OWN, "code", "{workdir: -x}"), "code.workdir", "begins with `-`"),
+        (edited(OWN, "code", '{workdir: "a\\nb"}'), "code.workdir", "one name"),
+        (edited(OWN, "code", '{workdir: ""}'), "code.workdir", "one name"),
+        (edited(OWN, "command", "[-c, 'import os']"), "command[0]", "begins with `-`"),
+        (edited(OWN, "command", "[--nnodes=9, t.py]"), "command[0]", "begins with `-`"),
+        (edited(OWN, "local", "{python: -x}"), "local.python", "begins with `-`"),
+        (edited(DEMO, "train", "{text: -x}"), "train.text", "begins with `-`"),
+        (edited(OWN, "data", '[{from: "s3://bucket/x", to: -x}]'), "data[0].to", "begins with `-`"),
+    ],
+)
+def test_keys_that_do_not_go_together(text, field, message):
+    found = the_problem(text)
+    assert found.field == field
+    assert message in found.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        edited(edited(DEMO, "nodes", "1"), "train", "{strategy: single}"),
+        edited(edited(DEMO, "nodes", "1"), "launcher", "python"),
+        edited(edited(DEMO, "nodes", "1"), "checkpoint", "{writers: rank0}"),
+        edited(edited(DEMO, "train", "{strategy: ddp}"), "checkpoint", "{writers: rank0}"),
+        edited(DEMO, "train", "{global_batch: 32, micro_batch: 8}"),
+        edited(OWN, "launcher", "python") + "nodes: 2\n",
+        edited(OWN, "code", "{workdir: ..}"),
+        without(DEMO, "checkpoint"),
+        edited(DEMO, "checkpoint", '{to: "file:///x/a..b"}'),
+        edited(AWS, "checkpoint", "none"),
+    ],
+)
+def test_what_looks_like_it_but_is_allowed(text):
+    loads(text, "f")
+
+
+# --- all at once
+
+
+def test_all_mistakes_are_in_one_error_in_the_order_of_lines():
+    text = """\
+name: Demo
+provider: aws
+nodes: two
+gpus-per-node: 8
+train:
+  strategy: fsdpp
+  stepps: 3
+command: [a.py]
+secrets: [RANK]
+data:
+  - from: "s3://bucket/x"
+    to: ok
+  - from: "s3://bucket/x"
+    to: ../x
+local: {}
+"""
+    assert [(each.line, each.field) for each in problems(text)] == [
+        (1, "name"),
+        (1, "max_price_usd_per_hour"),
+        (1, "max_hours"),
+        (1, "checkpoint.to"),
+        (3, "nodes"),
+        (4, "gpus-per-node"),
+        (6, "train.strategy"),
+        (7, "train.stepps"),
+        (8, "command"),
+        (9, "secrets[0]"),
+        (14, "data[1].to"),
+        (15, "local"),
+    ]
+
+
+def test_nothing_is_concluded_from_a_key_that_is_wrong():
+    # `nodes: two` says nothing about the batch, a wrong provider nothing about its block
+    assert fields(edited(edited(DEMO, "nodes", "two"), "train", "{global_batch: 33}")) == ["nodes"]
+    assert fields(edited(edited(AWS, "provider", "asw"), "local", "{}")) == ["provider"]
+    assert fields(edited(DEMO, "train", "7")) == ["train"]
+
+
+def test_an_unknown_key_hides_nothing():
+    assert fields(edited(DEMO, "train", "{stepps: 3, global_batch: 33}")) == ["train.stepps", "train.global_batch"]
+
+
+def test_very_many_mistakes_are_counted():
+    found = problems(DEMO + "".join(f"x{i}: 1\n" for i in range(1000)))
+    assert len(found) == 51
+    assert found[-1].message == "and 950 more problems from here on"
+
+
+# --- YAML's own dangers
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "field", "message"),
+    [
+        ("", 1, "file", "empty"),
+        ("# only a comment\n", 1, "file", "empty"),
+        ("- a\n- b\n", 1, "file", "block of keys"),
+        ("just text", 1, "file", "block of keys"),
+        ("null", 1, "file", "has no value"),
+        ("a: [1,\nb: {", 2, "file", "not readable as YAML"),
+        ("a: 1\n\tb: 2\n", 2, "file", "tab"),
+        ("\ta: 1\n", 1, "file", "a tab?"),
+        ("a: b: c\n", 1, "file", "not readable as YAML"),
+        ("name: x\nx: \x07\n", 2, "file", "U+0007"),
+        ("name: x\n# \u202e\n", 2, "file", "U+202E"),
+        ("[" * 100_000, 1, "[0]" * 17, "nested more than 16 deep"),
+        ("{a: " * 100_000, 1, ".".join("a" * 17), "nested more than 16 deep"),
+        ("x: " + "y" * (1 << 20), 1, "file", "larger than 1 MiB"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_text_that_is_no_run_file(text, line, field, message):
+    found = the_problem(text)
+    assert (found.line, found.field) == (line, field)
+    assert message in found.message
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "message"),
+    [
+        ("name: again", "name", "given twice; the first is in line 1"),
+        ("env: {A: x, A: y}", "env.A", "given twice"),
+        ("env: {A: !!python/object/apply:os.system [id]}", "env.A", "tag `!!python/object/apply:os.system`"),
+        ("env: {A: !!python/name:os.system x}", "env.A", "tag `!!python/name:os.system`"),
+        ("env: {A: !mine x}", "env.A", "tag `!mine`"),
+        ("env: {A: ! x}", "env.A", "tag `!`"),
+        ("env: {A: !!binary aGk=}", "env.A", "tag `!!binary`"),
+        ("env: {A: !!timestamp 2001-01-01}", "env.A", "tag `!!timestamp`"),
+        ("env: !!omap [A: x]", "env", "tag `!!omap`"),
+        ("env: {!!python/name:os.system A: x}", "env", "a key has no tag"),
+        ("env: &a {A: x}", "env", "`&a`: anchors"),
+        ("env: *nothing", "env", "`*nothing`: aliases"),
+        ("env: {<<: *nothing}", "env.<<", "`*nothing`: aliases"),
+        ("env: {? [a] : b}", "env", "a key is a plain word"),
+        ('env: {A: "\\e]52;c;aGk=\\a"}', "env.A", "control character U+001B"),
+        ('env: {A: "a\\r\\nb"}', "env.A", "control character U+000D"),
+        ('env: {"A\\x00": b}', "env", "control character U+0000 in a key"),
+        ("env: {" + "A" * 200 + ": b}", "env", "a key of 200 characters"),
+        ("---\nname: b", "file", "a second document"),
+    ],
+)
+def test_yaml_that_is_refused(line, field, message):
+    found = [each for each in problems(DEMO + line + "\n") if each.field == field]
+    assert found
+    assert message in found[0].message
+    assert found[0].line == 12
+
+
+def test_plain_tags_are_only_types():
+    spec = loads(DEMO + "env: {A: !!str yes, B: !!str 010}\n", "f")
+    assert spec.env == {"A": "yes", "B": "010"}
+    assert loads(edited(DEMO, "nodes", '!!int "2"'), "f").nodes == 2
+
+
+def test_a_date_is_text_and_a_key_is_a_word():
+    assert loads(OWN + "env: {ON: 2001-01-01, y: z}\n", "f").env == {"ON": "2001-01-01", "y": "z"}
+
+
+def test_a_bomb_is_refused_quickly():
+    bomb = 'a: &a ["x","x","x"]\n' + "".join(
+        f"{b}: &{b} [*{a},*{a},*{a}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)
+    )
+    began = time.monotonic()
+    assert any("anchors are not supported" in each.message for each in problems(bomb))
+    problems("x:\n" + "- a\n" * 200_000)
+    assert time.monotonic() - began < 10
+
+
+def mangled(seed: int) -> str:
+    rng = random.Random(seed)
+    text = list(rng.choice((DEMO, AWS, OWN)))
+    for _ in range(rng.randint(1, 8)):
+        at = rng.randrange(len(text))
+        text[at : at + rng.randint(0, 3)] = rng.choices(NASTY, k=rng.randint(0, 3))
+    return "".join(text)
+
+
+def test_mangled_files_raise_nothing_but_a_spec_error():
+    refused = 0
+    for seed in range(1000):
+        try:
+            loads(mangled(seed), "f.yaml")
+        except SpecError as error:
+            refused += all(each.line >= 1 and each.message for each in error.problems)
+    assert refused > 500
+
+
+@pytest.mark.parametrize("key", ["<<", "<block>", "[key]", "[0]", "a.b", "", "checkpoint.to"])
+def test_a_strange_key_is_an_unknown_key(key):
+    for text in (DEMO + f'"{key}": 1\n', edited(DEMO, "checkpoint", f'{{"{key}": 1}}')):
+        assert the_problem(text).message == "unknown key"
+
+
+def test_a_secret_in_the_wrong_place_is_not_repeated():
+    canary = "hunter2-Canary"
+    for key, value in [
+        ("secrets", canary),
+        ("secrets", f"{{HF_TOKEN: {canary}}}"),
+        ("secrets", f"[HF_TOKEN={canary}]"),
+        ("env", f"{{TOKEN: [{canary}]}}"),
+        ("env", f'{{TOKEN: "{canary}\\0"}}'),
+        ("checkpoint", f'{{to: "s3://user:{canary}@bucket/x"}}'),
+        ("data", f'[{{from: "https://user:{canary}@host/x", to: x}}]'),
+        ("token", canary),
+    ]:
+        with pytest.raises(SpecError) as caught:
+            loads(edited(DEMO, key, value), "f")
+        assert canary not in str(caught.value), key
+
+
+# --- files
+
+
+def test_a_missing_file_says_what_why_and_next(tmp_path):
+    with pytest.raises(InputError) as caught:
+        load(tmp_path / "none.yaml")
+    error = caught.value
+    assert str(tmp_path / "none.yaml") in error.what
+    assert "no such file" in error.why
+    assert "mgpu init" in error.next_step
+    assert error.exit_code == 2
+
+
+def test_a_folder_or_pipe_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(InputError, match="cannot be read"):
+            load(path)
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "f.yaml"
+    path.write_bytes(b"name: x\nenv: {A: \xff}\n")
+    with pytest.raises(SpecError) as caught:
+        load(path)
+    assert str(caught.value.problems[0]) == f"{path}:2: file: not UTF-8 text"
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").touch()
+    (tmp_path / "src" / "requirements.txt").touch()
+    (tmp_path / "outside.txt").touch()
+    (tmp_path / "src" / "link.txt").symlink_to(tmp_path / "outside.txt")
+    return tmp_path
+
+
+def loaded(project: Path, code: str, command: str = "[train.py]") -> list[tuple[str, str | None]]:
+    path = project / "mgpu.yaml"
+    path.write_text(edited(edited(OWN, "code", code), "command", command))
+    try:
+        load(path)
+    except SpecError as error:
+        return [(each.field, each.nearest) for each in error.problems]
+    return []
+
+
+def test_the_users_code_has_to_be_there(project):
+    assert loaded(project, "{workdir: src, requirements: requirements.txt}") == []
+    assert loaded(project, "{workdir: scr}") == [("code.workdir", None)]
+    assert loaded(project, "{workdir: src, requirements: requirement.txt}") == [
+        ("code.requirements", "requirements.txt")
+    ]
+    assert loaded(project, "{workdir: src, requirements: link.txt}") == [("code.requirements", None)]
+    assert loaded(project, "{workdir: src}", "[trian.py]") == [("command[0]", "train.py")]
+    assert loaded(project, "{workdir: src}", "[some-program]") == []
+
+
+def test_files_are_looked_for_beside_the_run_file_not_in_the_current_folder(project, monkeypatch):
+    monkeypatch.chdir("/")
+    assert loaded(project, "{workdir: src}") == []
+
+
+def test_text_alone_looks_for_no_files():
+    loads(edited(OWN, "code", "{workdir: nowhere, requirements: none.txt}"), "f")
+
+
+# --- the price of asking
+
+
+def test_reading_a_run_file_imports_nothing_heavy():
+    heavy = ("torch", "boto3", "pulumi", "paramiko", "asyncssh", "docker", "rich", "grpc", "jsonschema")
+    code = f"import sys, mgpu.spec.load, mgpu.plan.rank; print(*(m for m in {heavy!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == ""
+
+
+def test_without_libyaml_the_answers_are_the_same(monkeypatch):
+    monkeypatch.setattr("mgpu.spec.document._LOADER", yaml.SafeLoader)
+    assert loads(AWS, "f").nodes == 2
+    assert the_problem(edited(DEMO, "nodes", "010")).line == 11
+    assert any("aliases" in each.message for each in problems("a: *b\n"))
