@@ -11,6 +11,7 @@ import functools
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,18 @@ from mgpu.iac.handler import Call, Difference, Handler, Settings
 from mgpu.iac.wire import UNKNOWN, PartialFailure, from_struct, to_struct
 
 _KIND = provider_pb2.PropertyDiff.Kind
+_MESSAGE_BYTES = 400 * 1024 * 1024  # the engine's own limit
+_THREADS = 16
+
+
+def serve(servicer: Servicer) -> tuple[grpc.Server, int]:
+    """A running server on a free port of the loopback interface."""
+    limits = [("grpc.max_receive_message_length", _MESSAGE_BYTES), ("grpc.max_send_message_length", _MESSAGE_BYTES)]
+    server = grpc.server(ThreadPoolExecutor(max_workers=_THREADS), options=limits)
+    provider_pb2_grpc.add_ResourceProviderServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    return server, port
 
 
 def _answering(method: Callable[..., Any]) -> Callable[..., Any]:

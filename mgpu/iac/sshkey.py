@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from mgpu.errors import InputError
+from mgpu.iac import environment
 from mgpu.iac.handler import Call, Checked, Difference, Found, Properties, changed
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.wire import UNKNOWN
@@ -29,8 +30,7 @@ class SshKeyHandler:
         """Fills in the path: where it was, or the state folder's `keys/<fleet>/id_ed25519`."""
         default = call.settings.state_dir / "keys" / fleet_name(call.project, call.stack) / "id_ed25519"
         path = new.get("path") or old.get("path") or str(default)
-        relative = path != UNKNOWN and not Path(path).expanduser().is_absolute()
-        return Checked({"path": path}, {"path": f"{path} is not an absolute path"} if relative else {})
+        return Checked({"path": path}, _problems(path))
 
     def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:
         """Another path is another key; a file that is missing is written again from the key in state."""
@@ -79,6 +79,15 @@ class SshKeyHandler:
         if (_read(_pub(file)) or "").strip() == old.get("publicKey"):
             _pub(file).unlink()
         _remove_empty(file.parent)
+
+
+def _problems(path: str) -> dict[str, str]:
+    if path != UNKNOWN and not Path(path).expanduser().is_absolute():
+        return {"path": f"{path} is not an absolute path"}
+    if os.environ.get(environment.AMBIENT_PASSPHRASE) == "":
+        how = f"unset {environment.AMBIENT_PASSPHRASE}, or read `. .mgpu/env`"
+        return {"path": f"the passphrase is empty: the private key would lie open in the stack's state; {how}"}
+    return {}
 
 
 def _pub(file: Path) -> Path:
