@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from mgpu.errors import NoOffer
+from mgpu.plan.model import Offer, Plan, Requirements
+from mgpu.plan.rank import plan, requirements
+from mgpu.spec.load import loads
+
+WANTED = Requirements(
+    provider="p",
+    nodes=2,
+    gpu=("A100-80GB", "A100-40GB"),
+    gpus_per_node=8,
+    processes_per_node=8,
+    market="spot-then-on-demand",
+    max_price_usd_per_hour=70,
+    max_hours=12,
+)
+
+
+def wanted(**changes: Any) -> Requirements:
+    return Requirements.model_validate(WANTED.model_dump() | changes)
+
+
+def offer(**changes: Any) -> Offer:
+    """An offer that meets WANTED, with changes."""
+    good: dict[str, Any] = {
+        "provider": "p",
+        "instance_type": "big",
+        "gpu": "A100-80GB",
+        "gpus": 8,
+        "market": "spot",
+        "price_usd_per_hour": 10,
+        "region": "r1",
+        "fetched_at": 1000,
+    }
+    return Offer.model_validate(good | changes)
+
+
+def refusal(needed: Requirements, *offers: Offer) -> NoOffer:
+    with pytest.raises(NoOffer) as caught:
+        plan(needed, offers)
+    return caught.value
+
+
+# --- requirements
+
+
+def test_requirements_are_what_the_run_file_says_of_machines():
+    spec = loads(
+        """\
+name: x
+provider: aws
+regions: us-east-1
+nodes: 3
+gpus_per_node: 8
+gpu: H100
+disk_gib: 500
+market: spot
+max_price_usd_per_hour: 70
+max_hours: 12
+lease_minutes: 30
+command: [a.py]
+checkpoint: none
+aws: {subnet_ids: [subnet-1, subnet-2], security_group_id: sg-1}
+""",
+        "f",
+    )
+    assert requirements(spec) == Requirements(
+        provider="aws",
+        nodes=3,
+        gpu=("H100",),
+        gpus_per_node=8,
+        processes_per_node=8,
+        disk_gib=500,
+        market="spot",
+        regions=("us-east-1",),
+        max_price_usd_per_hour=70,
+        max_hours=12,
+        lease_minutes=30,
+        provider_options={"subnet_ids": "subnet-1,subnet-2", "security_group_id": "sg-1"},
+    )
+
+
+def test_without_gpus_there_are_processes_and_no_options():
+    text = "name: x\nprovider: local\nmax_price_usd_per_hour: 1\nmax_hours: 1\ncommand: [a.py]\n"
+    assert requirements(loads(text, "f")).provider_options == {}
+    one = requirements(loads(text, "f"))
+    assert (one.gpus_per_node, one.processes_per_node, one.gpu) == (0, 1, ())
+    four = requirements(loads(text + "processes_per_node: 4\nlocal: {}\n", "f"))
+    assert (four.gpus_per_node, four.processes_per_node, four.provider_options) == (0, 4, {})
+
+
+# --- the order
+
+
+def test_spot_first_then_the_users_ranking_then_the_price():
+    expected = [
+        offer(price_usd_per_hour=20),
+        offer(price_usd_per_hour=21),
+        offer(price_usd_per_hour=5, gpu="A100-40GB"),
+        offer(price_usd_per_hour=30, market="on-demand"),
+        offer(price_usd_per_hour=6, gpu="A100-40GB", market="on-demand"),
+    ]
+    for seed in range(20):
+        shuffled = random.Random(seed).sample(expected, len(expected))
+        assert plan(WANTED, shuffled).offers == tuple(expected)
+
+
+def test_equal_prices_have_one_order():
+    offers = [offer(region=r, zone=z, instance_type=t) for r in ("r1", "r2") for z in (None, "za") for t in ("a", "b")]
+    plans = {plan(WANTED, random.Random(seed).sample(offers, len(offers))).offers for seed in range(10)}
+    assert plans == {tuple(offers)}
+
+
+def test_without_a_ranking_the_cheapest_gpu_comes_first():
+    dear, cheap = offer(gpu="B200", price_usd_per_hour=9), offer(gpu="T4", price_usd_per_hour=1)
+    assert plan(wanted(gpu=()), [dear, cheap]).best == cheap
+
+
+def test_gpu_names_are_compared_without_case():
+    assert plan(WANTED, [offer(gpu="a100-80gb")]).best.gpu == "a100-80gb"
+
+
+# --- what is set aside
+
+
+@pytest.mark.parametrize(
+    ("needed", "bad", "reason", "cure"),
+    [
+        (WANTED, {"provider": "q"}, "is of provider q", "`provider`"),
+        (WANTED, {"gpus": 4}, "has 4 GPUs a machine, not 8", "`gpus_per_node`: 4"),
+        (wanted(gpus_per_node=0, gpu=()), {"gpus": 1}, "has 1 GPU a machine, not 0", "`gpus_per_node`: 1"),
+        (WANTED, {"gpu": "T4"}, "GPU is T4, not A100-80GB or A100-40GB", "`gpu`: T4"),
+        (wanted(regions=("r2", "r3")), {}, "region is r1", "`regions`: r1"),
+        (wanted(market="spot"), {"market": "on-demand"}, "market is on-demand", "`market` to on-demand"),
+        (wanted(market="on-demand"), {}, "market is spot", "`market` to spot or spot-then-on-demand"),
+        (WANTED, {"stock": 1}, "only 1 to be had, 2 needed", "at most 1 `nodes`"),
+        (WANTED, {"price_usd_per_hour": 35.004}, "$70.01/h for all nodes, above the cap of $70.00/h", "to 70.01"),
+    ],
+)
+def test_every_refusal_has_a_reason_and_a_cure(needed, bad, reason, cure):
+    error = refusal(needed, offer(**bad))
+    assert reason in error.why
+    assert cure in error.next_step
+    assert error.exit_code == 3
+
+
+def test_a_plan_tells_what_it_set_aside():
+    made = plan(WANTED, [offer(), offer(gpus=1), offer(price_usd_per_hour=99)])
+    assert [each.reason.split()[0] for each in made.refused] == ["has", "$198.00/h"]
+    assert made.offers == (offer(),)
+
+
+def test_the_cap_is_for_all_nodes_together():
+    # a peer's cap of $10 took $19/h: it was asked per machine
+    assert "above the cap" in refusal(wanted(max_price_usd_per_hour=10), offer(price_usd_per_hour=9.5)).why
+    made = plan(wanted(max_price_usd_per_hour=19), [offer(price_usd_per_hour=9.5)])
+    assert (made.price_usd_per_hour, made.max_cost_usd) == (19, 19 * 12)
+
+
+def test_a_price_at_the_cap_is_taken_whatever_binary_fractions_do():
+    assert plan(wanted(nodes=3, max_price_usd_per_hour=0.3), [offer(price_usd_per_hour=0.1)]).best
+    assert "above" in refusal(wanted(nodes=3, max_price_usd_per_hour=0.3), offer(price_usd_per_hour=0.10001)).why
+
+
+def test_unknown_stock_is_no_refusal():
+    assert plan(WANTED, [offer(stock=None)]).best
+    assert plan(WANTED, [offer(stock=2)]).best
+
+
+def test_the_cure_is_for_the_offer_that_came_nearest():
+    error = refusal(WANTED, offer(gpus=1), offer(price_usd_per_hour=50), offer(price_usd_per_hour=40), offer(gpu="T4"))
+    assert "`max_price_usd_per_hour` to 80.00" in error.next_step
+
+
+def test_what_the_cure_says_is_enough():
+    for seed in range(200):
+        rng = random.Random(seed)
+        price = round(rng.uniform(0.001, 99), rng.randint(0, 6))
+        nodes = rng.randint(1, 7)
+        error = refusal(wanted(nodes=nodes, max_price_usd_per_hour=1e-4), offer(price_usd_per_hour=price))
+        said = float(re.findall(r"to ([0-9.]+),", error.next_step)[0])
+        assert plan(wanted(nodes=nodes, max_price_usd_per_hour=said), [offer(price_usd_per_hour=price)]).best
+        assert said <= price * nodes + 0.01
+
+
+def test_nothing_on_sale_is_said_so():
+    error = refusal(WANTED)
+    assert "nothing of this kind on sale" in error.why
+    assert error.what == "no offer of provider p meets the run file: 2 machines with 8 GPUs each, spot-then-on-demand"
+
+
+def test_very_many_refusals_are_counted():
+    lines = refusal(WANTED, *[offer(gpus=1)] * 100).why.splitlines()
+    assert len(lines) == 13
+    assert lines[-1] == "and 88 more"
+
+
+# --- for any offers
+
+
+def test_any_plan_keeps_its_promises():
+    made = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        offers = [
+            offer(
+                gpu=rng.choice(["A100-80GB", "A100-40GB", "T4"]),
+                gpus=rng.choice([8, 8, 8, 4]),
+                market=rng.choice(["spot", "on-demand"]),
+                price_usd_per_hour=rng.uniform(0, 60),
+                region=rng.choice(["r1", "r2", "r3"]),
+                stock=rng.choice([None, 1, 2, 8]),
+            )
+            for _ in range(rng.randint(1, 12))
+        ]
+        needed = wanted(
+            nodes=rng.randint(1, 4),
+            market=rng.choice(["spot", "on-demand", "spot-then-on-demand"]),
+            regions=rng.choice([(), ("r1",), ("r1", "r2")]),
+            max_price_usd_per_hour=rng.uniform(1, 200),
+        )
+        try:
+            found = plan(needed, offers)
+        except NoOffer as error:
+            assert error.why, seed  # noqa: PT017 - one of two allowed ends
+            assert error.next_step, seed  # noqa: PT017
+            continue
+        made += 1
+        keeps_its_promises(found, needed, offers)
+    assert 50 < made < 300
+
+
+def keeps_its_promises(found: Plan, needed: Requirements, offers: list[Offer]) -> None:
+    assert sorted(map(str, (*found.offers, *(each.offer for each in found.refused)))) == sorted(map(str, offers))
+    assert all(each.reason for each in found.refused)
+    assert found.price_usd_per_hour <= needed.max_price_usd_per_hour * (1 + 1e-6)
+    for each in found.offers:
+        assert each.gpus == 8
+        assert each.gpu in needed.gpu
+        assert needed.market in (each.market, "spot-then-on-demand")
+        assert not needed.regions or each.region in needed.regions
+        assert each.stock is None or each.stock >= needed.nodes
+    same_kind = [each for each in found.offers if (each.gpu, each.market) == (found.best.gpu, found.best.market)]
+    assert found.best.price_usd_per_hour == min(each.price_usd_per_hour for each in same_kind)
+
+
+def test_a_price_that_is_no_number_is_no_offer():
+    for price in (float("nan"), -1):
+        with pytest.raises(ValidationError):
+            offer(price_usd_per_hour=price)
+    assert "above the cap" in refusal(WANTED, offer(price_usd_per_hour=1e300)).why
