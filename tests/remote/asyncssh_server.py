@@ -1,7 +1,7 @@
 """A node for tests: a real SSH server in a process of its own, so that it can be stopped, continued and killed.
 
-`python asyncssh_server.py <folder>`: <folder> holds host_key and authorized_keys; home/ is the node's home. It writes
-its port to <folder>/port, and to <folder>/seen one line for every connection, login and command.
+`python asyncssh_server.py <folder> <port> <delay_s>`: <folder> holds host_key and authorized_keys; home/ is the
+node's home. It writes its port to <folder>/port, and to <folder>/seen one line for every connection, login and command.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ async def pump(source, sink) -> None:
         while data := await source.read(65536):
             sink.write(data)
             await sink.drain()
-    except (BrokenPipeError, ConnectionResetError):
-        return  # the command has closed its input
-    if isinstance(sink, asyncio.StreamWriter):
-        sink.close()
+    except (OSError, asyncssh.Error):
+        pass  # the command has closed its input, or the client is gone
+    finally:
+        if isinstance(sink, asyncio.StreamWriter):
+            sink.close()
 
 
 async def run(process: asyncssh.SSHServerProcess) -> None:
@@ -75,10 +76,11 @@ async def run(process: asyncssh.SSHServerProcess) -> None:
 
 async def main() -> None:
     HOME.mkdir(exist_ok=True)
+    await asyncio.sleep(float(sys.argv[3]))
     server = await asyncssh.create_server(
         Server,
         "127.0.0.1",
-        0,
+        int(sys.argv[2]),
         server_host_keys=[str(FOLDER / "host_key")],
         authorized_client_keys=str(FOLDER / "authorized_keys"),
         process_factory=run,

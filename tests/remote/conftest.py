@@ -97,15 +97,18 @@ def new_server(tmp_path, keys) -> Iterator[Callable[..., Server]]:
     """Starts asyncssh servers, each with a host key, a home and a port of its own."""
     started: list[Server] = []
 
-    def start(name: str = "", host_key_type: str = "ssh-ed25519") -> Server:
+    def start(name: str = "", host_key_type: str = "ssh-ed25519", port: int = 0, delay_s: float = 0) -> Server:
         folder = tmp_path / (name or f"node-{len(started)}")
         folder.mkdir()
         host_key = make_key(folder / "host_key", host_key_type)
         (folder / "authorized_keys").write_text(keys.public + "\n")
-        process = subprocess.Popen([sys.executable, SERVER, folder], stderr=(folder / "stderr").open("wb"))
-        server = Server(folder, process, 0, "trainer", folder / "home", host_key)
+        process = subprocess.Popen(
+            [sys.executable, SERVER, folder, str(port), str(delay_s)], stderr=(folder / "stderr").open("wb")
+        )
+        server = Server(folder, process, port, "trainer", folder / "home", host_key)
         started.append(server)
-        server.port = int(wait_for(lambda: (folder / "port").exists() and (folder / "port").read_text()))
+        if not delay_s:
+            server.port = int(wait_for(lambda: (folder / "port").exists() and (folder / "port").read_text()))
         return server
 
     yield start
@@ -135,6 +138,11 @@ def open_node(keys, timeouts) -> Iterator[Callable[..., Node]]:
 @pytest.fixture
 def node(server, open_node) -> Node:
     return open_node(server)
+
+
+@pytest.fixture
+def closed_port() -> int:
+    return free_port()
 
 
 @pytest.fixture

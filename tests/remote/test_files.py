@@ -1,0 +1,179 @@
+"""Files by SFTP: whole or not at all, and a growing log byte for byte (F39, F40)."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import threading
+import time
+
+import pytest
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.errors import ConnectionFailed, InputError, RemoteError
+
+
+@pytest.mark.parametrize("size", [0, 1, 32_768, 32_769, 5_000_000])
+def test_what_was_written_is_read(node, size):
+    data = random.Random(size).randbytes(size)
+    node.write("file", data)
+    assert node.read("file") == data
+
+
+def test_write_replaces_whole_files_with_the_mode_asked_for(node, server):
+    node.write("file", b"old", 0o644)
+    with (server.home / "file").open("rb") as reader:
+        node.write("file", b"new")
+        assert reader.read() == b"old"  # another file: nobody ever sees half of each
+    assert (server.home / "file").read_bytes() == b"new"
+    assert stat.S_IMODE((server.home / "file").stat().st_mode) == 0o600
+    assert [path.name for path in server.home.iterdir()] == ["file"]
+
+
+def test_write_makes_missing_folders_for_the_user_alone(node, server):
+    node.write("runs/a b/job.json", b"{}")
+    node.write("runs/a b/other", b"")
+    assert (server.home / "runs/a b/job.json").read_bytes() == b"{}"
+    assert stat.S_IMODE((server.home / "runs/a b").stat().st_mode) == 0o700
+    node.write(str(server.home / "absolute/x"), b"1")
+    assert node.read("absolute/x") == b"1"
+
+
+def test_absent_files(node, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        node.read("absent")
+    with pytest.raises(FileNotFoundError):
+        node.fetch("absent", tmp_path / "x")
+    assert node.read_from("absent", 0, 100) == b""
+    assert not node.exists("absent")
+    node.write("there", b"")
+    assert node.exists("there")
+    assert node.read("there") == b""
+
+
+def test_a_refusal_of_the_node_is_not_a_lost_connection(node, server):
+    (server.home / "folder").mkdir()
+    with pytest.raises(RemoteError, match="could not write folder") as refused:
+        node.write("folder", b"x")
+    assert not isinstance(refused.value, ConnectionFailed)
+    assert [path.name for path in server.home.iterdir()] == ["folder"]
+    node.write("file", b"x")
+    with pytest.raises(RemoteError, match="could not write file/below"):
+        node.write("file/below", b"x")
+    assert node.read("file") == b"x"
+
+
+@pytest.mark.parametrize("path", ["", "-rf", "a\nb", "a\x00b", "\x1b[2J", "\udcff", "a\u2028b"])
+def test_paths_that_are_not_plain_are_refused(node, server, path):
+    for call in (node.read, node.exists, lambda p: node.write(p, b""), lambda p: node.read_from(p, 0, 1)):
+        with pytest.raises(InputError):
+            call(path)
+    assert "sftp" not in server.seen
+
+
+def test_names_with_spaces_quotes_and_letters_of_all_kinds(node):
+    for name in ("two words", "'", '"', "$(id)", "数据", "a\\b", "*"):
+        node.write(name, name.encode())
+        assert node.read(name) == name.encode()
+
+
+def test_a_growing_file_is_followed_byte_for_byte(node, server):
+    log, expected = server.home / "log", random.Random(1).randbytes(3_000_000)
+    done = threading.Event()
+
+    def grow() -> None:
+        with log.open("ab", buffering=0) as out:
+            for start in range(0, len(expected), 40_000):
+                out.write(expected[start : start + 40_000])
+                time.sleep(0.002)
+        done.set()
+
+    threading.Thread(target=grow, daemon=True).start()
+    got = bytearray()
+    while not (done.is_set() and len(got) == len(expected)):
+        piece = node.read_from("log", len(got), 100_000)
+        assert len(piece) <= 100_000
+        got += piece
+        assert expected.startswith(got)
+    assert node.read_from("log", len(got), 100) == b""
+    assert node.read_from("log", len(got) + 50, 100) == b""
+    assert server.seen.count("sftp") == 1
+
+
+def test_following_goes_on_where_a_cut_connection_left_it(new_server, open_node):
+    """F39: received = remote, byte for byte."""
+    server = new_server()
+    node, expected = open_node(server), os.urandom(2_000_000)
+    server.home.joinpath("log").write_bytes(expected)
+    got, cuts = b"", 0
+    while len(got) < len(expected):
+        if len(got) > (cuts + 1) * 400_000:
+            cuts += 1
+            node.close()
+        try:
+            got += node.read_from("log", len(got), 70_000)
+        except ConnectionFailed:
+            node.reconnect()
+    assert cuts == 4
+    assert got == expected
+
+
+def test_one_line_without_end_is_read_in_bounded_pieces(node, server):
+    """F40: a limit is a limit, and nothing is decoded."""
+    with server.home.joinpath("log").open("wb") as out:
+        out.truncate(1 << 30)
+        out.seek(500_000_000)
+        out.write(b"\xff\xfe\x1b[31m")
+    assert len(node.read_from("log", 0, 1 << 20)) == 1 << 20
+    assert node.read_from("log", 500_000_000, 7) == b"\xff\xfe\x1b[31m"
+    with pytest.raises(RemoteError, match="too large"):
+        node.read("log")
+
+
+def test_fetch_copies_whole_files_or_nothing(node, server, tmp_path):
+    data = os.urandom(5_000_003)
+    server.home.joinpath("model").write_bytes(data)
+    dest = tmp_path / "out" / "model"
+    dest.parent.mkdir()
+    dest.write_bytes(b"old")
+    with pytest.raises(FileNotFoundError):
+        node.fetch("absent", dest)
+    assert dest.read_bytes() == b"old"
+    node.fetch("model", dest)
+    assert dest.read_bytes() == data
+    assert [path.name for path in dest.parent.iterdir()] == ["model"]
+    with pytest.raises(FileNotFoundError):
+        node.fetch("model", tmp_path / "no" / "folder")
+    assert node.read("model") == data  # the session is fit for use
+
+
+def test_a_server_that_stops_answering_costs_the_deadline(server, open_node):
+    node = open_node(server, Timeouts(command_s=0.5))  # and keep-alives of 5 s: only the deadline can end it
+    node.write("x", b"1")
+    server.freeze()
+    began = time.monotonic()
+    with pytest.raises(ConnectionFailed) as failed:
+        node.read("x")
+    assert time.monotonic() - began < 4
+    assert "0.5 s" in failed.value.why
+    server.thaw()
+    assert node.read("x") == b"1"
+
+
+def test_calls_of_several_threads_do_not_mix(node):
+    for number in range(4):
+        node.write(f"file-{number}", bytes([number]) * 200_000)
+    wrong = []
+
+    def read(number: int) -> None:
+        for _ in range(5):
+            if node.read(f"file-{number}") != bytes([number]) * 200_000:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

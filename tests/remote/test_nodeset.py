@@ -1,0 +1,128 @@
+"""All nodes at once: connected together, asked in parallel, every failure reported."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from mgpu.errors import CommandFailed, ConnectionFailed, HostKeyMismatch, InputError
+from mgpu.remote.nodeset import NodeSet
+
+
+@pytest.fixture
+def servers(new_server):
+    return [new_server(), new_server(), new_server()]
+
+
+@pytest.fixture
+def nodes(servers, keys, timeouts):
+    targets = [server.target(rank) for rank, server in enumerate(servers)]
+    with NodeSet.connect(targets, keys.file, timeouts) as opened:
+        yield opened
+
+
+def test_each_asks_all_at_once_and_answers_in_order(nodes, servers):
+    barrier = threading.Barrier(3)
+
+    def ask(node):
+        barrier.wait(10)
+        return node.run(["pwd"], timeout=20).stdout.decode().strip()
+
+    assert nodes.each(ask) == [str(server.home) for server in servers]
+    assert [node.target.rank for node in nodes.nodes] == [0, 1, 2]
+    assert nodes.each(lambda node: node.target.rank) == [0, 1, 2]
+
+
+def test_each_collects_every_error(nodes):
+    asked = []
+
+    def fail(node):
+        asked.append(node.target.rank)
+        if node.target.rank != 1:
+            node.run(["sh", "-c", f"echo broken {node.target.rank} >&2; exit 4"], timeout=20)
+
+    with pytest.raises(CommandFailed) as failed:
+        nodes.each(fail)
+    assert sorted(asked) == [0, 1, 2]
+    assert failed.value.status == 4
+    assert "node 0" in failed.value.what
+    assert "broken 0" in failed.value.why
+    assert "And 1 more:" in failed.value.why
+    assert "node 2" in failed.value.why
+    assert "broken 2" in failed.value.why
+
+
+def test_each_reports_a_bug_as_itself(nodes):
+    def fail(node):
+        if node.target.rank == 1:
+            raise ZeroDivisionError("a bug")
+        raise ConnectionFailed("lost")
+
+    with pytest.raises(ZeroDivisionError) as failed:
+        nodes.each(fail)
+    assert "and 2 more" in failed.value.__notes__[0]
+
+
+def test_connect_waits_for_a_node_that_boots(new_server, keys, timeouts, closed_port):
+    server = new_server(port=closed_port, delay_s=0.7)
+    with NodeSet.connect([server.target()], keys.file, timeouts) as nodes:
+        assert nodes.nodes[0].run(["echo", "up"], timeout=20).stdout == b"up\n"
+
+
+def test_connect_reports_all_nodes_that_do_not_answer_and_closes_the_others(server, keys, timeouts, closed_port):
+    targets = [server.target(0), server.target(1, port=closed_port), server.target(2, port=closed_port)]
+    began = time.monotonic()
+    with pytest.raises(ConnectionFailed) as failed:
+        NodeSet.connect(targets, keys.file, timeouts.model_copy(update={"connect_s": 0.5}))
+    assert time.monotonic() - began < 5
+    assert "node 1" in failed.value.what
+    assert "node 2" in failed.value.why
+    assert "node 0" not in str(failed.value)
+    wait_for_threads_to_end()
+
+
+def test_connect_gives_up_at_once_on_another_host_key(new_server, keys, timeouts, closed_port):
+    server, other = new_server(), new_server()
+    targets = [server.target(0, port=closed_port), server.target(1, host_key=other.host_key)]
+    began = time.monotonic()
+    with pytest.raises(HostKeyMismatch, match="node 1") as refused:
+        NodeSet.connect(targets, keys.file, timeouts)
+    assert time.monotonic() - began < 10  # connect_s is 30
+    assert "node 0" in refused.value.why
+
+
+def test_connect_without_a_key(server, tmp_path, timeouts):
+    with pytest.raises(InputError, match="absent"):
+        NodeSet.connect([server.target()], tmp_path / "absent", timeouts)
+
+
+def test_sync_reads_the_folder_once_for_all(nodes, servers, tmp_path):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for number in range(50):
+        (folder / f"{number}.py").write_bytes(os.urandom(1000))
+    reports = nodes.sync(folder, "work", python=sys.executable)
+    assert [(report.files, report.sent) for report in reports] == [(50, 50)] * 3
+    for server in servers:
+        assert (server.home / "work/7.py").read_bytes() == (folder / "7.py").read_bytes()
+    (servers[1].home / "work/7.py").unlink()
+    assert [report.sent for report in nodes.sync(folder, "work", python=sys.executable)] == [0, 1, 0]
+
+
+def test_close_leaves_no_connection_and_no_thread(servers, keys, timeouts):
+    nodes = NodeSet.connect([server.target() for server in servers], keys.file, timeouts)
+    nodes.each(lambda node: node.write("x", b""))
+    nodes.close()
+    assert all(node.closed for node in nodes.nodes)
+    wait_for_threads_to_end()
+
+
+def wait_for_threads_to_end() -> None:
+    end = time.monotonic() + 5
+    while any("Transport" in type(thread).__name__ or "mgpu-node" in thread.name for thread in threading.enumerate()):
+        assert time.monotonic() < end, threading.enumerate()
+        time.sleep(0.02)

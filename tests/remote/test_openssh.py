@@ -1,0 +1,69 @@
+"""The same against OpenSSH's own server, where it is installed: it answers in other orders than asyncssh does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.errors import ConnectionFailed, HostKeyMismatch
+from mgpu.remote.node import connect
+
+
+@pytest.fixture
+def at_sshd(sshd, open_node):
+    return open_node(sshd)
+
+
+def test_commands(at_sshd):
+    assert (
+        at_sshd.run(["printf", "%s|", "two words", "$(id)", "数据"], timeout=20).stdout.decode()
+        == "two words|$(id)|数据|"
+    )
+    data = os.urandom(5_000_000)
+    assert at_sshd.run(["cat"], stdin=data, timeout=30).stdout == data
+    assert at_sshd.run(["sh", "-c", "exit 3"], timeout=20, check=False).status == 3
+    assert at_sshd.run(["exec", "sh", "-c", "kill -9 $$"], timeout=20, check=False).status == -1
+    with pytest.raises(ConnectionFailed):
+        at_sshd.run(["sleep", "60"], timeout=0.3)
+
+
+def test_files_and_sync(at_sshd, tmp_path):
+    folder, dest = tmp_path / "project", tmp_path / "remote" / "work"
+    folder.mkdir()
+    (folder / "a").write_bytes(os.urandom(3_000_000))
+    (folder / "b").symlink_to("a")
+    assert at_sshd.sync(folder, str(dest), python=sys.executable).sent == 2
+    assert at_sshd.sync(folder, str(dest), python=sys.executable).sent == 0
+    assert (dest / "b").read_bytes() == (folder / "a").read_bytes()
+    path = str(tmp_path / "remote" / "new" / "file")
+    at_sshd.write(path, b"x" * 3_000_000)
+    at_sshd.write(path, b"y" * 3_000_000)
+    assert at_sshd.read(path) == b"y" * 3_000_000
+    assert at_sshd.read_from(path, 2_999_990, 100) == b"y" * 10
+    with pytest.raises(FileNotFoundError):
+        at_sshd.read(str(tmp_path / "absent"))
+
+
+def test_another_host_key(sshd, new_server, keys, timeouts):
+    with pytest.raises(HostKeyMismatch):
+        connect(sshd.target(host_key=new_server().host_key), keys.file, timeouts)
+
+
+def test_a_stopped_session_is_noticed(sshd, open_node):
+    """Its kernel acknowledges; the process that serves this connection does not answer."""
+    node = open_node(sshd, Timeouts(keepalive_s=0.3))
+    session = int(node.run(["exec", "sh", "-c", "echo $PPID"], timeout=20).stdout)
+    threading.Timer(0.3, os.kill, (session, signal.SIGSTOP)).start()
+    try:
+        began = time.monotonic()
+        with pytest.raises(ConnectionFailed):
+            node.run(["sleep", "60"], timeout=60)
+        assert time.monotonic() - began < 5
+    finally:
+        os.kill(session, signal.SIGCONT)

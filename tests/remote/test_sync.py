@@ -1,0 +1,344 @@
+"""Sync: changed files only, whole or not at all, and no path that leads out of the folder on either side."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mgpu.errors import CommandFailed, ConnectionFailed, InputError
+from mgpu.remote import receiver
+from mgpu.remote.snapshot import scan
+from mgpu.remote.targets import SyncReport
+
+
+def tree(folder: Path) -> dict[str, object]:
+    """What a folder holds, without what belongs to sync itself."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            found[name] = f"-> {path.readlink()}"
+        elif path.is_file() and name != receiver.MANIFEST:
+            found[name] = path.read_bytes()
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    root = tmp_path / "project"
+    (root / "pkg" / "deep").mkdir(parents=True)
+    (root / "train.py").write_text("print('hello')\n")
+    (root / "pkg" / "__init__.py").write_bytes(b"")
+    (root / "pkg" / "deep" / "two words 数据.bin").write_bytes(os.urandom(400_000))
+    (root / "run.sh").write_text("#!/bin/sh\n")
+    (root / "run.sh").chmod(0o755)
+    return root
+
+
+@pytest.fixture
+def dest(server) -> Path:
+    return server.home / "runs/r/work"
+
+
+def sync(node, folder, **options) -> SyncReport:
+    return node.sync(folder, "runs/r/work", python=sys.executable, **options)
+
+
+def test_a_first_sync_sends_all_and_a_second_nothing(node, folder, dest, server):
+    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert sync(node, folder) == SyncReport(files=4, sent=4, deleted=0, bytes_sent=total)
+    assert tree(dest) == tree(folder)
+    assert stat.S_IMODE((dest / "run.sh").stat().st_mode) & 0o111
+    assert not stat.S_IMODE((dest / "train.py").stat().st_mode) & 0o111
+    before = server.seen.count("command")
+    assert sync(node, folder) == SyncReport(4, 0, 0, 0)
+    assert server.seen.count("command") == before + 1
+
+
+def test_only_what_changed_is_sent(node, folder, dest):
+    sync(node, folder)
+    untouched = (dest / "pkg/__init__.py").stat().st_mtime_ns
+    (folder / "train.py").write_text("print('world')\n")  # the same length
+    os.utime(folder / "pkg/__init__.py")  # touched, not changed
+    (folder / "run.sh").chmod(0o644)
+    (folder / "new.py").write_text("new")
+    assert sync(node, folder) == SyncReport(5, 3, 0, len("print('world')\n") + len("#!/bin/sh\n") + 3)
+    assert tree(dest) == tree(folder)
+    assert not (dest / "run.sh").stat().st_mode & stat.S_IXUSR
+    assert (dest / "pkg/__init__.py").stat().st_mtime_ns == untouched
+
+
+def test_what_vanished_is_deleted_and_what_the_node_made_stays(node, folder, dest):
+    sync(node, folder)
+    (dest / "pkg/deep/output.txt").write_text("made on the node")
+    (dest / "metrics").mkdir()
+    for path in ("pkg/deep/two words 数据.bin", "pkg/__init__.py", "run.sh"):
+        (folder / path).unlink()
+    (folder / "pkg/deep").rmdir()
+    (folder / "pkg").rmdir()
+    assert sync(node, folder).deleted == 3
+    assert tree(dest) == {"train.py": b"print('hello')\n", "pkg/deep/output.txt": b"made on the node"}
+    assert (dest / "metrics").is_dir()
+
+
+def test_empty_folders_go_with_their_last_file(node, folder, dest):
+    sync(node, folder)
+    (folder / "pkg/deep/two words 数据.bin").unlink()
+    sync(node, folder)
+    assert sorted(path.name for path in (dest / "pkg").iterdir()) == ["__init__.py"]
+
+
+def test_what_was_touched_on_the_node_is_mended(node, folder, dest):
+    sync(node, folder)
+    (dest / "train.py").write_text("print('h4cked')")
+    (dest / "run.sh").unlink()
+    (dest / "pkg/__init__.py").chmod(0o777)
+    assert sync(node, folder).sent == 3
+    assert tree(dest) == tree(folder)
+
+
+def test_files_become_folders_and_folders_files(node, folder, dest):
+    sync(node, folder)
+    (folder / "train.py").unlink()
+    (folder / "train.py").mkdir()
+    (folder / "train.py" / "inner").write_text("1")
+    for path in ("pkg/deep/two words 数据.bin", "pkg/__init__.py"):
+        (folder / path).unlink()
+    (folder / "pkg/deep").rmdir()
+    (folder / "pkg").rmdir()
+    (folder / "pkg").write_text("now a file")
+    sync(node, folder)
+    assert tree(dest) == tree(folder)
+
+
+def test_links_inside_the_folder_stay_links(node, folder, dest):
+    (folder / "a").symlink_to("train.py")
+    (folder / "pkg" / "up").symlink_to("../run.sh")
+    (folder / "tree").symlink_to("pkg/deep")
+    (folder / "pkg" / "absolute").symlink_to(folder / "train.py")
+    (folder / "dangling").symlink_to("not-there")
+    assert sync(node, folder).sent == 9
+    assert (dest / "pkg/absolute").readlink() == Path("../train.py")
+    assert (dest / "pkg/absolute").read_bytes() == (folder / "train.py").read_bytes()
+    assert (dest / "tree").readlink() == Path("pkg/deep")
+    assert (dest / "dangling").is_symlink()
+    assert sync(node, folder).sent == 0
+    (folder / "a").unlink()
+    (folder / "a").symlink_to("run.sh")
+    assert sync(node, folder) == SyncReport(9, 1, 0, 0)
+    assert (dest / "a").readlink() == Path("run.sh")
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "pkg/../../outside", "tree/../../outside"])
+def test_links_that_leave_the_folder_are_refused(folder, tmp_path, target):
+    (tmp_path / "outside").write_text("secret")
+    (folder / "tree").symlink_to("pkg")
+    (folder / "pkg" / "fine").symlink_to("../run.sh")
+    (folder / "leak").symlink_to(target)
+    with pytest.raises(InputError) as refused:
+        scan(folder)
+    assert "leak is a link that leaves the folder" in refused.value.why
+    assert "1 of its files" in refused.value.what
+    assert "fine" not in refused.value.why
+
+
+def test_all_files_that_cannot_be_sent_are_named_at_once(folder):
+    (folder / "one").symlink_to("/etc")
+    (folder / "two\nlines").write_text("")
+    with (folder / os.fsdecode(b"not-utf8-\xff")).open("w"):
+        pass
+    with pytest.raises(InputError) as refused:
+        scan(folder)
+    assert "3 of its files" in refused.value.what
+    assert "\\n" in refused.value.why
+
+
+def test_what_is_excluded(folder):
+    for path in (".git/config", "pkg/__pycache__/a.pyc", "b.pyc", ".venv/bin/python", ".mgpu/env", "mgpu-runs/r/log"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text("")
+    (folder / ".mgpu-sync.json").write_text("")
+    (folder / "data").mkdir()
+    (folder / "data" / "big").write_text("")
+    (folder / "data" / "keep.txt").write_text("")
+    names = {"train.py", "run.sh", "pkg/__init__.py", "pkg/deep/two words 数据.bin"}
+    assert scan(folder).entries.keys() == names | {"data/big", "data/keep.txt"}
+    (folder / ".mgpuignore").write_text("# large\n/data/*\n!keep.txt\n*.bin\n")
+    expected = {"train.py", "run.sh", "pkg/__init__.py", "data/keep.txt", ".mgpuignore"}
+    assert scan(folder).entries.keys() == expected
+    assert scan(folder, ["*.py"]).entries.keys() >= {".git/config", "run.sh"}
+    assert "train.py" not in scan(folder, ["*.py"]).entries
+
+
+def test_sockets_and_pipes_are_left_out(folder):
+    os.mkfifo(folder / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "socket"))
+        assert len(scan(folder).entries) == 4
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(InputError, match="no folder"):
+        scan(tmp_path / "absent")
+
+
+def test_a_file_that_changes_on_the_way_changes_nothing_on_the_node(node, folder, dest):
+    sync(node, folder)
+    (folder / "train.py").write_text("new")
+    big = folder / "big"
+    big.write_bytes(os.urandom(300_000))
+    snapshot = scan(folder)
+    before = tree(dest)
+    big.write_bytes(os.urandom(300_000))
+    with pytest.raises(CommandFailed) as failed:
+        sync(node, snapshot)
+    assert "changed while it was sent" in failed.value.why
+    big.write_bytes(b"shorter")
+    with pytest.raises(InputError, match="changed while it was sent"):
+        sync(node, snapshot)
+    big.write_bytes(os.urandom(300_001))
+    with pytest.raises(InputError, match="changed while it was sent"):
+        sync(node, snapshot)
+    big.unlink()
+    big.symlink_to("/etc/passwd")
+    with pytest.raises(InputError, match="became a link"):
+        sync(node, snapshot)
+    assert tree(dest) == before
+    big.unlink()
+    sync(node, folder)
+    assert tree(dest) == tree(folder)
+
+
+def test_a_transfer_that_is_cut_changes_nothing(server, open_node, folder, dest):
+    node = open_node(server)
+    sync(node, folder)
+    before = tree(dest)
+    (folder / "train.py").write_text("new")
+    (folder / "run.sh").unlink()
+    (folder / "big").write_bytes(os.urandom(30_000_000))
+    snapshot = scan(folder)
+    whole = snapshot.stream(["big", "train.py"])
+
+    def cut(_paths):
+        for number, block in enumerate(whole):
+            if number == 40:
+                node.close()
+            yield block
+
+    object.__setattr__(snapshot, "stream", cut)
+    with pytest.raises(ConnectionFailed):
+        sync(node, snapshot)
+    while any(path.is_dir() for path in dest.glob(".mgpu-sync.*")):
+        time.sleep(0.02)  # the receiver clears up when it sees the end of its input
+    assert tree(dest) == before
+    node.reconnect()
+    sync(node, folder)
+    assert tree(dest) == tree(folder)
+
+
+def test_a_python_that_is_not_there(node, folder):
+    with pytest.raises(CommandFailed) as failed:
+        node.sync(folder, "work", python="/no/such/python3")
+    assert failed.value.status == 127
+    assert "needs /no/such/python3" in failed.value.next_step
+
+
+def test_dest_that_is_not_plain(node, folder):
+    with pytest.raises(InputError):
+        node.sync(folder, "-rf")
+
+
+# The receiver alone: what a header from anywhere can do to the node, and the node's links to it.
+
+
+def take(dest: Path, entries: dict[str, str], send=(), body: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    header = json.dumps({"entries": entries, "send": list(send)}).encode() + b"\n"
+    command = [sys.executable, "-I", "-c", Path(receiver.__file__).read_text(), "take", str(dest)]
+    return subprocess.run(command, input=header + body, capture_output=True, check=False, timeout=30)
+
+
+EMPTY = "f:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "/tmp/x", "a/../../x", "a//b", "./a", "", ".mgpu-sync.json", ".mgpu-sync.1/x"]
+)
+def test_receiver_refuses_paths_that_leave_its_folder(tmp_path, path):
+    dest = tmp_path / "dest"
+    done = take(dest, {path: EMPTY}, [[path, 0]])
+    assert done.returncode == 1
+    assert b"not a path inside" in done.stderr
+    assert list(dest.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [dest]
+
+
+def test_receiver_never_writes_or_deletes_through_a_link(tmp_path):
+    dest, outside = tmp_path / "dest", tmp_path / "outside"
+    outside.mkdir()
+    assert take(dest, {"sub/file": EMPTY}, [["sub/file", 0]]).returncode == 0
+    (dest / "sub/file").rename(outside / "file")
+    (dest / "sub").rmdir()
+    (dest / "sub").symlink_to(outside)
+    done = take(dest, {"sub/new": EMPTY}, [["sub/new", 0]])
+    assert done.returncode == 1
+    assert b"sub is in the way" in done.stderr
+    assert [path.name for path in outside.iterdir()] == ["file"]
+
+
+def test_receiver_replaces_a_link_and_not_what_it_points_to(tmp_path):
+    dest, outside = tmp_path / "dest", tmp_path / "outside"
+    dest.mkdir()
+    outside.write_text("precious")
+    (dest / "file").symlink_to(outside)
+    assert take(dest, {"file": EMPTY}, [["file", 0]]).returncode == 0
+    assert outside.read_text() == "precious"
+    assert not (dest / "file").is_symlink()
+
+
+def test_receiver_leaves_a_folder_of_the_nodes_own_alone(tmp_path):
+    (tmp_path / "name").mkdir()
+    (tmp_path / "name" / "output").write_text("made here")
+    done = take(tmp_path, {"name": EMPTY}, [["name", 0]])
+    assert done.returncode == 1
+    assert b"not from sync" in done.stderr
+    assert (tmp_path / "name" / "output").read_text() == "made here"
+
+
+def test_receiver_forgets_a_broken_manifest_and_what_a_cut_transfer_left(tmp_path):
+    (tmp_path / receiver.MANIFEST).write_text('{"../../x": ["f:0", null]}')
+    left = tmp_path / ".mgpu-sync.abcdef"
+    left.mkdir()
+    (left / "0").write_text("half")
+    assert take(tmp_path, {"a": EMPTY}, [["a", 0]]).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [receiver.MANIFEST, "a"]
+
+
+def test_receiver_remembers_what_it_was_about_to_put_in_place(tmp_path, monkeypatch):
+    """A crash between two renames: the next sync still knows every file that may be there."""
+    take(tmp_path, {"old": EMPTY}, [["old", 0]])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(receiver, "mark_of", lambda _path: 1 / 0)
+    aside = tmp_path / ".mgpu-sync.x"
+    aside.mkdir()
+    (aside / "0").write_text("")
+    with pytest.raises(ZeroDivisionError):
+        receiver.put_in_place(aside, {"new": EMPTY}, ["new"])
+    assert (tmp_path / "new").exists()
+    assert json.loads((tmp_path / receiver.MANIFEST).read_text()).keys() == {"old", "new"}
+    monkeypatch.undo()
+    assert take(tmp_path, {}).stdout == b"2"
+    assert [path.name for path in tmp_path.iterdir()] == [receiver.MANIFEST]
+
+
+def test_receiver_refuses_contents_that_are_not_what_was_announced(tmp_path):
+    assert take(tmp_path, {"a": EMPTY}, [["a", 3]], b"abc").returncode == 1
+    assert take(tmp_path, {"a": EMPTY}, [["a", 3]], b"ab").returncode == 1
+    assert list(tmp_path.iterdir()) == []
