@@ -13,6 +13,7 @@ that does not get there is undone before the next one begins. What a refusal blo
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -226,7 +227,8 @@ class _Search:
     ranks: tuple[int, ...]  # the ones that this search has to fill
     make: Callable[[Intent], Handle]
     whole: Callable[[Handle], Handle]  # the fleet's handle with what `find` has found
-    earlier: list[Intent] = field(default_factory=list)  # what a process that died may have made
+    earlier: list[Intent] = field(default_factory=list)  # what a process that died has made
+    spent: set[str] = field(default_factory=set)  # tokens of tries that were undone: no gang comes of them any more
     tried: list[Refusal] = field(default_factory=list)
     refusals: list[ProviderError] = field(default_factory=list)
     blocks: list[Callable[[Offer], bool]] = field(default_factory=list)
@@ -234,10 +236,9 @@ class _Search:
 
     def run(self, offers: Sequence[Offer]) -> Acquired:
         self.deadline = self.clock() + self.timeouts.provision_s
-        self.earlier = _unfinished(self.journal, self.request)
+        unfinished, self.spent = _history(self.journal, self.request)
+        self.earlier = [intent for intent in unfinished if self._exists(intent)]
         for intent in self._intents(offers):
-            if any(blocks(intent.offer) for blocks in self.blocks):
-                continue
             made = self._try(intent)
             if made is not None:
                 return made
@@ -246,13 +247,16 @@ class _Search:
     def _intents(self, offers: Sequence[Offer]) -> Iterator[Intent]:
         yield from self.earlier
         for offer in offers:
-            for attempt in range(_TRIES):
-                intent = self._intent(offer, attempt)
-                if not self._is_earlier(intent):
+            attempts = (self._intent(offer, number) for number in itertools.count())
+            for intent in itertools.islice((i for i in attempts if i.token not in self.spent), _TRIES):
+                if not any(blocks(offer) for blocks in self.blocks):
                     yield intent
 
-    def _is_earlier(self, intent: Intent) -> bool:
-        return intent.token in {other.token for other in self.earlier}
+    def _exists(self, intent: Intent) -> bool:
+        if self._insist(lambda: self.provider.find(intent)) is not None:
+            return True
+        self.journal.append("undone", token=intent.token, why="nothing was made")
+        return False
 
     def _intent(self, offer: Offer, attempt: int) -> Intent:
         fleet, generation, owner = self.request.fleet, self.request.generation, self.request.owner
@@ -352,7 +356,7 @@ class _Search:
     def _made_nothing(self, intent: Intent, error: BaseException) -> bool:
         """True for the answers by which a provider says so. A conflict over an intent of ours is none of them."""
         if isinstance(error, Conflict):
-            return not self._is_earlier(intent)
+            return intent not in self.earlier
         return isinstance(error, ProviderError) and not isinstance(error, (Transient, RateLimited, AmbiguousCreate))
 
     def _judge(self, intent: Intent, error: BaseException) -> None:
@@ -396,15 +400,17 @@ def _obituary(node: NodeState) -> str:
     return f"node {node.rank} ({node.id}) ended while it started: {node.reason or 'no reason given'}"
 
 
-def _unfinished(journal: Journal, request: FleetRequest) -> list[Intent]:
-    """Intents of this generation without an end: what a process that died may have made."""
+def _history(journal: Journal, request: FleetRequest) -> tuple[list[Intent], set[str]]:
+    """Intents of this generation without an end, which a process that died may have carried out; tokens undone."""
     intents: dict[str, Intent] = {}
+    spent: set[str] = set()
     for entry in journals.read(journal.path):
         if entry["kind"] == "intent" and (entry["fleet"], entry["generation"]) == (request.fleet, request.generation):
             intents[entry["token"]] = Intent.model_validate({name: entry[name] for name in Intent.model_fields})
         elif entry["kind"] == "undone":
             intents.pop(entry["token"], None)
-    return list(intents.values())
+            spent.add(entry["token"])
+    return list(intents.values()), spent
 
 
 def _blocks(error: ProviderError, offer: Offer) -> Callable[[Offer], bool]:
