@@ -25,4 +25,3 @@ fleet = mgpu.Fleet(
 
 # What `mgpu run` reads, and its JSON schema: docs/formats.md
 pulumi.export("mgpu", fleet.output)
-pulumi.export("publicKey", key.public_key)

@@ -20,7 +20,7 @@ import yaml
 from mgpu_train.timeouts import Timeouts
 from pydantic import ValidationError
 
-from mgpu.errors import Interrupted, MgpuError, StackError
+from mgpu.errors import Interrupted, MgpuError, StackError, TeardownIncomplete
 from mgpu.events import Emit
 from mgpu.iac import environment, failures, install
 from mgpu.iac.enginelog import Change, EngineLog
@@ -221,10 +221,10 @@ class Stack:
         """What the plugin reported, where it did; else what the engine said."""
         what = f"stack {self.name}: `pulumi {verb}` failed"
         log = self._log_dir / "pulumi.log"
-        if self._cli.interrupted:
+        reported = next((found for text in messages if (found := failures.parse(text))), None)
+        if self._cli.interrupted and not isinstance(reported, TeardownIncomplete):
             saved = "What it had under way was undone, and the state was saved."
             return Interrupted(f"stack {self.name}: `pulumi {verb}` was interrupted", saved)
-        reported = next((found for text in messages if (found := failures.parse(text))), None)
         last = "\n".join(line for text in messages for line in text.splitlines()[-8:] if line.strip())
         return reported or StackError(what, last, f"The whole output is in {log}." if log.exists() else "")
 

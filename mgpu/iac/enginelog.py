@@ -15,7 +15,6 @@ from typing import Any
 from mgpu.events import Emit, Note, Warned
 
 _VERBS = {"create": "creating", "update": "updating", "delete": "deleting", "replace": "replacing"}
-_STACK_TYPE = "pulumi:pulumi:Stack"
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,11 @@ class EngineLog:
             self.emit(Note(text))
 
     def _resource(self, step: dict[str, Any]) -> None:
-        if step["op"] == "same" or step["type"] == _STACK_TYPE:
-            return
+        if step["op"] not in _VERBS or step["type"].startswith("pulumi:"):
+            return  # a look, a step of a replacement, or the engine's own bookkeeping
         name = step["urn"].rpartition("::")[2]
         self.changes.append(Change(step["op"], step["type"], name, tuple(_properties(step))))
-        if step["op"] in _VERBS:
-            self.emit(Note(f"{_VERBS[step['op']]} {step['type'].rpartition(':')[2]} {name}"))
+        self.emit(Note(f"{_VERBS[step['op']]} {step['type'].rpartition(':')[2]} {name}"))
 
 
 def _properties(step: dict[str, Any]) -> Iterator[str]:

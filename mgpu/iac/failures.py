@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from mgpu import errors
-from mgpu.errors import MgpuError, ProviderError, StackError
+from mgpu.errors import MgpuError, ProviderError, StackError, TeardownIncomplete
 
+_KEPT = (ProviderError, TeardownIncomplete)
 _MARK = re.compile(r"\n\s*\[mgpu:(\w+)\]")
 
 
@@ -18,13 +19,14 @@ def describe(error: MgpuError) -> str:
 def parse(text: str) -> MgpuError | None:
     """The error that `describe` wrote into `text`; None when there is none.
 
-    A ProviderError comes back as its own class, with its exit code; everything else as a StackError.
+    A ProviderError comes back as its own class, with its exit code, and so does TeardownIncomplete; everything else as
+    a StackError.
     """
     mark = _MARK.search(text)
     if mark is None:
         return None
     found = getattr(errors, mark[1], None)
-    kind = found if isinstance(found, type) and issubclass(found, ProviderError) else StackError
+    kind = found if isinstance(found, type) and issubclass(found, _KEPT) else StackError
     what, *rest = [line.strip() for line in text[: mark.start()].splitlines() if line.strip()] or ["the plugin failed"]
     next_step = rest.pop() if rest else ""
     return kind(what, "\n".join(rest), next_step)

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
+from mgpu.acquire import Acquired
 from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers.base import FleetRequest, FleetState, Handle, NodeState
 from mgpu.spec.model import Market, Word
@@ -132,22 +133,21 @@ def live_machines(state: FleetState, offer: Offer, pinned: Mapping[str, Machine]
     )
 
 
-def bought(
-    inputs: FleetInputs, handle: Handle, state: FleetState, offer: Offer, considered: tuple[Offer, ...], now: float
-) -> FleetOutputs:
-    """The outputs of a fleet that was just made, in whole or in part."""
-    machines = live_machines(state, offer, {})
-    caps = [node.hard_cap_at for node in state.nodes if node.hard_cap_at]
+def bought(inputs: FleetInputs, made: Acquired, considered: tuple[Offer, ...], now: float) -> FleetOutputs:
+    """The outputs of a fleet that was just made, at `now` (UNIX seconds)."""
+    machines = live_machines(made.state, made.offer, {})
+    caps = [node.hard_cap_at for node in made.state.nodes if node.hard_cap_at]
+    refused = tuple(f"{refusal.offer.label}: {refusal.reason}" for refusal in made.tried)
     return FleetOutputs(
         **inputs.model_dump(exclude={"nodes"}),
         nodes=len(machines),
-        generation=handle.generation,
-        handle=handle,
+        generation=made.handle.generation,
+        handle=made.handle,
         machines=machines,
-        offer=offer,
-        offers_considered=tuple(f"{o.label}: ${o.price_usd_per_hour:.4f}/h" for o in considered),
-        bought_as=offer.market,
-        region=handle.region or offer.region,
+        offer=made.offer,
+        offers_considered=(*(f"{offer.label}: ${offer.price_usd_per_hour:.4f}/h" for offer in considered), *refused),
+        bought_as=made.offer.market,
+        region=made.handle.region or made.offer.region,
         price_usd_per_hour=sum(machine.price_usd_per_hour for machine in machines),
         hard_cap_at=min(caps, default=now + inputs.max_hours * 3600),
     )

@@ -1,9 +1,9 @@
-"""Which generation a fleet's next `create` has, read from the journal of this machine.
+"""Which generation a fleet's next `create` or `repair` has, read from the journal of this machine.
 
-A create that was cut off must come again with the same generation: its token finds what it may have made. One that
-follows a fleet that has ended must not: its token would name machines that are gone. So the end of a fleet is written
-down, and a fleet begins one generation above the last that ended. The journal is the fleet's own file in the state
-folder: Pulumi's lock on the stack admits one writer at a time.
+One that was cut off must come again with the same generation: its token finds what it may have made. One that follows
+machines that have ended must not: its token would name those. So a generation whose machines are gone is written down
+as used up. The journal is the fleet's own file in the state folder, the one in which `mgpu.acquire` finds what an
+earlier process began: Pulumi's lock on the stack admits one writer at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from mgpu import journal
 from mgpu.journal import Journal
 
-_ENDED = "fleet_ended"
+_USED = "generation_used"
 
 
 def open_journal(state_dir: Path, fleet: str) -> Journal:
@@ -21,18 +21,18 @@ def open_journal(state_dir: Path, fleet: str) -> Journal:
     return Journal(_path(state_dir, fleet))
 
 
-def first(state_dir: Path, fleet: str) -> int:
-    """The generation that a new fleet of this name begins with."""
-    entries = journal.read(_path(state_dir, fleet))
-    return 1 + max((entry["generation"] for entry in entries if entry["kind"] == _ENDED), default=0)
+def next_one(state_dir: Path, fleet: str, current: int = 0) -> int:
+    """The generation above `current` (0: a new fleet) and above all that are used up."""
+    used = (entry["generation"] for entry in journal.read(_path(state_dir, fleet)) if entry["kind"] == _USED)
+    return 1 + max((current, *used))
 
 
-def ended(state_dir: Path, fleet: str, generation: int) -> None:
-    """Notes that the fleet has ended, with all its machines, in this generation."""
-    if generation < first(state_dir, fleet):
+def used(state_dir: Path, fleet: str, generation: int) -> None:
+    """Notes that nothing of this generation, and of those below it, is to be found again."""
+    if generation < next_one(state_dir, fleet):
         return
     with open_journal(state_dir, fleet) as entries:
-        entries.append(_ENDED, generation=generation)
+        entries.append(_USED, generation=generation)
 
 
 def _path(state_dir: Path, fleet: str) -> Path:

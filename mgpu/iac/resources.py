@@ -42,9 +42,15 @@ def run_spec() -> RunSpec:
     """
     name = pulumi.Config("mgpu").get("runFile") or "mgpu.yaml"
     try:
-        return load(Path(pulumi.runtime.get_root_directory()) / name)
+        return load(_project_root() / name)
     except MgpuError as error:
         raise pulumi.RunError(describe(error)) from error
+
+
+def _project_root() -> Path:
+    # the SDK's own get_root_directory() is empty under an older language host; a program starts in its `main` folder
+    here = Path.cwd()
+    return next((folder for folder in (here, *here.parents) if (folder / "Pulumi.yaml").is_file()), here)
 
 
 @dataclass

@@ -1,0 +1,308 @@
+"""`mgpu:index:Fleet`: N equal nodes. Decides what has to happen; `mgpu.acquire` and the provider do it.
+
+What a changed input does:
+
+    nodes                                 update: new ranks are added, or the surplus ranks ended; no other is touched
+    lease, price cap, processes per node  update: recorded; machines that run are left alone
+    all others                            replacement, the old machines first: a running machine cannot take them over
+                                          (`maxHours` too: the hard cap is fixed at create, and nothing extends it)
+
+A node that was lost shows in `read` as a smaller `nodes`; the next update replaces that machine alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mgpu_train.timeouts import Timeouts
+
+from mgpu import acquire
+from mgpu.acquire import Acquired
+from mgpu.errors import Conflict, InputError, MgpuError, StackError, TeardownIncomplete
+from mgpu.events import Note, Warned
+from mgpu.iac import generations
+from mgpu.iac.fleetmodel import FleetInputs, FleetOutputs, bought, problems
+from mgpu.iac.handler import Call, Checked, Difference, Found, Properties, changed
+from mgpu.iac.naming import fleet_name
+from mgpu.iac.sweep import sweep
+from mgpu.iac.wire import UNKNOWN, PartialFailure
+from mgpu.journal import Journal
+from mgpu.plan import rank
+from mgpu.plan.model import Plan
+from mgpu.providers import registry
+from mgpu.providers.base import Handle, NodePhase, Provider
+
+_UPDATES = ("nodes", "processesPerNode", "maxPriceUsdPerHour", "leaseMinutes")
+_REPLACES = (
+    *("name", "owner", "provider", "gpu", "gpusPerNode", "market", "regions", "maxHours", "diskGib", "options"),
+    "sshPublicKey",
+)
+_BOUGHT = tuple(str(f.alias) for name, f in FleetOutputs.model_fields.items() if name not in FleetInputs.model_fields)
+_ENDING_S = 60.0  # a machine with less time than this before its hard cap is not worth renting
+
+
+class FleetHandler:
+    """Handles Fleet. The id is `<provider>/<name>`."""
+
+    secret: frozenset[str] = frozenset()
+    refresh_before_update = True  # so that a plain `up` sees a lost node and repairs it
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
+
+    def check(self, call: Call, old: Properties, new: Properties) -> Checked:
+        """Validates everything at once; name and owner default to what they were, else the stack's and the user's."""
+        name = fleet_name(call.project, call.stack)
+        defaults = {"name": old.get("name") or name, "owner": old.get("owner") or call.settings.owner}
+        inputs = defaults | {key: value for key, value in new.items() if value is not None}
+        unknown = {key for key, value in inputs.items() if _has_unknown(value)}
+        wrong = problems(inputs, unknown)
+        if not wrong and not unknown & {"provider", "market", "nodes"}:
+            wrong = _beyond(FleetInputs.model_validate(inputs | _stand_ins(unknown)))
+        if wrong:
+            return Checked(inputs, wrong)
+        # the wire carries every default, so that leaving a key out equals writing its default
+        full = FleetInputs.model_validate(inputs | _stand_ins(unknown)).to_wire()
+        return Checked(full | {key: inputs[key] for key in unknown})
+
+    def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:
+        """Inputs against inputs, and the count that is wanted against the machines that live; never offers, prices."""
+        lives = {**old_inputs, "nodes": old.get("nodes", old_inputs.get("nodes"))}
+        return Difference(changed(_UPDATES, lives, new), changed(_REPLACES, old_inputs, new))
+
+    def create(self, call: Call, inputs: Properties) -> tuple[str, Properties]:
+        """Plans, then rents the whole gang; what an interrupted create of the same generation made is adopted."""
+        if call.preview:
+            return "", _preview(call, inputs)
+        wanted = FleetInputs.model_validate(inputs)
+        provider = registry.get(wanted.provider, wanted.options)
+        plan = _plan(provider, wanted)
+
+        def rent(generation: int, journal: Journal) -> Acquired:
+            request = wanted.request(generation, wanted.max_hours * 3600)
+            return acquire.acquire(provider, request, plan.offers, journal, **self._context(call))
+
+        made = self._search(call, provider, wanted, rent)
+        return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
+
+    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> Found | None:
+        """The machines as the provider sees them now; gone only when it says of every one that it is terminated.
+
+        Raises:
+            ProviderError: the provider did not answer: nothing is concluded from that.
+        """
+        if not old:
+            return _refuse_import(call, resource_id)
+        fleet = FleetOutputs.model_validate(old)
+        state = registry.get(fleet.provider).describe(fleet.handle)
+        if all(node.phase is NodePhase.TERMINATED for node in state.nodes):
+            generations.used(call.settings.state_dir, fleet.name, fleet.generation)
+            return None
+        seen = fleet.seen(fleet.handle, state)
+        return Found(resource_id, {**inputs, "nodes": seen.nodes}, seen.to_wire())
+
+    def update(self, call: Call, resource_id: str, old: Properties, new: Properties) -> Properties:
+        """Ends surplus ranks, then fills the ranks that have no machine; each step's result reaches state."""
+        fleet = FleetOutputs.model_validate(old)
+        if call.preview:
+            unknown = _BOUGHT if new["nodes"] != fleet.nodes else ()
+            return {**fleet.to_wire(), **new, **dict.fromkeys(unknown, UNKNOWN)}
+        wanted = FleetInputs.model_validate(new)
+        fleet = fleet.model_copy(update=wanted.model_dump(exclude={"nodes"}))
+        if fleet.price_usd_per_hour > wanted.max_price_usd_per_hour:
+            call.emit(Warned(_above_cap(fleet, wanted)))
+        provider = registry.get(fleet.provider)
+        try:
+            fleet = self._shrink(call, provider, fleet, wanted.nodes)
+            fleet = self._fill(call, provider, fleet, wanted)
+        except MgpuError as error:
+            # state keeps what lives, under the new requirements: the next `up` goes on from there
+            raise PartialFailure(resource_id, _now(provider, fleet).to_wire(), error) from error
+        return fleet.to_wire()
+
+    def delete(self, call: Call, resource_id: str, old: Properties) -> None:
+        """Ends every machine and waits until the provider says so."""
+        fleet = FleetOutputs.model_validate(old)
+        acquire.destroy(registry.get(fleet.provider), fleet.handle, timeouts=self._timeouts, emit=call.emit)
+        generations.used(call.settings.state_dir, fleet.name, fleet.generation)
+
+    def _shrink(self, call: Call, provider: Provider, fleet: FleetOutputs, nodes: int) -> FleetOutputs:
+        """Ends the machines of the ranks from `nodes` on; machines lost among them are ended too, which is harmless."""
+        surplus = tuple(machine for machine in fleet.handle.ids[nodes:] if machine)
+        if len(fleet.handle.ids) <= nodes:
+            return fleet
+        handle = fleet.handle.model_copy(update={"ids": fleet.handle.ids[:nodes]})
+        if surplus:
+            acquire.destroy(provider, fleet.handle, nodes=surplus, timeouts=self._timeouts, emit=call.emit)
+        return fleet.seen(handle, provider.describe(handle))
+
+    def _fill(self, call: Call, provider: Provider, fleet: FleetOutputs, wanted: FleetInputs) -> FleetOutputs:
+        """Rents a machine for every rank that has none that lives: those that were lost, and those that are new."""
+        handle = _grown(fleet.handle, wanted.nodes)
+        missing = _missing(provider, handle)
+        if not missing:
+            return fleet
+        left_s = _time_left(fleet)
+        fleet = fleet.seen(handle, provider.describe(handle))
+        plan = _plan_like(provider, fleet, wanted, len(missing))
+
+        def rent(generation: int, journal: Journal) -> Acquired:
+            request = wanted.request(generation, left_s)
+            return acquire.repair(provider, handle, missing, request, plan.offers, journal, **self._context(call))
+
+        made = self._search(call, provider, wanted, rent, fleet)
+        return fleet.seen(made.handle, made.state)
+
+    def _search(
+        self,
+        call: Call,
+        provider: Provider,
+        wanted: FleetInputs,
+        rent: Callable[[int, Journal], Acquired],
+        fleet: FleetOutputs | None = None,
+    ) -> Acquired:
+        """Rents under the next generation. Machines of an interrupted search that was for something else are ended."""
+        folder = call.settings.state_dir
+        try:
+            return _under(folder, wanted.name, generations.next_one(folder, wanted.name, _generation(fleet)), rent)
+        except Conflict:
+            keep = fleet.handle.ids if fleet else ()
+            sweep(call, provider, wanted.owner, wanted.name, self._timeouts, keep)
+        return _under(folder, wanted.name, generations.next_one(folder, wanted.name, _generation(fleet)), rent)
+
+    def _context(self, call: Call) -> dict[str, Any]:
+        return {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
+
+
+def _generation(fleet: FleetOutputs | None) -> int:
+    return fleet.generation if fleet else 0
+
+
+def _under(folder: Path, name: str, generation: int, rent: Callable[[int, Journal], Acquired]) -> Acquired:
+    """One search. Where it fails it has ended what it made, and its tokens with it: the next one takes a new number."""
+    try:
+        with generations.open_journal(folder, name) as journal:
+            return rent(generation, journal)
+    except (Conflict, TeardownIncomplete):
+        raise  # something lives: the next search has to find it
+    except MgpuError:
+        generations.used(folder, name, generation)
+        raise
+
+
+def _time_left(fleet: FleetOutputs) -> float:
+    """Seconds until the hard cap, which machines that are added share with the others."""
+    left_s = fleet.hard_cap_at - time.time()
+    if left_s >= _ENDING_S:
+        return left_s
+    raise StackError(
+        f"fleet {fleet.name} is at its hard cap: no machine is added to it",
+        f"{max(0, left_s):.0f} s are left, and the hard cap is fixed when a fleet is made.",
+        "Run `pulumi destroy`, then `pulumi up` for a new fleet.",
+    )
+
+
+def _has_unknown(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_unknown, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_unknown, value))
+    return value == UNKNOWN
+
+
+_KNOWN_ENOUGH: Properties = {
+    "name": "unknown",
+    "owner": "unknown",
+    "provider": "unknown",
+    "nodes": 1,
+    "maxPriceUsdPerHour": 1,
+    "maxHours": 1,
+    "sshPublicKey": "unknown",
+}
+
+
+def _stand_ins(unknown: set[str]) -> Properties:
+    """Values that pass, in place of those that are not known yet: the others are checked all the same."""
+    inputs = FleetInputs.model_validate(_KNOWN_ENOUGH).to_wire()
+    return {key: inputs[key] for key in unknown}
+
+
+def _beyond(wanted: FleetInputs) -> dict[str, str]:
+    """What the provider as such cannot do, property -> reason."""
+    try:
+        caps = registry.get(wanted.provider).caps
+    except MgpuError as error:
+        return {"provider": str(error)}
+    wrong = {}
+    if wanted.market != "on-demand" and not caps.spot:
+        wrong["market"] = f"{wanted.provider} has no spot market"
+    if wanted.nodes > 1 and not caps.multi_node:
+        wrong["nodes"] = f"{wanted.provider} rents out single machines only"
+    return wrong
+
+
+def _plan(provider: Provider, wanted: FleetInputs) -> Plan:
+    requirements = wanted.requirements()
+    return rank.plan(requirements, provider.offers(requirements).offers)
+
+
+def _plan_like(provider: Provider, fleet: FleetOutputs, wanted: FleetInputs, count: int) -> Plan:
+    """Machines of the fleet's own type and region, under what the price cap leaves beside those that live."""
+    cap = wanted.max_price_usd_per_hour - fleet.price_usd_per_hour
+    needed = wanted.requirements().model_copy(update={"nodes": count, "max_price_usd_per_hour": cap})
+    offers = provider.offers(needed).offers
+    same = (fleet.offer.instance_type, fleet.region)
+    return rank.plan(needed, [offer for offer in offers if (offer.instance_type, offer.region) == same])
+
+
+def _preview(call: Call, inputs: Properties) -> Properties:
+    """The inputs, and what is known only after an update; says what would be rented, at which price."""
+    unknown = {key for key, value in inputs.items() if _has_unknown(value)}
+    if not unknown - {"sshPublicKey"}:
+        wanted = FleetInputs.model_validate(inputs | _stand_ins(unknown))
+        plan = _plan(registry.get(wanted.provider, wanted.options), wanted)
+        price = f"${plan.price_usd_per_hour:.4f}/h at most, all nodes"
+        call.emit(Note(f"would rent {wanted.nodes} x {plan.best.label}: {price}"))
+    return {**inputs, **dict.fromkeys(_BOUGHT, UNKNOWN)}
+
+
+def _now(provider: Provider, fleet: FleetOutputs) -> FleetOutputs:
+    try:
+        return fleet.seen(fleet.handle, provider.describe(fleet.handle))
+    except MgpuError:
+        return fleet  # what is known stays; the next refresh looks again
+
+
+def _grown(handle: Handle, nodes: int) -> Handle:
+    return handle.model_copy(update={"ids": handle.ids + ("",) * (nodes - len(handle.ids))})
+
+
+def _missing(provider: Provider, handle: Handle) -> tuple[int, ...]:
+    lost = set(provider.describe(handle).lost)
+    return tuple(rank for rank, machine in enumerate(handle.ids) if not machine or rank in lost)
+
+
+def _above_cap(fleet: FleetOutputs, wanted: FleetInputs) -> str:
+    return (
+        f"fleet {fleet.name} costs ${fleet.price_usd_per_hour:.4f}/h, more than the new cap of "
+        f"${wanted.max_price_usd_per_hour:.4f}/h: the cap holds for machines rented from now on; "
+        "`pulumi destroy` ends those that run"
+    )
+
+
+def _refuse_import(call: Call, resource_id: str) -> None:
+    """An import: nothing by that name answers None; a fleet that exists is refused, its requirements being unknown."""
+    provider, _, name = resource_id.partition("/")
+    try:
+        handles = registry.get(provider).list_owned(call.settings.owner)
+    except InputError:
+        return
+    if any(handle.fleet == name for handle in handles):
+        raise InputError(
+            f"fleet {resource_id} exists, but a Fleet cannot be imported",
+            "Its machines do not know the requirements that they were rented for.",
+            "Run `pulumi up` to make a fleet, and `mgpu gc` to end this one.",
+        )

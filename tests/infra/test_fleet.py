@@ -1,0 +1,365 @@
+"""Fleet and FleetGuard over the wire, on a provider that only remembers: what diffs, what is touched, what is said."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from mgpu_train.timeouts import Timeouts
+from pulumi.runtime.proto import provider_pb2, status_pb2
+
+from mgpu.errors import NoCapacity, Transient
+from mgpu.iac import plugin, schema
+from mgpu.iac.wire import UNKNOWN, from_struct
+from mgpu.providers.base import NodePhase
+
+FLEET = schema.FLEET
+WANTED = {
+    "provider": "fake",
+    "nodes": 2,
+    "market": "spot",
+    "maxPriceUsdPerHour": 1,
+    "maxHours": 2,
+    "sshPublicKey": "ssh-ed25519 AAAA x",
+}
+
+
+@pytest.fixture
+def wire(serve, fake):
+    return serve(plugin.handlers(Timeouts().scaled(0.01)))
+
+
+@pytest.fixture
+def here(at):
+    return at(FLEET)
+
+
+@pytest.fixture
+def made(wire, here):
+    """A fleet that stands: id, inputs, outputs."""
+    inputs = wire.inputs(here, WANTED)
+    answer = wire.create(here, inputs)
+    return answer.id, inputs, from_struct(answer.properties)
+
+
+def again(wire, here, made, **changes):
+    """An `up` with changed requirements: the difference, and the outputs after it."""
+    resource_id, old_inputs, old = made
+    new = wire.inputs(here, WANTED | changes, old_inputs)
+    return wire.diff(here, old_inputs, old, new), lambda: wire.update(here, resource_id, old, new)
+
+
+def partial(error: grpc.RpcError) -> provider_pb2.ErrorResourceInitFailed:
+    """What state is told when a resource exists in part."""
+    raw = dict(error.trailing_metadata())["grpc-status-details-bin"]
+    detail = provider_pb2.ErrorResourceInitFailed()
+    assert status_pb2.Status.FromString(raw).details[0].Unpack(detail)
+    return detail
+
+
+def ids(outputs):
+    return [machine["id"] for machine in outputs["machines"]]
+
+
+# ---- check
+
+
+def test_check_fills_in_every_default(wire, here):
+    inputs = wire.inputs(here, WANTED)
+    assert inputs["name"] == "dev"
+    assert inputs["owner"].startswith("o-")
+    assert inputs["leaseMinutes"] == 60
+    assert inputs == wire.inputs(here, inputs, inputs), "a default that is written out is no change"
+
+
+def test_check_names_everything_that_is_wrong_at_once(wire, here):
+    wrong = {"nodes": 0, "market": "cheap", "maxHours": -1, "colour": "red", "provider": "fake"}
+    failures = {failure.property: failure.reason for failure in wire.check(here, wrong).failures}
+    assert failures.keys() == {"nodes", "market", "maxHours", "colour", "maxPriceUsdPerHour", "sshPublicKey"}
+    assert failures["colour"] == "a Fleet has no such property"
+    assert failures["sshPublicKey"] == "is needed"
+
+
+def test_check_names_a_provider_that_there_is_not(wire, here):
+    (failure,) = wire.check(here, WANTED | {"provider": "clowd"}).failures
+    assert failure.property == "provider"
+    assert "local" in failure.reason
+
+
+def test_check_passes_over_what_is_not_known_yet(wire, here):
+    inputs = wire.inputs(here, WANTED | {"sshPublicKey": UNKNOWN})
+    assert inputs["sshPublicKey"] == UNKNOWN
+    assert wire.check(here, WANTED | {"sshPublicKey": UNKNOWN, "nodes": -1}).failures
+
+
+def test_two_projects_stacks_of_one_name_are_two_fleets(wire, at):
+    assert wire.inputs(at(FLEET, project="other"), WANTED)["name"] == "other-dev"
+
+
+# ---- create, adopt, end
+
+
+def test_create_rents_the_gang_and_says_what_was_bought(made, fake):
+    resource_id, _, outputs = made
+    assert resource_id == "fake/dev"
+    assert set(ids(outputs)) == fake.running
+    assert len(fake.running) == 2
+    assert outputs["generation"] == 1
+    assert outputs["offer"]["instance_type"] == "m1"
+    assert outputs["boughtAs"] == "spot"
+    assert outputs["priceUsdPerHour"] == pytest.approx(0.1)
+    assert outputs["offersConsidered"]
+
+
+def test_a_preview_rents_nothing(wire, here, fake):
+    answer = wire.create(here, wire.inputs(here, WANTED), preview=True)
+    assert from_struct(answer.properties)["machines"] == UNKNOWN
+    assert not fake.created
+
+
+def test_a_create_whose_result_was_lost_is_adopted(wire, here, made, fake):
+    again = from_struct(wire.create(here, made[1]).properties)
+    assert ids(again) == ids(made[2])
+    assert len(fake.created) == 2, "not one machine more"
+
+
+def test_what_was_cut_off_is_ended_when_the_requirements_changed_since(wire, here, made, fake):
+    other = wire.inputs(here, WANTED | {"leaseMinutes": 30})
+    outputs = from_struct(wire.create(here, other).properties)
+    assert fake.running == set(ids(outputs))
+    assert not set(ids(made[2])) & fake.running
+
+
+def test_a_fleet_after_a_destroyed_one_is_a_new_generation(wire, here, made, fake):
+    wire.delete(here, made[0], made[2])
+    assert not fake.running
+    outputs = from_struct(wire.create(here, made[1]).properties)
+    assert outputs["generation"] == 2
+    assert fake.running == set(ids(outputs))
+
+
+def test_delete_of_what_is_gone_succeeds(wire, here, made):
+    wire.delete(here, made[0], made[2])
+    wire.delete(here, made[0], made[2])
+
+
+def test_a_create_that_fails_says_so_in_its_own_words(wire, here, fake):
+    fake.price = 10
+    with pytest.raises(grpc.RpcError) as failed:
+        wire.create(here, wire.inputs(here, WANTED))
+    lines = failed.value.details().splitlines()
+    assert "no offer" in lines[0]
+    assert "max_price_usd_per_hour" in lines[-2]
+    assert lines[-1] == "[mgpu:NoOffer]"
+
+
+def test_a_gang_of_which_a_node_is_lost_at_once_is_undone_and_asked_for_again(wire, here, fake):
+    def lose_one(fresh):
+        fake.phases[fresh[1]] = NodePhase.TERMINATED
+        fake.on_create = lambda fresh: None
+
+    fake.on_create = lose_one
+    outputs = from_struct(wire.create(here, wire.inputs(here, WANTED)).properties)
+    assert fake.running == set(ids(outputs))
+    assert len(fake.running) == 2
+
+
+def test_after_any_number_of_failed_creates_the_next_one_succeeds(wire, here, fake):
+    def lose_all(fresh):
+        fake.phases |= dict.fromkeys(fresh, NodePhase.TERMINATED)
+
+    fake.on_create = lose_all
+    inputs = wire.inputs(here, WANTED)
+    for _ in range(2):
+        with pytest.raises(grpc.RpcError, match="none of the offers"):
+            wire.create(here, inputs)
+    fake.on_create = lambda fresh: None
+    assert set(ids(from_struct(wire.create(here, inputs).properties))) == fake.running
+
+
+# ---- drift
+
+
+def test_read_of_a_whole_fleet_is_no_change(wire, here, made):
+    found = wire.read(here, made[0], made[2], made[1])
+    assert from_struct(found.inputs) == made[1]
+    assert from_struct(found.properties) == made[2]
+    assert found.refresh_before_update
+
+
+def test_a_lost_node_shows_and_is_replaced_alone(wire, here, made, fake):
+    resource_id, inputs, outputs = made
+    fake.phases[ids(outputs)[0]] = NodePhase.TERMINATED
+    found = wire.read(here, resource_id, outputs, inputs)
+    seen_inputs, seen = from_struct(found.inputs), from_struct(found.properties)
+    assert seen_inputs["nodes"] == seen["nodes"] == 1
+    assert seen["priceUsdPerHour"] == pytest.approx(0.05)
+    diff = wire.diff(here, seen_inputs, seen, inputs)
+    assert dict(diff.detailedDiff).keys() == {"nodes"}
+    assert not diff.replaces
+    repaired = wire.update(here, resource_id, seen, inputs)
+    assert ids(repaired)[1] == ids(outputs)[1], "the one that lived was not touched"
+    assert ids(repaired)[0] not in ids(outputs)
+    assert repaired["generation"] == 2
+    assert set(ids(repaired)) == fake.running
+
+
+def test_a_node_that_is_stopping_is_lost_but_the_fleet_is_not_gone(wire, here, made, fake):
+    for name in ids(made[2]):
+        fake.phases[name] = NodePhase.STOPPING
+    found = wire.read(here, made[0], made[2], made[1])
+    assert found.id == made[0]
+    assert from_struct(found.properties)["nodes"] == 0
+
+
+def test_gone_only_when_every_machine_is_terminated(wire, here, made, fake):
+    for name in ids(made[2]):
+        fake.phases[name] = NodePhase.TERMINATED
+    assert wire.read(here, made[0], made[2], made[1]).id == ""
+    assert from_struct(wire.create(here, made[1]).properties)["generation"] == 2
+
+
+def test_a_provider_that_does_not_answer_concludes_nothing(wire, here, made, fake):
+    fake.refuse_describe = Transient("503", "the provider is down", "Try again.")
+    with pytest.raises(grpc.RpcError) as failed:
+        wire.read(here, made[0], made[2], made[1])
+    assert failed.value.details().endswith("[mgpu:Transient]")
+
+
+def test_the_pinned_host_key_stays_whatever_is_described(wire, here, made, fake, monkeypatch):
+    described = type(fake)._node
+
+    def impostor(self, rank, name):
+        return described(self, rank, name).model_copy(update={"host_key": "ssh-ed25519 other"})
+
+    monkeypatch.setattr(type(fake), "_node", impostor)
+    seen = from_struct(wire.read(here, made[0], made[2], made[1]).properties)
+    assert [m["hostKey"] for m in seen["machines"]] == [m["hostKey"] for m in made[2]["machines"]]
+
+
+def test_a_repair_that_fails_leaves_state_with_what_lives(wire, here, made, fake):
+    resource_id, inputs, outputs = made
+    fake.phases[ids(outputs)[1]] = NodePhase.TERMINATED
+    fake.refuse_repair = NoCapacity("none left", "sold out", "Wait.", scope="provider")
+    with pytest.raises(grpc.RpcError) as failed:
+        wire.update(here, resource_id, outputs, inputs)
+    assert from_struct(partial(failed.value).properties)["nodes"] == 1
+    assert failed.value.details().endswith("[mgpu:NoCapacity]")
+
+
+def test_no_machine_is_added_at_the_hard_cap(wire, here, made, fake):
+    resource_id, inputs, outputs = made
+    fake.phases[ids(outputs)[1]] = NodePhase.TERMINATED
+    with pytest.raises(grpc.RpcError, match="hard cap"):
+        wire.update(here, resource_id, outputs | {"hardCapAt": 1.0}, inputs)
+    assert len(fake.created) == 2
+
+
+# ---- changed requirements
+
+
+def test_prices_never_diff(wire, here, made, fake):
+    fake.price = 0.4
+    diff, _ = again(wire, here, made)
+    assert diff.changes == diff.DIFF_NONE
+
+
+def test_growing_adds_ranks_and_touches_no_other(wire, here, made, fake):
+    diff, update = again(wire, here, made, nodes=4)
+    assert not diff.replaces
+    grown = update()
+    assert ids(grown)[:2] == ids(made[2])
+    assert len(grown["machines"]) == grown["nodes"] == 4
+    assert set(ids(grown)) == fake.running
+
+
+def test_shrinking_ends_the_surplus_ranks_alone(wire, here, made, fake):
+    diff, update = again(wire, here, made, nodes=1)
+    assert not diff.replaces
+    shrunk = update()
+    assert ids(shrunk) == ids(made[2])[:1]
+    assert fake.running == set(ids(shrunk))
+    assert shrunk["generation"] == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"maxPriceUsdPerHour": 2}, {"leaseMinutes": 5}, {"processesPerNode": 3}], ids=lambda c: next(iter(c))
+)
+def test_what_machines_need_not_know_is_recorded_without_touching_them(wire, here, made, fake, change):
+    diff, update = again(wire, here, made, **change)
+    assert dict(diff.detailedDiff).keys() == change.keys()
+    assert not diff.replaces
+    updated = update()
+    assert updated | change == updated
+    assert ids(updated) == ids(made[2])
+    assert len(fake.created) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"market": "on-demand"},
+        {"gpu": ["H100"]},
+        {"regions": ["r1"]},
+        {"maxHours": 3},
+        {"diskGib": 200},
+        {"options": {"a": "b"}},
+        {"sshPublicKey": "ssh-ed25519 BBBB x"},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_what_machines_cannot_take_over_replaces_them_old_ones_first(wire, here, made, change):
+    diff, _ = again(wire, here, made, **change)
+    assert list(diff.replaces) == list(change)
+    assert diff.deleteBeforeReplace
+
+
+def test_ignored_changes_are_ignored(wire, here, made):
+    new = wire.inputs(here, WANTED | {"market": "on-demand", "nodes": 3}, made[1])
+    diff = wire.diff(here, made[1], made[2], new, ignore=("market",))
+    assert list(diff.diffs) == ["nodes"]
+
+
+# ---- import
+
+
+def test_import_of_a_missing_fleet_answers_empty(wire, here):
+    assert wire.read(here, "fake/nothing").id == ""
+
+
+def test_import_of_a_fleet_that_stands_is_refused(wire, here, made):
+    with pytest.raises(grpc.RpcError, match="cannot be imported"):
+        wire.read(here, "fake/dev")
+
+
+# ---- the guard
+
+
+@pytest.fixture
+def guard(wire, at):
+    where = at(schema.FLEET_GUARD, name="fleet-guard")
+    inputs = wire.inputs(where, {"provider": "fake"})
+    answer = wire.create(where, inputs)
+    return where, answer.id, from_struct(answer.properties)
+
+
+def test_the_guard_sweeps_what_state_does_not_know(wire, here, guard, made, fake):
+    where, resource_id, state = guard
+    wire.delete(where, resource_id, state)  # the Fleet's create was cut off: it is in no state
+    assert not fake.running
+    assert from_struct(wire.create(here, made[1]).properties)["generation"] == 2
+
+
+def test_the_guard_leaves_other_fleets_and_other_owners_alone(wire, guard, fake, at):
+    where, resource_id, state = guard
+    for name, owner in (("dev2", state["owner"]), ("de", state["owner"]), ("dev", "o-somebody")):
+        wire.create(at(FLEET), wire.inputs(at(FLEET), WANTED | {"name": name, "owner": owner}))
+    wire.delete(where, resource_id, state)
+    assert len(fake.running) == 6
+
+
+def test_the_guard_of_another_fleet_comes_before_the_old_one_goes(wire, guard):
+    where, _, state = guard
+    diff = wire.diff(where, state, state, state | {"fleet": "other"})
+    assert list(diff.replaces) == ["fleet"]
+    assert not diff.deleteBeforeReplace
+    assert wire.diff(where, state, state, state).changes == diff.DIFF_NONE
