@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 
 LIB = PurePosixPath(".mgpu/lib")
 LEASE = PurePosixPath(".mgpu/lease")
+ENVIRONMENTS = PurePosixPath(".mgpu/env")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,20 @@ class RunLayout:
     def job(self) -> PurePosixPath:
         """`job.json` of the newest attempt."""
         return self.root / "job.json"
+
+    def attempt_job(self, attempt: int) -> PurePosixPath:
+        """`MGPU_JOB`: the job of one attempt, which a newer `job.json` does not change."""
+        return self.root / f"job-{attempt}.json"
+
+    @property
+    def lock(self) -> PurePosixPath:
+        """Held by the living agent (flock)."""
+        return self.root / "agent.lock"
+
+    @property
+    def agent(self) -> PurePosixPath:
+        """Which process the newest agent is: its attempt, pid and start time."""
+        return self.root / "agent.json"
 
     @property
     def status(self) -> PurePosixPath:

@@ -1,4 +1,4 @@
-"""The node's status file: what the agent says of itself. The supervisor believes it, and no exit code, of a run's end."""
+"""The node's status file: what the agent says of itself. The supervisor judges a run by it, not by exit codes."""
 
 from __future__ import annotations
 

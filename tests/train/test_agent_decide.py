@@ -1,0 +1,105 @@
+"""What the agent decides, from plain values and a clock that the test sets."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+from mgpu_train.agent.decide import Act, Cause, Ended, Watched, look, verdict
+from mgpu_train.agent.status import Fault
+from mgpu_train.config import CheckpointTarget, Job, TrainConfig
+from mgpu_train.timeouts import Timeouts
+
+TIMES = Timeouts(first_step_s=100, stall_s=50, stop_grace_s=10)
+TO = CheckpointTarget(to="file:///x", writers="all", every_steps=5)
+
+
+def job(**changes) -> Job:
+    base = {
+        "run_id": "r",
+        "attempt": 1,
+        "writer": "w",
+        "node_rank": 0,
+        "nodes": 2,
+        "processes_per_node": 1,
+        "master_addr": "127.0.0.1",
+        "master_port": 1,
+        "command": ("train.py",),
+        "checkpoint": TO,
+    }
+    return Job.model_validate({**base, **changes})
+
+
+def train_job(**changes) -> Job:
+    return job(command=None, train=TrainConfig(steps=20), **changes)
+
+
+@pytest.mark.parametrize(
+    ("seen", "act"),
+    [
+        (Watched(now=100, launched=0), Act.WATCH),
+        (Watched(now=100.1, launched=0), Act.KILL),  # first_step_s
+        (Watched(now=149, launched=0, progress=99), Act.WATCH),
+        (Watched(now=149.1, launched=0, progress=99), Act.KILL),  # stall_s
+        (Watched(now=5, launched=0, asked=5), Act.TERMINATE),
+        (Watched(now=14, launched=0, asked=5), Act.TERMINATE),
+        (Watched(now=15, launched=0, asked=5), Act.KILL),  # stop_grace_s
+        (Watched(now=5, launched=0, asked=5, asked_now=True), Act.KILL),
+        (Watched(now=5, launched=0, progress=5, fenced="attempt 2 was started"), Act.KILL),
+    ],
+)
+def test_what_is_done_to_a_launcher(seen, act):
+    assert look(seen, TIMES)[0] is act
+
+
+def test_the_first_cause_stands_and_only_its_grace_is_cut():
+    _, cause = look(Watched(now=5, launched=0, asked=5), TIMES)
+    later = Watched(now=6, launched=0, asked=5, asked_now=True, fenced="attempt 2 was started", ending=cause)
+    assert look(later, TIMES) == (Act.KILL, cause)
+
+
+def test_a_stall_is_named_with_its_deadline():
+    _, cause = look(Watched(now=200, launched=0, progress=1), TIMES)
+    assert cause is not None
+    assert (cause.fault, "50 s (stall_s)" in cause.reason) == (Fault.INFRASTRUCTURE, True)
+
+
+STOP = Cause(Fault.STOPPED, "stopped: the operator asked for it", 1, 10)
+STALL = Cause(Fault.INFRASTRUCTURE, "no progress", 1, 0)
+GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
+
+
+@pytest.mark.parametrize(
+    ("which", "end", "fault", "words"),
+    [
+        (train_job(), GOOD, None, ""),
+        (
+            train_job(),
+            replace(GOOD, durable_step=15, problem="no bucket"),
+            Fault.INFRASTRUCTURE,
+            "step-20, is not safe: no",
+        ),
+        (train_job(), replace(GOOD, saved_step=15, durable_step=15), Fault.INFRASTRUCTURE, "step 15, not 20"),
+        (train_job(), replace(GOOD, saved_step=-1, durable_step=-1, resumed_step=20), None, ""),
+        (train_job(checkpoint=None), Ended(exit_code=0), None, ""),
+        (train_job(), replace(GOOD, cause=STOP), None, ""),  # it finished while it was asked to stop
+        (train_job(), replace(GOOD, cause=STOP, said="stopped"), Fault.STOPPED, "the operator asked"),
+        (train_job(), replace(GOOD, exit_code=1, cause=STOP), Fault.STOPPED, "the operator asked"),
+        (train_job(), replace(GOOD, cause=STALL), Fault.INFRASTRUCTURE, "no progress"),
+        (job(), Ended(exit_code=0), Fault.USER, "left no folder `step-<n>`"),
+        (job(), Ended(exit_code=0, saved_step=1, durable_step=1), None, ""),
+        (job(), Ended(exit_code=0, saved_step=2, durable_step=1), Fault.INFRASTRUCTURE, "step-2, is not safe"),
+        (job(), Ended(exit_code=3, last_words="ValueError: x"), Fault.USER, "exit code 3: ValueError: x"),
+        (job(), Ended(exit_code=-signal.SIGKILL), Fault.INFRASTRUCTURE, "SIGKILL"),
+        (job(), Ended(exit_code=-signal.SIGSEGV), Fault.USER, "signal 11"),
+        (job(), Ended(exit_code=1, last_words="RuntimeError: [gloo] Connection closed"), Fault.INFRASTRUCTURE, "gloo"),
+        (job(nodes=1), Ended(exit_code=1, last_words="RuntimeError: [gloo] wrong shape"), Fault.USER, "gloo"),
+        # a node that has no part in the checkpoints answers for its launcher alone
+        (job(node_rank=1, checkpoint=TO.model_copy(update={"writers": "rank0"})), Ended(exit_code=0), None, ""),
+    ],
+)
+def test_how_an_attempt_ends(which, end, fault, words):
+    failure = verdict(which, end)
+    assert (failure.fault if failure else None) is fault
+    assert words in (failure.reason if failure else "")

@@ -1,0 +1,318 @@
+"""The agent's small parts: lease, log, metrics, local checkpoints, processes, command lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path, PurePosixPath
+
+import pytest
+from mgpu_train.agent import launcher, procs, requirements, saves
+from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.lease import Lease
+from mgpu_train.agent.log import Log, clean, hide, last_words
+from mgpu_train.agent.tail import MetricsTail, Progress
+from mgpu_train.config import Job, TrainConfig
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- lease ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_a_whole_second_since_boot_and_renewed_at_most_every_so_often(tmp_path):
+    now = [1000.7]
+    lease = Lease(tmp_path / "lease", lease_s=900, renew_s=20, uptime=lambda: now[0])
+    assert lease.renew()
+    assert (tmp_path / "lease").read_text() == "1900\n"
+    now[0] += 19
+    assert not lease.renew()
+    now[0] += 1
+    assert lease.renew()
+    assert (tmp_path / "lease").read_text() == "1920\n"
+    assert names(tmp_path) == ["lease"]
+
+
+def test_a_lease_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    with pytest.raises(OSError, match="no-such"):
+        Lease(tmp_path / "no-such" / "lease", lease_s=1, renew_s=1).renew()
+
+
+def test_without_a_file_there_is_no_lease():
+    assert not Lease(None, lease_s=1, renew_s=1).renew()
+
+
+# --- log -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_agents_lines_are_marked_whole_and_counted(tmp_path):
+    log = Log(tmp_path / "log")
+    os.write(log.fd, b"no newline")
+    log.say("one\r\n\x1b]52;c;AAAA\x07two\x1b[31m three\u202e")
+    data = (tmp_path / "log").read_bytes()
+    assert data == b"no newline\n[agent] one two three\n"
+    assert log.own == len(data) - len(b"no newline")
+
+
+def test_a_long_line_is_cut():
+    assert clean("x" * 50, 10) == "xxxxxxx..."
+
+
+def test_secrets_are_hidden_longest_first():
+    assert hide("a=hunter22 b=hunter2 c=abc", ["hunter2", "hunter22", "abc"]) == "a=*** b=*** c=abc"
+
+
+CHILD_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
+PEER = "RuntimeError: [/gloo/pair.cc] Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ""),
+        ("starting\nsome last line\n\n", "some last line"),
+        ("Traceback (most recent call last):\n  File\nValueError: bad shape\n[agent] x\n", "ValueError: bad shape"),
+        (f"[rank1]: KeyError: 'a'\n{CHILD_FAILED}: \n====\n", "[rank1]: KeyError: 'a'"),
+        (f"ValueError: first\n{PEER}\n", "ValueError: first"),
+        (f"{PEER}\n", PEER),
+    ],
+)
+def test_last_words(tmp_path, text, words):
+    log = Log(tmp_path / "log")
+    os.write(log.fd, b"OldError: of another attempt\n")
+    begin = log.size
+    os.write(log.fd, text.encode())
+    assert last_words(log, begin) == words
+
+
+def test_last_words_of_a_gigantic_line_of_garbage_are_short(tmp_path):
+    log = Log(tmp_path / "log")
+    os.write(log.fd, b"\xff\x1b[2J" * 100_000)
+    words = last_words(log, 0)
+    assert 0 < len(words) <= 300
+    assert "\x1b" not in words
+
+
+# --- metrics -------------------------------------------------------------------------------------------------------
+
+
+def line(**values) -> bytes:
+    return json.dumps(values).encode() + b"\n"
+
+
+def test_a_torn_line_is_kept_until_it_is_whole_and_older_attempts_are_not_read(tmp_path):
+    file = tmp_path / "rank-0.jsonl"
+    file.write_bytes(line(kind="step", step=7))
+    tail = MetricsTail(tmp_path)
+    assert tail.poll() == []
+    whole = line(kind="step", step=8)
+    with file.open("ab") as out:
+        out.write(whole[:9])
+    assert tail.poll() == []
+    with file.open("ab") as out:
+        out.write(whole[9:] + b"nonsense\n[1]\n")
+    assert tail.poll() == [{"kind": "step", "step": 8}]
+    assert tail.poll() == []
+
+
+def test_an_endless_line_takes_bounded_memory_and_does_not_hide_what_follows(tmp_path):
+    tail = MetricsTail(tmp_path)
+    (tmp_path / "rank-0.jsonl").write_bytes(b"[" * (5 << 20) + b"\n" + line(kind="step", step=1))
+    found = [record for _ in range(8) for record in tail.poll()]
+    assert found == [{"kind": "step", "step": 1}]
+    assert all(len(torn) <= 1 << 16 for torn in tail._torn.values())
+
+
+def test_progress_is_a_new_step_only():
+    progress = Progress()
+    assert progress.take({"kind": "step", "step": 3, "steps": 9, "loss": 2.5, "tokens_per_s": 10})
+    assert not progress.take({"kind": "step", "step": 3, "loss": 2.0})
+    assert not progress.take({"kind": "step", "step": 2, "loss": 9.0})
+    assert not progress.take({"kind": "step", "step": "4"})
+    assert not progress.take({"kind": "validation", "step": 3, "loss": 4.0})
+    assert not progress.take({"kind": "validation", "step": 3, "loss": 3.0})
+    assert progress.take({"kind": "step", "step": 4, "loss": float("nan")})
+    assert not progress.take({"kind": "end", "reason": "done"})
+    assert progress.ended == "done"
+    assert progress.fields == {
+        "step": 4,
+        "steps": 9,
+        "loss": 2.0,
+        "tokens_per_s": 10.0,
+        "first_validation_loss": 4.0,
+        "validation_loss": 3.0,
+    }
+
+
+# --- local checkpoints ---------------------------------------------------------------------------------------------
+
+
+def test_only_whole_checkpoints_count_in_order_of_their_steps(tmp_path):
+    for name in ("step-10", "step-9", ".tmp-step-11", "step-", "step-012", "step-1e3", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-13").write_text("a file")
+    (tmp_path / "step-14").symlink_to(tmp_path / "other")
+    assert list(saves.finished(tmp_path)) == [9, 10]
+    assert saves.finished(tmp_path / "absent") == {}
+
+
+def test_what_may_go():
+    assert saves.superfluous([1, 2, 3, 4, 5], uploading=2) == [1, 3]
+    assert saves.superfluous([1, 2], uploading=None) == []
+
+
+def test_removing_is_idempotent_and_clearing_leaves_nothing(tmp_path):
+    (tmp_path / "step-1" / "deep").mkdir(parents=True)
+    (tmp_path / ".tmp-step-2").mkdir()
+    saves.remove(tmp_path / "step-1")
+    saves.remove(tmp_path / "step-1")
+    assert names(tmp_path) == [".tmp-step-2"]
+    saves.clear(tmp_path)
+    assert names(tmp_path) == []
+
+
+# --- processes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_process_is_known_by_more_than_its_pid():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        known = procs.of(child.pid)
+        assert known is not None
+        stranger = known.model_copy(update={"start_ticks": known.start_ticks + 1})
+        assert not stranger.alive
+        assert not stranger.send(signal.SIGKILL)
+        assert known.alive
+        assert known.send(signal.SIGKILL)
+    finally:
+        child.kill()
+        child.wait()
+    assert not known.alive
+    assert not known.send(signal.SIGKILL)
+
+
+def test_a_tree_is_found_across_sessions_and_killed_to_the_last():
+    # child -> grandchild in a session of its own, as torchrun starts its ranks
+    code = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)"
+    child = subprocess.Popen([sys.executable, "-c", f"import subprocess, sys, time; {code}; time.sleep(60)"])
+    try:
+        end = time.monotonic() + 20
+        while len(found := procs.descendants(child.pid)) < 1 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert len(found) == 1
+        assert procs.kill_all(lambda: procs.descendants(child.pid), 10)
+        assert not found[0].alive
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_processes_are_found_by_their_environment():
+    environment = {**os.environ, "MGPU_TEST_MARK": f"x{os.getpid()}"}
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environment)
+    try:
+        end = time.monotonic() + 20
+        while not (found := procs.carrying(f"MGPU_TEST_MARK=x{os.getpid()}")) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert [process.pid for process in found] == [child.pid]
+        assert procs.carrying("MGPU_TEST_MARK=x") == []
+    finally:
+        child.kill()
+        child.wait()
+
+
+# --- command line and environment ----------------------------------------------------------------------------------
+
+
+def job(**changes) -> Job:
+    base = {
+        "run_id": "r",
+        "attempt": 3,
+        "writer": "w",
+        "node_rank": 1,
+        "nodes": 2,
+        "processes_per_node": 4,
+        "master_addr": "10.0.0.1",
+        "master_port": 29501,
+        "command": ("train.py", "--name", "$(id) `x`;"),
+    }
+    return Job.model_validate({**base, **changes})
+
+
+def test_torchruns_command_line_is_static_and_never_restarts():
+    argv = launcher.argv(job(), "/py")
+    assert argv[:3] == ["/py", "-m", "torch.distributed.run"]
+    assert argv[-3:] == ["train.py", "--name", "$(id) `x`;"]
+    pairs = dict(zip(argv[3:-3:2], argv[4:-3:2], strict=True))
+    assert pairs == {
+        "--nnodes": "2",
+        "--node-rank": "1",
+        "--nproc-per-node": "4",
+        "--master-addr": "10.0.0.1",
+        "--master-port": "29501",
+        "--rdzv-backend": "static",
+        "--rdzv-id": "r-3",
+        "--rdzv-conf": "timeout=1800",
+        "--max-restarts": "0",
+    }
+
+
+def test_plain_python_and_the_bundled_trainer():
+    assert launcher.argv(job(launcher="python"), "/py") == ["/py", "train.py", "--name", "$(id) `x`;"]
+    assert launcher.argv(job(command=None, train=TrainConfig()), "/py")[-2:] == ["-m", "mgpu_train.loop"]
+
+
+def test_the_launchers_environment():
+    layout = RunLayout("r", PurePosixPath("/home/u"))
+    node = {"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "no", "MGPU_RESUME_DIR": "of whoever started the agent"}
+    made = launcher.environment(job(env={"A": "job", "B": "job", "PYTHONPATH": "/mine"}), {"B": "secret"}, layout, node)
+    assert (made["PATH"], made["A"], made["B"]) == ("/bin", "job", "secret")
+    assert made["MGPU_JOB"] == "/home/u/runs/r/job-3.json"
+    assert made["MGPU_CHECKPOINT_DIR"] == "/home/u/runs/r/checkpoints"
+    assert (made["MGPU_ATTEMPT"], made["MGPU_NODE_RANK"], made["MGPU_NODES"]) == ("3", "1", "2")
+    assert int(made["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > job().timeouts.stop_grace_s
+    assert made["PYTHONPATH"].split(":")[-1] == "/mine"
+    assert not {"AWS_SECRET_ACCESS_KEY", "MGPU_RESUME_DIR", "RANK"} & set(made)
+
+
+def test_plain_python_gets_the_variables_of_its_one_process():
+    made = launcher.environment(job(launcher="python"), {}, RunLayout("r", PurePosixPath("/h")), {})
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    assert [made[name] for name in names] == ["1", "2", "0", "1", "10.0.0.1", "29501"]
+
+
+def test_the_ranks_import_the_library_that_was_shipped():
+    import mgpu_train
+
+    assert Path(launcher.shipped_library()) == Path(mgpu_train.__file__).parents[1]
+
+
+# --- requirements --------------------------------------------------------------------------------------------------
+
+TEXT = "# comment\nnumpy>=1  # why\nno_such.pkg==9 \\\n  --hash=sha256:00\nother[x] @ https://h/x.whl\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("ERROR: No matching distribution for no-such-pkg==9\n", "`no_such.pkg==9` cannot be installed: No match"),
+        ("x\nERROR: Failed building other\nERROR: y\n", "`other[x] @ https://h/x.whl` cannot be installed: Fail"),
+        ("ERROR: something else\n", "req.txt cannot be installed: something else"),
+        ("killed", "req.txt cannot be installed: see the log"),
+    ],
+)
+def test_the_requirement_at_fault_is_named(output, words):
+    assert words in requirements.blame("req.txt", TEXT, output)
+
+
+def test_environments_are_shared_only_where_that_is_safe():
+    assert requirements.key(TEXT, "run-1") == requirements.key(TEXT, "run-2")
+    assert requirements.key(TEXT, "run-1") != requirements.key(TEXT + "x", "run-1")
+    for local in ("-r more.txt", "-e .", "./wheel.whl", "x @ file:///y"):
+        assert requirements.key(local, "run-1") != requirements.key(local, "run-2"), local

@@ -1,0 +1,111 @@
+"""`python3 -m mgpu_train agent ...`: what the operator calls over SSH. The working directory is the node's home.
+
+A result is one line of JSON on standard output; an error is one line on standard error, with exit code 2 for a mistake
+in what was given and 1 for the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from mgpu_train.agent import start
+from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.log import clean
+from mgpu_train.config import Job, RunId, Secrets
+
+_MAX_STDIN = 1 << 20
+
+
+class BadInput(Exception):
+    """A mistake in what was given; one line."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `agent` and its commands to a set of argparse subcommands."""
+    agent = commands.add_parser("agent", help="start, stop or look at the node's agent")
+    verbs = agent.add_subparsers(dest="verb", required=True)
+    parser = verbs.add_parser("start", help="start the attempt that a job.json describes; secrets come by stdin")
+    parser.add_argument("--job", required=True, metavar="PATH", help="runs/<run id>/job.json")
+    parser.set_defaults(call=_start)
+    parser = verbs.add_parser("stop", help="ask the agent to let the program save, to stop it, and to upload")
+    parser.add_argument("--run", required=True, metavar="ID")
+    parser.add_argument("--now", action="store_true", help="do not wait for the program to save")
+    parser.set_defaults(call=_stop)
+    parser = verbs.add_parser("status", help="print the agent's status, and whether it is alive")
+    parser.add_argument("--run", required=True, metavar="ID")
+    parser.set_defaults(call=_status)
+    parser = verbs.add_parser("free-port", help="print a TCP port that is free on this node")
+    parser.set_defaults(call=_free_port)
+
+
+def call(arguments: argparse.Namespace) -> int:
+    """Carries a parsed `agent` command out; returns the exit code."""
+    try:
+        answer = arguments.call(arguments)
+    except BadInput as error:
+        print(f"mgpu_train agent {arguments.verb}: {clean(str(error))}", file=sys.stderr)  # noqa: T201
+        return 2
+    except (start.Refused, OSError) as error:
+        print(f"mgpu_train agent {arguments.verb}: {clean(str(error))}", file=sys.stderr)  # noqa: T201
+        return 1
+    print(json.dumps(answer))  # noqa: T201 - the result
+    return 0
+
+
+def _start(arguments: argparse.Namespace) -> dict[str, Any]:
+    path = Path(arguments.job)
+    try:
+        job = Job.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise BadInput(f"{path} does not exist") from error
+    except ValidationError as error:
+        raise BadInput(f"{path}: {_problems(error)}") from error
+    layout = _layout(job.run_id)
+    if path.absolute() != Path(layout.job):
+        raise BadInput(f"{path} is not the job file of run {job.run_id}: {layout.job}")
+    return start.start(job, _secrets(), layout)
+
+
+def _secrets() -> Secrets:
+    data = sys.stdin.buffer.read(_MAX_STDIN + 1)
+    if len(data) > _MAX_STDIN:
+        raise BadInput(f"more than {_MAX_STDIN} bytes of secrets on standard input")
+    try:
+        return Secrets.model_validate_json(data)
+    except ValidationError as error:
+        raise BadInput(f"secrets on standard input: {_problems(error)}") from None  # the cause holds their values
+
+
+def _stop(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"asked": start.stop(_layout(arguments.run), now=arguments.now)}
+
+
+def _status(arguments: argparse.Namespace) -> dict[str, Any]:
+    return start.status(_layout(arguments.run))
+
+
+def _free_port(_arguments: argparse.Namespace) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return {"port": probe.getsockname()[1]}
+
+
+def _layout(run_id: str) -> RunLayout:
+    try:
+        TypeAdapter(RunId).validate_python(run_id)
+    except ValidationError as error:
+        raise BadInput(f"{run_id!r} is not a run id") from error
+    return RunLayout(run_id, PurePosixPath(Path.cwd()))
+
+
+def _problems(error: ValidationError) -> str:
+    """All mistakes on one line, without the values: they may be secret."""
+    found = error.errors(include_input=False, include_url=False)
+    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'document'}: {one['msg']}" for one in found)

@@ -1,0 +1,132 @@
+"""What the agent does next, and how an attempt ended: decided from plain values, without I/O or a clock of its own."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mgpu_train.agent.log import peer_lost
+from mgpu_train.agent.status import Fault
+from mgpu_train.config import Job
+from mgpu_train.timeouts import Timeouts
+
+
+class AttemptFailed(Exception):
+    """The attempt cannot go on; `fault` says whose fault it is, `reason` what happened, in one line."""
+
+    def __init__(self, fault: Fault, reason: str) -> None:
+        super().__init__(reason)
+        self.fault = fault
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the agent ends a launcher that still runs. `since` is when it was known; `grace_s` until SIGKILL."""
+
+    fault: Fault
+    reason: str
+    since: float
+    grace_s: float
+
+
+class Act(StrEnum):
+    """What is done to the launcher."""
+
+    WATCH = "watch"
+    TERMINATE = "terminate"  # SIGTERM: save and exit
+    KILL = "kill"  # SIGKILL, the whole tree
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A launcher that runs, as one pass of the agent sees it. All times are of one monotonic clock."""
+
+    now: float
+    launched: float
+    progress: float | None = None  # when progress was last seen
+    asked: float | None = None  # when a stop was first asked for
+    asked_now: bool = False  # ... without grace
+    fenced: str | None = None  # a newer attempt was met at the commit log
+    ending: Cause | None = None  # what is being done already
+
+
+def look(seen: Watched, times: Timeouts) -> tuple[Act, Cause | None]:
+    """What to do about the launcher, and why. The first cause stands; only the grace may be cut short."""
+    cause = seen.ending or _cause(seen, times)
+    if cause is None:
+        return Act.WATCH, None
+    over = seen.asked_now or seen.now >= cause.since + cause.grace_s
+    return (Act.KILL if over else Act.TERMINATE), cause
+
+
+def _cause(seen: Watched, times: Timeouts) -> Cause | None:
+    if seen.fenced is not None:
+        return Cause(Fault.INFRASTRUCTURE, f"this attempt is over: {seen.fenced}", seen.now, 0)
+    if seen.asked is not None:
+        return Cause(Fault.STOPPED, "stopped: the operator asked for it", seen.asked, times.stop_grace_s)
+    if seen.progress is None and seen.now - seen.launched > times.first_step_s:
+        why = f"no sign of progress in {times.first_step_s:g} s after the launcher's start (first_step_s)"
+        return Cause(Fault.INFRASTRUCTURE, why, seen.now, 0)
+    if seen.progress is not None and seen.now - seen.progress > times.stall_s:
+        return Cause(Fault.INFRASTRUCTURE, f"no progress for {times.stall_s:g} s (stall_s)", seen.now, 0)
+    return None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All that is known when the launcher has ended and the uploads are over. Steps are -1 where there is none."""
+
+    exit_code: int
+    last_words: str = ""
+    cause: Cause | None = None  # set when the agent ended it
+    said: str | None = None  # the trainer's own last metrics line: "done" or "stopped"
+    resumed_step: int = -1
+    saved_step: int = -1  # newest finished on local disk
+    durable_step: int = -1  # node 0: committed; others: uploaded
+    problem: str | None = None  # why the final checkpoint is not durable
+
+
+def verdict(job: Job, end: Ended) -> AttemptFailed | None:
+    """How the attempt ended on this node; None: DONE."""
+    # torchrun exits 1 after a clean stop, and a program may finish while it is asked to stop: believe its own word
+    finished = end.exit_code == 0 and end.said == "done"
+    if end.cause is not None and not (end.cause.fault is Fault.STOPPED and finished):
+        return AttemptFailed(end.cause.fault, end.cause.reason)
+    if end.exit_code != 0:
+        return _exited(job, end)
+    if job.checkpoint is None or not has_part(job):
+        return None
+    return _durable(job, end)
+
+
+def has_part(job: Job) -> bool:
+    """True when this node uploads a part of every checkpoint."""
+    return job.checkpoint is not None and (job.node_rank == 0 or job.checkpoint.writers == "all")
+
+
+def _exited(job: Job, end: Ended) -> AttemptFailed:
+    words = f": {end.last_words}" if end.last_words else ""
+    if end.exit_code == -signal.SIGKILL:
+        # nobody kills itself so: out of memory, or someone on the machine
+        return AttemptFailed(Fault.INFRASTRUCTURE, f"the launcher was killed (SIGKILL){words}")
+    if end.exit_code < 0:
+        return AttemptFailed(Fault.USER, f"the program was ended by signal {-end.exit_code}{words}")
+    lost = job.nodes > 1 and peer_lost(end.last_words)
+    fault = Fault.INFRASTRUCTURE if lost else Fault.USER
+    return AttemptFailed(fault, f"the program ended with exit code {end.exit_code}{words}")
+
+
+def _durable(job: Job, end: Ended) -> AttemptFailed | None:
+    safe = max(end.durable_step, end.resumed_step)
+    if end.saved_step > safe:
+        why = end.problem or "it was not uploaded in time"
+        return AttemptFailed(Fault.INFRASTRUCTURE, f"the final checkpoint, step-{end.saved_step}, is not safe: {why}")
+    if job.train is not None and safe != job.train.steps:
+        why = f"the program ended with exit code 0, but its last checkpoint is of step {safe}, not {job.train.steps}"
+        return AttemptFailed(Fault.INFRASTRUCTURE, why)
+    if safe < 0:
+        why = "the program ended with exit code 0, but left no folder `step-<n>` in MGPU_CHECKPOINT_DIR"
+        return AttemptFailed(Fault.USER, why)
+    return None

@@ -1,0 +1,164 @@
+"""Starts the launcher (torchrun, or plain python) in a session of its own, and ends it with all that it started."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mgpu_train
+from mgpu_train.agent import procs
+from mgpu_train.agent.layout import RunLayout
+from mgpu_train.config import Job
+
+KILL_S = 30.0  # until a killed process tree has to be gone
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start: nothing in `argv` is ever read by a shell, nothing in it is secret."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    folder: Path
+
+
+def argv(job: Job, python: str) -> list[str]:
+    """The launcher's command line; `python` is the interpreter that has the user's requirements."""
+    program = ["-m", "mgpu_train.loop"] if job.train is not None else list(job.command or ())
+    if job.launcher == "python":
+        return [python, *program]
+    return [
+        *(python, "-m", "torch.distributed.run"),
+        *("--nnodes", str(job.nodes), "--node-rank", str(job.node_rank)),
+        *("--nproc-per-node", str(job.processes_per_node)),
+        *("--master-addr", job.master_addr, "--master-port", str(job.master_port)),
+        *("--rdzv-backend", "static", "--rdzv-id", f"{job.run_id}-{job.attempt}"),
+        # peers may still fetch what this node has already: they get as long as the first step may take
+        *("--rdzv-conf", f"timeout={math.ceil(job.timeouts.first_step_s)}"),
+        *("--max-restarts", "0"),  # a restart is a new attempt, and the operator's decision
+        *program,
+    ]
+
+
+def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The node's environment less everything that opens the store."""
+    return {name: value for name, value in environment.items() if not name.startswith("AWS_")}
+
+
+def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment: the node's, the job's, the secrets, and what the program may rely on."""
+    given = {**base_environment(node), **job.env, **secrets}
+    given.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // job.processes_per_node)))
+    given |= {
+        "MGPU_JOB": str(layout.attempt_job(job.attempt)),
+        "MGPU_RUN_ID": job.run_id,
+        "MGPU_ATTEMPT": str(job.attempt),
+        "MGPU_NODE_RANK": str(job.node_rank),
+        "MGPU_NODES": str(job.nodes),
+        "MGPU_CHECKPOINT_DIR": str(layout.checkpoints),
+        "MGPU_METRICS_DIR": str(layout.metrics),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # the agent's own grace is to end first: torchrun's 30 s would cut off a save
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(job.timeouts.stop_grace_s) + 10),
+    }
+    given.pop("MGPU_RESUME_DIR", None)
+    if job.resume is not None:
+        given["MGPU_RESUME_DIR"] = str(layout.resume)
+    if job.launcher == "python":
+        given |= _one_process(job)
+    paths = [shipped_library(), given.get("PYTHONPATH", "")]
+    given["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+    return given
+
+
+def _one_process(job: Job) -> dict[str, str]:
+    """What torchrun would set, for the one process of this node."""
+    return {
+        "RANK": str(job.node_rank),
+        "WORLD_SIZE": str(job.nodes),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "NODE_RANK": str(job.node_rank),
+        "MASTER_ADDR": job.master_addr,
+        "MASTER_PORT": str(job.master_port),
+    }
+
+
+def shipped_library() -> str:
+    """The folder that holds this very package, for the ranks to import the same one; "" where it is installed.
+
+    A site-packages folder on PYTHONPATH would come before the user's own requirements.
+    """
+    folder = str(Path(mgpu_train.__file__).resolve().parents[1])
+    installed = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    return "" if folder in installed else folder
+
+
+class Launcher:
+    """A launcher that was started. Make it on the main thread: the launcher dies with the thread that made it."""
+
+    def __init__(self, launch: Launch, log_fd: int) -> None:
+        """Output goes to `log_fd` without a pipe: it is kept as it is, and outlives the agent.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        agent = os.getpid()
+        # torchrun passes SIGTERM on to its ranks, which are in sessions of their own; plain python may ignore it
+        signum = signal.SIGTERM if "torch.distributed.run" in launch.argv else signal.SIGKILL
+        self._process = subprocess.Popen(
+            launch.argv,
+            cwd=launch.folder,
+            env=launch.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            start_new_session=True,
+            preexec_fn=lambda: procs.die_with_parent(signum, agent),  # no other thread runs yet
+        )
+
+    @property
+    def pid(self) -> int:
+        """The launcher's process id."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, or -signal; None while it runs."""
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """Asks it to save and exit."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> bool:
+        """Kills the launcher and everything below this agent; False: something is left."""
+        gone = kill_below(self._process.pid)
+        self._process.poll()
+        return gone
+
+
+def kill_below(spare: int = 0) -> bool:
+    """Kills every process below this one; `spare` is the pid whose exit status someone else collects."""
+    me = os.getpid()
+    gone = procs.kill_all(lambda: procs.descendants(me), KILL_S)
+    procs.reap(me, spare)
+    return gone
+
+
+def leftovers(layout: RunLayout) -> list[procs.Process]:
+    """What a killed agent left of an older attempt on this node: it carries this node's checkpoint folder."""
+    return procs.carrying(f"MGPU_CHECKPOINT_DIR={layout.checkpoints}")
+
+
+def python() -> str:
+    """The interpreter that runs this agent."""
+    return sys.executable

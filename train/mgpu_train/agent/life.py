@@ -1,0 +1,131 @@
+"""The life of an agent: prepare, resume, launch and watch, drain.
+
+The main thread passes every `poll_s`: it beats, renews the lease and looks at what happened. What may take long runs
+beside it, so that a request to stop is heard in every phase, and no phase is without a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from typing import TypeVar
+
+from mgpu_train.agent import launcher, procs
+from mgpu_train.agent.attempt import Attempt
+from mgpu_train.agent.decide import AttemptFailed, Ended, has_part, verdict
+from mgpu_train.agent.depot import StoreDepot
+from mgpu_train.agent.folders import clear_local
+from mgpu_train.agent.launcher import Launch
+from mgpu_train.agent.prepare import prepare
+from mgpu_train.agent.resume import resume
+from mgpu_train.agent.status import Fault, Phase
+from mgpu_train.agent.uploads import Uploads
+from mgpu_train.agent.watch import Watch
+
+T = TypeVar("T")
+
+
+def live(attempt: Attempt) -> None:
+    """From PREPARING, which has been entered, to a final status; raises nothing."""
+    try:
+        failure = _phases(attempt)
+    except AttemptFailed as error:
+        failure = error
+    except Exception as error:  # noqa: BLE001 - a bug here must end the attempt, and be seen
+        for line in traceback.format_exc().splitlines():
+            attempt.say(line)
+        failure = AttemptFailed(Fault.INFRASTRUCTURE, f"the agent failed: {type(error).__name__}: {error}")
+    if not launcher.kill_below():
+        attempt.say("some processes of this attempt could not be killed")
+    if failure is None:
+        attempt.enter(Phase.DONE)
+    else:
+        attempt.enter(Phase.FAILED, fault=failure.fault, reason=failure.reason)
+
+
+def _phases(attempt: Attempt) -> AttemptFailed | None:
+    job, times = attempt.job, attempt.times
+    environment = launcher.environment(job, attempt.secrets.env, attempt.layout, os.environ)
+    _end_older(attempt)
+    python = aside(
+        attempt, lambda: prepare(attempt, environment), times.prepare_s, "preparing took more than {:g} s (prepare_s)"
+    )
+    resumed_step = -1
+    if job.resume is not None:
+        attempt.enter(Phase.RESUMING)
+        late = "resume: took more than {:g} s (resume_s)"
+        resumed_step = aside(attempt, lambda: resume(attempt), times.resume_s, late)
+    clear_local(attempt)
+    attempt.enter(Phase.LAUNCHING)
+    uploads = _uploads(attempt) if has_part(job) else None
+    try:
+        ended = Watch(attempt, uploads).run(Launch(launcher.argv(job, python), environment, attempt.work))
+    except OSError as error:
+        raise AttemptFailed(Fault.USER, f"the launcher cannot be started: {error}") from error
+    return _drain(attempt, uploads, replace(ended, resumed_step=resumed_step))
+
+
+def _end_older(attempt: Attempt) -> None:
+    """What a killed agent left of an older attempt must not write beside this one."""
+    if not procs.kill_all(lambda: launcher.leftovers(attempt.layout), launcher.KILL_S):
+        raise AttemptFailed(Fault.INFRASTRUCTURE, "processes of an older attempt could not be killed")
+
+
+def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str) -> T:
+    """Runs `work` in a thread of its own while this one passes; a thread that is given up ends with the agent.
+
+    Raises:
+        AttemptFailed: a stop was asked for, or the deadline is over; what `work` raises is raised again.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again on the thread that waits
+            future.set_exception(error)
+
+    end = time.monotonic() + deadline_s
+    threading.Thread(target=run, daemon=True).start()
+    while not wait([future], timeout=attempt.times.poll_s).done:
+        if attempt.stop.asked is not None:
+            raise AttemptFailed(Fault.STOPPED, "stopped before the launcher was started: the operator asked for it")
+        if time.monotonic() > end:
+            raise AttemptFailed(Fault.INFRASTRUCTURE, late.format(deadline_s))
+        attempt.tick()
+    return future.result()
+
+
+def _uploads(attempt: Attempt) -> Uploads:
+    job = attempt.job
+    return Uploads(
+        StoreDepot(attempt),
+        attempt.checkpoints,
+        leads=job.node_rank == 0,
+        alone=job.nodes == 1 or (job.checkpoint is not None and job.checkpoint.writers == "rank0"),
+        times=attempt.times,
+        say=attempt.say,
+    )
+
+
+def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFailed | None:
+    """Waits for the uploads that are left, and says how the attempt ended."""
+    # a failure that is certain already is told at once: peers may wait for this node in vain
+    certain = verdict(attempt.job, ended) if ended.cause is not None or ended.exit_code != 0 else None
+    known = {"fault": certain.fault, "reason": certain.reason} if certain else {}
+    attempt.enter(Phase.DRAINING, exit_code=ended.exit_code, **known)
+    if uploads is None:
+        return verdict(attempt.job, ended)
+    uploads.drain()
+    end = time.monotonic() + attempt.times.drain_s
+    while not uploads.ended(attempt.times.poll_s) and time.monotonic() < end:
+        attempt.tick(checkpoint=uploads.status)
+    status = uploads.status
+    attempt.tick(checkpoint=status)
+    durable = status.committed_step if attempt.job.node_rank == 0 else status.uploaded_step
+    return verdict(attempt.job, replace(ended, durable_step=durable, problem=status.problem))

@@ -1,0 +1,69 @@
+"""The run's log: raw bytes of the launcher, which writes by itself, and the agent's own lines between them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+PREFIX = "[agent] "
+_WINDOW = 64 * 1024  # bytes at the log's end that are searched for the cause of an end
+_LONGEST = 300  # characters of a line that goes into a status
+_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
+# an uncaught exception's last line, with torch's rank before it; torchrun's own ChildFailedError says nothing new
+_EXCEPTION = re.compile(
+    r"^(?:\[\w+\]:\s*)?(?!torch\.distributed\.elastic)[\w.]*(?:Error|Exception|Interrupt|Exit)\b(?::|$)"
+)
+_PEER_LOST = re.compile(r"gloo|nccl|TCPStore|ProcessGroup|DistBackendError|DistNetworkError", re.IGNORECASE)
+
+
+class Log:
+    """Appends to the run's log; `own` counts the agent's bytes, so that they are not taken for a sign of life."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.own = 0
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    @property
+    def size(self) -> int:
+        """Bytes in the log."""
+        return os.fstat(self.fd).st_size
+
+    def say(self, text: str) -> None:
+        """Writes one line of the agent's own."""
+        size = self.size
+        torn = size > 0 and os.pread(self.fd, 1, size - 1) != b"\n"
+        line = (("\n" if torn else "") + PREFIX + clean(text) + "\n").encode()
+        os.write(self.fd, line)
+        self.own += len(line)
+
+
+def clean(text: str, limit: int = 4000) -> str:
+    """One line without escapes or control characters, not longer than `limit` characters."""
+    line = "".join(letter for letter in _ESCAPE.sub("", " ".join(text.split())) if letter.isprintable())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def hide(text: str, secrets: Iterable[str]) -> str:
+    """The text with every secret value replaced; very short values are no secrets and would hit by chance."""
+    for value in sorted((value for value in secrets if len(value) >= 4), key=len, reverse=True):
+        text = text.replace(value, "***")
+    return text
+
+
+def last_words(log: Log, begin: int) -> str:
+    """The line at the end of the log that says best why the launcher ended; "" if it said nothing since `begin`."""
+    begin = max(begin, log.size - _WINDOW)
+    lines = os.pread(log.fd, _WINDOW, begin).decode(errors="replace").splitlines()
+    lines = [line for line in lines if line.strip() and not line.startswith(PREFIX)]
+    errors = [line for line in lines if _EXCEPTION.match(line)]
+    # of several exceptions those that only tell of a lost peer are consequences
+    causes = [line for line in errors if not peer_lost(line)] or errors or lines
+    return clean(causes[-1], _LONGEST) if causes else ""
+
+
+def peer_lost(words: str) -> bool:
+    """True for the words of a rank that lost its peers."""
+    return bool(_PEER_LOST.search(words))

@@ -1,0 +1,152 @@
+"""Processes of this machine, known by what no other process shares: pid, start time and boot. Linux only.
+
+A pid alone is reused: every signal goes through a pidfd whose identity is checked after it was opened.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from mgpu_train.config import Model
+
+_PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: not between fork and exec
+
+
+class Process(Model):
+    """One process; `start_ticks` are clock ticks since boot."""
+
+    pid: int
+    start_ticks: int
+    boot_id: str
+
+    @property
+    def alive(self) -> bool:
+        """True while it runs; a zombie has ended."""
+        stat = _stat(self.pid)
+        return stat is not None and stat[0] not in "ZX" and stat[2] == self.start_ticks and self.boot_id == boot_id()
+
+    def send(self, signum: int) -> bool:
+        """Signals exactly this process; False: it is gone, or another one has its pid."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            if not self.alive:
+                return False
+            signal.pidfd_send_signal(fd, signum)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+
+def boot_id() -> str:
+    """This boot of the machine; a pid of another boot says nothing."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def uptime_s() -> float:
+    """Seconds since boot: a clock that nobody can set."""
+    return float((_PROC / "uptime").read_text().split()[0])
+
+
+def of(pid: int) -> Process | None:
+    """The process that has this pid now."""
+    stat = _stat(pid)
+    return Process(pid=pid, start_ticks=stat[2], boot_id=boot_id()) if stat else None
+
+
+def me() -> Process:
+    """This process."""
+    stat = _stat(os.getpid())
+    if stat is None:
+        raise OSError("there is no /proc to read")
+    return Process(pid=os.getpid(), start_ticks=stat[2], boot_id=boot_id())
+
+
+def descendants(root: int) -> list[Process]:
+    """All living processes below `root`, whatever session or group they made themselves."""
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        stat = _stat(pid)
+        if stat is not None:
+            children.setdefault(stat[1], []).append(pid)
+    below, queue = [], list(children.get(root, []))
+    while queue:
+        pid = queue.pop()
+        queue += children.get(pid, [])
+        below.append(of(pid))
+    return [process for process in below if process is not None and process.alive]
+
+
+def carrying(entry: str) -> list[Process]:
+    """All living processes of this user that have `NAME=value` in the environment they were started with."""
+    wanted, found = entry.encode(), []
+    for pid in _pids():
+        with suppress(OSError):
+            if wanted in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+                found.append(of(pid))
+    return [process for process in found if process is not None and process.alive and process.pid != os.getpid()]
+
+
+def kill_all(find: Callable[[], list[Process]], deadline_s: float) -> bool:
+    """SIGKILL to all that `find` finds until it finds nothing; False: something is left (uninterruptible I/O)."""
+    end = time.monotonic() + deadline_s
+    while processes := find():
+        if time.monotonic() > end:
+            return False
+        for process in processes:
+            process.send(signal.SIGKILL)
+        time.sleep(0.02)
+    return True
+
+
+def reap(orphans_of: int, spare: int) -> None:
+    """Takes leave of ended children of this process other than `spare`, whose status its own owner collects."""
+    for pid in _pids():
+        stat = _stat(pid)
+        if stat is not None and stat[0] == "Z" and stat[1] == orphans_of and pid != spare:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def become_subreaper() -> None:
+    """From here on orphans below this process become its children: nothing that the launcher starts gets away."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(signum: int, parent: int) -> None:
+    """This process, a fresh child of `parent`, gets `signum` when the parent's thread that made it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def _pids() -> Iterator[int]:
+    return (int(entry.name) for entry in os.scandir(_PROC) if entry.name.isdigit())
+
+
+def _stat(pid: int) -> tuple[str, int, int] | None:
+    """State, parent and start time of a process."""
+    try:
+        # the second field is the program's name in brackets and may hold anything: read behind its last bracket
+        fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (fields[0], int(fields[1]), int(fields[19])) if len(fields) > 19 else None

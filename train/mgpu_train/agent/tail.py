@@ -1,0 +1,84 @@
+"""Reads what is new in the metrics of this node's ranks, by offset, and folds it into what the status file says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+_PIECE = 1 << 20  # bytes of one file that are read in one pass
+_LONGEST = 1 << 16  # bytes of one line; a longer one is no metric
+
+
+class MetricsTail:
+    """Follows `rank-*.jsonl` of one attempt; what was there before belongs to older attempts and is not read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: dict[str, int] = {path.name: path.stat().st_size for path in folder.glob("rank-*.jsonl")}
+        self._torn: dict[str, bytes] = {}
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The whole lines that were written since the last call, file by file; torn and foreign ones are left out."""
+        return [record for path in sorted(self._folder.glob("rank-*.jsonl")) for record in self._read(path)]
+
+    def _read(self, path: Path) -> list[dict[str, Any]]:
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path.name, 0))
+                data = file.read(_PIECE)
+        except OSError:
+            return []
+        self._offsets[path.name] = self._offsets.get(path.name, 0) + len(data)
+        *whole, torn = (self._torn.get(path.name, b"") + data).split(b"\n")
+        self._torn[path.name] = torn[:_LONGEST]
+        return [record for record in map(_parse, whole) if record is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    if len(line) >= _LONGEST:
+        return None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+class Progress:
+    """What the metrics of an attempt say: the fields of the status file that come from them."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {"step": -1}
+        self.ended: str | None = None  # the program's own word: "done" or "stopped"
+
+    def take(self, record: dict[str, Any]) -> bool:
+        """Folds one line in; True: a new optimizer step, which is progress."""
+        kind = record.get("kind")
+        if kind == "step":
+            return self._step(record)
+        if kind == "validation" and (loss := _number(record.get("loss"))) is not None:
+            self.fields["validation_loss"] = loss
+            self.fields.setdefault("first_validation_loss", loss)
+        elif kind == "end":
+            self.ended = str(record.get("reason"))
+        return False
+
+    def _step(self, record: dict[str, Any]) -> bool:
+        step = record.get("step")
+        if type(step) is not int or step < self.fields["step"]:
+            return False
+        new = step > self.fields["step"]
+        self.fields["step"] = step
+        if type(record.get("steps")) is int:
+            self.fields["steps"] = record["steps"]
+        for name in ("loss", "tokens_per_s"):
+            if (value := _number(record.get(name))) is not None:
+                self.fields[name] = value
+        return new
+
+
+def _number(value: Any) -> float | None:
+    """A finite number; a loss of NaN is no number that JSON could carry."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

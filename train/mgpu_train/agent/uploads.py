@@ -1,0 +1,270 @@
+"""Brings finished checkpoints into the store while training goes on: one at a time, all nodes the same ones.
+
+A checkpoint counts only when every node's part is in the store, so nodes must not choose each for itself which saves
+they skip. Node 0 chooses: it takes its newest finished save, announces the step by a tiny object in the store, uploads
+its part, waits for the others' parts and commits. The other nodes upload what it announces, and nothing else. When the
+launcher has ended, the last announcement says that it is final.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from mgpu_train.agent import saves
+from mgpu_train.agent.log import clean
+from mgpu_train.agent.status import CheckpointStatus
+from mgpu_train.timeouts import Timeouts
+
+_BACKOFF_S = (1.0, 30.0)  # first and longest wait between two tries
+
+
+class DepotError(Exception):
+    """The store failed or refused; another try may help."""
+
+
+class NewerAttempt(Exception):
+    """A newer attempt of the run was started: this one may commit nothing any more."""
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What node 0 uploads; -1 = nothing. `final`: nothing comes after it."""
+
+    step: int
+    final: bool
+
+
+class Depot(Protocol):
+    """One attempt's part of the store. Every call may raise DepotError, and may be repeated."""
+
+    def announce(self, said: Announced) -> None:
+        """Tells the other nodes what to upload (node 0)."""
+        ...
+
+    def announced(self) -> Announced | None:
+        """What node 0 told last; None = nothing yet."""
+        ...
+
+    def upload(self, step: int, folder: Path) -> None:
+        """Puts this node's part into the store."""
+        ...
+
+    def commit(self, step: int) -> str | None:
+        """Commits the checkpoint and returns its id; None: parts of other nodes are missing (node 0).
+
+        Raises:
+            NewerAttempt: this attempt is over.
+        """
+        ...
+
+    def prune(self) -> None:
+        """Deletes old committed checkpoints (node 0)."""
+        ...
+
+
+class Uploads:
+    """The background thread of one node that has a part in the checkpoints."""
+
+    def __init__(
+        self,
+        depot: Depot,
+        folder: Path,
+        *,
+        leads: bool,
+        alone: bool,
+        times: Timeouts,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] | None = None,
+    ) -> None:
+        """`leads`: this is node 0. `alone`: no other node has a part. `pause` (for tests) waits so many seconds."""
+        self._depot, self._folder = depot, folder
+        self._leads, self._alone, self._times = leads, alone, times
+        self._say, self._clock = say, clock
+        self._pause = pause or self._wait
+        self._draining = threading.Event()
+        self._lock = threading.Lock()
+        self._status = CheckpointStatus()
+        self._seen: set[int] = set()
+        self._taken = -1
+        self._in_flight: int | None = None
+        self._thread = threading.Thread(target=self.run, name="uploads", daemon=True)
+        self.fenced: str | None = None
+
+    # --- for the agent's own thread -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to watch the folder."""
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Says that no more checkpoints will come: the newest is uploaded, and the thread ends."""
+        self._draining.set()
+
+    def ended(self, wait_s: float) -> bool:
+        """Waits so long; True when everything is done."""
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    @property
+    def status(self) -> CheckpointStatus:
+        """What has become of the checkpoints so far."""
+        with self._lock:
+            return self._status
+
+    def look(self) -> int:
+        """Looks at the folder, deletes what nobody will ask for, and returns the newest finished step (-1: none)."""
+        found = saves.finished(self._folder)
+        with self._lock:
+            self._seen |= found.keys()
+            newest = max(self._seen, default=-1)
+            self._status = self._status.model_copy(update={"saved_step": newest})
+            uploading = self._in_flight
+        if uploading is not None:
+            # not while idle: node 0 may be about to announce one of those that would go
+            for step in saves.superfluous(found, uploading):
+                saves.remove(found[step])
+        return newest
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """The thread's life; returns when the last checkpoint is dealt with."""
+        try:
+            if self._leads:
+                self._lead()
+            else:
+                self._follow()
+        except NewerAttempt as error:
+            self._trouble(str(error))
+            self.fenced = str(error)
+        except Exception as error:  # noqa: BLE001 - a bug here must be seen in the status, not end in a silent thread
+            self._trouble(f"the uploads ended: {type(error).__name__}: {error}")
+
+    def _lead(self) -> None:
+        final = False
+        while not final:
+            # in this order: when no more will come, this look sees the last one
+            final = self._draining.is_set()
+            step = self.look()
+            if step > self._taken:
+                self._take(step, final)
+            elif not final:
+                self._pause(self._times.poll_s)
+        if not self._alone:
+            end = Announced(self._taken, final=True)
+            self._insist("announcing the end", lambda: self._depot.announce(end), tries=5)
+
+    def _follow(self) -> None:
+        patience: float | None = None
+        while True:
+            draining = self._draining.is_set()
+            newest = self.look()
+            said = self._announced() if newest > self._taken else None
+            if said is not None and said.step > self._taken:
+                self._take(said.step, said.final)
+                patience = None
+                continue
+            if draining and (newest <= self._taken or (said is not None and said.final)):
+                return
+            if draining:
+                patience = patience or self._clock() + self._times.peers_s
+                if self._clock() > patience:
+                    self._trouble(f"node 0 has not asked for step-{newest} within {self._times.peers_s:g} s (peers_s)")
+                    return
+            self._pause(self._times.poll_s)
+
+    def _announced(self) -> Announced | None:
+        try:
+            return self._depot.announced()
+        except DepotError as error:
+            self._trouble(f"node 0's announcement cannot be read: {error}")
+            return None
+
+    def _take(self, step: int, final: bool) -> None:
+        with self._lock:
+            skipped = sum(self._taken < seen < step for seen in self._seen)
+            self._taken, self._in_flight = step, step
+        self._note(skipped=self._status.skipped + skipped)
+        path = saves.finished(self._folder).get(step)
+        try:
+            done = path is not None and self._bring(step, path, final)
+        finally:
+            self.look()
+            with self._lock:
+                self._in_flight = None
+        if path is None:
+            self._trouble(f"step-{step} was asked for, but is not on this node's disk")
+        if not done:
+            self._note(failed=self._status.failed + 1)
+
+    def _bring(self, step: int, path: Path, final: bool) -> bool:
+        name = f"step-{step}"
+        if self._leads and not self._alone:
+            said = Announced(step, final)
+            if not self._insist(f"announcing {name}", lambda: self._depot.announce(said)):
+                return False
+        if not self._insist(f"uploading {name}", lambda: self._depot.upload(step, path)):
+            return False
+        self._note(uploaded_step=step)
+        self._say(f"checkpoint {name}: uploaded")
+        return not self._leads or self._commit(step)
+
+    def _commit(self, step: int) -> bool:
+        waiting_until = self._clock() + self._times.peers_s
+        found: list[str | None] = []
+        while self._insist(f"committing step-{step}", lambda: found.append(self._depot.commit(step))):
+            if (checkpoint_id := found[-1]) is not None:
+                self._note(committed_step=step, committed_id=checkpoint_id)
+                self._say(f"checkpoint step-{step}: committed as {checkpoint_id}")
+                self._prune()
+                return True
+            if self._clock() > waiting_until:
+                self._trouble(f"step-{step}: other nodes' parts are missing after {self._times.peers_s:g} s (peers_s)")
+                return False
+            self._pause(self._times.poll_s)
+        return False
+
+    def _prune(self) -> None:
+        try:
+            self._depot.prune()
+        except DepotError as error:
+            self._say(f"old checkpoints could not be deleted: {error}")  # the next commit tries again
+
+    def _insist(self, doing: str, work: Callable[[], object], tries: int | None = None) -> bool:
+        """Tries with growing waits until it works. Gives up when a newer save waits; the agent bounds the drain."""
+        wait, longest = _BACKOFF_S
+        while True:
+            try:
+                work()
+                return True
+            except DepotError as error:
+                self._trouble(f"{doing}: {error}")
+            tries = None if tries is None else tries - 1
+            if tries == 0 or self._taken < self.look():
+                return False
+            self._pause(wait * random.uniform(0.5, 1.0))
+            wait = min(2 * wait, longest)
+
+    def _trouble(self, problem: str) -> None:
+        problem = clean(problem, 300)
+        if problem != self.status.problem:
+            self._say(f"checkpoint: {problem}")
+        self._note(problem=problem)
+
+    def _note(self, **changes: int | str | None) -> None:
+        with self._lock:
+            self._status = self._status.model_copy(update=changes)
+
+    def _wait(self, seconds: float) -> None:
+        """Waits, and not longer than until the drain begins."""
+        if self._draining.is_set():
+            time.sleep(seconds)
+        else:
+            self._draining.wait(seconds)

@@ -1,0 +1,111 @@
+"""Watches a launcher from outside until it has ended: progress, stalls, requests to stop, a newer attempt."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from mgpu_train.agent.attempt import Attempt
+from mgpu_train.agent.decide import Act, Cause, Ended, Watched, look
+from mgpu_train.agent.launcher import Launch, Launcher
+from mgpu_train.agent.log import last_words
+from mgpu_train.agent.saves import finished, remove, superfluous
+from mgpu_train.agent.status import Phase
+from mgpu_train.agent.tail import MetricsTail, Progress
+from mgpu_train.agent.uploads import Uploads
+
+
+class Watch:
+    """One launcher under watch. Nothing is believed but what can be seen: metrics, checkpoints, and a user's log."""
+
+    def __init__(self, attempt: Attempt, uploads: Uploads | None) -> None:
+        """`uploads` looks at the checkpoint folder, where the node has a part in the checkpoints."""
+        self._attempt, self._uploads = attempt, uploads
+        self._tail = MetricsTail(Path(attempt.layout.metrics))
+        self._metrics = Progress()
+        self._saved = -1
+        self._logged = self._log_size()
+        self._progress: float | None = None  # monotonic seconds
+        self._cause: Cause | None = None
+        self._warned = False
+
+    def run(self, launch: Launch) -> Ended:
+        """Starts the launcher and returns when it, and everything that it started, has ended.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        begin = self._attempt.log.size
+        launcher = Launcher(launch, self._attempt.log.fd)
+        launched = time.monotonic()
+        if self._uploads is not None:
+            self._uploads.start()
+        while (code := launcher.poll()) is None:
+            self._act(launcher, launched)
+            self._pass()
+            time.sleep(self._attempt.times.poll_s)
+        launcher.kill()  # survivors: ranks whose launcher died before them
+        self._pass()
+        return Ended(
+            exit_code=code,
+            last_words=last_words(self._attempt.log, begin),
+            cause=self._cause,
+            said=self._metrics.ended,
+            saved_step=self._saved,
+        )
+
+    def _act(self, launcher: Launcher, launched: float) -> None:
+        stop = self._attempt.stop
+        seen = Watched(
+            now=time.monotonic(),
+            launched=launched,
+            progress=self._progress,
+            asked=stop.asked,
+            asked_now=stop.now,
+            fenced=self._uploads.fenced if self._uploads else None,
+            ending=self._cause,
+        )
+        act, cause = look(seen, self._attempt.times)
+        if cause is not None and self._cause is None:
+            self._attempt.say(f"ending the launcher: {cause.reason}")
+        self._cause = cause
+        if act is Act.KILL:
+            launcher.kill()
+        elif act is Act.TERMINATE and not self._warned:
+            self._warned = True
+            launcher.terminate()
+
+    def _pass(self) -> None:
+        progress = self._observe()
+        changes = dict(self._metrics.fields)
+        if progress:
+            self._progress = time.monotonic()
+            changes["progress_at"] = time.time()
+            if self._attempt.report.status.phase is Phase.LAUNCHING:
+                self._attempt.enter(Phase.TRAINING)
+        if self._uploads is not None:
+            changes["checkpoint"] = self._uploads.status
+        waiting = self._attempt.report.status.phase is Phase.LAUNCHING
+        self._attempt.tick(alive=progress or waiting, **changes)
+
+    def _observe(self) -> bool:
+        """Looks at everything; True: there was progress since the last look."""
+        steps = [self._metrics.take(record) for record in self._tail.poll()]
+        saved = self._uploads.look() if self._uploads else self._tidy()
+        logged = self._log_size()
+        # the bundled trainer has metrics; of a program that is not ours the log is all there is
+        spoke = self._attempt.job.command is not None and logged > self._logged
+        progress = any(steps) or saved > self._saved or spoke
+        self._saved, self._logged = max(saved, self._saved), logged
+        return progress
+
+    def _tidy(self) -> int:
+        """The newest finished checkpoint of a node that uploads none; the node keeps no more than the newest two."""
+        found = finished(self._attempt.checkpoints)
+        if self._attempt.job.checkpoint is not None:
+            for step in superfluous(found, None):
+                remove(found[step])
+        return max(found, default=-1)
+
+    def _log_size(self) -> int:
+        return self._attempt.log.size - self._attempt.log.own
