@@ -61,6 +61,7 @@ def main() -> int:
     from mgpu.cli.checkpoints import pull_into
     from mgpu.console import Console
     from mgpu.errors import MgpuError
+    from mgpu.paths import state_dir
     from mgpu.providers.local import bill
     from mgpu.run import launch as runs
     from mgpu.spec.load import load
@@ -84,7 +85,7 @@ def main() -> int:
     finally:
         server.stop()  # type: ignore[attr-defined]
 
-    ledger = bill.read()
+    ledger = bill.read(state_dir() / "local")
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record.phase_seconds.items())
     rows = [
         ("run", record.run_id),

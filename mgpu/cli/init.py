@@ -20,15 +20,19 @@ def init(folder: Path) -> None:
 
     Files that are there already are left as they are.
     """
-    from mgpu.iac import engine, install
+    from mgpu.iac import install
+    from mgpu.iac.project import project_files
 
     console = Console()
     folder.mkdir(parents=True, exist_ok=True)
     for name in TEMPLATES:
         _once(console, folder / name, files("mgpu").joinpath("templates", name).read_text())
     _ignore(folder / ".gitignore")
-    for path in engine.project_files(folder):
-        console.say(f"wrote {path}")
+    if (folder / "Pulumi.yaml").exists() or (folder / "infra").exists():
+        console.say(f"kept the Pulumi program in {folder}: it was there")
+    else:
+        for path in project_files(folder):
+            console.say(f"wrote {path}")
     install.set_up(folder, console.say)
     console.next(
         f"{_cd(folder)}mgpu plan       what it would rent",

@@ -8,6 +8,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
+from mgpu.errors import InputError
 
 
 @click.command()
@@ -27,4 +28,8 @@ def run(run_file: Path, as_json: bool, stack: str | None, resume: str | None) ->
     before = load_record(resume) if resume else None
     project = runs.preflight(run_file, spec)
     name = stack or current_stack(project)
+    if name is None:
+        raise InputError(
+            "no stack is selected", f"{project} has none yet.", "Run `. .mgpu/env && pulumi up`, or give `--stack`."
+        )
     return common.finish(console, runs.run(run_file, spec, name, common.context(console), resume=before))

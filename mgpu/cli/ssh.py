@@ -47,8 +47,9 @@ def write_config(record: Record) -> Path:
 
     fleet = StackOutput.model_validate(record.fleet)
     folder = Folder(record.run_id).root
-    config, known_hosts = ssh_config(targets(fleet), Path(fleet.private_key_file).expanduser(), record.run_id)
-    (folder / "known_hosts").write_text(known_hosts)
-    path = folder / "ssh_config"
-    path.write_text(config.replace("UserKnownHostsFile known_hosts", f"UserKnownHostsFile {folder / 'known_hosts'}"))
+    known_hosts_file, path = folder / "known_hosts", folder / "ssh_config"
+    key_file = Path(fleet.private_key_file).expanduser()
+    config, known_hosts = ssh_config(targets(fleet), key_file, record.run_id, known_hosts_file)
+    known_hosts_file.write_text(known_hosts)
+    path.write_text(config)
     return path

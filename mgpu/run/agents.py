@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import RemoteError
 from mgpu.remote.node import Node
+from mgpu.remote.nodeset import NodeSet
 
 
+@cache
 def library() -> tuple[Path, str]:
     """The node side's own package on this machine, and the folder that it gets on a node: named by its content."""
     package = Path(mgpu_train.__file__).parent
@@ -25,10 +28,10 @@ def library() -> tuple[Path, str]:
     return package, str(LIB / digest.hexdigest()[:16])
 
 
-def send_library(node: Node) -> None:
-    """Sends the node side's package, unless the node has just this one."""
+def send_library(nodes: NodeSet) -> None:
+    """Sends the node side's package to the nodes that do not have just this one."""
     package, home = library()
-    node.sync(package, f"{home}/mgpu_train")
+    nodes.sync(package, f"{home}/mgpu_train")
 
 
 def send_job(node: Node, job: Job) -> None:

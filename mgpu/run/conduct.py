@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.status import Fault
 from mgpu_train.config import CheckpointTarget, Resume, Secrets
 
@@ -62,7 +63,7 @@ def conduct(
         nodes = NodeSet.connect(targets(fleet), Path(fleet.private_key_file).expanduser(), session.timeouts)
     try:
         with session.phase("sending"):
-            nodes.each(agents.send_library)
+            agents.send_library(nodes)
             _send_code(session, request, nodes)
         with session.phase("starting"):
             _start(session, request, fleet, nodes, secrets)
@@ -102,10 +103,7 @@ def _send_code(session: Session, request: Request, nodes: NodeSet) -> None:
     folder = request.workdir
     if folder is None:
         return
-    from mgpu_train.agent.layout import RunLayout
-
-    dest = str(RunLayout(request.run_id).work)
-    reports = nodes.each(lambda node: node.sync(folder, dest))
+    reports = nodes.sync(folder, str(RunLayout(request.run_id).work))
     session.emit(Note(f"code: {reports[0].files} files, {reports[0].sent} sent to each of {len(reports)} nodes"))
 
 

@@ -10,6 +10,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu import acquire, paths
 from mgpu.events import Emit
 from mgpu.iac.environment import backend_dir
+from mgpu.iac.naming import fleet_name
 from mgpu.providers import registry
 from mgpu.providers.base import Handle, NodePhase
 from mgpu.run.record import every, supervised
@@ -46,13 +47,13 @@ def alive() -> list[Fleet]:
 
 def _user(handle: Handle) -> str:
     for record in reversed(every()):
-        if record.fleet and record.fleet.get("fleet") == handle.fleet and supervised(record.run_id):
-            return f"run {record.run_id}"
-        if record.stack == handle.fleet and not record.state.final and supervised(record.run_id):
+        if not record.state.final and record.fleet_name == handle.fleet and supervised(record.run_id):
             return f"run {record.run_id}"
     # a stack that the engine still has a state for: `pulumi destroy` or `mgpu down` is its way out
-    if any(backend_dir().glob(f".pulumi/stacks/*/{handle.fleet}.json")):
-        return f"stack {handle.fleet}"
+    for state in backend_dir().glob(".pulumi/stacks/*/*.json*"):
+        stack = state.name.partition(".json")[0]
+        if fleet_name(state.parent.name, stack) == handle.fleet:
+            return f"stack {stack}"
     return ""
 
 

@@ -21,7 +21,9 @@ from mgpu import paths
 from mgpu.errors import InputError, Interrupted, MgpuError, StackError, Stopped, TrainingFailed
 from mgpu.events import Emit, Note, Warned
 from mgpu.iac.engine import Stack
+from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
+from mgpu.iac.project import project_name
 from mgpu.plan import rank
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
@@ -167,7 +169,6 @@ def _give_back(stack: Stack, provider: str, fleet: StackOutput | None, context: 
         stack,
         registry.get(provider),
         fleet.owner if fleet else paths.owner(),
-        fleet.fleet if fleet else stack.name,
         context.timeouts,
         context.emit,
         remove=remove,
@@ -179,14 +180,17 @@ def _give_back(stack: Stack, provider: str, fleet: StackOutput | None, context: 
 
 def _record(run_file: Path, spec: RunSpec, *, stack: str | None, resume: Record | None) -> Record:
     run_id = resume.run_id if resume else new_run_id(spec.name)
+    stack_name = stack or new_stack_name(run_id, resume)
+    project = project_of(run_file)
     record = Record(
         run_id=run_id,
         name=spec.name,
-        project=str(project_of(run_file)),
+        project=str(project),
         project_base=str(run_file.resolve().parent),
         run_file=str(run_file.resolve()),
-        stack=stack or new_stack_name(run_id, resume),
+        stack=stack_name,
         own_stack=stack is None,
+        fleet_name=fleet_name(project_name(project), stack_name),
         provider=spec.provider,
         nodes=spec.nodes,
         attempt=resume.attempt if resume else 0,

@@ -69,6 +69,7 @@ class Record:
     run_file: str
     stack: str
     own_stack: bool
+    fleet_name: str  # under which the provider lists the machines
     provider: str
     nodes: int
     state: State = State.PROVISIONING

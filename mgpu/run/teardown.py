@@ -17,9 +17,7 @@ def owned(provider: Provider, owner: str, fleet: str | None = None) -> tuple[Han
     return tuple(h for h in handles if any(n.phase is not NodePhase.TERMINATED for n in provider.describe(h).nodes))
 
 
-def give_back(
-    stack: Stack, provider: Provider, owner: str, fleet: str, timeouts: Timeouts, emit: Emit, *, remove: bool
-) -> None:
+def give_back(stack: Stack, provider: Provider, owner: str, timeouts: Timeouts, emit: Emit, *, remove: bool) -> None:
     """Destroys the stack's resources, then sweeps what the provider still lists; `remove` drops the empty stack too.
 
     Raises:
@@ -31,13 +29,13 @@ def give_back(
     except MgpuError as error:
         failure = error
         emit(Warned(f"pulumi destroy failed, ending the machines directly: {error.what}"))
-    for handle in owned(provider, owner, fleet):
+    for handle in owned(provider, owner, stack.fleet):
         acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
-    left = owned(provider, owner, fleet)
+    left = owned(provider, owner, stack.fleet)
     if left:
         ids = ", ".join(i for handle in left for i in handle.ids if i)
         raise TeardownIncomplete(
-            f"fleet {fleet}: {ids} may still be billed",
+            f"fleet {stack.fleet}: {ids} may still be billed",
             "The provider does not say that they are terminated.",
             "Run `mgpu gc --yes`, and look at the provider's own console.",
         )

@@ -28,6 +28,7 @@ def make(run_id: str, created_at: float = 1.0) -> Record:
         run_file="/p/mgpu.yaml",
         stack=run_id,
         own_stack=True,
+        fleet_name=run_id,
         provider="local",
         nodes=1,
         created_at=created_at,
