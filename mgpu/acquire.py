@@ -9,6 +9,9 @@ that does not get there is undone before the next one begins. What a refusal blo
     RateLimited, Transient      nothing; the same call again after a jittered pause
     AmbiguousCreate             nothing; what was made is looked for, and only then asked for again, by the same token
     all other errors            everything: the search ends with them
+
+Journal entries, each with the `token`: `intent` (before the create; all of `Intent`), `created` (the handle), then
+`acquired` (all nodes run) or `undone` (nothing of it is left). An intent that is not undone may have machines.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What provider `local` charges, judged by what is really alive: `bill.jsonl` under the provider's root.
 
-Two kinds of line, described in docs/bill.md. A `start` line is a keeper's own first act, before it gives the node
+Two kinds of line, described in docs/formats.md. A `start` line is a keeper's own first act, before it gives the node
 anything that could run; the `stop` line is written when everything of the node has ended, by the keeper, or by whoever
 finds a keeper dead and has ended its remains. Neither is believed about the present: `read` asks the system whether the
 keeper, or any process that carries the instance's mark, is alive. Standard library only.
