@@ -1,0 +1,224 @@
+"""The commit log of a run: numbered objects, each created once, that say which attempt is on and what is committed.
+
+An entry wins its number by a conditional create; who loses reads what came before and decides anew. So attempts and
+commits have one order that everybody sees, without a lock, and a writer of an older attempt is found out in time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mgpu_train.checkpoint import keys
+from mgpu_train.checkpoint.manifest import (
+    MAX_DOCUMENT_BYTES,
+    AttemptEntry,
+    CheckpointEntry,
+    Entry,
+    Manifest,
+    PrunedEntry,
+    parse_entry,
+    to_bytes,
+)
+from mgpu_train.store.base import Ambiguous, Damaged, NotFound, Store, StoreError, Unavailable
+
+_TRIES = 100  # numbers that one call may lose to others
+_ANSWERS = 5  # answers that may get lost of one create
+_MOST_MISSING = 1000  # numbers: a log with more holes is none
+
+
+class Fenced(Exception):
+    """A newer attempt exists, or may exist: this writer must stop."""
+
+
+class StepBack(StoreError):
+    """The same attempt has committed this step, or a later one, already (invariant I5)."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A number of the log whose entry is missing or damaged."""
+
+    seq: int
+    problem: str
+
+
+class CommitLog:
+    """The log of one run in one store. `clock` gives UNIX seconds. Entries that were read once are not read again."""
+
+    def __init__(self, store: Store, run_id: str, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._clock = clock
+        self._known: dict[int, Entry] = {}
+
+    def read(self) -> list[Entry | Unreadable]:
+        """Every number of the log from 0 on, oldest first.
+
+        Raises Damaged when most of it is missing, and StoreError when the store cannot be read.
+        """
+        named = [keys.seq_of(stat.key) for stat in self._store.list(keys.commits(self._run_id))]
+        found = [seq for seq in named if seq is not None]
+        length = max(found, default=-1) + 1
+        if length - len(found) > _MOST_MISSING:
+            raise Damaged(f"the commit log of run {self._run_id} has {length - len(found)} of {length} entries missing")
+        return [self._entry(seq) for seq in range(length)]
+
+    def entries(self) -> list[Entry]:
+        """The entries that can be read, oldest first."""
+        return [entry for entry in self.read() if not isinstance(entry, Unreadable)]
+
+    def checkpoints(self) -> list[CheckpointEntry]:
+        """The committed checkpoints that were not given up, newest first."""
+        return standing(self.entries())
+
+    def newest_attempt(self) -> int:
+        """The newest attempt that has begun; 0: none."""
+        return max((entry.attempt for entry in self.entries()), default=0)
+
+    def begin_attempt(self, attempt: int, writer: str) -> AttemptEntry:
+        """Write that an attempt begins; again with the same writer: the entry that stands.
+
+        Raises:
+            Fenced: this attempt or a newer one has begun with another writer.
+            StoreError: the store does not work.
+        """
+        for _ in range(_TRIES):
+            log = self.read()
+            begun = [entry for entry in log if isinstance(entry, AttemptEntry)]
+            if begun and (begun[-1].attempt, begun[-1].writer) == (attempt, writer):
+                return begun[-1]
+            newest = max((entry.attempt for entry in log if not isinstance(entry, Unreadable)), default=0)
+            if newest >= attempt:
+                raise Fenced(f"attempt {attempt} cannot begin: attempt {newest} of run {self._run_id} has begun before")
+            entry = AttemptEntry(seq=len(log), attempt=attempt, writer=writer, at=self._clock())
+            if self._append(entry):
+                return entry
+        raise self._no_number()
+
+    def commit(self, manifest: Manifest, writer: str) -> CheckpointEntry:
+        """Commit a checkpoint; again for the same one: the entry that stands.
+
+        Raises:
+            Fenced: the manifest's attempt is not the newest one, or not this writer's.
+            StepBack: its attempt has committed this step or a later one.
+            StoreError: the store does not work. Whether it is committed is then unknown: call again.
+        """
+        if manifest.run_id != self._run_id:
+            raise StoreError(f"a manifest of run {manifest.run_id} does not belong into the log of {self._run_id}")
+        for _ in range(_TRIES):
+            log = self.read()
+            self._check_fence(log, manifest.attempt, writer)
+            if standing_already := _committed(log, manifest):
+                return standing_already
+            entry = CheckpointEntry(
+                seq=len(log),
+                attempt=manifest.attempt,
+                writer=writer,
+                at=self._clock(),
+                manifest=manifest,
+                manifest_sha256=manifest.sha256(),
+            )
+            if self._append(entry):
+                return entry
+        raise self._no_number()
+
+    def give_up(self, checkpoint_ids: Iterable[str], writer: str) -> PrunedEntry:
+        """Write that checkpoints are given up, before the first of their files goes. Raises StoreError."""
+        ids = tuple(sorted(checkpoint_ids))
+        for _ in range(_TRIES):
+            log = self.read()
+            newest = max((entry.attempt for entry in log if not isinstance(entry, Unreadable)), default=1)
+            entry = PrunedEntry(seq=len(log), attempt=newest, writer=writer, at=self._clock(), checkpoint_ids=ids)
+            if self._append(entry):
+                return entry
+        raise self._no_number()
+
+    def _check_fence(self, log: list[Entry | Unreadable], attempt: int, writer: str) -> None:
+        """Raises Fenced unless the attempt began with this writer and surely nothing newer did."""
+        begun = next(
+            (e for e in log if isinstance(e, AttemptEntry) and (e.attempt, e.writer) == (attempt, writer)), None
+        )
+        if begun is None:
+            raise Fenced(f"attempt {attempt} of run {self._run_id} did not begin with this writer's token")
+        for entry in log[begun.seq + 1 :]:
+            if isinstance(entry, Unreadable):  # it may have been the beginning of a newer attempt
+                raise Fenced(f"after attempt {attempt} of run {self._run_id} began, {entry.problem}")
+            if entry.attempt > attempt:
+                raise Fenced(f"attempt {entry.attempt} of run {self._run_id} has begun; attempt {attempt} is over")
+
+    def _append(self, entry: Entry) -> bool:
+        """True: the entry stands under its number; False: another one does.
+
+        No single answer is believed: a create whose answer got lost is refused when it is repeated, though it was done.
+        """
+        key, data = keys.commit(self._run_id, entry.seq), to_bytes(entry)
+        for _ in range(_ANSWERS):
+            try:
+                if self._store.put_if_absent(key, data):
+                    break
+            except Ambiguous:
+                pass
+            try:
+                if self._store.get(key, MAX_DOCUMENT_BYTES) == data:
+                    break
+                return False
+            except NotFound:  # it was not done after all
+                continue
+            except Damaged:
+                return False
+        else:
+            raise Unavailable(f"{self._store.url} gives no clear answer about {key}. Try again later.")
+        self._known[entry.seq] = entry
+        return True
+
+    def _entry(self, seq: int) -> Entry | Unreadable:
+        if seq in self._known:
+            return self._known[seq]
+        key = keys.commit(self._run_id, seq)
+        try:
+            entry = parse_entry(self._store.get(key, MAX_DOCUMENT_BYTES), f"entry {seq} of the commit log")
+            if entry.seq != seq or (isinstance(entry, CheckpointEntry) and entry.manifest.run_id != self._run_id):
+                raise Damaged(f"entry {seq} of the commit log belongs to another place")
+        except NotFound:
+            return Unreadable(seq, f"entry {seq} of the commit log is missing")
+        except Damaged as error:
+            return Unreadable(seq, str(error))
+        self._known[seq] = entry
+        return entry
+
+    def _no_number(self) -> Unavailable:
+        return Unavailable(
+            f"the commit log of run {self._run_id} is too busy: {_TRIES} tries in vain. Try again later."
+        )
+
+
+def standing(log: Iterable[Entry | Unreadable]) -> list[CheckpointEntry]:
+    """The checkpoints of a log that were not given up, newest first; a stale attempt's commit is none."""
+    found: list[CheckpointEntry] = []
+    pruned: set[str] = set()
+    newest = 0
+    for entry in log:
+        if isinstance(entry, CheckpointEntry) and entry.attempt >= newest:
+            found.append(entry)
+        elif isinstance(entry, PrunedEntry):
+            pruned.update(entry.checkpoint_ids)
+        newest = max(newest, 0 if isinstance(entry, Unreadable) else entry.attempt)
+    return [entry for entry in reversed(found) if entry.manifest.checkpoint_id not in pruned]
+
+
+def _committed(log: list[Entry | Unreadable], manifest: Manifest) -> CheckpointEntry | None:
+    """The entry of this very checkpoint, if it is committed. Raises StepBack; Damaged for other files of its name."""
+    same = [e for e in log if isinstance(e, CheckpointEntry) and e.attempt == manifest.attempt]
+    for entry in same:
+        if entry.manifest.checkpoint_id == manifest.checkpoint_id:
+            if entry.manifest.files == manifest.files:
+                return entry
+            raise Damaged(f"{manifest.checkpoint_id} is committed already, with other files")
+    ahead = max((entry.manifest.step for entry in same), default=-1)
+    if manifest.step <= ahead:
+        raise StepBack(
+            f"step {manifest.step} cannot be committed: attempt {manifest.attempt} is at step {ahead} already"
+        )
+    return None

@@ -1,0 +1,81 @@
+"""Checkpoints on the node's own disk: a folder named `step-<n>` is whole, every other name is work in progress."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mgpu_train.store.base import ASIDE
+from mgpu_train.store.disk import make_folder, sync_folder
+
+_FINISHED = re.compile(r"step-(0|[1-9][0-9]{0,14})")
+
+
+def finished(folder: Path) -> list[tuple[int, Path]]:
+    """The finished checkpoints of a folder as (step, path), oldest first; none when the folder does not exist."""
+    if not folder.is_dir():
+        return []
+    named = [(_FINISHED.fullmatch(path.name), path) for path in folder.iterdir()]
+    return sorted((int(name[1]), path) for name, path in named if name and path.is_dir() and not path.is_symlink())
+
+
+def prune_local(folder: Path, keep: int) -> list[Path]:
+    """Remove all finished checkpoints but the newest `keep`; returns those that are gone. Raises OSError."""
+    gone = [path for _, path in finished(folder)[: -keep or None]]
+    for path in gone:
+        discard(path)
+    return gone
+
+
+def discard(path: Path) -> None:
+    """Remove a folder; it loses its name before the first file goes. Absent is fine. Raises OSError."""
+    doomed = _beside(path, "old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    try:
+        path.rename(doomed)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(doomed)
+
+
+@contextmanager
+def write_aside(final: Path) -> Iterator[Path]:
+    """An empty folder to fill; when the block ends it is on disk under the name `final`, or on an error gone."""
+    aside = _beside(final, "new")
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed here
+    make_folder(final.parent)
+    aside.mkdir()
+    try:
+        yield aside
+        publish(aside, final)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def publish(aside: Path, final: Path) -> None:
+    """Flush a folder with all that is in it, and give it its name; what had the name before is gone. Raises OSError."""
+    for above, _, names in os.walk(aside):
+        for name in names:
+            _sync_file(Path(above) / name)
+        sync_folder(Path(above))
+    if final.exists():
+        discard(final)
+    aside.rename(final)
+    sync_folder(final.parent)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(f"{ASIDE}{kind}-{path.name}")

@@ -1,0 +1,228 @@
+"""The documents of the object store: a node's sidecar, a checkpoint's manifest, the entries of the commit log.
+
+What is read here was perhaps written by somebody else: everything is typed, bounded and checked before any of it is
+used as a path or a size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, model_validator
+from pydantic.functional_validators import AfterValidator
+
+from mgpu_train.config import RunId
+from mgpu_train.store.base import Damaged, key_problem
+
+MAX_FILES = 100_000
+MAX_DOCUMENT_BYTES = 64 << 20
+_MAX_PATH_BYTES = 700  # what a key has left beside bucket prefix, run, checkpoint and node
+_MAX_FILE_BYTES = 1 << 46
+_MAX_TOTAL_BYTES = 1 << 50
+
+T = TypeVar("T")
+
+
+def checkpoint_id(attempt: int, step: int) -> str:
+    """The id of a checkpoint; attempts are never repeated, so no two checkpoints of a run share one."""
+    return f"a{attempt:03d}-step-{step}"
+
+
+def _safe_path(path: str) -> str:
+    problem = key_problem(path)
+    if problem is None and len(path.encode()) > _MAX_PATH_BYTES:
+        problem = f"is longer than {_MAX_PATH_BYTES} bytes"
+    if problem:
+        raise ValueError(f"path {path[:80]!r} {problem}")
+    return path
+
+
+CheckpointId = Annotated[str, StringConstraints(pattern=r"^a[0-9]{3,6}-step-[0-9]{1,15}$")]
+FilePath = Annotated[str, AfterValidator(_safe_path)]
+Token = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
+MetaName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+MetaText = Annotated[str, StringConstraints(max_length=4096)]
+Meta = Annotated[dict[MetaName, MetaText | int | float], Field(max_length=64)]
+Attempt = Annotated[int, Field(ge=1, le=999_999)]
+Step = Annotated[int, Field(ge=0, le=10**15 - 1)]
+Node = Annotated[int, Field(ge=0, le=99_999)]
+Seq = Annotated[int, Field(ge=0, le=99_999_999)]
+Seconds = Annotated[float, Field(ge=0, description="UNIX seconds, the writer's clock")]
+
+
+class Document(BaseModel):
+    """The base of what the store holds: frozen, strict types, every unknown key is a mistake."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class FileEntry(Document):
+    """One file of a checkpoint."""
+
+    path: FilePath = Field(description="relative to the checkpoint's folder, parts joined by /")
+    size: int = Field(ge=0, le=_MAX_FILE_BYTES, description="bytes")
+    crc64nvme: str = Field(pattern=r"^[0-9a-f]{16}$", description="checksum of all bytes, hex")
+    node: Node = Field(description="node_rank of the node that wrote it")
+
+
+Files = Annotated[tuple[FileEntry, ...], Field(max_length=MAX_FILES)]
+
+
+class Sidecar(Document):
+    """One node's part of one checkpoint; written after all files of the part."""
+
+    version: Literal[1] = 1
+    checkpoint_id: CheckpointId
+    attempt: Attempt
+    node: Node
+    step: Step = Field(description="optimizer steps done")
+    world_size: int = Field(ge=1, description="processes of all nodes")
+    files: Files
+    meta: Meta = Field(default_factory=dict, description="what the program says of it, for people")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Sidecar:
+        _check(self.checkpoint_id, self.attempt, self.step, self.files)
+        if any(file.node != self.node for file in self.files):
+            raise ValueError("it has a file of another node")
+        return self
+
+
+class Manifest(Document):
+    """All files of one checkpoint: what a folder must hold, byte for byte, before anything in it is read."""
+
+    version: Literal[1] = 1
+    run_id: RunId
+    checkpoint_id: CheckpointId
+    attempt: Attempt
+    step: Step = Field(description="optimizer steps done")
+    nodes: int = Field(ge=1, le=100_000, description="nodes of the attempt")
+    world_size: int = Field(ge=1, description="processes of all nodes")
+    writers: Annotated[tuple[Node, ...], Field(min_length=1)] = Field(
+        description="node_rank of the nodes that had a part, ascending"
+    )
+    files: Annotated[Files, Field(min_length=1)]
+    created_at: Seconds
+    meta: Meta = Field(default_factory=dict, description="node 0's")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        _check(self.checkpoint_id, self.attempt, self.step, self.files)
+        if any(a >= b for a, b in zip(self.writers, self.writers[1:], strict=False)) or self.writers[-1] >= self.nodes:
+            raise ValueError("writers are not distinct nodes in ascending order")
+        if not {file.node for file in self.files} <= set(self.writers):
+            raise ValueError("it has a file of a node that is no writer")
+        return self
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files together."""
+        return sum(file.size for file in self.files)
+
+    def sha256(self) -> str:
+        """Of the manifest's canonical JSON."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+
+class _Entry(Document):
+    version: Literal[1] = 1
+    seq: Seq = Field(description="its number in the log: 0, 1, 2, ...")
+    attempt: Attempt
+    writer: Token = Field(description="token of who wrote it")
+    at: Seconds
+
+
+class AttemptEntry(_Entry):
+    """An attempt begins: no older one may commit from here on."""
+
+    kind: Literal["attempt"] = "attempt"
+
+
+class CheckpointEntry(_Entry):
+    """A checkpoint is committed."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    manifest: Manifest
+    manifest_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CheckpointEntry:
+        if self.manifest.attempt != self.attempt:
+            raise ValueError("the manifest is of another attempt")
+        if self.manifest.sha256() != self.manifest_sha256:
+            raise ValueError("the manifest does not have the checksum that the entry gives")
+        return self
+
+
+class PrunedEntry(_Entry):
+    """Checkpoints are given up: their files may be gone from here on, and that is no damage."""
+
+    kind: Literal["pruned"] = "pruned"
+    checkpoint_ids: Annotated[tuple[CheckpointId, ...], Field(min_length=1, max_length=MAX_FILES)]
+
+
+Entry = AttemptEntry | CheckpointEntry | PrunedEntry
+_ENTRY: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Field(discriminator="kind")])
+_SIDECAR = TypeAdapter(Sidecar)
+
+
+def parse_entry(data: bytes, where: str) -> Entry:
+    """An entry of the commit log; `where` names it in messages. Raises Damaged."""
+    return _parse(_ENTRY, data, where)
+
+
+def parse_sidecar(data: bytes, where: str) -> Sidecar:
+    """A node's sidecar. Raises Damaged."""
+    return _parse(_SIDECAR, data, where)
+
+
+def to_bytes(document: Document) -> bytes:
+    """What is stored of a document."""
+    return document.model_dump_json().encode() + b"\n"
+
+
+def _parse(adapter: TypeAdapter[T], data: bytes, where: str) -> T:
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise Damaged(f"{where} is longer than {MAX_DOCUMENT_BYTES} bytes")
+    try:
+        # pydantic lets the last of two equal keys win, without a word
+        json.loads(data, object_pairs_hook=_distinct, parse_constant=_refuse)
+        return adapter.validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise Damaged(f"{where} is not valid: {field + ': ' if field else ''}{first['msg']}") from error
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{where} is not valid: {str(error)[:200]}") from error
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
+
+
+def _check(name: str, attempt: int, step: int, files: Iterable[FileEntry]) -> None:
+    """What sidecars and manifests have in common. Raises ValueError."""
+    if name != checkpoint_id(attempt, step):
+        raise ValueError(f"{name} is not the id of attempt {attempt}, step {step}")
+    paths, folders, total = set[str](), set[str](), 0
+    for file in files:
+        if file.path in paths:
+            raise ValueError(f"path {file.path[:80]!r} stands twice")
+        paths.add(file.path)
+        above = file.path.split("/")[:-1]
+        folders.update("/".join(above[: depth + 1]) for depth in range(len(above)))
+        total += file.size
+    if both := paths & folders:
+        raise ValueError(f"path {min(both)[:80]!r} is a file and a folder")
+    if total > _MAX_TOTAL_BYTES:
+        raise ValueError(f"{total} bytes in all are more than any store holds")

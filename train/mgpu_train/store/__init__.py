@@ -1,0 +1,71 @@
+"""The object store: S3, or a folder with the same semantics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mgpu_train.store.base import (
+    Ambiguous,
+    Damaged,
+    Denied,
+    NoStore,
+    NotFound,
+    Stat,
+    Store,
+    StoreError,
+    Unavailable,
+    check_key,
+)
+from mgpu_train.timeouts import Timeouts
+
+__all__ = [
+    "open_store",
+    "Store",
+    "Stat",
+    "StoreError",
+    "NoStore",
+    "NotFound",
+    "Denied",
+    "Unavailable",
+    "Ambiguous",
+    "Damaged",
+]
+
+
+def open_store(url: str, env: Mapping[str, str] | None = None, *, timeouts: Timeouts | None = None) -> Store:
+    """The store at `s3://bucket/prefix` or `file:///folder`; a file path is taken literally, without %-codes.
+
+    `env` holds AWS_* values that are used instead of the process environment: keys, token, profile, region,
+    AWS_CA_BUNDLE, AWS_ENDPOINT_URL[_S3]. Nothing is asked of the store yet: the first use says whether it is there.
+
+    Raises:
+        NoStore: the URL is malformed.
+        Denied: the profile that is asked for does not exist.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme == "file":
+        return _file_store(rest)
+    if scheme == "s3":
+        return _s3_store(rest, env, timeouts or Timeouts())  # type: ignore[call-arg]
+    raise NoStore(f"a store's address begins with s3:// or file://, not with {scheme[:20]!r}")
+
+
+def _file_store(rest: str) -> Store:
+    from mgpu_train.store.file import FileStore
+
+    if not rest.startswith("/") or "\0" in rest or ".." in Path(rest).parts:
+        raise NoStore(f"file://{rest[:200]}: name a folder by its absolute path: file:///folder")
+    return FileStore(Path(rest))
+
+
+def _s3_store(rest: str, env: Mapping[str, str] | None, timeouts: Timeouts) -> Store:
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.strip("/")
+    if not bucket or "@" in bucket or ":" in bucket:  # userinfo would be a secret in an address: not repeated here
+        raise NoStore("s3:// is followed by the name of a bucket and a prefix alone: s3://bucket/prefix")
+    if prefix:
+        check_key(prefix)
+    from mgpu_train.store.s3 import S3Store
+
+    return S3Store(f"s3://{bucket}" + (f"/{prefix}" if prefix else ""), bucket, prefix, env, timeouts)

@@ -1,0 +1,144 @@
+"""What any object store does, and the ways in which it fails.
+
+StoreError              the store cannot do what was asked; the message says what, why and what to do next
+├── NoStore             the address leads nowhere: no such bucket, a malformed URL
+├── NotFound            no object under this key
+├── Denied              credentials are missing, wrong or expired, or do not allow this
+├── Unavailable         network, throttling, a full disk: later it may work
+│   └── Ambiguous       a conditional put may or may not have been done: read back
+└── Damaged             what the store holds is not what was written
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+PIECE = 16 << 20  # bytes that one transfer holds in memory
+# what a half-written file is called on disk: never a key, never listed
+ASIDE = ".aside-"
+_LONGEST_KEY = 1024  # bytes; S3's own limit
+_LONGEST_NAME = 255 - 64  # bytes between two slashes; a file system allows 255, and a name aside is longer
+
+
+class StoreError(Exception):
+    """The store cannot do what was asked."""
+
+
+class NoStore(StoreError):
+    """The address leads to no store."""
+
+
+class NotFound(StoreError):
+    """There is no object under this key."""
+
+
+class Denied(StoreError):
+    """The credentials are missing, wrong or expired, or they do not allow this."""
+
+
+class Unavailable(StoreError):
+    """The store did not answer, or not now; trying again later may help."""
+
+
+class Ambiguous(Unavailable):
+    """The answer to a conditional put was lost: the object may be there. Read back before believing anything."""
+
+
+class Damaged(StoreError):
+    """What the store holds is not what was written."""
+
+
+@dataclass(frozen=True)
+class Stat:
+    """One object. `size` in bytes; `modified` in UNIX seconds of the store's clock.
+
+    `crc64nvme` is the store's own full-object checksum (16 hex digits), or None where it keeps none or was not asked.
+    """
+
+    key: str
+    size: int
+    crc64nvme: str | None
+    modified: float
+
+
+class Store(Protocol):
+    """A flat set of objects under keys such as `a/b/c`, below one URL. Every method may raise StoreError.
+
+    All methods may be called from several threads.
+    """
+
+    url: str
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Create an object; False: the key exists, perhaps by an earlier try of this very call.
+
+        Raises Ambiguous when it may have been done.
+        """
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object whole, or not at all."""
+        ...
+
+    def put_file(self, key: str, path: Path) -> Stat:
+        """Write a file; the Stat has the checksum of the bytes that were sent, whatever the store says of them."""
+        ...
+
+    def get(self, key: str, limit: int) -> bytes:
+        """Read an object of at most `limit` bytes. Raises NotFound, and Damaged when it is longer."""
+        ...
+
+    def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str) -> None:
+        """Read an object into a file that has its name only once every byte of it was checked and is on disk.
+
+        Raises NotFound, and Damaged when size or checksum differ.
+        """
+        ...
+
+    def checksum(self, key: str, size: int) -> str:
+        """Read every byte of an object and return its CRC64NVME. Raises NotFound, and Damaged for another size."""
+        ...
+
+    def stat(self, key: str) -> Stat | None:
+        """What the store says of an object; None: there is none."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[Stat]:
+        """All objects whose key begins with `prefix`, in the order of their keys' bytes, without checksums."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; absent is fine."""
+        ...
+
+    def sweep(self, prefix: str, dead: Callable[[str], bool]) -> int:
+        """End the unfinished writes under `prefix` whose key is `dead`; returns how many there were."""
+        ...
+
+
+def key_problem(key: str) -> str | None:
+    """Why this is no key, or None. Only keys that mean the same on every store and file system are good."""
+    if not key.isprintable():
+        return "has control or invisible characters"
+    if len(key.encode()) > _LONGEST_KEY:
+        return f"is longer than {_LONGEST_KEY} bytes"
+    if "\\" in key:
+        return "has a backslash"
+    if any(code in key.lower() for code in ("%2e", "%2f", "%5c", "%00")):
+        return "has percent-encoded dots or slashes"
+    for name in key.split("/"):
+        if name in ("", ".", "..") or name.startswith(ASIDE):
+            return f"has the part {name!r}"
+        if len(name.encode()) > _LONGEST_NAME:
+            return f"has a part longer than {_LONGEST_NAME} bytes"
+    return None
+
+
+def check_key(key: str) -> str:
+    """The key. Raises StoreError when it is none."""
+    if problem := key_problem(key):
+        raise StoreError(f"object key {key[:80]!r} {problem}")
+    return key

@@ -1,0 +1,147 @@
+"""Objects as files of a folder, with S3's semantics: conditional creates, and no object that is half there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mgpu_train.store import disk
+from mgpu_train.store.base import ASIDE, Damaged, NotFound, Stat, check_key
+
+
+class FileStore:
+    """The store `file://<root>`. The folder is made by the first write."""
+
+    def __init__(self, root: Path) -> None:
+        self.url = f"file://{root}"
+        self._root = root
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """See Store."""
+        path = self._path(key)
+        with disk.translated(f"cannot write {path}"):
+            try:
+                with disk.written(path, exclusive=True) as target:
+                    disk.write_all(target, data)
+            except FileExistsError:
+                return False
+        return True
+
+    def put(self, key: str, data: bytes) -> None:
+        """See Store."""
+        path = self._path(key)
+        with disk.translated(f"cannot write {path}"), disk.written(path) as target:
+            disk.write_all(target, data)
+
+    def put_file(self, key: str, path: Path) -> Stat:
+        """See Store."""
+        to = self._path(key)
+        with disk.translated(f"cannot copy {path} to {to}"):
+            with disk.opened(path) as source, disk.written(to) as target:
+                size, crc = disk.copy(source, target)
+            return Stat(key, size, crc, to.stat().st_mtime)
+
+    def get(self, key: str, limit: int) -> bytes:
+        """See Store."""
+        path = self._path(key)
+        with disk.translated(f"cannot read {path}"), disk.opened(path) as source:
+            size = os.fstat(source).st_size
+            if size > limit:
+                raise Damaged(f"{path} has {size} bytes where at most {limit} make sense")
+            with os.fdopen(source, "rb", closefd=False) as file:
+                return file.read(limit)
+
+    def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str) -> None:
+        """See Store."""
+        source_path = self._path(key)
+        with (
+            disk.translated(f"cannot copy {source_path} to {path}"),
+            disk.opened(source_path) as source,
+            disk.written(path) as target,
+        ):
+            _check_size(source_path, os.fstat(source).st_size, size)
+            found = disk.copy(source, target)
+            if found != (size, crc64nvme):
+                raise Damaged(f"{source_path}: its checksum is {found[1]}, not {crc64nvme}")
+
+    def checksum(self, key: str, size: int) -> str:
+        """See Store."""
+        path = self._path(key)
+        with disk.translated(f"cannot read {path}"):
+            found, crc = disk.checksum(path)
+        _check_size(path, found, size)
+        return crc
+
+    def stat(self, key: str) -> Stat | None:
+        """See Store."""
+        path = self._path(key)
+        try:
+            with disk.translated(f"cannot read {path}"), disk.opened(path) as descriptor:
+                found = os.fstat(descriptor)
+        except NotFound:
+            return None
+        return Stat(key, found.st_size, None, found.st_mtime)
+
+    def list(self, prefix: str) -> Iterator[Stat]:
+        """See Store."""
+        for path, entry in self._files(prefix):
+            if entry.name.startswith(ASIDE):
+                continue
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+            yield Stat(path, found.st_size, None, found.st_mtime)
+
+    def delete(self, key: str) -> None:
+        """See Store."""
+        path = self._path(key)
+        with disk.translated(f"cannot remove {path}"):
+            path.unlink(missing_ok=True)
+        for folder in path.parents:
+            if folder == self._root:
+                break
+            try:
+                folder.rmdir()
+            except OSError:  # not empty, or gone already
+                break
+
+    def sweep(self, prefix: str, dead: Callable[[str], bool]) -> int:
+        """See Store."""
+        unfinished = [key for key, entry in self._files(prefix) if entry.name.startswith(ASIDE) and dead(key)]
+        for key in unfinished:
+            path = self._root / key
+            with disk.translated(f"cannot remove {path}"):
+                path.unlink(missing_ok=True)
+        return len(unfinished)
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _files(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """All files under a prefix, in the order of their keys' bytes, links left out."""
+        folder = prefix.rpartition("/")[0]
+        with disk.translated(f"cannot list {self._root / folder}"):
+            yield from _walk(self._root, check_key(folder) if folder else "", prefix)
+
+
+def _walk(root: Path, folder: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    try:
+        with os.scandir(root / folder) as entries:
+            found = [(entry.is_dir(follow_symlinks=False), entry) for entry in entries]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    base = f"{folder}/" if folder else ""
+    # `a-b` comes before what is in `a`: a folder sorts as the beginning of its keys, with the slash
+    for is_folder, entry in sorted(found, key=lambda each: os.fsencode(each[1].name + "/" * each[0])):
+        key = base + entry.name
+        if is_folder and (f"{key}/".startswith(prefix) or prefix.startswith(f"{key}/")):
+            yield from _walk(root, key, prefix)
+        elif not is_folder and key.startswith(prefix) and entry.is_file(follow_symlinks=False):
+            yield key, entry
+
+
+def _check_size(path: Path, found: int, wanted: int) -> None:
+    if found != wanted:
+        raise Damaged(f"{path} has {found} bytes, not {wanted}")

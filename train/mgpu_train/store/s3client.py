@@ -1,0 +1,78 @@
+"""A boto3 client whose credentials, endpoint, deadlines, retries, checksums and signing are all explicit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import boto3
+import botocore.session
+from botocore.config import Config
+
+from mgpu_train.store.base import NoStore
+from mgpu_train.store.s3errors import S3Errors
+from mgpu_train.timeouts import Timeouts
+
+_ATTEMPTS = 8  # of one request; S3 under load refuses several in a row
+
+
+def connect(url: str, env: Mapping[str, str] | None, timeouts: Timeouts, *, threads: int) -> tuple[Any, S3Errors]:
+    """The client of a store for so many threads, and the translator of its errors. Makes no request.
+
+    Raises NoStore for a malformed endpoint, and Denied when the profile that is asked for does not exist.
+    """
+    endpoint = _setting(env, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    errors = S3Errors(url, endpoint)
+    with errors.translated("open it"):
+        session = _session(env)
+        try:
+            client = session.client(
+                "s3",
+                config=_config(endpoint, timeouts, threads),
+                endpoint_url=endpoint,
+                verify=_setting(env, "AWS_CA_BUNDLE"),
+            )
+        except ValueError as error:
+            raise NoStore(f"{url}: AWS_ENDPOINT_URL is no address. Use https://host:port.") from error
+    return client, errors
+
+
+def _session(env: Mapping[str, str] | None) -> boto3.Session:
+    """Credentials and region: from the process, or from `env` and then what this machine has (a profile, a role)."""
+    core = botocore.session.Session()
+    if env is None:
+        return boto3.Session(botocore_session=core)
+    if profile := env.get("AWS_PROFILE"):
+        core.set_config_variable("profile", profile)
+    core.get_component("credential_provider").remove("env")
+    return boto3.Session(
+        aws_access_key_id=env.get("AWS_ACCESS_KEY_ID"),
+        aws_secret_access_key=env.get("AWS_SECRET_ACCESS_KEY"),
+        aws_session_token=env.get("AWS_SESSION_TOKEN"),
+        region_name=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"),
+        botocore_session=core,
+    )
+
+
+def _config(endpoint: str | None, timeouts: Timeouts, threads: int) -> Config:
+    return Config(
+        connect_timeout=timeouts.store_connect_s,
+        read_timeout=timeouts.store_read_s,
+        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+        max_pool_connections=2 * threads,
+        # every put brings its own CRC64NVME; boto3's default would add a CRC32, and servers refuse the mix
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_supported",
+        ignore_configured_endpoint_urls=True,  # asked for above, by the same names
+        # TLS protects the body; without it the signature must
+        s3={
+            "payload_signing_enabled": bool(endpoint and endpoint.startswith("http:")),
+            "addressing_style": "path" if endpoint else "auto",
+        },
+    )
+
+
+def _setting(env: Mapping[str, str] | None, *names: str) -> str | None:
+    given = os.environ if env is None else env
+    return next((given[name] for name in names if given.get(name)), None)
