@@ -3,7 +3,7 @@
 Started once per process: by the agent, by torchrun, or as `python -m mgpu_train.loop` for one process. It reads
 
     MGPU_JOB               path of job.json (`mgpu_train.config.Job`); `train`, `checkpoint` and `timeouts` matter here
-    MGPU_CHECKPOINT_DIR    where `step-<n>` folders go; needed when job.json has `checkpoint`
+    MGPU_CHECKPOINT_DIR    where `step-<n>` folders go, when job.json has `checkpoint`
     MGPU_METRICS_DIR       where `rank-<rank>.jsonl` goes; without it there is none
     MGPU_RESUME_DIR        a verified checkpoint to go on from; without it training begins at step 0
 
@@ -25,6 +25,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -79,20 +80,21 @@ class StopRequest:
 
 
 class SaveClock:
-    """When the next checkpoint is due, by steps and by minutes."""
+    """When the next checkpoint is due, by steps and by minutes; `now` is in seconds."""
 
-    def __init__(self, target: CheckpointTarget | None) -> None:
+    def __init__(self, target: CheckpointTarget | None, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self._steps = target.every_steps if target else None
         self._seconds = target.every_minutes * 60 if target and target.every_minutes else math.inf
         self.restart()
 
     def restart(self) -> None:
         """Count the minutes from now."""
-        self._since = time.monotonic()
+        self._since = self._now()
 
     def overdue(self) -> bool:
         """True when the minutes are over by this rank's clock; rank 0's answer is everybody's."""
-        return time.monotonic() - self._since >= self._seconds
+        return self._now() - self._since >= self._seconds
 
     def due(self, step: int) -> bool:
         """True when a checkpoint is due after this step, by count."""
@@ -121,7 +123,7 @@ class Trainer:
 
     def __init__(self, job: Job, folders: Folders, place: Place, stop: StopRequest) -> None:
         self.config = config = trainable(job, folders, place)
-        self.folders, self.place, self.stop = folders, place, stop
+        self.job, self.folders, self.place, self.stop = job, folders, place, stop
         self.threads = parallel.pin_threads(place, config.threads)
 
         # Data: which samples come next depends on how many were consumed, and on nothing else.
@@ -184,7 +186,7 @@ class Trainer:
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise TrainError(
                 f"training has diverged at step {step}: loss {loss}, gradient norm {norm}. "
-                "Lower `train.lr`, or take `precision: fp32`; checkpoints of earlier steps are sound."
+                "Nothing of this step was kept. Lower `train.lr`, or take `precision: fp32`."
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -228,7 +230,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Training stands still until the checkpoint is on disk, on every node."""
-        if self.folders.checkpoints is None:
+        if self.job.checkpoint is None or self.folders.checkpoints is None:
             return
         began = time.perf_counter()
         self.checkpointer.save(self.folders.checkpoints, self.progress)
@@ -296,8 +298,8 @@ def trainable(job: Job, folders: Folders, place: Place) -> TrainConfig:
             f"`train.global_batch` is {config.global_batch}, which {place.world_size} processes cannot share evenly: "
             f"take a multiple of {place.world_size}"
         )
-    if (job.checkpoint is None) != (folders.checkpoints is None):
-        raise TrainError("set both MGPU_CHECKPOINT_DIR and `checkpoint` in job.json, or neither of them")
+    if job.checkpoint is not None and folders.checkpoints is None:
+        raise TrainError("job.json asks for checkpoints, but MGPU_CHECKPOINT_DIR does not say where to put them")
     return config
 
 
@@ -321,7 +323,7 @@ def main() -> int:
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO if rank == "0" else logging.WARNING,  # one voice is enough while all is well
-        format=f"[rank {rank}] %(message)s",
+        format=f"[rank{rank}]: %(message)s",  # torch's own style
     )
     stop = StopRequest()
     signal.signal(signal.SIGTERM, stop)
@@ -330,12 +332,10 @@ def main() -> int:
         place = parallel.join(job.timeouts.collective_s)
         Trainer(job, Folders.of_environment(), place, stop).run()
         parallel.leave()
-    except TrainError as error:
-        log.error("%s", error)
-        return 1
-    except Exception as error:  # said in one line at the end, below what a developer needs
-        log.exception("training failed")
-        log.error("training failed: %s: %s", type(error).__name__, str(error).splitlines()[0] if str(error) else "")
+    except Exception as error:  # what a user needs is one line, and it comes last
+        if not isinstance(error, TrainError):
+            log.exception("this is a bug, or a lost peer:")
+        log.error("%s: %s", type(error).__name__, str(error).partition("\n")[0])
         return 1
     return 0
 

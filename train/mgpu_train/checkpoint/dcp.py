@@ -8,7 +8,6 @@ beside it, flushed, and renamed by one rank of each node when every rank is thro
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import ChainMap
 from dataclasses import asdict, dataclass
@@ -16,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mgpu_train.config import Writers
-from mgpu_train.errors import TrainError
-from mgpu_train.parallel import Place
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+
+from mgpu_train.checkpoint.local import publish
+from mgpu_train.config import Writers
+from mgpu_train.errors import TrainError
+from mgpu_train.parallel import Place
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,19 @@ class Checkpointer:
         place, target = self.place, folder / f"step-{progress.step}"
         aside = folder / f".tmp-{target.name}"
         keeper = place.local_rank == 0 if self.writers == "all" else place.rank == 0
-        if keeper:
-            shutil.rmtree(aside, ignore_errors=True)  # of an attempt that was killed here
-            aside.mkdir(parents=True)
-        place.barrier()
-        state = self._state(progress, whole=self.writers == "rank0")
         try:
-            self._write(state, aside)
+            if keeper:
+                shutil.rmtree(aside, ignore_errors=True)  # of an attempt that was killed here
+                aside.mkdir(parents=True)
+            place.barrier()
+            self._write(self._state(progress, whole=self.writers == "rank0"), aside)
             if place.rank == 0:
-                write_durably(aside / "meta.json", json.dumps({**asdict(progress), **self.meta}, indent=2) + "\n")
+                (aside / "meta.json").write_text(json.dumps({**asdict(progress), **self.meta}, indent=2) + "\n")
+            place.barrier()
+            if keeper:
+                publish(aside, target)  # flushes what every rank of this node wrote
         except (OSError, CheckpointException) as error:
             raise TrainError(f"cannot save {target}: {_cause(error)}") from error
-        place.barrier()
-        if keeper:
-            publish(aside, target)
         place.barrier()
 
     def load(self, folder: Path) -> Progress:
@@ -98,7 +98,7 @@ class Checkpointer:
         return {"model": model, "optimizer": optimizer, "progress": asdict(progress), "random": everyones}
 
     def _write(self, state: dict[str, Any], aside: Path) -> None:
-        writer = FileSystemWriter(aside, sync_files=True)
+        writer = FileSystemWriter(aside, sync_files=False)
         if self.writers == "all":
             save(state, storage_writer=writer, process_group=self.place.control)
         elif self.place.rank == 0:
@@ -110,30 +110,6 @@ class Checkpointer:
             torch.set_rng_state(random[f"cpu-{rank}"])
         if f"cuda-{rank}" in random:
             torch.cuda.set_rng_state(random[f"cuda-{rank}"])
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file and flush it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def publish(aside: Path, target: Path) -> None:
-    """Give a finished folder its name."""
-    sync_folder(aside)
-    aside.rename(target)
-    sync_folder(target.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's list of names to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cause(error: BaseException) -> str:

@@ -26,7 +26,7 @@ class Order:
     def __getitem__(self, position: int) -> int:
         """The sample at `position`, counted from the start of training over all ranks."""
         epoch, number = divmod(position, self.samples)
-        key = _mix(self._seed ^ _mix(epoch))
+        key = _mix(self._seed + epoch)
         number = self._permute(number, key)
         while number >= self.samples:  # walk the cycle back into range: it stays a permutation
             number = self._permute(number, key)

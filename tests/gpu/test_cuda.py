@@ -1,0 +1,52 @@
+"""The trainer on a GPU with NCCL: what the CPU tests prove holds there too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TINY = {
+    "steps": 6, "global_batch": 8, "seq_len": 32, "warmup_steps": 2, "lr": 0.01, "validate_every": 3,
+    "validate_batches": 2, "model": {"layers": 2, "dim": 64, "heads": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def gpu(require) -> None:
+    require("cuda", torch.cuda.is_available(), "torch sees no CUDA device")
+
+
+def losses(home: Path, environment: dict[str, str], resume: Path | None = None, **train: object) -> list[float]:
+    """The losses of a one-process run in a folder of its own."""
+    home.mkdir()
+    job = {
+        "run_id": "try", "attempt": 1, "writer": "me", "node_rank": 0, "nodes": 1, "processes_per_node": 1,
+        "master_addr": "127.0.0.1", "master_port": 1, "train": {**TINY, **train},
+        "checkpoint": {"to": "file:///x", "every_steps": 3, "writers": "all"},
+    }  # fmt: skip
+    (home / "job.json").write_text(json.dumps(job))
+    folders = {"MGPU_JOB": home / "job.json", "MGPU_CHECKPOINT_DIR": home / "ck", "MGPU_METRICS_DIR": home / "metrics"}
+    given = {**environment, **{name: str(path) for name, path in folders.items()}}
+    if resume is not None:
+        given["MGPU_RESUME_DIR"] = str(resume)
+    subprocess.run([sys.executable, "-m", "mgpu_train.loop"], env=given, check=True, timeout=120)
+    lines = map(json.loads, (home / "metrics" / "rank-0.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["kind"] == "step"]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_the_losses_are_those_of_the_cpu_and_survive_a_resume(tmp_path, strategy):
+    here = dict(os.environ)
+    cpu = losses(tmp_path / "cpu", {**here, "CUDA_VISIBLE_DEVICES": ""}, strategy=strategy)
+    cuda = losses(tmp_path / "cuda", here, strategy=strategy)
+    assert cuda == pytest.approx(cpu, rel=1e-3)
+    resumed = losses(tmp_path / "resumed", here, resume=tmp_path / "cuda" / "ck" / "step-3", strategy=strategy)
+    assert resumed == pytest.approx(cuda[3:], rel=1e-4)
+    bf16 = losses(tmp_path / "bf16", here, strategy=strategy, precision="bf16")
+    assert bf16 == pytest.approx(cpu, rel=0.02)

@@ -1,0 +1,141 @@
+"""What the trainer's tests look at: many small trainings in one process group, since torch starts slowly.
+
+`scenarios.py OUT` trains each scenario of its world size in a folder of its own, and writes what failed beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from mgpu_train import parallel
+from mgpu_train.config import Job
+from mgpu_train.errors import TrainError
+from mgpu_train.loop import Folders, StopRequest, Trainer
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+STEPS = 6
+TINY = {
+    "steps": STEPS, "global_batch": 8, "seq_len": 16, "warmup_steps": 2, "lr": 0.01, "validate_every": 3,
+    "validate_batches": 2, "threads": 1, "model": {"layers": 2, "dim": 32, "heads": 2},
+}  # fmt: skip
+
+
+def job(
+    out: Path, every_steps: int | None = 3, minutes: float | None = None, writers: str = "all", **train: Any
+) -> Job:
+    """A job of the tiny model on the text under `out`."""
+    target = {"to": "file:///x", "every_steps": every_steps, "every_minutes": minutes, "writers": writers}
+    return Job.model_validate({
+        "run_id": "test", "attempt": 1, "writer": "w", "node_rank": 0, "nodes": 1, "processes_per_node": 1,
+        "master_addr": "127.0.0.1", "master_port": 1, "train": {**TINY, "text": str(out / "text"), **train},
+        "checkpoint": target if every_steps or minutes else None,
+    })  # fmt: skip
+
+
+class Runner:
+    """Trains scenarios and keeps what went wrong by name, so that one failure hides no other."""
+
+    def __init__(self, out: Path, place: parallel.Place) -> None:
+        self.out, self.place = out, place
+        self.failures: dict[str, str] = {}
+
+    def train(self, name: str, resume: str | None = None, stop: StopRequest | None = None, **settings: Any) -> None:
+        """One scenario: checkpoints and metrics go to OUT/name."""
+        home = self.out / name
+        folders = Folders(home / "checkpoints", home / "metrics", self.out / resume if resume else None)
+        try:
+            Trainer(job(self.out, **settings), folders, self.place, stop or StopRequest()).run()
+        except TrainError as error:
+            self.failures[name] = str(error)
+        except Exception:  # noqa: BLE001 - it is written down, and the test that asks for this scenario fails
+            self.failures[name] = traceback.format_exc()
+
+
+class StopAtStep(StopRequest):
+    """A signal that comes on one rank, in the middle of a step."""
+
+    def __init__(self, step: int, rank: int, place: parallel.Place) -> None:
+        self._left = step if place.rank == rank else -1
+
+    @property
+    def asked(self) -> bool:  # type: ignore[override] - counted instead of set
+        """True from the given step on."""
+        self._left -= 1
+        return self._left == 0
+
+
+def two_ranks(runner: Runner) -> None:
+    """The scenarios of two processes."""
+    for strategy in ("ddp", "fsdp"):
+        runner.train(strategy, strategy=strategy)
+        runner.train(f"{strategy}-cut", strategy=strategy, stop=StopAtStep(4, 1, runner.place), every_steps=100)
+        runner.train(f"{strategy}-resumed", strategy=strategy, resume=f"{strategy}-cut/checkpoints/step-4")
+        runner.train(f"{strategy}-micro-1", strategy=strategy, every_steps=None, micro_batch=1)
+        runner.train(f"{strategy}-micro-3", strategy=strategy, every_steps=None, micro_batch=3)
+        runner.train(f"{strategy}-bf16", strategy=strategy, every_steps=None, precision="bf16")
+    runner.train("fsdp-from-ddp", strategy="fsdp", resume="ddp/checkpoints/step-3")
+    runner.train("ddp-from-one-rank", strategy="ddp", resume="single/checkpoints/step-3")
+    runner.train("fsdp-rank0", strategy="fsdp", writers="rank0")
+    runner.train("fsdp-from-rank0", strategy="fsdp", resume="fsdp-rank0/checkpoints/step-3")
+    # the minutes are over by rank 0's clock alone, then by rank 1's alone
+    for clock in (0, 1):
+        minutes = 1e-9 if runner.place.rank == clock else 1e9
+        runner.train(f"minutes-of-rank-{clock}", strategy="ddp", every_steps=None, minutes=minutes)
+    runner.train("finished", strategy="fsdp", resume="fsdp/checkpoints/step-6")
+    litter(runner)
+    runner.train("littered", strategy="fsdp")
+    runner.train("other-model", resume="fsdp/checkpoints/step-3", model={"layers": 2, "dim": 16, "heads": 2})
+    runner.train("not-single", strategy="single")
+    runner.train("odd-batch", global_batch=7)
+    runner.train("diverged", strategy="fsdp", lr=1e30, every_steps=1)
+    break_disk(runner)
+
+
+def one_rank(runner: Runner) -> None:
+    """The scenarios of one process, before and after those of two."""
+    if not (runner.out / "fsdp").exists():
+        runner.train("single", strategy="single")
+    else:
+        runner.train("single-from-fsdp", strategy="single", resume="fsdp/checkpoints/step-3")
+        runner.train("fsdp-on-one-rank", strategy="fsdp", resume="fsdp/checkpoints/step-3")
+
+
+def litter(runner: Runner) -> None:
+    """What a killed attempt leaves: half a checkpoint, and a whole one of a history that was given up."""
+    if runner.place.rank == 0:
+        for name in (".tmp-step-3", "step-6"):
+            folder = runner.out / "littered" / "checkpoints" / name
+            folder.mkdir(parents=True)
+            (folder / "__7_0.distcp").write_bytes(b"litter")
+    runner.place.barrier()
+
+
+def break_disk(runner: Runner) -> None:
+    """A save in which rank 1 cannot write."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if runner.place.rank == 1:
+        FileSystemWriter.write_data = full  # type: ignore[method-assign]
+    runner.train("full-disk", strategy="fsdp")
+
+
+def main() -> None:
+    """Run the scenarios of this world size."""
+    out = Path(sys.argv[1])
+    place = parallel.join(60)
+    runner = Runner(out, place)
+    (one_rank if place.world_size == 1 else two_ranks)(runner)
+    (out / f"failures-{os.getpid()}.json").write_text(json.dumps(runner.failures))
+    parallel.leave()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

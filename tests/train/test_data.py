@@ -1,0 +1,151 @@
+"""The text, its split by file, and the order of samples: all of it without a process group."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mgpu_train.data.order import Order
+from mgpu_train.data.text import Text, TextFile, open_split
+from mgpu_train.errors import TrainError
+
+SEQ_LEN = 16
+PINNED = [631, 233, 917, 966, 871]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(40):
+        name = tmp_path / f"part-{number % 3}" / f"{number:02}.txt"
+        name.parent.mkdir(exist_ok=True)
+        name.write_bytes(bytes((number * 7 + i) % 251 for i in range(50 + number)))
+    return tmp_path
+
+
+class TestOrder:
+    @pytest.mark.parametrize("samples", [1, 2, 3, 16, 17, 1000])
+    def test_every_epoch_holds_each_sample_once(self, samples):
+        order = Order(samples, seed=1)
+        for epoch in range(3):
+            seen = [order[epoch * samples + i] for i in range(samples)]
+            assert sorted(seen) == list(range(samples))
+
+    def test_epochs_and_seeds_have_orders_of_their_own(self):
+        orders = {tuple(Order(64, seed)[epoch * 64 + i] for i in range(64)) for seed in (1, 2) for epoch in (0, 1, 2)}
+        assert len(orders) == 6
+
+    def test_it_looks_like_chance(self):
+        values = np.array([Order(10_000, seed=3)[i] for i in range(10_000)])
+        assert abs(np.corrcoef(values, np.arange(10_000))[0, 1]) < 0.05
+        assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.05
+
+    def test_it_never_changes(self):
+        # checkpoints outlive versions: a resumed run must go on in the order in which it began
+        assert [Order(1000, seed=1)[i] for i in (0, 1, 2, 999, 1000)] == PINNED
+
+    def test_a_huge_text_costs_no_table(self):
+        assert 0 <= Order(10**12, seed=1)[10**15] < 10**12
+
+    @pytest.mark.parametrize("world_size", [2, 4, 8])
+    def test_global_batches_are_the_same_at_any_world_size(self, world_size):
+        order = Order(100, seed=1)
+        for consumed in range(0, 240, 24):  # over the end of an epoch too
+            parts = [order.batch(consumed, 24, rank, world_size) for rank in range(world_size)]
+            assert [sample for part in parts for sample in part] == order.batch(consumed, 24)
+
+    def test_a_change_of_the_world_size_skips_and_repeats_nothing(self):
+        order = Order(96, seed=1)
+        before = [s for step in range(2) for rank in range(4) for s in order.batch(step * 24, 24, rank, 4)]
+        after = [s for step in range(2, 4) for rank in range(2) for s in order.batch(step * 24, 24, rank, 2)]
+        assert sorted(before + after) == list(range(96))
+
+
+class TestText:
+    def test_reads_over_the_ends_of_files(self, folder):
+        training, _ = open_split(str(folder), SEQ_LEN)
+        whole = b"".join((folder / name).read_bytes() for name, _ in training.files)
+        assert training.read(0, len(whole)) == whole
+        assert training.read(45, 120) == whole[45:165]
+        assert training.read(len(whole) - 3, 10) == whole[-3:]
+        assert len(training) == len(whole)
+
+    def test_a_sample_is_its_bytes_and_the_one_after(self, folder):
+        training, _ = open_split(str(folder), SEQ_LEN)
+        rows = training.tensor([0, 5], SEQ_LEN)
+        assert rows.shape == (2, SEQ_LEN + 1)
+        assert bytes(rows[1].tolist()) == training.read(5 * SEQ_LEN, SEQ_LEN + 1)
+        last = training.samples(SEQ_LEN) - 1
+        assert training.tensor([last], SEQ_LEN).shape == (1, SEQ_LEN + 1)
+
+    def test_the_split_is_by_file_without_overlap(self, folder):
+        training, validation = open_split(str(folder), SEQ_LEN)
+        assert not set(training.files) & set(validation.files)
+        assert {name for name, _ in training.files + validation.files} == {
+            path.relative_to(folder).as_posix() for path in folder.rglob("*.txt")
+        }
+
+    def test_a_file_stays_in_its_part_when_others_come(self, folder):
+        _, before = open_split(str(folder), SEQ_LEN)
+        for number in range(20):
+            (folder / f"new-{number}.txt").write_text("x" * 100)
+        _, after = open_split(str(folder), SEQ_LEN)
+        assert set(before.files) <= set(after.files)
+
+    def test_two_files_are_enough(self, tmp_path):
+        (tmp_path / "a.txt").write_text("a" * 100)
+        (tmp_path / "b.txt").write_text("b" * 100)
+        training, validation = open_split(str(tmp_path), SEQ_LEN)
+        assert len(training.files) == len(validation.files) == 1
+
+    def test_hidden_and_empty_files_are_no_text(self, folder):
+        (folder / ".git").mkdir()
+        (folder / ".git" / "config").write_text("x" * 100)
+        (folder / "empty.txt").touch()
+        names = {name for text in open_split(str(folder), SEQ_LEN) for name, _ in text.files}
+        assert not names & {".git/config", "empty.txt"}
+
+    def test_too_little_text_is_said(self, tmp_path):
+        (tmp_path / "only.txt").write_text("x" * 1000)
+        with pytest.raises(TrainError, match=r"too little text: 1 files.*set `train.text`"):
+            open_split(str(tmp_path), SEQ_LEN)
+
+    def test_an_absent_folder_is_said(self, tmp_path):
+        with pytest.raises(TrainError, match="no folder on this node"):
+            open_split(str(tmp_path / "absent"), SEQ_LEN)
+
+    def test_a_file_that_shrinks_or_goes_is_said(self, folder):
+        training, _ = open_split(str(folder), SEQ_LEN)
+        first, second = (folder / name for name, _ in training.files[:2])
+        first.write_bytes(b"x")
+        with pytest.raises(TrainError, match="shorter"):
+            training.read(0, 30)
+        second.unlink()
+        with pytest.raises(TrainError, match="cannot read"):
+            training.read(training.files[0].size, 30)
+
+    def test_the_fingerprint_tells_texts_apart(self, folder):
+        before = open_split(str(folder), SEQ_LEN)[0].fingerprint
+        assert open_split(str(folder), SEQ_LEN)[0].fingerprint == before
+        name = open_split(str(folder), SEQ_LEN)[0].files[0].name
+        (folder / name).write_bytes(b"x" * 7)
+        assert open_split(str(folder), SEQ_LEN)[0].fingerprint != before
+
+    def test_entropies_of_known_texts(self, tmp_path):
+        def entropies(data: bytes) -> tuple[float, float]:
+            (tmp_path / "text").write_bytes(data)
+            return Text(tmp_path, (TextFile("text", len(data)),)).entropies()
+
+        assert entropies(b"a" * 100) == pytest.approx((0, 0))
+        assert entropies(b"ab" * 5000) == pytest.approx((math.log(2), 0), abs=1e-3)
+        assert entropies(b"aabb" * 5000) == pytest.approx((math.log(2), math.log(2)), abs=1e-3)
+
+    def test_the_standard_library_is_a_real_text(self):
+        training, validation = open_split(None, 128)
+        assert len(training) > 4 << 20
+        assert 0.03 < len(validation) / len(training) < 0.3
+        unigram, bigram = validation.entropies()
+        assert 3.0 < unigram < 3.5
+        assert 2.2 < bigram < 2.7
+        assert not any("site-packages" in name or "/tests/" in name for name, _ in training.files + validation.files)

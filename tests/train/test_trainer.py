@@ -1,0 +1,236 @@
+"""Training on one and two ranks: the same losses whatever the strategy, accumulation, interruption and world size."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+SCENARIOS = Path(__file__).with_name("scenarios.py")
+STEPS = 6
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def launch(out: Path, ranks: int) -> None:
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCENARIOS, out],
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        assert [process.wait(120) for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All scenarios, trained once: those of one rank, of two, and of one again that go on from those of two."""
+    out = tmp_path_factory.mktemp("trainer")
+    chance = random.Random(1)
+    for number in range(20):
+        words = [chance.choice(["def", "return", "self", "import", "lambda", "None"]) for _ in range(60)]
+        (out / "text").mkdir(exist_ok=True)
+        (out / "text" / f"{number}.txt").write_text(" ".join(words))
+    for ranks in (1, 2, 1):
+        launch(out, ranks)
+    return out
+
+
+def failures(out: Path, name: str) -> list[str]:
+    found = [json.loads(path.read_text()).get(name) for path in out.glob("failures-*.json")]
+    return [failure for failure in found if failure]
+
+
+def lines(out: Path, name: str, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    assert failures(out, name) == []
+    text = (out / name / "metrics" / f"rank-{rank}.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
+
+
+def losses(out: Path, name: str, kind: str = "step") -> list[float]:
+    return [line["loss"] for line in lines(out, name, kind)]
+
+
+def saved(out: Path, name: str) -> list[str]:
+    return sorted(path.name for path in (out / name / "checkpoints").iterdir())
+
+
+def weights(out: Path, name: str, tmp_path: Path, step: int = STEPS) -> dict[str, Any]:
+    """Everything in a checkpoint, flat: the model, both moments, the counts, the random states."""
+    whole = tmp_path / f"{name}.pt"
+    dcp_to_torch_save(out / name / "checkpoints" / f"step-{step}", whole)
+    return dict(flat(torch.load(whole, weights_only=False)))
+
+
+def flat(value: Any, at: str = "") -> Any:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield at, value
+    else:
+        for key, inner in items:
+            yield from flat(inner, f"{at}/{key}")
+
+
+def assert_equal_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    assert sum(isinstance(value, torch.Tensor) for value in one.values()) > 40
+    for key, value in one.items():
+        assert torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key], key
+
+
+CLOSE = {"rel": 1e-4}
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_every_strategy_gives_the_losses_of_one_process(out, name):
+    assert len(losses(out, name)) == STEPS
+    assert losses(out, name) == pytest.approx(losses(out, "single"), **CLOSE)
+    assert losses(out, name, "validation") == pytest.approx(losses(out, "single", "validation"), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["ddp-micro-1", "ddp-micro-3", "fsdp-micro-1", "fsdp-micro-3"])
+def test_accumulation_changes_nothing(out, name):
+    assert losses(out, name) == pytest.approx(losses(out, "single"), **CLOSE)
+    norms = [line["grad_norm"] for line in lines(out, name, "step")]
+    assert norms == pytest.approx([line["grad_norm"] for line in lines(out, "single", "step")], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["ddp-bf16", "fsdp-bf16"])
+def test_bf16_is_near_and_not_the_same(out, name):
+    assert losses(out, name) == pytest.approx(losses(out, "single"), rel=0.02)
+    assert losses(out, name) != pytest.approx(losses(out, "single"), rel=1e-7)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_cut_and_resumed_equals_uninterrupted_bit_for_bit(out, strategy, tmp_path):
+    assert [line["step"] for line in lines(out, f"{strategy}-resumed", "step")] == [5, 6]
+    assert losses(out, f"{strategy}-resumed") == losses(out, strategy)[4:]
+    assert_equal_bits(weights(out, strategy, tmp_path), weights(out, f"{strategy}-resumed", tmp_path))
+
+
+@pytest.mark.parametrize("name", ["ddp-cut", "fsdp-cut"])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(out, name):
+    for rank in (0, 1):
+        (end,) = lines(out, name, "end", rank)
+        assert (end["step"], end["reason"]) == (4, "stopped")
+    assert saved(out, name) == ["step-4"]
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp-from-ddp", "ddp-from-one-rank", "single-from-fsdp", "fsdp-on-one-rank", "fsdp-from-rank0"]
+)
+def test_resume_at_another_world_size_or_strategy_goes_on_with_the_same_losses(out, name):
+    assert losses(out, name) == pytest.approx(losses(out, "single")[3:], **CLOSE)
+    (start,) = lines(out, name, "start")
+    assert start["resumed_step"] == 3
+    assert [line["step"] for line in lines(out, name, "validation")] == [6]
+
+
+def test_metrics_tell_the_whole_story_on_every_rank(out):
+    for rank in (0, 1):
+        (start,) = lines(out, "fsdp", "start", rank)
+        assert (start["steps"], start["world_size"], start["resumed_step"]) == (STEPS, 2, None)
+        assert 0 < start["bigram_entropy"] < start["unigram_entropy"]
+        assert [line["step"] for line in lines(out, "fsdp", "checkpoint", rank)] == [3, 6]
+        assert [line["step"] for line in lines(out, "fsdp", "validation", rank)] == [0, 3, 6]
+        assert [line["samples"] for line in lines(out, "fsdp", "step", rank)] == [8 * step for step in range(1, 7)]
+        assert all(line["tokens_per_s"] > 0 for line in lines(out, "fsdp", "step", rank))
+        (end,) = lines(out, "fsdp", "end", rank)
+        assert (end["step"], end["reason"]) == (STEPS, "done")
+    assert [line["loss"] for line in lines(out, "fsdp", "step", 1)] == losses(out, "fsdp")
+
+
+def test_training_begins_knowing_nothing_and_learns(out):
+    first, *_, last = losses(out, "single", "validation")
+    assert first == pytest.approx(5.545, abs=0.001)  # ln 256
+    assert last < first - 0.5
+
+
+def test_a_checkpoint_has_a_part_of_each_rank_and_says_what_it_is(out):
+    assert saved(out, "fsdp") == ["step-3", "step-6"]
+    folder = out / "fsdp" / "checkpoints" / "step-3"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {".metadata", "meta.json", "__0_0.distcp", "__1_0.distcp"}
+    meta = json.loads((folder / "meta.json").read_text())
+    assert {key: meta[key] for key in ("step", "samples", "world_size", "strategy", "torch")} == {
+        "step": 3, "samples": 24, "world_size": 2, "strategy": "fsdp", "torch": torch.__version__,
+    }  # fmt: skip
+    assert meta["config"]["global_batch"] == 8
+
+
+def test_minutes_are_counted_by_the_first_rank_for_all(out):
+    assert saved(out, "minutes-of-rank-0") == [f"step-{step}" for step in range(1, STEPS + 1)]
+    assert saved(out, "minutes-of-rank-1") == [f"step-{STEPS}"]
+
+
+def test_without_checkpoint_nothing_is_saved(out):
+    assert losses(out, "ddp-micro-1")
+    assert not (out / "ddp-micro-1" / "checkpoints").exists()
+
+
+def test_writers_rank0_leaves_all_with_the_first_rank(out):
+    names = {path.name for path in (out / "fsdp-rank0" / "checkpoints" / "step-3").iterdir()}
+    assert names == {".metadata", "meta.json", "__0_0.distcp"}
+
+
+def test_a_finished_run_resumed_writes_its_checkpoint_again(out, tmp_path):
+    assert losses(out, "finished") == []
+    assert saved(out, "finished") == ["step-6"]
+    assert lines(out, "finished", "end")[0]["reason"] == "done"
+    assert_equal_bits(weights(out, "finished", tmp_path), weights(out, "fsdp", tmp_path))
+
+
+def test_what_a_killed_attempt_left_is_never_part_of_a_checkpoint(out, tmp_path):
+    assert saved(out, "littered") == ["step-3", "step-6"]
+    assert not list((out / "littered").rglob("__7_0.distcp"))
+    assert_equal_bits(weights(out, "littered", tmp_path), weights(out, "fsdp", tmp_path))
+
+
+def test_a_rank_that_cannot_write_leaves_no_checkpoint_anywhere(out):
+    assert len(failures(out, "full-disk")) == 2  # both ranks know
+    for failure in failures(out, "full-disk"):
+        assert "cannot save" in failure
+        assert "rank 1: OSError: [Errno 28] No space left on device" in failure
+    assert saved(out, "full-disk") == [".tmp-step-3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("other-model", "cannot resume from"),
+        ("not-single", "`train.strategy: single` is one process, but there are 2"),
+        ("odd-batch", "`train.global_batch` is 7, which 2 processes cannot share evenly"),
+        ("diverged", "training has diverged at step"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line_by_every_rank(out, name, message):
+    assert len(failures(out, name)) == 2
+    for failure in failures(out, name):
+        assert message in failure
+        assert "\n" not in failure
+
+
+def test_a_diverged_step_is_not_saved(out):
+    steps = [int(name.removeprefix("step-")) for name in saved(out, "diverged")]
+    (failure, _) = failures(out, "diverged")
+    assert f"at step {max(steps, default=0) + 1}:" in failure

@@ -1,0 +1,154 @@
+"""The trainer's parts that need no process group."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from mgpu_train.config import CheckpointTarget, Job, ModelConfig, TrainConfig
+from mgpu_train.errors import TrainError
+from mgpu_train.loop import SaveClock, learning_rate, make_optimizer, read_job
+from mgpu_train.metrics.lines import MetricLines
+from mgpu_train.tasks.lm import ByteGPT
+from torch import nn
+
+TINY = ModelConfig(layers=2, dim=32, heads=2)
+
+
+def target(**given) -> CheckpointTarget:
+    return CheckpointTarget(to="file:///x", writers="all", **given)
+
+
+class TestLearningRate:
+    config = TrainConfig(steps=100, warmup_steps=10, lr=1.0, min_lr_ratio=0.1)
+
+    def test_warms_up_peaks_and_ends_at_the_floor(self):
+        rates = [learning_rate(step, self.config) for step in range(1, 101)]
+        assert rates[0] == pytest.approx(0.1)
+        assert rates[9] == max(rates) == 1.0
+        assert rates[99] == min(rates[9:]) == pytest.approx(0.1)
+        assert rates[54] == pytest.approx(0.55)
+        assert rates[9:] == sorted(rates[9:], reverse=True)
+
+    def test_a_warm_up_longer_than_training_and_none_at_all(self):
+        assert learning_rate(5, TrainConfig(steps=5, warmup_steps=10, lr=1.0)) == 0.5
+        assert learning_rate(1, TrainConfig(steps=1, warmup_steps=0, lr=1.0)) == pytest.approx(0.1)
+
+
+class TestSaveClock:
+    def test_steps(self):
+        clock = SaveClock(target(every_steps=5))
+        assert [step for step in range(1, 21) if clock.due(step)] == [5, 10, 15, 20]
+        assert not clock.overdue()
+
+    def test_minutes_count_from_the_last_save(self):
+        now = 100.0
+        clock = SaveClock(target(every_minutes=2), lambda: now)
+        now = 219.0
+        assert not clock.overdue()
+        now = 220.0
+        assert clock.overdue()
+        clock.restart()
+        assert not clock.overdue()
+
+    def test_without_checkpoints_never(self):
+        clock = SaveClock(None)
+        assert not clock.overdue()
+        assert not any(clock.due(step) for step in range(1, 1000))
+
+
+class TestMetricLines:
+    def test_each_line_can_be_read_as_soon_as_it_is_written(self, tmp_path):
+        metrics = MetricLines(tmp_path / "metrics", rank=3)
+        metrics.write("step", step=1, loss=2.5)
+        (line,) = (tmp_path / "metrics" / "rank-3.jsonl").read_text().splitlines()
+        assert {**json.loads(line), "t": 0} == {"kind": "step", "t": 0, "step": 1, "loss": 2.5}
+
+    def test_attempts_follow_each_other_and_a_torn_line_hurts_only_itself(self, tmp_path):
+        path = tmp_path / "rank-0.jsonl"
+        path.write_text('{"kind": "step", "st')
+        metrics = MetricLines(tmp_path, rank=0)
+        metrics.write("end", step=1, reason="done")
+        metrics.close()
+        MetricLines(tmp_path, rank=0).write("end", step=2, reason="done")
+        torn, *whole = path.read_text().splitlines()
+        assert torn == '{"kind": "step", "st'
+        assert [json.loads(line)["step"] for line in whole] == [1, 2]
+
+    def test_a_number_that_json_cannot_hold_is_refused(self, tmp_path):
+        with pytest.raises(ValueError, match="JSON"):
+            MetricLines(tmp_path, rank=0).write("step", loss=float("nan"))
+
+    def test_without_a_folder_nothing_is_written(self):
+        MetricLines(None, rank=0).write("end", step=1)
+
+
+class TestByteGPT:
+    def test_a_byte_is_predicted_from_those_before_it_alone(self):
+        torch.manual_seed(0)
+        model = ByteGPT(TINY, seq_len=16)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        inputs, changed = torch.randint(256, (1, 16)), None
+        changed = inputs.clone()
+        changed[0, 10] += 1
+        logits: list[torch.Tensor] = []
+        model.head.register_forward_hook(lambda *given: logits.append(given[2]))
+        for tokens in (inputs, changed % 256):
+            model(tokens, inputs)
+        assert torch.equal(logits[0][:, :10], logits[1][:, :10])
+        assert not torch.equal(logits[0][:, 10:], logits[1][:, 10:])
+
+    def test_positions_matter(self):
+        torch.manual_seed(0)
+        model = ByteGPT(TINY, seq_len=16)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        logits: list[torch.Tensor] = []
+        model.head.register_forward_hook(lambda *given: logits.append(given[2]))
+        for order in ([1, 2, 3], [2, 1, 3]):
+            model(torch.tensor([order]), torch.tensor([order]))
+        assert not torch.allclose(logits[0][:, 2], logits[1][:, 2])
+
+    def test_decay_is_for_matrices_only(self):
+        model = ByteGPT(TINY, seq_len=16)
+        decayed, plain = make_optimizer(model, TrainConfig(weight_decay=0.3)).param_groups
+        assert {p.ndim for p in decayed["params"]} == {2}
+        assert {p.ndim for p in plain["params"]} == {1}
+        assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+        assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+
+
+class TestReadJob:
+    def test_a_job(self, tmp_path, monkeypatch, minimal_job):
+        path = tmp_path / "job.json"
+        path.write_text(json.dumps(minimal_job))
+        monkeypatch.setenv("MGPU_JOB", str(path))
+        assert read_job() == Job.model_validate(minimal_job)
+
+    def test_no_variable(self, monkeypatch):
+        monkeypatch.delenv("MGPU_JOB", raising=False)
+        with pytest.raises(TrainError, match=r"MGPU_JOB is not set.*usage: MGPU_JOB=job.json"):
+            read_job()
+
+    def test_no_file(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("MGPU_JOB", str(tmp_path / "absent"))
+        with pytest.raises(TrainError, match="No such file"):
+            read_job()
+
+    def test_all_mistakes_in_one_line(self, tmp_path, monkeypatch, minimal_job):
+        path = tmp_path / "job.json"
+        path.write_text(json.dumps({**minimal_job, "train": {"lr": -1, "setps": 3}}))
+        monkeypatch.setenv("MGPU_JOB", str(path))
+        with pytest.raises(TrainError, match=r"train.lr: .*; train.setps: ") as caught:
+            read_job()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def minimal_job() -> dict:
+    return {
+        "run_id": "try", "attempt": 1, "writer": "me", "node_rank": 0, "nodes": 1, "processes_per_node": 1,
+        "master_addr": "127.0.0.1", "master_port": 29500, "train": {},
+    }  # fmt: skip
