@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -80,8 +81,8 @@ class CliProcess:
         """The exit status, or None at the deadline."""
         while time.monotonic() < deadline:
             try:
-                return process.wait(_LOOK_S)
-            except subprocess.TimeoutExpired:
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(_LOOK_S)
                 look()
             except KeyboardInterrupt:
                 if self.interrupted:

@@ -1,0 +1,269 @@
+"""The driver's parts without an engine: the CLI's process, its event stream, errors that cross as text, outputs."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from mgpu_train.timeouts import Timeouts
+
+from mgpu import errors
+from mgpu.errors import Interrupted, NoCapacity, QuotaExceeded, StackError, TeardownIncomplete
+from mgpu.events import Note, Warned
+from mgpu.iac import engine, environment, failures, project
+from mgpu.iac.engine import Stack, current_stack
+from mgpu.iac.enginelog import Change, EngineLog
+from mgpu.iac.process import CliProcess
+
+GOOD = {
+    "version": 1,
+    "fleet": "f",
+    "provider": "local",
+    "nodes": [{"rank": 0, "id": "i", "address": "a", "user": "u", "host_key": "k"}],
+    "private_key_file": "/k",
+    "new_in_version_1_1": "ignored",
+}
+
+
+# ---- the process
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a shell script as if it were the CLI; its status."""
+    cli = CliProcess(grace_s=1)
+
+    def call(script, limit_s=10.0, look=lambda: None):
+        with (tmp_path / "out").open("ab") as out:
+            argv = ["/bin/sh", "-c", script]
+            return cli.run(argv, cwd=tmp_path, env=os.environ, out=out, err=out, limit_s=limit_s, look=look)
+
+    call.cli = cli
+    call.out = tmp_path / "out"
+    return call
+
+
+WAITS = "trap 'echo int; n=1' INT; echo ready; until [ $n ]; do sleep 0.05; done; exit 3"
+
+
+def test_the_status_and_the_output_of_a_program(run):
+    assert run("echo hello; exit 5") == 5
+    assert run.out.read_text() == "hello\n"
+
+
+def test_it_runs_in_a_session_of_its_own(run):
+    assert run("ps -o sid= -p $$ > sid") == 0
+    assert int((run.out.parent / "sid").read_text()) != os.getsid(0)
+
+
+def test_one_interrupt_is_forwarded_and_the_rest_are_not(run):
+    def interrupt():
+        if run.out.read_text().startswith("ready"):
+            run.cli.interrupt()
+            run.cli.interrupt()
+
+    assert run(WAITS + "; ", look=interrupt) == 3
+    assert run.out.read_text().count("int") == 1
+
+
+def test_ctrl_c_in_the_driver_is_forwarded_and_drained(run):
+    def ctrl_c():
+        if run.out.read_text().startswith("ready") and not run.cli.interrupted:
+            raise KeyboardInterrupt
+
+    assert run(WAITS, look=ctrl_c) == 3
+
+
+def test_a_second_ctrl_c_leaves_and_the_cli_goes_on(run):
+    def ctrl_c():
+        if run.out.read_text().startswith("ready"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run("trap '' INT; echo ready; sleep 0.5; echo saved", look=ctrl_c)
+    deadline = time.monotonic() + 10
+    while "saved" not in run.out.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_does_not_end_is_cancelled_and_then_killed(run):
+    with pytest.raises(StackError, match="was killed"):
+        run("trap '' INT; while :; do sleep 0.05; done", limit_s=0.3)
+    with pytest.raises(StackError) as late:
+        run(WAITS, limit_s=0.3)
+    assert "It was cancelled" in late.value.why
+
+
+# ---- the event stream
+
+
+def stream(*events, emitted=None):
+    with tempfile.TemporaryFile() as file:
+        log = EngineLog(file.fileno(), (emitted if emitted is not None else []).append)
+        for event in events:
+            data = event if isinstance(event, bytes) else json.dumps(event).encode() + b"\n"
+            os.write(file.fileno(), data)
+            log.follow()
+        return log
+
+
+def diagnostic(severity, message):
+    return {"diagnosticEvent": {"severity": severity, "message": message}}
+
+
+def test_debug_events_and_the_programs_own_words_are_never_passed_on():
+    emitted = []
+    secret = "-----BEGIN OPENSSH PRIVATE KEY-----"
+    log = stream(diagnostic("debug", secret), diagnostic("info#err", secret), emitted=emitted)
+    assert not emitted
+    assert secret not in str(log.errors)
+
+
+def test_progress_warnings_and_errors():
+    emitted = []
+    log = stream(
+        diagnostic("info", "trying a"), diagnostic("warning", "mind b"), diagnostic("error", "c\n"), emitted=emitted
+    )
+    assert emitted == [Note("trying a"), Warned("mind b")]
+    assert log.errors == ["c"]
+
+
+def test_a_line_that_comes_in_two_pieces_is_one_event():
+    line = json.dumps(diagnostic("error", "whole")).encode() + b"\n"
+    assert stream(line[:20], line[20:]).errors == ["whole"]
+
+
+def step(op, kind="mgpu:index:Fleet", **more):
+    return {"resourcePreEvent": {"metadata": {"op": op, "type": kind, "urn": f"urn:pulumi:s::p::{kind}::it", **more}}}
+
+
+def test_changes_name_what_changes_and_from_what_to_what():
+    sides = {"old": {"inputs": {"nodes": 2}}, "new": {"inputs": {"nodes": 3}}}
+    looks = [step("same"), step("refresh"), step("delete-replaced"), step("create", "pulumi:pulumi:Stack")]
+    log = stream(*looks, step("update", detailedDiff={"nodes": {"diffKind": "update"}}, **sides), step("delete"))
+    assert log.changes == [
+        Change("update", "mgpu:index:Fleet", "it", ("nodes: 2 => 3",)),
+        Change("delete", "mgpu:index:Fleet", "it"),
+    ]
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("kind", [NoCapacity, QuotaExceeded, TeardownIncomplete])
+def test_an_error_crosses_the_engine_with_its_class_and_its_lines(kind):
+    sent = kind("what", "why\nand more", "next")
+    got = failures.parse(f"some prefix\n{failures.describe(sent)}\n".removeprefix("some prefix\n"))
+    assert type(got) is kind
+    assert (got.what, got.why, got.next_step) == ("what", "why\nand more", "next")
+
+
+@pytest.mark.parametrize("name", ["InputError", "MgpuError", "Exception", "Scope", "no_such"])
+def test_every_other_class_is_the_stacks(name):
+    got = failures.parse(f"what\nnext\n[mgpu:{name}]")
+    assert type(got) is StackError
+    assert got.exit_code == 4
+
+
+def test_text_without_a_mark_is_no_error_of_ours():
+    assert failures.parse("error: something else [mgpu]") is None
+    assert errors.ProviderError.exit_code == 3
+
+
+# ---- outputs
+
+
+def test_a_good_output_is_read_and_what_is_new_in_it_ignored():
+    assert engine._validated(GOOD, "s").nodes[0].id == "i"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"version": None}, "version None"),
+        ({"nodes": []}, "nodes"),
+        ({"fleet": 3}, "fleet"),
+    ],
+)
+def test_an_output_that_cannot_be_used_says_why_and_what_to_do(change, says):
+    with pytest.raises(StackError) as refused:
+        engine._validated(GOOD | change, "s")
+    assert says in refused.value.why
+    assert refused.value.next_step
+
+
+# ---- the stack, before any engine is started
+
+
+@pytest.fixture
+def stack(xdg, tmp_path):
+    project.project_files(tmp_path / "p")
+    return Stack(
+        tmp_path / "p", "s", tmp_path / "r.yaml", log_dir=tmp_path / "log", emit=print, timeouts=Timeouts().scaled(0.1)
+    )
+
+
+def test_an_empty_passphrase_is_refused(stack):
+    environment.passphrase_file().parent.mkdir(parents=True)
+    environment.passphrase_file().write_text("\n")
+    with pytest.raises(StackError, match="passphrase"):
+        stack.init()
+    assert not stack.exists()
+
+
+def test_an_interrupt_before_up_is_not_forgotten(stack):
+    stack.interrupt()
+    with pytest.raises(Interrupted):
+        stack.up()
+
+
+def test_nothing_is_destroyed_or_removed_where_nothing_is(stack):
+    stack.destroy()
+    stack.remove()
+    assert stack.outputs() is None
+
+
+def test_a_folder_without_a_program_is_named(tmp_path, xdg):
+    stack = Stack(tmp_path, "s", tmp_path / "r", log_dir=tmp_path / "l", emit=print, timeouts=Timeouts())
+    with pytest.raises(StackError, match="not a Pulumi project"):
+        stack.exists()
+
+
+def test_the_current_stack_is_the_environments(monkeypatch, tmp_path):
+    monkeypatch.setenv("PULUMI_STACK", "mine")
+    assert current_stack(tmp_path) == "mine"
+
+
+# ---- the program that mgpu carries
+
+
+def test_project_files_are_written_once(tmp_path):
+    written = project.project_files(tmp_path / "new")
+    assert [path.name for path in written] == ["Pulumi.yaml", "infra"]
+    assert project.project_name(tmp_path / "new") == "mgpu"
+    assert "Fleet" in (tmp_path / "new/infra/__main__.py").read_text()
+    (tmp_path / "new/infra/__main__.py").write_text("mine")
+    with pytest.raises(errors.InputError, match="infra"):
+        project.project_files(tmp_path / "new")
+    assert (tmp_path / "new/infra/__main__.py").read_text() == "mine"
+
+
+def test_the_plugins_folder_is_named_and_has_it(tmp_path):
+    project.project_files(tmp_path)
+    settings = project._settings()
+    folder = Path(settings.partition("path: ")[2].split()[0])
+    assert os.access(folder / "pulumi-resource-mgpu", os.X_OK)
+
+
+def test_the_checkouts_own_pulumi_yaml_says_the_same():
+    ours = yaml.safe_load((Path(__file__).parents[2] / "Pulumi.yaml").read_text())
+    theirs = yaml.safe_load(project._settings())
+    ours.pop("plugins"), theirs.pop("plugins")
+    assert ours == theirs

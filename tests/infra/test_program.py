@@ -1,0 +1,195 @@
+"""Our Pulumi program and its SDK under Pulumi's mocks: what is made of what, what is secret, what is exported."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+from dataclasses import fields
+from pathlib import Path
+
+import pulumi
+import pytest
+from pulumi.runtime.mocks import MockMonitor
+from pydantic.alias_generators import to_camel
+
+from mgpu.iac import resources, schema
+from mgpu.iac.outputs import StackOutput
+
+PROGRAM = Path(__file__).parents[2] / "infra" / "__main__.py"
+MACHINES = [
+    {
+        "rank": rank,
+        "id": f"i-{rank}",
+        "address": "192.0.2.1",
+        "port": 22,
+        "user": "u",
+        "hostKey": f"ssh-ed25519 {rank}",
+        "privateAddress": "",
+        "priceUsdPerHour": 0.03,
+    }
+    for rank in range(2)
+]
+BOUGHT = {
+    "generation": 1,
+    "handle": {"ids": ["i-0", "i-1"]},
+    "machines": MACHINES,
+    "offer": {"instance_type": "m1", "gpu": "H100"},
+    "offersConsidered": [],
+    "boughtAs": "spot",
+    "region": "here",
+    "priceUsdPerHour": 0.06,
+    "hardCapAt": 1e9,
+    "owner": "o-1",
+}
+KEY = {"publicKey": "ssh-ed25519 AAAA", "privateKey": "PRIVATE", "privateKeyFile": "/keys/id"}
+RUN_FILE = {
+    "name": "demo",
+    "provider": "local",
+    "nodes": 2,
+    "market": "spot",
+    "max_price_usd_per_hour": 0.2,
+    "max_hours": 0.5,
+    "local": {"python": "/opt/python"},
+    "train": {"task": "lm"},
+    "checkpoint": {"to": "s3://bucket/runs"},
+}
+
+
+class Mocks(pulumi.runtime.Mocks):
+    def __init__(self) -> None:
+        self.made: dict[str, pulumi.runtime.MockResourceArgs] = {}
+
+    def new_resource(self, args):
+        self.made[args.name] = args
+        answers = {schema.SSH_KEY: KEY, schema.FLEET: BOUGHT | {"gpusPerNode": 0, "leaseMinutes": 60}}
+        return f"{args.name}-id", {**args.inputs, **answers.get(args.typ, {})}
+
+    def call(self, args):
+        return {}
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Runs infra/__main__.py on a run file; what was made, and what was exported."""
+    mocks, exported = Mocks(), {}
+    pulumi.runtime.set_mocks(mocks, project="mgpu", stack="dev")
+    monkeypatch.setattr(pulumi, "export", exported.__setitem__)
+
+    def run(**changes):
+        (tmp_path / "run.yaml").write_text(json.dumps(RUN_FILE | changes))
+        pulumi.runtime.set_all_config({"mgpu:runFile": str(tmp_path / "run.yaml")})
+        runpy.run_path(str(PROGRAM))
+        return mocks.made, exported
+
+    return run
+
+
+def settled(output):
+    """What an Output resolves to, and whether it is secret."""
+    return asyncio.get_event_loop().run_until_complete(_settle(output))
+
+
+async def _settle(output):
+    return await output.future(), await output.is_secret()
+
+
+def test_the_program_exports_what_a_run_reads(program):
+    _, exported = program()
+    value, secret = settled(exported["mgpu"])
+    output = StackOutput.model_validate(value)
+    assert value == output.model_dump(mode="json")
+    assert not secret
+    assert output.fleet == "dev"
+    assert [(node.id, node.host_key) for node in output.nodes] == [("i-0", "ssh-ed25519 0"), ("i-1", "ssh-ed25519 1")]
+    assert (output.gpu, output.market, output.store) == ("H100", "spot", "s3://bucket/runs")
+    assert output.private_key_file == "/keys/id"
+    assert "PRIVATE" not in json.dumps(value)
+
+
+def test_the_private_key_is_asked_to_be_secret_whatever_the_plugin_says(program, monkeypatch):
+    asked = {}
+    register = MockMonitor.RegisterResource
+
+    def spy(self, request):
+        asked[request.name] = list(request.additionalSecretOutputs)
+        return register(self, request)
+
+    monkeypatch.setattr(MockMonitor, "RegisterResource", spy)
+    _, exported = program()
+    settled(exported["mgpu"])
+    assert asked["key"] == ["privateKey"]
+
+
+def test_the_fleet_asks_for_what_the_run_file_says_and_no_more(program):
+    made, exported = program()
+    settled(exported["mgpu"])
+    inputs = made["fleet"].inputs
+    assert inputs["nodes"] == 2
+    assert inputs["maxPriceUsdPerHour"] == 0.2
+    assert inputs["options"] == {"python": "/opt/python"}
+    assert inputs["sshPublicKey"] == KEY["publicKey"]
+    assert inputs.keys() <= schema.package()["resources"][schema.FLEET]["inputProperties"].keys()
+
+
+def test_every_fleet_has_its_guard_and_an_explicit_provider(program):
+    made, exported = program()
+    settled(exported["mgpu"])
+    assert made["fleet-guard"].typ == schema.FLEET_GUARD
+    assert made["fleet-guard"].inputs == {"provider": "local", "fleet": "dev"}
+    assert all("mgpu-id" in made[name].provider for name in ("key", "fleet-guard", "fleet"))
+    order = list(made)
+    assert order.index("fleet-guard") < order.index("fleet")
+
+
+def test_a_run_file_with_mistakes_ends_the_program_without_a_traceback(program):
+    with pytest.raises(pulumi.RunError, match="nodes"):
+        program(nodes=0)
+
+
+def test_without_checkpoints_no_store_is_exported(program):
+    _, exported = program(checkpoint="none")
+    assert settled(exported["mgpu"])[0]["store"] is None
+
+
+def test_the_keys_of_a_users_map_are_not_renamed():
+    assert resources.Fleet.translate_input_property(resources.Fleet, "subnet_ids") == "subnet_ids"
+    assert resources.Fleet.translate_input_property(resources.Fleet, "gpus_per_node") == "gpusPerNode"
+
+
+# ---- the hand-written SDK equals the schema
+
+
+def _declared(cls):
+    return {to_camel(name) for name in cls.__annotations__ if not name.startswith("_")}
+
+
+def test_the_fleet_args_are_the_schemas_inputs():
+    inputs = schema.package()["resources"][schema.FLEET]
+    given = {to_camel(field.name): field for field in fields(resources.FleetArgs)}
+    assert given.keys() | {"sshPublicKey"} == inputs["inputProperties"].keys()
+    needed = {name for name, field in given.items() if field.default is not None}
+    assert needed | {"sshPublicKey"} == set(inputs["requiredInputs"])
+
+
+def test_the_fleets_outputs_are_the_schemas():
+    properties = schema.package()["resources"][schema.FLEET]["properties"].keys()
+    inputs = schema.package()["resources"][schema.FLEET]["inputProperties"].keys()
+    assert {to_camel(name) for name in resources.FLEET_OUTPUTS} == properties - inputs
+    assert _declared(resources.Fleet) - {"output"} == (properties - inputs) | {"nodes"}
+    assert set(resources.Fleet._names.values()) >= properties
+
+
+@pytest.mark.parametrize(("cls", "token"), [("SshKey", schema.SSH_KEY), ("FleetGuard", schema.FLEET_GUARD)])
+def test_the_other_resources_have_the_schemas_properties(cls, token):
+    assert _declared(getattr(resources, cls)) == schema.package()["resources"][token]["properties"].keys()
+
+
+def test_every_property_says_what_it_is():
+    for resource in schema.package()["resources"].values():
+        for name, prop in (resource["inputProperties"] | resource["properties"]).items():
+            assert prop["description"], name
+
+
+def test_the_schema_marks_the_private_key_secret():
+    assert schema.package()["resources"][schema.SSH_KEY]["properties"]["privateKey"]["secret"]
