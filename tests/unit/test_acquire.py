@@ -1,4 +1,4 @@
-"""`mgpu.acquire` against a double that keeps the provider contract, and a clock that moves only when somebody sleeps."""
+"""`mgpu.acquire` against a double that keeps the provider contract; the clock moves only when somebody sleeps."""
 
 from __future__ import annotations
 
