@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from mgpu_train.agent.status import AgentStatus
+from mgpu_train.checkpoint.manifest import Manifest, Sidecar
 from mgpu_train.config import Job
 
 from mgpu.iac.outputs import StackOutput
@@ -24,6 +25,8 @@ def parts() -> dict[str, str]:
         "stack-output-keys": schema.table(schema.keys(StackOutput.model_json_schema())),
         "stack-output-schema": f"```json\n{stack}\n```\n",
         "job": schema.table(job),
+        "manifest": schema.table(schema.keys(Manifest.model_json_schema())),
+        "sidecar": schema.table(schema.keys(Sidecar.model_json_schema())),
         "status": schema.table(schema.keys(AgentStatus.model_json_schema())),
     }
 
