@@ -153,26 +153,17 @@ def test_progress_is_a_new_step_only():
 # --- local checkpoints ---------------------------------------------------------------------------------------------
 
 
-def test_only_whole_checkpoints_count_in_order_of_their_steps(tmp_path):
-    for name in ("step-10", "step-9", ".tmp-step-11", "step-", "step-012", "step-1e3", "other"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "step-13").write_text("a file")
-    (tmp_path / "step-14").symlink_to(tmp_path / "other")
-    assert list(saves.finished(tmp_path)) == [9, 10]
-    assert saves.finished(tmp_path / "absent") == {}
-
-
 def test_what_may_go():
     assert saves.superfluous([1, 2, 3, 4, 5], uploading=2) == [1, 3]
     assert saves.superfluous([1, 2], uploading=None) == []
 
 
-def test_removing_is_idempotent_and_clearing_leaves_nothing(tmp_path):
-    (tmp_path / "step-1" / "deep").mkdir(parents=True)
-    (tmp_path / ".tmp-step-2").mkdir()
-    saves.remove(tmp_path / "step-1")
-    saves.remove(tmp_path / "step-1")
-    assert names(tmp_path) == [".tmp-step-2"]
+def test_tidying_keeps_the_newest_and_what_is_under_way_and_clearing_leaves_nothing(tmp_path):
+    for step in range(1, 6):
+        (tmp_path / f"step-{step}" / "deep").mkdir(parents=True)
+    (tmp_path / ".tmp-step-6").mkdir()
+    assert saves.tidy(tmp_path, 1) == [1, 2, 3, 4, 5]
+    assert names(tmp_path) == [".tmp-step-6", "step-1", "step-4", "step-5"]
     saves.clear(tmp_path)
     assert names(tmp_path) == []
 

@@ -26,6 +26,7 @@ from mgpu_train.agent.resume import resume
 from mgpu_train.agent.status import Fault, Phase
 from mgpu_train.agent.uploads import Uploads
 from mgpu_train.agent.watch import Watch
+from mgpu_train.config import CheckpointTarget
 
 T = TypeVar("T")
 
@@ -59,10 +60,11 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
     if job.resume is not None:
         attempt.enter(Phase.RESUMING)
         late = "resume: took more than {:g} s (resume_s)"
-        resumed_step = aside(attempt, lambda: resume(attempt), times.resume_s, late)
+        wanted = job.resume
+        resumed_step = aside(attempt, lambda: resume(attempt, wanted), times.resume_s, late)
     clear_local(attempt)
     attempt.enter(Phase.LAUNCHING)
-    uploads = _uploads(attempt) if has_part(job) else None
+    uploads = _uploads(attempt, job.checkpoint) if job.checkpoint and has_part(job) else None
     try:
         ended = Watch(attempt, uploads).run(Launch(launcher.argv(job, python), environment, attempt.work))
     except OSError as error:
@@ -101,13 +103,13 @@ def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str)
     return future.result()
 
 
-def _uploads(attempt: Attempt) -> Uploads:
+def _uploads(attempt: Attempt, target: CheckpointTarget) -> Uploads:
     job = attempt.job
     return Uploads(
-        StoreDepot(attempt),
+        StoreDepot(attempt, target),
         attempt.checkpoints,
         leads=job.node_rank == 0,
-        alone=job.nodes == 1 or (job.checkpoint is not None and job.checkpoint.writers == "rank0"),
+        alone=job.nodes == 1 or target.writers == "rank0",
         times=attempt.times,
         say=attempt.say,
     )

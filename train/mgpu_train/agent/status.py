@@ -38,13 +38,13 @@ class Fault(StrEnum):
 class CheckpointStatus(Model):
     """What has become of the node's checkpoints in this attempt; steps are optimizer steps, -1 = none yet."""
 
-    saved_step: int = Field(-1, description="newest finished on local disk")
-    uploaded_step: int = Field(-1, description="newest whose part from this node is in the store")
-    committed_step: int = Field(-1, description="newest in the commit log (known to node 0's agent)")
-    committed_id: str | None = Field(None, description="its checkpoint id")
-    skipped: int = Field(0, description="saves that were not uploaded because one was in flight")
-    failed: int = Field(0, description="saves whose upload or commit failed")
-    problem: str | None = Field(None, description="the newest failure, in words")
+    saved_step: int = Field(default=-1, description="newest finished on local disk")
+    uploaded_step: int = Field(default=-1, description="newest whose part from this node is in the store")
+    committed_step: int = Field(default=-1, description="newest in the commit log (known to node 0's agent)")
+    committed_id: str | None = Field(default=None, description="its checkpoint id")
+    skipped: int = Field(default=0, description="saves that were not uploaded because one was in flight")
+    failed: int = Field(default=0, description="saves whose upload or commit failed")
+    problem: str | None = Field(default=None, description="the newest failure, in words")
 
 
 class AgentStatus(Model):
@@ -56,18 +56,20 @@ class AgentStatus(Model):
     node_rank: int
     phase: Phase
     agent_pid: int
-    beat: int = Field(0, description="grows with every pass of the agent; a status whose beat stands still is old")
+    beat: int = Field(
+        default=0, description="grows with every pass of the agent; one that stands still is an old status"
+    )
     started_at: float
     updated_at: float
     phase_seconds: dict[str, float] = Field(default_factory=dict, description="seconds spent in each phase so far")
-    step: int = Field(-1, description="newest optimizer step seen in this node's metrics; -1 = none")
-    steps: int | None = Field(None, description="optimizer steps in all, where known")
-    loss: float | None = Field(None, description="training loss, nat per target")
-    tokens_per_s: float | None = Field(None, description="of the whole run")
-    first_validation_loss: float | None = Field(None, description="nat per target, at the first validation")
-    validation_loss: float | None = Field(None, description="nat per target, newest")
-    progress_at: float | None = Field(None, description="when progress was last seen")
+    step: int = Field(default=-1, description="newest optimizer step seen in this node's metrics; -1 = none")
+    steps: int | None = Field(default=None, description="optimizer steps in all, where known")
+    loss: float | None = Field(default=None, description="training loss, nat per target")
+    tokens_per_s: float | None = Field(default=None, description="of the whole run")
+    first_validation_loss: float | None = Field(default=None, description="nat per target, at the first validation")
+    validation_loss: float | None = Field(default=None, description="nat per target, newest")
+    progress_at: float | None = Field(default=None, description="when progress was last seen")
     checkpoint: CheckpointStatus = Field(default_factory=CheckpointStatus)
-    exit_code: int | None = Field(None, description="the launcher's; for the record, not for the verdict")
-    fault: Fault | None = Field(None, description="with FAILED: whose")
-    reason: str | None = Field(None, description="with FAILED: what happened, one line, no secret")
+    exit_code: int | None = Field(default=None, description="the launcher's; for the record, not for the verdict")
+    fault: Fault | None = Field(default=None, description="with FAILED: whose")
+    reason: str | None = Field(default=None, description="with FAILED: what happened, one line, no secret")

@@ -16,16 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mgpu_train.agent import saves
 from mgpu_train.agent.log import clean
+from mgpu_train.agent.saves import tidy
 from mgpu_train.agent.status import CheckpointStatus
+from mgpu_train.checkpoint.local import finished
 from mgpu_train.timeouts import Timeouts
 
 _BACKOFF_S = (1.0, 30.0)  # first and longest wait between two tries
+_REFUSALS = 3  # tries of what the store refuses; what it only fails at is tried as long as it matters
 
 
 class DepotError(Exception):
-    """The store failed or refused; another try may help."""
+    """The store failed or refused. `passing`: it may work later by itself."""
+
+    def __init__(self, problem: str, *, passing: bool = True) -> None:
+        super().__init__(problem)
+        self.passing = passing
 
 
 class NewerAttempt(Exception):
@@ -89,7 +95,8 @@ class Uploads:
         self._say, self._clock = say, clock
         self._pause = pause or self._wait
         self._draining = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what follows
+        self._looking = threading.Lock()  # both threads look and delete, one at a time
         self._status = CheckpointStatus()
         self._seen: set[int] = set()
         self._taken = -1
@@ -120,16 +127,14 @@ class Uploads:
 
     def look(self) -> int:
         """Looks at the folder, deletes what nobody will ask for, and returns the newest finished step (-1: none)."""
-        found = saves.finished(self._folder)
+        with self._looking:
+            # nothing goes while idle: node 0 may be about to announce it
+            idle = self._in_flight is None
+            found = [step for step, _ in finished(self._folder)] if idle else tidy(self._folder, self._in_flight)
         with self._lock:
-            self._seen |= found.keys()
+            self._seen.update(found)
             newest = max(self._seen, default=-1)
             self._status = self._status.model_copy(update={"saved_step": newest})
-            uploading = self._in_flight
-        if uploading is not None:
-            # not while idle: node 0 may be about to announce one of those that would go
-            for step in saves.superfluous(found, uploading):
-                saves.remove(found[step])
         return newest
 
     # --- the thread ---------------------------------------------------------------------------------------------
@@ -167,7 +172,8 @@ class Uploads:
             draining = self._draining.is_set()
             newest = self.look()
             said = self._announced() if newest > self._taken else None
-            if said is not None and said.step > self._taken:
+            # node 0 may be ahead: what it asks for is finished here soon, unless nothing more comes
+            if said is not None and self._taken < said.step and (said.step <= newest or draining):
                 self._take(said.step, said.final)
                 patience = None
                 continue
@@ -190,14 +196,15 @@ class Uploads:
     def _take(self, step: int, final: bool) -> None:
         with self._lock:
             skipped = sum(self._taken < seen < step for seen in self._seen)
+        with self._looking:
             self._taken, self._in_flight = step, step
         self._note(skipped=self._status.skipped + skipped)
-        path = saves.finished(self._folder).get(step)
+        path = dict(finished(self._folder)).get(step)
         try:
             done = path is not None and self._bring(step, path, final)
         finally:
             self.look()
-            with self._lock:
+            with self._looking:
                 self._in_flight = None
         if path is None:
             self._trouble(f"step-{step} was asked for, but is not on this node's disk")
@@ -240,14 +247,16 @@ class Uploads:
     def _insist(self, doing: str, work: Callable[[], object], tries: int | None = None) -> bool:
         """Tries with growing waits until it works. Gives up when a newer save waits; the agent bounds the drain."""
         wait, longest = _BACKOFF_S
+        refusals = 0
         while True:
             try:
                 work()
                 return True
             except DepotError as error:
                 self._trouble(f"{doing}: {error}")
+                refusals += not error.passing
             tries = None if tries is None else tries - 1
-            if tries == 0 or self._taken < self.look():
+            if tries == 0 or refusals >= _REFUSALS or self._taken < self.look():
                 return False
             self._pause(wait * random.uniform(0.5, 1.0))
             wait = min(2 * wait, longest)

@@ -9,10 +9,11 @@ from mgpu_train.agent.attempt import Attempt
 from mgpu_train.agent.decide import Act, Cause, Ended, Watched, look
 from mgpu_train.agent.launcher import Launch, Launcher
 from mgpu_train.agent.log import last_words
-from mgpu_train.agent.saves import finished, remove, superfluous
+from mgpu_train.agent.saves import tidy
 from mgpu_train.agent.status import Phase
 from mgpu_train.agent.tail import MetricsTail, Progress
 from mgpu_train.agent.uploads import Uploads
+from mgpu_train.checkpoint.local import finished
 
 
 class Watch:
@@ -101,11 +102,9 @@ class Watch:
 
     def _tidy(self) -> int:
         """The newest finished checkpoint of a node that uploads none; the node keeps no more than the newest two."""
-        found = finished(self._attempt.checkpoints)
-        if self._attempt.job.checkpoint is not None:
-            for step in superfluous(found, None):
-                remove(found[step])
-        return max(found, default=-1)
+        if self._attempt.job.checkpoint is None:
+            return max((step for step, _ in finished(self._attempt.checkpoints)), default=-1)
+        return max(tidy(self._attempt.checkpoints, None), default=-1)
 
     def _log_size(self) -> int:
         return self._attempt.log.size - self._attempt.log.own

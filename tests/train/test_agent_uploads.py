@@ -1,0 +1,275 @@
+"""Uploads while training goes on: every node the same checkpoints, one at a time, the last one always."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mgpu_train.agent.uploads import Announced, DepotError, NewerAttempt, Uploads
+from mgpu_train.timeouts import Timeouts
+
+TIMES = Timeouts(poll_s=0.005, peers_s=5)
+
+
+class Shared:
+    """What the store of one attempt holds, for all nodes."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+        self.said: Announced | None = None
+        self.parts: dict[int, set[int]] = {}
+        self.commits: list[int] = []
+        self.pruned = 0
+
+
+class FakeDepot:
+    """One node's view of it; `before` runs before each upload and may fail or wait."""
+
+    def __init__(self, shared: Shared, node: int, before: Callable[[int], object] = lambda _step: None) -> None:
+        self.shared, self.node, self.before = shared, node, before
+        self.tries: list[int] = []
+
+    def announce(self, said: Announced) -> None:
+        assert self.node == 0
+        self.shared.said = said
+
+    def announced(self) -> Announced | None:
+        return self.shared.said
+
+    def upload(self, step: int, folder: Path) -> None:
+        self.tries.append(step)
+        self.before(step)
+        if not folder.is_dir():
+            raise DepotError(f"{folder.name} is gone")
+        self.shared.parts.setdefault(step, set()).add(self.node)
+
+    def commit(self, step: int) -> str | None:
+        assert self.node == 0
+        if len(self.shared.parts[step]) < self.shared.nodes:
+            return None
+        self.shared.commits.append(step)
+        return f"id-{step}"
+
+    def prune(self) -> None:
+        self.shared.pruned += 1
+
+
+class Node:
+    """One node's uploads and its checkpoint folder."""
+
+    def __init__(self, depot: FakeDepot, folder: Path, **changes) -> None:
+        self.depot, self.folder = depot, folder
+        folder.mkdir()
+        self.said: list[str] = []
+        self.looks: list[int] = []
+        given = {"leads": depot.node == 0, "alone": depot.shared.nodes == 1, "times": TIMES, "say": self.said.append}
+        self.uploads = Uploads(depot, folder, **{**given, **changes})
+        look = self.uploads.look
+        self.uploads.look = lambda: self.looks.append(0) or look()
+
+    def save(self, *steps: int) -> None:
+        for step in steps:
+            (self.folder / f"step-{step}").mkdir()
+
+    @property
+    def here(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+    @property
+    def status(self):
+        return self.uploads.status
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], object]], None]:
+    def wait(condition: Callable[[], object]) -> None:
+        ticker = threading.Event()
+        for _ in range(2000):
+            if condition():
+                return
+            ticker.wait(0.005)
+        pytest.fail("it did not happen within 10 s")
+
+    return wait
+
+
+def drained(*nodes: Node) -> None:
+    for node in nodes:
+        node.uploads.drain()
+    for node in nodes:
+        assert node.uploads.ended(10)
+
+
+def test_one_node_uploads_commits_and_prunes(tmp_path, until):
+    node = Node(FakeDepot(Shared(1), 0), tmp_path / "n")
+    node.uploads.start()
+    node.save(5)
+    until(lambda: node.status.committed_step == 5)
+    drained(node)
+    assert (node.status.saved_step, node.status.uploaded_step, node.status.committed_id) == (5, 5, "id-5")
+    assert (node.status.skipped, node.status.failed, node.status.problem) == (0, 0, None)
+    assert node.depot.shared.pruned == 1
+    assert node.here == ["step-5"]
+
+
+def test_the_last_checkpoint_is_uploaded_even_if_the_drain_comes_first(tmp_path):
+    node = Node(FakeDepot(Shared(1), 0), tmp_path / "n")
+    node.save(5)
+    node.uploads.drain()
+    node.uploads.start()
+    assert node.uploads.ended(10)
+    assert node.depot.shared.commits == [5]
+
+
+def test_saves_that_are_overtaken_are_skipped_counted_and_deleted(tmp_path, until):
+    go = threading.Event()
+    depot = FakeDepot(Shared(1), 0, lambda step: go.wait(10) if step == 1 else None)
+    node = Node(depot, tmp_path / "n")
+    node.uploads.start()
+    node.save(1)
+    until(lambda: depot.tries == [1])
+    node.save(2, 3, 4, 5)
+    node.uploads.look()
+    assert node.here == ["step-1", "step-4", "step-5"]  # what is under way, and the newest two
+    go.set()
+    drained(node)
+    assert depot.shared.commits == [1, 5]
+    assert node.status.skipped == 3
+    assert node.here == ["step-4", "step-5"]
+
+
+def test_all_nodes_upload_what_node_0_chose_however_slow_one_is(tmp_path, until):
+    shared = Shared(3)
+    go = threading.Event()
+    nodes = [Node(FakeDepot(shared, rank), tmp_path / f"n{rank}") for rank in range(3)]
+    nodes[2].depot.before = lambda step: go.wait(10) if step == 1 else None
+    for node in nodes:
+        node.uploads.start()
+    for step in (1, 2, 3, 4):
+        for node in nodes:
+            node.save(step)
+        until(lambda: nodes[2].depot.tries == [1])
+    go.set()
+    drained(*nodes)
+    assert shared.commits == [1, 4]
+    assert shared.parts == {1: {0, 1, 2}, 4: {0, 1, 2}}
+    assert shared.said == Announced(4, final=True)
+    assert [node.status.uploaded_step for node in nodes] == [4, 4, 4]
+    assert [node.status.skipped for node in nodes] == [2, 2, 2]
+    assert [node.status.committed_step for node in nodes] == [4, -1, -1]
+
+
+def test_a_node_may_be_behind_node_0(tmp_path, until):
+    shared = Shared(2)
+    first, second = (Node(FakeDepot(shared, rank), tmp_path / f"n{rank}") for rank in range(2))
+    second.save(1)  # so that it looks at all at what node 0 says
+    shared.said = Announced(2, final=False)
+    second.uploads.start()
+    until(lambda: len(second.looks) > 3)
+    assert second.depot.tries == []
+    second.save(2)
+    until(lambda: second.status.uploaded_step == 2)
+    shared.said = Announced(3, final=True)
+    second.save(4)
+    drained(second)
+    assert second.status.problem == "step-3 was asked for, but is not on this node's disk"
+    assert first.depot.tries == []
+
+
+def test_a_failing_store_is_tried_again_and_named(tmp_path):
+    left = [3]
+
+    def fail(_step: int) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise DepotError("SlowDown")
+
+    waits: list[float] = []
+    node = Node(FakeDepot(Shared(1), 0, fail), tmp_path / "n", pause=waits.append)
+    node.save(7)
+    node.uploads.drain()
+    node.uploads.run()
+    assert node.depot.shared.commits == [7]
+    assert node.status.problem == "uploading step-7: SlowDown"
+    assert node.status.failed == 0
+    assert len(waits) == 3
+    assert waits[0] <= 1.0
+    assert 1.0 <= waits[2] <= 4.0
+
+
+def test_a_failed_save_gives_way_to_a_newer_one(tmp_path, until):
+    node: Node
+
+    def fail(step: int) -> None:
+        if step == 1:
+            if len(node.depot.tries) == 2:
+                node.save(2)
+            raise DepotError("no such bucket")
+
+    short = threading.Event()
+    node = Node(FakeDepot(Shared(1), 0, fail), tmp_path / "n", pause=lambda _s: short.wait(0.002))
+    node.save(1)
+    node.uploads.start()
+    until(lambda: node.status.committed_step == 2)
+    drained(node)
+    assert node.depot.tries == [1, 1, 2]
+    assert node.status.failed == 1
+
+
+def test_parts_that_never_come_fail_the_save_and_nothing_else(tmp_path, until):
+    shared = Shared(2)
+    node = Node(FakeDepot(shared, 0), tmp_path / "n", times=TIMES.model_copy(update={"peers_s": 0.05}))
+    node.uploads.start()
+    node.save(1)
+    until(lambda: node.status.failed == 1)
+    assert "peers_s" in (node.status.problem or "")
+    shared.parts[2] = {1}
+    node.save(2)
+    until(lambda: node.status.committed_step == 2)
+    drained(node)
+    assert shared.commits == [2]
+
+
+def test_without_node_0_the_others_do_not_wait_for_ever(tmp_path):
+    node = Node(FakeDepot(Shared(2), 1), tmp_path / "n", times=TIMES.model_copy(update={"peers_s": 0.05}))
+    node.save(3)
+    node.uploads.start()
+    drained(node)
+    assert node.depot.tries == []
+    assert "node 0 has not asked for step-3" in (node.status.problem or "")
+
+
+def test_a_node_that_has_nothing_left_does_not_wait_for_node_0(tmp_path):
+    node = Node(FakeDepot(Shared(2), 1), tmp_path / "n", times=TIMES.model_copy(update={"peers_s": 3600}))
+    node.uploads.start()
+    drained(node)
+
+
+def test_a_newer_attempt_ends_the_uploads(tmp_path, until):
+    depot = FakeDepot(Shared(1), 0)
+
+    def fenced(_step: int) -> str | None:
+        raise NewerAttempt("attempt 2 was started")
+
+    depot.commit = fenced
+    node = Node(depot, tmp_path / "n")
+    node.uploads.start()
+    node.save(1)
+    until(lambda: node.uploads.fenced)
+    assert node.uploads.fenced == "attempt 2 was started"
+    assert node.uploads.ended(10)
+    assert node.status.committed_step == -1
+
+
+def test_a_bug_in_the_uploads_is_seen(tmp_path):
+    def bug(_step: int) -> None:
+        raise ZeroDivisionError("oops")
+
+    node = Node(FakeDepot(Shared(1), 0, bug), tmp_path / "n")
+    node.save(1)
+    node.uploads.drain()
+    node.uploads.run()
+    assert node.status.problem == "the uploads ended: ZeroDivisionError: oops"
+    assert node.said == ["checkpoint: the uploads ended: ZeroDivisionError: oops"]

@@ -1,0 +1,111 @@
+"""One attempt's part of the object store, as the uploads want it: every failure a DepotError, every call repeatable."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mgpu_train.agent.attempt import Attempt
+from mgpu_train.agent.uploads import Announced, DepotError, NewerAttempt
+from mgpu_train.checkpoint.commitlog import Fenced
+from mgpu_train.checkpoint.manifest import checkpoint_id
+from mgpu_train.checkpoint.retention import prune
+from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
+from mgpu_train.config import CheckpointTarget
+from mgpu_train.store import NotFound, Store, StoreError, Unavailable, open_store
+
+_MAX_ANNOUNCEMENT = 1024  # bytes
+_MAX_META = 4096  # bytes
+_MAX_META_VALUES = 64
+
+
+class StoreDepot:
+    """The store of a run's checkpoints, with the attempt's own credentials."""
+
+    def __init__(self, attempt: Attempt, target: CheckpointTarget) -> None:
+        """Nothing is opened yet."""
+        self._attempt, self._job, self._target = attempt, attempt.job, target
+        self._store: Store | None = None
+
+    def announce(self, said: Announced) -> None:
+        """Overwrites the attempt's one announcement; nobody else writes it."""
+        with self._translated() as store:
+            store.put(self._key, json.dumps({"step": said.step, "final": said.final}).encode())
+
+    def announced(self) -> Announced | None:
+        """Reads it."""
+        with self._translated() as store:
+            try:
+                said = json.loads(store.get(self._key, _MAX_ANNOUNCEMENT))
+                return Announced(int(said["step"]), bool(said["final"]))
+            except NotFound:
+                return None
+            except (ValueError, KeyError, TypeError) as error:
+                raise DepotError(f"{self._key} holds no announcement") from error
+
+    def upload(self, step: int, folder: Path) -> None:
+        """Uploads this node's files, its sidecar last."""
+        job = self._job
+        with self._translated() as store:
+            upload_part(
+                store,
+                job.run_id,
+                checkpoint_id(job.attempt, step),
+                folder=folder,
+                attempt=job.attempt,
+                node=job.node_rank,
+                step=step,
+                world_size=job.world_size,
+                meta=_meta(folder / "meta.json"),
+            )
+
+    def commit(self, step: int) -> str | None:
+        """Commits the checkpoint when all parts are there."""
+        job = self._job
+        with self._translated() as store:
+            writers = range(job.nodes) if self._target.writers == "all" else range(1)
+            name = checkpoint_id(job.attempt, step)
+            try:
+                entry = commit_when_complete(
+                    store, job.run_id, name, writers=writers, nodes=job.nodes, writer=job.writer
+                )
+            except Fenced as error:
+                raise NewerAttempt(str(error)) from error
+            return entry.manifest.checkpoint_id if entry else None
+
+    def prune(self) -> None:
+        """Keeps the newest `keep_last` committed checkpoints."""
+        with self._translated() as store:
+            prune(store, self._job.run_id, self._target.keep_last)
+
+    @property
+    def _key(self) -> str:
+        return f"{self._job.run_id}/attempts/{self._job.attempt}/announced.json"
+
+    @contextmanager
+    def _translated(self) -> Iterator[Store]:
+        try:
+            if self._store is None:
+                self._store = open_store(self._target.to, self._attempt.secrets.store, timeouts=self._attempt.times)
+            yield self._store
+        except (StoreError, OSError) as error:
+            raise DepotError(str(error), passing=isinstance(error, Unavailable | OSError)) from error
+
+
+def _meta(path: Path) -> dict[str, Any]:
+    """What the program says of a checkpoint, for people: the plain values of its meta.json, where it has one."""
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(_MAX_META))
+    except (OSError, ValueError):
+        return {}
+    plain = [(name, value) for name, value in found.items() if _plain(value)] if isinstance(found, dict) else []
+    return dict(plain[:_MAX_META_VALUES])
+
+
+def _plain(value: Any) -> bool:
+    return type(value) in (str, int) or (type(value) is float and math.isfinite(value))

@@ -1,0 +1,47 @@
+"""RESUMING: the one checkpoint that the attempt starts from, every byte checked before anything of it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mgpu_train.agent.attempt import Attempt
+from mgpu_train.agent.decide import AttemptFailed
+from mgpu_train.agent.status import Fault
+from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.checkpoint.fetch import fetch
+from mgpu_train.checkpoint.manifest import CheckpointEntry
+from mgpu_train.config import Resume
+from mgpu_train.store import Store, StoreError, open_store
+
+
+def resume(attempt: Attempt, wanted: Resume) -> int:
+    """Fetches what the attempt resumes from into its folder, local copies first; returns its step.
+
+    Raises:
+        AttemptFailed: it is not there, damaged, or the store failed; the reason begins with `resume:`.
+    """
+    target = attempt.job.checkpoint
+    if target is None:
+        raise AttemptFailed(Fault.INFRASTRUCTURE, "resume: the job names no store to resume from")
+    try:
+        store = open_store(target.to, attempt.secrets.store, timeouts=attempt.times)
+        manifest = _entry(store, attempt.job.run_id, wanted).manifest
+        here = [attempt.checkpoints / f"step-{manifest.step}"]
+        report = fetch(store, attempt.job.run_id, manifest, Path(attempt.layout.resume), local=here)
+    except (StoreError, OSError) as error:
+        raise AttemptFailed(Fault.INFRASTRUCTURE, f"resume: {error}") from error
+    attempt.say(
+        f"resume: {manifest.checkpoint_id}, {report.files} files, {report.bytes >> 20} MiB, "
+        f"of which {report.reused} files were here already"
+    )
+    return manifest.step
+
+
+def _entry(store: Store, run_id: str, wanted: Resume) -> CheckpointEntry:
+    for entry in CommitLog(store, run_id).entries():
+        if isinstance(entry, CheckpointEntry) and entry.seq == wanted.seq:
+            if entry.manifest.checkpoint_id == wanted.checkpoint_id:
+                return entry
+            break
+    why = f"resume: entry {wanted.seq} of the commit log is not the checkpoint {wanted.checkpoint_id}"
+    raise AttemptFailed(Fault.INFRASTRUCTURE, why)
