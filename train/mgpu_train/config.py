@@ -29,7 +29,7 @@ class Model(BaseModel):
 class ModelConfig(Model):
     """The byte-level GPT's shape."""
 
-    layers: int = Field(4, ge=1, le=200, description="transformer blocks")
+    layers: int = Field(2, ge=1, le=200, description="transformer blocks")
     dim: int = Field(128, ge=8, le=65536, description="width of the residual stream")
     heads: int = Field(4, ge=1, le=1024, description="attention heads; divides dim")
 
@@ -57,12 +57,12 @@ class TrainConfig(Model):
     seq_len: int = Field(128, ge=8, le=1 << 20, description="bytes per sequence")
     precision: Precision = Field("fp32", description="fp32, or bf16 for the forward and backward pass")
     seed: int = Field(1, ge=0, description="of weights and of the data order")
-    lr: float = Field(1e-3, gt=0, description="peak learning rate (AdamW)")
+    lr: float = Field(6e-3, gt=0, description="peak learning rate (AdamW)")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the cosine schedule ends at this share of lr")
-    warmup_steps: int = Field(20, ge=0, description="optimizer steps of linear warm-up")
+    warmup_steps: int = Field(10, ge=0, description="optimizer steps of linear warm-up")
     weight_decay: float = Field(0.1, ge=0, description="AdamW's, on matrices only")
     clip_norm: float = Field(1.0, gt=0, description="largest gradient norm")
-    validate_every: int = Field(50, ge=1, description="optimizer steps between validations")
+    validate_every: int = Field(100, ge=1, description="optimizer steps between validations")
     validate_batches: int = Field(8, ge=1, description="global batches per validation, always the same ones")
     log_every: int = Field(1, ge=1, description="optimizer steps between two lines of metrics")
     text: Text | None = Field(
