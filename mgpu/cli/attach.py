@@ -13,6 +13,7 @@ from mgpu.events import LogChunk, Progress
 from mgpu.run.record import Folder, load
 
 FOLLOW_EVERY_S = 0.5
+TAIL = 4096  # bytes of each log that are shown first
 
 
 @click.command()
@@ -36,11 +37,12 @@ def attach(run: str, as_json: bool) -> int:
 def _follow(console: Console, run_id: str) -> int:
     """Shows what the supervisor writes down, until the run is over. Ending this ends nothing else."""
     console.say(f"following {run_id}; Ctrl-C ends only this view")
-    folder, offsets = Folder(run_id), dict[int, int]()
+    folder, offsets = Folder(run_id), dict[Path, int]()
     while True:
         record = load(run_id)
         for rank in range(record.nodes):
-            _pass_on(console, folder.log(rank), rank, offsets)
+            for path in folder.logs(rank):
+                _pass_on(console, path, rank, offsets)
         if record.state.final:
             break
         console.emit(Progress(record.step, record.steps or 0, record.loss or 0.0, record.tokens_per_s or 0.0))
@@ -50,13 +52,11 @@ def _follow(console: Console, run_id: str) -> int:
     return record.exit_code or 0
 
 
-def _pass_on(console: Console, path: Path, rank: int, offsets: dict[int, int]) -> None:
-    if not path.exists():
-        return
-    offset = offsets.setdefault(rank, max(0, path.stat().st_size - 4096))
+def _pass_on(console: Console, path: Path, rank: int, offsets: dict[Path, int]) -> None:
+    offset = offsets.setdefault(path, max(0, path.stat().st_size - TAIL))
     with path.open("rb") as file:
         file.seek(offset)
         data = file.read(1 << 20)
-    offsets[rank] = offset + len(data)
+    offsets[path] = offset + len(data)
     if data:
         console.emit(LogChunk(rank, offset, data))

@@ -142,10 +142,15 @@ def machines(record: Record) -> str:
     """What is known of the machines, in words."""
     return {
         "confirmed": "given back, confirmed by the provider",
-        "kept": "kept under their lease",
+        "kept": _kept(record),
         "not ours": "not made by mgpu, left as they are",
         "asked": "being given back, not confirmed yet",
     }.get(record.teardown, f"{record.nodes} rented")
+
+
+def _kept(record: Record) -> str:
+    until = time.strftime("%H:%M", time.localtime(record.lease_until)) if record.lease_until else "its end"
+    return f"kept under their lease until {until}: ${record.price_usd_per_hour:.2f} per hour"
 
 
 def result_of(record: Record) -> dict[str, Any]:

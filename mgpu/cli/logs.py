@@ -26,7 +26,7 @@ def logs(run: str, node: int | None, follow: bool) -> None:
     console = Console()
     ranks = [node] if node is not None else list(range(record.nodes))
     raw = node is not None and not sys.stdout.isatty()
-    readers = [_Reader(console, folder.log(rank), rank, raw) for rank in ranks]
+    readers = [_Reader(console, folder, rank, raw) for rank in ranks]
     while True:
         over = load(record.run_id).state.final
         for reader in readers:
@@ -36,27 +36,28 @@ def logs(run: str, node: int | None, follow: bool) -> None:
         time.sleep(FOLLOW_EVERY_S)
     for reader in readers:
         reader.end()
-    if not any(reader.offset for reader in readers):
+    if not any(reader.seen for reader in readers):
         console.say("no log was received from the nodes")
 
 
 class _Reader:
-    def __init__(self, console: Console, path: Path, rank: int, raw: bool) -> None:
-        self.offset = 0
-        self._console, self._path, self._raw = console, path, raw
+    def __init__(self, console: Console, folder: Folder, rank: int, raw: bool) -> None:
+        self.seen = False
+        self._console, self._folder, self._rank, self._raw = console, folder, rank, raw
+        self._offsets: dict[Path, int] = {}
         self._lines = LogLines(rank)
 
     def read(self) -> None:
-        """Prints what is new in the file."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self.offset)
-            while data := file.read(1 << 20):
-                self.offset += len(data)
-                self._show(data)
+        """Prints what is new."""
+        for path in self._folder.logs(self._rank):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                while data := file.read(1 << 20):
+                    self._show(data)
+                self._offsets[path] = file.tell()
 
     def _show(self, data: bytes) -> None:
+        self.seen = True
         if self._raw:
             self._console.raw(data)
             return

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mgpu_train
-from mgpu_train.agent.layout import LIB, RunLayout
+from mgpu_train.agent.layout import LEASE, LIB, RunLayout
 from mgpu_train.config import Job, Secrets
 from mgpu_train.timeouts import Timeouts
 
@@ -58,6 +58,12 @@ def free_port(node: Node, timeouts: Timeouts) -> int:
 def status(node: Node, run_id: str, timeouts: Timeouts) -> dict[str, Any]:
     """The agent's status and whether the agent is alive."""
     return _call(node, ["status", "--run", run_id], timeouts.command_s)
+
+
+def renew_lease(node: Node, minutes: float, timeouts: Timeouts) -> None:
+    """Gives a node that no run uses this many minutes; never past its hard cap, which the host holds."""
+    uptime = float(node.run(["cat", "/proc/uptime"], timeout=timeouts.command_s).stdout.split()[0])
+    node.write(str(LEASE), f"{int(uptime + minutes * 60)}\n".encode())
 
 
 def _call(node: Node, arguments: list[str], timeout: float, stdin: bytes = b"") -> dict[str, Any]:

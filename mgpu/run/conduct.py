@@ -68,7 +68,7 @@ def conduct(
         with session.phase("starting"):
             _start(session, request, fleet, nodes, secrets)
         session.to(State.RUNNING)
-        return watch(session, nodes, fleet, provider, request.checkpoint)
+        return watch(session, nodes, fleet, provider, request)
     finally:
         nodes.close()
 
@@ -78,7 +78,7 @@ def watch(
     nodes: NodeSet,
     fleet: StackOutput,
     provider: Provider | None,
-    checkpoint: CheckpointTarget | None,
+    request: Request,
 ) -> Ended:
     """Watches an attempt that runs, and judges its end: success needs a checkpoint that verifies."""
     with session.phase("training"):
@@ -86,9 +86,20 @@ def watch(
         ended = supervisor.watch()
     if not ended.left:
         collect_metrics(session, nodes, fleet.processes_per_node)
-    if ended.succeeded and checkpoint is not None:
-        return _judge(session, checkpoint, ended)
+        if request.spec.teardown == "keep":
+            _keep(session, nodes, request.spec.lease_minutes)
+    if ended.succeeded and request.checkpoint is not None:
+        return _judge(session, request.checkpoint, ended)
     return ended
+
+
+def _keep(session: Session, nodes: NodeSet, minutes: float) -> None:
+    """The run is over and the fleet stays: from the run's short lease back to the fleet's own."""
+    try:
+        nodes.each(lambda node: agents.renew_lease(node, minutes, session.timeouts))
+        session.record.lease_until = min(time.time() + minutes * 60, session.record.hard_cap_at or float("inf"))
+    except RemoteError as error:
+        session.emit(Warned(f"the lease of the fleet could not be renewed, it ends soon: {error.what}"))
 
 
 def _deadline(session: Session) -> float:

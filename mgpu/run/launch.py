@@ -128,7 +128,7 @@ def attach(record: Record, context: Context) -> Outcome | None:
             request = resolve(spec, record.run_id, Path(record.project_base), timeouts=context.timeouts)
             nodes = NodeSet.connect(targets(fleet), Path(fleet.private_key_file).expanduser(), context.timeouts)
             try:
-                return watch(session, nodes, fleet, _provider(fleet), request.checkpoint)
+                return watch(session, nodes, fleet, _provider(fleet), request)
             finally:
                 nodes.close()
 

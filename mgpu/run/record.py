@@ -3,7 +3,7 @@
     <state>/runs/<run id>/
         record.json     this module's `Record`, replaced atomically
         mgpu.yaml       the run file as it was
-        logs/           node-<rank>.log, byte for byte what the node's log holds
+        logs/           node-<rank>.<n>.<instance>.log, byte for byte what that instance's log holds
         journal/        one file per writing process
         pulumi/         configuration and logs of the engine, for a stack that `mgpu launch` made
         lock            held (flock) by the one process that supervises
@@ -15,6 +15,7 @@ Plain dataclasses and JSON, no pydantic: `mgpu status` and `mgpu ls` read them i
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -81,6 +82,7 @@ class Record:
     price_usd_per_hour: float = 0.0
     max_hours: float = 0.0
     hard_cap_at: float = 0.0
+    lease_until: float = 0.0  # of a fleet that was kept
     store: str | None = None
     step: int = -1
     steps: int | None = None
@@ -129,9 +131,16 @@ class Folder:
         self.lock = self.root / "lock"
         self.stop = self.root / "stop"
 
-    def log(self, node_rank: int) -> Path:
-        """The log of one node."""
-        return self.root / "logs" / f"node-{node_rank}.log"
+    def logs(self, node_rank: int) -> list[Path]:
+        """The logs of one node_rank, oldest first: one for each instance that has had it."""
+        return sorted((self.root / "logs").glob(f"node-{node_rank}.*.log"))
+
+    def log(self, node_rank: int, instance: str) -> Path:
+        """The log of one instance; the file's size says how much of the node's log is here."""
+        known = self.logs(node_rank)
+        mark = hashlib.sha256(instance.encode()).hexdigest()[:12]
+        same = [path for path in known if path.name.endswith(f".{mark}.log")]
+        return same[0] if same else self.root / "logs" / f"node-{node_rank}.{len(known):04d}.{mark}.log"
 
     def make(self) -> None:
         """Makes the folders, for this user alone."""

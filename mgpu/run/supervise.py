@@ -111,7 +111,7 @@ class Supervisor:
             return
 
     def _drain(self, node: Node, path: str) -> None:
-        local = self._session.folder.log(node.target.rank)
+        local = self._session.folder.log(node.target.rank, self._handle.ids[node.target.rank])
         with local.open("ab") as out:
             # the local copy's size is the offset: bytes are neither lost nor doubled, whoever reads on
             while data := node.read_from(path, out.tell(), LOG_PIECE):

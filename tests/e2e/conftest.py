@@ -1,0 +1,114 @@
+"""A user's own folder, the `mgpu` command in it, and the bill that is the judge."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu.iac import install
+from mgpu.paths import state_dir
+from mgpu.providers.local import bill
+
+MGPU = str(Path(sys.executable).with_name("mgpu"))
+
+# a program without torch: it counts, saves by renaming a folder, and stops when it is asked to
+COUNTER = """
+import os, signal, sys, time
+from pathlib import Path
+
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+root = Path(os.environ["MGPU_CHECKPOINT_DIR"])
+resume = os.environ.get("MGPU_RESUME_DIR")
+first = int(Path(resume, "count.txt").read_text()) if resume else 0
+last, pause = int(sys.argv[1]), float(sys.argv[2])
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "from", first, flush=True)
+for step in range(first + 1, last + 1):
+    time.sleep(pause)
+    if step % 10 == 0 or step == last or stop:
+        print("step", step, flush=True)
+        if os.environ["RANK"] == "0":
+            aside = root / f".tmp-step-{step}"
+            aside.mkdir(parents=True)
+            (aside / "count.txt").write_text(str(step))
+            aside.rename(root / f"step-{step}")
+    if stop:
+        break
+"""
+
+RUN_FILE = """
+name: {name}
+provider: local
+nodes: {nodes}
+market: spot
+max_price_usd_per_hour: 0.20
+max_hours: 0.2
+launcher: python
+command: {command}
+"""
+
+
+@dataclass
+class Project:
+    """A folder made by `mgpu init`, with its own state, and the command run in it."""
+
+    folder: Path
+    env: dict[str, str]
+
+    def mgpu(self, *args: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [MGPU, *args], cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=timeout,
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [MGPU, *args], cwd=self.folder, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def write(self, command: list[str], *, nodes: int = 1, name: str = "e2e", more: str = "") -> None:
+        text = RUN_FILE.format(name=name, nodes=nodes, command=json.dumps(command)) + more
+        (self.folder / "mgpu.yaml").write_text(text)
+
+    def result(self, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+        assert done.stdout.strip(), done.stderr
+        return json.loads(done.stdout)
+
+    def billed(self) -> int:
+        return len(bill.read(state_dir() / "local").alive)
+
+    def wait(self, what: Callable[[], bool], seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < end, "it did not happen in time"
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def project(tmp_path: Path, xdg: Path, require, monkeypatch) -> Iterator[Project]:
+    require("engine", install.find_engine() is not None, "no Pulumi engine; `make setup` installs one")
+    for name in ("PULUMI_STACK", "PULUMI_BACKEND_URL", "PULUMI_CONFIG_PASSPHRASE_FILE", "PULUMI_CONFIG_PASSPHRASE"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "mine"
+    made = Project(folder, dict(os.environ))
+    folder.mkdir()
+    (folder / "train.py").write_text(COUNTER)
+    done = made.mgpu("init")
+    assert done.returncode == 0, done.stderr
+    yield made
+    # whatever the test has proved, nothing of it goes on living
+    left = bill.read(state_dir() / "local").alive
+    if left:
+        made.mgpu("gc", "--yes")
+        for stack in {node.start.fleet for node in left}:
+            made.mgpu("down", "--stack", stack)
