@@ -136,12 +136,24 @@ def _add(snapshot: Snapshot, path: str) -> None:
 
 
 def _link(root: Path, link: Path) -> str:
-    """The target of a link, relative, as it is on every machine."""
+    """The target of a link, relative, such that it means the same on every machine."""
     target = str(link.readlink())
-    lexical = Path(os.path.normpath(link.parent / target))
-    if not (lexical.is_relative_to(root) and lexical.resolve().is_relative_to(root)):
+    real = Path(os.path.realpath(link.parent / target))
+    if not real.is_relative_to(root):
         raise InputError(f"{link.relative_to(root)} is a link that leaves the folder: {target!r}")
-    return os.path.relpath(lexical, link.parent) if target.startswith("/") else target
+    if target.startswith("/") or _climbs_out(link.parent.relative_to(root), target):
+        return os.path.relpath(real, link.parent)
+    return target
+
+
+def _climbs_out(start: Path, target: str) -> bool:
+    # out and in again by the folder's own name, which is another one on the node
+    depth = len(start.parts)
+    for part in target.split("/"):
+        depth += {"..": -1, ".": 0, "": 0}.get(part, 1)
+        if depth < 0:
+            return True
+    return False
 
 
 def _read(root: Path, path: str) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
 """A node for tests: a real SSH server in a process of its own, so that it can be stopped, continued and killed.
 
-`python asyncssh_server.py <folder> <port> <delay_s>`: <folder> holds host_key and authorized_keys; home/ is the
+`python asyncssh_server.py <folder> <port> <delay_s>`: <folder> holds host_key* and authorized_keys; home/ is the
 node's home. It writes its port to <folder>/port, and to <folder>/seen one line for every connection, login and command.
 """
 
@@ -66,6 +66,7 @@ async def run(process: asyncssh.SSHServerProcess) -> None:
     )
     feeding = asyncio.create_task(pump(process.stdin, shell.stdin))
     await asyncio.gather(pump(shell.stdout, process.stdout), pump(shell.stderr, process.stderr))
+    process.stdout.write_eof()  # as OpenSSH does: output is over, whatever the command still reads
     status = await shell.wait()
     feeding.cancel()
     if status < 0:
@@ -81,7 +82,7 @@ async def main() -> None:
         Server,
         "127.0.0.1",
         int(sys.argv[2]),
-        server_host_keys=[str(FOLDER / "host_key")],
+        server_host_keys=[str(path) for path in FOLDER.glob("host_key*")],
         authorized_client_keys=str(FOLDER / "authorized_keys"),
         process_factory=run,
         sftp_factory=Sftp,

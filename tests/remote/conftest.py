@@ -97,10 +97,14 @@ def new_server(tmp_path, keys) -> Iterator[Callable[..., Server]]:
     """Starts asyncssh servers, each with a host key, a home and a port of its own."""
     started: list[Server] = []
 
-    def start(name: str = "", host_key_type: str = "ssh-ed25519", port: int = 0, delay_s: float = 0) -> Server:
+    def start(
+        name: str = "", host_key_type: str = "ssh-ed25519", also: str = "", port: int = 0, delay_s: float = 0
+    ) -> Server:
         folder = tmp_path / (name or f"node-{len(started)}")
         folder.mkdir()
         host_key = make_key(folder / "host_key", host_key_type)
+        if also:
+            make_key(folder / "host_key_also", also)
         (folder / "authorized_keys").write_text(keys.public + "\n")
         process = subprocess.Popen(
             [sys.executable, SERVER, folder, str(port), str(delay_s)], stderr=(folder / "stderr").open("wb")

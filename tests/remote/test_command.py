@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -26,8 +27,6 @@ ECHO = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))
     ],
 )
 def test_arguments_arrive_exactly(node, arguments):
-    import json
-
     assert json.loads(node.run([*ECHO, *arguments], timeout=20).stdout) == arguments
 
 
@@ -67,7 +66,7 @@ def test_a_command_that_leaves_its_input_unread_still_ends(node):
 
 
 def test_a_command_that_closes_its_output_early_still_gets_its_input(node, server):
-    node.run(["sh", "-c", "exec >out 2>&-; exec cat"], stdin=b"y" * (5 << 20), timeout=30)
+    node.run(["exec", "sh", "-c", "exec >out 2>&-; sleep 0.3; exec cat"], stdin=b"y" * (5 << 20), timeout=30)
     assert (server.home / "out").read_bytes() == b"y" * (5 << 20)
 
 
@@ -119,17 +118,11 @@ def test_a_hanging_command_ends_at_its_deadline_and_the_connection_lives_on(node
 
 
 def test_commands_of_several_threads_at_once(node):
-    answers: dict[int, bytes] = {}
+    def ask(number: int) -> bytes:
+        return node.run(["sh", "-c", f"sleep 0.1; echo {number}"], timeout=30).stdout
 
-    def ask(number: int) -> None:
-        answers[number] = node.run(["sh", "-c", f"sleep 0.1; echo {number}"], timeout=30).stdout
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == {number: b"%d\n" % number for number in range(8)}
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == [b"%d\n" % number for number in range(8)]
 
 
 @pytest.mark.parametrize("argv", [[], [""], "id", ["a", "b\0c"], ["\udcff"]])

@@ -7,6 +7,7 @@ import random
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from mgpu_train.timeouts import Timeouts
@@ -164,16 +165,9 @@ def test_a_server_that_stops_answering_costs_the_deadline(server, open_node):
 def test_calls_of_several_threads_do_not_mix(node):
     for number in range(4):
         node.write(f"file-{number}", bytes([number]) * 200_000)
-    wrong = []
 
-    def read(number: int) -> None:
-        for _ in range(5):
-            if node.read(f"file-{number}") != bytes([number]) * 200_000:
-                wrong.append(number)
+    def read(number: int) -> bool:
+        return all(node.read(f"file-{number}") == bytes([number]) * 200_000 for _ in range(5))
 
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, range(4)))

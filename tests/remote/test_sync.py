@@ -125,7 +125,10 @@ def test_links_inside_the_folder_stay_links(node, folder, dest):
     (folder / "tree").symlink_to("pkg/deep")
     (folder / "pkg" / "absolute").symlink_to(folder / "train.py")
     (folder / "dangling").symlink_to("not-there")
-    assert sync(node, folder).sent == 9
+    (folder / "pkg" / "out-and-in").symlink_to("../../project/run.sh")  # on the node the folder has another name
+    (folder / "round").symlink_to("round")
+    assert sync(node, folder).sent == 11
+    assert (dest / "pkg/out-and-in").readlink() == Path("../run.sh")
     assert (dest / "pkg/absolute").readlink() == Path("../train.py")
     assert (dest / "pkg/absolute").read_bytes() == (folder / "train.py").read_bytes()
     assert (dest / "tree").readlink() == Path("pkg/deep")
@@ -133,14 +136,14 @@ def test_links_inside_the_folder_stay_links(node, folder, dest):
     assert sync(node, folder).sent == 0
     (folder / "a").unlink()
     (folder / "a").symlink_to("run.sh")
-    assert sync(node, folder) == SyncReport(9, 1, 0, 0)
+    assert sync(node, folder) == SyncReport(11, 1, 0, 0)
     assert (dest / "a").readlink() == Path("run.sh")
 
 
-@pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "pkg/../../outside", "tree/../../outside"])
+@pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "pkg/../../outside", "pkg/up/../outside"])
 def test_links_that_leave_the_folder_are_refused(folder, tmp_path, target):
     (tmp_path / "outside").write_text("secret")
-    (folder / "tree").symlink_to("pkg")
+    (folder / "pkg" / "up").symlink_to("..")
     (folder / "pkg" / "fine").symlink_to("../run.sh")
     (folder / "leak").symlink_to(target)
     with pytest.raises(InputError) as refused:
