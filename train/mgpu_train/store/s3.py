@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,7 +87,7 @@ class S3Store:
 
         def read() -> bytes:
             answer = self._client.get_object(**where, ChecksumMode="ENABLED")
-            with answer["Body"] as body:
+            with closing(answer["Body"]) as body:  # its own `with` gives the unchecked stream
                 if answer["ContentLength"] > limit:
                     size = answer["ContentLength"]
                     raise Damaged(f"{self.url}: {key} has {size} bytes where at most {limit} make sense")
@@ -150,7 +151,9 @@ class S3Store:
     def _put(self, key: str, data: bytes, **conditions: str) -> None:
         own = crc.to_base64(crc.of_bytes(data))
         with self._errors.translated(f"write {key}"):
-            self._client.put_object(**self._at(key), Body=data, ChecksumCRC64NVME=own, **conditions)
+            self._client.put_object(
+                **self._at(key), Body=data, ChecksumAlgorithm="CRC64NVME", ChecksumCRC64NVME=own, **conditions
+            )
 
     def _put_parts(self, key: str, source: int, size: int) -> str:
         where = self._at(key)
@@ -212,7 +215,7 @@ class S3Store:
         def read() -> int:
             value = done = 0
             answer = self._client.get_object(**where, Range=f"bytes={offset}-{offset + length - 1}")
-            with answer["Body"] as body:
+            with closing(answer["Body"]) as body:  # its own `with` gives the unchecked stream
                 while data := body.read(_STREAM):
                     sink(offset + done, data)
                     value = crc64nvme(data, value)
