@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
 from mgpu_train import parallel
 from mgpu_train.config import Job
 from mgpu_train.errors import TrainError
@@ -37,6 +38,21 @@ def job(
     })  # fmt: skip
 
 
+class Signal(StopRequest):
+    """A signal that comes in the middle of step `at`, on one rank; and a draw of random numbers in every step."""
+
+    def __init__(self, place: parallel.Place, at: int = -1, rank: int = 0) -> None:
+        self._left = at if place.rank == rank else -1
+        self._draws = place.rank + 1
+
+    @property
+    def asked(self) -> bool:  # type: ignore[override] - counted instead of set
+        """True once, in the given step."""
+        torch.rand(self._draws)  # each rank has a random state of its own, which a resumed run has to find again
+        self._left -= 1
+        return self._left == 0
+
+
 class Runner:
     """Trains scenarios and keeps what went wrong by name, so that one failure hides no other."""
 
@@ -49,31 +65,18 @@ class Runner:
         home = self.out / name
         folders = Folders(home / "checkpoints", home / "metrics", self.out / resume if resume else None)
         try:
-            Trainer(job(self.out, **settings), folders, self.place, stop or StopRequest()).run()
+            Trainer(job(self.out, **settings), folders, self.place, stop or Signal(self.place)).run()
         except TrainError as error:
             self.failures[name] = str(error)
         except Exception:  # noqa: BLE001 - it is written down, and the test that asks for this scenario fails
             self.failures[name] = traceback.format_exc()
 
 
-class StopAtStep(StopRequest):
-    """A signal that comes on one rank, in the middle of a step."""
-
-    def __init__(self, step: int, rank: int, place: parallel.Place) -> None:
-        self._left = step if place.rank == rank else -1
-
-    @property
-    def asked(self) -> bool:  # type: ignore[override] - counted instead of set
-        """True from the given step on."""
-        self._left -= 1
-        return self._left == 0
-
-
 def two_ranks(runner: Runner) -> None:
     """The scenarios of two processes."""
     for strategy in ("ddp", "fsdp"):
         runner.train(strategy, strategy=strategy)
-        runner.train(f"{strategy}-cut", strategy=strategy, stop=StopAtStep(4, 1, runner.place), every_steps=100)
+        runner.train(f"{strategy}-cut", strategy=strategy, stop=Signal(runner.place, 4, 1), every_steps=100)
         runner.train(f"{strategy}-resumed", strategy=strategy, resume=f"{strategy}-cut/checkpoints/step-4")
         runner.train(f"{strategy}-micro-1", strategy=strategy, every_steps=None, micro_batch=1)
         runner.train(f"{strategy}-micro-3", strategy=strategy, every_steps=None, micro_batch=3)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 import pytest
 import torch
+from mgpu_train.checkpoint.dcp import differences
 from mgpu_train.config import CheckpointTarget, Job, ModelConfig, TrainConfig
 from mgpu_train.errors import TrainError
 from mgpu_train.loop import SaveClock, learning_rate, make_optimizer, read_job
@@ -82,6 +84,19 @@ class TestMetricLines:
 
     def test_without_a_folder_nothing_is_written(self):
         MetricLines(None, rank=0).write("end", step=1)
+
+
+class TestDifferences:
+    meta: ClassVar = {"strategy": "ddp", "text": "ab", "config": {"lr": 0.1, "seed": 1}}
+
+    def test_names_what_has_changed_with_both_values(self, tmp_path):
+        (tmp_path / "meta.json").write_text(json.dumps({"step": 3, **self.meta}))
+        assert differences(tmp_path, self.meta) == []
+        changed = {"strategy": "ddp", "text": "cd", "config": {"lr": 0.2, "seed": 1}}
+        assert differences(tmp_path, changed) == ['text: "ab" -> "cd"', "lr: 0.1 -> 0.2"]
+
+    def test_a_checkpoint_without_it_is_fine(self, tmp_path):
+        assert differences(tmp_path, self.meta) == []
 
 
 class TestByteGPT:

@@ -36,7 +36,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from mgpu_train import parallel
-from mgpu_train.checkpoint.dcp import Checkpointer, Progress
+from mgpu_train.checkpoint.dcp import Checkpointer, Progress, differences
 from mgpu_train.config import CheckpointTarget, Job, TrainConfig
 from mgpu_train.data.order import Order
 from mgpu_train.data.text import open_split
@@ -257,8 +257,10 @@ class Trainer:
         log.info("%s, %d threads each, %s", kind, self.threads, self.config.precision)
         log.info("%d parameters, %d + %d bytes of text", parameters, len(self.text), len(self.validation_text))
         log.info("unigram entropy %.3f, bigram entropy %.3f nat/byte", unigram, bigram)
-        if resumed is not None:
+        if self.folders.resume is not None:
             log.info("resumed at step %d from %s", resumed, self.folders.resume)
+            for change in differences(self.folders.resume, self.checkpointer.meta):
+                log.warning("changed since the checkpoint was saved: %s", change)
 
     def _report(self, loss: float, lr: float, norm: float) -> None:
         step, every = self.progress.step, self.config.log_every

@@ -38,7 +38,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpointer:
-    """Saves and loads one model and its optimizer. `meta` goes into `meta.json`; nothing reads it back but people."""
+    """Saves and loads one model and its optimizer. `meta` goes into `meta.json`, for people and for `differences`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -110,6 +110,17 @@ class Checkpointer:
             torch.set_rng_state(random[f"cpu-{rank}"])
         if f"cuda-{rank}" in random:
             torch.cuda.set_rng_state(random[f"cuda-{rank}"])
+
+
+def differences(folder: Path, meta: dict[str, Any]) -> list[str]:
+    """What has changed since the checkpoint in `folder` was saved, e.g. `strategy: "ddp" -> "fsdp"`; one line a key."""
+    try:
+        saved = json.loads((folder / "meta.json").read_text())
+    except (OSError, ValueError):  # DCP itself does not need it
+        return []
+    before, now = ({**each, **each["config"]} for each in (saved, meta))
+    changed = [key for key in now if key != "config" and key in before and before[key] != now[key]]
+    return [f"{key}: {json.dumps(before[key])} -> {json.dumps(now[key])}" for key in changed]
 
 
 def _cause(error: BaseException) -> str:
