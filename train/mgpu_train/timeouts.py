@@ -25,6 +25,7 @@ class Timeouts(BaseModel):
     stall_s: float = Field(1800, description="without any progress before the agent ends the attempt")
     collective_s: float = Field(600, description="for one collective operation of the ranks")
     stop_grace_s: float = Field(60, description="from SIGTERM to SIGKILL of the launcher")
+    kill_s: float = Field(30, description="until processes that were sent SIGKILL have to be gone")
     drain_s: float = Field(900, description="for the uploads that are left when the launcher has ended")
     peers_s: float = Field(120, description="for the other nodes' parts of a checkpoint to appear in the store")
     store_connect_s: float = Field(10, description="for a connection to the object store")

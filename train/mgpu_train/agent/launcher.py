@@ -17,8 +17,6 @@ from mgpu_train.agent import procs
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.config import Job
 
-KILL_S = 30.0  # until a killed process tree has to be gone
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -139,17 +137,17 @@ class Launcher:
         if self._process.poll() is None:
             self._process.terminate()
 
-    def kill(self) -> bool:
+    def kill(self, deadline_s: float) -> bool:
         """Kills the launcher and everything below this agent; False: something is left."""
-        gone = kill_below(self._process.pid)
+        gone = kill_below(deadline_s, self._process.pid)
         self._process.poll()
         return gone
 
 
-def kill_below(spare: int = 0) -> bool:
+def kill_below(deadline_s: float, spare: int = 0) -> bool:
     """Kills every process below this one; `spare` is the pid whose exit status someone else collects."""
     me = os.getpid()
-    gone = procs.kill_all(lambda: procs.descendants(me), KILL_S)
+    gone = procs.kill_all(lambda: procs.descendants(me), deadline_s)
     procs.reap(me, spare)
     return gone
 

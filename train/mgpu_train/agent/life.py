@@ -41,7 +41,7 @@ def live(attempt: Attempt) -> None:
         for line in traceback.format_exc().splitlines():
             attempt.say(line)
         failure = AttemptFailed(Fault.INFRASTRUCTURE, f"the agent failed: {type(error).__name__}: {error}")
-    if not launcher.kill_below():
+    if not launcher.kill_below(attempt.times.kill_s):
         attempt.say("some processes of this attempt could not be killed")
     if failure is None:
         attempt.enter(Phase.DONE)
@@ -74,7 +74,7 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
 
 def _end_older(attempt: Attempt) -> None:
     """What a killed agent left of an older attempt must not write beside this one."""
-    if not procs.kill_all(lambda: launcher.leftovers(attempt.layout), launcher.KILL_S):
+    if not procs.kill_all(lambda: launcher.leftovers(attempt.layout), attempt.times.kill_s):
         raise AttemptFailed(Fault.INFRASTRUCTURE, "processes of an older attempt could not be killed")
 
 
@@ -123,7 +123,8 @@ def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFa
     attempt.enter(Phase.DRAINING, exit_code=ended.exit_code, **known)
     if uploads is None:
         return verdict(attempt.job, ended)
-    uploads.drain()
+    # a peer may be slow: when all went well, nothing is given up before the deadline
+    uploads.drain(attempt.times.peers_s if certain else attempt.times.drain_s)
     end = time.monotonic() + attempt.times.drain_s
     while not uploads.ended(attempt.times.poll_s) and time.monotonic() < end:
         attempt.tick(checkpoint=uploads.status)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "[agent] "
@@ -32,17 +33,17 @@ class Log:
         return os.fstat(self.fd).st_size
 
     def say(self, text: str) -> None:
-        """Writes one line of the agent's own."""
-        size = self.size
-        torn = size > 0 and os.pread(self.fd, 1, size - 1) != b"\n"
-        line = (("\n" if torn else "") + PREFIX + clean(text) + "\n").encode()
-        os.write(self.fd, line)
-        self.own += len(line)
+        """Writes one line of the agent's own. On a full disk it is lost: that must not end training."""
+        with suppress(OSError):
+            size = self.size
+            torn = size > 0 and os.pread(self.fd, 1, size - 1) != b"\n"
+            line = ("\n" if torn else "") + PREFIX + clean(text) + "\n"
+            self.own += os.write(self.fd, line.encode())
 
 
 def clean(text: str, limit: int = 4000) -> str:
     """One line without escapes or control characters, not longer than `limit` characters."""
-    line = "".join(letter for letter in _ESCAPE.sub("", " ".join(text.split())) if letter.isprintable())
+    line = "".join(letter for letter in " ".join(_ESCAPE.sub("", text).split()) if letter.isprintable())
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 

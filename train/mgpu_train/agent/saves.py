@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from mgpu_train.checkpoint.local import discard, finished
@@ -19,10 +20,11 @@ def superfluous(steps: Iterable[int], uploading: int | None) -> list[int]:
 
 
 def tidy(folder: Path, uploading: int | None) -> list[int]:
-    """Deletes what is superfluous; returns the steps that were there before, oldest first. Raises OSError."""
+    """Deletes what is superfluous; returns the steps that were there before, oldest first."""
     found = dict(finished(folder))
     for step in superfluous(found, uploading):
-        discard(found[step])
+        with suppress(OSError):  # the next look tries again
+            discard(found[step])
     return list(found)
 
 

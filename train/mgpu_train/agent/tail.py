@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_PIECE = 1 << 20  # bytes of one file that are read in one pass
+_PIECE = 1 << 20  # bytes that are in memory at a time
 _LONGEST = 1 << 16  # bytes of one line; a longer one is no metric
 
 
@@ -19,21 +21,19 @@ class MetricsTail:
         self._offsets: dict[str, int] = {path.name: path.stat().st_size for path in folder.glob("rank-*.jsonl")}
         self._torn: dict[str, bytes] = {}
 
-    def poll(self) -> list[dict[str, Any]]:
+    def poll(self) -> Iterator[dict[str, Any]]:
         """The whole lines that were written since the last call, file by file; torn and foreign ones are left out."""
-        return [record for path in sorted(self._folder.glob("rank-*.jsonl")) for record in self._read(path)]
-
-    def _read(self, path: Path) -> list[dict[str, Any]]:
-        try:
-            with path.open("rb") as file:
+        for path in sorted(self._folder.glob("rank-*.jsonl")):
+            with suppress(OSError), path.open("rb") as file:
                 file.seek(self._offsets.get(path.name, 0))
-                data = file.read(_PIECE)
-        except OSError:
-            return []
-        self._offsets[path.name] = self._offsets.get(path.name, 0) + len(data)
-        *whole, torn = (self._torn.get(path.name, b"") + data).split(b"\n")
-        self._torn[path.name] = torn[:_LONGEST]
-        return [record for record in map(_parse, whole) if record is not None]
+                while data := file.read(_PIECE):
+                    self._offsets[path.name] = file.tell()
+                    yield from self._lines(path.name, data)
+
+    def _lines(self, name: str, data: bytes) -> Iterator[dict[str, Any]]:
+        *whole, torn = (self._torn.get(name, b"") + data).split(b"\n")
+        self._torn[name] = torn[:_LONGEST]
+        return (record for record in map(_parse, whole) if record is not None)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -95,6 +95,7 @@ class Uploads:
         self._say, self._clock = say, clock
         self._pause = pause or self._wait
         self._draining = threading.Event()
+        self._patience_s = times.peers_s
         self._lock = threading.Lock()  # of what follows
         self._looking = threading.Lock()  # both threads look and delete, one at a time
         self._status = CheckpointStatus()
@@ -110,8 +111,12 @@ class Uploads:
         """Begins to watch the folder."""
         self._thread.start()
 
-    def drain(self) -> None:
-        """Says that no more checkpoints will come: the newest is uploaded, and the thread ends."""
+    def drain(self, patience_s: float) -> None:
+        """Says that no more checkpoints will come: the newest is uploaded, and the thread ends.
+
+        `patience_s` is how long other nodes may keep this one waiting.
+        """
+        self._patience_s = patience_s
         self._draining.set()
 
     def ended(self, wait_s: float) -> bool:
@@ -180,9 +185,9 @@ class Uploads:
             if draining and (newest <= self._taken or (said is not None and said.final)):
                 return
             if draining:
-                patience = patience or self._clock() + self._times.peers_s
+                patience = patience or self._clock() + self._patience_s
                 if self._clock() > patience:
-                    self._trouble(f"node 0 has not asked for step-{newest} within {self._times.peers_s:g} s (peers_s)")
+                    self._trouble(f"node 0 has not asked for step-{newest} within {self._patience_s:g} s")
                     return
             self._pause(self._times.poll_s)
 
@@ -224,7 +229,7 @@ class Uploads:
         return not self._leads or self._commit(step)
 
     def _commit(self, step: int) -> bool:
-        waiting_until = self._clock() + self._times.peers_s
+        begin = self._clock()
         found: list[str | None] = []
         while self._insist(f"committing step-{step}", lambda: found.append(self._depot.commit(step))):
             if (checkpoint_id := found[-1]) is not None:
@@ -232,8 +237,8 @@ class Uploads:
                 self._say(f"checkpoint step-{step}: committed as {checkpoint_id}")
                 self._prune()
                 return True
-            if self._clock() > waiting_until:
-                self._trouble(f"step-{step}: other nodes' parts are missing after {self._times.peers_s:g} s (peers_s)")
+            if self._clock() > begin + self._patience_s:
+                self._trouble(f"step-{step}: other nodes' parts are missing after {self._patience_s:g} s")
                 return False
             self._pause(self._times.poll_s)
         return False

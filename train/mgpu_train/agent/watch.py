@@ -45,7 +45,7 @@ class Watch:
             self._act(launcher, launched)
             self._pass()
             time.sleep(self._attempt.times.poll_s)
-        launcher.kill()  # survivors: ranks whose launcher died before them
+        launcher.kill(self._attempt.times.kill_s)  # survivors: ranks whose launcher died before them
         self._pass()
         return Ended(
             exit_code=code,
@@ -71,7 +71,7 @@ class Watch:
             self._attempt.say(f"ending the launcher: {cause.reason}")
         self._cause = cause
         if act is Act.KILL:
-            launcher.kill()
+            launcher.kill(self._attempt.times.kill_s)
         elif act is Act.TERMINATE and not self._warned:
             self._warned = True
             launcher.terminate()
