@@ -86,7 +86,6 @@ def main() -> int:
         server.stop()  # type: ignore[attr-defined]
 
     ledger = bill.read(state_dir() / "local")
-    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record.phase_seconds.items())
     rows = [
         ("run", record.run_id),
         ("state", str(record.state)),
@@ -96,7 +95,7 @@ def main() -> int:
         ("  the text's unigram entropy", _loss(record.unigram_entropy)),
         ("  the text's bigram entropy", _loss(record.bigram_entropy)),
         ("wall time", f"{time.monotonic() - began:.1f} s"),
-        ("  by phase, s", phases),
+        ("  by phase, s", common.phases(record)),
         ("simulated cost", f"${ledger.cost_usd(record.fleet['fleet'] if record.fleet else record.stack):.5f}"),
         ("final checkpoint", f"step {record.checkpoint_step}, verified: {_near(pulled)}" if pulled else "none"),
     ]

@@ -129,13 +129,21 @@ def summary(record: Record) -> list[tuple[str, str]]:
     if record.checkpoint_id:
         rows.append(("checkpoint", f"step {record.checkpoint_step} in {record.store}/{record.run_id}"))
     seconds = (record.ended_at or time.time()) - record.created_at
-    rows.append(
-        ("wall time", f"{seconds:.0f} s: " + ", ".join(f"{k} {v:.1f}" for k, v in record.phase_seconds.items()))
-    )
+    rows.append(("wall time", f"{seconds:.0f} s: {phases(record)}"))
     if record.price_usd_per_hour:
         rows.append(("price", f"${record.price_usd_per_hour:.2f} per hour, all nodes"))
     rows.append(("machines", machines(record)))
     return rows
+
+
+def phases(record: Record) -> str:
+    """Seconds by phase; within training, by the phases of node 0."""
+    inside = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record.agent_seconds.items() if seconds >= 0.1)
+    parts = [
+        f"{name} {seconds:.1f}" + (f" ({inside})" if name == "training" and inside else "")
+        for name, seconds in record.phase_seconds.items()
+    ]
+    return ", ".join(parts)
 
 
 def machines(record: Record) -> str:

@@ -46,6 +46,7 @@ class StackOutput(_Output):
     fleet: str = Field(description="fleet id: stack, generation")
     generation: int = Field(1, ge=1)
     owner: str = Field("", description="owner tag of the machines; empty: not made by mgpu")
+    token: str = Field("", description="the provider's handle on the newest create; empty: not made by mgpu")
     provider: str
     region: str = ""
     nodes: tuple[NodeOutput, ...] = Field(min_length=1)

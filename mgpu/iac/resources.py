@@ -190,7 +190,7 @@ class Fleet(_Resource):
 
 _EXPORTED = (
     *("name", "generation", "owner", "provider", "region", "machines", "gpus_per_node", "processes_per_node"),
-    *("offer", "bought_as", "price_usd_per_hour", "lease_minutes", "hard_cap_at"),
+    *("handle", "offer", "bought_as", "price_usd_per_hour", "lease_minutes", "hard_cap_at"),
 )
 
 
@@ -198,5 +198,6 @@ def _stack_output(values: dict[str, Any]) -> dict[str, Any]:
     renamed = {"name": "fleet", "bought_as": "market", "machines": "nodes", "offer": "gpu"}
     exported = {renamed.get(name, name): value for name, value in values.items()}
     nodes = tuple(NodeOutput.model_validate(machine) for machine in exported["nodes"])
-    exported |= {"version": VERSION, "gpu": exported["gpu"].get("gpu"), "nodes": nodes}
+    token = exported.pop("handle")["token"]
+    exported |= {"version": VERSION, "token": token, "gpu": exported["gpu"].get("gpu"), "nodes": nodes}
     return StackOutput.model_validate(exported).model_dump(mode="json")

@@ -45,7 +45,7 @@ def handle_of(fleet: StackOutput) -> Handle:
         region=fleet.region,
         fleet=fleet.fleet,
         generation=fleet.generation,
-        token="",
+        token=fleet.token,
         ids=tuple(node.id for node in fleet.nodes),
     )
 

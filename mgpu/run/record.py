@@ -96,6 +96,7 @@ class Record:
     checkpoint_step: int = -1
     node_phases: list[str] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
+    agent_seconds: dict[str, float] = field(default_factory=dict)  # node 0's own phases, within `training`
     reason: str = ""
     fault: str | None = None
     exit_code: int | None = None

@@ -149,10 +149,11 @@ class Supervisor:
         steps = status.steps or 0
         progress = Progress(status.step, steps, status.loss or 0.0, status.tokens_per_s or 0.0, str(status.phase))
         self._session.note(progress)
+        record.agent_seconds = {name: round(seconds, 1) for name, seconds in status.phase_seconds.items()}
         record.first_validation_loss = status.first_validation_loss
         if status.validation_loss is not None and status.validation_loss != record.validation_loss:
             record.validation_loss = status.validation_loss
-            self._session.emit(Validated(status.step, status.validation_loss))
+            self._session.emit(Validated(max(status.step, 0), status.validation_loss))
         done = status.checkpoint
         if done.committed_id and done.committed_id != record.checkpoint_id:
             record.checkpoint_id, record.checkpoint_step = done.committed_id, done.committed_step
