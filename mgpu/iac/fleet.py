@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire
 from mgpu.acquire import Acquired
-from mgpu.errors import Conflict, InputError, MgpuError, StackError, TeardownIncomplete
+from mgpu.errors import Conflict, InputError, MgpuError, StackError
 from mgpu.events import Note, Warned
 from mgpu.iac import generations
 from mgpu.iac.fleetmodel import FleetInputs, FleetOutputs, bought, problems
@@ -164,33 +163,22 @@ class FleetHandler:
         rent: Callable[[int, Journal], Acquired],
         fleet: FleetOutputs | None = None,
     ) -> Acquired:
-        """Rents under the next generation. Machines of an interrupted search that was for something else are ended."""
+        """Rents under the next generation; ends machines in its way of which this machine's journal does not know."""
         folder = call.settings.state_dir
+
+        def under_the_next() -> Acquired:
+            generation = generations.next_one(folder, wanted.name, fleet.generation if fleet else 0)
+            with generations.open_journal(folder, wanted.name) as journal:
+                return rent(generation, journal)
+
         try:
-            return _under(folder, wanted.name, generations.next_one(folder, wanted.name, _generation(fleet)), rent)
+            return under_the_next()
         except Conflict:
-            keep = fleet.handle.ids if fleet else ()
-            sweep(call, provider, wanted.owner, wanted.name, self._timeouts, keep)
-        return _under(folder, wanted.name, generations.next_one(folder, wanted.name, _generation(fleet)), rent)
+            sweep(call, provider, wanted.owner, wanted.name, self._timeouts, keep=fleet.handle.ids if fleet else ())
+        return under_the_next()
 
     def _context(self, call: Call) -> dict[str, Any]:
         return {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
-
-
-def _generation(fleet: FleetOutputs | None) -> int:
-    return fleet.generation if fleet else 0
-
-
-def _under(folder: Path, name: str, generation: int, rent: Callable[[int, Journal], Acquired]) -> Acquired:
-    """One search. Where it fails it has ended what it made, and its tokens with it: the next one takes a new number."""
-    try:
-        with generations.open_journal(folder, name) as journal:
-            return rent(generation, journal)
-    except (Conflict, TeardownIncomplete):
-        raise  # something lives: the next search has to find it
-    except MgpuError:
-        generations.used(folder, name, generation)
-        raise
 
 
 def _time_left(fleet: FleetOutputs) -> float:

@@ -129,6 +129,14 @@ def test_what_was_cut_off_is_ended_when_the_requirements_changed_since(wire, her
     assert not set(ids(made[2])) & fake.running
 
 
+def test_a_gang_that_was_made_where_the_journal_is_not_is_ended_too(wire, here, made, fake, xdg):
+    (xdg / "state/mgpu/journal/fleet-dev.jsonl").unlink()
+    other = wire.inputs(here, WANTED | {"leaseMinutes": 30})
+    outputs = from_struct(wire.create(here, other).properties)
+    assert fake.running == set(ids(outputs))
+    assert outputs["generation"] == 2
+
+
 def test_a_fleet_after_a_destroyed_one_is_a_new_generation(wire, here, made, fake):
     wire.delete(here, made[0], made[2])
     assert not fake.running
@@ -242,8 +250,22 @@ def test_a_repair_that_fails_leaves_state_with_what_lives(wire, here, made, fake
     fake.refuse_repair = NoCapacity("none left", "sold out", "Wait.", scope="provider")
     with pytest.raises(grpc.RpcError) as failed:
         wire.update(here, resource_id, outputs, inputs)
-    assert from_struct(partial(failed.value).properties)["nodes"] == 1
+    state = from_struct(partial(failed.value).properties)
+    assert ids(state) == ids(outputs)[:1]
+    assert list(wire.diff(here, inputs, state, inputs).diffs) == ["nodes"], "the next `up` goes on from there"
+    fake.refuse_repair = None
+    assert set(ids(wire.update(here, resource_id, state, inputs))) == fake.running
     assert failed.value.details().endswith("[mgpu:NoCapacity]")
+
+
+def test_a_repair_whose_result_was_lost_is_done_again_and_what_lives_is_kept(wire, here, made, fake, xdg):
+    resource_id, inputs, outputs = made
+    fake.phases[ids(outputs)[0]] = NodePhase.TERMINATED
+    first = wire.update(here, resource_id, outputs, inputs)
+    (xdg / "state/mgpu/journal/fleet-dev.jsonl").unlink()  # it was done on another machine
+    again = wire.update(here, resource_id, outputs, inputs)  # state never heard of it
+    assert ids(again)[1] == ids(outputs)[1] == ids(first)[1]
+    assert fake.running == set(ids(again))
 
 
 def test_no_machine_is_added_at_the_hard_cap(wire, here, made, fake):
