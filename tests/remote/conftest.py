@@ -154,6 +154,8 @@ def sshd(tmp_path, keys, require) -> Iterator[Server]:
     """OpenSSH's server, run by this user for this user, with a configuration of its own."""
     program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
     require("sshd", program is not None, "OpenSSH's server is not installed")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # root's sshd wants it; the distribution's service makes it at its start
     folder = tmp_path / "sshd"
     folder.mkdir()
     host_key = make_key(folder / "host_key")
