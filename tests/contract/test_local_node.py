@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import io
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -277,7 +278,7 @@ def test_a_node_is_a_jump_host_to_loopback_and_nowhere_else(world: World):
         assert transport is not None
         channel = transport.open_channel("direct-tcpip", (states[1].address, states[1].port), ("127.0.0.1", 0))
         assert channel.recv(4) == b"SSH-"
-        with pytest.raises(paramiko.ChannelException):
+        with pytest.raises(paramiko.ChannelException, match="prohibited"):
             transport.open_channel("direct-tcpip", ("192.0.2.1", 22), ("127.0.0.1", 0))
 
 
@@ -468,6 +469,13 @@ def test_records_that_vanish_end_the_node(world: World):
     until(lambda: not keeper.alive)
     aside.rename(record)
     assert world.phase(handle) is NodePhase.TERMINATED
+
+
+def test_a_folder_that_vanishes_ends_the_node(world: World):
+    handle, _ = world.node()
+    shutil.rmtree(world.instance(handle).folder)
+    until(lambda: world.phase(handle) is NodePhase.TERMINATED)
+    assert world.provider.describe(handle).nodes[0].reason == "its folder is gone"
 
 
 # --- create, repaired

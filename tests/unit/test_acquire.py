@@ -349,6 +349,12 @@ def test_an_ambiguous_create_is_looked_for_before_it_is_repeated(bench: Bench):
     assert [call for call, _ in bench.double.calls] == ["create", "find", "create"]
 
 
+def test_what_an_ambiguous_create_has_made_is_taken_and_not_asked_for_again(bench: Bench):
+    bench.double.after_create = [AmbiguousCreate("no answer")]
+    bench.acquire(offer())
+    assert [call for call, _ in bench.double.calls] == ["create", "find"]
+
+
 def test_nodes_that_are_not_ready_in_time_are_ended(bench: Bench):
     bench.double.ready_after_s = 1e9
     with pytest.raises(Transient, match="within 100 s"):

@@ -111,6 +111,8 @@ class _Keeper:
             bill.heartbeat(self.instance.root, self.instance.id).touch()
         except OSError:
             self.ending = "the provider's records are gone"  # nobody could ever find this node again
+        if not self.instance.folder.is_dir():
+            self.ending = "its folder is gone"
 
     def _revive(self) -> None:
         ended = procs.reap_children()
@@ -125,8 +127,8 @@ class _Keeper:
                 self.children[name] = command()
 
     def _sshd(self) -> subprocess.Popen[bytes]:
-        module = "mgpu.providers.local.sshd"
-        return subprocess.Popen([sys.executable, "-m", module, str(self.instance.root), self.instance.id])
+        command = (sys.executable, "-P", "-s", "-m", "mgpu.providers.local.sshd")
+        return subprocess.Popen([*command, str(self.instance.root), self.instance.id])
 
     def _lease(self) -> subprocess.Popen[bytes]:
         power_off = (_HERE / "poweroff.sh").read_text()

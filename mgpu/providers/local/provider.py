@@ -244,11 +244,11 @@ def _start(instances: list[Instance]) -> None:
 
 def _spawn(instance: Instance) -> subprocess.Popen[bytes]:
     environment = nodes.login_environment(instance, os.environ)
-    if "PYTHONPATH" in os.environ:
-        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]  # where mgpu itself may come from
+    # where this process finds mgpu and asyncssh, be it the user's own packages; HOME is another one there
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with instance.log.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "mgpu.providers.local.keeper", str(instance.root), instance.id],
+            [sys.executable, "-P", "-s", "-m", "mgpu.providers.local.keeper", str(instance.root), instance.id],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

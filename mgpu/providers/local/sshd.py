@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import asyncssh
+from asyncssh.constants import OPEN_ADMINISTRATIVELY_PROHIBITED
 
 from mgpu.providers.local import procs
 from mgpu.providers.local.nodes import USER, Instance
@@ -86,7 +87,9 @@ class _Server(asyncssh.SSHServer):
 
     def connection_requested(self, dest_host: str, dest_port: int, orig_host: str, orig_port: int) -> bool:
         # a jump host for the nodes of this machine, and for nothing else
-        return dest_host in _LOOPBACK
+        if dest_host not in _LOOPBACK:
+            raise asyncssh.ChannelOpenError(OPEN_ADMINISTRATIVELY_PROHIBITED, "only to this machine's loopback")
+        return True
 
 
 if __name__ == "__main__":
