@@ -32,7 +32,7 @@ MACHINES = [
 ]
 BOUGHT = {
     "generation": 1,
-    "handle": {"ids": ["i-0", "i-1"]},
+    "handle": {"ids": ["i-0", "i-1"], "token": "t0"},
     "machines": MACHINES,
     "offer": {"instance_type": "m1", "gpu": "H100"},
     "offersConsidered": [],
@@ -103,7 +103,7 @@ def test_the_program_exports_what_a_run_reads(program):
     assert output.fleet == "dev"
     assert [(node.id, node.host_key) for node in output.nodes] == [("i-0", "ssh-ed25519 0"), ("i-1", "ssh-ed25519 1")]
     assert (output.gpu, output.market, output.store) == ("H100", "spot", "s3://bucket/runs")
-    assert output.private_key_file == "/keys/id"
+    assert (output.private_key_file, output.token) == ("/keys/id", "t0")
     assert "PRIVATE" not in json.dumps(value)
 
 
