@@ -65,7 +65,7 @@ def test_a_stall_is_named_with_its_deadline():
     assert (cause.fault, "50 s (stall_s)" in cause.reason) == (Fault.INFRASTRUCTURE, True)
 
 
-STOP = Cause(Fault.STOPPED, "stopped: the operator asked for it", 1, 10)
+STOP = Cause(Fault.STOPPED, "the operator asked to stop", 1, 10)
 STALL = Cause(Fault.INFRASTRUCTURE, "no progress", 1, 0)
 GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
 
@@ -84,8 +84,8 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         (train_job(), replace(GOOD, saved_step=-1, durable_step=-1, resumed_step=20), None, ""),
         (train_job(checkpoint=None), Ended(exit_code=0), None, ""),
         (train_job(), replace(GOOD, cause=STOP), None, ""),  # it finished while it was asked to stop
-        (train_job(), replace(GOOD, cause=STOP, said="stopped"), Fault.STOPPED, "the operator asked"),
-        (train_job(), replace(GOOD, exit_code=1, cause=STOP), Fault.STOPPED, "the operator asked"),
+        (train_job(), replace(GOOD, cause=STOP, said="stopped"), Fault.STOPPED, "the operator asked to stop"),
+        (train_job(), replace(GOOD, exit_code=1, cause=STOP), Fault.STOPPED, "the operator asked to stop"),
         (train_job(), replace(GOOD, cause=STALL), Fault.INFRASTRUCTURE, "no progress"),
         (job(), Ended(exit_code=0), Fault.USER, "left no folder `step-<n>`"),
         (job(), Ended(exit_code=0, saved_step=1, durable_step=1), None, ""),

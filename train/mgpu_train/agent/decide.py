@@ -65,7 +65,7 @@ def _cause(seen: Watched, times: Timeouts) -> Cause | None:
     if seen.fenced is not None:
         return Cause(Fault.INFRASTRUCTURE, f"this attempt is over: {seen.fenced}", seen.now, 0)
     if seen.asked is not None:
-        return Cause(Fault.STOPPED, "stopped: the operator asked for it", seen.asked, times.stop_grace_s)
+        return Cause(Fault.STOPPED, "the operator asked to stop", seen.asked, times.stop_grace_s)
     if seen.progress is None and seen.now - seen.launched > times.first_step_s:
         why = f"no sign of progress in {times.first_step_s:g} s after the launcher's start (first_step_s)"
         return Cause(Fault.INFRASTRUCTURE, why, seen.now, 0)

@@ -96,7 +96,7 @@ def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str)
     threading.Thread(target=run, daemon=True).start()
     while not wait([future], timeout=attempt.times.poll_s).done:
         if attempt.stop.asked is not None:
-            raise AttemptFailed(Fault.STOPPED, "stopped before the launcher was started: the operator asked for it")
+            raise AttemptFailed(Fault.STOPPED, "the operator asked to stop before the launcher was started")
         if time.monotonic() > end:
             raise AttemptFailed(Fault.INFRASTRUCTURE, late.format(deadline_s))
         attempt.tick()
