@@ -180,7 +180,7 @@ def parse_sidecar(data: bytes, where: str) -> Sidecar:
 
 def to_bytes(document: Document) -> bytes:
     """What is stored of a document."""
-    return document.model_dump_json().encode() + b"\n"
+    return document.model_dump_json().encode()
 
 
 def _parse(adapter: TypeAdapter[T], data: bytes, where: str) -> T:

@@ -70,6 +70,6 @@ def _over(name: str, log: list[Entry | Unreadable]) -> bool:
     if len(readable) < len(log):  # its commit may be what cannot be read
         return False
     attempt, step = int(found[1]), int(found[2])
-    newest = max(entry.attempt for entry in readable)
+    newest = max((entry.attempt for entry in readable), default=0)
     ahead = [e.manifest.step for e in readable if isinstance(e, CheckpointEntry) and e.attempt == attempt]
     return attempt < newest or (attempt == newest and step < max(ahead, default=-1))

@@ -1,0 +1,327 @@
+"""One order for attempts and commits, whoever races, whatever answers get lost, whoever wakes up too late."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from mgpu_train.checkpoint.commitlog import CommitLog, Fenced, StepBack, Unreadable, standing
+from mgpu_train.checkpoint.manifest import (
+    AttemptEntry,
+    CheckpointEntry,
+    FileEntry,
+    Manifest,
+    PrunedEntry,
+    checkpoint_id,
+    to_bytes,
+)
+from mgpu_train.store import Ambiguous, Damaged, StoreError, Unavailable
+
+
+def manifest(step: int, attempt: int = 1, run_id: str = "run-1", crc: str = "0" * 16) -> Manifest:
+    return Manifest(
+        run_id=run_id,
+        checkpoint_id=checkpoint_id(attempt, step),
+        attempt=attempt,
+        step=step,
+        nodes=1,
+        world_size=1,
+        writers=(0,),
+        files=(FileEntry(path="f", size=1, crc64nvme=crc, node=0),),
+        created_at=1.0,
+    )
+
+
+def kinds(log: CommitLog) -> list[tuple[str, int]]:
+    return [(entry.kind, entry.attempt) for entry in log.entries()]
+
+
+def test_an_empty_log(tmp_path, run):
+    log = CommitLog(run.store, "nobody")
+    assert log.read() == log.checkpoints() == []
+    assert log.newest_attempt() == 0
+
+
+def test_entries_are_numbered_without_gap(run):
+    log = run.log
+    first = log.commit(manifest(1), "writer-1")
+    second = log.commit(manifest(2), "writer-1")
+    assert [entry.seq for entry in log.entries()] == [0, 1, 2]
+    assert log.checkpoints() == [second, first]
+    assert log.newest_attempt() == 1
+    assert CommitLog(run.store, "run-1").checkpoints() == [second, first]
+    assert run.commit_path(2).is_file()
+
+
+def test_attempts_only_grow(run):
+    log = run.log
+    log.begin_attempt(3, "other")
+    for attempt in (1, 2, 3):
+        with pytest.raises(Fenced, match="attempt 3 of run run-1 has begun"):
+            log.begin_attempt(attempt, "mine")
+    assert kinds(log) == [("attempt", 1), ("attempt", 3)]
+
+
+def test_to_begin_again_with_the_same_writer_changes_nothing(run):
+    first = run.log.begin_attempt(2, "mine")
+    assert run.log.begin_attempt(2, "mine") == first
+    assert len(run.log.entries()) == 2
+
+
+def test_to_commit_again_changes_nothing(run):
+    first = run.log.commit(manifest(1), "writer-1")
+    assert run.log.commit(manifest(1), "writer-1") == first
+    run.log.commit(manifest(2), "writer-1")
+    assert run.log.commit(manifest(1), "writer-1") == first
+    with pytest.raises(Damaged, match="with other files"):
+        run.log.commit(manifest(1, crc="1" * 16), "writer-1")
+    assert len(run.log.entries()) == 3
+
+
+def test_a_step_never_goes_back(run):
+    """I5"""
+    run.log.commit(manifest(10), "writer-1")
+    with pytest.raises(StepBack, match="step 9 cannot be committed: attempt 1 is at step 10"):
+        run.log.commit(manifest(9), "writer-1")
+    run.begin(2)
+    run.log.commit(manifest(5, attempt=2), "writer-2")  # it started from an older one: that was said loudly
+    assert [entry.manifest.step for entry in run.log.checkpoints()] == [5, 10]
+
+
+def test_a_manifest_of_another_run_is_refused(run):
+    with pytest.raises(StoreError, match="does not belong"):
+        run.log.commit(manifest(1, run_id="run-2"), "writer-1")
+
+
+# --- F31: the zombie --------------------------------------------------------------------------------------------------
+
+
+def test_a_zombie_is_fenced(run):
+    zombie = run.log
+    zombie.commit(manifest(1), "writer-1")
+    run.begin(2)
+    with pytest.raises(Fenced, match="attempt 2 of run run-1 has begun; attempt 1 is over"):
+        zombie.commit(manifest(2), "writer-1")
+    with pytest.raises(Fenced):
+        zombie.commit(manifest(1), "writer-1")  # not even what is committed already
+    assert [entry.manifest.step for entry in run.log.checkpoints()] == [1]
+
+
+def test_a_zombie_that_slept_between_its_look_and_its_write_is_fenced(run):
+    """SIGSTOP at the worst moment: the log was read, the entry is ready; the new attempt begins, then SIGCONT."""
+
+    def new_attempt_begins(operation, _key):
+        if operation == "put_if_absent":
+            run.store.before = lambda *_: None
+            CommitLog(run.plain, "run-1").begin_attempt(2, "writer-2")
+
+    run.store.before = new_attempt_begins
+    with pytest.raises(Fenced, match="attempt 1 is over"):
+        run.log.commit(manifest(1), "writer-1")
+    assert kinds(run.log) == [("attempt", 1), ("attempt", 2)]
+
+
+def test_a_writer_whose_attempt_never_began_is_fenced(run):
+    with pytest.raises(Fenced, match="did not begin with this writer's token"):
+        run.log.commit(manifest(1), "another supervisor's")
+    with pytest.raises(Fenced):
+        run.log.commit(manifest(1, attempt=2), "writer-1")
+
+
+def test_a_stale_commit_that_got_in_all_the_same_does_not_count(run):
+    stale = manifest(50)
+    run.begin(2)
+    entry = CheckpointEntry(seq=2, attempt=1, writer="writer-1", at=1.0, manifest=stale, manifest_sha256=stale.sha256())
+    run.plain.put("run-1/commits/00000002.json", to_bytes(entry))
+    assert run.log.checkpoints() == []
+    assert standing([entry]) == [entry]
+
+
+# --- races ------------------------------------------------------------------------------------------------------------
+
+
+def race(count: int, work) -> list:
+    gate = threading.Barrier(count)
+
+    def one(number: int):
+        gate.wait()
+        try:
+            return work(number)
+        except (Fenced, StepBack) as error:
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def test_of_twenty_supervisors_one_begins_the_attempt(run):
+    results = race(20, lambda n: CommitLog(run.plain, "run-1").begin_attempt(2, f"supervisor-{n}"))
+    assert sum(isinstance(result, AttemptEntry) for result in results) == 1
+    assert kinds(run.log) == [("attempt", 1), ("attempt", 2)]
+
+
+def test_twenty_writers_get_twenty_numbers(run):
+    results = race(20, lambda n: CommitLog(run.plain, "run-1").give_up([f"a001-step-{n}"], f"pruner-{n}"))
+    assert sorted(entry.seq for entry in results) == list(range(1, 21))
+    for entry in results:  # each number holds what its winner wrote
+        assert run.log.entries()[entry.seq] == entry
+
+
+def test_of_racing_commits_those_count_that_go_forward(run):
+    results = race(20, lambda n: CommitLog(run.plain, "run-1").commit(manifest(n), "writer-1"))
+    won = [result for result in results if isinstance(result, CheckpointEntry)]
+    steps = [entry.manifest.step for entry in run.log.entries() if isinstance(entry, CheckpointEntry)]
+    assert steps == sorted(steps)
+    assert sorted(entry.manifest.step for entry in won) == steps
+    assert 19 in steps
+
+
+def test_of_an_old_and_a_new_attempt_the_old_one_stops(run):
+    def work(number: int):
+        if number == 0:
+            return CommitLog(run.plain, "run-1").begin_attempt(2, "writer-2")
+        return CommitLog(run.plain, "run-1").commit(manifest(number), "writer-1")
+
+    race(10, work)
+    after = [entry for entry in run.log.entries() if entry.seq > run.log.begin_attempt(2, "writer-2").seq]
+    assert after == []
+
+
+# --- F30: answers that get lost ---------------------------------------------------------------------------------------
+
+
+def done_but_refused(run):
+    """The create is done, its answer lost, its repetition refused: what S3 clients make of it."""
+    plain, inner = run.plain, run.store.inner
+
+    class Store(type(inner)):
+        def put_if_absent(self, key, data):
+            plain.put_if_absent(key, data)
+            return plain.put_if_absent(key, data)
+
+    run.store.inner = Store(run.root)
+
+
+def test_a_412_is_no_proof_of_losing(run):
+    done_but_refused(run)
+    assert run.log.commit(manifest(1), "writer-1").seq == 1
+    assert run.log.begin_attempt(2, "writer-2").seq == 2
+    assert len(run.log.entries()) == 3
+
+
+@pytest.mark.parametrize("executed", [True, False])
+def test_a_lost_answer_is_read_back(run, executed):
+    lost = []
+
+    def lose(operation, key):
+        if operation == "put_if_absent" and len(lost) < 3:
+            lost.append(key)
+            raise Ambiguous("lost")
+
+    setattr(run.store, "after" if executed else "before", lose)
+    assert run.log.commit(manifest(1), "writer-1").seq == 1
+    assert len(run.log.entries()) == 2
+    assert len(lost) == (1 if executed else 3)
+
+
+def test_many_commits_with_half_of_the_answers_lost(run):
+    dice = random.Random(30)
+
+    def lose(operation, _key):
+        if operation == "put_if_absent" and dice.random() < 0.5:
+            raise Ambiguous("lost")
+
+    run.store.after = lose
+    for step in range(40):
+        run.log.commit(manifest(step), "writer-1")
+    assert [entry.manifest.step for entry in run.log.checkpoints()] == list(range(39, -1, -1))
+
+
+def test_a_store_that_never_answers_clearly_ends_the_try(run):
+    def lose(operation, _key):
+        if operation == "put_if_absent":
+            raise Ambiguous("lost")
+
+    run.store.before = lose
+    with pytest.raises(Unavailable, match="no clear answer"):
+        run.log.commit(manifest(1), "writer-1")
+    run.store.before = lambda *_: None
+    assert run.log.commit(manifest(1), "writer-1").seq == 1
+
+
+def test_the_loser_of_a_number_that_another_took_goes_on(run):
+    """The other's entry stands under the number: the answer 'it exists' is true this time."""
+
+    def other_first(operation, _key):
+        if operation == "put_if_absent":
+            run.store.before = lambda *_: None
+            CommitLog(run.plain, "run-1").give_up(["a001-step-0"], "pruner")
+
+    run.store.before = other_first
+    assert run.log.commit(manifest(1), "writer-1").seq == 2
+    assert [type(entry) for entry in run.log.entries()] == [AttemptEntry, PrunedEntry, CheckpointEntry]
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "zero-filled"])
+def test_an_entry_that_cannot_be_read_stops_the_attempt_but_not_the_run(run, damage, how):
+    for step in (1, 2, 3):
+        run.log.commit(manifest(step), "writer-1")
+    path = run.commit_path(2)
+    path.write_bytes(path.read_bytes().replace(b'"step":2', b'"step":4')) if how == "flipped" else damage[how](path)
+    log = run.log
+    assert [type(entry) for entry in log.read()] == [AttemptEntry, CheckpointEntry, Unreadable, CheckpointEntry]
+    assert [entry.manifest.step for entry in log.checkpoints()] == [3, 1]
+    with pytest.raises(Fenced, match="entry 2"):  # it may have been the beginning of a newer attempt
+        log.commit(manifest(5), "writer-1")
+    run.begin(2)
+    assert run.log.commit(manifest(5, attempt=2), "writer-2").seq == 5
+
+
+def test_a_number_far_away_is_no_log(run):
+    run.plain.put("run-1/commits/99999999.json", b"{}")
+    with pytest.raises(Damaged, match="missing"):
+        run.log.read()
+
+
+def test_foreign_objects_beside_the_log_are_passed_over(run):
+    for name in ("readme.txt", "1.json", "000000001.json", "00000001.json.bak", "00000001.json2", "x/00000007.json"):
+        run.plain.put(f"run-1/commits/{name}", b"?")
+    assert len(run.log.read()) == 1
+
+
+def test_an_entry_of_another_place_is_refused(run):
+    run.log.commit(manifest(1), "writer-1")
+    run.plain.put("run-1/commits/00000002.json", run.commit_path(1).read_bytes())
+    other = manifest(1, run_id="run-2")
+    foreign = CheckpointEntry(seq=3, attempt=1, writer="w", at=1.0, manifest=other, manifest_sha256=other.sha256())
+    run.plain.put("run-1/commits/00000003.json", to_bytes(foreign))
+    assert [type(entry) for entry in run.log.read()[2:]] == [Unreadable, Unreadable]
+
+
+def test_a_store_that_is_away_is_no_damage(run):
+    def away(operation, _key):
+        if operation == "get":
+            raise Unavailable("away")
+
+    run.store.before = away
+    with pytest.raises(Unavailable):
+        run.log.read()
+
+
+def test_an_entry_is_read_once(run):
+    log = run.log
+    for step in range(5):
+        log.commit(manifest(step), "writer-1")
+    log.checkpoints()
+    assert [call for call in run.store.calls if call[0] == "get"].count(("get", "run-1/commits/00000000.json")) <= 2
+    assert len([call for call in run.store.calls if call[0] == "get"]) <= 3
+
+
+def test_times_are_the_given_clocks(run):
+    log = CommitLog(run.store, "run-1", clock=lambda: 1234.5)
+    assert log.commit(manifest(1), "writer-1").at == 1234.5

@@ -1,0 +1,257 @@
+"""Resume: from the newest checkpoint that is what it should be, byte for byte, and loudly when it is not the newest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+from mgpu_train.checkpoint.fetch import fetch, newest_verified
+from mgpu_train.checkpoint.verify import verify
+from mgpu_train.store import Damaged, Denied, NotFound, StoreError, Unavailable
+
+SEEN_WITHOUT_READING = ("missing", "truncated", "longer")
+ALL = (*SEEN_WITHOUT_READING, "flipped", "zero-filled")
+
+
+def find(run, deep=False):
+    said: list[str] = []
+    return newest_verified(run.store, "run-1", deep=deep, report=said.append), said
+
+
+def folder_of(run, step):
+    """What all nodes' folders hold together."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for folder in (run.folder(0, step), run.folder(1, step))
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def content(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ALL)
+@pytest.mark.parametrize("index", [0, 2, 4])
+def test_damage_is_found(run, damage, how, index):
+    """F28"""
+    entry = run.save(10)
+    for deep in (False, True):
+        assert verify(run.store, "run-1", entry.manifest, deep=deep) == ()
+    damage[how](run.path(entry, index))
+    name = entry.manifest.files[index].path
+    (problem,) = verify(run.store, "run-1", entry.manifest, deep=True)
+    assert name in problem
+    shallow = verify(run.store, "run-1", entry.manifest, deep=False)
+    assert bool(shallow) == (how in SEEN_WITHOUT_READING)
+
+
+def test_the_stores_own_checksum_is_compared_without_reading(run, monkeypatch):
+    entry = run.save(10)
+    stat = type(run.plain).stat
+    monkeypatch.setattr(
+        run.plain, "stat", lambda key: type(stat(run.plain, key))(key, stat(run.plain, key).size, "f" * 16, 0.0)
+    )
+    problems = verify(run.store, "run-1", entry.manifest, deep=False)
+    assert len(problems) == len(entry.manifest.files)
+    assert "checksum is ffffffffffffffff" in problems[0]
+
+
+def test_all_problems_are_told(run, damage):
+    entry = run.save(10)
+    for index in (0, 3):
+        damage["missing"](run.path(entry, index))
+    assert len(verify(run.store, "run-1", entry.manifest, deep=False)) == 2
+    assert "of run run-1" in verify(run.store, "run-2", entry.manifest, deep=False)[0]
+
+
+@pytest.mark.parametrize("error", [Unavailable, Denied])
+def test_a_store_that_fails_says_nothing_of_the_checkpoint(run, error):
+    entry = run.save(10)
+
+    def fail(operation, _key):
+        if operation in ("stat", "checksum"):
+            raise error("no")
+
+    run.store.before = fail
+    for deep in (False, True):
+        with pytest.raises(error):
+            verify(run.store, "run-1", entry.manifest, deep=deep)
+        with pytest.raises(error):
+            find(run, deep)
+
+
+# --- newest_verified --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_checkpoints_begins_at_zero_silently(run):
+    assert find(run) == (None, [])
+
+
+def test_the_newest_is_taken(run):
+    for step in (1, 2, 3):
+        run.save(step)
+    entry, said = find(run, deep=True)
+    assert (entry.manifest.step, said) == (3, [])
+
+
+@pytest.mark.parametrize("how", [("missing", "truncated", "longer"), ("flipped", "zero-filled", "missing")])
+def test_the_newest_three_are_damaged_and_the_fourth_is_used(run, damage, how):
+    """F29"""
+    entries = [run.save(step) for step in (1, 2, 3, 4)]
+    for entry, kind in zip(entries[1:], how, strict=True):
+        damage[kind](run.path(entry, 1))
+    found, said = find(run, deep=True)
+    assert found == entries[0]
+    assert len(said) == 3
+    for line, step in zip(said, (4, 3, 2), strict=True):
+        assert f"a001-step-{step} does not verify" in line
+
+
+def test_an_entry_of_the_log_that_cannot_be_read_is_told(run, damage):
+    first = run.save(1)
+    damage["truncated"](run.commit_path(run.save(2).seq))
+    found, said = find(run)
+    assert found == first
+    assert len(said) == 1
+    assert said[0].startswith("entry 2 of the commit log is not valid")
+
+
+def test_it_never_goes_back_to_zero_by_itself(run, damage):
+    """I3"""
+    for step in (1, 2):
+        damage["missing"](run.path(run.save(step)))
+    said: list[str] = []
+    with pytest.raises(Damaged, match="none of its 2 committed checkpoints verifies"):
+        newest_verified(run.store, "run-1", report=said.append)
+    assert len(said) == 2
+
+
+def test_what_older_attempts_committed_is_used_by_newer_ones(run):
+    run.save(10)
+    run.begin(2)
+    assert find(run)[0].manifest.step == 10
+    run.save(20, attempt=2)
+    assert find(run)[0].manifest.checkpoint_id == "a002-step-20"
+
+
+# --- fetch ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_holds_the_files_of_all_nodes(run, tmp_path):
+    entry = run.save(10)
+    report = fetch(run.store, "run-1", entry.manifest, tmp_path / "new" / "resume")
+    assert content(tmp_path / "new" / "resume") == folder_of(run, 10)
+    assert (report.files, report.bytes, report.reused) == (5, entry.manifest.bytes, 0)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["resume"]
+
+
+@pytest.mark.parametrize("how", ALL)
+def test_a_damaged_checkpoint_is_never_put_in_place(run, damage, how, tmp_path):
+    """F28, I3: every byte is compared before the folder has its name."""
+    entry = run.save(10)
+    damage[how](run.path(entry, 3))
+    with pytest.raises((NotFound, Damaged)):
+        fetch(run.store, "run-1", entry.manifest, tmp_path / "new" / "resume")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_failed_fetch_leaves_what_was_there(run, damage, tmp_path):
+    old, new = run.save(10), run.save(20)
+    fetch(run.store, "run-1", old.manifest, tmp_path / "resume")
+    damage["flipped"](run.path(new, 1))
+    with pytest.raises(Damaged):
+        fetch(run.store, "run-1", new.manifest, tmp_path / "resume")
+    assert content(tmp_path / "resume") == folder_of(run, 10)
+
+
+def test_a_newer_checkpoint_replaces_an_older_one_whole(run, tmp_path):
+    for entry in (run.save(10), run.save(20)):
+        fetch(run.store, "run-1", entry.manifest, tmp_path / "resume")
+        (tmp_path / "resume" / "stray").touch()
+    fetch(run.store, "run-1", entry.manifest, tmp_path / "resume")
+    assert content(tmp_path / "resume") == folder_of(run, 20)
+
+
+def test_local_copies_come_first(run, tmp_path):
+    entry = run.save(10)
+    run.store.calls.clear()
+    report = fetch(run.store, "run-1", entry.manifest, tmp_path / "resume", local=[run.folder(0, 10)])
+    assert report.reused == 3
+    fetched = [key.rpartition("/")[2] for operation, key in run.store.calls if operation == "get_file"]
+    assert sorted(fetched) == ["1.txt", "__1_0.distcp"]
+    assert content(tmp_path / "resume") == folder_of(run, 10)
+    assert (run.folder(0, 10) / ".metadata").exists()
+
+
+def test_what_is_already_in_place_is_not_fetched_again(run, tmp_path):
+    entry = run.save(10)
+    fetch(run.store, "run-1", entry.manifest, tmp_path / "resume")
+    run.store.calls.clear()
+    assert fetch(run.store, "run-1", entry.manifest, tmp_path / "resume").reused == 5
+    assert run.store.calls == []
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing", "zero-filled"])
+def test_a_damaged_local_copy_is_not_used(run, damage, how, tmp_path):
+    entry = run.save(10)
+    damage[how](run.folder(0, 10) / "__0_0.distcp")
+    report = fetch(run.store, "run-1", entry.manifest, tmp_path / "resume", local=[run.folder(0, 10)])
+    assert report.reused == 2
+    assert verify(run.store, "run-1", entry.manifest, deep=True) == ()
+    assert (tmp_path / "resume" / "__0_0.distcp").read_bytes() == run.path(entry, 1).read_bytes()
+
+
+def test_local_links_and_folders_in_a_files_place_are_not_used(run, tmp_path):
+    entry = run.save(10)
+    local = run.folder(0, 10)
+    moved = shutil.move(local / ".metadata", tmp_path / "moved")
+    (local / ".metadata").symlink_to(moved)
+    (local / "__0_0.distcp").unlink()
+    (local / "__0_0.distcp").mkdir()
+    report = fetch(run.store, "run-1", entry.manifest, tmp_path / "resume", local=[local, tmp_path / "nowhere"])
+    assert report.reused == 1
+
+
+def test_a_copy_is_a_copy(run, tmp_path):
+    """A program that writes into its resume folder does not change the local checkpoint."""
+    entry = run.save(10)
+    fetch(run.store, "run-1", entry.manifest, tmp_path / "resume", local=[run.folder(0, 10)])
+    (tmp_path / "resume" / ".metadata").write_bytes(b"changed")
+    assert (run.folder(0, 10) / ".metadata").read_bytes() == b"meta 10"
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(run, tmp_path, monkeypatch):
+    entry = run.save(10)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
+    run.store.calls.clear()
+    with pytest.raises(Unavailable, match="Free some"):
+        fetch(run.store, "run-1", entry.manifest, tmp_path / "resume")
+    assert run.store.calls == []
+
+
+def test_another_runs_manifest_is_refused(run, tmp_path):
+    """F52"""
+    with pytest.raises(Damaged, match="of run run-1, not of run-2"):
+        fetch(run.store, "run-2", run.save(10).manifest, tmp_path / "resume")
+
+
+def test_a_folder_that_cannot_be_made_is_a_store_error(run, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot write"):
+        fetch(run.store, "run-1", run.save(10).manifest, tmp_path / "file" / "resume")
+
+
+def test_what_a_killed_fetch_left_is_in_nobodys_way(run, tmp_path):
+    entry = run.save(10)
+    (tmp_path / ".aside-new-resume").mkdir()
+    (tmp_path / ".aside-new-resume" / "stray").write_bytes(os.urandom(10))
+    fetch(run.store, "run-1", entry.manifest, tmp_path / "resume")
+    assert content(tmp_path / "resume") == folder_of(run, 10)
+    assert not (tmp_path / ".aside-new-resume").exists()

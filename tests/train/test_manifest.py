@@ -1,0 +1,244 @@
+"""Documents of the store: what was written is read back, and whatever an attacker or a bad disk writes is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from mgpu_train.checkpoint import manifest as m
+from mgpu_train.store import Damaged
+from pydantic import ValidationError
+
+CRC = "0123456789abcdef"
+
+
+def file(path: str = "a.bin", size: int = 3, node: int = 0) -> m.FileEntry:
+    return m.FileEntry(path=path, size=size, crc64nvme=CRC, node=node)
+
+
+def manifest(**changes) -> m.Manifest:
+    given = {
+        "run_id": "run-1",
+        "checkpoint_id": "a001-step-25",
+        "attempt": 1,
+        "step": 25,
+        "nodes": 2,
+        "world_size": 4,
+        "writers": (0, 1),
+        "files": (file(), file("sub/b.bin", node=1)),
+        "created_at": 1767225600.125,
+        "meta": {"loss": 2.0, "step": 25, "name": "x"},
+    }
+    return m.Manifest(**{**given, **changes})
+
+
+def entry(**changes) -> m.CheckpointEntry:
+    made = manifest(**changes)
+    return m.CheckpointEntry(
+        seq=3, attempt=made.attempt, writer="w", at=5.5, manifest=made, manifest_sha256=made.sha256()
+    )
+
+
+def altered(change) -> bytes:
+    """A stored entry whose JSON was changed, with a checksum that fits."""
+    data = json.loads(m.to_bytes(entry()))
+    change(data["manifest"])
+    return json.dumps(data).encode()
+
+
+def test_what_was_written_is_read_back():
+    read = m.parse_entry(m.to_bytes(entry()), "here")
+    assert read == entry()
+    assert isinstance(read, m.CheckpointEntry)
+    assert [type(value) for value in read.manifest.meta.values()] == [float, int, str]
+    assert read.manifest.bytes == 6
+    begun = m.AttemptEntry(seq=0, attempt=1, writer="w", at=1.0)
+    assert m.parse_entry(m.to_bytes(begun), "here") == begun
+    gone = m.PrunedEntry(seq=9, attempt=1, writer="w", at=1.0, checkpoint_ids=("a001-step-1",))
+    assert m.parse_entry(m.to_bytes(gone), "here") == gone
+
+
+def test_ids_hold_attempt_and_step():
+    assert m.checkpoint_id(1, 25) == "a001-step-25"
+    assert m.checkpoint_id(1234, 0) == "a1234-step-0"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../x",
+        "a/../../x",
+        "..",
+        ".",
+        "./x",
+        "/etc/passwd",
+        "//x",
+        "a//b",
+        "a/",
+        "",
+        "a\0b",
+        "a\\..\\b",
+        "..%2fx",
+        "%2E%2e/x",
+        "a%5cb",
+        "a%00b",
+        "a\nb",
+        "a\x1b[2Jb",
+        "a\u202eb",
+        "a\udc80b",
+        ".aside-x",
+        "n" * 300,
+        "n/" * 400 + "x",
+    ],
+)
+def test_paths_that_lead_elsewhere_are_refused(path):
+    with pytest.raises(ValidationError):
+        file(path)
+
+    def change(data):
+        data["files"][0]["path"] = path
+
+    with pytest.raises(Damaged):
+        m.parse_entry(altered(change), "here")
+
+
+@pytest.mark.parametrize("path", [".metadata", "__0_0.distcp", "a b", "é/ü.bin", "x..y", "...", "100%.txt"])
+def test_plain_paths_are_taken(path):
+    assert file(path).path == path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": (file("a"), file("a", node=1))},
+        {"files": (file("a"), file("a/b"))},
+        {"files": (file("a/b/c"), file("a"))},
+        {"files": ()},
+        {"files": (file("a", node=2),)},
+        {"files": tuple(file(f"b{n}", size=1 << 46) for n in range(17))},
+        {"writers": ()},
+        {"writers": (1, 0)},
+        {"writers": (0, 0)},
+        {"writers": (0, 2)},
+        {"checkpoint_id": "a001-step-26"},
+        {"checkpoint_id": "../x"},
+        {"attempt": 0},
+        {"attempt": 2},
+        {"step": -1},
+        {"nodes": 0},
+        {"world_size": 0},
+        {"run_id": "../other"},
+        {"run_id": "Run"},
+        {"created_at": float("nan")},
+        {"created_at": float("inf")},
+        {"meta": {"x": float("inf")}},
+        {"meta": {"x": True}},
+        {"meta": {"x": ["list"]}},
+        {"meta": {str(n): n for n in range(65)}},
+        {"meta": {"x": "y" * 5000}},
+    ],
+)
+def test_manifests_that_make_no_sense_are_refused(change):
+    with pytest.raises(ValidationError):
+        manifest(**change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["files"][0].update(size=-1),
+        lambda d: d["files"][0].update(size=10**30),
+        lambda d: d["files"][0].update(size="3"),
+        lambda d: d["files"][0].update(size=3.0),
+        lambda d: d["files"][0].update(crc64nvme=CRC.upper()),
+        lambda d: d["files"][0].update(crc64nvme=CRC[:-1]),
+        lambda d: d["files"][0].update(extra=1),
+        lambda d: d["files"][0].pop("node"),
+        lambda d: d.update(version=2),
+        lambda d: d.update(extra=1),
+        lambda d: d.update(step=26),
+        lambda d: d.update(files={"0": d["files"][0]}),
+    ],
+)
+def test_stored_manifests_that_were_changed_are_refused(change):
+    with pytest.raises(Damaged, match=r"^entry 3 is not valid"):
+        m.parse_entry(altered(change), "entry 3")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"kind": "checkpoint"}',
+        b'{"kind": "other", "seq": 1, "attempt": 1, "writer": "w", "at": 1}',
+        b'{"kind": "attempt", "seq": 1, "attempt": 1, "writer": "w", "at": 1',
+        b'{"kind": "attempt", "seq": 1, "attempt": 1, "writer": "w", "at": NaN}',
+        b'{"kind": "attempt", "seq": 1, "attempt": 1, "writer": "a\\nb", "at": 1}',
+        b'{"kind": "attempt", "seq": 1, "attempt": 1, "writer": "w", "at": 1, "x": 1}',
+        b'{"kind": "attempt", "seq": 1, "attempt": 1, "attempt": 9, "writer": "w", "at": 1}',
+        b'{"kind": "attempt", "seq": 1, "attempt": 1' + b"0" * 5000 + b', "writer": "w", "at": 1}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"__class__": "os.system"}',
+        b"\x80\x04\x95pickle",
+    ],
+)
+def test_what_is_no_entry_is_refused(data):
+    with pytest.raises(Damaged):
+        m.parse_entry(data, "here")
+
+
+def test_a_key_that_stands_twice_is_refused_at_any_depth():
+    data = m.to_bytes(entry()).replace(b'"size":3', b'"size":9,"size":3', 1)
+    with pytest.raises(Damaged, match="twice"):
+        m.parse_entry(data, "here")
+
+
+def test_too_many_files_are_refused():
+    one = m.to_bytes(m.Sidecar(checkpoint_id="a001-step-1", attempt=1, node=0, step=1, world_size=1, files=()))
+    entry_ = '{"path":"%d","size":0,"crc64nvme":"' + CRC + '","node":0}'
+    many = ",".join(entry_ % n for n in range(m.MAX_FILES + 1)).encode()
+    with pytest.raises(Damaged, match="at most 100000 items"):
+        m.parse_sidecar(one.replace(b'"files":[]', b'"files":[' + many + b"]"), "here")
+
+
+def test_a_document_without_end_is_not_even_parsed(monkeypatch):
+    monkeypatch.setattr(m.json, "loads", lambda *_, **__: pytest.fail("parsed"))
+    with pytest.raises(Damaged, match="longer than"):
+        m.parse_entry(b" " * (m.MAX_DOCUMENT_BYTES + 1), "here")
+
+
+def test_no_flipped_bit_makes_another_manifest():
+    """Any one byte of a stored entry changes: it is refused, or the manifest is the one that was written."""
+    good = m.to_bytes(entry())
+    refused = 0
+    for position in range(len(good)):
+        for mask in (0x01, 0x20):
+            data = bytearray(good)
+            data[position] ^= mask
+            try:
+                read = m.parse_entry(bytes(data), "here")
+            except Damaged:
+                refused += 1
+            else:
+                assert isinstance(read, m.CheckpointEntry)
+                assert read.manifest == entry().manifest
+    assert refused > len(good)
+
+
+def test_a_sidecar_has_files_of_its_node_only():
+    with pytest.raises(ValidationError, match="another node"):
+        m.Sidecar(checkpoint_id="a001-step-1", attempt=1, node=0, step=1, world_size=1, files=(file(node=1),))
+    with pytest.raises(Damaged):
+        m.parse_sidecar(b'{"checkpoint_id": "a001-step-1"}', "here")
+
+
+def test_an_entry_and_its_manifest_agree():
+    made = manifest()
+    with pytest.raises(ValidationError, match="another attempt"):
+        m.CheckpointEntry(seq=0, attempt=2, writer="w", at=0.0, manifest=made, manifest_sha256=made.sha256())
+    with pytest.raises(ValidationError, match="checksum"):
+        m.CheckpointEntry(seq=0, attempt=1, writer="w", at=0.0, manifest=made, manifest_sha256="0" * 64)

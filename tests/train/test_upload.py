@@ -1,0 +1,248 @@
+"""From a node's disk to a commit: whole parts or nothing, whatever is cut off, lost or repeated."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from mgpu_train.checkpoint.fetch import newest_verified
+from mgpu_train.checkpoint.manifest import FileEntry, Sidecar
+from mgpu_train.checkpoint.upload import assemble, gather, upload_part
+from mgpu_train.store import Ambiguous, Damaged, StoreError, Unavailable, disk
+
+
+def test_parts_become_a_commit(run):
+    for node in (0, 1):
+        assert gather(run.store, "run-1", "a001-step-10", (0, 1)) is None
+        assert run.commit(10) is None
+        run.upload(node, 10)
+    manifest = run.commit(10).manifest
+    assert (manifest.step, manifest.attempt, manifest.nodes, manifest.world_size) == (10, 1, 2, 2)
+    assert manifest.writers == (0, 1)
+    assert manifest.meta == {"loss": 2.5, "step": 10, "by": "test"}
+    files = {file.path: file for file in manifest.files}
+    assert sorted(files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "sub/0.txt", "sub/1.txt"]
+    for path, file in files.items():
+        assert (file.size, file.crc64nvme) == disk.checksum(run.folder(file.node, 10) / path)
+
+
+def test_the_sidecar_comes_last(run):
+    run.upload(0, 10)
+    puts = [key for operation, key in run.store.calls if operation.startswith("put")]
+    assert puts[-1] == "run-1/checkpoints/a001-step-10/node-0.json"
+
+
+@pytest.mark.parametrize("cut", range(4))
+def test_an_upload_that_is_cut_commits_nothing_and_can_be_repeated(run, cut):
+    """F26: cut before each file, and before the sidecar; until then resume uses the previous checkpoint."""
+    run.save(5)
+    run.upload(1, 10)
+    puts = []
+
+    def cut_off(operation, key):
+        if operation.startswith("put"):
+            puts.append(key)
+            if len(puts) > cut:
+                raise Unavailable("cut")
+
+    run.store.before = cut_off
+    with pytest.raises(Unavailable):
+        run.upload(0, 10)
+    run.store.before = lambda *_: None
+    assert run.commit(10) is None
+    assert newest_verified(run.store, "run-1", report=pytest.fail).manifest.step == 5
+    run.upload(0, 10)
+    assert run.commit(10).manifest.step == 10
+    assert newest_verified(run.store, "run-1", deep=True, report=pytest.fail).manifest.step == 10
+
+
+def test_the_store_failing_on_one_node_fails_the_save_as_a_whole(run):
+    """F27"""
+    run.upload(0, 10)
+
+    def slow_down(operation, key):
+        if "/node-1" in key and operation.startswith("put"):
+            raise Unavailable("SlowDown")
+
+    run.store.before = slow_down
+    with pytest.raises(Unavailable, match="SlowDown"):
+        run.upload(1, 10)
+    assert run.commit(10) is None
+    assert run.log.checkpoints() == []
+
+
+def test_a_part_that_was_lost_after_its_sidecar_is_not_committed(run, damage):
+    """F26"""
+    for how in ("missing", "truncated"):
+        step = len(how)
+        for node in (0, 1):
+            run.upload(node, step)
+        damage[how](run.root / f"run-1/checkpoints/a001-step-{step}/node-1/__1_0.distcp")
+        with pytest.raises(Damaged, match=r"node-1/__1_0\.distcp (is missing|has 2999 bytes); the sidecar says 3000"):
+            run.commit(step)
+    assert run.log.checkpoints() == []
+
+
+def test_a_repeated_upload_changes_nothing(run):
+    first = run.upload(0, 10)
+    run.store.calls.clear()
+    assert run.upload(0, 10) == first
+    assert not [call for call in run.store.calls if call[0].startswith("put")]
+
+
+def test_a_part_with_other_content_is_never_overwritten(run):
+    run.upload(0, 10)
+    (run.folder(0, 10) / "__0_0.distcp").write_bytes(b"other")
+    with pytest.raises(StoreError, match="in the store already, with other content"):
+        run.upload(0, 10)
+    assert (run.root / "run-1/checkpoints/a001-step-10/node-0/__0_0.distcp").stat().st_size == 3000
+
+
+def test_a_repeated_upload_sends_only_what_is_missing_where_the_store_knows_checksums(run, monkeypatch):
+    plain = run.plain
+
+    def stat(key):  # as S3 does
+        found = plain.__class__.stat(plain, key)
+        crc = disk.checksum(run.root / key)[1] if found else None
+        return found and found.__class__(found.key, found.size, crc, found.modified)
+
+    monkeypatch.setattr(plain, "stat", stat)
+    run.store.after = lambda operation, key: fail() if operation == "put_file" and "distcp" in key else None
+
+    def fail():
+        raise Unavailable("cut")
+
+    with pytest.raises(Unavailable):
+        run.upload(0, 10)
+    run.store.after = lambda *_: None
+    (run.folder(0, 10) / ".metadata").write_bytes(b"metb 10")  # same size, other content
+    before = len(run.store.calls)
+    run.upload(0, 10)
+    sent = [key.rpartition("node-0/")[2] for operation, key in run.store.calls[before:] if operation == "put_file"]
+    assert "__0_0.distcp" not in sent
+    assert ".metadata" in sent
+
+
+@pytest.mark.parametrize("executed", [True, False])
+def test_the_lost_answer_to_a_sidecar(run, executed):
+    """F30"""
+
+    def lose(operation, _key):
+        if operation == "put_if_absent":
+            raise Ambiguous("lost")
+
+    setattr(run.store, "after" if executed else "before", lose)
+    if executed:
+        assert run.upload(0, 10).node == 0
+    else:
+        with pytest.raises(Unavailable, match=r"did not arrive\. Upload it again"):
+            run.upload(0, 10)
+        run.store.before = lambda *_: None
+        assert run.upload(0, 10).node == 0
+
+
+def test_what_cannot_be_kept_is_refused_before_anything_is_sent(run, tmp_path):
+    def link(folder):
+        (folder / "link").symlink_to("/etc/hostname")
+
+    def link_to_folder(folder):
+        (folder / "link").symlink_to("/etc")
+
+    def pipe(folder):
+        os.mkfifo(folder / "pipe")
+
+    def newline(folder):
+        (folder / "a\nb").touch()
+
+    def escape(folder):
+        (folder / "..%2fx").touch()
+
+    def not_utf8(folder):
+        (folder / os.fsdecode(b"\xff")).touch()
+
+    for step, spoil in enumerate((link, link_to_folder, pipe, newline, escape, not_utf8)):
+        spoil(run.folder(0, step))
+        with pytest.raises(StoreError, match="cannot be kept"):
+            run.upload(0, step)
+    assert not list(run.plain.list("run-1/checkpoints/"))
+    with pytest.raises(StoreError, match="cannot read"):
+        upload_part(
+            run.store,
+            "run-1",
+            "a001-step-1",
+            folder=tmp_path / "gone",
+            attempt=1,
+            node=0,
+            step=1,
+            world_size=1,
+            meta={},
+        )
+
+
+def test_too_many_files_are_refused(run, monkeypatch):
+    monkeypatch.setattr("mgpu_train.checkpoint.upload.MAX_FILES", 2)
+    with pytest.raises(StoreError, match="more than 2 files"):
+        run.upload(0, 10)
+
+
+def test_a_damaged_sidecar_is_not_believed(run, damage):
+    for node in (0, 1):
+        run.upload(node, 10)
+    path = run.root / "run-1/checkpoints/a001-step-10/node-1.json"
+    whole = path.read_bytes()
+    damage["truncated"](path)
+    with pytest.raises(Damaged, match=r"node-1\.json is not valid"):
+        run.commit(10)
+    path.write_bytes(path.with_name("node-0.json").read_bytes())
+    with pytest.raises(Damaged, match="of another part"):
+        run.commit(10)
+    path.write_bytes(whole)
+    assert run.commit(10).seq == 1
+
+
+# --- assemble ---------------------------------------------------------------------------------------------------------
+
+
+def part(node: int, *files: tuple[str, int], step: int = 1, world_size: int = 2) -> Sidecar:
+    return Sidecar(
+        checkpoint_id=f"a001-step-{step}",
+        attempt=1,
+        node=node,
+        step=step,
+        world_size=world_size,
+        files=tuple(FileEntry(path=path, size=size, crc64nvme="0" * 16, node=node) for path, size in files),
+    )
+
+
+def make(*parts: Sidecar):
+    return assemble(parts, run_id="run-1", nodes=2, created_at=1.0)
+
+
+def test_a_file_that_all_nodes_have_stands_once():
+    manifest = make(part(1, ("config.json", 5), ("b", 1)), part(0, ("config.json", 5), ("a", 1)))
+    assert [(file.path, file.node) for file in manifest.files] == [("config.json", 0), ("a", 0), ("b", 1)]
+    assert manifest.writers == (0, 1)
+
+
+def test_different_files_of_one_name_are_an_error():
+    with pytest.raises(Damaged, match=r"nodes 0 and 1 have different files named 'model\.pt'"):
+        make(part(0, ("model.pt", 5)), part(1, ("model.pt", 6)))
+
+
+def test_parts_that_make_no_checkpoint():
+    with pytest.raises(Damaged, match="not of one checkpoint"):
+        make(part(0, ("a", 1)), part(1, ("b", 1), step=2))
+    with pytest.raises(Damaged, match="not of one checkpoint"):
+        make(part(0, ("a", 1)), part(1, ("b", 1), world_size=4))
+    with pytest.raises(Damaged, match="make no checkpoint"):
+        make(part(0), part(1))  # no file at all
+    with pytest.raises(Damaged, match="make no checkpoint"):
+        make(part(0, ("a", 1)), part(1, ("a/b", 1)))
+    with pytest.raises(Damaged, match="make no checkpoint"):
+        make(part(0, ("a", 1)), part(0, ("b", 1)))
+    with pytest.raises(Damaged, match="not of one checkpoint"):
+        make()
+
+
+def test_a_node_may_have_nothing_to_add():
+    assert make(part(0, ("a", 1)), part(1)).writers == (0, 1)
