@@ -259,6 +259,8 @@ def cut_off(project, tmp_path, monkeypatch):
     wait_until(lambda: not processes("pulumi-resource-mgpu", tmp_path), 10)  # an orphaned plugin ends itself
     assert len(project.billed) == 2
     hold.unlink()
+    for orphan in processes("pulumi-language-python", tmp_path):
+        os.kill(orphan, signal.SIGKILL)  # unlike our plugin, Pulumi's language host never ends itself
     for lock in (tmp_path / "xdg/state/mgpu/pulumi/.pulumi/locks").rglob("*.json"):
         lock.unlink()  # what `pulumi cancel` does
     return project
