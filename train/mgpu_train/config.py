@@ -142,7 +142,7 @@ class Job(Model):
 
 
 class Secrets(Model):
-    """What `agent start` reads from standard input and hands on by a pipe: on no disk, in no argument, not in `job.json`."""
+    """What `agent start` reads from standard input and hands on by a pipe: on no disk, in no argument, in no job."""
 
     env: dict[EnvName, Text] = Field(default_factory=dict, description="the run's secrets, for the launcher")
     store: dict[EnvName, Text] = Field(default_factory=dict, description="AWS_* variables, for the agent alone")
