@@ -411,7 +411,10 @@ def test_a_dead_ssh_server_is_started_again_on_the_same_port_and_programs_go_on(
 
 
 def _command(process: procs.Process) -> bytes:
-    return Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    try:
+        return Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    except OSError:
+        return b""  # it ended just now
 
 
 def _answers(world: World, node: NodeState) -> bool:
@@ -443,13 +446,13 @@ def test_a_dead_lease_script_is_started_again(world: World):
     handle, _ = world.node()
     keeper = world.keeper(handle)
 
-    def enforcers() -> list[procs.Process]:
-        return [p for p in procs.descendants(keeper.pid) if b"lease.sh" in _command(p)]
+    def enforcers() -> set[procs.Process]:
+        return {p for p in procs.descendants(keeper.pid) if b"lease.sh" in _command(p)}
 
     until(enforcers)
-    first = enforcers()[0]
-    first.send(signal.SIGKILL)
-    until(lambda: enforcers() and enforcers()[0] != first)
+    killed = [process for process in enforcers() if process.send(signal.SIGKILL)]
+    assert killed
+    until(lambda: enforcers() - set(killed))
 
 
 def test_the_lease_ends_what_a_killed_keeper_has_left_without_anybody_looking(world: World):
