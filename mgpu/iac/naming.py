@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PROJECT = "mgpu"
-"""The name of our Pulumi project, in a checkout and in a folder that `mgpu init` made."""
+"""The name of the Pulumi project in a checkout of mgpu. A folder that `mgpu init` made has a name of its own."""
 
 
 def fleet_name(project: str, stack: str) -> str:

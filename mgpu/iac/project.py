@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sysconfig
+from itertools import count
 from pathlib import Path
 
 import yaml
 
 import mgpu
 from mgpu.errors import InputError, StackError
+from mgpu.iac.environment import backend_dir
 from mgpu.iac.naming import PROJECT
 
 _CARRIED = Path(mgpu.__file__).parent / "_data"
@@ -30,7 +33,7 @@ def project_files(dest: Path, *, overwrite: bool = False) -> tuple[Path, ...]:
     dest.mkdir(parents=True, exist_ok=True)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(_source(), program, dirs_exist_ok=True, ignore=ignored)
-    settings.write_text(_settings())
+    settings.write_text(_settings(_new_name(dest)))
     return settings, program
 
 
@@ -56,11 +59,19 @@ def _source() -> Path:
     return carried if carried.is_dir() else _CHECKOUT / "infra"
 
 
-def _settings() -> str:
+def _new_name(dest: Path) -> str:
+    """A project name that the backend does not have yet: two projects of one name would share their stacks."""
+    base = re.sub(r"[^a-z0-9]+", "-", dest.resolve().name.lower()).strip("-")[:24] or PROJECT
+    taken = backend_dir() / ".pulumi" / "stacks"
+    names = (base if n == 1 else f"{base}-{n}" for n in count(1))
+    return next(name for name in names if name != PROJECT and not (taken / name).exists())
+
+
+def _settings(name: str) -> str:
     # The folder of our own plugin is named: found on PATH alone, the engine would warn at every command.
     plugin = {"name": "mgpu", "path": sysconfig.get_path("scripts")}
     settings = {
-        "name": PROJECT,
+        "name": name,
         "description": "Machines for distributed training, one fleet a stack",
         "runtime": "python",
         "main": "infra/",

@@ -39,7 +39,7 @@ class Verdict:
 def decide(views: tuple[NodeView, ...], *, attempt: int, silence_s: float) -> Verdict:
     """The verdict over one pass. A silent node is UNKNOWN until `silence_s`; a provider's word is believed at once."""
     lost = [v for v in views if v.gone or v.silent_s > silence_s]
-    failed = [v for v in views if v.status and v.status.attempt == attempt and v.status.phase is Phase.FAILED]
+    failed = [v for v in views if v.status and v.status.attempt == attempt and _failing(v.status)]
     over = [v for v in views if v in lost or _final(v, attempt)]
     if len(over) < len(views):
         if lost or failed:
@@ -54,10 +54,18 @@ def _final(view: NodeView, attempt: int) -> bool:
     return view.status is not None and view.status.attempt == attempt and view.status.phase.final
 
 
+def _failing(status: AgentStatus) -> bool:
+    # an agent names the fault before it drains: the peers need not wait for its uploads
+    return status.phase is Phase.FAILED or status.fault is not None
+
+
+# a program that crashes takes its peers' connections along, and a peer may say so first; a peer that was told to stop is
+# no cause at all
+_BLAME = (Fault.USER, Fault.INFRASTRUCTURE, None, Fault.STOPPED)
+
+
 def _first(failed: list[NodeView]) -> NodeView:
-    # a peer that was told to stop is no cause; of the others the one that failed first is
-    causes = [v for v in failed if v.status and v.status.fault is not Fault.STOPPED] or failed
-    return min(causes, key=lambda v: v.status.updated_at if v.status else 0.0)
+    return min(failed, key=lambda v: (_BLAME.index(v.status.fault), v.status.updated_at) if v.status else (9, 0.0))
 
 
 def _why(failed: list[NodeView], lost: list[NodeView]) -> str:

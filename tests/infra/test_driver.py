@@ -246,7 +246,7 @@ def test_the_current_stack_is_the_environments(monkeypatch, tmp_path):
 def test_project_files_are_written_once(tmp_path):
     written = project.project_files(tmp_path / "new")
     assert [path.name for path in written] == ["Pulumi.yaml", "infra"]
-    assert project.project_name(tmp_path / "new") == "mgpu"
+    assert project.project_name(tmp_path / "new") == "new"
     assert "Fleet" in (tmp_path / "new/infra/__main__.py").read_text()
     (tmp_path / "new/infra/__main__.py").write_text("mine")
     with pytest.raises(errors.InputError, match="infra"):
@@ -254,15 +254,25 @@ def test_project_files_are_written_once(tmp_path):
     assert (tmp_path / "new/infra/__main__.py").read_text() == "mine"
 
 
+def test_two_folders_of_one_name_are_two_projects(tmp_path, xdg):
+    project.project_files(tmp_path / "a" / "Train it")
+    assert project.project_name(tmp_path / "a" / "Train it") == "train-it"
+    (environment.backend_dir() / ".pulumi" / "stacks" / "train-it").mkdir(parents=True)
+    project.project_files(tmp_path / "b" / "Train it")
+    assert project.project_name(tmp_path / "b" / "Train it") == "train-it-2"
+
+
 def test_the_plugins_folder_is_named_and_has_it(tmp_path):
     project.project_files(tmp_path)
-    settings = project._settings()
+    settings = (tmp_path / "Pulumi.yaml").read_text()
     folder = Path(settings.partition("path: ")[2].split()[0])
     assert os.access(folder / "pulumi-resource-mgpu", os.X_OK)
 
 
-def test_the_checkouts_own_pulumi_yaml_says_the_same():
+def test_the_checkouts_own_pulumi_yaml_says_the_same(tmp_path):
     ours = yaml.safe_load((Path(__file__).parents[2] / "Pulumi.yaml").read_text())
-    theirs = yaml.safe_load(project._settings())
-    ours.pop("plugins"), theirs.pop("plugins")
+    project.project_files(tmp_path)
+    theirs = yaml.safe_load((tmp_path / "Pulumi.yaml").read_text())
+    for key in ("plugins", "name"):  # where the plugin lies, and the folder's own name
+        ours.pop(key), theirs.pop(key)
     assert ours == theirs

@@ -68,7 +68,20 @@ def test_a_failed_node_stops_its_peers_then_names_the_cause():
     assert "exit code 3" in verdict.reason
 
 
-def test_of_two_failures_the_first_one_is_the_cause():
+def test_of_two_failures_of_a_kind_the_first_one_is_the_cause():
     early = status(Phase.FAILED, fault=Fault.INFRASTRUCTURE, reason="disk full", at=1.0)
-    late = status(Phase.FAILED, fault=Fault.USER, reason="connection closed by peer", at=2.0)
+    late = status(Phase.FAILED, fault=Fault.INFRASTRUCTURE, reason="connection closed by peer", at=2.0)
     assert "disk full" in judge(NodeView(0, late), NodeView(1, early)).reason
+
+
+def test_a_program_that_crashed_is_the_cause_of_the_peers_it_lost():
+    peer = status(Phase.FAILED, fault=Fault.INFRASTRUCTURE, reason="connection closed by peer", at=1.0)
+    crashed = status(Phase.FAILED, fault=Fault.USER, reason="the program ended with exit code 1", at=2.0)
+    verdict = judge(NodeView(0, peer), NodeView(1, crashed))
+    assert verdict.fault is Fault.USER
+    assert "node 1" in verdict.reason
+
+
+def test_the_peers_are_stopped_while_the_failed_node_still_uploads():
+    draining = status(Phase.DRAINING, fault=Fault.USER, reason="the program ended with exit code 1")
+    assert judge(NodeView(0, draining), NodeView(1, status(Phase.TRAINING))).action is Action.STOP
