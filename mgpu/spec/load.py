@@ -57,7 +57,7 @@ def _read(path: Path) -> Document:
         next_step = "Name a run file, or write one with `mgpu init`."
         raise InputError(f"{path}: the run file cannot be read", f"{why[:1].upper()}{why[1:]}.", next_step) from error
     try:
-        return read(raw.decode("utf-8-sig"), str(path))
+        return read(raw.decode(), str(path))
     except UnicodeDecodeError as error:
         document = Document(str(path))
         document.problem((), "not UTF-8 text", line=raw.count(b"\n", 0, error.start) + 1)

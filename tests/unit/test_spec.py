@@ -519,6 +519,7 @@ def test_a_missing_file_says_what_why_and_next(tmp_path):
     assert error.exit_code == 2
 
 
+@pytest.mark.timeout(20)
 def test_a_folder_or_pipe_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
