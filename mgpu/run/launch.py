@@ -34,7 +34,7 @@ from mgpu.run.request import Request, resolve, secrets_of
 from mgpu.run.session import Interrupts, Session
 from mgpu.run.supervise import Ended
 from mgpu.run.teardown import give_back
-from mgpu.spec.load import load
+from mgpu.spec.load import loads
 from mgpu.spec.model import RunSpec
 
 
@@ -115,7 +115,8 @@ def attach(record: Record, context: Context) -> Outcome | None:
     with supervising(record.run_id) as free:
         if not free:
             return None
-    spec = load(Folder(record.run_id).run_file)
+    path = Folder(record.run_id).run_file
+    spec = loads(path.read_text(), str(path))  # as it was; what it names beside itself is on the nodes by now
     with _supervised(record, context) as session:
         stack = _stack(record, context)
         fleet = stack.outputs() if record.fleet is None else StackOutput.model_validate(record.fleet)

@@ -153,7 +153,7 @@ class Supervisor:
         record.first_validation_loss = status.first_validation_loss
         if status.validation_loss is not None and status.validation_loss != record.validation_loss:
             record.validation_loss = status.validation_loss
-            self._session.emit(Validated(max(status.step, 0), status.validation_loss))
+            self._session.emit(Validated(status.validation_step, status.validation_loss))
         done = status.checkpoint
         if done.committed_id and done.committed_id != record.checkpoint_id:
             record.checkpoint_id, record.checkpoint_step = done.committed_id, done.committed_step

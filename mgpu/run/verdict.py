@@ -59,7 +59,7 @@ def _failing(status: AgentStatus) -> bool:
     return status.phase is Phase.FAILED or status.fault is not None
 
 
-# a program that crashes takes its peers' connections along, and a peer may say so first; a peer that was told to stop is
+# a program that crashes takes its peers' connections along, and a peer may say so first; one that was told to stop is
 # no cause at all
 _BLAME = (Fault.USER, Fault.INFRASTRUCTURE, None, Fault.STOPPED)
 

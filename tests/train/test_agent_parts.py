@@ -147,6 +147,7 @@ def test_progress_is_a_new_step_only():
         "tokens_per_s": 10.0,
         "first_validation_loss": 4.0,
         "validation_loss": 3.0,
+        "validation_step": 3,
     }
 
 

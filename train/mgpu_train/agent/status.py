@@ -68,6 +68,7 @@ class AgentStatus(Model):
     tokens_per_s: float | None = Field(default=None, description="of the whole run")
     first_validation_loss: float | None = Field(default=None, description="nat per target, at the first validation")
     validation_loss: float | None = Field(default=None, description="nat per target, newest")
+    validation_step: int = Field(default=-1, description="the optimizer step it was measured at; -1 = none")
     progress_at: float | None = Field(default=None, description="when progress was last seen")
     checkpoint: CheckpointStatus = Field(default_factory=CheckpointStatus)
     exit_code: int | None = Field(default=None, description="the launcher's; for the record, not for the verdict")

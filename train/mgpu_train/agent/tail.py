@@ -59,7 +59,7 @@ class Progress:
         if kind == "step":
             return self._step(record)
         if kind == "validation" and (loss := _number(record.get("loss"))) is not None:
-            self.fields["validation_loss"] = loss
+            self.fields |= {"validation_loss": loss, "validation_step": record.get("step", -1)}
             self.fields.setdefault("first_validation_loss", loss)
         elif kind == "end":
             self.ended = str(record.get("reason"))
