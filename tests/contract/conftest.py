@@ -229,7 +229,9 @@ def through(moto, monkeypatch) -> Iterator[Callable[..., tuple[Store, Proxy]]]:
         proxy = Proxy(moto, before, after)
         proxies.append(proxy)
         env = {**moto.env, "AWS_ENDPOINT_URL": proxy.endpoint}
-        return open_store(f"s3://{bucket}/x", env, timeouts=Timeouts(**times)), proxy
+        store = open_store(f"s3://{bucket}/x", env, timeouts=Timeouts(**times))
+        monkeypatch.setattr(store, "_sleep", lambda _seconds: None)
+        return store, proxy
 
     yield make
     for proxy in proxies:

@@ -30,6 +30,7 @@ class Timeouts(BaseModel):
     peers_s: float = Field(120, description="for the other nodes' parts of a checkpoint to appear in the store")
     store_connect_s: float = Field(10, description="for a connection to the object store")
     store_read_s: float = Field(30, description="without a byte from the object store before a request is repeated")
+    store_retry_s: float = Field(60, description="after which a failing request to the object store is not repeated")
     lease_s: float = Field(900, description="a node's lease while a run uses it")
     lease_renew_s: float = Field(20, description="between two renewals by the agent")
     poll_s: float = Field(0.5, description="between two passes of the supervisor, and of the agent")

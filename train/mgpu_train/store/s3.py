@@ -7,6 +7,7 @@ that are sent or received: a ranged read carries none, and not every server mind
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,7 +26,7 @@ from mgpu_train.timeouts import Timeouts
 
 _THREADS = 8  # parts in flight; each holds up to one part in memory
 _FIRST_ATTEMPTS = 2  # at an endpoint that never answered: rather a wrong address than a blip
-_READS = 5  # of one range whose stream broke off: botocore does not repeat those
+_ROUNDS = 5  # of botocore's attempts; it also repeats nothing once a stream has begun
 _MOST_PARTS = 10_000  # S3's limit
 _STREAM = 1 << 20  # bytes between two looks at an incoming stream
 T = TypeVar("T")
@@ -43,13 +44,15 @@ class S3Store:
         env: Mapping[str, str] | None,
         timeouts: Timeouts,
         *,
+        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.url = url
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._answered = False
-        self._sleep = sleep
+        self._clock, self._sleep = clock, sleep
+        self._timeouts = timeouts
         self._client, self._errors = connect(url, env, timeouts, threads=_THREADS)
         self._pool = ThreadPoolExecutor(_THREADS, "s3")
         self._client.meta.events.register_first("needs-retry.s3", self._give_up_early)
@@ -58,7 +61,8 @@ class S3Store:
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """See Store."""
         try:
-            self._put(key, data, IfNoneMatch="*")
+            with self._errors.translated(f"write {key}"):  # once: whoever lost the answer reads back
+                self._put(key, data, IfNoneMatch="*")
         except StoreError as error:
             if isinstance(error.__cause__, ClientError) and _status(error.__cause__) == 412:
                 return False
@@ -69,7 +73,7 @@ class S3Store:
 
     def put(self, key: str, data: bytes) -> None:
         """See Store."""
-        self._put(key, data)
+        self._patiently(f"write {key}", lambda: self._put(key, data))
 
     def put_file(self, key: str, path: Path) -> Stat:
         """See Store. Reads the file once."""
@@ -77,7 +81,7 @@ class S3Store:
             size = os.fstat(source).st_size
             if size <= PIECE:
                 data = _read_part(source, 0, size)
-                self._put(key, data)
+                self.put(key, data)
                 return Stat(key, size, crc.of_bytes(data), time.time())
             return Stat(key, size, self._put_parts(key, source, size), time.time())
 
@@ -108,9 +112,9 @@ class S3Store:
 
     def stat(self, key: str) -> Stat | None:
         """See Store."""
+        where = self._at(key)
         try:
-            with self._errors.translated(f"look at {key}"):
-                found = self._client.head_object(**self._at(key), ChecksumMode="ENABLED")
+            found = self._patiently(f"look at {key}", lambda: self._client.head_object(**where, ChecksumMode="ENABLED"))
         except NotFound:
             return None
         whole = found.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
@@ -130,9 +134,9 @@ class S3Store:
 
     def delete(self, key: str) -> None:
         """See Store."""
+        where = self._at(key)
         try:
-            with self._errors.translated(f"delete {key}"):
-                self._client.delete_object(**self._at(key))
+            self._patiently(f"delete {key}", lambda: self._client.delete_object(**where))
         except NotFound:  # some servers say so; S3 does not
             pass
 
@@ -150,10 +154,9 @@ class S3Store:
 
     def _put(self, key: str, data: bytes, **conditions: str) -> None:
         own = crc.to_base64(crc.of_bytes(data))
-        with self._errors.translated(f"write {key}"):
-            self._client.put_object(
-                **self._at(key), Body=data, ChecksumAlgorithm="CRC64NVME", ChecksumCRC64NVME=own, **conditions
-            )
+        self._client.put_object(
+            **self._at(key), Body=data, ChecksumAlgorithm="CRC64NVME", ChecksumCRC64NVME=own, **conditions
+        )
 
     def _put_parts(self, key: str, source: int, size: int) -> str:
         where = self._at(key)
@@ -184,7 +187,10 @@ class S3Store:
             data = _read_part(source, offset, length)
             value = crc64nvme(data)
             own = crc.to_base64(crc.to_hex(value))
-            sent = self._client.upload_part(**where, PartNumber=number, Body=data, ChecksumCRC64NVME=own)
+            sent = self._patiently(
+                f"write part {number} of {where['Key']}",
+                lambda: self._client.upload_part(**where, PartNumber=number, Body=data, ChecksumCRC64NVME=own),
+            )
             return {"ETag": sent["ETag"], "ChecksumCRC64NVME": own}, value, length
 
         part = _part_size(size)
@@ -216,7 +222,7 @@ class S3Store:
             value = done = 0
             answer = self._client.get_object(**where, Range=f"bytes={offset}-{offset + length - 1}")
             with closing(answer["Body"]) as body:  # its own `with` gives the unchecked stream
-                while data := body.read(_STREAM):
+                while done <= length and (data := body.read(_STREAM)):
                     sink(offset + done, data)
                     value = crc64nvme(data, value)
                     done += len(data)
@@ -226,18 +232,22 @@ class S3Store:
 
         return self._patiently(f"read {key}", read)
 
-    def _patiently(self, doing: str, read: Callable[[], T]) -> T:
-        """Reads again, a little later each time, when the stream breaks off."""
-        for attempt in range(1, _READS):
+    def _patiently(self, doing: str, work: Callable[[], T]) -> T:
+        """Does what may be done twice, again after growing pauses while the store does not answer as it should.
+
+        botocore's own repetitions are over within seconds, or each has cost its whole time-out: then not again.
+        """
+        end = self._clock() + self._timeouts.store_retry_s
+        for attempt in range(1, _ROUNDS):
             try:
                 with self._errors.translated(doing):
-                    return read()
-            except Unavailable as error:
-                if not maybe_done(error):  # never connected: botocore has tried long enough
+                    return work()
+            except Unavailable:
+                if not self._answered or self._clock() > end:
                     raise
-                self._sleep(0.1 * 4**attempt)
+                self._sleep(random.uniform(0.5, 1) * 2**attempt)
         with self._errors.translated(doing):
-            return read()
+            return work()
 
     def _at(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
