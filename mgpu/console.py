@@ -5,6 +5,7 @@ rich is imported on first use: `mgpu --help` and `mgpu --version` never need it.
 
 from __future__ import annotations
 
+import atexit
 import json
 import re
 import sys
@@ -77,6 +78,7 @@ class Console:
         self._plain_step = -1
         self._phase = ""
         self._rich: RichConsole | None = None
+        self._deaf = False
 
     # --- results, on stdout -------------------------------------------------------------------------------------
 
@@ -110,11 +112,24 @@ class Console:
     # --- everything else, on stderr -----------------------------------------------------------------------------
 
     def say(self, text: str, style: str = "") -> None:
-        """A line of progress."""
+        """A line of progress. What comes from nodes and providers is in it: nothing of that acts on the terminal."""
         from rich.text import Text
 
-        out = self._bar.console if self._bar else self._stderr()
-        out.print(Text(text, style=style), soft_wrap=True)
+        def show() -> None:
+            out = self._bar.console if self._bar else self._stderr()
+            out.print(Text(neutral(text), style=style), soft_wrap=True)
+
+        self._to_stderr(show)
+
+    def _to_stderr(self, show: Callable[[], None]) -> None:
+        # the reader of a pipe has left, the terminal was closed, the disk is full: a run, and above all its teardown,
+        # must not end of that
+        if self._deaf:
+            return
+        try:
+            show()
+        except OSError:
+            self._deaf = True
 
     def next(self, *lines: str) -> None:
         """What to type next."""
@@ -152,7 +167,7 @@ class Console:
             for line in lines.flush():
                 self.say(line)
         if self._bar is not None:
-            self._bar.stop()
+            self._to_stderr(self._bar.stop)
             self._bar = self._task = None
 
     # --- one renderer an event ----------------------------------------------------------------------------------
@@ -189,7 +204,7 @@ class Console:
     def _progress(self, event: events.Progress) -> None:
         numbers = f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s" if event.loss else event.phase
         if self.interactive:
-            self._draw(event, numbers)
+            self._to_stderr(lambda: self._draw(event, numbers))
         elif self._plain_due(event):
             total = f"/{event.steps}" if event.steps else ""
             self.say(f"  step {event.step}{total}  {numbers}" if event.step >= 0 else f"  {event.phase}")
@@ -216,6 +231,7 @@ class Console:
             )
             self._task = self._bar.add_task(event.phase, total=event.steps or None, numbers="")
             self._bar.start()
+            atexit.register(self.done)  # an interrupt must not leave the terminal without its cursor
         if self._task is not None:
             self._bar.update(
                 self._task,
@@ -229,7 +245,11 @@ class Console:
         if self._rich is None:
             from rich.console import Console as RichConsole
 
-            self._rich = RichConsole(stderr=True, highlight=False)
+            class Stderr(RichConsole):
+                def on_broken_pipe(self) -> None:
+                    raise  # the error that is being handled; rich would end this process here, without a teardown
+
+            self._rich = Stderr(stderr=True, highlight=False)
         return self._rich
 
     _renderers: ClassVar[dict[type[events.Event], Callable[[Console, Any], None]]] = {

@@ -162,8 +162,11 @@ def save(record: Record) -> None:
     folder.make()
     record.updated_at = time.time()
     aside = folder.record.with_name(f".record.{os.getpid()}")
-    aside.write_text(json.dumps(asdict(record), indent=1))
-    aside.chmod(0o600)
+    with aside.open("w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        json.dump(asdict(record), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())  # else a power cut may leave an empty file under the name
     aside.replace(folder.record)
 
 
@@ -171,7 +174,7 @@ def load(run_id: str) -> Record:
     """Reads a record; a prefix of the id is enough where it is the only one; "" or "last" is the newest run.
 
     Raises:
-        InputError: no such run, or several.
+        InputError: no such run, or several, or its record cannot be read.
     """
     known = ids()
     if run_id in ("", "last"):
@@ -186,21 +189,39 @@ def load(run_id: str) -> Record:
 
 
 def ids() -> list[str]:
-    """All run ids, oldest first."""
-    root = paths.state_dir() / "runs"
-    found = [path for path in root.glob("*/record.json") if not path.parent.name.startswith(".")]
-    return [p.parent.name for p in sorted(found, key=lambda p: _read(p).created_at)]
+    """All run ids, oldest first; a run whose record cannot be read is as old as its file."""
+    return [run_id for run_id, _ in _all()]
 
 
 def every() -> list[Record]:
-    """All records, oldest first."""
-    return [_read(Folder(run_id).record) for run_id in ids()]
+    """All records that can be read, oldest first: one that is damaged hides no other."""
+    return [record for _, record in _all() if record is not None]
+
+
+def _all() -> list[tuple[str, Record | None]]:
+    found: list[tuple[float, str, Record | None]] = []
+    for path in (paths.state_dir() / "runs").glob("*/record.json"):
+        if path.parent.name.startswith("."):
+            continue
+        try:
+            record = _read(path)
+            found.append((record.created_at, path.parent.name, record))
+        except InputError:
+            found.append((path.stat().st_mtime, path.parent.name, None))
+    return [(run_id, record) for _, run_id, record in sorted(found, key=lambda each: each[:2])]
 
 
 def _read(path: Path) -> Record:
     known = {each.name for each in fields(Record)}
-    data = {key: value for key, value in json.loads(path.read_text()).items() if key in known}
-    return Record(**{**data, "state": State(data["state"])})
+    try:
+        data = {key: value for key, value in json.loads(path.read_text()).items() if key in known}
+        return Record(**{**data, "state": State(data["state"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(
+            f"the record of run {path.parent.name} cannot be read",
+            f"{path}: {error}",
+            "Its machines, if there are any, stand in `mgpu ls`; `mgpu down --stack NAME` gives them back.",
+        ) from error
 
 
 @contextmanager

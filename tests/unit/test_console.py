@@ -84,3 +84,26 @@ def test_plain_progress_is_one_line_in_a_while(capsys):
     for step in range(100):
         console.emit(events.Progress(step, 100, 2.0, 10.0))
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_reader_that_left_ends_no_run(monkeypatch):
+    """`mgpu launch 2>&1 | head`, a terminal that was closed: the teardown still has to happen."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    console = Console(show_logs=True)
+    console.emit(events.PhaseStarted("teardown"))
+    console.emit(events.LogChunk(0, 0, b"a line\nrest"))
+    console.interactive = True
+    console.emit(events.Progress(1, 10, 2.0, 10.0))
+    console.error(QuotaExceeded("no quota", "why", "next"))
+    console.done()
+
+
+@pytest.mark.parametrize("event", [events.Note, events.Warned, events.PhaseStarted])
+def test_no_event_acts_on_the_terminal(event, capsys):
+    Console().emit(event("before\x1b]52;c;ZXZpbA==\x07after"))
+    assert "beforeafter" in capsys.readouterr().err

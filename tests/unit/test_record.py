@@ -101,3 +101,15 @@ with record.supervising("a-1") as free:
     assert not records.supervised("a-1")
     with records.supervising("a-1") as free:
         assert free
+
+
+@pytest.mark.parametrize("text", ["", '{"run_id": "bad-1", "sta', "[]", '{"state": "of tomorrow"}', "{}"])
+def test_a_damaged_record_hides_no_other_and_is_named(text):
+    make("good-1")
+    make("bad-1", 2.0)
+    records.Folder("bad-1").record.write_text(text)
+    assert [record.run_id for record in records.every()] == ["good-1"]
+    assert set(records.ids()) == {"good-1", "bad-1"}
+    assert records.load("good-1").run_id == "good-1"
+    with pytest.raises(InputError, match="bad-1 cannot be read"):
+        records.load("bad-1")
