@@ -187,7 +187,8 @@ def assert_no_plain_secret(project, xdg):
 
 def resource(xdg, kind):
     """The resource of this type, as state has it."""
-    state = json.loads((xdg / "state/mgpu/pulumi/.pulumi/stacks/mgpu/demo-1.json").read_text())
+    (path,) = (xdg / "state/mgpu/pulumi/.pulumi/stacks").glob("*/demo-1.json")
+    state = json.loads(path.read_text())
     (found,) = (r for r in state["checkpoint"]["latest"]["resources"] if r["type"] == f"mgpu:index:{kind}")
     return found
 

@@ -142,3 +142,4 @@ def main() -> None:
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()
+    os._exit(0)  # as the trainer ends, and for its reason
