@@ -151,6 +151,13 @@ def test_progress_is_a_new_step_only():
     }
 
 
+def test_metrics_of_odd_types_leave_a_status_that_can_be_read():
+    progress = Progress()
+    progress.take({"kind": "validation", "step": "three", "loss": 4.0})
+    progress.take({"kind": "step", "step": 1, "loss": 10**400})
+    assert progress.fields == {"step": 1, "first_validation_loss": 4.0, "validation_loss": 4.0, "validation_step": -1}
+
+
 # --- local checkpoints ---------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ class Timeouts(BaseModel):
     prepare_s: float = Field(1800, description="on the node: requirements installed, data fetched")
     resume_s: float = Field(1800, description="on the node: the checkpoint to resume from, fetched and verified")
     first_step_s: float = Field(1800, description="from the launcher's start to the first sign of progress")
-    stall_s: float = Field(1800, description="without any progress before the agent ends the attempt")
+    stall_s: float = Field(780, description="without any progress before the agent ends the attempt; below lease_s")
     collective_s: float = Field(600, description="for one collective operation of the ranks")
     stop_grace_s: float = Field(60, description="from SIGTERM to SIGKILL of the launcher")
     kill_s: float = Field(30, description="until processes that were sent SIGKILL have to be gone")

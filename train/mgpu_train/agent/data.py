@@ -24,7 +24,7 @@ def fetch_data(attempt: Attempt, item: DataItem) -> None:
     """
     into = Path(item.to) if item.to.startswith("/") else inside(attempt.work, item.to, "data")
     try:
-        store = open_store(item.source, attempt.secrets.store)
+        store = open_store(item.source, attempt.secrets.store, timeouts=attempt.times)
         found = [stat for stat in store.list("") if not stat.key.endswith("/")]
         if not found:
             raise AttemptFailed(Fault.USER, f"data: there is nothing under {item.source}")

@@ -59,7 +59,8 @@ class Progress:
         if kind == "step":
             return self._step(record)
         if kind == "validation" and (loss := _number(record.get("loss"))) is not None:
-            self.fields |= {"validation_loss": loss, "validation_step": record.get("step", -1)}
+            step = record.get("step")
+            self.fields |= {"validation_loss": loss, "validation_step": step if type(step) is int else -1}
             self.fields.setdefault("first_validation_loss", loss)
         elif kind == "end":
             self.ended = str(record.get("reason"))
@@ -81,4 +82,8 @@ class Progress:
 
 def _number(value: Any) -> float | None:
     """A finite number; a loss of NaN is no number that JSON could carry."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    return number if math.isfinite(number) else None
