@@ -47,6 +47,9 @@ def train_job(**changes) -> Job:
         (Watched(now=15, launched=0, asked=5), Act.KILL),  # stop_grace_s
         (Watched(now=5, launched=0, asked=5, asked_now=True), Act.KILL),
         (Watched(now=5, launched=0, progress=5, fenced="attempt 2 was started"), Act.KILL),
+        (Watched(now=5, launched=0, progress=5, resumed_step=9, saved_step=9), Act.WATCH),
+        (Watched(now=5, launched=0, progress=5, resumed_step=9, saved_step=8), Act.KILL),  # it began anew
+        (Watched(now=5, launched=0, progress=5, resumed_step=9), Act.WATCH),
     ],
 )
 def test_what_is_done_to_a_launcher(seen, act):
@@ -63,6 +66,11 @@ def test_a_stall_is_named_with_its_deadline():
     _, cause = look(Watched(now=200, launched=0, progress=1), TIMES)
     assert cause is not None
     assert (cause.fault, "50 s (stall_s)" in cause.reason) == (Fault.INFRASTRUCTURE, True)
+
+
+def test_a_stall_is_found_before_the_lease_ends_the_machine():
+    times = Timeouts()
+    assert times.stall_s + times.kill_s + times.lease_renew_s + times.poll_s < times.lease_s
 
 
 STOP = Cause(Fault.STOPPED, "the operator asked to stop", 1, 10)
@@ -90,6 +98,7 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         (job(), Ended(exit_code=0), Fault.USER, "left no folder `step-<n>`"),
         (job(), Ended(exit_code=0, saved_step=1, durable_step=1), None, ""),
         (job(), Ended(exit_code=0, saved_step=2, durable_step=1), Fault.INFRASTRUCTURE, "step-2, is not safe"),
+        (job(), Ended(exit_code=0, saved_step=2, resumed_step=9), Fault.USER, "load MGPU_RESUME_DIR"),
         (job(), Ended(exit_code=3, last_words="ValueError: x"), Fault.USER, "exit code 3: ValueError: x"),
         (job(), Ended(exit_code=-signal.SIGKILL), Fault.INFRASTRUCTURE, "SIGKILL"),
         (job(), Ended(exit_code=-signal.SIGSEGV), Fault.USER, "signal 11"),

@@ -192,6 +192,14 @@ def test_the_environment_that_a_program_gets(node):
     assert (argv, folder) == (["prog.py", "$(id)", "a b"], str(node.run / "work"))
 
 
+def test_a_program_gets_its_signals_as_from_a_shell(node):
+    node.program("import signal\nprint(signal.getsignal(signal.SIGINT))\n")
+    node.job(checkpoint=None)
+    node.start()
+    ended(node)
+    assert "default_int_handler" in node.log
+
+
 def test_a_secret_is_in_no_file_and_in_no_command_line(node):
     node.program("import os, time\nopen('got', 'w').write(str(len(os.environ['TOKEN'])))\n" + WAIT)
     node.job(checkpoint=None, secrets=["TOKEN"])
@@ -467,6 +475,17 @@ def test_an_attempt_resumes_from_the_store(node):
     assert "resumed [('node-0.bin', 700)]" in node.log
     assert "resuming" in status["phase_seconds"]
     assert commits(node) == [4, 3]
+
+
+def test_a_program_that_begins_anew_commits_nothing(node):
+    resume = committed(node)
+    node.program(SAVE + "save(1)\n" + WAIT)
+    node.job(attempt=2, writer="writer-2", resume=resume)
+    node.start()
+    (status,) = ended(node)
+    assert (status["phase"], status["fault"]) == ("failed", "user")
+    assert "load MGPU_RESUME_DIR" in status["reason"]
+    assert commits(node) == [3]
 
 
 def test_a_damaged_checkpoint_is_refused_before_the_launcher(node):

@@ -224,13 +224,56 @@ def test_parts_that_never_come_fail_the_save_and_nothing_else(tmp_path, until):
     node = Node(FakeDepot(shared, 0), tmp_path / "n", times=TIMES.model_copy(update={"peers_s": 0.05}))
     node.uploads.start()
     node.save(1)
-    until(lambda: node.status.failed == 1)
+    until(lambda: node.status.problem)
     assert node.status.problem == "step-1: other nodes' parts are missing after 0.05 s"
+    assert node.status.failed == 0  # with nothing newer to do it waits on
     shared.parts[2] = {1}
     node.save(2)
     until(lambda: node.status.committed_step == 2)
     drained(node)
-    assert shared.commits == [2]
+    assert (shared.commits, node.status.failed) == ([2], 1)
+
+
+def test_a_part_that_comes_late_counts_while_there_is_nothing_newer(tmp_path, until):
+    shared = Shared(2)
+    node = Node(FakeDepot(shared, 0), tmp_path / "n", times=TIMES.model_copy(update={"peers_s": 0.05}))
+    node.uploads.start()
+    node.save(1)
+    until(lambda: node.status.problem)
+    shared.parts[1].add(1)
+    until(lambda: node.status.committed_step == 1)
+    drained(node)
+    assert (shared.commits, node.status.failed) == ([1], 0)
+
+
+def test_the_drain_does_not_wait_for_an_older_save_in_place_of_the_last(tmp_path, until):
+    shared = Shared(2)
+    node = Node(FakeDepot(shared, 0), tmp_path / "n", times=TIMES.model_copy(update={"peers_s": 0.5}))
+    node.uploads.start()
+    node.save(1)
+    until(lambda: node.status.uploaded_step == 1)
+    shared.parts[2] = {1}  # the other node gave step 1 up
+    node.save(2)
+    drained(node, patience_s=3600)
+    assert (shared.commits, node.status.failed) == ([2], 1)
+
+
+def test_a_silent_node_0_does_not_fill_the_disks_of_the_others(tmp_path):
+    node = Node(FakeDepot(Shared(2), 1), tmp_path / "n")
+    node.save(*range(1, 10))
+    assert node.uploads.look() == 9
+    assert node.here == ["step-6", "step-7", "step-8", "step-9"]
+
+
+def test_saves_of_steps_before_the_resumed_one_are_not_uploaded(tmp_path, until):
+    node = Node(FakeDepot(Shared(1), 0), tmp_path / "n", resumed_step=5)
+    node.uploads.start()
+    node.save(4)
+    until(lambda: node.status.saved_step == 4)
+    node.save(5)
+    until(lambda: node.status.committed_step == 5)
+    drained(node)
+    assert node.depot.tries == [5]
 
 
 def test_without_node_0_the_others_do_not_wait_for_ever(tmp_path):

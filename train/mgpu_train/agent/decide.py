@@ -49,6 +49,8 @@ class Watched:
     asked: float | None = None  # when a stop was first asked for
     asked_now: bool = False  # ... without grace
     fenced: str | None = None  # a newer attempt was met at the commit log
+    resumed_step: int = -1  # what the attempt went on from; -1: from zero
+    saved_step: int = -1  # newest finished on local disk
     ending: Cause | None = None  # what is being done already
 
 
@@ -66,12 +68,21 @@ def _cause(seen: Watched, times: Timeouts) -> Cause | None:
         return Cause(Fault.INFRASTRUCTURE, f"this attempt is over: {seen.fenced}", seen.now, 0)
     if seen.asked is not None:
         return Cause(Fault.STOPPED, "the operator asked to stop", seen.asked, times.stop_grace_s)
+    if (why := _went_back(seen.saved_step, seen.resumed_step)) is not None:
+        return Cause(Fault.USER, why, seen.now, 0)
     if seen.progress is None and seen.now - seen.launched > times.first_step_s:
         why = f"no sign of progress in {times.first_step_s:g} s after the launcher's start (first_step_s)"
         return Cause(Fault.INFRASTRUCTURE, why, seen.now, 0)
     if seen.progress is not None and seen.now - seen.progress > times.stall_s:
         return Cause(Fault.INFRASTRUCTURE, f"no progress for {times.stall_s:g} s (stall_s)", seen.now, 0)
     return None
+
+
+def _went_back(saved: int, resumed: int) -> str | None:
+    """The proof that the program began anew where it was to go on: its checkpoints must not replace better ones."""
+    if not 0 <= saved < resumed:
+        return None
+    return f"the program saved step-{saved}, but was to go on from step {resumed}: it has to load MGPU_RESUME_DIR"
 
 
 @dataclass(frozen=True)
@@ -119,6 +130,8 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
 
 
 def _durable(job: Job, end: Ended) -> AttemptFailed | None:
+    if (why := _went_back(end.saved_step, end.resumed_step)) is not None:
+        return AttemptFailed(Fault.USER, why)
     safe = max(end.durable_step, end.resumed_step)
     if end.saved_step > safe:
         why = end.problem or "it was not uploaded in time"

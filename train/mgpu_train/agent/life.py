@@ -64,12 +64,12 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
         resumed_step = aside(attempt, lambda: resume(attempt, wanted), times.resume_s, late)
     clear_local(attempt)
     attempt.enter(Phase.LAUNCHING)
-    uploads = _uploads(attempt, job.checkpoint) if job.checkpoint and has_part(job) else None
+    uploads = _uploads(attempt, job.checkpoint, resumed_step) if job.checkpoint and has_part(job) else None
     try:
-        ended = Watch(attempt, uploads).run(Launch(launcher.argv(job, python), environment, attempt.work))
+        ended = Watch(attempt, uploads, resumed_step).run(Launch(launcher.argv(job, python), environment, attempt.work))
     except OSError as error:
         raise AttemptFailed(Fault.USER, f"the launcher cannot be started: {error}") from error
-    return _drain(attempt, uploads, replace(ended, resumed_step=resumed_step))
+    return _drain(attempt, uploads, ended)
 
 
 def _end_older(attempt: Attempt) -> None:
@@ -103,7 +103,7 @@ def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str)
     return future.result()
 
 
-def _uploads(attempt: Attempt, target: CheckpointTarget) -> Uploads:
+def _uploads(attempt: Attempt, target: CheckpointTarget, resumed_step: int) -> Uploads:
     job = attempt.job
     return Uploads(
         StoreDepot(attempt, target),
@@ -112,6 +112,7 @@ def _uploads(attempt: Attempt, target: CheckpointTarget) -> Uploads:
         alone=job.nodes == 1 or target.writers == "rank0",
         times=attempt.times,
         say=attempt.say,
+        resumed_step=resumed_step,
     )
 
 

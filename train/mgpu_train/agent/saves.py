@@ -9,20 +9,21 @@ from pathlib import Path
 
 from mgpu_train.checkpoint.local import discard, finished
 
-_KEPT = 2  # newest ones that stay on local disk
+_KEPT = 2  # newest ones that stay on local disk while one is uploaded
+KEPT_IDLE = 4  # ... while none is: node 0 may ask for one that it saw as the newest a moment ago
 
 
-def superfluous(steps: Iterable[int], uploading: int | None) -> list[int]:
-    """The steps that nobody will ask for while `uploading` is under way: all but that one and the newest two."""
+def superfluous(steps: Iterable[int], uploading: int | None, kept: int = _KEPT) -> list[int]:
+    """The steps that nobody will ask for while `uploading` is under way: all but that one and the newest `kept`."""
     ordered = sorted(steps)
-    kept = {*ordered[-_KEPT:], uploading}
-    return [step for step in ordered if step not in kept]
+    stay = {*ordered[-kept:], uploading}
+    return [step for step in ordered if step not in stay]
 
 
-def tidy(folder: Path, uploading: int | None) -> list[int]:
+def tidy(folder: Path, uploading: int | None, kept: int = _KEPT) -> list[int]:
     """Deletes what is superfluous; returns the steps that were there before, oldest first."""
     found = dict(finished(folder))
-    for step in superfluous(found, uploading):
+    for step in superfluous(found, uploading, kept):
         with suppress(OSError):  # the next look tries again
             discard(found[step])
     return list(found)

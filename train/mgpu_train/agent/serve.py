@@ -28,7 +28,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.ask())
     signal.signal(signal.SIGUSR1, lambda *_: stop.ask(now=True))
     for number in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # not SIG_IGN: programs that it starts would inherit that
     procs.become_subreaper()
     _identify(layout, job.attempt)
     attempt = Attempt(job, handover.secrets, layout, stop)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mgpu_train.agent.log import clean
-from mgpu_train.agent.saves import tidy
+from mgpu_train.agent.saves import KEPT_IDLE, tidy
 from mgpu_train.agent.status import CheckpointStatus
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.timeouts import Timeouts
@@ -86,10 +86,14 @@ class Uploads:
         alone: bool,
         times: Timeouts,
         say: Callable[[str], None],
+        resumed_step: int = -1,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] | None = None,
     ) -> None:
-        """`leads`: this is node 0. `alone`: no other node has a part. `pause` (for tests) waits so many seconds."""
+        """`leads`: this is node 0. `alone`: no other node has a part. `pause` (for tests) waits so many seconds.
+
+        Saves of steps before `resumed_step` are not uploaded: the durable step never goes back (invariant I5).
+        """
         self._depot, self._folder = depot, folder
         self._leads, self._alone, self._times = leads, alone, times
         self._say, self._clock = say, clock
@@ -100,7 +104,7 @@ class Uploads:
         self._looking = threading.Lock()  # both threads look and delete, one at a time
         self._status = CheckpointStatus()
         self._seen: set[int] = set()
-        self._taken = -1
+        self._taken = max(-1, resumed_step - 1)
         self._in_flight: int | None = None
         self._thread = threading.Thread(target=self.run, name="uploads", daemon=True)
         self.fenced: str | None = None
@@ -133,9 +137,9 @@ class Uploads:
     def look(self) -> int:
         """Looks at the folder, deletes what nobody will ask for, and returns the newest finished step (-1: none)."""
         with self._looking:
-            # nothing goes while idle: node 0 may be about to announce it
+            # more stay while idle: node 0 may be about to announce one; not all, for it may be silent for long
             idle = self._in_flight is None
-            found = [step for step, _ in finished(self._folder)] if idle else tidy(self._folder, self._in_flight)
+            found = tidy(self._folder, None, KEPT_IDLE) if idle else tidy(self._folder, self._in_flight)
         with self._lock:
             self._seen.update(found)
             newest = max(self._seen, default=-1)
@@ -229,6 +233,7 @@ class Uploads:
         return not self._leads or self._commit(step)
 
     def _commit(self, step: int) -> bool:
+        """Commits as soon as all parts are there. What keeps a newer save waiting gets `peers_s`, also in the drain."""
         begin = self._clock()
         found: list[str | None] = []
         while self._insist(f"committing step-{step}", lambda: found.append(self._depot.commit(step))):
@@ -237,9 +242,12 @@ class Uploads:
                 self._say(f"checkpoint step-{step}: committed as {checkpoint_id}")
                 self._prune()
                 return True
-            if self._clock() > begin + self._patience_s:
-                self._trouble(f"step-{step}: other nodes' parts are missing after {self._patience_s:g} s")
-                return False
+            newer = step < self.look()
+            patience_s = self._times.peers_s if newer else self._patience_s
+            if self._clock() > begin + patience_s:
+                self._trouble(f"step-{step}: other nodes' parts are missing after {patience_s:g} s")
+                if newer or self._draining.is_set():  # else there is nothing better to do than to wait on
+                    return False
             self._pause(self._times.poll_s)
         return False
 

@@ -19,9 +19,9 @@ from mgpu_train.checkpoint.local import finished
 class Watch:
     """One launcher under watch. Nothing is believed but what can be seen: metrics, checkpoints, and a user's log."""
 
-    def __init__(self, attempt: Attempt, uploads: Uploads | None) -> None:
+    def __init__(self, attempt: Attempt, uploads: Uploads | None, resumed_step: int = -1) -> None:
         """`uploads` looks at the checkpoint folder, where the node has a part in the checkpoints."""
-        self._attempt, self._uploads = attempt, uploads
+        self._attempt, self._uploads, self._resumed = attempt, uploads, resumed_step
         self._tail = MetricsTail(Path(attempt.layout.metrics))
         self._metrics = Progress()
         self._saved = -1
@@ -52,6 +52,7 @@ class Watch:
             last_words=last_words(self._attempt.log, begin),
             cause=self._cause,
             said=self._metrics.ended,
+            resumed_step=self._resumed,
             saved_step=self._saved,
         )
 
@@ -64,6 +65,8 @@ class Watch:
             asked=stop.asked,
             asked_now=stop.now,
             fenced=self._uploads.fenced if self._uploads else None,
+            resumed_step=self._resumed,
+            saved_step=self._saved,
             ending=self._cause,
         )
         act, cause = look(seen, self._attempt.times)
@@ -86,7 +89,7 @@ class Watch:
                 self._attempt.enter(Phase.TRAINING)
         if self._uploads is not None:
             changes["checkpoint"] = self._uploads.status
-        waiting = self._attempt.report.status.phase is Phase.LAUNCHING
+        waiting = self._attempt.report.status.phase is Phase.LAUNCHING and self._cause is None
         self._attempt.tick(alive=progress or waiting, **changes)
 
     def _observe(self) -> bool:
