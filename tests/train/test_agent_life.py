@@ -325,6 +325,24 @@ def test_a_stop_lets_the_program_save_and_uploads(node):
     assert node.call("stop", "--run", "r") == {"asked": False}
 
 
+def test_ranks_that_a_stopped_peer_took_along_were_stopped(node):
+    end = '{"kind": "end", "step": 3, "reason": "stopped"}'
+    node.program(
+        SAVE + "import signal, time\n"
+        f"with open(os.environ['MGPU_METRICS_DIR'] + '/rank-0.jsonl', 'a') as file: print('{end}', file=file)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\nsave(3)\nprint('ready', flush=True)\n"
+        "while not os.path.exists('go'):\n    time.sleep(0.01)\n"
+    )
+    node.job(timeouts={"poll_s": 2})  # most likely the launcher ends before the agent looks again
+    node.start()
+    until(lambda: "ready" in node.log)
+    node.call("stop", "--run", "r")
+    (node.run / "work" / "go").touch()
+    (status,) = ended(node)
+    assert (status["phase"], status["fault"], status["exit_code"]) == ("failed", "stopped", 0)
+    assert commits(node) == [3]
+
+
 def test_a_program_that_ignores_sigterm_is_killed_after_the_grace(node):
     node.program("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT)
     node.job(timeouts={"stop_grace_s": 0.3})

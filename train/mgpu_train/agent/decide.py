@@ -63,11 +63,16 @@ def look(seen: Watched, times: Timeouts) -> tuple[Act, Cause | None]:
     return (Act.KILL if over else Act.TERMINATE), cause
 
 
+def asked_to_stop(asked: float, times: Timeouts) -> Cause:
+    """The operator's request, made at `asked`."""
+    return Cause(Fault.STOPPED, "the operator asked to stop", asked, times.stop_grace_s)
+
+
 def _cause(seen: Watched, times: Timeouts) -> Cause | None:
     if seen.fenced is not None:
         return Cause(Fault.INFRASTRUCTURE, f"this attempt is over: {seen.fenced}", seen.now, 0)
     if seen.asked is not None:
-        return Cause(Fault.STOPPED, "the operator asked to stop", seen.asked, times.stop_grace_s)
+        return asked_to_stop(seen.asked, times)
     if (why := _went_back(seen.saved_step, seen.resumed_step)) is not None:
         return Cause(Fault.USER, why, seen.now, 0)
     if seen.progress is None and seen.now - seen.launched > times.first_step_s:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from mgpu_train.agent import launcher, procs
 from mgpu_train.agent.attempt import Attempt
-from mgpu_train.agent.decide import AttemptFailed, Ended, has_part, verdict
+from mgpu_train.agent.decide import AttemptFailed, Ended, asked_to_stop, has_part, verdict
 from mgpu_train.agent.depot import StoreDepot
 from mgpu_train.agent.folders import clear_local
 from mgpu_train.agent.launcher import Launch
@@ -119,11 +119,11 @@ def _uploads(attempt: Attempt, target: CheckpointTarget, resumed_step: int) -> U
 def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFailed | None:
     """Waits for the uploads that are left, and says how the attempt ended."""
     # a failure that is certain already is told at once: peers may wait for this node in vain
-    certain = verdict(attempt.job, ended) if ended.cause is not None or ended.exit_code != 0 else None
+    certain = _judge(attempt, ended) if ended.cause is not None or ended.exit_code != 0 else None
     known = {"fault": certain.fault, "reason": certain.reason} if certain else {}
     attempt.enter(Phase.DRAINING, exit_code=ended.exit_code, **known)
     if uploads is None:
-        return verdict(attempt.job, ended)
+        return _judge(attempt, ended)
     # a peer may be slow: when all went well, nothing is given up before the deadline
     uploads.drain(attempt.times.peers_s if certain else attempt.times.drain_s)
     end = time.monotonic() + attempt.times.drain_s
@@ -132,4 +132,11 @@ def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFa
     status = uploads.status
     attempt.tick(checkpoint=status)
     durable = status.committed_step if attempt.job.node_rank == 0 else status.uploaded_step
-    return verdict(attempt.job, replace(ended, durable_step=durable, problem=status.problem))
+    return _judge(attempt, replace(ended, durable_step=durable, problem=status.problem))
+
+
+def _judge(attempt: Attempt, ended: Ended) -> AttemptFailed | None:
+    # ranks agree to stop: those of a peer that was asked first may end this node's before the request is seen here
+    if ended.cause is None and (ended.exit_code, ended.said) == (0, "stopped") and attempt.stop.asked is not None:
+        ended = replace(ended, cause=asked_to_stop(attempt.stop.asked, attempt.times))
+    return verdict(attempt.job, ended)
