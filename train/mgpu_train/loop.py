@@ -346,6 +346,6 @@ if __name__ == "__main__":
     code = main()
     logging.shutdown()
     sys.stdout.flush()
-    # All is written. What is left of torch's threads may abort a process that tears itself down (gloo: "terminate called
-    # without an active exception"), and a run that is done would count as failed.
+    # All is written. What is left of torch's threads may abort a process that tears itself down (gloo: "terminate
+    # called without an active exception"), and a run that is done would count as failed.
     os._exit(code)
