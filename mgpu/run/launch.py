@@ -18,7 +18,17 @@ from mgpu_train.config import Secrets
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import paths
-from mgpu.errors import InputError, Interrupted, MgpuError, StackError, Stopped, TrainingFailed
+from mgpu.errors import (
+    InputError,
+    Interrupted,
+    MgpuError,
+    ProviderError,
+    RemoteError,
+    StackError,
+    Stopped,
+    TeardownIncomplete,
+    TrainingFailed,
+)
 from mgpu.events import Emit, Note, Warned
 from mgpu.iac.engine import Stack
 from mgpu.iac.naming import fleet_name
@@ -29,7 +39,7 @@ from mgpu.providers import registry
 from mgpu.providers.base import Provider
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.conduct import conduct, targets, watch
-from mgpu.run.record import Folder, Record, State, new_run_id, save, supervising
+from mgpu.run.record import Folder, Record, State, every, load, new_run_id, opening, save, supervising
 from mgpu.run.request import Request, resolve, secrets_of
 from mgpu.run.session import Interrupts, Session
 from mgpu.run.supervise import Ended
@@ -51,7 +61,7 @@ class Outcome:
         """The process's exit code."""
         if self.left:
             return Interrupted.exit_code
-        return self.error.exit_code if self.error else 0
+        return self.error.exit_code if self.error else self.record.exit_code or 0
 
 
 @dataclass(frozen=True)
@@ -81,16 +91,16 @@ def project_of(run_file: Path) -> Path:
 
 def launch(run_file: Path, spec: RunSpec, context: Context, *, resume: Record | None = None) -> Outcome:
     """Makes a stack of its own, runs on it, and gives the fleet back (or keeps it: `teardown: keep`)."""
-    record = _record(run_file, spec, stack=None, resume=resume)
-    with _supervised(record, context) as session:
-        request = resolve(spec, record.run_id, Path(record.project_base), timeouts=context.timeouts)
-        secrets = secrets_of(spec, request.checkpoint, os.environ)
-        stack = _stack(record, context)
+    run_id = resume.run_id if resume else new_run_id(spec.name)
+    request = resolve(spec, run_id, run_file.resolve().parent, timeouts=context.timeouts)
+    secrets = secrets_of(spec, request.checkpoint, os.environ)
+    with _opened(run_id, context, lambda: _record(run_file, spec, run_id, stack=None, resume=resume)) as session:
+        stack = _stack(session.record, context)
 
         def body() -> Ended:
             with session.phase("provisioning", f"{spec.nodes} nodes of {spec.provider}"):
                 fleet = _up(session, stack)
-            session.interrupts.check()
+            session.check()
             return _conduct(session, request, fleet, secrets)
 
         return _finish(session, stack, spec.teardown, _guarded(session, body))
@@ -98,13 +108,17 @@ def launch(run_file: Path, spec: RunSpec, context: Context, *, resume: Record | 
 
 def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, resume: Record | None = None) -> Outcome:
     """Runs on the fleet of a stack that stands."""
-    record = _record(run_file, spec, stack=stack_name, resume=resume)
-    stack = _stack(record, context)
+    run_id = resume.run_id if resume else new_run_id(spec.name)
+    stack = open_stack(project_of(run_file), stack_name, run_file, None, context)
     fleet = _standing(stack, spec)
-    with _supervised(record, context) as session:
-        request = resolve(spec, record.run_id, Path(record.project_base), store=fleet.store, timeouts=context.timeouts)
-        secrets = secrets_of(spec, request.checkpoint, os.environ)
-        session.record.fleet = fleet.model_dump(mode="json")
+    request = resolve(spec, run_id, run_file.resolve().parent, store=fleet.store, timeouts=context.timeouts)
+    secrets = secrets_of(spec, request.checkpoint, os.environ)
+
+    def made() -> Record:
+        refuse_used(fleet)
+        return _record(run_file, spec, run_id, stack=stack_name, resume=resume, fleet=fleet)
+
+    with _opened(run_id, context, made) as session:
         return _finish(
             session, stack, spec.teardown, _guarded(session, lambda: _conduct(session, request, fleet, secrets))
         )
@@ -112,14 +126,19 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
 
 def attach(record: Record, context: Context) -> Outcome | None:
     """Takes over a run whose supervisor is gone; None: another supervisor is alive, so there is nothing to take."""
-    with supervising(record.run_id) as free:
-        if not free:
+    with _supervised(record.run_id, context, lambda: load(record.run_id)) as session:
+        if session is None:
             return None
-    path = Folder(record.run_id).run_file
-    spec = loads(path.read_text(), str(path))  # as it was; what it names beside itself is on the nodes by now
-    with _supervised(record, context) as session:
+        record = session.record  # as its supervisor left it, which may have been a moment ago
+        if record.state.final:
+            return Outcome(record)
+        path = Folder(record.run_id).run_file
+        spec = loads(path.read_text(), str(path))  # as it was; what it names beside itself is on the nodes by now
         stack = _stack(record, context)
+        if record.state is State.TEARDOWN:
+            return _close(session, stack, spec.teardown, _remembered(record))
         fleet = stack.outputs() if record.fleet is None else StackOutput.model_validate(record.fleet)
+        record.fleet = fleet.model_dump(mode="json") if fleet else None  # above all: whose it is
 
         def body() -> Ended:
             if fleet is None or record.attempt == 0:
@@ -143,26 +162,76 @@ def preflight(run_file: Path, spec: RunSpec) -> Path:
         InputError, ProviderError: what is missing.
     """
     project = project_of(run_file)
-    secrets_of(spec, None, os.environ)
+    request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
+    secrets_of(spec, request.checkpoint, os.environ)
     registry.get(spec.provider, rank.requirements(spec).provider_options).check()
     return project
 
 
-def down(record: Record, context: Context) -> None:
-    """Gives a run's fleet back without a supervisor; the record says so afterwards."""
-    fleet = StackOutput.model_validate(record.fleet) if record.fleet else None
-    stack = _stack(record, context)
-    _give_back(stack, record.provider, fleet, context, remove=record.own_stack)
-    record.teardown = "confirmed"
+def down(record: Record, context: Context) -> Record:
+    """Gives a run's fleet back, in the place of a supervisor; a run that was not over is stopped by that.
+
+    Raises:
+        InputError: the run is supervised, another run uses its fleet, or the machines are not mgpu's.
+    """
+    with supervising(record.run_id) as free:
+        if not free:
+            raise _busy(record.run_id)
+        record = load(record.run_id)
+        fleet = StackOutput.model_validate(record.fleet) if record.fleet else None
+        if fleet is not None:
+            _require_ours(record.stack, fleet)
+            refuse_used(fleet, but=record.run_id)
+        if record.teardown == "confirmed":
+            return record
+        record.teardown = "asked"
+        if not record.state.final:
+            record.to(State.TEARDOWN)
+            record.reason, record.verdict = "its machines were given back by `mgpu down`", Interrupted.exit_code
+        save(record)
+        _give_back(_stack(record, context), record.provider, fleet, context, remove=record.own_stack)
+        record.teardown = "confirmed"
+        if not record.state.final:
+            record.exit_code = record.verdict
+            record.to(State.STOPPED)
+        save(record)
+        return record
 
 
 def stack_down(project: Path, name: str, context: Context) -> None:
-    """Gives the fleet of one of the user's stacks back; the empty stack stays."""
+    """Gives the fleet of one of the user's stacks back; the empty stack stays.
+
+    Raises:
+        InputError: there is no such stack, a run uses its fleet, or it is not mgpu's.
+    """
     stack = open_stack(project, name, project / "mgpu.yaml", None, context)
     fleet = stack.outputs()
-    if fleet is not None and not fleet.owner:
-        raise InputError(f"stack {name} is not made by mgpu", "Its output names no owner.", "Use `pulumi destroy`.")
+    if fleet is not None:
+        _require_ours(name, fleet)
+        refuse_used(fleet)
+    elif not stack.exists():
+        raise InputError(
+            f"there is no stack {name} of the project in {project}", "", "`pulumi stack ls` names them; see `mgpu ls`."
+        )
     _give_back(stack, fleet.provider if fleet else "local", fleet, context, remove=False)
+
+
+def _require_ours(stack: str, fleet: StackOutput) -> None:
+    if not fleet.owner:
+        raise InputError(f"stack {stack} is not made by mgpu", "Its output names no owner.", "Use `pulumi destroy`.")
+
+
+def refuse_used(fleet: StackOutput, but: str = "") -> None:
+    """Raises InputError when a run that is not over uses machines of this fleet; `but` is a run that may."""
+    ids = {node.id for node in fleet.nodes}
+    for record in every():
+        theirs = {node.get("id") for node in (record.fleet or {}).get("nodes", ())}
+        if not record.state.final and record.run_id != but and ids & theirs:
+            raise InputError(
+                f"fleet {fleet.fleet} is used by run {record.run_id}",
+                f"That run is not over: {record.state}.",
+                f"Follow it with `mgpu attach {record.run_id}`, or end it with `mgpu stop {record.run_id}`.",
+            )
 
 
 def _give_back(stack: Stack, provider: str, fleet: StackOutput | None, context: Context, *, remove: bool) -> None:
@@ -174,13 +243,29 @@ def _give_back(stack: Stack, provider: str, fleet: StackOutput | None, context: 
         context.emit,
         remove=remove,
     )
+    # earlier runs that kept this fleet: what their records say of it is not true any more
+    names = (stack.fleet, fleet.fleet if fleet else stack.fleet)
+    for record in every():
+        if record.teardown == "kept" and (record.fleet or {}).get("fleet") in names:
+            record.teardown = "confirmed"
+            save(record)
 
 
 # --- the steps they share -----------------------------------------------------------------------------------------
 
 
-def _record(run_file: Path, spec: RunSpec, *, stack: str | None, resume: Record | None) -> Record:
-    run_id = resume.run_id if resume else new_run_id(spec.name)
+def _record(
+    run_file: Path,
+    spec: RunSpec,
+    run_id: str,
+    *,
+    stack: str | None,
+    resume: Record | None,
+    fleet: StackOutput | None = None,
+) -> Record:
+    if resume is not None:
+        resume = load(run_id)
+        _require_over(resume, own_stack=stack is None)
     stack_name = stack or new_stack_name(run_id, resume)
     project = project_of(run_file)
     record = Record(
@@ -197,6 +282,7 @@ def _record(run_file: Path, spec: RunSpec, *, stack: str | None, resume: Record 
         attempt=resume.attempt if resume else 0,
         created_at=resume.created_at if resume else time.time(),
         max_hours=spec.max_hours,
+        fleet=fleet.model_dump(mode="json") if fleet else None,
     )
     folder = Folder(run_id)
     folder.make()
@@ -206,23 +292,60 @@ def _record(run_file: Path, spec: RunSpec, *, stack: str | None, resume: Record 
     return record
 
 
+def _require_over(record: Record, *, own_stack: bool) -> None:
+    run = record.run_id
+    if not record.state.final:
+        raise InputError(
+            f"run {run} is not over: {record.state}",
+            "Its machines may still train.",
+            f"Follow it with `mgpu attach {run}`, or end it with `mgpu stop {run}`.",
+        )
+    if own_stack and record.teardown in ("kept", "asked"):
+        again = f", or go on with them: `mgpu run --stack {record.stack} --resume {run}`"
+        raise InputError(
+            f"run {run} has machines already",
+            "They were kept." if record.teardown == "kept" else "Nobody has confirmed that they are gone.",
+            f"Give them back first: `mgpu down {run}`{again if record.teardown == 'kept' else ''}.",
+        )
+
+
 def new_stack_name(run_id: str, resume: Record | None) -> str:
     """The run's id; a resumed run's new fleet gets a new name, because two fleets never share one."""
     return run_id if resume is None else f"{run_id}-r{resume.attempt + 1}"
 
 
 @contextmanager
-def _supervised(record: Record, context: Context) -> Iterator[Session]:
-    with supervising(record.run_id) as free:
+def _opened(run_id: str, context: Context, make: Callable[[], Record]) -> Iterator[Session]:
+    """A run that begins now: its record is made under the lock that its supervisor holds."""
+
+    def alone() -> Record:
+        with opening():
+            return make()
+
+    with _supervised(run_id, context, alone) as session:
+        if session is None:
+            raise _busy(run_id)
+        yield session
+
+
+@contextmanager
+def _supervised(run_id: str, context: Context, record: Callable[[], Record]) -> Iterator[Session | None]:
+    """This process's hold on the run; None: another process has it. `record` is called when nobody else can write."""
+    with supervising(run_id) as free:
         if not free:
-            raise InputError(
-                f"run {record.run_id} has a supervisor already",
-                "One process at a time supervises a run.",
-                f"Follow it with `mgpu attach {record.run_id}`, or end it with `mgpu stop {record.run_id}`.",
-            )
+            yield None
+            return
         interrupts = Interrupts()
         with interrupts.installed():
-            yield Session(record, context.emit, context.timeouts, interrupts, context.ask_to_stop)
+            yield Session(record(), context.emit, context.timeouts, interrupts, context.ask_to_stop)
+
+
+def _busy(run_id: str) -> InputError:
+    return InputError(
+        f"run {run_id} has a supervisor already",
+        "One process at a time supervises a run.",
+        f"Follow it with `mgpu attach {run_id}`, or end it with `mgpu stop {run_id}`.",
+    )
 
 
 def _stack(record: Record, context: Context) -> Stack:
@@ -245,7 +368,7 @@ def open_stack(project: Path, name: str, run_file: Path, log_dir: Path | None, c
 
 def _up(session: Session, stack: Stack) -> StackOutput:
     session.journal.append("up", stack=stack.name)  # the undo is known before the machines are asked for
-    with session.interrupts.calling(stack.interrupt):
+    with session.undoing(stack.interrupt):
         stack.init()
         stack.up()
     fleet = stack.outputs()
@@ -296,9 +419,17 @@ def _guarded(session: Session, body: Callable[[], Ended]) -> Ended | MgpuError:
         return body()
     except MgpuError as error:
         session.journal.append("error", what=error.what)
-        if session.interrupts.count:
-            return Interrupted("interrupted", error.what, "Nothing is left behind if the next lines say so.")
+        if session.asked_to_end:
+            return Interrupted("interrupted", error.what, "Nothing is left behind if the lines above say so.")
         return error
+    except Exception as bug:
+        run_id = session.record.run_id
+        session.journal.append("bug", what=type(bug).__name__)
+        if session.record.state is State.PROVISIONING:  # nothing trains yet: undone like any other failure
+            return _Bug(bug)
+        go_on = f"`mgpu attach {run_id}` takes it over, `mgpu stop {run_id}` ends it"
+        session.emit(Warned(f"a bug of mgpu ends this supervisor; the run goes on without one: {go_on}"))
+        raise
 
 
 def _finish(session: Session, stack: Stack, teardown: str, result: Ended | MgpuError) -> Outcome:
@@ -307,21 +438,58 @@ def _finish(session: Session, stack: Stack, teardown: str, result: Ended | MgpuE
         session.emit(Note("left running"))
         save(record)
         return Outcome(record, left=True)
-    error = _error(record, result)
+    record.fault = str(result.fault) if isinstance(result, Ended) and result.fault else None
+    return _close(session, stack, teardown, _error(record, result))
+
+
+def _close(session: Session, stack: Stack, teardown: str, error: MgpuError | None) -> Outcome:
+    """The fleet goes or stays, then the record is closed; a supervisor that dies in between has left its verdict."""
+    record = session.record
+    record.verdict = error.exit_code if error else 0
+    record.reason = error.what if error else ""
     try:
         _teardown(session, stack, teardown)
-    except MgpuError as incomplete:
+    except TeardownIncomplete as incomplete:
         error = incomplete
+    except (MgpuError, OSError) as failure:
+        error = _incomplete(record, failure)
     final = State.SUCCEEDED if error is None else State.STOPPED if isinstance(error, _STOPS) else State.FAILED
     record.exit_code = error.exit_code if error else 0
     record.reason = error.what if error else ""
-    record.fault = str(result.fault) if isinstance(result, Ended) and result.fault else None
     session.to(final)
     session.journal.close()
+    if isinstance(error, _Bug):
+        raise error.bug
     return Outcome(record, error)
 
 
+class _Bug(MgpuError):
+    """Carries what nobody foresaw past the teardown, to be raised as it was after that."""
+
+    def __init__(self, bug: Exception) -> None:
+        super().__init__(f"{type(bug).__name__}: {bug}")
+        self.bug = bug
+
+
 _STOPS = (Interrupted, Stopped)
+_VERDICTS = {cls.exit_code: cls for cls in (Interrupted, Stopped, ProviderError, StackError, RemoteError, InputError)}
+
+
+def _remembered(record: Record) -> MgpuError | None:
+    """How the run ended, by the record of a supervisor that died while it gave the machines back."""
+    if record.verdict == 0:
+        return None
+    what = record.reason or f"run {record.run_id} failed: its supervisor ended while it gave the machines back"
+    return _VERDICTS.get(record.verdict or 0, TrainingFailed)(what, "", f"See `mgpu logs {record.run_id}`.")
+
+
+def _incomplete(record: Record, failure: Exception) -> TeardownIncomplete:
+    gone = record.teardown == "confirmed"
+    return TeardownIncomplete(
+        f"run {record.run_id}: " + ("the machines are gone, but not all of the rest" if gone else "not given back"),
+        str(failure),
+        f"Run `mgpu down {record.run_id}` once the cause is mended; `mgpu ls` shows what is billed.",
+    )
 
 
 def _error(record: Record, result: Ended | MgpuError) -> MgpuError | None:
@@ -329,12 +497,12 @@ def _error(record: Record, result: Ended | MgpuError) -> MgpuError | None:
         return result
     kept = f"The newest committed checkpoint is step {record.checkpoint_step}." if record.checkpoint_id else ""
     again = f"Go on from it with `mgpu launch --resume {record.run_id}`." if record.checkpoint_id else ""
+    if result.succeeded:  # it may have ended by itself while it was asked to stop
+        return None
     if result.stopped_by == "deadline":
         return Stopped(f"run {record.run_id} stopped at its hard cap (max_hours)", kept, again)
     if result.stopped_by == "user":
         return Interrupted(f"run {record.run_id} was stopped", kept, again)
-    if result.succeeded:
-        return None
     why = {Fault.USER: "The program itself ended so.", Fault.INFRASTRUCTURE: "The machines or the store are at fault."}
     because = why.get(result.fault, "") if result.fault else ""
     return TrainingFailed(

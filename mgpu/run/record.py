@@ -100,6 +100,7 @@ class Record:
     reason: str = ""
     fault: str | None = None
     exit_code: int | None = None
+    verdict: int | None = None  # what the exit code will be if the teardown succeeds; known before it begins
     fleet: dict[str, Any] | None = None  # the stack output `mgpu`, as it was read
     teardown: str = "none"  # none | asked | confirmed | kept | not ours
     supervisor_pid: int = 0
@@ -222,6 +223,16 @@ def _read(path: Path) -> Record:
             f"{path}: {error}",
             "Its machines, if there are any, stand in `mgpu ls`; `mgpu down --stack NAME` gives them back.",
         ) from error
+
+
+@contextmanager
+def opening() -> Iterator[None]:
+    """One process at a time opens a run: what it sees of the others' records stays so until its own is written."""
+    path = paths.state_dir() / "runs" / ".opening"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with path.open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

@@ -79,6 +79,38 @@ class Session:
         """Where the record lies."""
         return Folder(self.record.run_id)
 
+    @property
+    def asked_to_end(self) -> bool:
+        """True when a signal came, or `mgpu stop` was called."""
+        return self.interrupts.count > 0 or self.folder.stop.exists()
+
+    def check(self) -> None:
+        """Raises `Interrupted` when the end was asked for; between steps that have nothing to save yet."""
+        self.interrupts.check()
+        if self.asked_to_end:
+            raise Interrupted("interrupted", "`mgpu stop` asked for the end before the training began.")
+
+    @contextmanager
+    def undoing(self, undo: Callable[[], None]) -> Iterator[None]:
+        """While the block runs, a signal calls `undo`, and so does `mgpu stop`."""
+        self.check()
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(self.timeouts.poll_s):
+                if self.folder.stop.exists():
+                    undo()
+                    return
+
+        watcher = threading.Thread(target=look, name="mgpu-stop", daemon=True)
+        with self.interrupts.calling(undo):
+            watcher.start()
+            try:
+                yield
+            finally:
+                over.set()
+                watcher.join()
+
     @contextmanager
     def phase(self, name: str, detail: str = "") -> Iterator[None]:
         """Announces a phase, journals it, and remembers how long it took."""
