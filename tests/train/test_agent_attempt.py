@@ -10,9 +10,11 @@ import pytest
 from mgpu_train.agent import life, report
 from mgpu_train.agent.attempt import Attempt, StopRequests
 from mgpu_train.agent.decide import AttemptFailed
+from mgpu_train.agent.depot import StoreDepot
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.status import Fault, Phase
-from mgpu_train.config import Job, Secrets
+from mgpu_train.agent.uploads import Announced, DepotError
+from mgpu_train.config import CheckpointTarget, Job, Secrets
 
 
 def make(home: Path, **times: float) -> Attempt:
@@ -137,3 +139,20 @@ def test_a_bug_of_the_agent_ends_the_attempt_visibly(tmp_path, monkeypatch):
     assert (status.phase, status.fault) == (Phase.FAILED, Fault.INFRASTRUCTURE)
     assert status.reason == "the agent failed: ZeroDivisionError: division by zero"
     assert "[agent] ZeroDivisionError: division by zero" in Path(attempt.layout.log).read_text()
+
+
+def test_a_bug_in_the_store_costs_one_save_and_not_the_uploads(tmp_path, monkeypatch):
+    def bug(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    target = CheckpointTarget(to=f"file://{tmp_path}/store", writers="all")
+    depot = StoreDepot(make(tmp_path), target)
+    monkeypatch.setattr("mgpu_train.agent.depot.upload_part", bug)
+    with pytest.raises(DepotError, match="RuntimeError: can't start new thread") as caught:
+        depot.upload(1, tmp_path)
+    assert not caught.value.passing
+    depot.announce(Announced(1, final=False))
+    assert depot.announced() == Announced(1, final=False)
+    (tmp_path / "store/r/attempts/1/announced.json").write_text("{}")
+    with pytest.raises(DepotError, match="holds no announcement"):
+        depot.announced()

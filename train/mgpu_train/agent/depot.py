@@ -92,8 +92,12 @@ class StoreDepot:
             if self._store is None:
                 self._store = open_store(self._target.to, self._attempt.secrets.store, timeouts=self._attempt.times)
             yield self._store
+        except (DepotError, NewerAttempt):
+            raise
         except (StoreError, OSError) as error:
             raise DepotError(str(error), passing=isinstance(error, Unavailable | OSError)) from error
+        except Exception as error:  # a bug costs this save, not all that follow
+            raise DepotError(f"{type(error).__name__}: {error}", passing=False) from error
 
 
 def _meta(path: Path) -> dict[str, Any]:
