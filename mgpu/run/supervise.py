@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.status import AgentStatus, Fault
@@ -66,6 +67,7 @@ class Supervisor:
         self._gone: set[int] = set()
         self._described = clock()
         self._stopped_by = ""
+        self._heard = 0  # signals that were acted on
         self._stop_by: float | None = None
         self._warned: set[str] = set()
 
@@ -170,10 +172,12 @@ class Supervisor:
     # --- stopping -----------------------------------------------------------------------------------------------
 
     def _wants_to_leave(self) -> bool:
+        """The first signal asks, where there is somebody to ask, and stops; a second one leaves, whatever stops it."""
         interrupts, ask = self._session.interrupts, self._session.ask
-        if not interrupts.count or self._stopped_by == "user":
-            return interrupts.count > 1
-        if ask is not None and not ask():
+        if interrupts.count <= self._heard:
+            return False
+        self._heard += 1
+        if self._heard > 1 or (ask is not None and not ask()):
             return True
         self._stop("user", "interrupted")
         return False
@@ -216,7 +220,16 @@ def collect_metrics(session: Session, nodes: NodeSet, processes_per_node: int) -
     nodes.each(copy)
     start = folder / "rank-0.jsonl"
     if start.exists():
-        first_line = json.loads(start.read_text().partition("\n")[0] or "{}")
-        session.record.unigram_entropy = first_line.get("unigram_entropy")
-        session.record.bigram_entropy = first_line.get("bigram_entropy")
+        session.record.unigram_entropy = _number(start, "unigram_entropy")
+        session.record.bigram_entropy = _number(start, "bigram_entropy")
         save(session.record)
+
+
+def _number(metrics: Path, name: str) -> float | None:
+    """A number of the first line; None where there is none: with `command:` the file holds what the user likes."""
+    try:
+        with metrics.open("rb") as lines:
+            value = json.loads(lines.readline(1 << 20))[name]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return value if isinstance(value, int | float) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire
-from mgpu.errors import MgpuError, TeardownIncomplete
+from mgpu.errors import MgpuError, ProviderError, TeardownIncomplete
 from mgpu.events import Emit, Warned
 from mgpu.iac.engine import Stack
 from mgpu.providers.base import Handle, NodePhase, Provider
@@ -29,9 +29,16 @@ def give_back(stack: Stack, provider: Provider, owner: str, timeouts: Timeouts, 
     except MgpuError as error:
         failure = error
         emit(Warned(f"pulumi destroy failed, ending the machines directly: {error.what}"))
-    for handle in owned(provider, owner, stack.fleet):
-        acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
-    left = owned(provider, owner, stack.fleet)
+    try:
+        for handle in owned(provider, owner, stack.fleet):
+            acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
+        left = owned(provider, owner, stack.fleet)
+    except ProviderError as error:
+        raise TeardownIncomplete(
+            f"fleet {stack.fleet} may still be billed: the provider cannot be asked",
+            str(error),
+            "Run `mgpu gc` once it answers; whatever happens, the machines end at their hard cap.",
+        ) from error
     if left:
         ids = ", ".join(i for handle in left for i in handle.ids if i)
         raise TeardownIncomplete(

@@ -1,0 +1,361 @@
+"""A world in memory for runs: nodes, a provider, stacks. What is doubled is the outside; all of `mgpu.run` is real."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.status import AgentStatus, Fault, Phase
+from mgpu_train.checkpoint.manifest import CheckpointEntry, checkpoint_id
+from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
+from mgpu_train.config import Job
+from mgpu_train.store import open_store
+from mgpu_train.timeouts import Timeouts
+
+from mgpu import paths
+from mgpu.cli import common
+from mgpu.errors import ConnectionFailed, MgpuError, ProviderError
+from mgpu.events import Event
+from mgpu.iac.naming import fleet_name
+from mgpu.iac.outputs import NodeOutput, StackOutput
+from mgpu.iac.project import project_name
+from mgpu.providers import registry
+from mgpu.providers.base import FleetState, Handle, NodePhase, NodeState
+from mgpu.remote.nodeset import NodeSet
+from mgpu.remote.targets import Result, SyncReport, Target
+from mgpu.run import launch, record
+from mgpu.run.record import Record
+
+HOST_KEY = "ssh-ed25519 " + base64.b64encode(b"\x00\x00\x00\x0bssh-ed25519\x00\x00\x00\x20" + b"k" * 32).decode()
+NOT_CONNECTED = "the connection was lost"
+
+
+class Node:
+    """A node over SSH: files in memory, an agent that answers, a connection that can be lost."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world = world
+        self.target = Target(rank, "127.0.0.1", 22, "u", HOST_KEY)
+        self.files: dict[str, bytes] = {}
+        self.agent: list[list[str]] = []  # what the agent was asked, without the program's name
+        self.secrets = b""
+        self.reachable = True  # False: every call fails, and so does a new connection
+        self.closed = False
+        self.ends_when_stopped = True
+        self.faults: dict[str, list[Exception]] = {}  # method -> what its next calls raise
+
+    # --- what a test does to it
+
+    @property
+    def layout(self) -> RunLayout:
+        return RunLayout(self.world.run_id)
+
+    def says(self, phase: Phase, *, attempt: int = 1, **more: Any) -> None:
+        """Replaces the node's status file."""
+        status = AgentStatus(
+            run_id=self.world.run_id, attempt=attempt, node_rank=self.target.rank, phase=phase, agent_pid=1,
+            started_at=0, updated_at=1, **more,
+        )  # fmt: skip
+        self.files[str(self.layout.status)] = status.model_dump_json().encode()
+
+    def prints(self, data: bytes) -> None:
+        """Appends to the node's log."""
+        self.files[str(self.layout.log)] = self.files.get(str(self.layout.log), b"") + data
+
+    @property
+    def log(self) -> bytes:
+        return self.files[str(self.layout.log)]
+
+    @property
+    def stops(self) -> int:
+        return sum(argv[0] == "stop" for argv in self.agent)
+
+    # --- the interface of mgpu.remote.node.Node
+
+    def reconnect(self) -> None:
+        if not self.reachable:
+            raise ConnectionFailed(NOT_CONNECTED)
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    def read(self, path: str) -> bytes:
+        self._fail("read")
+        if path not in self.files:
+            raise FileNotFoundError(path)
+        return self.files[path]
+
+    def read_from(self, path: str, offset: int, limit: int) -> bytes:
+        self._fail("read_from")
+        return self.files.get(path, b"")[offset : offset + limit]
+
+    def write(self, path: str, data: bytes, mode: int = 0o600) -> None:
+        self._fail("write")
+        self.files[path] = data
+
+    def fetch(self, path: str, dest: Path) -> None:
+        dest.write_bytes(self.read(path))
+
+    def sync(self, _folder: object, dest: str, *, python: str = "python3") -> SyncReport:
+        self._fail("sync")
+        self.world.calls.append(f"sync {dest.split('/')[0]}")
+        return SyncReport(1, 1, 0, 1)
+
+    def run(self, argv: list[str], *, stdin: bytes = b"", timeout: float) -> Result:
+        assert timeout > 0
+        if argv[0] == "cat":
+            return Result(0, b"1000.0 900.0\n", b"")
+        assert argv[2:5] == ["python3", "-m", "mgpu_train"], argv
+        asked = argv[6:]
+        self._fail(asked[0])
+        self.agent.append(asked)
+        return Result(0, json.dumps(getattr(self, f"_{asked[0].replace('-', '_')}")(stdin)).encode(), b"")
+
+    def _free_port(self, _stdin: bytes) -> int:
+        return 29500
+
+    def _start(self, stdin: bytes) -> dict[str, Any]:
+        self.secrets = stdin
+        self.world.program(self, Job.model_validate_json(self.files[str(self.layout.job)]))
+        return {}
+
+    def _stop(self, _stdin: bytes) -> dict[str, Any]:
+        if self.ends_when_stopped and str(self.layout.status) in self.files:
+            newest = AgentStatus.model_validate_json(self.files[str(self.layout.status)])
+            if not newest.phase.final:
+                self.says(
+                    Phase.FAILED, attempt=newest.attempt, fault=Fault.STOPPED, reason="the operator asked to stop"
+                )
+        return {}
+
+    def _fail(self, method: str) -> None:
+        if not self.reachable:
+            self.closed = True
+        if self.closed:
+            raise ConnectionFailed(NOT_CONNECTED)
+        if self.faults.get(method):
+            raise self.faults[method].pop(0)
+
+
+class Cloud:
+    """A provider: machines by id, with the phase that it tells."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        self.handles: dict[str, Handle] = {}
+        self.phases: dict[str, NodePhase] = {}
+        self.stuck: set[str] = set()  # machines that no `destroy` ends
+        self.refuses: dict[str, list[ProviderError]] = {}  # call -> what it raises, the last one for ever
+        self.described = 0
+        self.ended: list[str] = []  # fleets that `destroy` was called for
+
+    def rent(self, fleet: str, nodes: int = 1) -> Handle:
+        """Machines that run, as if some `pulumi up` had made them."""
+        ids = tuple(f"{fleet}-{rank}" for rank in range(nodes))
+        self.phases |= dict.fromkeys(ids, NodePhase.RUNNING)
+        handle = Handle(provider="local", region="", fleet=fleet, generation=1, token="t", ids=ids)
+        self.handles[fleet] = handle
+        return handle
+
+    @property
+    def billed(self) -> set[str]:
+        return {name for name, phase in self.phases.items() if phase is not NodePhase.TERMINATED}
+
+    def check(self) -> None:
+        self._refuse("check")
+
+    def describe(self, handle: Handle) -> FleetState:
+        self.described += 1
+        self._refuse("describe")
+        nodes = (
+            NodeState(rank=rank, id=name, phase=self.phases.get(name, NodePhase.TERMINATED), price_usd_per_hour=0.5)
+            for rank, name in enumerate(handle.ids)
+        )
+        return FleetState(nodes=tuple(nodes))
+
+    def list_owned(self, owner: str) -> tuple[Handle, ...]:
+        assert owner == paths.owner()
+        self._refuse("list_owned")
+        return tuple(h for h in self.handles.values() if any(name in self.billed for name in h.ids))
+
+    def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
+        self._refuse("destroy")
+        self.ended.append(handle.fleet)
+        for name in handle.ids if nodes is None else nodes:
+            if name not in self.stuck:
+                self.phases[name] = NodePhase.TERMINATED
+        return not any(name in self.billed for name in handle.ids)
+
+    def _refuse(self, call: str) -> None:
+        errors = self.refuses.get(call)
+        if errors:
+            raise errors[0] if len(errors) == 1 else errors.pop(0)
+
+
+class Stack:
+    """A Pulumi stack of the world: `up` rents at the cloud, `destroy` ends it there."""
+
+    def __init__(self, world: World, project: Path, name: str, _run_file: Path, **_: Any) -> None:
+        self.world, self.project, self.name = world, project, name
+
+    @property
+    def fleet(self) -> str:
+        return fleet_name(project_name(self.project), self.name)
+
+    def init(self) -> None:
+        self._call("init")
+        self.world.stacks.setdefault(self.name, None)
+
+    def up(self) -> None:
+        self._call("up")
+        handle = self.world.cloud.rent(self.fleet, len(self.world.nodes))
+        self.world.stacks[self.name] = self.world.output(handle)
+        self._call("up is done")
+
+    def exists(self) -> bool:
+        return self.name in self.world.stacks
+
+    def outputs(self) -> StackOutput | None:
+        return self.world.stacks.get(self.name)
+
+    def destroy(self) -> None:
+        self._call("destroy")
+        if self.name in self.world.stacks:
+            self.world.stacks[self.name] = None
+        if self.fleet in self.world.cloud.handles:
+            self.world.cloud.destroy(self.world.cloud.handles[self.fleet])
+
+    def remove(self) -> None:
+        self._call("remove")
+        assert self.world.stacks.get(self.name) is None, "a stack with resources is never forgotten"
+        self.world.stacks.pop(self.name, None)
+
+    def interrupt(self) -> None:
+        self.world.calls.append("interrupt")
+
+    def _call(self, name: str) -> None:
+        self.world.calls.append(f"{name} {self.name}" if name in ("destroy", "remove") else name)
+        hook = self.world.hooks.get(name)
+        if isinstance(hook, MgpuError):
+            raise hook
+        if hook is not None:
+            hook()
+
+
+@dataclass
+class World:
+    """All that is outside of `mgpu.run`, and a project with a run file."""
+
+    folder: Path
+    run_id: str = ""
+    calls: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    hooks: dict[str, MgpuError | Callable[[], None]] = field(
+        default_factory=dict
+    )  # a call of the stack -> what happens
+    stacks: dict[str, StackOutput | None] = field(default_factory=dict)
+    connect_error: Exception | None = None
+    ours: bool = True  # False: a program of the user's own made the stack
+    hard_cap_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir()
+        (self.folder / "Pulumi.yaml").write_text("name: mine\nruntime: python\n")
+        self.timeouts = Timeouts(poll_s=0.01, describe_every_s=0.01, destroy_s=0.3, stop_grace_s=0.2, drain_s=0.2)
+        self.cloud = Cloud()
+        self.nodes = [Node(self, 0)]
+        self.program: Callable[[Node, Job], None] = self.succeed
+
+    @property
+    def run_file(self) -> Path:
+        return self.folder / "mgpu.yaml"
+
+    def has_nodes(self, count: int) -> NodeSet:
+        self.nodes = [Node(self, rank) for rank in range(count)]
+        return NodeSet(self.nodes)
+
+    def of(self, kind: type[Event]) -> list[Any]:
+        return [event for event in self.events if type(event) is kind]
+
+    def output(self, handle: Handle) -> StackOutput:
+        return StackOutput(
+            version=1,
+            fleet=handle.fleet,
+            owner=paths.owner() if self.ours else "",
+            token=handle.token,
+            provider="local",
+            private_key_file="~/key",
+            price_usd_per_hour=0.5 * len(handle.ids),
+            hard_cap_at=self.hard_cap_at,
+            nodes=tuple(
+                NodeOutput(rank=rank, id=name, address="127.0.0.1", user="u", host_key=HOST_KEY)
+                for rank, name in enumerate(handle.ids)
+            ),
+        )
+
+    def connect(self, *_: object) -> NodeSet:
+        self.calls.append("connect")
+        if self.connect_error:
+            raise self.connect_error
+        (self.run_id,) = record.ids()[-1:]
+        for node in self.nodes:
+            node.closed = False
+        return NodeSet(self.nodes)
+
+    # --- programs
+
+    def succeed(self, node: Node, job: Job) -> None:
+        """Trains in no time, and commits one checkpoint where the run keeps any."""
+        node.prints(b"trained\n")
+        if node.target.rank == 0 and job.checkpoint:
+            self.commit(job.checkpoint.to, job.run_id, attempt=job.attempt, writer=job.writer, step=10 * job.attempt)
+        node.says(Phase.DONE, attempt=job.attempt, step=10 * job.attempt)
+
+    def train_on(self, node: Node, job: Job) -> None:
+        """Never ends by itself."""
+        node.says(Phase.TRAINING, attempt=job.attempt, step=3, steps=10)
+
+    def commit(self, url: str, run_id: str, *, attempt: int, writer: str, step: int) -> CheckpointEntry:
+        """One whole committed checkpoint of one node."""
+        store, name, part = open_store(url), checkpoint_id(attempt, step), self.folder / f"step-{step}"
+        part.mkdir()
+        (part / "weights").write_bytes(f"weights of step {step}".encode())
+        upload_part(store, run_id, name, folder=part, attempt=attempt, node=0, step=step, world_size=1, meta={})
+        entry = commit_when_complete(store, run_id, name, writers=(0,), nodes=1, writer=writer)
+        assert entry is not None
+        return entry
+
+    # --- records
+
+    def record(self, run_id: str, **more: Any) -> Record:
+        """A saved record of a run of this project."""
+        self.run_id = run_id
+        made = Record(
+            **{
+                "run_id": run_id, "name": "a", "project": str(self.folder), "project_base": str(self.folder),
+                "run_file": str(self.run_file), "stack": run_id, "own_stack": True, "fleet_name": f"mine-{run_id}",
+                "provider": "local", "nodes": len(self.nodes), "created_at": 1.0, "max_hours": 1.0,
+            } | more
+        )  # fmt: skip
+        record.save(made)
+        return made
+
+
+@pytest.fixture
+def world(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """Nodes, provider and stacks in memory in the place of the real ones; folders of this test alone."""
+    made = World(tmp_path / "project")
+    monkeypatch.setattr(launch, "Stack", functools.partial(Stack, made))
+    monkeypatch.setattr(NodeSet, "connect", made.connect)
+    monkeypatch.setattr(registry, "get", lambda *_: made.cloud)
+    monkeypatch.setattr(common, "context", lambda console: launch.Context(console.emit, made.timeouts))
+    return made

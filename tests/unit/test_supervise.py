@@ -1,0 +1,430 @@
+"""I6 and I7: what the supervisor reads is not lost, what it cannot read ends nothing, and every end has a deadline."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from mgpu_train.agent.status import CheckpointStatus, Fault, Phase
+
+from mgpu.errors import ConnectionFailed, RemoteError, Transient
+from mgpu.events import CheckpointCommitted, LogChunk, Progress, Validated, Warned
+from mgpu.journal import read
+from mgpu.providers.base import NodePhase
+from mgpu.run import record, supervise
+from mgpu.run.record import Folder, State
+from mgpu.run.session import Session
+from mgpu.run.supervise import Supervisor, collect_metrics
+
+BEGIN = 1000.0
+
+
+class Watch:
+    """A supervisor on a clock of its own: a pass a second, and what a test does between two passes."""
+
+    def __init__(self, world, nodes=2, **timeouts):
+        self.world = world
+        self.nodeset = world.has_nodes(nodes)
+        self.handle = world.cloud.rent("mine-run-1", nodes)
+        world.record("run-1", state=State.RUNNING, attempt=1)
+        defaults = {"poll_s": 1, "silence_s": 20, "stop_grace_s": 5, "drain_s": 5}
+        self.timeouts = world.timeouts.model_copy(update=defaults | timeouts)
+        for node in world.nodes:
+            node.says(Phase.TRAINING)
+        self.now, self.script = BEGIN, {}
+        self.session = self.new_session()
+
+    def new_session(self, ask=None):
+        return Session(record.load("run-1"), self.world.events.append, self.timeouts, ask=ask)
+
+    def at(self, second, act):
+        """Does this after the pass of that second."""
+        self.script.setdefault(BEGIN + second, []).append(act)
+        return self
+
+    def done_at(self, second):
+        return self.at(second, lambda: [node.says(Phase.DONE) for node in self.world.nodes])
+
+    def run(self, deadline_s=10_000.0, cloud=True, handle=None):
+        supervisor = Supervisor(
+            self.session,
+            self.nodeset,
+            provider=self.world.cloud if cloud else None,
+            handle=handle or self.handle,
+            deadline=BEGIN + deadline_s,
+            clock=lambda: self.now,
+            sleep=self._sleep,
+        )
+        return supervisor.watch()
+
+    def _sleep(self, seconds):
+        for act in self.script.pop(self.now, []):
+            act()
+        self.now += seconds
+        assert self.now < BEGIN + 500, "it would go on for ever"
+
+    def raises(self, rank, method, *errors):
+        return lambda: self.world.nodes[rank].faults.update({method: list(errors)})
+
+    def signal(self):
+        self.session.interrupts.count += 1
+
+    @property
+    def elapsed(self):
+        return self.now - BEGIN
+
+    @property
+    def stops(self):
+        return [node.stops for node in self.world.nodes]
+
+    @property
+    def saved(self):
+        return record.load("run-1")
+
+    def local_log(self, rank):
+        return b"".join(path.read_bytes() for path in Folder("run-1").logs(rank))
+
+    def shown(self, rank):
+        return b"".join(e.data for e in self.world.of(LogChunk) if e.node_rank == rank)
+
+
+@pytest.fixture
+def watch(world):
+    return Watch(world)
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_log_bytes_are_neither_lost_nor_doubled_over_errors_and_reconnects(watch, monkeypatch):
+    monkeypatch.setattr(supervise, "LOG_PIECE", 7)
+    lost, odd = ConnectionFailed("lost"), OSError("a short read")
+    for second in range(30):
+        watch.at(second, lambda n=second: [node.prints(b"line %d \xff\x00\n" % n) for node in watch.world.nodes])
+    watch.at(3, watch.raises(0, "read", lost)).at(5, watch.raises(0, "read_from", odd, lost))
+    watch.at(9, lambda: watch.world.nodes[1].close())
+    watch.at(12, lambda: setattr(watch.world.nodes[1], "reachable", False))
+    watch.at(15, lambda: setattr(watch.world.nodes[1], "reachable", True))
+    assert watch.done_at(30).run().succeeded
+    for rank, node in enumerate(watch.world.nodes):
+        assert node.log.count(b"\n") == 30
+        assert watch.local_log(rank) == node.log
+        assert watch.shown(rank) == node.log
+        chunks = [event for event in watch.world.of(LogChunk) if event.node_rank == rank]
+        assert [c.offset for c in chunks] == [sum(len(d.data) for d in chunks[:n]) for n in range(len(chunks))]
+
+
+def test_a_read_that_fails_between_two_pieces_keeps_the_first_one(watch, monkeypatch):
+    monkeypatch.setattr(supervise, "LOG_PIECE", 4)
+    node = watch.world.nodes[0]
+    node.prints(b"0123456789")
+    real, calls = node.read_from, []
+
+    def second_piece_fails(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise ConnectionFailed("lost")
+        return real(*args)
+
+    node.read_from = second_piece_fails
+    assert watch.done_at(2).run().succeeded
+    assert watch.local_log(0) == b"0123456789"
+    assert [args[1] for args in calls[:3]] == [0, 4, 4], "it goes on where it was"
+
+
+def test_what_is_printed_at_the_very_end_is_read(watch):
+    """The status file can say DONE in the same pass in which the last bytes were not there yet."""
+    node = watch.world.nodes[0]
+    real = node.read_from
+
+    def last_words(path, offset, limit):
+        data = real(path, offset, limit)
+        if not data and b"done" in node.files[str(node.layout.status)] and b"last" not in node.files.get(path, b""):
+            node.prints(b"last words\n")
+        return data
+
+    node.read_from = last_words
+    assert watch.done_at(1).run().succeeded
+    assert watch.local_log(0) == b"last words\n"
+
+
+def test_a_second_supervisor_goes_on_where_the_first_one_was_killed(watch):
+    watch.world.nodes[0].prints(b"first\nhalf a li")
+
+    class Killed(BaseException):
+        pass
+
+    def kill():
+        raise Killed
+
+    with pytest.raises(Killed):
+        watch.at(2, kill).run()
+    assert watch.local_log(0) == b"first\nhalf a li"
+    watch.world.events.clear()
+    watch.world.nodes[0].prints(b"ne\nthird\n")
+    watch.session = watch.new_session()
+    assert watch.done_at(4).run().succeeded
+    assert watch.local_log(0) == b"first\nhalf a line\nthird\n"
+    assert watch.shown(0) == b"ne\nthird\n", "what the first one showed is not shown again"
+
+
+def test_a_replaced_instance_has_a_log_of_its_own(watch):
+    watch.world.nodes[0].prints(b"of the old machine\n")
+    watch.done_at(1).run()
+    watch.nodeset = watch.world.has_nodes(2)
+    for node in watch.world.nodes:
+        node.says(Phase.DONE)
+    watch.world.nodes[0].prints(b"new\n")
+    watch.session = watch.new_session()
+    watch.run(handle=watch.handle.model_copy(update={"ids": ("another", "mine-run-1-1")}))
+    assert [path.read_bytes() for path in Folder("run-1").logs(0)] == [b"of the old machine\n", b"new\n"]
+    assert len(Folder("run-1").logs(1)) == 1, "the machine that stayed goes on in its own"
+
+
+# --- silence and loss -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("provider_answers", [True, False])
+def test_a_node_silent_for_less_than_its_deadline_ends_nothing(watch, provider_answers):
+    node = watch.world.nodes[1]
+    watch.at(2, lambda: setattr(node, "reachable", False)).at(21, lambda: setattr(node, "reachable", True))
+    assert watch.done_at(40).run(cloud=provider_answers).succeeded
+    assert watch.stops == [0, 0]
+    assert watch.saved.state is State.RUNNING
+
+
+def test_a_node_silent_for_longer_stops_its_peers_and_the_machines_are_blamed(watch):
+    watch.at(2, lambda: setattr(watch.world.nodes[1], "reachable", False))
+    ended = watch.run()
+    assert not ended.succeeded
+    assert ended.fault is Fault.INFRASTRUCTURE
+    assert "node 1 has not answered" in ended.reason
+    assert ended.stopped_by == ""
+    assert watch.stops == [1, 0]
+    assert 20 < watch.elapsed < 30
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"", b"{", b'{"version": 2}', b"\xff\xfe", b"null"], ids=["empty", "torn", "newer", "bytes", "null"]
+)
+def test_a_status_that_cannot_be_read_is_silence_and_no_crash(watch, garbage):
+    node = watch.world.nodes[0]
+    watch.at(1, lambda: node.files.update({str(node.layout.status): garbage}))
+    assert watch.done_at(10).run().succeeded
+    assert watch.stops == [0, 0]
+
+
+@pytest.mark.parametrize("phase", [NodePhase.STOPPING, NodePhase.TERMINATED])
+def test_a_loss_by_the_providers_word_ends_the_attempt_as_infrastructure(watch, phase):
+    watch.at(5, lambda: watch.world.cloud.phases.update({watch.handle.ids[1]: phase}))
+    ended = watch.run()
+    assert (ended.succeeded, ended.fault) == (False, Fault.INFRASTRUCTURE)
+    assert "node 1 is gone" in ended.reason
+    assert watch.elapsed < 12, "the deadline of silence was not waited for"
+    assert watch.stops[0] == 1
+
+
+def test_a_provider_that_does_not_answer_is_told_once_and_ends_nothing(watch):
+    watch.world.cloud.refuses["describe"] = [Transient("502 from the API")]
+    assert watch.done_at(60).run().succeeded
+    assert watch.world.cloud.described > 10
+    assert [event.text for event in watch.world.of(Warned)] == ["the provider does not answer: 502 from the API"]
+    assert watch.stops == [0, 0]
+
+
+def test_machines_that_are_not_ours_are_not_described(watch):
+    watch.world.cloud.refuses["describe"] = [Transient("nobody should ask")]
+    assert watch.done_at(9).run(cloud=False).succeeded
+    assert watch.world.cloud.described == 0
+
+
+def test_an_old_attempts_done_is_not_this_ones(watch):
+    watch.session.record.attempt = 2
+    watch.done_at(0).at(9, lambda: [node.says(Phase.DONE, attempt=2) for node in watch.world.nodes])
+    assert watch.run().succeeded
+    assert watch.elapsed == 10
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
+
+
+def test_peers_of_a_failed_node_are_asked_to_stop_once(watch):
+    first, second = watch.world.nodes
+    second.ends_when_stopped = False
+    watch.at(2, lambda: first.says(Phase.FAILED, fault=Fault.USER, reason="exit code 3"))
+    watch.at(8, lambda: second.says(Phase.FAILED, fault=Fault.STOPPED, reason="stopped"))
+    ended = watch.run()
+    assert (ended.fault, ended.stopped_by) == (Fault.USER, "")
+    assert "exit code 3" in ended.reason
+    assert watch.stops == [1, 1]
+    assert watch.saved.state is State.STOPPING
+
+
+def test_the_hard_cap_stops_the_nodes_once(watch):
+    ended = watch.run(deadline_s=7)
+    assert ended.stopped_by == "deadline"
+    assert not ended.succeeded
+    assert watch.stops == [1, 1]
+    assert 7 < watch.elapsed < 12
+
+
+def test_the_stop_file_stops_the_nodes(watch):
+    ended = watch.at(3, Folder("run-1").stop.touch).run()
+    assert (ended.succeeded, ended.stopped_by) == (False, "user")
+    assert watch.stops == [1, 1]
+    (stop,) = (e for path in Folder("run-1").journal.iterdir() for e in read(path) if e["kind"] == "stop")
+    assert stop["by"] == "user"
+
+
+def test_nodes_that_do_not_stop_in_time_are_not_waited_for(watch):
+    for node in watch.world.nodes:
+        node.ends_when_stopped = False
+    ended = watch.at(3, Folder("run-1").stop.touch).run()
+    assert (ended.succeeded, ended.stopped_by) == (False, "user")
+    assert "did not stop in time" in ended.reason
+    assert 13 < watch.elapsed < 17, "grace and drain, 10 s together"
+
+
+def test_a_node_that_cannot_be_asked_is_told_and_the_others_are_asked(watch):
+    watch.raises(0, "stop", RemoteError("no answer to `stop`"))()
+    watch.at(1, Folder("run-1").stop.touch).run()
+    assert watch.stops == [0, 1]
+    assert any("node 0 could not be asked" in event.text for event in watch.world.of(Warned))
+
+
+def test_a_signal_without_a_terminal_stops(watch):
+    ended = watch.at(2, watch.signal).run()
+    assert ended.stopped_by == "user"
+    assert not ended.left
+    assert watch.stops == [1, 1]
+
+
+def test_on_a_terminal_the_answer_leave_leaves_it_running(watch):
+    watch.session = watch.new_session(ask=lambda: False)
+    ended = watch.at(2, watch.signal).run()
+    assert ended.left
+    assert watch.stops == [0, 0]
+    assert watch.saved.state is State.RUNNING
+
+
+def test_on_a_terminal_the_answer_stop_stops_and_asks_no_more(watch):
+    asked = []
+    watch.session = watch.new_session(ask=lambda: asked.append(1) or True)
+    for node in watch.world.nodes:
+        node.ends_when_stopped = False
+    watch.at(2, watch.signal).at(6, lambda: [node.says(Phase.DONE) for node in watch.world.nodes])
+    assert watch.run().stopped_by == "user"
+    assert asked == [1]
+    assert watch.stops == [1, 1]
+
+
+def stop_by_user(watch):
+    watch.signal()
+
+
+def stop_by_file(watch):
+    Folder("run-1").stop.touch()
+
+
+def stop_by_peers(watch):
+    watch.world.nodes[0].says(Phase.FAILED, fault=Fault.USER, reason="exit code 3")
+
+
+@pytest.mark.parametrize("why", [stop_by_user, stop_by_file, stop_by_peers, None])
+def test_a_second_signal_leaves_whatever_the_first_was_for(watch, why):
+    """DESIGN section 9: a second one leaves; a node that does not stop may take drain_s, which is long."""
+    for node in watch.world.nodes:
+        node.ends_when_stopped = False
+    if why:
+        watch.at(2, lambda: why(watch))
+    watch.at(4, watch.signal).at(6, watch.signal)
+    ended = watch.run(deadline_s=10_000 if why else 2)
+    assert ended.left
+    assert watch.elapsed < 8
+
+
+def test_a_signal_while_the_peers_are_stopped_asks_at_most_once(watch):
+    asked = []
+    watch.session = watch.new_session(ask=lambda: asked.append(1) or True)
+    watch.world.nodes[1].ends_when_stopped = False
+    watch.at(2, lambda: stop_by_peers(watch)).at(4, watch.signal)
+    watch.run()
+    assert len(asked) <= 1
+
+
+# --- what reaches the record ------------------------------------------------------------------------------------------
+
+
+def test_progress_validation_and_commits_reach_the_record_and_are_told_once(watch):
+    node = watch.world.nodes[0]
+    committed = CheckpointStatus(committed_id="a001-step-20", committed_step=20)
+    said = {"step": 21, "steps": 40, "loss": 2.5, "tokens_per_s": 900.0, "first_validation_loss": 5.0}
+    watch.at(
+        2,
+        lambda: node.says(
+            Phase.TRAINING,
+            **said,
+            validation_loss=3.0,
+            validation_step=20,
+            checkpoint=committed,
+            phase_seconds={"training": 1.26},
+        ),
+    )
+    seen = []
+    watch.at(5, lambda: seen.append(watch.saved)).done_at(6).run()
+    (on_disk,) = seen
+    assert (on_disk.step, on_disk.steps, on_disk.loss, on_disk.tokens_per_s) == (21, 40, 2.5, 900.0)
+    assert (on_disk.first_validation_loss, on_disk.validation_loss) == (5.0, 3.0)
+    assert (on_disk.checkpoint_id, on_disk.checkpoint_step) == ("a001-step-20", 20)
+    assert on_disk.agent_seconds == {"training": 1.3}
+    assert on_disk.node_phases == ["training", "training"]
+    assert watch.world.of(Validated) == [Validated(20, 3.0)]
+    assert watch.world.of(CheckpointCommitted) == [CheckpointCommitted("a001-step-20", 20)]
+    assert Progress(21, 40, 2.5, 900.0, "training") in watch.world.of(Progress)
+
+
+def test_another_attempts_numbers_are_not_this_ones(watch):
+    node = watch.world.nodes[0]
+    committed = CheckpointStatus(committed_id="a009-step-9", committed_step=9)
+    node.says(Phase.TRAINING, attempt=9, step=9, validation_loss=1.0, checkpoint=committed)
+    watch.done_at(3).at(2, lambda: node.says(Phase.TRAINING)).run()
+    assert (watch.saved.checkpoint_id, watch.saved.validation_loss) == (None, None)
+    assert watch.world.of(CheckpointCommitted) == []
+
+
+def test_a_problem_with_checkpoints_is_told_once(watch):
+    watch.world.nodes[0].says(Phase.TRAINING, checkpoint=CheckpointStatus(problem="403 from the store", failed=1))
+    watch.done_at(9).run()
+    assert [event.text for event in watch.world.of(Warned)] == ["checkpoint: 403 from the store"]
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def metrics(watch, rank, data):
+    node = watch.world.nodes[rank]
+    node.files[str(node.layout.metrics / f"rank-{rank}.jsonl")] = data
+
+
+def test_metrics_of_every_rank_are_copied_and_what_is_missing_is_left_out(watch):
+    first = json.dumps({"unigram_entropy": 3.2, "bigram_entropy": 2.4}).encode()
+    metrics(watch, 0, first + b"\n{}\n")
+    collect_metrics(watch.session, watch.nodeset, 1)
+    folder = Folder("run-1").root / "metrics"
+    assert [path.name for path in folder.iterdir()] == ["rank-0.jsonl"]
+    assert (watch.saved.unigram_entropy, watch.saved.bigram_entropy) == (3.2, 2.4)
+    assert watch.world.of(Warned) == []
+
+
+def test_metrics_that_cannot_be_read_are_told_and_no_error(watch):
+    watch.raises(1, "read", ConnectionFailed("lost"))()
+    collect_metrics(watch.session, watch.nodeset, 1)
+    assert ["rank 1" in event.text for event in watch.world.of(Warned)] == [True]
+
+
+@pytest.mark.parametrize("data", [b"", b"no json\n", b"[1]\n", b"\xff\xfe\n", b"{"])
+def test_whatever_a_program_writes_as_metrics_it_is_no_crash(watch, data):
+    """With `command:` the folder is the user's: a crash here would leave the machines without a teardown."""
+    metrics(watch, 0, data)
+    collect_metrics(watch.session, watch.nodeset, 1)
+    assert watch.saved.unigram_entropy is None

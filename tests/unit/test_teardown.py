@@ -1,0 +1,105 @@
+"""I7: "destroyed" is said when the provider says terminated, and not before."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgpu import paths
+from mgpu.errors import AuthError, MgpuError, StackError, TeardownIncomplete, Transient
+from mgpu.events import Warned
+from mgpu.providers.base import NodePhase
+from mgpu.run import launch
+from mgpu.run.teardown import give_back, owned
+
+
+@pytest.fixture
+def stack(world):
+    """A stack of `mgpu launch`'s own with two machines, beside a fleet that is not its."""
+    world.has_nodes(2)
+    made = launch.Stack(world.folder, "run-1", world.run_file, log_dir=world.folder)
+    made.init()
+    made.up()
+    world.cloud.rent("mine-dev")
+    world.calls.clear()
+    return made
+
+
+def back(world, stack, *, remove=True):
+    give_back(stack, world.cloud, paths.owner(), world.timeouts, world.events.append, remove=remove)
+
+
+def test_all_good_the_stack_is_forgotten(world, stack):
+    back(world, stack)
+    assert world.calls == ["destroy run-1", "remove run-1"]
+    assert world.cloud.billed == {"mine-dev-0"}, "the fleet of another stack is not touched"
+    assert world.of(Warned) == []
+
+
+def test_a_users_own_stack_is_emptied_and_stays(world, stack):
+    back(world, stack, remove=False)
+    assert world.calls == ["destroy run-1"]
+    assert world.stacks == {"run-1": None}
+
+
+def test_a_second_time_is_success(world, stack):
+    back(world, stack)
+    back(world, stack)
+
+
+def test_machines_that_the_stack_does_not_know_are_swept(world, stack):
+    """A create that was cut off: the engine's state is empty, the machines are there."""
+    world.stacks["run-1"] = None
+    stack.destroy = lambda: None
+    back(world, stack)
+    assert world.cloud.billed == {"mine-dev-0"}
+
+
+def test_a_machine_that_the_provider_still_lists_is_named_and_the_stack_is_kept(world, stack):
+    world.cloud.stuck.add("mine-run-1-1")
+    with pytest.raises(TeardownIncomplete, match="mine-run-1-1"):
+        back(world, stack)
+    assert "remove run-1" not in world.calls
+
+
+def test_a_provider_that_says_done_while_it_still_lists_one_is_not_believed(world, stack):
+    world.cloud.stuck.add("mine-run-1-1")
+    world.cloud.destroy = lambda *_: True
+    stack.destroy = lambda: None
+    with pytest.raises(TeardownIncomplete, match="mine-run-1-1"):
+        back(world, stack)
+    assert "remove run-1" not in world.calls
+
+
+def test_a_machine_that_is_only_stopping_is_still_billed(world, stack):
+    assert [handle.fleet for handle in owned(world.cloud, paths.owner(), stack.fleet)] == [stack.fleet]
+    world.cloud.phases |= {"mine-run-1-0": NodePhase.TERMINATED, "mine-run-1-1": NodePhase.STOPPING}
+    assert [handle.fleet for handle in owned(world.cloud, paths.owner(), stack.fleet)] == [stack.fleet]
+    world.cloud.phases["mine-run-1-1"] = NodePhase.TERMINATED
+    assert owned(world.cloud, paths.owner(), stack.fleet) == ()
+
+
+def test_when_pulumi_fails_the_machines_go_all_the_same_and_the_stack_is_told(world, stack):
+    world.hooks["destroy"] = StackError("the state is locked", "by another update")
+    with pytest.raises(TeardownIncomplete, match="machines are gone") as caught:
+        back(world, stack)
+    assert "run-1" in caught.value.what
+    assert "the state is locked" in caught.value.why
+    assert world.cloud.billed == {"mine-dev-0"}
+    assert "remove run-1" not in world.calls, "its state is still needed"
+    assert any("the state is locked" in event.text for event in world.of(Warned))
+
+
+@pytest.mark.parametrize("call", ["list_owned", "describe", "destroy"])
+@pytest.mark.parametrize("error", [AuthError("the key has expired"), Transient("503")])
+@pytest.mark.parametrize("pulumi", ["fails", "works"])
+def test_a_provider_that_cannot_be_asked_is_an_incomplete_teardown(world, stack, call, error, pulumi):
+    if pulumi == "fails":
+        world.hooks["destroy"] = StackError("the state is locked")
+    else:
+        stack.destroy = lambda: world.calls.append("destroy run-1")  # it says so, and nobody can confirm it
+    world.cloud.refuses[call] = [error]
+    with pytest.raises(MgpuError) as caught:
+        back(world, stack)
+    assert caught.value.exit_code == 7
+    assert error.what in str(caught.value)
+    assert "remove run-1" not in world.calls
