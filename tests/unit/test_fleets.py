@@ -1,0 +1,118 @@
+"""I1: what is billed is found, and only what nothing stands for is ever ended."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from mgpu.cli import cli
+from mgpu.errors import Transient
+from mgpu.iac.environment import backend_dir
+from mgpu.providers.base import NodePhase
+from mgpu.run import fleets, record
+from mgpu.run.record import State
+
+
+def stack_file(project, stack, packed=""):
+    """The state that the engine has of a stack."""
+    path = backend_dir() / ".pulumi" / "stacks" / project / f"{stack}.json{packed}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
+    return path
+
+
+def gc(*args):
+    return CliRunner().invoke(cli, ["gc", *args], standalone_mode=False)
+
+
+@pytest.fixture
+def four(world):
+    """A fleet of a run, two of stacks, and one that nothing stands for."""
+    for name in ("mine-run-1", "mine-dev", "prod", "mine-lost"):
+        world.cloud.rent(name, 2)
+    stack_file("mine", "dev")
+    stack_file("mgpu", "prod", ".gz")
+    world.record("run-1", state=State.RUNNING)
+    with record.supervising("run-1") as mine:
+        assert mine
+        yield world
+
+
+def test_every_fleet_is_told_with_its_price_and_what_stands_for_it(four):
+    found = {fleet.name: fleet for fleet in fleets.alive()}
+    assert {name: fleet.used_by for name, fleet in found.items()} == {
+        "mine-run-1": "run run-1",
+        "mine-dev": "stack dev",
+        "prod": "stack prod",
+        "mine-lost": "",
+    }
+    assert found["mine-lost"].ids == ("mine-lost-0", "mine-lost-1")
+    assert found["mine-lost"].usd_per_hour == 1.0
+
+
+def test_a_dry_run_changes_nothing_and_says_what_it_would_do(four):
+    done = gc()
+    assert done.return_value == 0
+    assert "mine-lost" in done.stdout
+    assert "mgpu gc --yes" in done.stderr
+    assert len(four.cloud.billed) == 8
+    assert four.cloud.ended == []
+
+
+def test_with_yes_the_orphan_goes_and_nothing_else(four):
+    done = gc("--yes")
+    assert done.return_value == 0
+    assert set(four.cloud.ended) == {"mine-lost"}
+    assert not {"mine-lost-0", "mine-lost-1"} & four.cloud.billed
+    assert len(four.cloud.billed) == 6
+    assert "mine-lost: ended" in done.stderr
+
+
+def test_the_json_of_gc_has_what_a_script_needs(four):
+    found = json.loads(gc("--json").stdout)
+    assert {fleet["name"]: fleet["used_by"] for fleet in found}["mine-lost"] == ""
+    assert set(found[0]) == {"name", "provider", "ids", "usd_per_hour", "used_by"}
+
+
+def test_an_end_that_the_provider_does_not_confirm_is_exit_code_7(four):
+    four.cloud.stuck.add("mine-lost-1")
+    done = gc("--yes")
+    assert done.exception is not None
+    assert done.exception.exit_code == 7
+    assert "mine-lost-1" in str(done.exception)
+    assert "ended, confirmed" not in done.stderr
+
+
+@pytest.mark.parametrize("left", ["final", "dead supervisor"])
+def test_a_run_that_is_over_or_has_no_supervisor_stands_for_nothing(world, left):
+    world.cloud.rent("mine-run-1")
+    world.record("run-1", state=State.FAILED if left == "final" else State.RUNNING)
+    assert [fleet.used_by for fleet in fleets.alive()] == [""]
+
+
+def test_a_stack_of_another_project_does_not_stand_for_ours(world):
+    world.cloud.rent("mine-dev")
+    stack_file("theirs", "dev")
+    assert [fleet.used_by for fleet in fleets.alive()] == [""]
+
+
+def test_machines_that_are_terminated_are_no_fleet_and_a_partly_lost_one_is(world):
+    world.cloud.rent("mine-a"), world.cloud.rent("mine-b", 2)
+    world.cloud.phases |= {"mine-a-0": NodePhase.TERMINATED, "mine-b-0": NodePhase.TERMINATED}
+    (fleet,) = fleets.alive()
+    assert (fleet.name, fleet.ids, fleet.usd_per_hour) == ("mine-b", ("mine-b-1",), 0.5)
+
+
+def test_a_provider_that_cannot_be_asked_is_not_taken_for_an_empty_one(world):
+    world.cloud.refuses["list_owned"] = [Transient("503")]
+    done = gc()
+    assert done.exception is not None
+    assert done.exception.exit_code == 3
+    assert "no machines" not in done.stdout
+
+
+def test_nothing_is_billed_and_it_says_so(world):
+    assert "no machines of yours" in gc("--yes").stdout
+    assert json.loads(gc("--json").stdout) == []

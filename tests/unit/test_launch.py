@@ -1,0 +1,640 @@
+"""I1, I7, I8: whatever happens to a run, its machines go, its record and its exit code tell the truth."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from mgpu_train.agent.status import Fault, Phase
+
+from mgpu import paths
+from mgpu.cli import common
+from mgpu.console import Console
+from mgpu.errors import (
+    AuthError,
+    ConnectionFailed,
+    HostKeyMismatch,
+    InputError,
+    Interrupted,
+    NoCapacity,
+    RemoteError,
+    StackError,
+    Stopped,
+    TeardownIncomplete,
+    TrainingFailed,
+    Transient,
+)
+from mgpu.events import Warned
+from mgpu.providers.base import NodePhase
+from mgpu.run import launch as runs
+from mgpu.run import record
+from mgpu.run.record import Folder, State
+from mgpu.spec.load import load
+
+RUN_FILE = """
+name: it
+provider: local
+max_hours: 1
+max_price_usd_per_hour: 1
+command: [train.py]
+"""
+
+
+@pytest.fixture
+def project(world):
+    """The world, with a run file and the three ways to a run."""
+    (world.folder / "train.py").write_text("pass\n")
+    return Project(world)
+
+
+class Project:
+    def __init__(self, world):
+        self.world = world
+        self.ask = None
+
+    def spec(self, more="", nodes=1):
+        self.world.run_file.write_text(RUN_FILE + f"nodes: {nodes}\n" + more)
+        if nodes != len(self.world.nodes):
+            self.world.has_nodes(nodes)
+        return load(self.world.run_file)
+
+    @property
+    def context(self):
+        return runs.Context(self.world.events.append, self.world.timeouts, self.ask)
+
+    def launch(self, more="", *, nodes=1, resume=None):
+        return runs.launch(self.world.run_file, self.spec(more, nodes), self.context, resume=resume)
+
+    def stands(self, stack="dev"):
+        """A stack that `pulumi up` made."""
+        handle = self.world.cloud.rent(f"mine-{stack}", len(self.world.nodes))
+        self.world.stacks[stack] = self.world.output(handle)
+        return handle
+
+    def run(self, more="", *, nodes=1, stack="dev"):
+        return runs.run(self.world.run_file, self.spec(more, nodes), stack, self.context)
+
+    def nothing_is_left(self):
+        assert self.world.cloud.billed == set()
+        assert self.world.stacks == {}
+        assert record.load("last").teardown == "confirmed"
+
+    def journal(self):
+        return [
+            json.loads(line)
+            for path in sorted(Folder(record.load("last").run_id).journal.iterdir())
+            for line in path.read_text().splitlines()
+        ]
+
+
+# --- all goes well ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_succeeds_gives_everything_back_and_says_so(project):
+    outcome = project.launch(nodes=2)
+    assert (outcome.exit_code, outcome.error) == (0, None)
+    done = record.load("last")
+    assert (done.state, done.exit_code, done.reason) == (State.SUCCEEDED, 0, "")
+    assert (done.checkpoint_id, done.checkpoint_step, done.attempt) == ("a001-step-10", 10, 1)
+    assert done.ended_at
+    assert set(done.phase_seconds) >= {"provisioning", "connecting", "starting", "training", "verifying", "teardown"}
+    project.nothing_is_left()
+
+
+def test_the_undo_is_journalled_before_the_machines_are_asked_for(project):
+    known = []
+    project.world.hooks["up"] = lambda: known.extend(entry["kind"] for entry in project.journal())
+    project.launch()
+    assert "up" in known
+
+
+# --- whatever fails, the machines go ----------------------------------------------------------------------------------
+
+
+def fails_to_provision(world):
+    world.hooks["up is done"] = NoCapacity("no capacity anywhere")  # some machines were made
+
+
+def fails_before_machines(world):
+    world.hooks["init"] = StackError("the engine is broken")
+
+
+def exports_nothing(world):
+    world.hooks["up is done"] = lambda: world.stacks.update(dict.fromkeys(world.stacks))
+
+
+def cannot_connect(world):
+    world.connect_error = ConnectionFailed("no answer in time")
+
+
+def shows_another_key(world):
+    world.connect_error = HostKeyMismatch("node 1 shows another key")
+
+
+def cannot_send(world):
+    world.nodes[0].faults["sync"] = [RemoteError("disk full")]
+
+
+def cannot_start(world):
+    world.nodes[-1].faults["start"] = [RemoteError("no python3")]
+
+
+def program_fails(world):
+    world.program = lambda node, job: node.says(Phase.FAILED, attempt=1, fault=Fault.USER, reason="exit code 3")
+
+
+def machine_is_lost(world):
+    def lose(node, job):
+        world.train_on(node, job)
+        world.cloud.phases["mine-" + node.world.run_id + "-1"] = NodePhase.TERMINATED
+
+    world.program = lose
+
+
+FAILURES = [
+    (fails_to_provision, 3, "no capacity"),
+    (fails_before_machines, 4, "engine is broken"),
+    (exports_nothing, 4, "no output `mgpu`"),
+    (cannot_connect, 5, "no answer in time"),
+    (shows_another_key, 5, "another key"),
+    (cannot_send, 5, "disk full"),
+    (cannot_start, 5, "no python3"),
+    (program_fails, 6, "exit code 3"),
+    (machine_is_lost, 6, "node 1 is gone"),
+]
+
+
+@pytest.mark.parametrize(("cause", "code", "why"), FAILURES, ids=[f[0].__name__ for f in FAILURES])
+def test_after_every_kind_of_failure_nothing_is_left(project, cause, code, why, monkeypatch):
+    monkeypatch.setattr("mgpu.run.supervise.DESCRIBE_EVERY_S", 0.0)
+    project.spec(nodes=2)
+    cause(project.world)
+    outcome = project.launch(nodes=2)
+    assert outcome.exit_code == code
+    assert why in str(outcome.error)
+    done = record.load("last")
+    assert (done.state, done.exit_code) == (State.FAILED, code)
+    assert why in done.reason
+    project.nothing_is_left()
+
+
+@pytest.mark.parametrize("cause", [f[0] for f in FAILURES])
+def test_a_teardown_that_is_incomplete_beats_every_other_error(project, cause, monkeypatch):
+    monkeypatch.setattr("mgpu.run.supervise.DESCRIBE_EVERY_S", 0.0)
+    project.spec(nodes=2)
+    cause(project.world)
+    project.world.cloud.rent("elsewhere")
+    project.world.hooks["destroy"] = StackError("the state is locked")
+    outcome = project.launch(nodes=2)
+    assert outcome.exit_code == 7
+    assert record.load("last").exit_code == 7
+    assert record.load("last").teardown == "asked"
+    assert project.world.cloud.billed == {"elsewhere-0"}, "what is not of this run is not touched"
+
+
+def test_success_is_not_success_while_a_machine_may_be_billed(project):
+    def stuck(node, job):
+        project.world.cloud.stuck.update(project.world.cloud.phases)
+        project.world.succeed(node, job)
+
+    project.world.program = stuck
+    outcome = project.launch()
+    assert isinstance(outcome.error, TeardownIncomplete)
+    done = record.load("last")
+    assert (done.state, done.exit_code, done.teardown) == (State.FAILED, 7, "asked")
+    assert f"mine-{done.run_id}-0" in done.reason
+
+
+def test_a_provider_that_cannot_be_asked_in_teardown_is_an_incomplete_teardown(project):
+    """I7: "destroyed" only when the provider says terminated, and 7 beats all others."""
+    project.world.hooks["destroy"] = lambda: project.world.cloud.refuses.update(list_owned=[Transient("503")])
+    outcome = project.launch()
+    assert outcome.exit_code == 7
+    assert record.load("last").teardown == "asked"
+
+
+@pytest.mark.parametrize("bug", [ZeroDivisionError("a bug of ours"), OSError(28, "No space left on device")])
+def test_a_bug_before_the_training_is_undone_like_any_other_failure(project, bug):
+    """I1: what nobody foresaw must not leave a fleet to its lease."""
+    project.world.connect_error = bug
+    with pytest.raises(type(bug)):  # the traceback is for whoever mends it
+        project.launch()
+    assert (record.load("last").state, record.load("last").exit_code) == (State.FAILED, 1)
+    project.nothing_is_left()
+
+
+def test_a_bug_while_it_trains_leaves_the_run_to_the_next_supervisor(project, monkeypatch):
+    def broken(*_args, **_named):
+        raise ZeroDivisionError("a bug of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mgpu.run.supervise.decide", broken)
+        with pytest.raises(ZeroDivisionError):
+            project.launch()
+    left = record.load("last")
+    assert not left.state.final
+    assert any(f"mgpu attach {left.run_id}" in event.text for event in project.world.of(Warned))
+    outcome = runs.attach(left, project.context)
+    assert outcome is not None
+    assert outcome.exit_code == 0
+    project.nothing_is_left()
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("answer", [None, True, False], ids=["no terminal", "stop", "leave"])
+def test_interrupted_while_provisioning_is_undone(project, number, answer):
+    """DESIGN section 9: while provisioning a signal always undoes; nobody is asked."""
+    project.ask = None if answer is None else lambda: answer
+    project.world.hooks["up is done"] = lambda: signal.raise_signal(number)
+    outcome = project.launch()
+    assert isinstance(outcome.error, Interrupted)
+    assert outcome.exit_code == 130
+    assert record.load("last").state is State.STOPPED
+    assert "interrupt" in project.world.calls, "the engine is told at once"
+    assert "connect" not in project.world.calls
+    project.nothing_is_left()
+
+
+def test_the_engines_error_after_a_signal_is_an_interrupt(project):
+    def cancelled():
+        signal.raise_signal(signal.SIGINT)
+        raise StackError("`pulumi up` was cancelled")
+
+    project.world.hooks["up"] = cancelled
+    assert project.launch().exit_code == 130
+    project.nothing_is_left()
+
+
+def test_mgpu_stop_while_provisioning_undoes_like_a_signal(project):
+    def until_the_engine_is_told():
+        Folder(record.ids()[-1]).stop.touch()
+        end = time.monotonic() + 5
+        while "interrupt" not in project.world.calls:
+            assert time.monotonic() < end, "nobody looked at the stop file"
+            time.sleep(0.01)
+
+    project.world.hooks["up"] = until_the_engine_is_told
+    assert project.launch().exit_code == 130
+    assert "connect" not in project.world.calls
+    project.nothing_is_left()
+
+
+def test_a_stop_while_training_stops_and_gives_back(project):
+    def program(node, job):
+        project.world.train_on(node, job)
+        Folder(job.run_id).stop.touch()
+
+    project.world.program = program
+    outcome = project.launch()
+    assert (outcome.exit_code, record.load("last").state) == (130, State.STOPPED)
+    assert project.world.nodes[0].stops == 1
+    project.nothing_is_left()
+
+
+def test_left_running_is_left(project, monkeypatch):
+    interrupts = runs.Interrupts()
+    monkeypatch.setattr(runs, "Interrupts", lambda: interrupts)
+
+    def program(node, job):
+        project.world.train_on(node, job)
+        interrupts.count = 1
+
+    project.ask = lambda: False
+    project.world.program = program
+    outcome = project.launch()
+    assert outcome.left
+    assert outcome.exit_code == 130
+    assert not record.load("last").state.final
+    assert len(project.world.cloud.billed) == 1
+    assert project.world.nodes[0].stops == 0
+
+
+def test_the_hard_cap_stops_the_run_with_its_own_exit_code(project):
+    project.world.hard_cap_at = time.time() + 0.2
+    project.world.program = project.world.train_on
+    outcome = project.launch()
+    assert isinstance(outcome.error, Stopped)
+    assert outcome.exit_code == 8
+    assert record.load("last").state is State.STOPPED
+    assert project.world.nodes[0].stops == 1
+    project.nothing_is_left()
+
+
+# --- judged by the store ----------------------------------------------------------------------------------------------
+
+
+def test_success_without_a_checkpoint_of_this_attempt_is_a_failure(project):
+    project.world.program = lambda node, job: node.says(Phase.DONE, attempt=job.attempt)
+    outcome = project.launch()
+    assert isinstance(outcome.error, TrainingFailed)
+    assert "no checkpoint of this attempt" in outcome.error.what
+    assert record.load("last").state is State.FAILED
+    project.nothing_is_left()
+
+
+def test_an_older_attempts_checkpoint_is_not_this_ones(project):
+    project.launch()
+    project.world.program = lambda node, job: node.says(Phase.DONE, attempt=job.attempt)
+    outcome = project.launch(resume=record.load("last"))
+    assert outcome.exit_code == 6
+    assert "no checkpoint of this attempt" in str(outcome.error)
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated"])
+def test_a_damaged_final_checkpoint_is_a_failure(project, how):
+    def program(node, job):
+        project.world.succeed(node, job)
+        (weights,) = Path(job.checkpoint.to.removeprefix("file://")).rglob("weights")
+        weights.unlink() if how == "missing" else weights.write_bytes(b"w")
+
+    project.world.program = program
+    outcome = project.launch()
+    assert outcome.exit_code == 6
+    assert "damaged" in str(outcome.error)
+    assert record.load("last").state is State.FAILED
+
+
+def test_without_checkpoints_the_programs_own_word_counts(project):
+    outcome = project.launch("checkpoint: none\n")
+    assert outcome.exit_code == 0
+    assert record.load("last").checkpoint_id is None
+    assert not (paths.data_dir() / "checkpoints").exists()
+
+
+def test_all_nodes_resume_from_the_same_checkpoint_of_the_same_run(project):
+    jobs = []
+
+    def program(node, job):
+        jobs.append(job)
+        project.world.succeed(node, job)
+
+    project.world.program = program
+    first = project.launch(nodes=2).record
+    assert project.launch(nodes=2, resume=record.load("last")).exit_code == 0
+    again = record.load("last")
+    assert (again.run_id, again.attempt) == (first.run_id, 2)
+    assert again.stack == f"{first.run_id}-r2", "two fleets never share a name"
+    assert again.fleet_name != first.fleet_name
+    assert again.created_at == first.created_at
+    assert [job.resume.checkpoint_id for job in jobs if job.attempt == 2] == ["a001-step-10"] * 2
+    assert [job.resume for job in jobs if job.attempt == 1] == [None, None]
+    assert again.checkpoint_id == "a002-step-20"
+
+
+def test_a_store_that_cannot_be_used_trains_nothing(project):
+    (project.world.folder / "store").write_text("a file, not a folder")
+    outcome = project.launch(f"checkpoint: {{to: 'file://{project.world.folder}/store'}}\n")
+    assert outcome.exit_code == 6
+    assert "cannot be used" in str(outcome.error)
+    assert not any("start" in call for node in project.world.nodes for call in node.agent)
+    project.nothing_is_left()
+
+
+# --- teardown: keep, and stacks of others -----------------------------------------------------------------------------
+
+
+def test_a_kept_fleet_stays_with_its_price_and_its_end(project, capsys):
+    before = time.time()
+    outcome = project.launch("teardown: keep\nlease_minutes: 30\n")
+    assert outcome.exit_code == 0
+    kept = record.load("last")
+    assert kept.teardown == "kept"
+    assert kept.lease_until == pytest.approx(before + 1800, abs=30)
+    assert len(project.world.cloud.billed) == 1
+    lease = project.world.nodes[0].files[".mgpu/lease"]
+    assert int(lease) == 1000 + 1800, "the node itself knows the new end"
+    common.finish(Console(), outcome)
+    out, err = capsys.readouterr()
+    assert "$0.50 per hour" in out
+    assert time.strftime("%H:%M", time.localtime(kept.lease_until)) in out
+    assert f"mgpu down --stack {kept.stack}" in err
+
+
+def test_a_kept_fleets_end_is_never_told_past_its_hard_cap(project):
+    project.world.hard_cap_at = time.time() + 600
+    project.launch("teardown: keep\n")
+    assert record.load("last").lease_until == project.world.hard_cap_at
+
+
+def test_a_lease_that_cannot_be_renewed_is_told(project):
+    def after_start(node, job):
+        node.faults["write"] = [RemoteError("no answer")]
+        project.world.succeed(node, job)
+
+    project.world.program = after_start
+    assert project.launch("teardown: keep\n").exit_code == 0
+    assert any("lease" in event.text for event in project.world.of(Warned))
+
+
+@pytest.mark.parametrize("cause", [fails_to_provision, fails_before_machines, exports_nothing])
+def test_a_fleet_that_never_came_up_is_never_kept(project, cause):
+    project.spec()
+    cause(project.world)
+    assert project.launch("teardown: keep\n").exit_code != 0
+    project.nothing_is_left()
+
+
+def test_run_gives_the_fleet_back_and_leaves_the_users_empty_stack(project):
+    project.stands()
+    outcome = project.run()
+    assert outcome.exit_code == 0
+    assert project.world.cloud.billed == set()
+    assert project.world.stacks == {"dev": None}
+    assert "up" not in project.world.calls
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_stack_of_another_program_is_left_alone(project, succeeds):
+    project.world.ours = False
+    project.stands()
+    if not succeeds:
+        program_fails(project.world)
+    outcome = project.run()
+    assert outcome.exit_code == (0 if succeeds else 6)
+    assert record.load("last").teardown == "not ours"
+    assert project.world.cloud.billed == {"mine-dev-0"}
+    assert not any(call.startswith("destroy") for call in project.world.calls)
+
+
+def test_whose_fleet_it_is_is_on_disk_before_the_first_connection(project):
+    """A supervisor that is killed while it connects leaves a record; `mgpu down` on it must know whose machines."""
+    project.world.ours = False
+    project.stands()
+    known = []
+    real = project.world.connect
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "mgpu.remote.nodeset.NodeSet.connect",
+            lambda *args: known.append(record.load("last").fleet) or real(*args),
+        )
+        project.run()
+    assert known[0] is not None
+    assert known[0]["owner"] == ""
+
+
+def test_down_on_a_run_leaves_another_programs_stack_alone(project):
+    project.world.ours = False
+    handle = project.stands()
+    fleet = project.world.output(handle).model_dump(mode="json")
+    lost = project.world.record("run-1", stack="dev", own_stack=False, fleet=fleet, state=State.RUNNING)
+    try:
+        runs.down(lost, project.context)
+    except InputError:
+        pass  # saying so is as good as doing nothing
+    assert project.world.cloud.billed == {"mine-dev-0"}
+    assert not any(call.startswith("destroy") for call in project.world.calls)
+
+
+def test_stack_down_refuses_another_programs_stack(project):
+    project.world.ours = False
+    project.stands()
+    with pytest.raises(InputError, match="not made by mgpu"):
+        runs.stack_down(project.world.folder, "dev", project.context)
+    assert project.world.cloud.billed == {"mine-dev-0"}
+
+
+# --- nothing is spent and nothing remembered before the preflight is passed -------------------------------------------
+
+
+def nothing_happened(world):
+    assert record.ids() == []
+    assert world.calls == []
+    assert world.cloud.billed == set()
+
+
+def test_preflight_wants_a_project(project):
+    spec = project.spec()
+    (project.world.folder / "Pulumi.yaml").unlink()
+    with pytest.raises(InputError, match=r"no Pulumi\.yaml"):
+        runs.preflight(project.world.run_file, spec)
+    nothing_happened(project.world)
+
+
+def test_preflight_wants_every_secret(project, monkeypatch):
+    monkeypatch.delenv("ONE", raising=False)
+    monkeypatch.setenv("TWO", "x")
+    with pytest.raises(InputError, match="ONE"):
+        runs.preflight(project.world.run_file, project.spec("secrets: [ONE, TWO]\n"))
+    nothing_happened(project.world)
+
+
+def test_preflight_asks_the_provider(project):
+    project.world.cloud.refuses["check"] = [AuthError("the key has expired")]
+    with pytest.raises(AuthError):
+        runs.preflight(project.world.run_file, project.spec())
+    nothing_happened(project.world)
+
+
+def test_without_the_stores_credentials_nothing_is_rented(project, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "nothing"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(InputError, match="no credentials"):
+        project.launch("checkpoint: {to: 's3://bucket/runs'}\n")
+    nothing_happened(project.world)
+
+
+@pytest.mark.parametrize("nodes", [0, 2], ids=["no fleet", "another size"])
+def test_run_on_a_stack_that_does_not_fit_leaves_no_record(project, nodes):
+    """A record would be the newest run: `mgpu stop` or `down` on it would take the user's stack."""
+    if nodes:
+        project.world.has_nodes(nodes)
+        project.stands()
+        project.world.has_nodes(1)
+    with pytest.raises((InputError, StackError)):
+        project.run()
+    assert record.ids() == []
+    assert len(project.world.cloud.billed) == nodes
+
+
+def test_a_run_that_is_supervised_is_not_resumed_and_nothing_of_it_is_changed(project):
+    project.spec()
+    alive = project.world.record("run-1", state=State.RUNNING, step=7)
+    Folder("run-1").stop.touch()
+    before = Folder("run-1").record.read_bytes()
+    with record.supervising("run-1") as mine:
+        assert mine
+        with pytest.raises(InputError, match="supervisor"):
+            project.launch(resume=alive)
+    assert Folder("run-1").record.read_bytes() == before
+    assert Folder("run-1").stop.exists()
+    assert project.world.calls == []
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_secret_reaches_the_agents_standard_input_and_no_file(project, monkeypatch):
+    monkeypatch.setenv("TOKEN", "canary-81fa")
+    outcome = project.launch("secrets: [TOKEN]\n", nodes=2)
+    assert outcome.exit_code == 0
+    for node in project.world.nodes:
+        assert b"canary-81fa" in node.secrets
+        assert not any(b"canary-81fa" in data for data in node.files.values())
+        assert "canary-81fa" not in str(node.agent), "arguments can be read by every user of the node"
+    files = [path for path in project.world.folder.parent.rglob("*") if path.is_file()]
+    assert any(path.name == "record.json" for path in files)
+    assert any(path.parent.name == "journal" for path in files)
+    assert [path for path in files if b"canary-81fa" in path.read_bytes()] == []
+    assert "canary-81fa" not in repr(project.world.events)
+
+
+# --- attach -----------------------------------------------------------------------------------------------------------
+
+
+def abandoned(project, state=State.RUNNING, **more):
+    """A run whose supervisor was killed."""
+    project.spec("checkpoint: none\n" + more.pop("spec", ""))
+    handle = project.world.cloud.rent("mine-run-1", len(project.world.nodes))
+    project.world.stacks["run-1"] = output = project.world.output(handle)
+    fleet = output.model_dump(mode="json")
+    found = project.world.record("run-1", **{"state": state, "attempt": 1, "fleet": fleet} | more)
+    Folder("run-1").run_file.write_text(project.world.run_file.read_text())
+    for node in project.world.nodes:
+        node.says(Phase.TRAINING)
+    return found
+
+
+def test_attach_takes_over_and_ends_as_the_first_one_would_have(project):
+    found = abandoned(project)
+    project.world.nodes[0].says(Phase.DONE)
+    outcome = runs.attach(found, project.context)
+    assert outcome is not None
+    assert outcome.exit_code == 0
+    assert record.load("run-1").state is State.SUCCEEDED
+    project.nothing_is_left()
+
+
+def test_attach_does_not_take_a_run_from_a_living_supervisor(project):
+    found = abandoned(project)
+    with record.supervising("run-1"):
+        assert runs.attach(found, project.context) is None
+    assert project.world.calls == []
+
+
+def test_attach_to_a_run_that_never_trained_gives_its_machines_back(project):
+    """Killed between `up` and the first attempt: the stack has machines that the record does not know."""
+    found = abandoned(project, State.PROVISIONING, attempt=0, fleet=None)
+    outcome = runs.attach(found, project.context)
+    assert outcome is not None
+    assert outcome.exit_code == 6
+    project.nothing_is_left()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_attach_to_a_teardown_that_was_cut_off_ends_it(project, stopped):
+    found = abandoned(project, State.TEARDOWN, teardown="asked")
+    project.world.nodes[0].says(Phase.DONE)
+    if stopped:
+        Folder("run-1").stop.touch()
+    assert runs.attach(found, project.context) is not None
+    project.nothing_is_left()
