@@ -53,12 +53,12 @@ class Attempt:
 
     def say(self, text: str) -> None:
         """Writes one line to the log, without secrets."""
-        self.log.say(self._public(text))
+        self.log.say(self.public(text))
 
     def enter(self, phase: Phase, **changes: Any) -> None:
         """Begins a phase. A `reason` is made one line without secrets."""
         if reason := changes.get("reason"):
-            changes["reason"] = clean(self._public(reason), 500)
+            changes["reason"] = clean(self.public(reason), 500)
         words = f": {changes['fault']}: {changes['reason']}" if changes.get("fault") else ""
         self.say(f"attempt {self.job.attempt}: {phase}{words}")
         self.report.enter(phase, **changes)
@@ -78,5 +78,6 @@ class Attempt:
                 self._lease_problem = str(error)
                 self.say(f"the lease cannot be renewed: {error}")
 
-    def _public(self, text: str) -> str:
+    def public(self, text: str) -> str:
+        """The text without the secrets of the run and of the store."""
         return hide(text, [*self.secrets.env.values(), *self.secrets.store.values()])

@@ -95,9 +95,11 @@ class StoreDepot:
         except (DepotError, NewerAttempt):
             raise
         except (StoreError, OSError) as error:
-            raise DepotError(str(error), passing=isinstance(error, Unavailable | OSError)) from error
+            problem, passing = str(error), isinstance(error, Unavailable | OSError)
+            raise DepotError(self._attempt.public(problem), passing=passing) from error
         except Exception as error:  # a bug costs this save, not all that follow
-            raise DepotError(f"{type(error).__name__}: {error}", passing=False) from error
+            problem = f"{type(error).__name__}: {error}"
+            raise DepotError(self._attempt.public(problem), passing=False) from error
 
 
 def _meta(path: Path) -> dict[str, Any]:
