@@ -10,7 +10,7 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.events import LogChunk, Progress
-from mgpu.run.record import Folder, load
+from mgpu.run.record import Folder, Record, load, supervised
 
 FOLLOW_EVERY_S = 0.5
 TAIL = 4096  # bytes of each log that are shown first
@@ -28,28 +28,30 @@ def attach(run: str, as_json: bool) -> int:
     if record.state.final:
         console.say(f"run {record.run_id} is over")
         return common.finish(console, runs.Outcome(record))
-    outcome = runs.attach(record, common.context(console))
-    if outcome is None:
-        return _follow(console, record.run_id)
+    while (outcome := runs.attach(record, common.context(console))) is None:
+        record = _follow(console, record.run_id)
+        if record.state.final:
+            outcome = runs.Outcome(record)
+            break
+        console.say("its supervisor is gone: taking over")
     return common.finish(console, outcome)
 
 
-def _follow(console: Console, run_id: str) -> int:
-    """Shows what the supervisor writes down, until the run is over. Ending this ends nothing else."""
+def _follow(console: Console, run_id: str) -> Record:
+    """Shows what the supervisor writes down, until the run is over or has none. Ending this ends nothing else."""
     console.say(f"following {run_id}; Ctrl-C ends only this view")
     folder, offsets = Folder(run_id), dict[Path, int]()
     while True:
+        watched = supervised(run_id)
         record = load(run_id)
         for rank in range(record.nodes):
             for path in folder.logs(rank):
                 _pass_on(console, path, rank, offsets)
-        if record.state.final:
-            break
+        if record.state.final or not watched:
+            console.done()
+            return record
         console.emit(Progress(record.step, record.steps or 0, record.loss or 0.0, record.tokens_per_s or 0.0))
         time.sleep(FOLLOW_EVERY_S)
-    console.done()
-    console.table(("run", record.run_id), common.summary(record))
-    return record.exit_code or 0
 
 
 def _pass_on(console: Console, path: Path, rank: int, offsets: dict[Path, int]) -> None:

@@ -98,6 +98,8 @@ def finish(console: Console, outcome: Outcome) -> int:
     console.done()
     record = outcome.record
     if outcome.left:
+        if console.as_json:
+            console.data(result_of(record))
         _left(console, record)
         return outcome.exit_code
     if console.as_json:
@@ -157,7 +159,11 @@ def machines(record: Record) -> str:
 
 
 def _kept(record: Record) -> str:
-    until = time.strftime("%H:%M", time.localtime(record.lease_until)) if record.lease_until else "its end"
+    if not record.lease_until:
+        return f"kept under their lease until its end: ${record.price_usd_per_hour:.2f} per hour"
+    until = time.strftime("%H:%M", time.localtime(record.lease_until))
+    if record.lease_until < time.time():
+        return f"kept under their lease, which ended at {until}; `mgpu ls` shows what is billed now"
     return f"kept under their lease until {until}: ${record.price_usd_per_hour:.2f} per hour"
 
 

@@ -9,7 +9,7 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.errors import InputError
-from mgpu.run.record import load, save, supervised
+from mgpu.run.record import load, supervised
 
 
 @click.command()
@@ -33,8 +33,7 @@ def down(run: str | None, stack: str | None) -> int:
         return 0
     from mgpu.run import launch as runs
 
-    runs.down(record, common.context(console))
-    save(record)
+    record = runs.down(record, common.context(console))
     console.say(f"run {record.run_id}: {common.machines(record)}")
     console.next("mgpu ls")
     return 0

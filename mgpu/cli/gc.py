@@ -6,6 +6,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
+from mgpu.errors import MgpuError
 
 
 @click.command()
@@ -27,9 +28,16 @@ def gc(as_json: bool, yes: bool) -> int:
         console.text("no machines of yours at any provider")
     if lost and not yes:
         console.next("mgpu gc --yes    end what nothing uses")
-    if yes:
-        timeouts = common.context(console).timeouts
-        for fleet in lost:
-            fleets.end(fleet, timeouts, console.emit)
-            console.say(f"fleet {fleet.name}: ended, confirmed by the provider")
+    failures: list[MgpuError] = []
+    for fleet in lost if yes else ():
+        try:
+            fleets.end(fleet, common.context(console).timeouts, console.emit)
+        except MgpuError as error:  # the others go all the same
+            failures.append(error)
+            continue
+        console.say(f"fleet {fleet.name}: ended, confirmed by the provider")
+    for error in failures[1:]:
+        console.error(error)
+    if failures:
+        raise failures[0]
     return 0

@@ -10,7 +10,8 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console, LogLines
-from mgpu.run.record import Folder, load
+from mgpu.errors import InputError
+from mgpu.run.record import Folder, load, supervised
 
 FOLLOW_EVERY_S = 0.5
 
@@ -24,14 +25,21 @@ def logs(run: str, node: int | None, follow: bool) -> None:
     record = load(run)
     folder = Folder(record.run_id)
     console = Console()
+    if node is not None and not 0 <= node < record.nodes:
+        raise InputError(f"--node {node}: the run has nodes 0 to {record.nodes - 1}")
     ranks = [node] if node is not None else list(range(record.nodes))
     raw = node is not None and not sys.stdout.isatty()
     readers = [_Reader(console, folder, rank, raw) for rank in ranks]
     while True:
+        watched = supervised(record.run_id)
         over = load(record.run_id).state.final
         for reader in readers:
             reader.read()
         if over or not follow:
+            break
+        if not watched:
+            console.say("nobody receives its logs: its supervisor is gone", "yellow")
+            console.next(f"mgpu attach {record.run_id}    take it over")
             break
         time.sleep(FOLLOW_EVERY_S)
     for reader in readers:

@@ -8,7 +8,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
-from mgpu.run.record import Folder, load, supervised
+from mgpu.run.record import Folder, Record, State, load, supervised
 
 LOOK_EVERY_S = 0.2
 
@@ -17,7 +17,10 @@ LOOK_EVERY_S = 0.2
 @common.run_argument
 @click.option("--wait/--no-wait", default=True, help="Wait until the machines are gone (default), or return at once.")
 def stop(run: str, wait: bool) -> int:
-    """Ask RUN (default: the newest) to save a checkpoint and end; its machines go as the run file says."""
+    """Ask RUN (default: the newest) to save a checkpoint and end; its machines go as the run file says.
+
+    The exit code is 0 when it has ended; how else the run failed, above all 7: something may still be billed.
+    """
     record = load(run)
     console = Console()
     if record.state.final:
@@ -25,16 +28,33 @@ def stop(run: str, wait: bool) -> int:
         console.next(*common.next_lines(record))
         return 0
     Folder(record.run_id).stop.touch()
-    if not supervised(record.run_id):
-        from mgpu.run import launch as runs
-
-        console.say("its supervisor is gone: taking over to end it")
-        outcome = runs.attach(record, common.context(console))
-        return common.finish(console, outcome) and 0 if outcome else 0
-    console.say(f"asked {record.run_id} to save and stop")
-    while wait and not (record := load(record.run_id)).state.final:
+    if supervised(record.run_id):
+        console.say(f"asked {record.run_id} to save and stop")
+        if not wait:
+            console.next(f"mgpu status {record.run_id}")
+            return 0
+    while not (record := load(record.run_id)).state.final:
+        if not supervised(record.run_id):
+            taken = _take_over(console, record)
+            if taken is not None:
+                return taken
         time.sleep(LOOK_EVERY_S)
-    if wait:
-        console.table(("run", record.run_id), common.summary(record))
+    console.table(("run", record.run_id), common.summary(record))
     console.next(f"mgpu status {record.run_id}")
-    return 0
+    return _code(record)
+
+
+def _take_over(console: Console, record: Record) -> int | None:
+    from mgpu.run import launch as runs
+
+    console.say("its supervisor is gone: taking over to end it")
+    outcome = runs.attach(record, common.context(console))
+    if outcome is None:  # somebody else was faster
+        return None
+    code = common.finish(console, outcome)
+    return code if outcome.left else _code(outcome.record)
+
+
+def _code(record: Record) -> int:
+    over = record.state in (State.STOPPED, State.SUCCEEDED)
+    return 0 if over else record.exit_code or 0
