@@ -101,6 +101,13 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         (job(), Ended(exit_code=0, saved_step=2, resumed_step=9), Fault.USER, "load MGPU_RESUME_DIR"),
         (job(), Ended(exit_code=3, last_words="ValueError: x"), Fault.USER, "exit code 3: ValueError: x"),
         (job(), Ended(exit_code=-signal.SIGKILL), Fault.INFRASTRUCTURE, "SIGKILL"),
+        (
+            job(),
+            Ended(exit_code=1, last_words="Signal 9 (SIGKILL) received by PID 7"),
+            Fault.INFRASTRUCTURE,
+            "a rank was",
+        ),
+        (job(), Ended(exit_code=1, last_words="Signal 11 (SIGSEGV) received by PID 7"), Fault.USER, "SIGSEGV"),
         (job(), Ended(exit_code=-signal.SIGSEGV), Fault.USER, "signal 11"),
         (job(), Ended(exit_code=1, last_words="RuntimeError: [gloo] Connection closed"), Fault.INFRASTRUCTURE, "gloo"),
         (job(nodes=1), Ended(exit_code=1, last_words="RuntimeError: [gloo] wrong shape"), Fault.USER, "gloo"),

@@ -69,6 +69,7 @@ def test_secrets_are_hidden_longest_first():
 
 
 CHILD_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
+KILLED = "Signal 9 (SIGKILL) received by PID 7"
 PEER = "RuntimeError: [/gloo/pair.cc] Connection closed by peer"
 
 
@@ -81,6 +82,11 @@ PEER = "RuntimeError: [/gloo/pair.cc] Connection closed by peer"
         (f"[rank1]: KeyError: 'a'\n{CHILD_FAILED}: \n====\n", "[rank1]: KeyError: 'a'"),
         (f"ValueError: first\n{PEER}\n", "ValueError: first"),
         (f"{PEER}\n", PEER),
+        (f"{CHILD_FAILED}: \n=====\n  traceback : {KILLED}\n=====\n", KILLED),
+        (f"{PEER}\n  traceback : {KILLED}\n", KILLED),
+        (f"{PEER}\n  traceback : Signal 15 (SIGTERM) received by PID 7\n", PEER),
+        (f"ValueError: x\n  traceback : {KILLED}\n", "ValueError: x"),
+        ("so far so good\n=====\n", "so far so good"),
     ],
 )
 def test_last_words(tmp_path, text, words):

@@ -127,6 +127,8 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
     if end.exit_code == -signal.SIGKILL:
         # nobody kills itself so: out of memory, or someone on the machine
         return AttemptFailed(Fault.INFRASTRUCTURE, f"the launcher was killed (SIGKILL){words}")
+    if "(SIGKILL)" in end.last_words:  # as torchrun tells it, which itself exits with 1
+        return AttemptFailed(Fault.INFRASTRUCTURE, f"a rank was killed{words}")
     if end.exit_code < 0:
         return AttemptFailed(Fault.USER, f"the program was ended by signal {-end.exit_code}{words}")
     lost = job.nodes > 1 and peer_lost(end.last_words)
