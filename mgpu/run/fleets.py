@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire, paths
 from mgpu.events import Emit
+from mgpu.iac import schema
 from mgpu.iac.environment import backend_dir
 from mgpu.iac.naming import fleet_name
 from mgpu.providers import registry
@@ -47,14 +51,27 @@ def alive() -> list[Fleet]:
 
 def _user(handle: Handle) -> str:
     for record in reversed(every()):
-        if not record.state.final and record.fleet_name == handle.fleet and supervised(record.run_id):
+        names = (record.fleet_name, (record.fleet or {}).get("fleet"))
+        if not record.state.final and handle.fleet in names and supervised(record.run_id):
             return f"run {record.run_id}"
     # a stack that the engine still has a state for: `pulumi destroy` or `mgpu down` is its way out
     for state in backend_dir().glob(".pulumi/stacks/*/*.json*"):
         stack = state.name.partition(".json")[0]
-        if fleet_name(state.parent.name, stack) == handle.fleet:
+        if handle.fleet in (fleet_name(state.parent.name, stack), *_named_in(state)):
             return f"stack {stack}"
     return ""
+
+
+def _named_in(state: Path) -> set[str]:
+    """The fleets of a stack's state: a program of the user's may name them as it likes, and make several."""
+    try:
+        data = state.read_bytes()
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        resources = json.loads(data)["checkpoint"]["latest"]["resources"]
+        found = [each["inputs"] for each in resources if each["type"] in (schema.FLEET, schema.FLEET_GUARD)]
+        return {str(inputs.get("fleet") or inputs.get("name")) for inputs in found}
+    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError):
+        return set()  # nothing is in it yet, or it is being written
 
 
 def end(fleet: Fleet, timeouts: Timeouts, emit: Emit) -> None:

@@ -242,6 +242,7 @@ def _give_back(stack: Stack, provider: str, fleet: StackOutput | None, context: 
         context.timeouts,
         context.emit,
         remove=remove,
+        fleet=fleet.fleet if fleet else None,
     )
     # earlier runs that kept this fleet: what their records say of it is not true any more
     names = (stack.fleet, fleet.fleet if fleet else stack.fleet)

@@ -13,36 +13,52 @@ from mgpu.providers.base import Handle, NodePhase, Provider
 
 def owned(provider: Provider, owner: str, fleet: str | None = None) -> tuple[Handle, ...]:
     """The owner's handles (of one fleet) that have a machine which is not terminated."""
-    handles = [h for h in provider.list_owned(owner) if fleet is None or h.fleet == fleet]
+    return _owned(provider, owner, None if fleet is None else {fleet})
+
+
+def _owned(provider: Provider, owner: str, fleets: set[str] | None) -> tuple[Handle, ...]:
+    handles = [h for h in provider.list_owned(owner) if fleets is None or h.fleet in fleets]
     return tuple(h for h in handles if any(n.phase is not NodePhase.TERMINATED for n in provider.describe(h).nodes))
 
 
-def give_back(stack: Stack, provider: Provider, owner: str, timeouts: Timeouts, emit: Emit, *, remove: bool) -> None:
+def give_back(
+    stack: Stack,
+    provider: Provider,
+    owner: str,
+    timeouts: Timeouts,
+    emit: Emit,
+    *,
+    remove: bool,
+    fleet: str | None = None,
+) -> None:
     """Destroys the stack's resources, then sweeps what the provider still lists; `remove` drops the empty stack too.
+
+    `fleet` is the name in the stack's output: a program of the user's may give its fleet another one than the stack's.
 
     Raises:
         TeardownIncomplete: something may still be billed, or the stack could not be emptied.
     """
     failure: MgpuError | None = None
+    names = {stack.fleet, fleet or stack.fleet}
     try:
         stack.destroy()
     except MgpuError as error:
         failure = error
         emit(Warned(f"pulumi destroy failed, ending the machines directly: {error.what}"))
     try:
-        for handle in owned(provider, owner, stack.fleet):
+        for handle in _owned(provider, owner, names):
             acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
-        left = owned(provider, owner, stack.fleet)
+        left = _owned(provider, owner, names)
     except ProviderError as error:
         raise TeardownIncomplete(
-            f"fleet {stack.fleet} may still be billed: the provider cannot be asked",
+            f"fleet {fleet or stack.fleet} may still be billed: the provider cannot be asked",
             str(error),
             "Run `mgpu gc` once it answers; whatever happens, the machines end at their hard cap.",
         ) from error
     if left:
         ids = ", ".join(i for handle in left for i in handle.ids if i)
         raise TeardownIncomplete(
-            f"fleet {stack.fleet}: {ids} may still be billed",
+            f"fleet {fleet or stack.fleet}: {ids} may still be billed",
             "The provider does not say that they are terminated.",
             "Run `mgpu gc --yes`, and look at the provider's own console.",
         )

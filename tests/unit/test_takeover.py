@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import time
 
 import pytest
 from mgpu_train.agent.status import Phase
 
-from mgpu.errors import InputError, StackError
+from mgpu.errors import InputError, StackError, TeardownIncomplete
+from mgpu.iac.environment import backend_dir
+from mgpu.run import fleets, record
 from mgpu.run import launch as runs
-from mgpu.run import record
 from mgpu.run.record import Folder, State
 from mgpu.spec.load import load
 
@@ -193,3 +196,36 @@ def test_an_end_that_was_asked_for_before_makes_no_machines(project, monkeypatch
     outcome = runs.launch(project.world.run_file, project.spec(), project.context)
     assert outcome.exit_code == 130
     assert "up" not in project.world.calls
+
+
+# --- a program of the user's may give its fleets names of its own -----------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_a_fleet_of_another_name_than_its_stack_is_used_all_the_same(world, packed):
+    for name in ("theirs", "half-made", "lost"):
+        world.cloud.rent(name)
+    resources = [
+        {"type": "pulumi:pulumi:Stack"},
+        {"type": "mgpu:index:Fleet", "inputs": {"name": "theirs"}},
+        {"type": "mgpu:index:FleetGuard", "inputs": {"fleet": "half-made"}},
+    ]
+    state = backend_dir() / ".pulumi" / "stacks" / "mine" / f"dev.json{packed}"
+    state.parent.mkdir(parents=True)
+    data = json.dumps({"version": 3, "checkpoint": {"latest": {"resources": resources}}}).encode()
+    state.write_bytes(gzip.compress(data) if packed else data)
+    (state.parent / "other.json").write_bytes(data[:50])
+    found = {fleet.name: fleet.used_by for fleet in fleets.alive()}
+    assert found == {"theirs": "stack dev", "half-made": "stack dev", "lost": ""}
+
+
+def test_what_the_provider_lists_under_the_outputs_own_name_counts(project):
+    """Pulumi fails: without the output's name the machines would be said to be gone."""
+    handle = project.world.cloud.rent("theirs")
+    project.world.stacks["dev"] = project.world.output(handle)
+    project.world.hooks["destroy"] = StackError("the state is locked")
+    project.world.cloud.stuck.add("theirs-0")
+    project.spec()
+    with pytest.raises(TeardownIncomplete, match="theirs-0"):
+        runs.stack_down(project.world.folder, "dev", project.context)
+    assert "theirs" in project.world.cloud.ended
