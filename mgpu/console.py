@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PLAIN_EVERY_S = 10.0
 LONGEST_LINE = 4000
+WIDEST_TABLE = 400  # where there is no terminal
 # what a terminal would act on: escape sequences and control characters; tab stays
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI
@@ -107,7 +108,11 @@ class Console:
             table.add_column(Text(column), no_wrap=not sys.stdout.isatty(), overflow="fold")
         for row in rows:
             table.add_row(*(Text(neutral(str(cell))) for cell in row))
-        RichConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
+        console = RichConsole(width=None if sys.stdout.isatty() else WIDEST_TABLE, highlight=False)
+        with console.capture() as printed:
+            console.print(table)
+        for line in printed.get().splitlines():
+            self.text(line.rstrip())
 
     # --- everything else, on stderr -----------------------------------------------------------------------------
 
@@ -135,8 +140,12 @@ class Console:
         """What to type next."""
         if self.as_json:
             return
-        for index, line in enumerate(lines):
-            self.say(("next: " if index == 0 else "      ") + line, "dim")
+        # a command, and after four spaces or more what it is for
+        pairs = [re.split(" {4,}", line, maxsplit=1) for line in lines]
+        width = max((len(pair[0]) for pair in pairs if len(pair) > 1), default=0)
+        for index, (command, *note) in enumerate(pairs):
+            text = f"{command:{width}}    {note[0]}" if note else command
+            self.say(("next: " if index == 0 else "      ") + text, "dim")
 
     def error(self, error: MgpuError) -> None:
         """Three lines: what is wrong and where, why, and what to do next."""
@@ -202,12 +211,14 @@ class Console:
                 self.say(line)
 
     def _progress(self, event: events.Progress) -> None:
-        numbers = f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s" if event.loss else event.phase
+        # a program of the user's own says neither its steps nor a loss
+        parts = [f"step {event.step}" + (f"/{event.steps}" if event.steps else "")] if event.step >= 0 else []
+        parts += [f"loss {event.loss:.4f}"] if event.loss else []
+        parts += [f"{event.tokens_per_s:,.0f} tokens/s"] if event.tokens_per_s else []
         if self.interactive:
-            self._to_stderr(lambda: self._draw(event, numbers))
+            self._to_stderr(lambda: self._draw(event, "  ".join(parts)))
         elif self._plain_due(event):
-            total = f"/{event.steps}" if event.steps else ""
-            self.say(f"  step {event.step}{total}  {numbers}" if event.step >= 0 else f"  {event.phase}")
+            self.say("  " + ("  ".join(parts) or event.phase))
 
     def _plain_due(self, event: events.Progress) -> bool:
         now = time.monotonic()
@@ -223,7 +234,6 @@ class Console:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=30),
-                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
                 TextColumn("{task.fields[numbers]}"),
                 TimeElapsedColumn(),
                 console=self._stderr(),

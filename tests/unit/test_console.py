@@ -86,6 +86,50 @@ def test_plain_progress_is_one_line_in_a_while(capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("event", "shown"),
+    [
+        (events.Progress(-1, 0, phase="launching"), ""),  # a program of the user's own says no steps
+        (events.Progress(50, 0), "step 50"),
+        (events.Progress(-1, 300, phase="launching"), ""),
+        (events.Progress(3, 300, 2.5, 1000.0), "step 3/300  loss 2.5000  1,000 tokens/s"),
+    ],
+)
+def test_the_live_bar_shows_what_is_known(event, shown, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "120")
+    console = Console()
+    console.emit(event)
+    console.emit(event)
+    console.done()
+    text = neutral(terminal.getvalue())
+    assert event.phase in text
+    assert shown in text
+    assert "-1" not in text
+
+
+def test_what_next_lines_are_for_stands_in_one_column(capsys):
+    Console().next("mgpu logs a", "mgpu stop    end it", "mgpu run --stack b      again")
+    assert capsys.readouterr().err.splitlines() == [
+        "next: mgpu logs a",
+        "      mgpu stop             end it",
+        "      mgpu run --stack b    again",
+    ]
+
+
+def test_a_table_in_a_pipe_is_not_folded_and_has_no_blanks_at_the_end(capsys):
+    Console().table(("run", "demo"), [("state", "x" * 300), ("step", "3")])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert "x" * 300 in lines[2]
+    assert all(line == line.rstrip() for line in lines)
+
+
 def test_a_reader_that_left_ends_no_run(monkeypatch):
     """`mgpu launch 2>&1 | head`, a terminal that was closed: the teardown still has to happen."""
 
