@@ -92,9 +92,11 @@ class Supervisor:
     # --- one pass -----------------------------------------------------------------------------------------------
 
     def _pass(self) -> None:
+        began = self._clock()
         self._nodes.each(self._look)
         self._describe()
-        self._report()
+        if self._seen[0] >= began:  # else nothing is new, and the record's age goes on growing
+            self._report()
         if self._clock() > self._deadline:
             self._stop("deadline", "the hard cap (max_hours) is reached")
         if self._session.folder.stop.exists():

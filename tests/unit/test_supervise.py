@@ -383,6 +383,17 @@ def test_progress_validation_and_commits_reach_the_record_and_are_told_once(watc
     assert Progress(21, 40, 2.5, 900.0, "training") in watch.world.of(Progress)
 
 
+def test_the_record_of_a_silent_node_ages(watch):
+    """I7: `mgpu status` prints what is remembered with its age, which is that of the last answer."""
+    node, ages = watch.world.nodes[0], []
+    watch.at(2, lambda: setattr(node, "reachable", False))
+    for second in (3, 9):
+        watch.at(second, lambda: ages.append(watch.saved.updated_at))
+    watch.at(9, lambda: setattr(node, "reachable", True)).done_at(12).run()
+    assert ages[0] == ages[1]
+    assert watch.saved.updated_at > ages[1]
+
+
 def test_another_attempts_numbers_are_not_this_ones(watch):
     node = watch.world.nodes[0]
     committed = CheckpointStatus(committed_id="a009-step-9", committed_step=9)
@@ -422,7 +433,7 @@ def test_metrics_that_cannot_be_read_are_told_and_no_error(watch):
     assert ["rank 1" in event.text for event in watch.world.of(Warned)] == [True]
 
 
-@pytest.mark.parametrize("data", [b"", b"no json\n", b"[1]\n", b"\xff\xfe\n", b"{"])
+@pytest.mark.parametrize("data", [b"", b"no json\n", b"[1]\n", b'{"unigram_entropy": "x"}\n', b"\xff\xfe\n", b"{"])
 def test_whatever_a_program_writes_as_metrics_it_is_no_crash(watch, data):
     """With `command:` the folder is the user's: a crash here would leave the machines without a teardown."""
     metrics(watch, 0, data)
