@@ -1,0 +1,416 @@
+"""The commands as a user and a script meet them: what is on stdout, the exit code, and what they do not touch."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass
+
+import pytest
+from mgpu_train.agent.status import Phase
+from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.store import open_store
+
+from mgpu.cli import main
+from mgpu.run import record
+from mgpu.run.record import Folder, State
+
+EVIL = b"\x1b]0;title\x07plain\n\x1b[31mred\x1b[0m \xff\xfe\r 10%\r100%\nno end"
+
+
+@dataclass
+class Done:
+    code: int
+    raw: bytes
+    err: str
+
+    @property
+    def out(self):
+        return self.raw.decode()
+
+    @property
+    def json(self):
+        return json.loads(self.raw)
+
+
+@pytest.fixture
+def mgpu(world, capfdbinary, monkeypatch):
+    """Runs `mgpu ...` in this process, in the project's folder."""
+    monkeypatch.chdir(world.folder)
+
+    def call(*args):
+        capfdbinary.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main(list(args))
+        out, err = capfdbinary.readouterr()
+        assert b"Traceback" not in err
+        return Done(end.value.code or 0, out, err.decode())
+
+    return call
+
+
+@pytest.fixture
+def running(world):
+    """A run with two machines, whose supervisor was killed."""
+    world.has_nodes(2)
+    world.run_file.write_text(
+        "name: a\nprovider: local\nmax_hours: 1\nmax_price_usd_per_hour: 1\nnodes: 2\n"
+        "command: [train.py]\ncheckpoint: none\n"
+    )
+    (world.folder / "train.py").write_text("pass\n")
+    world.stacks["run-1"] = output = world.output(world.cloud.rent("mine-run-1", 2))
+    more = {"attempt": 1, "fleet": output.model_dump(mode="json"), "price_usd_per_hour": 1.0, "writer": "token"}
+    made = world.record("run-1", state=State.RUNNING, node_phases=["training", "draining"], step=7, steps=10, **more)
+    Folder("run-1").run_file.write_text(world.run_file.read_text())
+    for node in world.nodes:
+        node.says(Phase.TRAINING)
+    return made
+
+
+@pytest.fixture
+def supervised(running):
+    """The same, with a supervisor that is alive."""
+    with record.supervising("run-1") as mine:
+        assert mine
+        yield running
+
+
+# --- status, ls -------------------------------------------------------------------------------------------------------
+
+
+def test_status_json_has_what_a_script_needs_and_no_writer_token(mgpu, running):
+    found = mgpu("status", "--json").json
+    assert {key: found[key] for key in ("run_id", "state", "attempt", "step", "steps", "teardown", "supervised")} == {
+        "run_id": "run-1", "state": "running", "attempt": 1, "step": 7, "steps": 10, "teardown": "none",
+        "supervised": False,
+    }  # fmt: skip
+    wanted = {"exit_code", "reason", "checkpoint_id", "checkpoint_step", "price_usd_per_hour", "hard_cap_at", "live"}
+    assert wanted <= set(found)
+    assert "writer" not in found
+
+
+def test_status_says_whether_somebody_watches_and_what_to_do_if_not(mgpu, running):
+    done = mgpu("status", "run")
+    assert "gone" in done.out
+    assert "training, draining" in done.out
+    assert "mgpu attach run-1" in done.err
+    with record.supervising("run-1"):
+        done = mgpu("status", "run")
+    assert "watching" in done.out
+    assert "mgpu stop run-1" in done.err
+
+
+def test_status_prints_what_is_remembered_with_its_age(mgpu, running):
+    path = Folder("run-1").record
+    path.write_text(path.read_text().replace(f'"updated_at": {running.updated_at}', '"updated_at": 1000.0'))
+    (line,) = (line for line in mgpu("status").out.splitlines() if line.strip().startswith("seen"))
+    assert int(line.split()[1]) > 1_000_000
+
+
+def test_status_live_asks_the_provider(mgpu, running, world):
+    world.cloud.phases["mine-run-1-1"] = "terminated"
+    assert mgpu("status", "--json").json["live"] is None
+    live = mgpu("status", "--json", "--live").json["live"]
+    assert [node["phase"] for node in live] == ["running", "terminated"]
+
+
+def test_ls_json_has_runs_and_what_is_billed(mgpu, running, world):
+    world.record("run-0", state=State.SUCCEEDED, created_at=0.5)
+    found = mgpu("ls", "--json").json
+    assert [run["run_id"] for run in found["runs"]] == ["run-0", "run-1"]
+    (fleet,) = found["fleets"]
+    assert (fleet["name"], fleet["ids"], fleet["usd_per_hour"]) == ("mine-run-1", ["mine-run-1-0", "mine-run-1-1"], 1.0)
+
+
+def test_ls_says_what_is_billed_now(mgpu, running):
+    done = mgpu("ls")
+    assert "7/10" in done.out
+    assert "billed now: 2 nodes, $1.00 per hour" in done.out
+
+
+def test_no_run_at_all_is_bad_input_with_a_hint(mgpu):
+    for command in ("status", "logs", "attach", "stop", "down", "ssh"):
+        done = mgpu(command)
+        assert (done.code, done.raw) == (2, b"")
+        assert "mgpu ls" in done.err
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logged(running):
+    """Two machines in turn had node 0; node 1 said one line."""
+    folder = Folder("run-1")
+    folder.log(0, "old").write_bytes(EVIL + b"\n")
+    folder.log(0, "new").write_bytes(EVIL)
+    folder.log(1, "other").write_bytes(b"of node 1\n")
+    return running
+
+
+def test_logs_of_one_node_are_byte_for_byte_what_was_received(mgpu, logged):
+    assert mgpu("logs", "run-1", "--node", "0").raw == EVIL + b"\n" + EVIL
+    assert mgpu("logs", "run-1", "--node", "1").raw == b"of node 1\n"
+
+
+def test_logs_of_all_nodes_act_on_no_terminal_and_name_the_node(mgpu, logged):
+    done = mgpu("logs")
+    assert b"\x1b" not in done.raw
+    assert b"\r" not in done.raw
+    once = ["[0] plain", "[0] 100%", "[0] no end"]
+    assert sorted(done.out.splitlines()) == sorted([*once, *once, "[1] of node 1"])
+
+
+def test_no_log_is_said_and_is_no_error(mgpu, running):
+    done = mgpu("logs", "--node", "0")
+    assert (done.code, done.raw) == (0, b"")
+    assert "no log" in done.err
+
+
+# --- stop, down, attach -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [State.SUCCEEDED, State.FAILED, State.STOPPED])
+def test_stop_on_a_run_that_is_over_does_nothing(mgpu, world, state):
+    world.record("run-1", state=state, teardown="confirmed")
+    done = mgpu("stop")
+    assert done.code == 0
+    assert f"over already: {state}" in done.err
+    assert not Folder("run-1").stop.exists()
+    assert world.calls == []
+
+
+def test_stop_asks_the_supervisor_and_touches_no_machine(mgpu, supervised, world):
+    done = mgpu("stop", "--no-wait")
+    assert done.code == 0
+    assert Folder("run-1").stop.exists()
+    assert world.calls == []
+    assert len(world.cloud.billed) == 2
+
+
+def test_stop_without_a_supervisor_takes_over_and_ends_it(mgpu, running, world):
+    done = mgpu("stop")
+    assert done.code == 0, done.err
+    assert [node.stops for node in world.nodes] == [1, 1]
+    assert world.cloud.billed == set()
+    assert (record.load("run-1").state, record.load("run-1").teardown) == (State.STOPPED, "confirmed")
+
+
+def test_stop_tells_by_its_exit_code_that_something_may_be_billed(mgpu, running, world):
+    world.cloud.stuck.add("mine-run-1-1")
+    done = mgpu("stop")
+    assert done.code == 7
+    assert "mine-run-1-1" in done.err
+
+
+@pytest.mark.timeout(20)
+def test_stop_does_not_wait_for_ever_for_a_supervisor_that_was_killed_meanwhile(mgpu, running, world):
+    """I6."""
+    held, killed = threading.Event(), threading.Event()
+
+    def supervise():
+        with record.supervising("run-1"):
+            held.set()
+            killed.wait(5)
+
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    assert held.wait(5)
+    threading.Timer(0.5, killed.set).start()
+    done = mgpu("stop")
+    thread.join()
+    assert done.code == 0, done.err
+    assert world.cloud.billed == set()
+
+
+def test_down_on_a_run_that_was_given_back_does_nothing(mgpu, world):
+    world.record("run-1", state=State.SUCCEEDED, teardown="confirmed")
+    done = mgpu("down")
+    assert done.code == 0
+    assert "nothing to do" in done.err
+    assert world.calls == []
+
+
+def test_down_leaves_a_supervised_run_to_its_supervisor(mgpu, supervised, world):
+    done = mgpu("down")
+    assert done.code == 2
+    assert "mgpu stop run-1" in done.err
+    assert len(world.cloud.billed) == 2
+
+
+def test_down_gives_the_machines_back_and_the_run_is_over(mgpu, running, world):
+    done = mgpu("down", "run-1")
+    assert done.code == 0, done.err
+    assert world.cloud.billed == set()
+    after = record.load("run-1")
+    assert after.teardown == "confirmed"
+    assert after.state.final, "without machines it does not go on"
+    assert mgpu("status", "--json").json["state"] != "running"
+
+
+def test_down_that_is_incomplete_says_so_with_exit_code_7(mgpu, running, world):
+    world.cloud.stuck.add("mine-run-1-0")
+    done = mgpu("down")
+    assert done.code == 7
+    assert "mine-run-1-0" in done.err
+    assert record.load("run-1").teardown != "confirmed"
+    assert "confirmed" not in done.err
+
+
+def test_attach_to_a_run_that_is_over_shows_its_result(mgpu, world):
+    world.record("run-1", state=State.FAILED, exit_code=6, reason="node 0: exit code 3", teardown="confirmed")
+    done = mgpu("attach")
+    assert "exit code 3" in done.out
+    assert world.calls == []
+
+
+# --- ssh --------------------------------------------------------------------------------------------------------------
+
+
+def test_ssh_writes_a_configuration_with_pinned_keys(mgpu, running, world):
+    path = mgpu("ssh", "run-1", "--config").out.strip()
+    assert path == str(Folder("run-1").root / "ssh_config")
+    config = (Folder("run-1").root / "ssh_config").read_text()
+    known = (Folder("run-1").root / "known_hosts").read_text().splitlines()
+    assert "StrictHostKeyChecking yes" in config
+    assert f"UserKnownHostsFile {Folder('run-1').root / 'known_hosts'}" in config
+    assert known == [f"run-1-{rank} {world.nodes[rank].target.host_key}" for rank in (0, 1)]
+    assert "Host run-1-1\n" in config
+    assert "~" not in config, "ssh -F is started anywhere, by anybody's shell"
+
+
+def test_ssh_starts_the_systems_client_with_the_arguments_as_they_are(mgpu, running, world, monkeypatch):
+    started = []
+    monkeypatch.setattr("shutil.which", lambda _name: "/usr/bin/ssh")
+    monkeypatch.setattr("os.execv", lambda program, argv: started.append([program, *argv]))
+    mgpu("ssh", "--node", "1", "run-1", "--", "nvidia-smi", "-L")
+    ((program, *argv),) = started
+    assert program == argv[0] == "/usr/bin/ssh"
+    assert argv[1:] == ["-F", str(Folder("run-1").root / "ssh_config"), "run-1-1", "nvidia-smi", "-L"]
+
+
+def test_ssh_to_what_is_not_there_is_bad_input(mgpu, running, world, monkeypatch):
+    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("ssh was started"))
+    assert mgpu("ssh", "--node", "2", "run-1").code == 2
+    world.record("run-1", state=State.SUCCEEDED, teardown="confirmed", fleet=running.fleet)
+    done = mgpu("ssh", "run-1")
+    assert done.code == 2
+    assert "no machines" in done.err
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def committed(world, tmp_path):
+    """A run with two committed checkpoints in a folder store."""
+    url = f"file://{tmp_path}/store"
+    world.record("run-1", state=State.SUCCEEDED, store=url, teardown="confirmed")
+    CommitLog(open_store(url), "run-1").begin_attempt(1, "secret-token")
+    for step in (10, 20):
+        world.commit(url, "run-1", attempt=1, writer="secret-token", step=step)
+    return tmp_path / "store"
+
+
+def flip(store, step):
+    (path,) = (path for path in store.rglob("weights") if f"a001-step-{step}/" in str(path))
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+
+
+def test_checkpoints_ls_is_newest_first_and_shows_no_writer_token(mgpu, committed):
+    done = mgpu("checkpoints", "ls", "--json")
+    assert [entry["manifest"]["step"] for entry in done.json] == [20, 10]
+    assert "secret-token" not in done.out
+    table = mgpu("checkpoints", "ls")
+    assert table.out.index("a001-step-20") < table.out.index("a001-step-10")
+    assert "mgpu checkpoints verify run-1" in table.err
+
+
+@pytest.mark.parametrize("deep", [(), ("--deep",)])
+def test_checkpoints_that_are_whole_verify(mgpu, committed, deep):
+    done = mgpu("checkpoints", "verify", "--json", *deep)
+    assert (done.code, done.json) == (0, {"a001-step-20": [], "a001-step-10": []})
+
+
+def test_a_flipped_bit_is_found_by_reading_every_byte_and_is_exit_code_6(mgpu, committed):
+    flip(committed, 20)
+    assert mgpu("checkpoints", "verify").code == 0, "the store keeps no checksum of its own here"
+    done = mgpu("checkpoints", "verify", "--deep")
+    assert done.code == 6
+    assert "a001-step-20" in done.err
+    assert "a001-step-10" not in done.err
+    as_json = mgpu("checkpoints", "verify", "--deep", "--json")
+    assert as_json.code == 6
+    assert as_json.json["a001-step-10"] == []
+    assert "weights" in as_json.json["a001-step-20"][0]
+
+
+def test_pull_takes_the_newest_and_checks_every_byte(mgpu, committed, world):
+    done = mgpu("checkpoints", "pull")
+    assert done.code == 0
+    assert done.out.strip() == "mgpu-runs/run-1/step-20"
+    assert (world.folder / "mgpu-runs/run-1/step-20/weights").read_text() == "weights of step 20"
+
+
+def test_pull_takes_an_older_one_where_the_newest_is_damaged_and_says_so(mgpu, committed, world):
+    flip(committed, 20)
+    done = mgpu("checkpoints", "pull", "--to", "out")
+    assert (done.code, done.out.strip()) == (0, "out/step-10")
+    assert "a001-step-20 does not verify" in done.err
+    assert not (world.folder / "out/step-20").exists()
+    wanted = mgpu("checkpoints", "pull", "--to", "out", "--step", "20")
+    assert wanted.code == 6
+    assert not (world.folder / "out/step-20").exists()
+
+
+def test_pull_of_a_step_that_is_not_there_is_bad_input(mgpu, committed):
+    done = mgpu("checkpoints", "pull", "--step", "15")
+    assert done.code == 2
+    assert "15" in done.err
+
+
+def test_a_run_without_checkpoints_says_so(mgpu, running):
+    for command in ("ls", "verify", "pull"):
+        done = mgpu("checkpoints", command)
+        assert done.code == 2
+        assert "no checkpoints" in done.err
+
+
+# --- launch and run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_file(world):
+    """A run file that asks for a secret."""
+    (world.folder / "train.py").write_text("pass\n")
+    world.run_file.write_text(
+        "name: a\nprovider: local\nmax_hours: 1\nmax_price_usd_per_hour: 1\ncommand: [train.py]\nsecrets: [TOKEN]\n"
+    )
+    return world.run_file
+
+
+@pytest.mark.parametrize("command", ["launch", "run"])
+def test_a_missing_secret_rents_nothing_and_leaves_no_record(mgpu, run_file, world, monkeypatch, command):
+    monkeypatch.delenv("TOKEN", raising=False)
+    done = mgpu(command, *(["--yes"] if command == "launch" else ["--stack", "dev"]))
+    assert done.code == 2
+    assert "TOKEN" in done.err
+    assert record.ids() == []
+    assert world.calls == []
+
+
+def test_a_run_file_that_is_not_there_rents_nothing(mgpu, world):
+    done = mgpu("launch", "--yes", "nothing.yaml")
+    assert done.code == 2
+    assert record.ids() == []
+    assert world.calls == []
+
+
+def test_run_without_a_fleet_leaves_no_record(mgpu, run_file, world, monkeypatch):
+    monkeypatch.setenv("TOKEN", "x")
+    done = mgpu("run", "--stack", "dev")
+    assert done.code == 4
+    assert "pulumi up" in done.err
+    assert record.ids() == []
