@@ -93,6 +93,7 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         (train_job(checkpoint=None), Ended(exit_code=0), None, ""),
         (train_job(), replace(GOOD, cause=STOP), None, ""),  # it finished while it was asked to stop
         (train_job(), replace(GOOD, cause=STOP, said="stopped"), Fault.STOPPED, "the operator asked to stop"),
+        (train_job(), replace(GOOD, said="stopped"), Fault.INFRASTRUCTURE, "not by this agent"),
         (train_job(), replace(GOOD, exit_code=1, cause=STOP), Fault.STOPPED, "the operator asked to stop"),
         (train_job(), replace(GOOD, cause=STALL), Fault.INFRASTRUCTURE, "no progress"),
         (job(), Ended(exit_code=0), Fault.USER, "left no folder `step-<n>`"),

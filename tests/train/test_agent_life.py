@@ -343,6 +343,20 @@ def test_ranks_that_a_stopped_peer_took_along_were_stopped(node):
     assert commits(node) == [3]
 
 
+def test_a_node_whose_peer_is_gone_does_not_drain_for_long(nodes):
+    end = '{"kind": "end", "step": 3, "reason": "stopped"}'
+    _, node = nodes(2)  # node 0 asks for no upload
+    node.program(
+        SAVE + f"with open(os.environ['MGPU_METRICS_DIR'] + '/rank-0.jsonl', 'a') as file: print('{end}', file=file)\n"
+        "save(3)\n"
+    )
+    node.job(timeouts={"peers_s": 0.5, "drain_s": 3600})
+    node.start()
+    until(lambda: node.said["phase"] == "failed")
+    assert (node.said["fault"], node.said["exit_code"]) == ("infrastructure", 0)
+    assert "not by this agent" in node.said["reason"]
+
+
 def test_a_program_that_ignores_sigterm_is_killed_after_the_grace(node):
     node.program("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT)
     node.job(timeouts={"stop_grace_s": 0.3})

@@ -112,6 +112,9 @@ def verdict(job: Job, end: Ended) -> AttemptFailed | None:
         return AttemptFailed(end.cause.fault, end.cause.reason)
     if end.exit_code != 0:
         return _exited(job, end)
+    if end.said == "stopped":
+        why = "the program was stopped before its end, and not by this agent: a peer was stopped, or lost its agent"
+        return AttemptFailed(Fault.INFRASTRUCTURE, why)
     if job.checkpoint is None or not has_part(job):
         return None
     return _durable(job, end)

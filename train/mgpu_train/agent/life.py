@@ -119,7 +119,8 @@ def _uploads(attempt: Attempt, target: CheckpointTarget, resumed_step: int) -> U
 def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFailed | None:
     """Waits for the uploads that are left, and says how the attempt ended."""
     # a failure that is certain already is told at once: peers may wait for this node in vain
-    certain = _judge(attempt, ended) if ended.cause is not None or ended.exit_code != 0 else None
+    over = ended.cause is not None or ended.exit_code != 0 or ended.said == "stopped"
+    certain = _judge(attempt, ended) if over else None
     known = {"fault": certain.fault, "reason": certain.reason} if certain else {}
     attempt.enter(Phase.DRAINING, exit_code=ended.exit_code, **known)
     if uploads is None:
