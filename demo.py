@@ -98,6 +98,7 @@ def main() -> int:
         ("  by phase, s", common.phases(record)),
         ("simulated cost", f"${ledger.cost_usd(record.fleet['fleet'] if record.fleet else record.stack):.5f}"),
         ("final checkpoint", f"step {record.checkpoint_step}, verified: {_near(pulled)}" if pulled else "none"),
+        ("  the other checkpoints", "gone with the demo's S3"),
     ]
     console.table(("mgpu demo", ""), rows)
     console.text(f"still billed: {len(ledger.alive)} nodes, ${ledger.usd_per_hour:.2f} per hour")
@@ -105,8 +106,9 @@ def main() -> int:
         console.error(outcome.error)
         return outcome.exit_code
     console.next(
-        f".venv/bin/mgpu logs {record.run_id}     what the nodes said",
-        ".venv/bin/mgpu launch     a run of your own from mgpu.yaml",
+        ". .mgpu/env    puts mgpu and pulumi on PATH of this shell",
+        f"mgpu logs {record.run_id}    what the nodes said",
+        "mgpu launch    a run of your own from mgpu.yaml",
     )
     return 7 if ledger.alive else 0
 

@@ -200,7 +200,7 @@ class Console:
         self.say(f"  warning: {neutral(event.text)}", "yellow")
 
     def _validated(self, event: events.Validated) -> None:
-        self.say(f"  validation at step {event.step}: {event.loss:.4f} nat per target")
+        self.say(f"  validation at step {event.step}: loss {event.loss:.4f}")
 
     def _committed(self, event: events.CheckpointCommitted) -> None:
         self.say(f"  checkpoint of step {event.step} committed ({event.checkpoint_id})", "green")

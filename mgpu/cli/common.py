@@ -122,20 +122,34 @@ def _left(console: Console, record: Record) -> None:
 
 def summary(record: Record) -> list[tuple[str, str]]:
     """A run as lines of a table."""
-    rows = [("state", str(record.state) + (f": {record.reason}" if record.reason else ""))]
+    reason = _reason(record)
+    rows = [("state", str(record.state) + (f": {reason}" if reason else ""))]
     if record.step >= 0:
         rows.append(("step", f"{record.step}" + (f" of {record.steps}" if record.steps else "")))
     if record.validation_loss is not None:
-        first = f" (first {record.first_validation_loss:.4f})" if record.first_validation_loss is not None else ""
-        rows.append(("validation loss", f"{record.validation_loss:.4f}{first} nat per target"))
+        before = record.first_validation_loss
+        first = f" (first {before:.4f})" if before not in (None, record.validation_loss) else ""
+        rows.append(("validation loss", f"{record.validation_loss:.4f}{first}"))
     if record.checkpoint_id:
         rows.append(("checkpoint", f"step {record.checkpoint_step} in {record.store}/{record.run_id}"))
     seconds = (record.ended_at or time.time()) - record.created_at
-    rows.append(("wall time", f"{seconds:.0f} s: {phases(record)}"))
+    by_phase = phases(record)
+    rows.append(("wall time", f"{seconds:.0f} s" + (f": {by_phase}" if by_phase else "")))
     if record.price_usd_per_hour:
         rows.append(("price", f"${record.price_usd_per_hour:.2f} per hour, all nodes"))
     rows.append(("machines", machines(record)))
     return rows
+
+
+def _reason(record: Record) -> str:
+    """Why the run ended, without what the line says already."""
+    reason = record.reason.removeprefix(f"run {record.run_id} ")
+    return "" if reason == "was stopped" else reason.removeprefix("failed: ").removeprefix("stopped ")
+
+
+def count(number: int, thing: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 def phases(record: Record) -> str:
@@ -155,7 +169,7 @@ def machines(record: Record) -> str:
         "kept": _kept(record),
         "not ours": "not made by mgpu, left as they are",
         "asked": "being given back, not confirmed yet",
-    }.get(record.teardown, f"{record.nodes} rented")
+    }.get(record.teardown, f"{record.nodes} rented" if record.fleet else "none yet")
 
 
 def _kept(record: Record) -> str:
@@ -174,12 +188,14 @@ def result_of(record: Record) -> dict[str, Any]:
     return {key: value for key, value in asdict(record).items() if key != "writer"}
 
 
-def next_lines(record: Record) -> list[str]:
-    """What to type after a run."""
+def next_lines(record: Record, *, resume: bool = False) -> list[str]:
+    """What to type after a run; `resume`: also how to go on with one that did not succeed."""
     run = record.run_id
     lines = [f"mgpu logs {run}"]
     if record.checkpoint_id:
         lines.append(f"mgpu checkpoints pull {run}")
+        if resume and record.state in ("failed", "stopped") and record.own_stack:
+            lines.append(f"mgpu launch --resume {run}    go on from its newest checkpoint")
     if record.teardown == "kept":
         stack = f" --stack {record.stack}"
         lines += [f"mgpu run{stack}    again on this fleet", f"mgpu down{stack}    give it back"]

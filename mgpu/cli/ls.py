@@ -28,7 +28,7 @@ def ls(as_json: bool, all_runs: bool) -> None:
         (
             r.run_id,
             r.state,
-            f"{r.step}/{r.steps}" if r.steps else r.step if r.step >= 0 else "",
+            "" if r.step < 0 else f"{r.step}/{r.steps}" if r.steps else r.step,
             f"step {r.checkpoint_step}" if r.checkpoint_id else "",
             _ago(r.created_at),
             common.machines(r),
@@ -41,11 +41,15 @@ def ls(as_json: bool, all_runs: bool) -> None:
         console.text("no runs yet")
     for fleet in fleets:
         console.text(
-            f"fleet {fleet.name}: {len(fleet.ids)} nodes of {fleet.provider}, ${fleet.usd_per_hour:.2f} per hour"
+            f"fleet {fleet.name}: {common.count(len(fleet.ids), 'node')} of {fleet.provider}, "
+            f"${fleet.usd_per_hour:.2f} per hour, used by {fleet.used_by or 'nothing'}"
         )
     nodes, dollars = sum(len(f.ids) for f in fleets), sum(f.usd_per_hour for f in fleets)
-    console.text(f"billed now: {nodes} nodes, ${dollars:.2f} per hour")
-    console.next("mgpu status RUN" if rows else "mgpu launch mgpu.yaml")
+    console.text(f"billed now: {common.count(nodes, 'node')}, ${dollars:.2f} per hour")
+    if any(not fleet.used_by for fleet in fleets):
+        console.next("mgpu gc --yes    end what nothing uses")
+    else:
+        console.next("mgpu status RUN" if rows else "mgpu launch")
 
 
 def _ago(at: float) -> str:

@@ -29,13 +29,14 @@ def status(run: str, as_json: bool, live: bool) -> None:
     rows = common.summary(record)
     if not record.state.final:
         rows.append(("nodes", ", ".join(record.node_phases) or "none yet"))
-        rows.append(("supervisor", "watching" if watched else "gone: the nodes go on by themselves"))
+        gone = "gone: the nodes go on by themselves" if record.fleet else "gone"
+        rows.append(("supervisor", "watching" if watched else gone))
         rows.append(("seen", f"{age:.0f} s ago"))
     for node in now or []:
         rows.append((f"node {node['rank']} now", f"{node['phase']} {node['reason']}".strip()))
     console.table(("run", record.run_id), rows)
     if record.state.final:
-        console.next(*common.next_lines(record))
+        console.next(*common.next_lines(record, resume=True))
     elif watched:
         console.next(f"mgpu logs -f {record.run_id}", f"mgpu stop {record.run_id}")
     else:

@@ -40,7 +40,7 @@ def stop(run: str, wait: bool) -> int:
                 return taken
         time.sleep(LOOK_EVERY_S)
     console.table(("run", record.run_id), common.summary(record))
-    console.next(f"mgpu status {record.run_id}")
+    console.next(*common.next_lines(record, resume=True))
     return _code(record)
 
 

@@ -1,0 +1,53 @@
+"""What tables and closing lines say of a run, by its record."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgpu.cli import common
+from mgpu.run.record import Record, State
+
+
+def record(**given):
+    fields = {"run_id": "a-1", "name": "a", "project": "/p", "project_base": "/p", "run_file": "/p/mgpu.yaml"}
+    fields |= {"stack": "a-1", "own_stack": True, "fleet_name": "p-a-1", "provider": "local", "nodes": 2}
+    return Record(**fields | given)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "shown"),
+    [
+        (State.STOPPED, "run a-1 was stopped", "stopped"),
+        (State.STOPPED, "run a-1 stopped at its hard cap (max_hours)", "stopped: at its hard cap (max_hours)"),
+        (State.FAILED, "run a-1 failed: exit code 3", "failed: exit code 3"),
+        (State.FAILED, "no quota", "failed: no quota"),
+        (State.SUCCEEDED, "", "succeeded"),
+    ],
+)
+def test_the_state_says_nothing_twice(state, reason, shown):
+    assert dict(common.summary(record(state=state, reason=reason)))["state"] == shown
+
+
+def test_machines_are_rented_when_a_fleet_is_known():
+    assert common.machines(record()) == "none yet"
+    assert common.machines(record(fleet={"fleet": "p-a-1"})) == "2 rented"
+
+
+def test_one_validation_is_told_once():
+    once = dict(common.summary(record(first_validation_loss=5.5, validation_loss=5.5)))
+    assert once["validation loss"] == "5.5000"
+    twice = dict(common.summary(record(first_validation_loss=5.5, validation_loss=2.25)))
+    assert twice["validation loss"] == "2.2500 (first 5.5000)"
+
+
+@pytest.mark.parametrize(("state", "told"), [(State.STOPPED, True), (State.FAILED, True), (State.SUCCEEDED, False)])
+def test_how_to_go_on_is_told_where_there_is_a_checkpoint(state, told):
+    def lines(**given):
+        return "\n".join(common.next_lines(record(state=state, **given), resume=True))
+
+    assert ("mgpu launch --resume a-1" in lines(checkpoint_id="a001-step-5")) is told
+    assert "--resume" not in lines()
+
+
+def test_numbers_have_their_plural():
+    assert [common.count(n, "node") for n in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
