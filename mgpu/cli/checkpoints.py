@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +38,8 @@ def list_(run: str, as_json: bool) -> None:
     """List the committed checkpoints of RUN, newest first."""
     console = Console(as_json=as_json)
     record = load(run)
-    _, entries = _log(record)
+    with _readable(record):
+        _, entries = _log(record)
     if as_json:
         console.data([entry.model_dump(mode="json", exclude={"writer"}) for entry in entries])
         return
@@ -68,8 +71,9 @@ def verify(run: str, deep: bool, as_json: bool) -> int:
 
     console = Console(as_json=as_json)
     record = load(run)
-    store, entries = _log(record)
-    found = {e.manifest.checkpoint_id: check(store, record.run_id, e.manifest, deep=deep) for e in entries}
+    with _readable(record):
+        store, entries = _log(record)
+        found = {e.manifest.checkpoint_id: check(store, record.run_id, e.manifest, deep=deep) for e in entries}
     if as_json:
         console.data({name: list(problems) for name, problems in found.items()})
     else:
@@ -96,15 +100,17 @@ def pull(run: str, step: int | None, to: Path | None) -> None:
 def pull_into(record: Record, step: int | None, to: Path, console: Console) -> Path:
     """Fetches a checkpoint into `to/step-<n>`; every byte is checked before the folder has its name."""
     from mgpu_train.checkpoint.fetch import fetch
-    from mgpu_train.store import StoreError
+    from mgpu_train.store import Damaged, NotFound
 
-    store, entries = _log(record)
+    with _readable(record):
+        store, entries = _log(record)
     wanted = [e for e in entries if step is None or e.manifest.step == step]
     for entry in wanted:
         folder = to / f"step-{entry.manifest.step}"
         try:
-            report = fetch(store, record.run_id, entry.manifest, folder)
-        except StoreError as error:
+            with _readable(record):
+                report = fetch(store, record.run_id, entry.manifest, folder)
+        except (Damaged, NotFound) as error:
             console.say(f"warning: {entry.manifest.checkpoint_id} does not verify: {error}", "yellow")
             continue
         console.say(f"{report.files} files, {report.bytes / 2**20:.1f} MiB, every byte verified")
@@ -123,11 +129,21 @@ def _log(record: Record) -> tuple[Store, list[CheckpointEntry]]:
             f"run {record.run_id} has no checkpoints", "Its run file says `checkpoint: none`, or it never began."
         )
     from mgpu_train.checkpoint.commitlog import CommitLog
-    from mgpu_train.store import StoreError, open_store
+    from mgpu_train.store import open_store
+
+    store = open_store(record.store)
+    return store, CommitLog(store, record.run_id).checkpoints()
+
+
+@contextmanager
+def _readable(record: Record) -> Iterator[None]:
+    """Tells a store that cannot be read from a checkpoint that is damaged."""
+    from mgpu_train.store import Damaged, NotFound, StoreError
 
     try:
-        store = open_store(record.store)
-        return store, CommitLog(store, record.run_id).checkpoints()
+        yield
+    except (Damaged, NotFound):
+        raise
     except StoreError as error:
         raise InputError(
             f"{record.store} cannot be read", str(error), "Check the address and the credentials."

@@ -151,9 +151,9 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
     writer = writer_token(request.run_id, attempt)
     if request.checkpoint is None:
         return attempt, writer, None
-    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.commitlog import CommitLog, Fenced
     from mgpu_train.checkpoint.fetch import newest_verified
-    from mgpu_train.store import StoreError, open_store
+    from mgpu_train.store import Damaged, StoreError, open_store
 
     try:
         store = open_store(request.checkpoint.to)
@@ -161,6 +161,18 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
         attempt = max(attempt, log.newest_attempt() + 1)
         log.begin_attempt(attempt, writer)
         newest = newest_verified(store, request.run_id, report=lambda text: session.emit(Warned(text)))
+    except Fenced as error:
+        raise TrainingFailed(
+            f"run {request.run_id} was begun by somebody else at the same moment",
+            str(error),
+            f"Follow that attempt: `mgpu attach {request.run_id}`, on the machine where it was started.",
+        ) from error
+    except Damaged as error:
+        raise TrainingFailed(
+            f"no committed checkpoint of run {request.run_id} verifies",
+            str(error),
+            "To begin again from nothing, launch without `--resume`: that is a run of its own.",
+        ) from error
     except StoreError as error:
         raise TrainingFailed(
             f"checkpoint.to: {request.checkpoint.to} cannot be used",

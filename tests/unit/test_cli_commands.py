@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import dataclass
 
@@ -376,6 +377,17 @@ def test_a_run_without_checkpoints_says_so(mgpu, running):
         done = mgpu("checkpoints", command)
         assert done.code == 2
         assert "no checkpoints" in done.err
+
+
+def test_a_store_that_cannot_be_read_is_not_called_damaged(mgpu, world, tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true"}.items():
+        monkeypatch.setenv(name, value)
+    world.record("run-1", state=State.SUCCEEDED, store="s3://bucket-of-nobody/runs", teardown="confirmed")
+    for command in ("ls", "verify", "pull"):
+        done = mgpu("checkpoints", command)
+        assert (done.code, "cannot be read" in done.err) == (2, True), done.err
 
 
 # --- launch and run ---------------------------------------------------------------------------------------------------
