@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import json
 import re
+import select
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -157,11 +158,16 @@ class Console:
 
     def confirm(self, question: str) -> bool:
         """Asks on the terminal; away from one the answer is no."""
+        return bool(self.answer(question))
+
+    def answer(self, question: str, within_s: float | None = None) -> bool | None:
+        """Asks on the terminal; None: there is none, or nobody answered within `within_s` seconds."""
         if not sys.stdin.isatty():
-            return False
+            return None
         self.done()
-        sys.stderr.write(f"{question} [y/N] ")
-        sys.stderr.flush()
+        self._to_stderr(lambda: print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True))
+        if within_s is not None and not select.select([sys.stdin], [], [], within_s)[0]:
+            return None
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     def emit(self, event: events.Event) -> None:

@@ -12,7 +12,7 @@ import click
 
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError
-from mgpu.run.record import Record
+from mgpu.run.record import Record, State
 
 if TYPE_CHECKING:
     from mgpu.plan.model import Plan
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 RUN_FILE = "mgpu.yaml"
+ANSWER_S = 60.0  # to say whether a run is to stop; nobody watches it meanwhile
 
 
 def run_file_argument(command: F) -> F:
@@ -52,7 +53,7 @@ def context(console: Console) -> Context:
 
     ask = None
     if sys.stdin.isatty() and sys.stderr.isatty():
-        ask = lambda: console.confirm("stop the run (checkpoint, then teardown)? `n` leaves it running")  # noqa: E731
+        ask = lambda: console.answer("stop the run (checkpoint, then teardown)? `n` leaves it running", ANSWER_S)  # noqa: E731
     return Context(console.emit, Timeouts(), ask)  # type: ignore[call-arg]
 
 
@@ -113,10 +114,14 @@ def finish(console: Console, outcome: Outcome) -> int:
 
 
 def _left(console: Console, record: Record) -> None:
-    end = time.strftime("%H:%M", time.localtime(record.hard_cap_at)) if record.hard_cap_at else "its hard cap"
-    console.say(
-        f"left running: ${record.price_usd_per_hour:.2f} per hour until the run ends, at the latest {end}", "yellow"
-    )
+    end = time.strftime("%H:%M", time.localtime(record.hard_cap_at or record.created_at + record.max_hours * 3600))
+    price = f"${record.price_usd_per_hour:.2f} per hour" if record.price_usd_per_hour else "at the price shown above"
+    if record.state in (State.PROVISIONING, State.TEARDOWN):
+        doing = "being given back" if record.state is State.TEARDOWN else "being undone"
+        console.say(f"left while its machines are {doing}: {price} until they are gone, at the latest {end}", "yellow")
+        console.next(f"mgpu down {record.run_id}    end them", "mgpu ls    what is billed now")
+        return
+    console.say(f"left running: {price} until the run ends, at the latest {end}", "yellow")
     console.next(f"mgpu attach {record.run_id}    follow it", f"mgpu stop {record.run_id}      end it")
 
 

@@ -58,13 +58,16 @@ def conduct(
     Raises:
         RemoteError: a node could not be reached, or refused.
         TrainingFailed: the attempt could not be started.
+        Interrupted: the end was asked for before the start.
     """
     with session.phase("connecting", f"{len(fleet.nodes)} nodes"):
         nodes = NodeSet.connect(targets(fleet), Path(fleet.private_key_file).expanduser(), session.timeouts)
     try:
+        session.check()
         with session.phase("sending"):
             agents.send_library(nodes)
             _send_code(session, request, nodes)
+        session.check()  # nothing trains yet: there is nothing to save, and nobody to ask
         with session.phase("starting"):
             _start(session, request, fleet, nodes, secrets)
         session.to(State.RUNNING)

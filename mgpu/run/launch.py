@@ -70,7 +70,7 @@ class Context:
 
     emit: Emit
     timeouts: Timeouts
-    ask_to_stop: Callable[[], bool] | None = None
+    ask_to_stop: Callable[[], bool | None] | None = None
 
 
 def project_of(run_file: Path) -> Path:
@@ -103,7 +103,7 @@ def launch(run_file: Path, spec: RunSpec, context: Context, *, resume: Record | 
             session.check()
             return _conduct(session, request, fleet, secrets)
 
-        return _finish(session, stack, spec.teardown, _guarded(session, body))
+        return _conclude(session, stack, spec.teardown, body)
 
 
 def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, resume: Record | None = None) -> Outcome:
@@ -119,9 +119,7 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
         return _record(run_file, spec, run_id, stack=stack_name, resume=resume, fleet=fleet)
 
     with _opened(run_id, context, made) as session:
-        return _finish(
-            session, stack, spec.teardown, _guarded(session, lambda: _conduct(session, request, fleet, secrets))
-        )
+        return _conclude(session, stack, spec.teardown, lambda: _conduct(session, request, fleet, secrets))
 
 
 def attach(record: Record, context: Context) -> Outcome | None:
@@ -136,7 +134,7 @@ def attach(record: Record, context: Context) -> Outcome | None:
         spec = loads(path.read_text(), str(path))  # as it was; what it names beside itself is on the nodes by now
         stack = _stack(record, context)
         if record.state is State.TEARDOWN:
-            return _close(session, stack, spec.teardown, _remembered(record))
+            return _conclude(session, stack, spec.teardown, lambda: _remembered(record))
         fleet = stack.outputs() if record.fleet is None else StackOutput.model_validate(record.fleet)
         record.fleet = fleet.model_dump(mode="json") if fleet else None  # above all: whose it is
 
@@ -152,7 +150,7 @@ def attach(record: Record, context: Context) -> Outcome | None:
             finally:
                 nodes.close()
 
-        return _finish(session, stack, spec.teardown, _guarded(session, body))
+        return _conclude(session, stack, spec.teardown, body)
 
 
 def preflight(run_file: Path, spec: RunSpec) -> Path:
@@ -187,13 +185,14 @@ def down(record: Record, context: Context) -> Record:
         record.teardown = "asked"
         if not record.state.final:
             record.to(State.TEARDOWN)
-            record.reason, record.verdict = "its machines were given back by `mgpu down`", Interrupted.exit_code
+            if record.verdict is None:
+                record.reason, record.verdict = "its machines were given back by `mgpu down`", Interrupted.exit_code
         save(record)
         _give_back(_stack(record, context), record.provider, fleet, context, remove=record.own_stack)
         record.teardown = "confirmed"
         if not record.state.final:
             record.exit_code = record.verdict
-            record.to(State.STOPPED)
+            record.to(_final(_remembered(record)))
         save(record)
         return record
 
@@ -415,7 +414,19 @@ def _provider(fleet: StackOutput) -> Provider | None:
     return registry.get(fleet.provider) if fleet.owner else None
 
 
-def _guarded(session: Session, body: Callable[[], Ended]) -> Ended | MgpuError:
+_Result = Ended | MgpuError | None  # None: remembered as a success
+
+
+def _conclude(session: Session, stack: Stack, teardown: str, body: Callable[[], _Result]) -> Outcome:
+    try:
+        return _finish(session, stack, teardown, _guarded(session, body))
+    except KeyboardInterrupt:  # a second signal: the engine goes on by itself
+        session.journal.append("left", state=str(session.record.state))
+        save(session.record)
+        return Outcome(session.record, left=True)
+
+
+def _guarded(session: Session, body: Callable[[], _Result]) -> _Result:
     try:
         return body()
     except MgpuError as error:
@@ -433,13 +444,14 @@ def _guarded(session: Session, body: Callable[[], Ended]) -> Ended | MgpuError:
         raise
 
 
-def _finish(session: Session, stack: Stack, teardown: str, result: Ended | MgpuError) -> Outcome:
+def _finish(session: Session, stack: Stack, teardown: str, result: _Result) -> Outcome:
     record = session.record
     if isinstance(result, Ended) and result.left:
         session.emit(Note("left running"))
         save(record)
         return Outcome(record, left=True)
-    record.fault = str(result.fault) if isinstance(result, Ended) and result.fault else None
+    if isinstance(result, Ended):
+        record.fault = str(result.fault) if result.fault else None
     return _close(session, stack, teardown, _error(record, result))
 
 
@@ -454,10 +466,9 @@ def _close(session: Session, stack: Stack, teardown: str, error: MgpuError | Non
         error = incomplete
     except (MgpuError, OSError) as failure:
         error = _incomplete(record, failure)
-    final = State.SUCCEEDED if error is None else State.STOPPED if isinstance(error, _STOPS) else State.FAILED
     record.exit_code = error.exit_code if error else 0
     record.reason = error.what if error else ""
-    session.to(final)
+    session.to(_final(error))
     session.journal.close()
     if isinstance(error, _Bug):
         raise error.bug
@@ -472,7 +483,12 @@ class _Bug(MgpuError):
         self.bug = bug
 
 
-_STOPS = (Interrupted, Stopped)
+def _final(error: MgpuError | None) -> State:
+    if error is None:
+        return State.SUCCEEDED
+    return State.STOPPED if isinstance(error, Interrupted | Stopped) else State.FAILED
+
+
 _VERDICTS = {cls.exit_code: cls for cls in (Interrupted, Stopped, ProviderError, StackError, RemoteError, InputError)}
 
 
@@ -493,8 +509,8 @@ def _incomplete(record: Record, failure: Exception) -> TeardownIncomplete:
     )
 
 
-def _error(record: Record, result: Ended | MgpuError) -> MgpuError | None:
-    if isinstance(result, MgpuError):
+def _error(record: Record, result: _Result) -> MgpuError | None:
+    if not isinstance(result, Ended):
         return result
     kept = f"The newest committed checkpoint is step {record.checkpoint_step}." if record.checkpoint_id else ""
     again = f"Go on from it with `mgpu launch --resume {record.run_id}`." if record.checkpoint_id else ""
@@ -525,6 +541,6 @@ def _teardown(session: Session, stack: Stack, teardown: str) -> None:
     session.to(State.TEARDOWN)
     record.teardown = "asked"
     context = Context(session.emit, session.timeouts)
-    with session.phase("teardown"):
+    with session.interrupts.leaving(), session.phase("teardown"):
         _give_back(stack, record.provider, fleet, context, remove=record.own_stack)
     record.teardown = "confirmed"

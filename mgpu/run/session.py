@@ -20,17 +20,25 @@ from mgpu.run.record import Folder, Record, State, save
 
 
 class Interrupts:
-    """Counts SIGINT and SIGTERM. The handler only counts and calls what has to know at once (the engine's cancel)."""
+    """Counts SIGINT, SIGTERM and SIGHUP. The handler calls what has to know at once (the engine's cancel).
+
+    `told` is set when one of them came from somebody who cannot be asked: SIGTERM; `hung_up` when the terminal is gone.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self.told = self.hung_up = False
+        self._leaving = False
         self.cancelled = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
 
     @contextmanager
     def installed(self) -> Iterator[Interrupts]:
         """Takes the process's handlers over while the block runs."""
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup` means it
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield self
         finally:
@@ -46,11 +54,24 @@ class Interrupts:
         finally:
             self._callbacks.remove(callback)
 
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """While the block runs, which may take long, a second signal raises KeyboardInterrupt."""
+        before, self._leaving = self._leaving, True
+        try:
+            yield
+        finally:
+            self._leaving = before
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
+        self.told |= number == signal.SIGTERM
+        self.hung_up |= number == signal.SIGHUP
         self.cancelled.set()
         for callback in self._callbacks:
             callback()
+        if self._leaving and self.count > 1 and number != signal.SIGHUP:
+            raise KeyboardInterrupt
 
     def check(self) -> None:
         """Raises `Interrupted` when a signal came."""
@@ -66,7 +87,7 @@ class Session:
     emit: Emit
     timeouts: Timeouts
     interrupts: Interrupts = field(default_factory=Interrupts)
-    ask: Callable[[], bool] | None = None  # on a terminal: True = stop, False = leave it running
+    ask: Callable[[], bool | None] | None = None  # on a terminal: True = stop, False = leave it running, None = neither
 
     def __post_init__(self) -> None:
         folder = Folder(self.record.run_id)
@@ -103,7 +124,7 @@ class Session:
                     return
 
         watcher = threading.Thread(target=look, name="mgpu-stop", daemon=True)
-        with self.interrupts.calling(undo):
+        with self.interrupts.calling(undo), self.interrupts.leaving():
             watcher.start()
             try:
                 yield

@@ -28,6 +28,7 @@ from mgpu.run.verdict import Action, NodeView, decide
 
 LOG_PIECE = 1 << 20
 DESCRIBE_EVERY_S = 2.0
+LOGS_S = 5.0  # for the logs' new bytes in one pass
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Supervisor:
                 self._views(), attempt=self._session.record.attempt, silence_s=self._session.timeouts.silence_s
             )
             if verdict.action is Action.END:
-                self._pass()  # what was written between the last look and the end
+                self._pass(self._session.timeouts.sync_s)  # what was written between the last look and the end
                 return Ended(verdict.succeeded, verdict.reason, verdict.fault, self._stopped_by)
             if verdict.action is Action.STOP:
                 self._stop("peers", verdict.reason)
@@ -91,9 +92,9 @@ class Supervisor:
 
     # --- one pass -----------------------------------------------------------------------------------------------
 
-    def _pass(self) -> None:
+    def _pass(self, logs_s: float = LOGS_S) -> None:
         began = self._clock()
-        self._nodes.each(self._look)
+        self._nodes.each(lambda node: self._look(node, self._clock() + logs_s))
         self._describe()
         if self._seen[0] >= began:  # else nothing is new, and the record's age goes on growing
             self._report()
@@ -102,27 +103,33 @@ class Supervisor:
         if self._session.folder.stop.exists():
             self._stop("user", "`mgpu stop` asked for the end")
 
-    def _look(self, node: Node) -> None:
+    def _look(self, node: Node, logs_until: float) -> None:
         """Reads one node's status and new log bytes. A failure makes it silent: no teardown comes of that alone."""
         layout = RunLayout(self._session.record.run_id)
         try:
             if node.closed:
                 node.reconnect()
             self._statuses[node.target.rank] = AgentStatus.model_validate_json(node.read(str(layout.status)))
-            self._drain(node, str(layout.log))
             self._seen[node.target.rank] = self._clock()
+            self._drain(node, str(layout.log), logs_until)
         except (RemoteError, FileNotFoundError, ValidationError, OSError):
             return
 
-    def _drain(self, node: Node, path: str) -> None:
+    def _drain(self, node: Node, path: str, until: float) -> None:
+        """Takes what is new in a log, for a while: one that grows faster than it is read holds up nothing."""
         local = self._session.folder.log(node.target.rank, self._handle.ids[node.target.rank])
-        with local.open("ab") as out:
-            # the local copy's size is the offset: bytes are neither lost nor doubled, whoever reads on
-            while data := node.read_from(path, out.tell(), LOG_PIECE):
-                offset = out.tell()
-                out.write(data)
-                out.flush()
-                self._session.emit(LogChunk(node.target.rank, offset, data))
+        try:
+            with local.open("ab") as out:
+                # the local copy's size is the offset: bytes are neither lost nor doubled, whoever reads on
+                while data := node.read_from(path, out.tell(), LOG_PIECE):
+                    offset = out.tell()
+                    out.write(data)
+                    out.flush()
+                    self._session.emit(LogChunk(node.target.rank, offset, data))
+                    if self._clock() > until:
+                        return
+        except OSError as error:  # this machine's disk: no fault of the node
+            self._once(f"the log of node {node.target.rank} cannot be written here: {error.strerror}")
 
     def _describe(self) -> None:
         if self._provider is None or self._clock() - self._described < DESCRIBE_EVERY_S:
@@ -179,10 +186,22 @@ class Supervisor:
         if interrupts.count <= self._heard:
             return False
         self._heard += 1
-        if self._heard > 1 or (ask is not None and not ask()):
+        if self._heard > 1 or interrupts.hung_up:
             return True
-        self._stop("user", "interrupted")
-        return False
+        answer = True if ask is None or interrupts.told else self._asked(ask)
+        if answer is None:
+            self._heard = interrupts.count = 0
+            self._session.emit(Note("no answer: the run goes on"))
+        if answer:
+            self._stop("user", "interrupted")
+        return answer is False
+
+    def _asked(self, ask: Callable[[], bool | None]) -> bool | None:
+        try:
+            with self._session.interrupts.leaving():
+                return ask()
+        except KeyboardInterrupt:
+            return False
 
     def _stop(self, by: str, why: str) -> None:
         """Asks every agent once to save, stop and upload; after the grace the machines go anyway."""
@@ -192,6 +211,8 @@ class Supervisor:
         self._stop_by = self._clock() + times.stop_grace_s + times.drain_s
         self._stopped_by = "" if by == "peers" else by
         self._session.journal.append("stop", by=by, why=why)
+        if by == "user":
+            self._session.folder.stop.touch()  # whoever takes over in the middle of it goes on with it
         self._session.to(State.STOPPING)
         self._session.emit(Note(f"stopping: {why}"))
         self._nodes.each(self._ask_to_stop)
