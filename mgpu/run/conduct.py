@@ -124,7 +124,9 @@ def _send_code(session: Session, request: Request, nodes: NodeSet) -> None:
 def _start(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet, secrets: Secrets) -> None:
     record = session.record
     record.attempt, record.writer, resume = _begin(session, request)
-    record.store = request.checkpoint.to if request.checkpoint else None
+    store = request.checkpoint.to if request.checkpoint else None
+    if record.store != store:  # a resumed run remembers its newest checkpoint, but not that of another store
+        record.store, record.checkpoint_id, record.checkpoint_step = store, None, -1
     save(record)
     port = agents.free_port(nodes.nodes[0], session.timeouts)
     jobs = request.jobs(fleet, attempt=record.attempt, writer=record.writer, port=port, resume=resume)

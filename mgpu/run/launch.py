@@ -280,6 +280,9 @@ def _record(
         provider=spec.provider,
         nodes=spec.nodes,
         attempt=resume.attempt if resume else 0,
+        store=resume.store if resume else None,
+        checkpoint_id=resume.checkpoint_id if resume else None,
+        checkpoint_step=resume.checkpoint_step if resume else -1,
         created_at=resume.created_at if resume else time.time(),
         max_hours=spec.max_hours,
         fleet=fleet.model_dump(mode="json") if fleet else None,
@@ -325,6 +328,7 @@ def _opened(run_id: str, context: Context, make: Callable[[], Record]) -> Iterat
     with _supervised(run_id, context, alone) as session:
         if session is None:
             raise _busy(run_id)
+        context.emit(Note(f"run {run_id}; from another terminal: `mgpu status`, `mgpu logs -f`, `mgpu stop`"))
         yield session
 
 
@@ -432,7 +436,7 @@ def _guarded(session: Session, body: Callable[[], _Result]) -> _Result:
     except MgpuError as error:
         session.journal.append("error", what=error.what)
         if session.asked_to_end:
-            return Interrupted("interrupted", error.what, "Nothing is left behind if the lines above say so.")
+            return Interrupted("interrupted", error.what, "`mgpu ls` shows what is billed now.")
         return error
     except Exception as bug:
         run_id = session.record.run_id
@@ -520,7 +524,10 @@ def _error(record: Record, result: _Result) -> MgpuError | None:
         return Stopped(f"run {record.run_id} stopped at its hard cap (max_hours)", kept, again)
     if result.stopped_by == "user":
         return Interrupted(f"run {record.run_id} was stopped", kept, again)
-    why = {Fault.USER: "The program itself ended so.", Fault.INFRASTRUCTURE: "The machines or the store are at fault."}
+    why = {
+        Fault.USER: "The cause is the program, or what it needs; the machines are not.",
+        Fault.INFRASTRUCTURE: "The machines or the store are at fault.",
+    }
     because = why.get(result.fault, "") if result.fault else ""
     return TrainingFailed(
         f"run {record.run_id} failed: {result.reason}", f"{because} {kept}".strip(), f"See `mgpu logs {record.run_id}`."

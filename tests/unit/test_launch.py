@@ -344,6 +344,20 @@ def test_an_older_attempts_checkpoint_is_not_this_ones(project):
     outcome = project.launch(resume=record.load("last"))
     assert outcome.exit_code == 6
     assert "no checkpoint of this attempt" in str(outcome.error)
+    # but it is there to go on from, and `mgpu status` says so
+    assert outcome.record.checkpoint_id == "a001-step-10"
+
+
+def test_a_run_that_is_resumed_with_another_store_forgets_the_checkpoints_of_the_first(project, tmp_path):
+    project.launch()
+    project.world.program = lambda node, job: node.says(Phase.DONE, attempt=job.attempt)
+    again = project.launch(f"checkpoint: {{to: 'file://{tmp_path}/other'}}\n", resume=record.load("last")).record
+    assert (again.store, again.checkpoint_id) == (f"file://{tmp_path}/other", None)
+
+
+def test_a_run_says_its_id_before_anything_else(project):
+    done = project.launch().record
+    assert done.run_id in str(project.world.events[0])
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated"])
