@@ -24,7 +24,8 @@ def attach(run: str, as_json: bool) -> int:
     from mgpu.run import launch as runs
 
     record = load(run)
-    console = Console(as_json=as_json, show_logs=True)
+    # as `mgpu launch` shows it: a program of the user's own by what it prints, the bundled trainer by its numbers
+    console = Console(as_json=as_json, show_logs=record.steps is None)
     if record.state.final:
         console.say(f"run {record.run_id} is over")
         return common.finish(console, runs.Outcome(record))

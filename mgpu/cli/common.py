@@ -200,10 +200,10 @@ def next_lines(record: Record, *, resume: bool = False) -> list[str]:
     if record.checkpoint_id:
         lines.append(f"mgpu checkpoints pull {run}")
         if resume and record.state in ("failed", "stopped") and record.own_stack:
-            lines.append(f"mgpu launch --resume {run}    go on from its newest checkpoint")
+            lines.append(f"mgpu launch{record.file_argument} --resume {run}    go on from its newest checkpoint")
     if record.teardown == "kept":
         stack = f" --stack {record.stack}"
-        lines += [f"mgpu run{stack}    again on this fleet", f"mgpu down{stack}    give it back"]
+        lines += [f"mgpu run{record.file_argument}{stack}    again on this fleet", f"mgpu down{stack}    give it back"]
     return lines
 
 

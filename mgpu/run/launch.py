@@ -517,7 +517,8 @@ def _error(record: Record, result: _Result) -> MgpuError | None:
     if not isinstance(result, Ended):
         return result
     kept = f"The newest committed checkpoint is step {record.checkpoint_step}." if record.checkpoint_id else ""
-    again = f"Go on from it with `mgpu launch --resume {record.run_id}`." if record.checkpoint_id else ""
+    go_on = f"mgpu launch{record.file_argument} --resume {record.run_id}"
+    again = f"Go on from it with `{go_on}`." if record.checkpoint_id else ""
     if result.succeeded:  # it may have ended by itself while it was asked to stop
         return None
     if result.stopped_by == "deadline":

@@ -105,6 +105,12 @@ class Record:
     teardown: str = "none"  # none | asked | confirmed | kept | not ours
     supervisor_pid: int = 0
 
+    @property
+    def file_argument(self) -> str:
+        """The run file as a command in this folder is given it, with a blank before it; empty for `mgpu.yaml` here."""
+        here = os.path.relpath(self.run_file)
+        return "" if here == "mgpu.yaml" else f" {min(here, self.run_file, key=len)}"
+
     def to(self, state: State) -> None:
         """Moves on to `state`.
 

@@ -45,8 +45,23 @@ def test_how_to_go_on_is_told_where_there_is_a_checkpoint(state, told):
     def lines(**given):
         return "\n".join(common.next_lines(record(state=state, **given), resume=True))
 
-    assert ("mgpu launch --resume a-1" in lines(checkpoint_id="a001-step-5")) is told
+    assert ("--resume a-1" in lines(checkpoint_id="a001-step-5")) is told
     assert "--resume" not in lines()
+
+
+def test_what_to_type_next_names_a_run_file_of_another_name_or_folder(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    kept = {"teardown": "kept", "state": State.STOPPED, "checkpoint_id": "a001-step-5"}
+
+    def lines(path):
+        return common.next_lines(record(run_file=str(path), **kept), resume=True)
+
+    assert any(line.startswith("mgpu launch --resume a-1") for line in lines(tmp_path / "sub" / "mgpu.yaml"))
+    assert any(
+        line.startswith("mgpu launch other.yaml --resume a-1") for line in lines(tmp_path / "sub" / "other.yaml")
+    )
+    assert any(line.startswith("mgpu run ../mgpu.yaml --stack a-1") for line in lines(tmp_path / "mgpu.yaml"))
 
 
 def test_numbers_have_their_plural():
