@@ -76,6 +76,16 @@ def conduct(
         nodes.close()
 
 
+def watch_again(session: Session, fleet: StackOutput, provider: Provider | None, request: Request) -> Ended:
+    """Takes an attempt over that another supervisor started."""
+    with session.phase("connecting", f"{len(fleet.nodes)} nodes"):
+        nodes = NodeSet.connect(targets(fleet), Path(fleet.private_key_file).expanduser(), session.timeouts)
+    try:
+        return watch(session, nodes, fleet, provider, request)
+    finally:
+        nodes.close()
+
+
 def watch(
     session: Session,
     nodes: NodeSet,

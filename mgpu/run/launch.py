@@ -37,9 +37,9 @@ from mgpu.iac.project import project_name
 from mgpu.plan import rank
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
-from mgpu.remote.nodeset import NodeSet
-from mgpu.run.conduct import conduct, targets, watch
+from mgpu.run.conduct import conduct, watch_again
 from mgpu.run.record import Folder, Record, State, every, load, new_run_id, opening, save, supervising
+from mgpu.run.recover import Attempts
 from mgpu.run.request import Request, resolve, secrets_of
 from mgpu.run.session import Interrupts, Session
 from mgpu.run.supervise import Ended
@@ -101,7 +101,7 @@ def launch(run_file: Path, spec: RunSpec, context: Context, *, resume: Record | 
             with session.phase("provisioning", f"{spec.nodes} nodes of {spec.provider}"):
                 fleet = _up(session, stack)
             session.check()
-            return _conduct(session, request, fleet, secrets)
+            return _attempts(session, stack, request, secrets, lambda: _conduct(session, request, fleet, secrets))
 
         return _conclude(session, stack, spec.teardown, body)
 
@@ -119,7 +119,11 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
         return _record(run_file, spec, run_id, stack=stack_name, resume=resume, fleet=fleet)
 
     with _opened(run_id, context, made) as session:
-        return _conclude(session, stack, spec.teardown, lambda: _conduct(session, request, fleet, secrets))
+
+        def body() -> Ended:
+            return _attempts(session, stack, request, secrets, lambda: _conduct(session, request, fleet, secrets))
+
+        return _conclude(session, stack, spec.teardown, body)
 
 
 def attach(record: Record, context: Context) -> Outcome | None:
@@ -143,12 +147,10 @@ def attach(record: Record, context: Context) -> Outcome | None:
                 return Ended(False, "the supervisor ended before the training began", Fault.INFRASTRUCTURE)
             if record.state is State.PROVISIONING:
                 session.to(State.RUNNING)
-            request = resolve(spec, record.run_id, Path(record.project_base), timeouts=context.timeouts)
-            nodes = NodeSet.connect(targets(fleet), Path(fleet.private_key_file).expanduser(), context.timeouts)
-            try:
-                return watch(session, nodes, fleet, _provider(fleet), request)
-            finally:
-                nodes.close()
+            request = resolve(
+                spec, record.run_id, Path(record.project_base), store=fleet.store, timeouts=context.timeouts
+            )
+            return watch_again(session, fleet, _provider(fleet), request)
 
         return _conclude(session, stack, spec.teardown, body)
 
@@ -411,6 +413,18 @@ def _conduct(session: Session, request: Request, fleet: StackOutput, secrets: Se
     record = session.record
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
     return conduct(session, request, fleet, _provider(fleet), secrets)
+
+
+def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets, first: Callable[[], Ended]) -> Ended:
+    """`first`, and what the run file's `recovery` allows after it; a fleet that is not mgpu's is not ours to repair."""
+    if not StackOutput.model_validate(session.record.fleet).owner:
+        return first()
+    return Attempts(
+        session,
+        request.spec.recovery,
+        conduct=lambda fleet: _conduct(session, request, fleet, secrets),
+        repair=lambda: _up(session, stack),
+    ).run(first)
 
 
 def _provider(fleet: StackOutput) -> Provider | None:

@@ -34,10 +34,11 @@ LOCK_TRIES, LOCK_PAUSE_S = 5, 0.02
 
 
 class State(StrEnum):
-    """Where a run is. The first four are alive; the others are final."""
+    """Where a run is. The first five are alive; the others are final."""
 
     PROVISIONING = "provisioning"
     RUNNING = "running"
+    REPAIRING = "repairing"
     STOPPING = "stopping"
     TEARDOWN = "teardown"
     SUCCEEDED = "succeeded"
@@ -53,8 +54,9 @@ class State(StrEnum):
 # what may follow what; a final state is never left, but `--resume` opens the run again
 _NEXT = {
     State.PROVISIONING: {State.RUNNING, State.TEARDOWN, State.FAILED, State.STOPPED},
-    State.RUNNING: {State.STOPPING, State.TEARDOWN, State.SUCCEEDED, State.FAILED, State.STOPPED},
-    State.STOPPING: {State.TEARDOWN, State.FAILED, State.STOPPED, State.SUCCEEDED},
+    State.RUNNING: {State.REPAIRING, State.STOPPING, State.TEARDOWN, State.SUCCEEDED, State.FAILED, State.STOPPED},
+    State.REPAIRING: {State.RUNNING, State.STOPPING, State.TEARDOWN, State.FAILED, State.STOPPED},
+    State.STOPPING: {State.REPAIRING, State.TEARDOWN, State.FAILED, State.STOPPED, State.SUCCEEDED},
     State.TEARDOWN: {State.SUCCEEDED, State.FAILED, State.STOPPED},
 }
 
@@ -75,6 +77,7 @@ class Record:
     nodes: int
     state: State = State.PROVISIONING
     attempt: int = 0
+    recoveries: int = 0  # attempts after the first of this launch
     writer: str = ""
     created_at: float = 0.0
     updated_at: float = 0.0

@@ -29,6 +29,7 @@ from mgpu.run.verdict import Action, NodeView, decide
 LOG_PIECE = 1 << 20
 DESCRIBE_EVERY_S = 2.0
 LOGS_S = 5.0  # for the logs' new bytes in one pass
+BEAT_S = 10.0  # a status that stands still this long: the agent is asked for, and as often
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Supervisor:
         self._clock, self._sleep = clock, sleep
         self._statuses: dict[int, AgentStatus] = {}
         self._seen = {node.target.rank: clock() for node in nodes.nodes}
+        self._beats = dict(self._seen)  # when each node's status last moved
+        self._asked_at = dict.fromkeys(self._seen, float("-inf"))
         self._gone: set[int] = set()
         self._described = clock()
         self._stopped_by = ""
@@ -105,15 +108,29 @@ class Supervisor:
 
     def _look(self, node: Node, logs_until: float) -> None:
         """Reads one node's status and new log bytes. A failure makes it silent: no teardown comes of that alone."""
-        layout = RunLayout(self._session.record.run_id)
+        layout, rank = RunLayout(self._session.record.run_id), node.target.rank
+        if rank in self._gone:
+            return
         try:
             if node.closed:
                 node.reconnect()
-            self._statuses[node.target.rank] = AgentStatus.model_validate_json(node.read(str(layout.status)))
-            self._seen[node.target.rank] = self._clock()
+            before = self._statuses.get(rank)
+            self._statuses[rank] = now = AgentStatus.model_validate_json(node.read(str(layout.status)))
+            if before is None or now.beat != before.beat or now.phase.final or now.attempt != before.attempt:
+                self._beats[rank] = self._clock()
+            if self._clock() - self._beats[rank] < BEAT_S or self._agent_lives(node):
+                self._seen[rank] = self._clock()
             self._drain(node, str(layout.log), logs_until)
         except (RemoteError, FileNotFoundError, ValidationError, OSError):
             return
+
+    def _agent_lives(self, node: Node) -> bool:
+        """A status stands still when the agent is dead, and when the node's disk is full, which ends no training."""
+        rank, clock = node.target.rank, self._clock
+        if clock() - self._asked_at[rank] < BEAT_S:
+            return False
+        self._asked_at[rank] = clock()
+        return bool(agents.status(node, self._session.record.run_id, self._session.timeouts).get("alive"))
 
     def _drain(self, node: Node, path: str, until: float) -> None:
         """Takes what is new in a log, for a while: one that grows faster than it is read holds up nothing."""
@@ -215,11 +232,14 @@ class Supervisor:
             self._session.folder.stop.touch()  # whoever takes over in the middle of it goes on with it
         self._session.to(State.STOPPING)
         self._session.emit(Note(f"stopping: {why}"))
-        self._nodes.each(self._ask_to_stop)
+        # without a peer no rank can save any more: nothing to wait for
+        self._nodes.each(lambda node: self._ask_to_stop(node, now=by == "peers"))
 
-    def _ask_to_stop(self, node: Node) -> None:
+    def _ask_to_stop(self, node: Node, *, now: bool) -> None:
+        if node.target.rank in self._gone:
+            return
         try:
-            agents.stop(node, self._session.record.run_id, self._session.timeouts)
+            agents.stop(node, self._session.record.run_id, self._session.timeouts, now=now)
         except MgpuError as error:
             self._once(f"node {node.target.rank} could not be asked to stop: {error.what}")
 

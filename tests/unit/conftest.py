@@ -49,6 +49,7 @@ class Node:
         self.reachable = True  # False: every call fails, and so does a new connection
         self.closed = False
         self.ends_when_stopped = True
+        self.agent_lives = True
         self.faults: dict[str, list[Exception]] = {}  # method -> what its next calls raise
 
     # --- what a test does to it
@@ -127,8 +128,11 @@ class Node:
         self.world.program(self, Job.model_validate_json(self.files[str(self.layout.job)]))
         return {}
 
+    def _status(self, _stdin: bytes) -> dict[str, Any]:
+        return {"alive": self.agent_lives}
+
     def _stop(self, _stdin: bytes) -> dict[str, Any]:
-        if self.ends_when_stopped and str(self.layout.status) in self.files:
+        if self.ends_when_stopped and self.agent_lives and str(self.layout.status) in self.files:
             newest = AgentStatus.model_validate_json(self.files[str(self.layout.status)])
             if not newest.phase.final:
                 self.says(

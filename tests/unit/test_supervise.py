@@ -204,6 +204,23 @@ def test_a_node_silent_for_longer_stops_its_peers_and_the_machines_are_blamed(wa
     assert 20 < watch.elapsed < 30
 
 
+def test_an_agent_that_died_is_silent_though_its_node_answers(watch):
+    watch.world.nodes[1].agent_lives = False
+    for second in range(28):
+        watch.at(second, lambda second=second: watch.world.nodes[0].says(Phase.TRAINING, beat=second))
+    ended = watch.run()
+    assert (ended.succeeded, ended.fault) == (False, Fault.INFRASTRUCTURE)
+    assert "node 1 has not answered" in ended.reason
+
+
+def test_a_status_that_stands_still_ends_nothing_while_the_agent_lives(watch):
+    """A full disk on the node stops the status file, not the training."""
+    assert watch.done_at(60).run().succeeded
+    assert watch.stops == [0, 0]
+    asked = [argv[0] for argv in watch.world.nodes[0].agent]
+    assert 2 <= asked.count("status") <= 7, "it is asked now and then, not at every pass"
+
+
 @pytest.mark.parametrize(
     "garbage", [b"", b"{", b'{"version": 2}', b"\xff\xfe", b"null"], ids=["empty", "torn", "newer", "bytes", "null"]
 )

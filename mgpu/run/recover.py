@@ -1,0 +1,88 @@
+"""Attempt after attempt: while the machines are at fault and the run file allows it, on a fleet that was repaired.
+
+Each goes on from the newest checkpoint that verifies. A program that fails by itself would fail again: no retry.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from mgpu_train.agent.status import Fault
+
+from mgpu.errors import BidTooLow, ConnectionFailed, NoCapacity, NoOffer
+from mgpu.events import Note, Warned
+from mgpu.iac.outputs import StackOutput
+from mgpu.run.record import State, save
+from mgpu.run.session import Session
+from mgpu.run.supervise import Ended
+from mgpu.spec.model import Recovery
+
+WITHOUT_PROGRESS = 3  # attempts in a row that committed nothing new
+ASK_AGAIN_S = 15.0
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """The attempts of one run. `conduct` makes one on a fleet; `repair` brings the fleet back to what was asked for."""
+
+    session: Session
+    recovery: Recovery
+    conduct: Callable[[StackOutput], Ended]
+    repair: Callable[[], StackOutput]
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def run(self, first: Callable[[], Ended]) -> Ended:
+        """`first` makes, or goes on with, the attempt that begins it. Returns how the last one ended.
+
+        Raises:
+            MgpuError: an attempt could not be started, or the fleet not be repaired, for a cause of their own.
+        """
+        record, idle, step = self.session.record, 0, self.session.record.checkpoint_step
+        ended = self._tried(first)
+        while self._goes_on(ended):
+            idle, step = (0, record.checkpoint_step) if record.checkpoint_step > step else (idle + 1, step)
+            if idle >= WITHOUT_PROGRESS:
+                return replace(ended, reason=f"{ended.reason}; {idle} attempts in a row without progress")
+            ended = self._again(ended)
+        return ended
+
+    def _goes_on(self, ended: Ended) -> bool:
+        if ended.succeeded or ended.left or ended.stopped_by or ended.fault is not Fault.INFRASTRUCTURE:
+            return False
+        return self.session.record.recoveries < self.recovery.attempts - 1 and not self.session.asked_to_end
+
+    def _again(self, ended: Ended) -> Ended:
+        record = self.session.record
+        record.recoveries += 1
+        self.session.emit(Warned(f"attempt {record.attempt} ended: {ended.reason}"))
+        self.session.to(State.REPAIRING)
+        with self.session.phase("repairing", f"recovery {record.recoveries} of {self.recovery.attempts - 1}"):
+            fleet = self._repaired()
+        self.session.check()
+        return self._tried(lambda: self.conduct(fleet))
+
+    def _repaired(self) -> StackOutput:
+        """The fleet as asked for; where there is no capacity now, it is asked for again until `wait_minutes`."""
+        until = self.clock() + self.recovery.wait_minutes * 60
+        while True:
+            try:
+                return self.repair()
+            except (NoCapacity, NoOffer, BidTooLow) as refusal:
+                if self.clock() + ASK_AGAIN_S > until or self.session.asked_to_end:
+                    raise
+                self.session.emit(Note(f"{refusal.what}; asking again in {ASK_AGAIN_S:.0f} s"))
+                self.sleep(ASK_AGAIN_S)
+
+    def _tried(self, attempt: Callable[[], Ended]) -> Ended:
+        """A node that is lost before anything was started is a lost node too, where another attempt is allowed."""
+        try:
+            return attempt()
+        except ConnectionFailed as error:
+            lost = Ended(False, error.what, Fault.INFRASTRUCTURE)
+            if not self._goes_on(lost):
+                raise
+            save(self.session.record)
+            return lost

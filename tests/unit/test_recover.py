@@ -1,0 +1,136 @@
+"""Recovery: another attempt for lost machines, none for a program that fails by itself, and an end to it (I2, I6)."""
+
+from __future__ import annotations
+
+import pytest
+from mgpu_train.agent.status import Fault
+
+from mgpu.errors import ConnectionFailed, HostKeyMismatch, NoCapacity, QuotaExceeded
+from mgpu.run import record
+from mgpu.run.record import State
+from mgpu.run.recover import ASK_AGAIN_S, WITHOUT_PROGRESS, Attempts
+from mgpu.run.session import Session
+from mgpu.run.supervise import Ended
+from mgpu.spec.model import Recovery
+
+DONE = Ended(True)
+LOST = Ended(False, "node 1 is gone", Fault.INFRASTRUCTURE)
+CRASHED = Ended(False, "the program ended with exit code 1", Fault.USER)
+
+
+class Script:
+    """What each attempt comes to, and what each repair does, in order; the last one goes on for ever."""
+
+    def __init__(self, world, attempts, repairs=(None,), *, allowed=10, wait_minutes=1.0):
+        world.has_nodes(1)
+        world.record("run-1", state=State.RUNNING, attempt=1)
+        self.session = Session(record.load("run-1"), world.events.append, world.timeouts)
+        self.attempts, self.repairs = list(attempts), list(repairs)
+        self.made = self.repaired = 0
+        self.now = 0.0
+        self.plan = Attempts(
+            self.session,
+            Recovery(attempts=allowed, wait_minutes=wait_minutes),
+            conduct=lambda fleet: self._attempt(),
+            repair=self._repair,
+            clock=lambda: self.now,
+            sleep=self._sleep,
+        )
+
+    def run(self):
+        return self.plan.run(self._attempt)
+
+    def _attempt(self):
+        self.made += 1
+        if self.session.record.state is State.REPAIRING:
+            self.session.to(State.RUNNING)
+        result = self.attempts.pop(0) if len(self.attempts) > 1 else self.attempts[0]
+        if isinstance(result, Exception):
+            raise result
+        if isinstance(result, tuple):  # an attempt that committed a step first
+            result, self.session.record.checkpoint_step = result
+        return result
+
+    def _repair(self):
+        self.repaired += 1
+        result = self.repairs.pop(0) if len(self.repairs) > 1 else self.repairs[0]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _sleep(self, seconds):
+        self.now += seconds
+
+
+def test_a_run_without_a_loss_repairs_nothing(world):
+    script = Script(world, [DONE])
+    assert script.run().succeeded
+    assert (script.made, script.repaired) == (1, 0)
+
+
+def test_a_lost_machine_is_replaced_and_the_run_goes_on(world):
+    script = Script(world, [LOST, DONE])
+    assert script.run().succeeded
+    assert (script.made, script.repaired) == (2, 1)
+    assert record.load("run-1").recoveries == 1
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [CRASHED, Ended(False, "x", Fault.INFRASTRUCTURE, stopped_by="user"), Ended(False, left=True), Ended(False, "?")],
+    ids=["the program", "stopped", "left", "unknown"],
+)
+def test_what_is_not_the_machines_fault_gets_no_other_attempt(world, ended):
+    script = Script(world, [ended])
+    assert script.run() == ended
+    assert (script.made, script.repaired) == (1, 0)
+
+
+def test_attempts_is_the_number_of_starts_in_all(world):
+    script = Script(world, [(LOST, 1), (LOST, 2), (LOST, 3), (LOST, 4)], allowed=3)
+    assert not script.run().succeeded
+    assert (script.made, script.repaired) == (3, 2)
+
+
+def test_three_attempts_without_a_new_checkpoint_are_enough(world):
+    script = Script(world, [(LOST, 5), (LOST, 5)])
+    ended = script.run()
+    assert "without progress" in ended.reason
+    assert script.made == 1 + WITHOUT_PROGRESS, "one that committed, then three that did not"
+
+
+def test_progress_starts_the_count_anew(world):
+    steps = [(LOST, 5), (LOST, 5), (LOST, 5), (LOST, 9), (LOST, 9), (LOST, 9), DONE]
+    assert Script(world, steps).run().succeeded
+
+
+def test_no_capacity_is_asked_for_again_until_wait_minutes(world):
+    script = Script(world, [LOST, DONE], [NoCapacity("none today"), NoCapacity("none today"), None])
+    assert script.run().succeeded
+    assert script.now == 2 * ASK_AGAIN_S
+    hopeless = Script(world, [LOST, DONE], [NoCapacity("none today")], wait_minutes=1)
+    with pytest.raises(NoCapacity):
+        hopeless.run()
+    assert hopeless.now <= 60
+
+
+def test_another_refusal_is_not_asked_again(world):
+    script = Script(world, [LOST, DONE], [QuotaExceeded("L-1 is 0")])
+    with pytest.raises(QuotaExceeded):
+        script.run()
+    assert script.now == 0
+
+
+def test_a_node_that_cannot_be_reached_at_the_start_is_a_lost_one(world):
+    assert Script(world, [ConnectionFailed("node 1"), DONE]).run().succeeded
+    with pytest.raises(ConnectionFailed):
+        Script(world, [ConnectionFailed("node 1")], allowed=1).run()
+    with pytest.raises(HostKeyMismatch):
+        Script(world, [HostKeyMismatch("node 1"), DONE]).run()
+
+
+def test_a_stop_that_was_asked_for_meanwhile_ends_it(world):
+    script = Script(world, [LOST, DONE])
+    script.session.interrupts.count = 1
+    assert not script.run().succeeded
+    assert script.made == 1
