@@ -109,7 +109,8 @@ def finish(console: Console, outcome: Outcome) -> int:
         console.table(("run", record.run_id), summary(record))
     if outcome.error is not None:
         console.error(outcome.error)
-    console.next(*next_lines(record))
+    said = outcome.error is None or "--resume" in outcome.error.next_step
+    console.next(*next_lines(record, resume=not said))
     return outcome.exit_code
 
 
