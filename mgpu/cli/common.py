@@ -122,7 +122,11 @@ def _left(console: Console, record: Record) -> None:
         console.say(f"left while its machines are {doing}: {price} until they are gone, at the latest {end}", "yellow")
         console.next(f"mgpu down {record.run_id}    end them", "mgpu ls    what is billed now")
         return
-    console.say(f"left running: {price} until the run ends, at the latest {end}", "yellow")
+    from mgpu_train.timeouts import Timeouts
+
+    lease = f"{Timeouts().lease_s / 60:.0f} min"  # type: ignore[call-arg]
+    after = f"until the run ends, or {lease} longer if nobody is back by then"
+    console.say(f"left running: {price} {after}, at the latest {end}", "yellow")
     console.next(f"mgpu attach {record.run_id}    follow it", f"mgpu stop {record.run_id}      end it")
 
 
