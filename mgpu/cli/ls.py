@@ -8,7 +8,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
-from mgpu.run.record import every
+from mgpu.run.record import Record, every
 
 
 @click.command()
@@ -31,7 +31,7 @@ def ls(as_json: bool, all_runs: bool) -> None:
             "" if r.step < 0 else f"{r.step}/{r.steps}" if r.steps else r.step,
             f"step {r.checkpoint_step}" if r.checkpoint_id else "",
             _ago(r.created_at),
-            common.machines(r),
+            _machines(r, {each for fleet in fleets for each in fleet.ids}),
         )
         for r in records
     ]
@@ -50,6 +50,13 @@ def ls(as_json: bool, all_runs: bool) -> None:
         console.next("mgpu gc --yes    end what nothing uses")
     else:
         console.next("mgpu status RUN" if rows else "mgpu launch")
+
+
+def _machines(record: Record, billed: set[str]) -> str:
+    # `pulumi destroy` and the end of a lease tell no record
+    if record.teardown == "kept" and not billed & {node.get("id") for node in (record.fleet or {}).get("nodes", ())}:
+        return "kept, and gone since"
+    return common.machines(record)
 
 
 def _ago(at: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu.cli import common
+from mgpu.cli import common, ls
 from mgpu.run.record import Record, State
 
 
@@ -31,6 +31,12 @@ def test_the_state_says_nothing_twice(state, reason, shown):
 def test_machines_are_rented_when_a_fleet_is_known():
     assert common.machines(record()) == "none yet"
     assert common.machines(record(fleet={"fleet": "p-a-1"})) == "2 rented"
+
+
+def test_a_fleet_that_was_kept_and_is_not_billed_is_gone():
+    kept = record(teardown="kept", price_usd_per_hour=0.06, fleet={"nodes": [{"id": "i-0"}, {"id": "i-1"}]})
+    assert "$0.06 per hour" in ls._machines(kept, {"i-1"})
+    assert ls._machines(kept, {"i-7"}) == "kept, and gone since"
 
 
 def test_one_validation_is_told_once():
