@@ -27,7 +27,7 @@ def get(name: str, options: Mapping[str, str] | None = None) -> Provider:
     if name not in _PROVIDERS:
         near = difflib.get_close_matches(name, _PROVIDERS, n=1)
         raise InputError(
-            f"provider: there is no provider {name!r}",
+            f"provider: this version of mgpu has no provider {name!r}",
             f"did you mean {near[0]!r}?" if near else "",
             f"Known providers: {', '.join(names())}.",
         )

@@ -14,7 +14,7 @@ from types import FrameType
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import Interrupted
-from mgpu.events import Emit, Event, PhaseFinished, PhaseStarted, Progress
+from mgpu.events import Emit, Event, Note, PhaseFinished, PhaseStarted, Progress
 from mgpu.journal import Journal
 from mgpu.run.record import Folder, Record, State, save
 
@@ -117,14 +117,18 @@ class Session:
         self.check()
         over = threading.Event()
 
+        def told() -> None:
+            self.emit(Note("interrupted: undoing what was begun"))
+            undo()
+
         def look() -> None:
             while not over.wait(self.timeouts.poll_s):
                 if self.folder.stop.exists():
-                    undo()
+                    told()
                     return
 
         watcher = threading.Thread(target=look, name="mgpu-stop", daemon=True)
-        with self.interrupts.calling(undo), self.interrupts.leaving():
+        with self.interrupts.calling(told), self.interrupts.leaving():
             watcher.start()
             try:
                 yield

@@ -60,9 +60,17 @@ class Checkpoint(Block):
         None, description="s3://bucket/prefix or file:///folder (default: with provider local a folder of this machine)"
     )
     every_steps: int | None = Field(
-        None, ge=1, description="optimizer steps between checkpoints (default with `train:`: 100)"
+        None,
+        ge=1,
+        description="optimizer steps between checkpoints; a `command` finds it in MGPU_CHECKPOINT_EVERY_STEPS "
+        "(default with `train:`: 100)",
     )
-    every_minutes: float | None = Field(None, gt=0, description="minutes between checkpoints (default: none)")
+    every_minutes: float | None = Field(
+        None,
+        gt=0,
+        description="minutes between checkpoints; a `command` finds it in MGPU_CHECKPOINT_EVERY_MINUTES "
+        "(default: none)",
+    )
     keep_last: int = Field(3, ge=1, description="committed checkpoints kept in the store")
     writers: Writers | None = Field(
         None,

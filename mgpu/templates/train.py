@@ -44,7 +44,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save-every", type=int, default=50)
+    every = int(os.environ.get("MGPU_CHECKPOINT_EVERY_STEPS", "50"))  # checkpoint.every_steps in mgpu.yaml
+    parser.add_argument("--save-every", type=int, default=every)
     options = parser.parse_args()
 
     stop = []

@@ -286,6 +286,14 @@ def test_the_launchers_environment():
     assert not {"AWS_SECRET_ACCESS_KEY", "MGPU_RESUME_DIR", "RANK"} & set(made)
 
 
+def test_a_program_is_told_how_often_the_run_file_wants_a_checkpoint():
+    target = {"to": "file:///s", "writers": "rank0", "every_steps": 50, "every_minutes": 2.5}
+    made = launcher.environment(job(checkpoint=target), {}, RunLayout("r", PurePosixPath("/h")), {})
+    assert (made["MGPU_CHECKPOINT_EVERY_STEPS"], made["MGPU_CHECKPOINT_EVERY_MINUTES"]) == ("50", "2.5")
+    without = launcher.environment(job(checkpoint=None), {}, RunLayout("r", PurePosixPath("/h")), {})
+    assert not [name for name in without if "EVERY" in name]
+
+
 def test_plain_python_gets_the_variables_of_its_one_process():
     made = launcher.environment(job(launcher="python"), {}, RunLayout("r", PurePosixPath("/h")), {})
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -50,6 +50,16 @@ def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith("AWS_")}
 
 
+def _how_often(job: Job) -> dict[str, str]:
+    """How often the run file wants a checkpoint: only the program knows when it can save."""
+    wanted = job.checkpoint
+    every = {
+        "MGPU_CHECKPOINT_EVERY_STEPS": wanted.every_steps if wanted else None,
+        "MGPU_CHECKPOINT_EVERY_MINUTES": wanted.every_minutes if wanted else None,
+    }
+    return {name: f"{value:g}" for name, value in every.items() if value is not None}
+
+
 def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: Mapping[str, str]) -> dict[str, str]:
     """The launcher's environment: the node's, the job's, the secrets, and what the program may rely on."""
     given = {**base_environment(node), **job.env, **secrets}
@@ -67,6 +77,7 @@ def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: M
         # the agent's own grace is to end first: torchrun's 30 s would cut off a save
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(job.timeouts.stop_grace_s) + 10),
     }
+    given |= _how_often(job)
     given.pop("MGPU_RESUME_DIR", None)
     if job.resume is not None:
         given["MGPU_RESUME_DIR"] = str(layout.resume)
