@@ -118,6 +118,8 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
         refuse_used(fleet)
         return _record(run_file, spec, run_id, stack=stack_name, resume=resume, fleet=fleet)
 
+    price = f"${fleet.price_usd_per_hour:.2f} per hour, all nodes"
+    context.emit(Note(f"fleet {fleet.fleet}: {len(fleet.nodes)} nodes, {price}, rented already"))
     with _opened(run_id, context, made) as session:
 
         def body() -> Ended:
