@@ -22,17 +22,18 @@ TAIL = 4096  # bytes of each log that are shown first
 def attach(run: str, as_json: bool) -> int:
     """Follow RUN (default: the newest). Where its supervisor is gone, take its place: watch, judge, tear down."""
     from mgpu.run import launch as runs
+    from mgpu.run.finish import Outcome
 
     record = load(run)
     # as `mgpu launch` shows it: a program of the user's own by what it prints, the bundled trainer by its numbers
     console = Console(as_json=as_json, show_logs=record.steps is None)
     if record.state.final:
         console.say(f"run {record.run_id} is over")
-        return common.finish(console, runs.Outcome(record))
+        return common.finish(console, Outcome(record))
     while (outcome := runs.attach(record, common.context(console))) is None:
         record = _follow(console, record.run_id)
         if record.state.final:
-            outcome = runs.Outcome(record)
+            outcome = Outcome(record)
             break
         console.say("its supervisor is gone: taking over")
     return common.finish(console, outcome)

@@ -16,7 +16,8 @@ from mgpu.run.record import Record, State
 
 if TYPE_CHECKING:
     from mgpu.plan.model import Plan
-    from mgpu.run.launch import Context, Outcome
+    from mgpu.run.finish import Outcome
+    from mgpu.run.stacks import Context
     from mgpu.spec.model import RunSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,7 +50,7 @@ def context(console: Console) -> Context:
     """What a run is given by this command: its console, its deadlines, and how to ask on a terminal."""
     from mgpu_train.timeouts import Timeouts
 
-    from mgpu.run.launch import Context
+    from mgpu.run.stacks import Context
 
     ask = None
     if sys.stdin.isatty() and sys.stderr.isatty():

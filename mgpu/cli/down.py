@@ -31,18 +31,19 @@ def down(run: str | None, stack: str | None) -> int:
     if record.teardown in ("confirmed", "not ours"):
         console.say(f"run {record.run_id}: {common.machines(record)}; nothing to do")
         return 0
-    from mgpu.run import launch as runs
+    from mgpu.run.down import down as give_back
 
-    record = runs.down(record, common.context(console))
+    record = give_back(record, common.context(console))
     console.say(f"run {record.run_id}: {common.machines(record)}")
     console.next("mgpu ls")
     return 0
 
 
 def _stack_down(console: Console, name: str) -> None:
-    from mgpu.run import launch as runs
+    from mgpu.run.down import stack_down
+    from mgpu.run.stacks import project_of
 
-    project = runs.project_of(Path(common.RUN_FILE))
-    runs.stack_down(project, name, common.context(console))
+    project = project_of(Path(common.RUN_FILE))
+    stack_down(project, name, common.context(console))
     console.say(f"stack {name}: given back, confirmed by the provider")
     console.next("mgpu ls")

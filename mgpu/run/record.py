@@ -268,3 +268,12 @@ def supervised(run_id: str) -> bool:
     """True when some process supervises the run now."""
     with supervising(run_id) as free:
         return not free
+
+
+def busy(run_id: str) -> InputError:
+    """The error for a second supervisor."""
+    return InputError(
+        f"run {run_id} has a supervisor already",
+        "One process at a time supervises a run.",
+        f"Follow it with `mgpu attach {run_id}`, or end it with `mgpu stop {run_id}`.",
+    )

@@ -30,7 +30,7 @@ from mgpu.providers import registry
 from mgpu.providers.base import FleetState, Handle, NodePhase, NodeState
 from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.targets import Result, SyncReport, Target
-from mgpu.run import launch, record
+from mgpu.run import record, stacks
 from mgpu.run.record import Record
 
 HOST_KEY = "ssh-ed25519 " + base64.b64encode(b"\x00\x00\x00\x0bssh-ed25519\x00\x00\x00\x20" + b"k" * 32).decode()
@@ -358,8 +358,8 @@ class World:
 def world(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """Nodes, provider and stacks in memory in the place of the real ones; folders of this test alone."""
     made = World(tmp_path / "project")
-    monkeypatch.setattr(launch, "Stack", functools.partial(Stack, made))
+    monkeypatch.setattr(stacks, "Stack", functools.partial(Stack, made))
     monkeypatch.setattr(NodeSet, "connect", made.connect)
     monkeypatch.setattr(registry, "get", lambda *_: made.cloud)
-    monkeypatch.setattr(common, "context", lambda console: launch.Context(console.emit, made.timeouts))
+    monkeypatch.setattr(common, "context", lambda console: stacks.Context(console.emit, made.timeouts))
     return made

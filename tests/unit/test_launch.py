@@ -29,9 +29,11 @@ from mgpu.errors import (
 )
 from mgpu.events import Warned
 from mgpu.providers.base import NodePhase
+from mgpu.run import down as downs
 from mgpu.run import launch as runs
-from mgpu.run import record
+from mgpu.run import record, stacks
 from mgpu.run.record import Folder, State
+from mgpu.run.session import Interrupts
 from mgpu.spec.load import load
 
 RUN_FILE = """
@@ -63,7 +65,7 @@ class Project:
 
     @property
     def context(self):
-        return runs.Context(self.world.events.append, self.world.timeouts, self.ask)
+        return stacks.Context(self.world.events.append, self.world.timeouts, self.ask)
 
     def launch(self, more="", *, nodes=1, resume=None):
         return runs.launch(self.world.run_file, self.spec(more, nodes), self.context, resume=resume)
@@ -298,7 +300,7 @@ def test_a_stop_while_training_stops_and_gives_back(project):
 
 
 def test_left_running_is_left(project, monkeypatch):
-    interrupts = runs.Interrupts()
+    interrupts = Interrupts()
     monkeypatch.setattr(runs, "Interrupts", lambda: interrupts)
 
     def program(node, job):
@@ -499,7 +501,7 @@ def test_down_on_a_run_leaves_another_programs_stack_alone(project):
     fleet = project.world.output(handle).model_dump(mode="json")
     lost = project.world.record("run-1", stack="dev", own_stack=False, fleet=fleet, state=State.RUNNING)
     try:
-        runs.down(lost, project.context)
+        downs.down(lost, project.context)
     except InputError:
         pass  # saying so is as good as doing nothing
     assert project.world.cloud.billed == {"mine-dev-0"}
@@ -510,7 +512,7 @@ def test_stack_down_refuses_another_programs_stack(project):
     project.world.ours = False
     project.stands()
     with pytest.raises(InputError, match="not made by mgpu"):
-        runs.stack_down(project.world.folder, "dev", project.context)
+        downs.stack_down(project.world.folder, "dev", project.context)
     assert project.world.cloud.billed == {"mine-dev-0"}
 
 

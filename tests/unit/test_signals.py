@@ -12,8 +12,9 @@ from mgpu_train.agent.status import Phase
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.events import Warned
+from mgpu.run import down as downs
 from mgpu.run import launch as runs
-from mgpu.run import record, supervise
+from mgpu.run import record, stacks, supervise
 from mgpu.run.record import Folder, State
 from mgpu.run.session import Interrupts, Session
 from mgpu.run.supervise import Supervisor
@@ -129,7 +130,7 @@ def test_a_second_signal_leaves_what_takes_long_and_says_how_to_end_it(world, ca
 
     world.hooks[call] = twice
     outcome = runs.launch(
-        world.run_file, load(world.run_file), runs.Context(world.events.append, world.timeouts, lambda: False)
+        world.run_file, load(world.run_file), stacks.Context(world.events.append, world.timeouts, lambda: False)
     )
     assert outcome.left
     assert record.load("last").state is state
@@ -138,7 +139,7 @@ def test_a_second_signal_leaves_what_takes_long_and_says_how_to_end_it(world, ca
     assert "at the latest" in told
     assert f"mgpu down {outcome.record.run_id}" in told
     world.hooks.clear()
-    ended = runs.down(outcome.record, runs.Context(world.events.append, world.timeouts))
+    ended = downs.down(outcome.record, stacks.Context(world.events.append, world.timeouts))
     assert (ended.state, ended.teardown) == (final, "confirmed")
     assert world.cloud.billed == set()
 
@@ -148,7 +149,7 @@ def test_a_signal_while_code_is_sent_starts_nothing(world):
     world.run_file.write_text(RUN_FILE)
     real = world.nodes[0].sync
     world.nodes[0].sync = lambda *args, **more: (os.kill(os.getpid(), signal.SIGTERM), real(*args, **more))[1]
-    outcome = runs.launch(world.run_file, load(world.run_file), runs.Context(world.events.append, world.timeouts))
+    outcome = runs.launch(world.run_file, load(world.run_file), stacks.Context(world.events.append, world.timeouts))
     assert outcome.exit_code == 130
     assert world.nodes[0].agent == []
     assert world.cloud.billed == set()
@@ -158,6 +159,6 @@ def test_one_signal_in_the_teardown_does_not_end_it(world):
     (world.folder / "train.py").write_text("pass\n")
     world.run_file.write_text(RUN_FILE)
     world.hooks["destroy"] = lambda: signal.raise_signal(signal.SIGINT)
-    outcome = runs.launch(world.run_file, load(world.run_file), runs.Context(world.events.append, world.timeouts))
+    outcome = runs.launch(world.run_file, load(world.run_file), stacks.Context(world.events.append, world.timeouts))
     assert outcome.exit_code == 0
     assert record.load("last").teardown == "confirmed"

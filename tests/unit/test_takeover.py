@@ -11,7 +11,8 @@ from mgpu_train.agent.status import Phase
 
 from mgpu.errors import InputError, StackError, TeardownIncomplete
 from mgpu.iac.environment import backend_dir
-from mgpu.run import fleets, record
+from mgpu.run import down as downs
+from mgpu.run import fleets, record, stacks
 from mgpu.run import launch as runs
 from mgpu.run.record import Folder, State
 from mgpu.spec.load import load
@@ -41,7 +42,7 @@ class Project:
 
     @property
     def context(self):
-        return runs.Context(self.world.events.append, self.world.timeouts)
+        return stacks.Context(self.world.events.append, self.world.timeouts)
 
     def spec(self, more=""):
         self.world.run_file.write_text(RUN_FILE + more)
@@ -98,7 +99,7 @@ def test_the_verdict_is_on_disk_before_the_teardown_begins(project):
 
 def test_down_ends_a_run_that_nobody_supervises(project):
     found = project.left_behind(fleet=project.stands("run-1"))
-    runs.down(found, project.context)
+    downs.down(found, project.context)
     ended = record.load("run-1")
     assert (ended.state, ended.teardown, ended.exit_code) == (State.STOPPED, "confirmed", 130)
     assert project.world.cloud.billed == set()
@@ -108,10 +109,10 @@ def test_down_that_is_incomplete_is_not_the_end(project):
     found = project.left_behind(fleet=project.stands("run-1"))
     project.world.cloud.stuck.add("mine-run-1-0")
     with pytest.raises(Exception, match="may still be billed"):
-        runs.down(found, project.context)
+        downs.down(found, project.context)
     assert (record.load("run-1").state, record.load("run-1").teardown) == (State.TEARDOWN, "asked")
     project.world.cloud.stuck.clear()
-    runs.down(found, project.context)
+    downs.down(found, project.context)
     assert record.load("run-1").state is State.STOPPED
 
 
@@ -121,12 +122,12 @@ def test_a_fleet_serves_one_run_at_a_time(project):
     with pytest.raises(InputError, match="used by run run-1"):
         runs.run(project.world.run_file, project.spec(), "dev", project.context)
     with pytest.raises(InputError, match="used by run run-1"):
-        runs.stack_down(project.world.folder, "dev", project.context)
+        downs.stack_down(project.world.folder, "dev", project.context)
     kept = project.world.record(
         "run-0", stack="dev", own_stack=False, fleet=fleet, state=State.SUCCEEDED, teardown="kept"
     )
     with pytest.raises(InputError, match="used by run run-1"):
-        runs.down(kept, project.context)
+        downs.down(kept, project.context)
     assert record.ids() == ["run-0", "run-1"]
     assert project.world.cloud.billed == {"mine-dev-0"}
 
@@ -136,7 +137,7 @@ def test_a_kept_fleet_that_is_given_back_is_not_remembered_as_kept(project):
     for _ in range(2):
         runs.run(project.world.run_file, project.spec("teardown: keep\n"), "dev", project.context)
     assert [each.teardown for each in record.every()] == ["kept", "kept"]
-    runs.stack_down(project.world.folder, "dev", project.context)
+    downs.stack_down(project.world.folder, "dev", project.context)
     assert [each.teardown for each in record.every()] == ["confirmed", "confirmed"]
 
 
@@ -159,16 +160,16 @@ def test_a_run_that_may_have_machines_is_not_resumed_on_others(project, known, w
 
 def test_a_stack_that_is_not_there_is_not_said_to_be_given_back(project, monkeypatch):
     project.spec()
-    open_stack = runs.open_stack
+    open_stack = stacks.open_stack
 
     def opened(*args):
         stack = open_stack(*args)
         monkeypatch.setattr(stack, "exists", lambda: False, raising=False)
         return stack
 
-    monkeypatch.setattr(runs, "open_stack", opened)
+    monkeypatch.setattr(downs, "open_stack", opened)
     with pytest.raises(InputError, match="no stack typo"):
-        runs.stack_down(project.world.folder, "typo", project.context)
+        downs.stack_down(project.world.folder, "typo", project.context)
 
 
 def test_stop_while_machines_are_made_undoes_it(project):
@@ -186,13 +187,13 @@ def test_stop_while_machines_are_made_undoes_it(project):
 
 
 def test_an_end_that_was_asked_for_before_makes_no_machines(project, monkeypatch):
-    real = runs._stack
+    real = stacks.stack_of
 
     def stop_first(found, context):
         Folder(found.run_id).stop.touch()
         return real(found, context)
 
-    monkeypatch.setattr(runs, "_stack", stop_first)
+    monkeypatch.setattr(runs, "stack_of", stop_first)
     outcome = runs.launch(project.world.run_file, project.spec(), project.context)
     assert outcome.exit_code == 130
     assert "up" not in project.world.calls
@@ -227,5 +228,5 @@ def test_what_the_provider_lists_under_the_outputs_own_name_counts(project):
     project.world.cloud.stuck.add("theirs-0")
     project.spec()
     with pytest.raises(TeardownIncomplete, match="theirs-0"):
-        runs.stack_down(project.world.folder, "dev", project.context)
+        downs.stack_down(project.world.folder, "dev", project.context)
     assert "theirs" in project.world.cloud.ended

@@ -8,7 +8,7 @@ from mgpu import paths
 from mgpu.errors import AuthError, MgpuError, StackError, TeardownIncomplete, Transient
 from mgpu.events import Warned
 from mgpu.providers.base import NodePhase
-from mgpu.run import launch
+from mgpu.run import stacks
 from mgpu.run.teardown import give_back, owned
 
 
@@ -16,7 +16,7 @@ from mgpu.run.teardown import give_back, owned
 def stack(world):
     """A stack of `mgpu launch`'s own with two machines, beside a fleet that is not its."""
     world.has_nodes(2)
-    made = launch.Stack(world.folder, "run-1", world.run_file, log_dir=world.folder)
+    made = stacks.Stack(world.folder, "run-1", world.run_file, log_dir=world.folder)
     made.init()
     made.up()
     world.cloud.rent("mine-dev")

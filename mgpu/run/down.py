@@ -1,0 +1,63 @@
+"""Gives a fleet back without a run that does it: `mgpu down`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mgpu.errors import (
+    InputError,
+    Interrupted,
+)
+from mgpu.iac.outputs import StackOutput
+from mgpu.run.finish import final_state, remembered
+from mgpu.run.record import Record, State, busy, load, save, supervising
+from mgpu.run.stacks import Context, give_back_fleet, open_stack, refuse_used, require_ours, stack_of
+
+
+def down(record: Record, context: Context) -> Record:
+    """Gives a run's fleet back, in the place of a supervisor; a run that was not over is stopped by that.
+
+    Raises:
+        InputError: the run is supervised, another run uses its fleet, or the machines are not mgpu's.
+    """
+    with supervising(record.run_id) as free:
+        if not free:
+            raise busy(record.run_id)
+        record = load(record.run_id)
+        fleet = StackOutput.model_validate(record.fleet) if record.fleet else None
+        if fleet is not None:
+            require_ours(record.stack, fleet)
+            refuse_used(fleet, but=record.run_id)
+        if record.teardown == "confirmed":
+            return record
+        record.teardown = "asked"
+        if not record.state.final:
+            record.to(State.TEARDOWN)
+            if record.verdict is None:
+                record.reason, record.verdict = "its machines were given back by `mgpu down`", Interrupted.exit_code
+        save(record)
+        give_back_fleet(stack_of(record, context), record.provider, fleet, context, remove=record.own_stack)
+        record.teardown = "confirmed"
+        if not record.state.final:
+            record.exit_code = record.verdict
+            record.to(final_state(remembered(record)))
+        save(record)
+        return record
+
+
+def stack_down(project: Path, name: str, context: Context) -> None:
+    """Gives the fleet of one of the user's stacks back; the empty stack stays.
+
+    Raises:
+        InputError: there is no such stack, a run uses its fleet, or it is not mgpu's.
+    """
+    stack = open_stack(project, name, project / "mgpu.yaml", None, context)
+    fleet = stack.outputs()
+    if fleet is not None:
+        require_ours(name, fleet)
+        refuse_used(fleet)
+    elif not stack.exists():
+        raise InputError(
+            f"there is no stack {name} of the project in {project}", "", "`pulumi stack ls` names them; see `mgpu ls`."
+        )
+    give_back_fleet(stack, fleet.provider if fleet else "local", fleet, context, remove=False)

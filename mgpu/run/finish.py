@@ -1,0 +1,188 @@
+"""How every run ends: the fleet is given back or kept, the record is closed, and the outcome says the exit code.
+
+A bug while nothing trains yet is undone like any other failure; the verdict is on disk before the teardown begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mgpu_train.agent.status import Fault
+
+from mgpu.errors import (
+    InputError,
+    Interrupted,
+    MgpuError,
+    ProviderError,
+    RemoteError,
+    StackError,
+    Stopped,
+    TeardownIncomplete,
+    TrainingFailed,
+)
+from mgpu.events import Note, Warned
+from mgpu.iac.engine import Stack
+from mgpu.iac.outputs import StackOutput
+from mgpu.run.record import Record, State, save
+from mgpu.run.session import Session
+from mgpu.run.stacks import Context, give_back_fleet
+from mgpu.run.supervise import Ended
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `error` is None for success; `left`: it goes on without a supervisor."""
+
+    record: Record
+    error: MgpuError | None = None
+    left: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """The process's exit code."""
+        if self.left:
+            return Interrupted.exit_code
+        return self.error.exit_code if self.error else self.record.exit_code or 0
+
+
+Result = Ended | MgpuError | None  # None: remembered as a success
+
+
+def conclude(session: Session, stack: Stack, teardown: str, body: Callable[[], Result]) -> Outcome:
+    """Runs `body`, and ends the run as its result says; `teardown` is the run file's.
+
+    Raises:
+        Exception: a bug, after what it had made was undone.
+    """
+    try:
+        return _finish(session, stack, teardown, _guarded(session, body))
+    except KeyboardInterrupt:  # a second signal: the engine goes on by itself
+        session.journal.append("left", state=str(session.record.state))
+        save(session.record)
+        return Outcome(session.record, left=True)
+
+
+def _guarded(session: Session, body: Callable[[], Result]) -> Result:
+    try:
+        return body()
+    except MgpuError as error:
+        session.journal.append("error", what=error.what)
+        if session.asked_to_end:
+            return Interrupted("interrupted", error.what, "`mgpu ls` shows what is billed now.")
+        return error
+    except Exception as bug:
+        run_id = session.record.run_id
+        session.journal.append("bug", what=type(bug).__name__)
+        if session.record.state is State.PROVISIONING:  # nothing trains yet: undone like any other failure
+            return _Bug(bug)
+        go_on = f"`mgpu attach {run_id}` takes it over, `mgpu stop {run_id}` ends it"
+        session.emit(Warned(f"a bug of mgpu ends this supervisor; the run goes on without one: {go_on}"))
+        raise
+
+
+def _finish(session: Session, stack: Stack, teardown: str, result: Result) -> Outcome:
+    record = session.record
+    if isinstance(result, Ended) and result.left:
+        session.emit(Note("left running"))
+        save(record)
+        return Outcome(record, left=True)
+    if isinstance(result, Ended):
+        record.fault = str(result.fault) if result.fault else None
+    return _close(session, stack, teardown, _error(record, result))
+
+
+def _close(session: Session, stack: Stack, teardown: str, error: MgpuError | None) -> Outcome:
+    """The fleet goes or stays, then the record is closed; a supervisor that dies in between has left its verdict."""
+    record = session.record
+    record.verdict = error.exit_code if error else 0
+    record.reason = error.what if error else ""
+    try:
+        _teardown(session, stack, teardown)
+    except TeardownIncomplete as incomplete:
+        error = incomplete
+    except (MgpuError, OSError) as failure:
+        error = _incomplete(record, failure)
+    record.exit_code = error.exit_code if error else 0
+    record.reason = error.what if error else ""
+    session.to(final_state(error))
+    session.journal.close()
+    if isinstance(error, _Bug):
+        raise error.bug
+    return Outcome(record, error)
+
+
+class _Bug(MgpuError):
+    """Carries what nobody foresaw past the teardown, to be raised as it was after that."""
+
+    def __init__(self, bug: Exception) -> None:
+        super().__init__(f"{type(bug).__name__}: {bug}")
+        self.bug = bug
+
+
+def final_state(error: MgpuError | None) -> State:
+    """The state that a run ends in."""
+    if error is None:
+        return State.SUCCEEDED
+    return State.STOPPED if isinstance(error, Interrupted | Stopped) else State.FAILED
+
+
+_VERDICTS = {cls.exit_code: cls for cls in (Interrupted, Stopped, ProviderError, StackError, RemoteError, InputError)}
+
+
+def remembered(record: Record) -> MgpuError | None:
+    """How the run ended, by the record of a supervisor that died while it gave the machines back."""
+    if record.verdict == 0:
+        return None
+    what = record.reason or f"run {record.run_id} failed: its supervisor ended while it gave the machines back"
+    return _VERDICTS.get(record.verdict or 0, TrainingFailed)(what, "", f"See `mgpu logs {record.run_id}`.")
+
+
+def _incomplete(record: Record, failure: Exception) -> TeardownIncomplete:
+    gone = record.teardown == "confirmed"
+    return TeardownIncomplete(
+        f"run {record.run_id}: " + ("the machines are gone, but not all of the rest" if gone else "not given back"),
+        str(failure),
+        f"Run `mgpu down {record.run_id}` once the cause is mended; `mgpu ls` shows what is billed.",
+    )
+
+
+def _error(record: Record, result: Result) -> MgpuError | None:
+    if not isinstance(result, Ended):
+        return result
+    kept = f"The newest committed checkpoint is step {record.checkpoint_step}." if record.checkpoint_id else ""
+    go_on = f"mgpu launch{record.file_argument} --resume {record.run_id}"
+    again = f"Go on from it with `{go_on}`." if record.checkpoint_id else ""
+    if result.succeeded:  # it may have ended by itself while it was asked to stop
+        return None
+    if result.stopped_by == "deadline":
+        return Stopped(f"run {record.run_id} stopped at its hard cap (max_hours)", kept, again)
+    if result.stopped_by == "user":
+        return Interrupted(f"run {record.run_id} was stopped", kept, again)
+    why = {
+        Fault.USER: "The cause is the program, or what it needs; the machines are not.",
+        Fault.INFRASTRUCTURE: "The machines or the store are at fault.",
+    }
+    because = why.get(result.fault, "") if result.fault else ""
+    return TrainingFailed(
+        f"run {record.run_id} failed: {result.reason}", f"{because} {kept}".strip(), f"See `mgpu logs {record.run_id}`."
+    )
+
+
+def _teardown(session: Session, stack: Stack, teardown: str) -> None:
+    record = session.record
+    fleet = StackOutput.model_validate(record.fleet) if record.fleet else None
+    if fleet is not None and not fleet.owner:
+        record.teardown = "not ours"
+        session.emit(Warned(f"stack {stack.name} is not made by mgpu: its machines are left as they are"))
+        return
+    # a fleet that never came up is never kept: nobody could use it
+    if teardown == "keep" and fleet is not None:
+        record.teardown = "kept"
+        return
+    session.to(State.TEARDOWN)
+    record.teardown = "asked"
+    context = Context(session.emit, session.timeouts)
+    with session.interrupts.leaving(), session.phase("teardown"):
+        give_back_fleet(stack, record.provider, fleet, context, remove=record.own_stack)
+    record.teardown = "confirmed"
