@@ -646,7 +646,9 @@ def test_a_free_port_can_be_bound(node):
     import socket
 
     with socket.socket() as probe:
-        probe.bind(("", node.call("free-port")["port"]))
+        port = node.call("free-port")["port"]
+        probe.bind(("", port))
+        assert probe.getsockname()[1] == port
 
 
 # --- torchrun ------------------------------------------------------------------------------------------------------

@@ -494,7 +494,7 @@ def test_a_stack_that_another_set_up_made_meanwhile_is_no_error(project):
 
     outside = FakeOutside()
     outside.on_run = lose
-    install.set_up(project, quiet, outside)
+    assert install.set_up(project, quiet, outside).pulumi
 
 
 def test_a_stack_that_cannot_be_made_is_an_error_with_the_engines_words(project):

@@ -327,7 +327,7 @@ def test_keys_that_do_not_go_together(text, field, message):
     ],
 )
 def test_what_looks_like_it_but_is_allowed(text):
-    loads(text, "f")
+    assert loads(text, "f").name
 
 
 # --- all at once
@@ -572,7 +572,9 @@ def test_files_are_looked_for_beside_the_run_file_not_in_the_current_folder(proj
 
 
 def test_text_alone_looks_for_no_files():
-    loads(edited(OWN, "code", "{workdir: nowhere, requirements: none.txt}"), "f")
+    spec = loads(edited(OWN, "code", "{workdir: nowhere, requirements: none.txt}"), "f")
+    assert spec.code
+    assert spec.code.workdir == "nowhere"
 
 
 # --- the price of asking
