@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from mgpu.cli import COMMANDS
+from mgpu.run.record import State
 
 HEAVY = {"torch", "pulumi", "boto3", "paramiko", "docker", "asyncssh", "grpc"}
 PROBE = """
@@ -47,6 +48,13 @@ def test_status_imports_nothing_heavy(run_file, tmp_path):
     assert code == 2
     assert "no run" in done.stderr
     assert loaded == []
+
+
+@pytest.mark.parametrize("args", [["status"], ["status", "--json"], ["ls"], ["logs"]])
+def test_a_remembered_run_is_shown_without_anything_heavy(args, world, tmp_path):
+    world.record("run-1", fleet=None, state=State.RUNNING, step=3, steps=9)
+    (code, loaded), _ = probe(args, tmp_path)
+    assert (code, loaded) == (0, [])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
