@@ -60,6 +60,7 @@ class Script:
 
     def _sleep(self, seconds):
         self.now += seconds
+        assert self.now < 3600, "it would ask for ever"
 
 
 def test_a_run_without_a_loss_repairs_nothing(world):

@@ -44,6 +44,7 @@ def test_a_users_own_stack_is_emptied_and_stays(world, stack):
 def test_a_second_time_is_success(world, stack):
     back(world, stack)
     back(world, stack)
+    assert "run-1" not in world.stacks
 
 
 def test_machines_that_the_stack_does_not_know_are_swept(world, stack):
