@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from mgpu.errors import InputError, MgpuError
 from mgpu.run.record import Record, State
 
 if TYPE_CHECKING:
+    from mgpu_train.timeouts import Timeouts
+
     from mgpu.plan.model import Plan
     from mgpu.run.finish import Outcome
     from mgpu.run.stacks import Context
@@ -48,14 +51,30 @@ def yes_option(command: F) -> F:
 
 def context(console: Console) -> Context:
     """What a run is given by this command: its console, its deadlines, and how to ask on a terminal."""
-    from mgpu_train.timeouts import Timeouts
-
     from mgpu.run.stacks import Context
 
     ask = None
     if sys.stdin.isatty() and sys.stderr.isatty():
         ask = lambda: console.answer("stop the run (checkpoint, then teardown)? `n` leaves it running", ANSWER_S)  # noqa: E731
-    return Context(console.emit, Timeouts(), ask)  # type: ignore[call-arg]
+    return Context(console.emit, timeouts(), ask)
+
+
+def timeouts() -> Timeouts:
+    """All deadlines, as this process's environment may change them.
+
+    Raises:
+        InputError: MGPU_TIMEOUTS holds something else.
+    """
+    from mgpu_train.timeouts import VARIABLE, Timeouts
+    from pydantic import ValidationError
+
+    try:
+        return Timeouts.of_environment(os.environ)
+    except ValidationError as error:
+        wrong = "\n".join(f"{'.'.join(map(str, e['loc'])) or 'the value'}: {e['msg']}" for e in error.errors())
+        raise InputError(
+            f"{VARIABLE} in the environment cannot be used", wrong, 'It is a JSON object: {"silence_s": 300}.'
+        ) from error
 
 
 def make_plan(spec: RunSpec) -> Plan:
@@ -123,9 +142,7 @@ def _left(console: Console, record: Record) -> None:
         console.say(f"left while its machines are {doing}: {price} until they are gone, at the latest {end}", "yellow")
         console.next(f"mgpu down {record.run_id}    end them", "mgpu ls    what is billed now")
         return
-    from mgpu_train.timeouts import Timeouts
-
-    lease = f"{Timeouts().lease_s / 60:.0f} min"  # type: ignore[call-arg]
+    lease = f"{timeouts().lease_s / 60:.0f} min"
     after = f"until the run ends, or {lease} longer if nobody is back by then"
     console.say(f"left running: {price} {after}, at the latest {end}", "yellow")
     console.next(f"mgpu attach {record.run_id}    follow it", f"mgpu stop {record.run_id}      end it")

@@ -31,7 +31,7 @@ def handlers(timeouts: Timeouts) -> dict[str, Handler]:
 def main() -> None:
     """Serves until the engine ends this process, or dies itself."""
     engine = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
-    server, port = serve(Servicer(handlers(Timeouts()), schema.to_json(), engine))  # type: ignore[call-arg]
+    server, port = serve(Servicer(handlers(Timeouts.of_environment(os.environ)), schema.to_json(), engine))
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
     threading.Thread(target=_end_when_orphaned, args=(os.getppid(),), daemon=True).start()

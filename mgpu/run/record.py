@@ -62,6 +62,29 @@ _NEXT = {
 
 
 @dataclass
+class Interruption:
+    """One end of an attempt that was not the run's end, and the way back. Times are UNIX seconds; None: not reached."""
+
+    attempt: int
+    reason: str
+    fault: str | None
+    nodes: list[int]  # ranks whose machines were lost, or were about to be
+    step: int  # the newest step that was seen
+    heard_at: float  # when a lost node was last heard from; without one, when the end was seen
+    noticed_at: float
+    ended_at: float | None = None  # nothing of the attempt runs any more
+    repaired_at: float | None = None  # the fleet is whole again
+    started_at: float | None = None  # all agents have started the next attempt
+    resumed_at: float | None = None  # its first new step, by the node's clock
+    resumed_step: int | None = None  # of the checkpoint that it went on from; -1: from zero
+
+    @property
+    def steps_lost(self) -> int | None:
+        """Steps that were done again; None: not known yet."""
+        return None if self.resumed_step is None else max(0, self.step - max(0, self.resumed_step))
+
+
+@dataclass
 class Record:
     """What is remembered of a run. Times are UNIX seconds, prices US dollars per hour for all nodes."""
 
@@ -78,7 +101,9 @@ class Record:
     state: State = State.PROVISIONING
     attempt: int = 0
     recoveries: int = 0  # attempts after the first of this launch
+    interruptions: list[Interruption] = field(default_factory=list)
     writer: str = ""
+    supervisor: str = ""  # token of the supervising process in the commit log
     created_at: float = 0.0
     updated_at: float = 0.0
     ended_at: float | None = None
@@ -225,7 +250,8 @@ def _read(path: Path) -> Record:
     known = {each.name for each in fields(Record)}
     try:
         data = {key: value for key, value in json.loads(path.read_text()).items() if key in known}
-        return Record(**{**data, "state": State(data["state"])})
+        interruptions = [Interruption(**each) for each in data.get("interruptions", ())]
+        return Record(**{**data, "state": State(data["state"]), "interruptions": interruptions})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f"the record of run {path.parent.name} cannot be read",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_train.agent.layout import LEASE, RunLayout
+from mgpu_train.agent.layout import LEASE, NOTICE, RunLayout
 from mgpu_train.config import CheckpointTarget, Job, Resume, Secrets
 from mgpu_train.timeouts import Timeouts
 
@@ -73,6 +73,7 @@ class Request:
                 checkpoint=self.checkpoint,
                 resume=resume,
                 lease_file=str(LEASE),
+                notice_file=str(NOTICE),
                 timeouts=self.timeouts,
             )
             for node in fleet.nodes

@@ -41,6 +41,7 @@ class Ended:
     fault: Fault | None = None
     stopped_by: str = ""  # "", "user", "deadline"
     left: bool = False
+    lost: tuple[int, ...] = ()  # ranks whose machines are gone, or go: they have to be replaced
 
 
 class Supervisor:

@@ -219,7 +219,7 @@ def test_phases_and_faults_keep_their_names():
         "failed",
     ]
     assert [phase for phase in Phase if phase.final] == [Phase.DONE, Phase.FAILED]
-    assert [fault.value for fault in Fault] == ["user", "infrastructure", "stopped"]
+    assert [fault.value for fault in Fault] == ["user", "infrastructure", "provider", "stopped"]
 
 
 # --- docs/formats.md

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import BaseModel, ConfigDict, Field
+
+VARIABLE = "MGPU_TIMEOUTS"
 
 
 class Timeouts(BaseModel):
@@ -34,8 +38,18 @@ class Timeouts(BaseModel):
     lease_s: float = Field(900, description="a node's lease while a run uses it")
     lease_renew_s: float = Field(20, description="between two renewals by the agent")
     poll_s: float = Field(0.5, description="between two passes of the supervisor, and of the agent")
+    look_s: float = Field(1, description="for all nodes to answer in one pass; a slower one is heard in a later pass")
     silence_s: float = Field(120, description="a node that cannot be reached is UNKNOWN; after this it counts as lost")
 
     def scaled(self, factor: float) -> Timeouts:
         """All deadlines times `factor`; for tests."""
         return Timeouts(**{name: getattr(self, name) * factor for name in type(self).model_fields})
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str]) -> Timeouts:
+        """The deadlines, with those that the variable MGPU_TIMEOUTS changes: a JSON object, `{"silence_s": 300}`.
+
+        Raises:
+            pydantic.ValidationError: it is no such object, or names a deadline that does not exist.
+        """
+        return cls.model_validate_json(environment.get(VARIABLE) or "{}")

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 
 LIB = PurePosixPath(".mgpu/lib")
 LEASE = PurePosixPath(".mgpu/lease")
+NOTICE = PurePosixPath(".mgpu/notice.json")  # as EC2's spot/instance-action: {"action": "terminate", "time": RFC 3339}
 ENVIRONMENTS = PurePosixPath(".mgpu/env")
 
 

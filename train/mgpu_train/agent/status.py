@@ -32,6 +32,7 @@ class Fault(StrEnum):
 
     USER = "user"  # the program exits 1, requirements do not install
     INFRASTRUCTURE = "infrastructure"  # disk, store, a lost peer
+    PROVIDER = "provider"  # it took the machine
     STOPPED = "stopped"  # the operator or a deadline asked for it
 
 
@@ -45,6 +46,14 @@ class CheckpointStatus(Model):
     skipped: int = Field(default=0, description="saves that were not uploaded because one was in flight")
     failed: int = Field(default=0, description="saves whose upload or commit failed")
     problem: str | None = Field(default=None, description="the newest failure, in words")
+
+
+class Notice(Model):
+    """The provider's warning that it takes this machine, as the agent has read it."""
+
+    action: str = Field(description="terminate, stop or hibernate: the training on the machine ends with each")
+    at: float = Field(description="when the machine goes, UNIX seconds of the node's clock")
+    fits: bool = Field(description="a save and its upload fit before that, by what the earlier ones took")
 
 
 class AgentStatus(Model):
@@ -71,6 +80,7 @@ class AgentStatus(Model):
     validation_step: int = Field(default=-1, description="the optimizer step it was measured at; -1 = none")
     progress_at: float | None = Field(default=None, description="when progress was last seen")
     checkpoint: CheckpointStatus = Field(default_factory=CheckpointStatus)
+    notice: Notice | None = Field(default=None, description="the machine is about to be taken")
     exit_code: int | None = Field(default=None, description="the launcher's; for the record, not for the verdict")
     fault: Fault | None = Field(default=None, description="with FAILED: whose")
     reason: str | None = Field(default=None, description="with FAILED: what happened, one line, no secret")

@@ -9,19 +9,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mgpu_train.checkpoint import keys
 from mgpu_train.checkpoint.manifest import (
     MAX_DOCUMENT_BYTES,
     AttemptEntry,
     CheckpointEntry,
+    EndEntry,
     Entry,
     Manifest,
     PrunedEntry,
+    SupervisorEntry,
     parse_entry,
     to_bytes,
 )
 from mgpu_train.store.base import Ambiguous, Damaged, NotFound, Store, StoreError, Unavailable
+
+E = TypeVar("E", bound=Entry)
 
 _TRIES = 100  # numbers that one call may lose to others
 _ANSWERS = 5  # answers that may get lost of one create
@@ -77,15 +82,73 @@ class CommitLog:
         """The newest attempt that has begun; 0: none."""
         return max((entry.attempt for entry in self.entries()), default=0)
 
-    def begin_attempt(self, attempt: int, writer: str) -> AttemptEntry:
-        """Write that an attempt begins; again with the same writer: the entry that stands.
+    def supervisor(self) -> SupervisorEntry | None:
+        """Who supervises the run now; None: nobody has said so yet."""
+        return _newest(self.entries(), SupervisorEntry)
+
+    def take_over(self, writer: str, *, host: str, pid: int) -> SupervisorEntry:
+        """Write that `writer` supervises the run from here on; again, while it does: the entry that stands.
+
+        Raises StoreError.
+        """
+        for _ in range(_TRIES):
+            log = self.read()
+            before = _newest(log, SupervisorEntry)
+            if before is not None and before.writer == writer:
+                return before
+            newest = max((entry.attempt for entry in log if not isinstance(entry, Unreadable)), default=0)
+            entry = SupervisorEntry(
+                seq=len(log), attempt=newest, writer=writer, at=self._clock(), host=host[:255], pid=pid
+            )
+            if self._append(entry):
+                return entry
+        raise self._no_number()
+
+    def ended(self, attempt: int) -> EndEntry | None:
+        """How an attempt ended, by its own word; None: it has said nothing."""
+        return next((e for e in self.entries() if isinstance(e, EndEntry) and e.attempt == attempt), None)
+
+    def end(
+        self, attempt: int, writer: str, *, succeeded: bool, fault: str | None = None, reason: str | None = None
+    ) -> EndEntry:
+        """Write how an attempt ended; again: the entry that stands.
 
         Raises:
-            Fenced: this attempt or a newer one has begun with another writer.
+            Fenced: a newer attempt has begun, or this one with another writer.
             StoreError: the store does not work.
         """
         for _ in range(_TRIES):
             log = self.read()
+            self._check_fence(log, attempt, writer)
+            before = next((e for e in log if isinstance(e, EndEntry) and e.attempt == attempt), None)
+            if before is not None:
+                return before
+            entry = EndEntry(
+                seq=len(log),
+                attempt=attempt,
+                writer=writer,
+                at=self._clock(),
+                succeeded=succeeded,
+                fault=fault,
+                reason=reason,
+            )
+            if self._append(entry):
+                return entry
+        raise self._no_number()
+
+    def begin_attempt(self, attempt: int, writer: str, *, supervisor: str | None = None) -> AttemptEntry:
+        """Write that an attempt begins; again with the same writer: the entry that stands.
+
+        Raises:
+            Fenced: this attempt or a newer one has begun with another writer; or another process than `supervisor`
+                (the `writer` of `take_over`) supervises the run now.
+            StoreError: the store does not work.
+        """
+        for _ in range(_TRIES):
+            log = self.read()
+            other = _newest(log, SupervisorEntry)
+            if supervisor is not None and other is not None and other.writer != supervisor:
+                raise Fenced(f"run {self._run_id} is supervised by process {other.pid} on {other.host} now")
             begun = [entry for entry in log if isinstance(entry, AttemptEntry)]
             if begun and (begun[-1].attempt, begun[-1].writer) == (attempt, writer):
                 return begun[-1]
@@ -206,6 +269,13 @@ def standing(log: Iterable[Entry | Unreadable]) -> list[CheckpointEntry]:
             pruned.update(entry.checkpoint_ids)
         newest = max(newest, 0 if isinstance(entry, Unreadable) else entry.attempt)
     return [entry for entry in reversed(found) if entry.manifest.checkpoint_id not in pruned]
+
+
+def _newest(log: Iterable[Entry | Unreadable], kind: type[E]) -> E | None:
+    found: E | None = None
+    for entry in log:
+        found = entry if isinstance(entry, kind) else found
+    return found
 
 
 def _committed(log: list[Entry | Unreadable], manifest: Manifest) -> CheckpointEntry | None:

@@ -163,7 +163,25 @@ class PrunedEntry(_Entry):
     checkpoint_ids: Annotated[tuple[CheckpointId, ...], Field(min_length=1, max_length=MAX_FILES)]
 
 
-Entry = AttemptEntry | CheckpointEntry | PrunedEntry
+class SupervisorEntry(_Entry):
+    """Another process supervises the run from here on (`writer`): an earlier one begins no attempt any more."""
+
+    kind: Literal["supervisor"] = "supervisor"
+    attempt: int = Field(ge=0, description="the newest attempt when it took over; 0: none")
+    host: str = Field(max_length=255, description="for people")
+    pid: int = Field(ge=1, description="for people")
+
+
+class EndEntry(_Entry):
+    """An attempt is over, by the word of node 0's agent: what is left to read when the machines are gone."""
+
+    kind: Literal["end"] = "end"
+    succeeded: bool
+    fault: str | None = Field(default=None, max_length=64, description="whose, where it did not succeed")
+    reason: str | None = Field(default=None, max_length=1000, description="one line, no secret")
+
+
+Entry = AttemptEntry | CheckpointEntry | PrunedEntry | SupervisorEntry | EndEntry
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Field(discriminator="kind")])
 _SIDECAR = TypeAdapter(Sidecar)
 
