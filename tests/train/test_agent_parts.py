@@ -190,7 +190,7 @@ def test_a_process_is_known_by_more_than_its_pid():
     try:
         known = procs.of(child.pid)
         assert known is not None
-        stranger = known.model_copy(update={"start_ticks": known.start_ticks + 1})
+        stranger = procs.Process(known.pid, known.start_ticks + 1, known.boot_id)
         assert not stranger.alive
         assert not stranger.send(signal.SIGKILL)
         assert known.alive

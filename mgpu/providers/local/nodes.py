@@ -192,7 +192,7 @@ class Instance:
         if self.stopped:
             return True
         reason = self.end_reason() or ("the keeper was killed" if keeper.begun else "ended before it began")
-        if keeper.begun and not procs.end(self.remains, term_s=0, kill_s=_REMAINS_S, reap=lambda: None):
+        if keeper.begun and not procs.end(self.remains, term_s=0, kill_s=_REMAINS_S):
             return False
         self.finish(reason)
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ _LOGIN_S = 30
 
 def main(argv: list[str]) -> None:
     """Serves until it is killed, or until its keeper ends."""
-    procs.die_with_parent(os.getppid())
+    procs.die_with_parent(signal.SIGKILL, os.getppid())
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s sshd %(message)s")
     asyncio.run(_serve(Instance(Path(argv[1]), argv[2])))
 

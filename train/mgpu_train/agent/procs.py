@@ -1,6 +1,7 @@
 """Processes of this machine, known by what no other process shares: pid, start time and boot. Linux only.
 
-A pid alone is reused: every signal goes through a pidfd whose identity is checked after it was opened.
+A pid alone is reused: every signal goes through a pidfd whose identity is checked after it was opened. Standard library
+only: the operator's provider `local` stands on this module too, and its keepers have to start fast.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-
-from mgpu_train.config import Model
 
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
@@ -21,8 +21,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: not between fork and exec
 
 
-class Process(Model):
-    """One process; `start_ticks` are clock ticks since boot."""
+@dataclass(frozen=True)
+class Process:
+    """One process; `start_ticks` is field 22 of /proc/<pid>/stat (clock ticks since boot)."""
 
     pid: int
     start_ticks: int
@@ -64,15 +65,15 @@ def uptime_s() -> float:
 def of(pid: int) -> Process | None:
     """The process that has this pid now."""
     stat = _stat(pid)
-    return Process(pid=pid, start_ticks=stat[2], boot_id=boot_id()) if stat else None
+    return Process(pid, stat[2], boot_id()) if stat else None
 
 
 def me() -> Process:
     """This process."""
-    stat = _stat(os.getpid())
-    if stat is None:
+    process = of(os.getpid())
+    if process is None:
         raise OSError("there is no /proc to read")
-    return Process(pid=os.getpid(), start_ticks=stat[2], boot_id=boot_id())
+    return process
 
 
 def descendants(root: int) -> list[Process]:
@@ -90,25 +91,46 @@ def descendants(root: int) -> list[Process]:
     return [process for process in below if process is not None and process.alive]
 
 
-def carrying(entry: str) -> list[Process]:
-    """All living processes of this user that have `NAME=value` in the environment they were started with."""
-    wanted, found = entry.encode(), []
+def carriers(name: str) -> dict[str, list[Process]]:
+    """All living processes that were started with the variable `name` in their environment, by its value.
+
+    Those of other users cannot be read, nor seen.
+    """
+    found: dict[str, list[Process]] = {}
+    key = f"{name}=".encode()
     for pid in _pids():
-        with suppress(OSError):
-            if wanted in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-                found.append(of(pid))
-    return [process for process in found if process is not None and process.alive and process.pid != os.getpid()]
+        try:
+            environment = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        value = next((entry[len(key) :] for entry in environment if entry.startswith(key)), None)
+        process = None if value is None else of(pid)
+        if value is not None and process is not None and process.alive:
+            found.setdefault(value.decode(errors="replace"), []).append(process)
+    return found
 
 
-def kill_all(find: Callable[[], list[Process]], deadline_s: float) -> bool:
-    """SIGKILL to all that `find` finds until it finds nothing; False: something is left (uninterruptible I/O)."""
+def carrying(entry: str) -> list[Process]:
+    """All living processes but this one that have `NAME=value` in the environment they were started with."""
+    name, _, value = entry.partition("=")
+    return [process for process in carriers(name).get(value, []) if process.pid != os.getpid()]
+
+
+def kill_all(
+    find: Callable[[], list[Process]], deadline_s: float, *, reap: Callable[[], object] = lambda: None
+) -> bool:
+    """SIGKILL to all that `find` finds until it finds nothing; False: something is left (uninterruptible I/O).
+
+    `reap` takes leave of those that are children of this process.
+    """
     end = time.monotonic() + deadline_s
     while processes := find():
         if time.monotonic() > end:
             return False
         for process in processes:
             process.send(signal.SIGKILL)
-        time.sleep(0.02)
+        time.sleep(0.01)
+        reap()
     return True
 
 
@@ -122,7 +144,7 @@ def reap(orphans_of: int, spare: int) -> None:
 
 
 def become_subreaper() -> None:
-    """From here on orphans below this process become its children: nothing that the launcher starts gets away."""
+    """From here on orphans below this process become its children: nothing that runs below it gets away."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
