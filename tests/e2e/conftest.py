@@ -21,29 +21,7 @@ from mgpu.providers.local import bill
 MGPU = str(Path(sys.executable).with_name("mgpu"))
 
 # a program without torch: it counts, saves by renaming a folder, and stops when it is asked to
-COUNTER = """
-import os, signal, sys, time
-from pathlib import Path
-
-stop = []
-signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-root = Path(os.environ["MGPU_CHECKPOINT_DIR"])
-resume = os.environ.get("MGPU_RESUME_DIR")
-first = int(Path(resume, "count.txt").read_text()) if resume else 0
-last, pause = int(sys.argv[1]), float(sys.argv[2])
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "from", first, flush=True)
-for step in range(first + 1, last + 1):
-    time.sleep(pause)
-    if step % 10 == 0 or step == last or stop:
-        print("step", step, flush=True)
-        if os.environ["RANK"] == "0":
-            aside = root / f".tmp-step-{step}"
-            aside.mkdir(parents=True)
-            (aside / "count.txt").write_text(str(step))
-            aside.rename(root / f"step-{step}")
-    if stop:
-        break
-"""
+COUNTER = Path(__file__).parents[1].joinpath("programs", "count.py").read_text()
 
 RUN_FILE = """
 name: {name}
