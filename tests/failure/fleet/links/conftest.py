@@ -1,0 +1,153 @@
+"""A way to a node that a test can spoil: a TCP proxy on loopback, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+
+import asyncssh
+import pytest
+
+CHUNK = 1 << 16
+
+
+class _Rude(asyncssh.SSHServer):
+    """Lets everybody in, and hangs up at once."""
+
+    def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
+        self._conn = conn
+
+    def begin_auth(self, username: str) -> bool:
+        return True
+
+    def public_key_auth_supported(self) -> bool:
+        return True
+
+    def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
+        return True
+
+    def auth_completed(self) -> None:
+        self._conn.abort()
+
+
+class Link:
+    """Carries connections to `target`, a port of this machine, and does to them what it is told."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.seen = 0  # connections so far
+        self.before_banner = 0  # so many of the next ones are dropped before a byte has passed
+        self.after_login = 0  # ... right after they have logged in; `be_rude` comes first
+        self._rude_port = 0
+        self._every_s = 0.0
+        self._open: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
+        self._thread.start()
+        self._server = self._call(asyncio.start_server(self._carry, "127.0.0.1", 0))
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    # --- for the test
+
+    def cut(self) -> None:
+        """Ends the connections that stand."""
+        self._loop.call_soon_threadsafe(self._cut)
+
+    def cut_every(self, seconds: float) -> None:
+        """Ends them again and again; 0: not any more."""
+        self._every_s = seconds
+        if seconds:
+            self._loop.call_soon_threadsafe(self._again)
+
+    def stall(self) -> None:
+        """Carries nothing from here on, and says so to nobody: half-open."""
+        self._loop.call_soon_threadsafe(self._flows.clear)
+
+    def flow(self) -> None:
+        """Carries on."""
+        self._loop.call_soon_threadsafe(self._flows.set)
+
+    def be_rude(self, host_key: Path) -> None:
+        """What `after_login` needs: a server that has the node's own key, and hangs up on whoever has logged in."""
+        made = asyncssh.listen("127.0.0.1", 0, server_factory=_Rude, server_host_keys=[str(host_key)])
+        self._rude_port = self._call(made).get_port()
+
+    def close(self) -> None:
+        self._every_s = 0
+        self.cut()
+        self._loop.call_soon_threadsafe(self._server.close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    # --- in the thread
+
+    def _call(self, what):
+        future: Future = asyncio.run_coroutine_threadsafe(_awaited(what), self._loop)
+        return future.result(10)
+
+    def _cut(self) -> None:
+        for writer in self._open:
+            writer.transport.abort()
+
+    def _again(self) -> None:
+        if self._every_s:
+            self._cut()
+            self._loop.call_later(self._every_s, self._again)
+
+    def _upstream(self) -> int:
+        """The port that the next connection goes to; 0: nowhere."""
+        self.seen += 1
+        if self.before_banner:
+            self.before_banner -= 1
+            return 0
+        if self.after_login:
+            self.after_login -= 1
+            return self._rude_port
+        return self.target
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        port = self._upstream()
+        if not port:
+            writer.transport.abort()
+            return
+        try:
+            far, there = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            writer.transport.abort()
+            return
+        ends = {writer, there}
+        self._open |= ends
+        await asyncio.gather(self._pump(reader, there), self._pump(far, writer))
+        self._open -= ends
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(CHUNK):
+                await self._flows.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+async def _awaited(what):
+    return await what
+
+
+@pytest.fixture
+def new_link() -> Iterator[Callable[[int], Link]]:
+    """Makes links."""
+    made: list[Link] = []
+
+    def link(target: int = 0) -> Link:
+        made.append(Link(target))
+        return made[-1]
+
+    yield link
+    for each in made:
+        each.close()

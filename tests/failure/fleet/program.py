@@ -1,0 +1,95 @@
+"""A training program without torch: `program.py BOOK STEPS PAUSE_S EVERY [SAVE_S]`.
+
+All ranks go step by step together, and agree on when to stop, by files in BOOK, a folder outside of all nodes: so they
+hang when a peer is gone, as ranks in a collective do. What each of them has really done is in BOOK/book.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+BOOK, STEPS, PAUSE_S, EVERY = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+SAVE_S = float(sys.argv[5]) if len(sys.argv) > 5 else 0.0
+RANK, WORLD, ATTEMPT = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MGPU_ATTEMPT"))
+HANGS_S = 60  # without a peer
+
+stop: list[int] = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+
+
+def append(path: Path, line: dict) -> None:
+    """One write of one line: those of two processes never mix."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, json.dumps(line).encode() + b"\n")
+    os.close(fd)
+
+
+def note(kind: str, step: int) -> None:
+    """What this rank does, for the judge."""
+    line = {"at": time.time(), "kind": kind, "step": step, "attempt": ATTEMPT, "rank": RANK}
+    append(BOOK / "book.jsonl", line | {"instance": os.environ["MGPU_INSTANCE"]})
+
+
+def measure(kind: str, **what: object) -> None:
+    """One line of metrics, as mgpu's own trainer writes them."""
+    folder = Path(os.environ["MGPU_METRICS_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    append(folder / f"rank-{RANK}.jsonl", {"kind": kind, **what})
+
+
+def agree(step: int) -> bool:
+    """Meets all ranks after this step; True when any of them was asked to stop by then."""
+    mine = BOOK / f"{ATTEMPT}-{RANK}-{step}"
+    mine.with_suffix(".new").write_text(str(len(stop)))
+    mine.with_suffix(".new").replace(mine)
+    end, said = time.monotonic() + HANGS_S, []
+    for rank in range(WORLD):
+        path = BOOK / f"{ATTEMPT}-{rank}-{step}"
+        while not path.exists():
+            if time.monotonic() > end:
+                sys.exit(f"gloo: rank {rank} does not answer")
+            time.sleep(0.005)
+        said.append(path.read_text() != "0")
+    return any(said)
+
+
+def save(step: int) -> None:
+    """Two files aside, SAVE_S apart, then the rename."""
+    note("saving", step)
+    began = time.monotonic()
+    root = Path(os.environ["MGPU_CHECKPOINT_DIR"])
+    aside = root / f".tmp-step-{step}-{os.getpid()}"
+    aside.mkdir(parents=True)
+    (aside / f"count-{RANK}.txt").write_text(str(step))
+    time.sleep(SAVE_S)
+    (aside / f"rank-{RANK}.bin").write_bytes(step.to_bytes(4, "big") * 4096)
+    aside.rename(root / f"step-{step}")
+    measure("checkpoint", step=step, stall_s=time.monotonic() - began)
+    note("saved", step)
+
+
+def main() -> None:
+    """Counts from where it is to go on to the last step."""
+    resume = os.environ.get("MGPU_RESUME_DIR")
+    first = int(Path(resume, "count-0.txt").read_text()) if resume else 0
+    note("start", first)
+    print("rank", RANK, "attempt", ATTEMPT, "from", first, flush=True)  # noqa: T201
+    step, stopping = first, False
+    while step < STEPS and not stopping:
+        time.sleep(PAUSE_S)
+        step += 1
+        stopping = agree(step)
+        note("step", step)
+        measure("step", step=step, steps=STEPS, loss=1 / step)
+        if step % EVERY == 0 or step == STEPS or stopping:
+            save(step)
+    measure("end", step=step, reason="stopped" if stopping else "done")
+    note("end", step)
+
+
+main()
