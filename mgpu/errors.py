@@ -25,7 +25,8 @@
     ├── TrainingFailed              6   the launcher ended without what was promised
     ├── TeardownIncomplete          7   something may still be billed; beats every other code
     ├── Stopped                     8   by budget, hard cap or deadline
-    └── Interrupted               130   by the user or a signal
+    ├── Interrupted               130   by the user or a signal
+    └── TakenOver                 130   another process supervises the run now
 
 An error is three lines for the user: what is wrong and where, why, and what to do next.
 """
@@ -210,5 +211,11 @@ class Stopped(MgpuError):
 
 class Interrupted(MgpuError):
     """Stopped by the user or a signal."""
+
+    exit_code = 130
+
+
+class TakenOver(MgpuError):
+    """Another process supervises the run now: its record, its stack and its machines are not this one's any more."""
 
     exit_code = 130

@@ -199,15 +199,19 @@ def _opened(run_id: str, context: Context, make: Callable[[], Record]) -> Iterat
 
 
 @contextmanager
-def _supervised(run_id: str, context: Context, record: Callable[[], Record]) -> Iterator[Session | None]:
+def _supervised(
+    run_id: str, context: Context, record: Callable[[], Record], *, force: bool = False
+) -> Iterator[Session | None]:
     """This process's hold on the run; None: another process has it. `record` is called when nobody else can write."""
-    with supervising(run_id) as free:
-        if not free:
+    with supervising(run_id, force=force) as token:
+        if not token:
             yield None
             return
         interrupts = Interrupts()
         with interrupts.installed():
-            yield Session(record(), context.emit, context.timeouts, interrupts, context.ask_to_stop)
+            found = record()
+            found.supervisor = token
+            yield Session(found, context.emit, context.timeouts, interrupts, context.ask_to_stop)
 
 
 def _conduct(session: Session, request: Request, fleet: StackOutput, secrets: Secrets) -> Ended:

@@ -6,7 +6,7 @@
         logs/           node-<rank>.<n>.<instance>.log, byte for byte what that instance's log holds
         journal/        one file per writing process
         pulumi/         configuration and logs of the engine, for a stack that `mgpu launch` made
-        lock            held (flock) by the one process that supervises
+        lock            held by the one process that supervises (`mgpu.run.lock`)
         stop            exists when `mgpu stop` asked for the end
 
 Plain dataclasses and JSON, no pydantic: `mgpu status` and `mgpu ls` read them in a few milliseconds.
@@ -25,12 +25,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mgpu import paths
-from mgpu.errors import InputError
-
-LOCK_TRIES, LOCK_PAUSE_S = 5, 0.02
+from mgpu.errors import InputError, TakenOver
+from mgpu.run.lock import Holder, held, hold, holder, taken_from
 
 
 class State(StrEnum):
@@ -100,7 +99,9 @@ class Record:
     nodes: int
     state: State = State.PROVISIONING
     attempt: int = 0
-    recoveries: int = 0  # attempts after the first of this launch
+    recoveries: int = 0  # attempts after the first of this launch, whoever supervised them
+    idle: int = 0  # attempts in a row that committed nothing new
+    idle_step: int = -1  # the newest committed step when they began
     interruptions: list[Interruption] = field(default_factory=list)
     writer: str = ""
     supervisor: str = ""  # token of the supervising process in the commit log
@@ -136,7 +137,10 @@ class Record:
     @property
     def file_argument(self) -> str:
         """The run file as a command in this folder is given it, with a blank before it; empty for `mgpu.yaml` here."""
-        here = os.path.relpath(self.run_file)
+        try:
+            here = os.path.relpath(self.run_file)
+        except FileNotFoundError:  # this process's own folder was deleted
+            return f" {self.run_file}"
         return "" if here == "mgpu.yaml" else f" {min(here, self.run_file, key=len)}"
 
     def to(self, state: State) -> None:
@@ -192,17 +196,34 @@ def new_run_id(name: str, now: float | None = None) -> str:
 
 
 def save(record: Record) -> None:
-    """Replaces `record.json` atomically."""
+    """Replaces `record.json` atomically.
+
+    Raises:
+        TakenOver: another process supervises the run now; nothing was written.
+        OSError: it could not be written; the record on disk is as it was.
+    """
+    other = taken_from(Folder(record.run_id).lock, record.supervisor)
+    if other is not None:
+        raise taken_over(record.run_id, other)
+    write(record)
+
+
+def write(record: Record) -> None:
+    """Replaces `record.json` atomically, whoever supervises: for a run that is over. Raises OSError."""
     folder = Folder(record.run_id)
     folder.make()
     record.updated_at = time.time()
     aside = folder.record.with_name(f".record.{os.getpid()}")
-    with aside.open("w") as file:
-        os.fchmod(file.fileno(), 0o600)
-        json.dump(asdict(record), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())  # else a power cut may leave an empty file under the name
-    aside.replace(folder.record)
+    try:
+        with aside.open("w") as file:
+            os.fchmod(file.fileno(), 0o600)
+            json.dump(asdict(record), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave an empty file under the name
+        aside.replace(folder.record)
+    except OSError:
+        aside.unlink(missing_ok=True)  # on a full disk it takes the room that others need
+        raise
 
 
 def load(run_id: str) -> Record:
@@ -271,35 +292,40 @@ def opening() -> Iterator[None]:
 
 
 @contextmanager
-def supervising(run_id: str) -> Iterator[bool]:
-    """Yields True while this process is the run's one supervisor; False: another one is alive."""
+def supervising(run_id: str, *, force: bool = False) -> Iterator[str]:
+    """Makes this process the run's one supervisor while the block runs; yields its token, "": another one is alive.
+
+    `force` takes the run from that one, which leaves as soon as it looks.
+    """
     folder = Folder(run_id)
     folder.make()
-    with folder.lock.open("a") as handle:
-        yield _take(handle)
-
-
-def _take(handle: TextIO) -> bool:
-    # `supervised` holds the lock for an instant while it looks: that must not turn a supervisor away
-    for _ in range(LOCK_TRIES):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(LOCK_PAUSE_S)
-    return False
+    with hold(folder.lock, force=force) as token:
+        yield token
 
 
 def supervised(run_id: str) -> bool:
     """True when some process supervises the run now."""
-    with supervising(run_id) as free:
-        return not free
+    return held(Folder(run_id).lock)
+
+
+def supervisor_of(run_id: str) -> Holder | None:
+    """Who supervises the run, or did last; None: nobody has."""
+    return holder(Folder(run_id).lock)
+
+
+def taken_over(run_id: str, by: Holder | str) -> TakenOver:
+    """The error of a supervisor whose run another one has."""
+    return TakenOver(
+        f"run {run_id} was taken over by {by}",
+        "One process at a time supervises a run: this one leaves it as it is.",
+        f"Follow it with `mgpu attach {run_id}`, or end it with `mgpu stop {run_id}`.",
+    )
 
 
 def busy(run_id: str) -> InputError:
     """The error for a second supervisor."""
     return InputError(
-        f"run {run_id} has a supervisor already",
+        f"run {run_id} has a supervisor already: {supervisor_of(run_id) or 'another process'}",
         "One process at a time supervises a run.",
         f"Follow it with `mgpu attach {run_id}`, or end it with `mgpu stop {run_id}`.",
     )

@@ -1,22 +1,32 @@
-"""What every step of a run shares: its record, its journal, its phases with their seconds, and whether to stop."""
+"""What every step of a run shares: its record, its journal, its phases with their seconds, whether to stop, and whether
+it is still this process's run."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import Interrupted
-from mgpu.events import Emit, Event, Note, PhaseFinished, PhaseStarted, Progress
+from mgpu.events import Emit, Event, Note, PhaseFinished, PhaseStarted, Progress, Warned
 from mgpu.journal import Journal
-from mgpu.run.record import Folder, Record, State, save
+from mgpu.run.lock import taken_from
+from mgpu.run.record import Folder, Record, State, save, taken_over
+
+if TYPE_CHECKING:
+    from mgpu_train.checkpoint.commitlog import CommitLog
+
+ECHO_S = 0.2  # `timeout`, a shell and a process group pass one signal on twice within this
 
 
 class Interrupts:
@@ -25,8 +35,9 @@ class Interrupts:
     `told` is set when one of them came from somebody who cannot be asked: SIGTERM; `hung_up` when the terminal is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.count = 0
+        self._clock, self._last = clock, float("-inf")
         self.told = self.hung_up = False
         self._leaving = False
         self.cancelled = threading.Event()
@@ -64,9 +75,12 @@ class Interrupts:
             self._leaving = before
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self.count += 1
         self.told |= number == signal.SIGTERM
         self.hung_up |= number == signal.SIGHUP
+        before, self._last = self._last, self._clock()
+        if self.count and self._last - before < ECHO_S:
+            return
+        self.count += 1
         self.cancelled.set()
         for callback in self._callbacks:
             callback()
@@ -92,13 +106,38 @@ class Session:
     def __post_init__(self) -> None:
         folder = Folder(self.record.run_id)
         folder.make()
-        self.journal = Journal(folder.journal / f"{int(time.time() * 1000)}-{os.getpid()}.jsonl")
+        name = f"{int(time.time() * 1000)}-{os.getpid()}-{secrets.token_hex(3)}.jsonl"
+        self.journal = Journal(folder.journal / name)
         self.record.supervisor_pid = os.getpid()
+        self._claimed = self._disk_told = False
 
     @property
     def folder(self) -> Folder:
         """Where the record lies."""
         return Folder(self.record.run_id)
+
+    # --- whose run it is ----------------------------------------------------------------------------------------
+
+    def still_mine(self) -> bool:
+        """False when another process has taken the run over. Cheap, and looks at this machine alone."""
+        return taken_from(self.folder.lock, self.record.supervisor) is None
+
+    def require_mine(self) -> None:
+        """Raises `TakenOver` when another process supervises the run now: nothing of it may be touched any more."""
+        other = taken_from(self.folder.lock, self.record.supervisor)
+        if other is not None:
+            raise taken_over(self.record.run_id, other)
+
+    def claim(self, log: CommitLog) -> None:
+        """Says in the store, once, that this process supervises the run: an earlier one begins no attempt any more.
+
+        Raises StoreError.
+        """
+        if not self._claimed and self.record.supervisor:
+            log.take_over(self.record.supervisor, host=socket.gethostname(), pid=os.getpid())
+            self._claimed = True
+
+    # --- whether to stop ----------------------------------------------------------------------------------------
 
     @property
     def asked_to_end(self) -> bool:
@@ -106,26 +145,30 @@ class Session:
         return self.interrupts.count > 0 or self.folder.stop.exists()
 
     def check(self) -> None:
-        """Raises `Interrupted` when the end was asked for; between steps that have nothing to save yet."""
+        """Raises `Interrupted` when the end was asked for, `TakenOver` when another process has the run; between steps
+        that have nothing to save yet."""
+        self.require_mine()
         self.interrupts.check()
         if self.asked_to_end:
             raise Interrupted("interrupted", "`mgpu stop` asked for the end before the training began.")
 
     @contextmanager
     def undoing(self, undo: Callable[[], None]) -> Iterator[None]:
-        """While the block runs, a signal calls `undo`, and so does `mgpu stop`."""
+        """While the block runs, a signal calls `undo`, and so do `mgpu stop` and another process that takes over."""
         self.check()
         over = threading.Event()
 
-        def told() -> None:
-            self.emit(Note("interrupted: undoing what was begun"))
+        def told(why: str = "interrupted") -> None:
+            self.emit(Note(f"{why}: undoing what was begun"))
             undo()
 
         def look() -> None:
             while not over.wait(self.timeouts.poll_s):
                 if self.folder.stop.exists():
-                    told()
-                    return
+                    return told()
+                if not self.still_mine():
+                    return told("taken over")
+            return None
 
         watcher = threading.Thread(target=look, name="mgpu-stop", daemon=True)
         with self.interrupts.calling(told), self.interrupts.leaving():
@@ -135,11 +178,14 @@ class Session:
             finally:
                 over.set()
                 watcher.join()
+        self.require_mine()
+
+    # --- what is remembered -------------------------------------------------------------------------------------
 
     @contextmanager
     def phase(self, name: str, detail: str = "") -> Iterator[None]:
         """Announces a phase, journals it, and remembers how long it took."""
-        self.journal.append("phase", name=name)
+        self.log("phase", name=name)
         self.emit(PhaseStarted(name, detail))
         begin = time.monotonic()
         try:
@@ -148,14 +194,41 @@ class Session:
             seconds = time.monotonic() - begin
             spent = self.record.phase_seconds
             spent[name] = round(spent.get(name, 0.0) + seconds, 3)
-            save(self.record)
+            self.save()
             self.emit(PhaseFinished(name, seconds))
 
     def to(self, state: State) -> None:
-        """Moves the record on, on disk first."""
+        """Moves the record on, on disk first. Raises `TakenOver`."""
+        self.require_mine()
         self.record.to(state)
-        self.journal.append("state", state=str(state))
-        save(self.record)
+        self.log("state", state=str(state))
+        self.save()
+
+    def save(self) -> None:
+        """Saves the record. A disk of this machine that is full ends no run: it is told once.
+
+        Raises:
+            TakenOver: another process supervises the run now.
+        """
+        with self._bearing():
+            save(self.record)
+
+    def log(self, kind: str, **fields: Any) -> None:
+        """Journals what has happened, as far as there is room; what must be on disk first goes to `journal` itself."""
+        with self._bearing():
+            self.journal.append(kind, **fields)
+
+    @contextmanager
+    def _bearing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._disk_told:
+                self._disk_told = True
+                why = error.strerror or error
+                self.emit(
+                    Warned(f"{self.folder.root} cannot be written ({why}): the run goes on, `mgpu status` is old")
+                )
 
     def note(self, event: Event) -> None:
         """Keeps what a progress event says in the record, and passes the event on."""

@@ -12,7 +12,7 @@ from mgpu.errors import Interrupted
 from mgpu.events import PhaseFinished, PhaseStarted, Progress
 from mgpu.run import record
 from mgpu.run.record import Folder, State
-from mgpu.run.session import Interrupts, Session
+from mgpu.run.session import ECHO_S, Interrupts, Session
 
 
 @pytest.fixture
@@ -24,9 +24,21 @@ def journal():
     return [json.loads(line) for path in Folder("run-1").journal.iterdir() for line in path.read_text().splitlines()]
 
 
+class Clock:
+    """Every look is a second after the one before."""
+
+    def __init__(self, step=1.0):
+        self.now, self.step = 0.0, step
+
+    def __call__(self):
+        self.now += self.step
+        return self.now
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_counted_and_the_handlers_are_given_back(number, session):
     before = signal.getsignal(number)
+    session.interrupts = Interrupts(clock=Clock())
     with session.interrupts.installed() as interrupts:
         session.check()
         signal.raise_signal(number)
@@ -46,13 +58,30 @@ def test_the_handlers_are_given_back_after_an_error_too():
 
 def test_a_callback_hears_of_signals_only_while_its_block_runs():
     heard = []
-    with Interrupts().installed() as interrupts:
+    with Interrupts(clock=Clock()).installed() as interrupts:
         signal.raise_signal(signal.SIGTERM)
         with interrupts.calling(lambda: heard.append("engine")):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
     assert heard == ["engine"]
     assert interrupts.count == 3
+
+
+@pytest.mark.parametrize(("apart", "count"), [(ECHO_S / 2, 1), (ECHO_S * 1.01, 3)])
+def test_one_signal_that_a_wrapper_passes_on_twice_is_one(apart, count):
+    """`timeout` signals its child and then its whole group: that is no second Ctrl-C."""
+    heard = []
+    with Interrupts(clock=Clock(apart)).installed() as interrupts, interrupts.calling(lambda: heard.append("engine")):
+        with interrupts.leaving():
+            try:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGTERM)
+            except KeyboardInterrupt:
+                assert count > 1
+        assert interrupts.told, "an echo from somebody who cannot be asked counts as such"
+        if count > 1:
+            signal.raise_signal(signal.SIGINT)
+    assert (interrupts.count, len(heard)) == (count, count)
 
 
 def test_the_end_that_was_asked_for_by_mgpu_stop_is_seen_between_two_steps(session):
@@ -100,7 +129,9 @@ def test_numbers_of_a_progress_event_are_kept_and_a_zero_is_no_number(session, w
 
 def test_the_supervisor_is_named_and_every_one_has_a_journal_for_this_user_alone(session, world):
     assert session.record.supervisor_pid == os.getpid()
-    session.journal.append("first")
-    Session(record.load("run-1"), world.events.append, world.timeouts).journal.append("second")
-    assert [entry["kind"] for entry in sorted(journal(), key=lambda entry: entry["at"])] == ["first", "second"]
+    others = [Session(record.load("run-1"), world.events.append, world.timeouts) for _ in range(50)]
+    for number, each in enumerate([session, *others]):
+        each.journal.append(f"of {number}")
+    assert sorted(entry["kind"] for entry in journal()) == sorted(f"of {number}" for number in range(51))
+    assert len(list(Folder("run-1").journal.iterdir())) == 51
     assert all(path.stat().st_mode & 0o077 == 0 for path in Folder("run-1").journal.iterdir())

@@ -23,6 +23,12 @@ from mgpu.spec.load import load
 RUN_FILE = "name: a\nprovider: local\nmax_hours: 1\nmax_price_usd_per_hour: 1\ncommand: [train.py]\ncheckpoint: none\n"
 
 
+@pytest.fixture(autouse=True)
+def _every_signal_counts(monkeypatch):
+    """A test's second signal comes at once; what an echo of the first is stands in test_session."""
+    monkeypatch.setattr("mgpu.run.session.ECHO_S", 0.0)
+
+
 class Watch:
     """A supervisor on a clock that a test moves."""
 

@@ -1,0 +1,130 @@
+"""One supervisor of a run at a time, on this machine: who holds it, and how one that is stuck is dispossessed.
+
+The lock is a file that is held by flock: a process that dies lets go of it, whatever it died of. In it stands who holds
+it, with a random token. By force the file is replaced by another one that is held already: the old holder finds another
+token in its place, and leaves. Nothing heavy is imported: `mgpu status` and `mgpu ls` look at it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+TRIES, PAUSE_S = 5, 0.02
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock, or held it last."""
+
+    token: str
+    pid: int
+    start_ticks: int
+    boot_id: str
+    host: str
+
+    @property
+    def lives(self) -> bool:
+        """True while this very process runs here; of another host nobody knows."""
+        from mgpu_train.agent.procs import Process
+
+        return self.host == socket.gethostname() and Process(self.pid, self.start_ticks, self.boot_id).alive
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@contextmanager
+def hold(path: Path, *, force: bool = False) -> Iterator[str]:
+    """Holds the lock while the block runs, and yields the token of this hold; "" where another process holds it.
+
+    `force` takes it from that process. Raises OSError.
+    """
+    token = secrets.token_hex(12)
+    handle = _take(path, token) or (_seize(path, token) if force else None)
+    if handle is None:
+        yield ""
+        return
+    with handle:
+        yield token
+
+
+def holder(path: Path) -> Holder | None:
+    """Who holds the lock, or held it last; None: nobody has yet, or it cannot be read."""
+    try:
+        return Holder(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def held(path: Path) -> bool:
+    """True while some process holds the lock."""
+    try:
+        with path.open() as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def taken_from(path: Path, token: str) -> Holder | None:
+    """Who has taken the lock since `token` held it; None: nobody has."""
+    now = holder(path)
+    return now if now is not None and token and now.token != token else None
+
+
+def _take(path: Path, token: str) -> TextIO | None:
+    # `held` has the lock for an instant while it looks: that must not turn a supervisor away
+    for _ in range(TRIES):
+        handle = path.open("a+")
+        if _locked(handle, path):
+            with suppress(OSError):  # a full disk: nobody else holds it, so nobody has to read whose it is
+                _sign(handle, token)
+            return handle
+        handle.close()
+        time.sleep(PAUSE_S)
+    return None
+
+
+def _locked(handle: TextIO, path: Path) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(handle.fileno()), path.stat())  # else it was replaced meanwhile
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _seize(path: Path, token: str) -> TextIO:
+    aside = path.with_name(f".{path.name}.{token}")
+    handle = aside.open("a+")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _sign(handle, token)
+        aside.replace(path)
+    except BaseException:
+        handle.close()
+        aside.unlink(missing_ok=True)
+        raise
+    return handle
+
+
+def _sign(handle: TextIO, token: str) -> None:
+    from mgpu_train.agent.procs import me
+
+    process = me()
+    mine = Holder(token, process.pid, process.start_ticks, process.boot_id, socket.gethostname())
+    os.fchmod(handle.fileno(), 0o600)
+    handle.truncate(0)
+    handle.write(json.dumps(asdict(mine)) + "\n")
+    handle.flush()
