@@ -543,10 +543,6 @@ def test_a_node_nobody_knows_is_not_called_terminated(world: World):
         world.provider.describe(handle.model_copy(update={"ids": ("../../etc",)}))
 
 
-def test_names_are_shared_with_the_node_side():
-    assert str(LEASE) == nodes.LEASE
-
-
 def test_a_keeper_needs_neither_pydantic_nor_asyncssh():
     code = "import sys, mgpu.providers.local.keeper; print([m for m in ('pydantic', 'asyncssh') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

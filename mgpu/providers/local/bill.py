@@ -39,11 +39,15 @@ class Start:
 
 @dataclass(frozen=True)
 class BilledNode:
-    """One instance on the bill. `alive` says what runs now; `end_at` is UNIX seconds: now, while it is alive."""
+    """One instance on the bill. `alive` says what runs now; `end_at` is UNIX seconds: now, while it is alive.
+
+    `reason` is why it ended, by its first stop line; empty while it is alive, or where nobody has looked since.
+    """
 
     start: Start
     alive: bool
     end_at: float
+    reason: str = ""
 
     @property
     def cost_usd(self) -> float:
@@ -85,23 +89,21 @@ def write_stop(root: Path, instance: str, reason: str, at: float | None = None) 
 def read(root: Path) -> Bill:
     """The bill of the provider whose folder is `root`; no file is an empty bill."""
     starts: dict[str, Start] = {}
-    stops: dict[str, float] = {}
+    stops: dict[str, tuple[float, str]] = {}
     for line in _lines(root / FILE):
         kind = line.pop("kind", None)
         if kind == "start":
             starts.setdefault(line["instance"], Start(**line))
         elif kind == "stop":
-            stops.setdefault(line["instance"], line["at"])
+            stops.setdefault(line["instance"], (line["at"], line["reason"]))
     running = marked() if starts else {}
     return Bill(tuple(_judge(root, start, stops.get(name), name in running) for name, start in starts.items()))
 
 
-def _judge(root: Path, start: Start, stopped_at: float | None, is_marked: bool) -> BilledNode:
+def _judge(root: Path, start: Start, stop: tuple[float, str] | None, is_marked: bool) -> BilledNode:
     if is_marked or Process(start.pid, start.start_ticks, start.boot_id).alive:
         return BilledNode(start, True, time.time())
-    if stopped_at is None:
-        stopped_at = _last_sign_of_life(root, start)
-    return BilledNode(start, False, stopped_at)
+    return BilledNode(start, False, *(stop or (_last_sign_of_life(root, start), "")))
 
 
 def heartbeat(root: Path, instance: str) -> Path:

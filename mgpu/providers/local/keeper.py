@@ -2,8 +2,8 @@
 
 The keeper leaves whoever started it (own session, own parent), claims the instance, opens the bill, and then holds two
 children: the SSH server and the script that enforces the lease; both are started again when they die. As a subreaper
-it inherits whatever on the node outlives its parent. On SIGTERM it kills all of it, removes the folder and closes the
-bill.
+it inherits whatever on the node outlives its parent. On SIGTERM it ends all of it, removes the folder and closes the
+bill. It carries out what the control file orders (mgpu.providers.local.control): a notice, or an end without a warning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from mgpu.providers.local import bill, nodes, procs
+from mgpu.providers.local import bill, control, nodes, procs
 from mgpu.providers.local.nodes import Instance, NodeSpec
 
 _HERE = Path(__file__).parent
@@ -31,6 +31,7 @@ _POWER_OFF_GRACE_S = 15
 def main(argv: list[str]) -> int:
     """Starts the keeper and returns once the instance is claimed: 0, or 1 when it could not be."""
     instance = Instance(Path(argv[1]), argv[2])
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # an order: the file is read when the keeper listens
     answer, announce = os.pipe()
     if os.fork():
         os.close(announce)
@@ -77,7 +78,9 @@ class _Keeper:
         self.hard_cap = int(procs.uptime_s() + spec.hard_cap_s)
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.started_at: dict[str, float] = {}
+        self.orders = control.Orders(instance)
         self.ending = ""
+        self.outright = False  # the provider takes the machine: nothing on it is warned
 
     def run(self) -> None:
         wakeup = self._listen()
@@ -87,7 +90,11 @@ class _Keeper:
             while not self.ending:
                 self._beat()
                 self._revive()
-                select.select([wakeup], [], [], _BEAT_S)
+                left_s = self.orders.left_s()
+                if left_s <= 0:
+                    self.ending, self.outright = control.INTERRUPTED, True
+                    break
+                select.select([wakeup], [], [], min(_BEAT_S, left_s))
                 _drain(wakeup)
             reason = self.instance.end_reason() or self.ending
         finally:
@@ -98,7 +105,8 @@ class _Keeper:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         signal.signal(signal.SIGTERM, self._on_term)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wake-up is written
+        for signum in (signal.SIGCHLD, signal.SIGUSR1):
+            signal.signal(signum, lambda *_: None)  # a handler, so that the wake-up is written
         for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
             signal.signal(signum, signal.SIG_DFL)  # what the starter ignored, the node's programs would ignore too
         return wakeup
@@ -140,11 +148,12 @@ class _Keeper:
         return subprocess.Popen(["/bin/sh", _HERE / "lease.sh", *lease, *command])
 
     def _end(self, reason: str) -> None:
-        if not self.instance.end_reason() and procs.uptime_s() >= self._lease_end():
+        if not self.outright and not self.instance.end_reason() and procs.uptime_s() >= self._lease_end():
             reason = "its lease or its hard cap has ended"
         with suppress(OSError):  # a full disk, or no record any more: what runs is ended all the same
             self.instance.ask_to_end(reason)
-        ended = procs.end(self._below, term_s=_TERM_S, kill_s=_KILL_S, reap=procs.reap_children)
+        term_s = 0 if self.outright else _TERM_S
+        ended = procs.end(self._below, term_s=term_s, kill_s=_KILL_S, reap=procs.reap_children)
         if not ended:
             raise OSError("a process of the node cannot be killed")  # the next describe tries again
         self.instance.finish(reason)
@@ -155,8 +164,10 @@ class _Keeper:
         return list({*procs.descendants(self.process.pid), *others})
 
     def _lease_end(self) -> float:
+        lease = self.instance.home / nodes.LEASE
         try:
-            return min(self.hard_cap, int((self.instance.home / nodes.LEASE).read_text()))
+            # anything but a file (a pipe) might never answer
+            return min(self.hard_cap, int(lease.read_text())) if lease.is_file() else self.hard_cap
         except (OSError, ValueError):
             return self.hard_cap
 

@@ -6,7 +6,8 @@
 # LEASE_FILE holds one whole number, the second since boot at which the lease ends; whoever may prolong it replaces the
 # file. A missing file or one with anything else in it changes nothing: the last good number stands. Nothing passes
 # HARD_CAP, a second since boot too. At the end COMMAND powers the machine off; it is repeated until this script is gone
-# with the machine, whatever it answers. MGPU_UPTIME_FILE (for tests) stands in for /proc/uptime.
+# with the machine, whatever it answers: it has to end by itself (`timeout` before one that may hang). POLL_S is 1 or
+# more. MGPU_UPTIME_FILE (for tests) stands in for /proc/uptime.
 set -u
 
 number() { # true for a whole number that sh can calculate with
@@ -15,7 +16,7 @@ number() { # true for a whole number that sh can calculate with
     esac
 }
 
-if [ $# -lt 4 ] || ! number "$2" || ! number "$3"; then
+if [ $# -lt 4 ] || ! number "$2" || ! number "$3" || [ "$3" -eq 0 ]; then
     echo "usage: lease.sh LEASE_FILE HARD_CAP POLL_S COMMAND [ARGUMENT...]" >&2
     exit 2
 fi
@@ -23,14 +24,14 @@ lease_file=$1 end=$2 hard_cap=$2 poll=$3
 shift 3
 
 left() { # sets left: seconds until the end
-    if { read -r lease || [ -n "$lease" ]; } 2>/dev/null <"$lease_file" && number "$lease"; then
+    # a pipe would never answer, and a huge file would keep this script from the clock
+    if [ -f "$lease_file" ] && lease=$(dd if="$lease_file" bs=32 count=1 2>/dev/null) && number "$lease"; then
         end=$((lease < hard_cap ? lease : hard_cap))
     fi
     read -r up _ <"${MGPU_UPTIME_FILE:-/proc/uptime}"
     left=$((end - ${up%%.*}))
 }
 
-lease=
 left
 while [ "$left" -gt 0 ]; do
     sleep $((left < poll ? left : poll))

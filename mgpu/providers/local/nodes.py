@@ -7,6 +7,7 @@
         stopping.json        it was asked to end: when, and why
         stopped.json         everything of it has ended: when, and why
         heartbeat            modification time: the keeper's last sign of life
+        control.json    what the provider does with it, on request: mgpu.providers.local.control
         keeper.log
     <root>/nodes/<id>/       the machine: home, tmp, bin, host_key
 
@@ -24,11 +25,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mgpu_train.agent.layout import LEASE
+
 from mgpu.providers.local import bill, files, procs
 from mgpu.providers.local.procs import Process
 
 USER = "mgpu"
-LEASE = ".mgpu/lease"  # mgpu_train.agent.layout.LEASE; a test holds them together
 # what a node takes over from this machine: how to reach a network and whom to trust; nothing of the operator's own
 _PASSED_ON = (
     "SSL_CERT_FILE",
@@ -144,9 +146,10 @@ class Instance:
         files.replace(self.record / "endpoint.json", {"port": port, "host_key": host_key})
 
     def ask_to_end(self, reason: str) -> float:
-        """Notes that it is to end; returns when that was first asked (UNIX seconds)."""
-        files.claim(self.record / "stopping.json", {"at": time.time(), "reason": reason})
-        return (files.load(self.record / "stopping.json") or {"at": time.time()})["at"]
+        """Notes that it is to end; returns for how many seconds that has been known, whatever the clock was set to."""
+        uptime_s = procs.uptime_s()
+        files.claim(self.record / "stopping.json", {"at": time.time(), "uptime_s": uptime_s, "reason": reason})
+        return uptime_s - (files.load(self.record / "stopping.json") or {}).get("uptime_s", uptime_s)
 
     def end_reason(self) -> str:
         """Why it ended or is ending; empty: nobody has asked it to."""
@@ -157,9 +160,15 @@ class Instance:
         return ""
 
     @property
-    def stopping(self) -> bool:
-        """True once it was asked to end."""
-        return (self.record / "stopping.json").exists()
+    def ending_at(self) -> float | None:
+        """When it was first asked to end, or was found dead (UNIX seconds); None: neither."""
+        data = files.load(self.record / "stopping.json") or files.load(self.record / "stopped.json")
+        return data["at"] if data else None
+
+    @property
+    def made_at(self) -> float:
+        """When its record was made (UNIX seconds)."""
+        return (self.record / "spec.json").stat().st_mtime
 
     def last_words(self) -> str:
         """The last line of its log."""
@@ -201,14 +210,19 @@ class Instance:
         """Processes that carry its mark."""
         return procs.marked().get(self.id, [])
 
+    def forgo(self, reason: str) -> None:
+        """It will never begin, unless it has; nothing of it is ever billed."""
+        if self.claim(Process(0, 0, "")):
+            self.ask_to_end(reason)
+            self.settle()
+
     def terminate(self, reason: str, kill_after_s: float) -> bool:
         """Asks it to end, with SIGKILL once `kill_after_s` seconds have passed since it was first asked. True: gone."""
-        asked_at = self.ask_to_end(reason)
+        asked_s = self.ask_to_end(reason)
         self.claim(Process(0, 0, ""))  # no keeper yet: none will ever come
         keeper = self.keeper()
         if keeper is not None and keeper.begun and keeper.process.alive:
-            late = time.time() - asked_at > kill_after_s
-            keeper.process.send(signal.SIGKILL if late else signal.SIGTERM)
+            keeper.process.send(signal.SIGKILL if asked_s > kill_after_s else signal.SIGTERM)
             keeper.process.send(signal.SIGCONT)
         return self.settle()
 

@@ -4,14 +4,15 @@
 #   poweroff.sh KEEPER_PID KEEPER_START_TICKS INSTANCE GRACE_S
 #
 # The keeper ends its node on SIGTERM. One that does not within GRACE_S seconds, or that is gone already, is not waited
-# for: every process that carries the instance's mark is killed, and last of all lease.sh itself.
+# for: every process that carries the instance's mark is killed, again for those that were being forked meanwhile, and
+# last of all lease.sh itself.
 set -u
 pid=$1 ticks=$2 instance=$3 grace=$4
 
 keeper_lives() { # the same pid is not enough: the start time has to agree
     read -r stat 2>/dev/null <"/proc/$pid/stat" || return 1
     set -- ${stat##*) }
-    [ "$1" != Z ] && [ "${20}" = "$ticks" ]
+    [ "${1:-}" != Z ] && [ "${20:-}" = "$ticks" ]
 }
 
 if keeper_lives; then
@@ -22,9 +23,14 @@ if keeper_lives; then
     done
     if keeper_lives; then kill -KILL "$pid"; fi
 fi
-for environment in $(grep -lsxz "MGPU_INSTANCE=$instance" /proc/[0-9]*/environ); do
-    other=${environment#/proc/}
-    other=${other%/environ}
-    case $other in "$$" | "$PPID") ;; *) kill -KILL "$other" 2>/dev/null ;; esac
+for _ in 1 2 3 4 5; do
+    killed=
+    for environment in $(grep -lsxz "MGPU_INSTANCE=$instance" /proc/[0-9]*/environ); do
+        other=${environment#/proc/}
+        other=${other%/environ}
+        case $other in "$$" | "$PPID") ;; *) kill -KILL "$other" 2>/dev/null && killed=1 ;; esac
+    done
+    [ "$killed" ] || break
+    sleep 1
 done
 kill -KILL "$PPID"

@@ -1,4 +1,7 @@
-"""The provider contract for nodes that are processes of this machine. Everything is known from the files alone."""
+"""The provider contract for nodes that are processes of this machine. Everything is known from the files alone.
+
+Faults can be asked for by control files (mgpu.providers.local.control): `creating` and `unseen` are where they happen.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mgpu import paths
@@ -23,7 +26,7 @@ from mgpu.providers.base import (
     NodeState,
     Offers,
 )
-from mgpu.providers.local import bill, nodes, procs
+from mgpu.providers.local import bill, control, nodes, procs
 from mgpu.providers.local.gangs import REGION, Gang, Gangs
 from mgpu.providers.local.nodes import Instance
 
@@ -48,7 +51,7 @@ class LocalProvider:
         labels="tags",
         idempotent_create=True,
         server_side_kill=False,
-        interruption_notice_s=0,
+        interruption_notice_s=120,
         shared_filesystem=True,
     )
 
@@ -67,12 +70,14 @@ class LocalProvider:
         """Tests that this machine can carry nodes.
 
         Raises:
-            InvalidRequest: it is not Linux, or the nodes' Python is missing or has no torch.
+            InvalidRequest: it is not Linux, the nodes' Python is missing or has no torch, or the control file asks for
+                what there is not.
         """
         if not sys.platform.startswith("linux") or procs.of(os.getpid()) is None:
             raise InvalidRequest(
                 "provider local needs Linux with /proc", f"this is {sys.platform}", "Choose another provider."
             )
+        control.check(self.root)
         _require_torch(_python(self._options))
 
     def offers(self, requirements: Requirements) -> Offers:
@@ -88,9 +93,10 @@ class LocalProvider:
 
         Raises:
             Conflict: the token was used with other parameters.
-            NoCapacity: more nodes than this machine carries.
+            NoCapacity: more nodes than this machine carries, or the control file says that there is none.
             InvalidRequest: the nodes' Python does not exist.
             Transient: a keeper did not start; the same call again goes on from there.
+            AmbiguousCreate: the control file wants the answer lost.
         """
         return self._make(request, offer, token, range(request.requirements.nodes))
 
@@ -104,10 +110,12 @@ class LocalProvider:
 
         Raises:
             InvalidRequest: a node that this machine has no record of; nothing is known about it.
+            Transient: a node that is too new to be known, where the control file wants late answers.
         """
         gangs = Gangs(self.root)
-        gang = gangs.get(handle.token)
-        return FleetState(nodes=tuple(_describe(gangs, gang, rank, name) for rank, name in enumerate(handle.ids)))
+        gang, unseen = gangs.get(handle.token), control.unseen(self.root)
+        states = (_describe(gangs, gang, rank, name, unseen) for rank, name in enumerate(handle.ids))
+        return FleetState(nodes=tuple(states))
 
     def repair(
         self, handle: Handle, missing: tuple[int, ...], request: FleetRequest, offer: Offer, token: str
@@ -144,11 +152,16 @@ class LocalProvider:
             offer=offer,
             python=_python({**self._options, **request.requirements.provider_options}),
         )
-        if gangs.get(token) is None:
+        known = gangs.get(token) is not None
+        if not known:
             self._require_room(len(ranks))
-        gangs.claim(gang)  # from here on it can be found, completed and ended
-        instances = [gangs.instance(gang, name) for name in gang.ids if name]
-        _start([instance for instance in instances if instance is not None and instance.keeper() is None])
+        with control.creating(self.root, known=known) as fault:
+            gangs.claim(gang)  # from here on it can be found, completed and ended
+            made = [gangs.instance(gang, name) for name in gang.ids if name]
+            instances = [instance for instance in made if instance is not None]
+            if fault == "fewer":
+                instances[-1].forgo(control.FEWER)
+            _start([instance for instance in instances if instance.keeper() is None])
         return gang.handle
 
     def _room(self) -> int:
@@ -178,7 +191,7 @@ def _offer(market: BoughtAs, stock: int) -> Offer:
     )
 
 
-def _describe(gangs: Gangs, gang: Gang | None, rank: int, name: str) -> NodeState:
+def _describe(gangs: Gangs, gang: Gang | None, rank: int, name: str, unseen: Callable[[float], bool]) -> NodeState:
     if not name:
         why = "no machine was made for this rank"
         return NodeState(
@@ -191,7 +204,9 @@ def _describe(gangs: Gangs, gang: Gang | None, rank: int, name: str) -> NodeStat
             f"{gangs.root} was made anew, or the node belongs to another machine or user",
             "Run this where the node was made, with the same XDG_STATE_HOME.",
         )
-    phase, spec, keeper, endpoint = _phase(instance), instance.spec(), instance.keeper(), instance.endpoint()
+    if unseen(instance.made_at):
+        raise Transient(f"provider local knows no node {name} yet", "it was made just now", "Ask again.")
+    phase, spec, keeper, endpoint = _phase(instance, unseen), instance.spec(), instance.keeper(), instance.endpoint()
     port, host_key = endpoint if endpoint and phase is NodePhase.RUNNING else (22, "")
     return NodeState(
         rank=rank,
@@ -204,15 +219,14 @@ def _describe(gangs: Gangs, gang: Gang | None, rank: int, name: str) -> NodeStat
         private_address="127.0.0.1",
         price_usd_per_hour=spec.price_usd_per_hour,
         hard_cap_at=keeper.at + spec.hard_cap_s if keeper and keeper.begun else 0,
-        reason=instance.end_reason(),
+        reason=instance.end_reason() if phase in (NodePhase.STOPPING, NodePhase.TERMINATED) else "",
     )
 
 
-def _phase(instance: Instance) -> NodePhase:
-    if instance.settle():
-        return NodePhase.TERMINATED
-    if instance.stopping:
-        return NodePhase.STOPPING
+def _phase(instance: Instance, unseen: Callable[[float], bool]) -> NodePhase:
+    gone, ending_at = instance.settle(), instance.ending_at
+    if ending_at is not None and not unseen(ending_at):
+        return NodePhase.TERMINATED if gone else NodePhase.STOPPING
     return NodePhase.RUNNING if instance.endpoint() else NodePhase.PENDING
 
 
