@@ -245,6 +245,7 @@ class Trainer:
         resumed = self.progress.step if self.folders.resume else None
         self.metrics.write(
             "start",
+            attempt=self.job.attempt,
             steps=self.config.steps,
             world_size=self.place.world_size,
             unigram_entropy=round(unigram, 4),

@@ -1,17 +1,22 @@
-"""What all phases of an attempt share: its job and paths, its log, its status, its lease, and the request to stop."""
+"""What all phases of an attempt share: its job and paths, its log, its status, its lease, and what may end it early."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mgpu_train.agent.budget import NOTHING, Going, Need, going
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.lease import Lease
 from mgpu_train.agent.log import Log, clean, hide
+from mgpu_train.agent.notices import NoticeFile, Notices
 from mgpu_train.agent.report import Report
-from mgpu_train.agent.status import Phase
+from mgpu_train.agent.status import Fault, Notice, Phase
 from mgpu_train.config import Job, Secrets
+
+_EARLY_S = 5.0  # before a save would no longer fit into the lease: a pass may come late
 
 
 class StopRequests:
@@ -36,10 +41,14 @@ class Attempt:
         self.times = job.timeouts
         self.log = Log(Path(layout.log))
         self.report = Report(job, layout)
-        lease = Path(layout.home) / job.lease_file if job.lease_file else None
+        home = Path(layout.home)
+        lease = home / job.lease_file if job.lease_file else None
         self._lease = Lease(lease, lease_s=self.times.lease_s, renew_s=self.times.lease_renew_s)
         self._lease_problem = ""
         self._alive = False
+        self._notices = Notices(NoticeFile(home / job.notice_file) if job.notice_file else None, self.say)
+        self.going: Going | None = None  # set when it is known that this machine goes
+        self.need: Callable[[], Need] = lambda: NOTHING  # what a save takes, while there is something to save
 
     @property
     def work(self) -> Path:
@@ -64,19 +73,38 @@ class Attempt:
         self.report.enter(phase, **changes)
 
     def tick(self, *, alive: bool = True, **changes: Any) -> None:
-        """One pass: beats, and renews the lease if there was a sign of life since it was renewed last.
+        """One pass: beats, looks for a notice, and renews the lease if there was a sign of life since the last time.
 
         Phases that have a deadline of their own are alive until then; training lives by its progress alone.
         """
-        self.report.beat(**changes)
+        if (warned := self._notices.poll()) is not None:
+            self._goes(Fault.PROVIDER, "the provider takes this machine", warned.action, warned.left_s)
         self._alive = self._alive or alive
         try:
             if self._alive and self._lease.renew():
                 self._alive = False
         except OSError as error:
-            if str(error) != self._lease_problem:
-                self._lease_problem = str(error)
-                self.say(f"the lease cannot be renewed: {error}")
+            self._not_renewed(error)
+        self.report.beat(**changes)
+
+    def _not_renewed(self, error: OSError) -> None:
+        """The lease that stands will end the machine: in time for a last save that is a notice like any other."""
+        if str(error) != self._lease_problem:
+            self._lease_problem = str(error)
+            self.say(f"the lease cannot be renewed: {error}")
+        left_s, wanted = self._lease.left_s(), self.need()
+        enough_s = wanted.save_s + wanted.upload_s + _EARLY_S
+        if self.going is None and left_s is not None and left_s <= enough_s:
+            why = f"the lease cannot be renewed ({error.strerror or error}), and ends this machine"
+            self._goes(Fault.INFRASTRUCTURE, why, "terminate", left_s)
+
+    def _goes(self, fault: Fault, why: str, action: str, left_s: float) -> None:
+        now, grace_s = time.monotonic(), self.times.stop_grace_s
+        if self.going is not None and self.going.at <= now + left_s:
+            return
+        self.going = going(fault, why, now=now, left_s=left_s, wanted=self.need(), grace_s=grace_s)
+        self.say(self.going.reason)
+        self.report.beat(notice=Notice(action=action, at=round(time.time() + left_s, 3), fits=self.going.fits))
 
     def public(self, text: str) -> str:
         """The text without the secrets of the run and of the store."""

@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mgpu_train.agent.budget import Going
 from mgpu_train.agent.log import peer_lost
 from mgpu_train.agent.status import Fault
 from mgpu_train.config import Job
@@ -30,6 +31,11 @@ class Cause:
     since: float
     grace_s: float
 
+    @property
+    def outside(self) -> bool:
+        """True when it is not about what the program does: one that finishes all the same has finished."""
+        return self.grace_s > 0 or self.fault in (Fault.STOPPED, Fault.PROVIDER)
+
 
 class Act(StrEnum):
     """What is done to the launcher."""
@@ -48,6 +54,7 @@ class Watched:
     progress: float | None = None  # when progress was last seen
     asked: float | None = None  # when a stop was first asked for
     asked_now: bool = False  # ... without grace
+    going: Going | None = None  # this machine goes
     fenced: str | None = None  # a newer attempt was met at the commit log
     resumed_step: int = -1  # what the attempt went on from; -1: from zero
     saved_step: int = -1  # newest finished on local disk
@@ -60,6 +67,7 @@ def look(seen: Watched, times: Timeouts) -> tuple[Act, Cause | None]:
     if cause is None:
         return Act.WATCH, None
     over = seen.asked_now or seen.now >= cause.since + cause.grace_s
+    over = over or (seen.going is not None and seen.now >= seen.going.save_by)
     return (Act.KILL if over else Act.TERMINATE), cause
 
 
@@ -68,11 +76,19 @@ def asked_to_stop(asked: float, times: Timeouts) -> Cause:
     return Cause(Fault.STOPPED, "the operator asked to stop", asked, times.stop_grace_s)
 
 
+def gone(going: Going, now: float, times: Timeouts) -> Cause:
+    """The end of a machine that goes. A save that does not fit is not begun: the steps since the last one are lost
+    anyway, and the repair begins the sooner."""
+    return Cause(going.fault, going.reason, now, times.stop_grace_s if going.fits else 0)
+
+
 def _cause(seen: Watched, times: Timeouts) -> Cause | None:
     if seen.fenced is not None:
         return Cause(Fault.INFRASTRUCTURE, f"this attempt is over: {seen.fenced}", seen.now, 0)
     if seen.asked is not None:
         return asked_to_stop(seen.asked, times)
+    if seen.going is not None:
+        return gone(seen.going, seen.now, times)
     if (why := _went_back(seen.saved_step, seen.resumed_step)) is not None:
         return Cause(Fault.USER, why, seen.now, 0)
     if seen.progress is None and seen.now - seen.launched > times.first_step_s:
@@ -108,7 +124,7 @@ def verdict(job: Job, end: Ended) -> AttemptFailed | None:
     """How the attempt ended on this node; None: DONE."""
     # torchrun exits 1 after a clean stop, and a program may finish while it is asked to stop: believe its own word
     finished = end.exit_code == 0 and end.said == "done"
-    if end.cause is not None and not (end.cause.fault is Fault.STOPPED and finished):
+    if end.cause is not None and not (end.cause.outside and finished):
         return AttemptFailed(end.cause.fault, end.cause.reason)
     if end.exit_code != 0:
         return _exited(job, end)
@@ -117,7 +133,10 @@ def verdict(job: Job, end: Ended) -> AttemptFailed | None:
         return AttemptFailed(Fault.INFRASTRUCTURE, why)
     if job.checkpoint is None or not has_part(job):
         return None
-    return _durable(job, end)
+    failure = _durable(job, end)
+    if failure is not None and end.cause is not None and end.cause.fault is Fault.PROVIDER:
+        return AttemptFailed(end.cause.fault, f"{end.cause.reason}; {failure.reason}")
+    return failure
 
 
 def has_part(job: Job) -> bool:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_train.agent.attempt import Attempt
+from mgpu_train.agent.decide import AttemptFailed
+from mgpu_train.agent.log import clean
 from mgpu_train.agent.uploads import Announced, DepotError, NewerAttempt
-from mgpu_train.checkpoint.commitlog import Fenced
+from mgpu_train.checkpoint.commitlog import CommitLog, Fenced
 from mgpu_train.checkpoint.manifest import checkpoint_id
 from mgpu_train.checkpoint.retention import prune
 from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
@@ -21,6 +23,7 @@ from mgpu_train.store import NotFound, Store, StoreError, Unavailable, open_stor
 _MAX_ANNOUNCEMENT = 1024  # bytes
 _MAX_META = 4096  # bytes
 _MAX_META_VALUES = 64
+_MAX_REASON = 500  # characters
 
 
 class StoreDepot:
@@ -81,6 +84,23 @@ class StoreDepot:
         """Keeps the newest `keep_last` committed checkpoints."""
         with self._translated() as store:
             prune(store, self._job.run_id, self._target.keep_last)
+
+    def end(self, failure: AttemptFailed | None) -> None:
+        """Writes into the commit log how the attempt ended; None: it is done. What it says holds no secret.
+
+        Raises:
+            DepotError: it could not be written.
+            NewerAttempt: another attempt has begun: this one has no say any more.
+        """
+        job, fault = self._job, str(failure.fault) if failure else None
+        reason = clean(self._attempt.public(failure.reason), _MAX_REASON) if failure else None
+        with self._translated() as store:
+            try:
+                CommitLog(store, job.run_id).end(
+                    job.attempt, job.writer, succeeded=failure is None, fault=fault, reason=reason
+                )
+            except Fenced as error:
+                raise NewerAttempt(str(error)) from error
 
     @property
     def _key(self) -> str:

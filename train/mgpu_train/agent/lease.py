@@ -35,3 +35,10 @@ class Lease:
         aside.replace(self._path)
         self._renewed = now
         return True
+
+    def left_s(self) -> float | None:
+        """Seconds until the lease that stands ends the machine; None: there is none, or it cannot be read."""
+        try:
+            return int(self._path.read_text()) - self._uptime() if self._path else None
+        except (OSError, ValueError):
+            return None if self._renewed is None else self._renewed + self._lease_s - self._uptime()

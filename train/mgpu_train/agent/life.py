@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from mgpu_train.agent import launcher, procs
 from mgpu_train.agent.attempt import Attempt
-from mgpu_train.agent.decide import AttemptFailed, Ended, asked_to_stop, has_part, verdict
+from mgpu_train.agent.decide import AttemptFailed, Ended, asked_to_stop, gone, has_part, verdict
 from mgpu_train.agent.depot import StoreDepot
 from mgpu_train.agent.folders import clear_local
 from mgpu_train.agent.launcher import Launch
@@ -29,6 +29,8 @@ from mgpu_train.agent.watch import Watch
 from mgpu_train.config import CheckpointTarget
 
 T = TypeVar("T")
+
+_HASTE_S = 1.0  # for the last word into the commit log, where somebody waits for the end and knows it
 
 
 def live(attempt: Attempt) -> None:
@@ -43,6 +45,8 @@ def live(attempt: Attempt) -> None:
         failure = AttemptFailed(Fault.INFRASTRUCTURE, f"the agent failed: {type(error).__name__}: {error}")
     if not launcher.kill_below(attempt.times.kill_s):
         attempt.say("some processes of this attempt could not be killed")
+    if attempt.job.checkpoint is not None and attempt.job.node_rank == 0:
+        _last_word(attempt, attempt.job.checkpoint, failure)
     if failure is None:
         attempt.enter(Phase.DONE)
     else:
@@ -63,6 +67,8 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
         wanted = job.resume
         resumed_step = aside(attempt, lambda: resume(attempt, wanted), times.resume_s, late)
     clear_local(attempt)
+    attempt.tick()
+    _check_early_end(attempt)
     attempt.enter(Phase.LAUNCHING)
     uploads = _uploads(attempt, job.checkpoint, resumed_step) if job.checkpoint and has_part(job) else None
     try:
@@ -82,8 +88,21 @@ def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str)
     """Runs `work` in a thread of its own while this one passes; a thread that is given up ends with the agent.
 
     Raises:
-        AttemptFailed: a stop was asked for, or the deadline is over; what `work` raises is raised again.
+        AttemptFailed: a stop was asked for, the machine goes, or the deadline is over; what `work` raises is raised
+            again.
     """
+    end = time.monotonic() + deadline_s
+    future = _begin(work)
+    while not wait([future], timeout=attempt.times.poll_s).done:
+        _check_early_end(attempt)
+        if time.monotonic() > end:
+            raise AttemptFailed(Fault.INFRASTRUCTURE, late.format(deadline_s))
+        attempt.tick()
+    return future.result()
+
+
+def _begin(work: Callable[[], T]) -> Future[T]:
+    """Runs `work` in a thread of its own, which ends with the agent."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -92,15 +111,19 @@ def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str)
         except BaseException as error:  # noqa: BLE001 - raised again on the thread that waits
             future.set_exception(error)
 
-    end = time.monotonic() + deadline_s
-    threading.Thread(target=run, daemon=True).start()
-    while not wait([future], timeout=attempt.times.poll_s).done:
-        if attempt.stop.asked is not None:
-            raise AttemptFailed(Fault.STOPPED, "the operator asked to stop before the launcher was started")
-        if time.monotonic() > end:
-            raise AttemptFailed(Fault.INFRASTRUCTURE, late.format(deadline_s))
-        attempt.tick()
-    return future.result()
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    except RuntimeError as error:  # the system has none left
+        future.set_exception(error)
+    return future
+
+
+def _check_early_end(attempt: Attempt) -> None:
+    """Raises AttemptFailed when the attempt need not launch any more."""
+    if attempt.stop.asked is not None:
+        raise AttemptFailed(Fault.STOPPED, "the operator asked to stop before the launcher was started")
+    if attempt.going is not None:
+        raise AttemptFailed(attempt.going.fault, attempt.going.reason)
 
 
 def _uploads(attempt: Attempt, target: CheckpointTarget, resumed_step: int) -> Uploads:
@@ -125,19 +148,55 @@ def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFa
     attempt.enter(Phase.DRAINING, exit_code=ended.exit_code, **known)
     if uploads is None:
         return _judge(attempt, ended)
-    # a peer may be slow: when all went well, nothing is given up before the deadline
-    uploads.drain(attempt.times.peers_s if certain else attempt.times.drain_s)
-    end = time.monotonic() + attempt.times.drain_s
-    while not uploads.ended(attempt.times.poll_s) and time.monotonic() < end:
-        attempt.tick(checkpoint=uploads.status)
+    _finish(attempt, uploads, certain)
     status = uploads.status
     attempt.tick(checkpoint=status)
     durable = status.committed_step if attempt.job.node_rank == 0 else status.uploaded_step
-    return _judge(attempt, replace(ended, durable_step=durable, problem=status.problem))
+    failure = _judge(attempt, replace(ended, durable_step=durable, problem=status.problem))
+    if failure is not None and certain is None and attempt.stop.now:
+        return AttemptFailed(Fault.STOPPED, f"the operator did not wait for the uploads: {failure.reason}")
+    return failure
+
+
+def _finish(attempt: Attempt, uploads: Uploads, certain: AttemptFailed | None) -> None:
+    """Waits until the uploads are through; not longer than the deadline, the machine or an operator in haste allows."""
+    times, begin = attempt.times, time.monotonic()
+    # a peer may be slow: when all went well, nothing is given up before the deadline
+    patience_s = times.peers_s if certain else times.drain_s
+    end = begin + times.drain_s
+    if certain is not None and attempt.going is not None:
+        end = min(end, attempt.going.at)
+        patience_s = min(patience_s, max(0.0, end - begin))
+    uploads.drain(patience_s)
+    hurried = False
+    while True:
+        if attempt.stop.now and not hurried:
+            hurried, end = True, min(end, time.monotonic() + times.stop_grace_s)
+            uploads.hurry()
+        if uploads.ended(times.poll_s) or time.monotonic() >= end:
+            return
+        attempt.tick(checkpoint=uploads.status)
 
 
 def _judge(attempt: Attempt, ended: Ended) -> AttemptFailed | None:
     # ranks agree to stop: those of a peer that was asked first may end this node's before the request is seen here
-    if ended.cause is None and (ended.exit_code, ended.said) == (0, "stopped") and attempt.stop.asked is not None:
-        ended = replace(ended, cause=asked_to_stop(attempt.stop.asked, attempt.times))
+    if ended.cause is None and (ended.exit_code, ended.said) == (0, "stopped"):
+        if attempt.stop.asked is not None:
+            ended = replace(ended, cause=asked_to_stop(attempt.stop.asked, attempt.times))
+        elif attempt.going is not None:
+            ended = replace(ended, cause=gone(attempt.going, time.monotonic(), attempt.times))
     return verdict(attempt.job, ended)
+
+
+def _last_word(attempt: Attempt, target: CheckpointTarget, failure: AttemptFailed | None) -> None:
+    """Node 0 writes into the commit log how the attempt ended: what is left to read when the machines are gone."""
+    written = _begin(lambda: StoreDepot(attempt, target).end(failure))
+    begin = time.monotonic()
+    while not wait([written], timeout=min(attempt.times.poll_s, _HASTE_S)).done:
+        limit_s = _HASTE_S if attempt.stop.now else attempt.times.store_retry_s
+        if time.monotonic() > begin + limit_s:
+            attempt.say(f"the end is not in the commit log: the store did not answer within {limit_s:g} s")
+            return
+        attempt.tick()
+    if (error := written.exception()) is not None:
+        attempt.say(f"the end is not in the commit log: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 _PIECE = 1 << 20  # bytes that are in memory at a time
 _LONGEST = 1 << 16  # bytes of one line; a longer one is no metric
+_RECENT = 5  # what the last ones took says what the next one takes
 
 
 class MetricsTail:
@@ -52,25 +54,38 @@ class Progress:
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {"step": -1}
         self.ended: str | None = None  # the program's own word: "done" or "stopped"
+        self.stalls: deque[float] = deque(maxlen=_RECENT)  # seconds that recent saves stalled training
+        self._steps: deque[float] = deque(maxlen=_RECENT)  # seconds that recent steps took
+        self._t: float | None = None  # of the newest line, UNIX seconds
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes at most, of late; 0: none was seen."""
+        return max(self._steps, default=0.0)
 
     def take(self, record: dict[str, Any]) -> bool:
         """Folds one line in; True: a new optimizer step, which is progress."""
-        kind = record.get("kind")
+        kind, before, self._t = record.get("kind"), self._t, _number(record.get("t"))
         if kind == "step":
-            return self._step(record)
+            return self._step(record, before)
         if kind == "validation" and (loss := _number(record.get("loss"))) is not None:
             step = record.get("step")
             self.fields |= {"validation_loss": loss, "validation_step": step if type(step) is int else -1}
             self.fields.setdefault("first_validation_loss", loss)
+        elif kind == "checkpoint" and (stall_s := _number(record.get("stall_s"))) is not None:
+            self.stalls.append(stall_s)
         elif kind == "end":
             self.ended = str(record.get("reason"))
         return False
 
-    def _step(self, record: dict[str, Any]) -> bool:
+    def _step(self, record: dict[str, Any], before: float | None) -> bool:
         step = record.get("step")
         if type(step) is not int or step < self.fields["step"]:
             return False
         new = step > self.fields["step"]
+        if new and self._t is not None and before is not None:
+            steps = step - self.fields["step"] if self.fields["step"] >= 0 else 1
+            self._steps.append(max(0.0, self._t - before) / steps)
         self.fields["step"] = step
         if type(record.get("steps")) is int:
             self.fields["steps"] = record["steps"]

@@ -99,6 +99,7 @@ class Uploads:
         self._say, self._clock = say, clock
         self._pause = pause or self._wait
         self._draining = threading.Event()
+        self._hurried = threading.Event()
         self._patience_s = times.peers_s
         self._lock = threading.Lock()  # of what follows
         self._looking = threading.Lock()  # both threads look and delete, one at a time
@@ -106,6 +107,8 @@ class Uploads:
         self._seen: set[int] = set()
         self._taken = max(-1, resumed_step - 1)
         self._in_flight: int | None = None
+        self._began: float | None = None  # when the one in flight was taken
+        self._took_s: float | None = None  # what the last one took
         self._thread = threading.Thread(target=self.run, name="uploads", daemon=True)
         self.fenced: str | None = None
 
@@ -122,6 +125,18 @@ class Uploads:
         """
         self._patience_s = patience_s
         self._draining.set()
+
+    def hurry(self) -> None:
+        """After `drain`: other nodes keep this one waiting no more. Everything is looked at, and tried, once more."""
+        self._hurried.set()
+
+    def expect_s(self) -> float | None:
+        """Seconds that one more save would take from its name to the store: what the last one took, and what is left
+        of the one in flight. None: not known."""
+        began, took_s = self._began, self._took_s
+        if took_s is None or began is None:
+            return took_s
+        return took_s + max(0.0, began + took_s - self._clock())
 
     def ended(self, wait_s: float) -> bool:
         """Waits so long; True when everything is done."""
@@ -176,22 +191,25 @@ class Uploads:
             self._insist("announcing the end", lambda: self._depot.announce(end), tries=5)
 
     def _follow(self) -> None:
-        patience: float | None = None
+        since: float | None = None  # when it began to wait for node 0
         while True:
-            draining = self._draining.is_set()
+            draining, last = self._draining.is_set(), self._hurried.is_set()  # before the look: haste leaves one more
             newest = self.look()
             said = self._announced() if newest > self._taken else None
             # node 0 may be ahead: what it asks for is finished here soon, unless nothing more comes
             if said is not None and self._taken < said.step and (said.step <= newest or draining):
                 self._take(said.step, said.final)
-                patience = None
+                since = None
                 continue
             if draining and (newest <= self._taken or (said is not None and said.final)):
                 return
             if draining:
-                patience = patience or self._clock() + self._patience_s
-                if self._clock() > patience:
-                    self._trouble(f"node 0 has not asked for step-{newest} within {self._patience_s:g} s")
+                since = self._clock() if since is None else since
+                waited_s = self._clock() - since
+                if last or waited_s > self._patience_s:
+                    self._trouble(
+                        f"node 0 has not asked for step-{newest} within {min(waited_s, self._patience_s):.3g} s"
+                    )
                     return
             self._pause(self._times.poll_s)
 
@@ -207,11 +225,13 @@ class Uploads:
             skipped = sum(self._taken < seen < step for seen in self._seen)
         with self._looking:
             self._taken, self._in_flight = step, step
+        self._began = self._clock()
         self._note(skipped=self._status.skipped + skipped)
         path = dict(finished(self._folder)).get(step)
         try:
             done = path is not None and self._bring(step, path, final)
         finally:
+            self._began = None
             self.look()
             with self._looking:
                 self._in_flight = None
@@ -230,26 +250,37 @@ class Uploads:
             return False
         self._note(uploaded_step=step)
         self._say(f"checkpoint {name}: uploaded")
-        return not self._leads or self._commit(step)
+        if self._leads:
+            return self._commit(step)
+        self._measure()
+        return True
 
     def _commit(self, step: int) -> bool:
         """Commits as soon as all parts are there. What keeps a newer save waiting gets `peers_s`, also in the drain."""
         begin = self._clock()
         found: list[str | None] = []
-        while self._insist(f"committing step-{step}", lambda: found.append(self._depot.commit(step))):
+        while True:
+            last = self._hurried.is_set()  # before the look: haste leaves one more
+            if not self._insist(f"committing step-{step}", lambda: found.append(self._depot.commit(step))):
+                return False
             if (checkpoint_id := found[-1]) is not None:
                 self._note(committed_step=step, committed_id=checkpoint_id)
+                self._measure()
                 self._say(f"checkpoint step-{step}: committed as {checkpoint_id}")
                 self._prune()
                 return True
             newer = step < self.look()
             patience_s = self._times.peers_s if newer else self._patience_s
-            if self._clock() > begin + patience_s:
-                self._trouble(f"step-{step}: other nodes' parts are missing after {patience_s:g} s")
+            if last or self._clock() > begin + patience_s:
+                waited_s = min(patience_s, self._clock() - begin)
+                self._trouble(f"step-{step}: other nodes' parts are missing after {waited_s:.3g} s")
                 if newer or self._draining.is_set():  # else there is nothing better to do than to wait on
                     return False
             self._pause(self._times.poll_s)
-        return False
+
+    def _measure(self) -> None:
+        if self._began is not None:
+            self._took_s = self._clock() - self._began
 
     def _prune(self) -> None:
         try:
@@ -269,7 +300,7 @@ class Uploads:
                 self._trouble(f"{doing}: {error}")
                 refusals += not error.passing
             tries = None if tries is None else tries - 1
-            if tries == 0 or refusals >= _REFUSALS or self._taken < self.look():
+            if tries == 0 or refusals >= _REFUSALS or self._taken < self.look() or self._hurried.is_set():
                 return False
             self._pause(wait * random.uniform(0.5, 1.0))
             wait = min(2 * wait, longest)
@@ -285,8 +316,5 @@ class Uploads:
             self._status = self._status.model_copy(update=changes)
 
     def _wait(self, seconds: float) -> None:
-        """Waits, and not longer than until the drain begins."""
-        if self._draining.is_set():
-            time.sleep(seconds)
-        else:
-            self._draining.wait(seconds)
+        """Waits, and not longer than until the drain begins, or haste."""
+        (self._hurried if self._draining.is_set() else self._draining).wait(seconds)

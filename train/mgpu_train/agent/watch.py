@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from mgpu_train.agent.attempt import Attempt
+from mgpu_train.agent.budget import NOTHING, Need, need
 from mgpu_train.agent.decide import Act, Cause, Ended, Watched, look
 from mgpu_train.agent.launcher import Launch, Launcher
 from mgpu_train.agent.log import last_words
@@ -30,6 +31,13 @@ class Watch:
         self._cause: Cause | None = None
         self._warned = False
 
+    def _need(self) -> Need:
+        """What a last save would take now. What another node uploads does not depend on this machine."""
+        if self._attempt.job.checkpoint is None:
+            return NOTHING
+        upload_s = self._uploads.expect_s() if self._uploads else 0.0
+        return need(self._metrics.stalls, self._metrics.step_s, upload_s)
+
     def run(self, launch: Launch) -> Ended:
         """Starts the launcher and returns when it, and everything that it started, has ended.
 
@@ -41,12 +49,14 @@ class Watch:
         launched = time.monotonic()
         if self._uploads is not None:
             self._uploads.start()
+        self._attempt.need = self._need
         while (code := launcher.poll()) is None:
             self._act(launcher, launched)
             self._pass()
             time.sleep(self._attempt.times.poll_s)
         launcher.kill(self._attempt.times.kill_s)  # survivors: ranks whose launcher died before them
         self._pass()
+        self._attempt.need = lambda: NOTHING  # what was saved is on disk
         return Ended(
             exit_code=code,
             last_words=last_words(self._attempt.log, begin),
@@ -64,6 +74,7 @@ class Watch:
             progress=self._progress,
             asked=stop.asked,
             asked_now=stop.now,
+            going=self._attempt.going,
             fenced=self._uploads.fenced if self._uploads else None,
             resumed_step=self._resumed,
             saved_step=self._saved,

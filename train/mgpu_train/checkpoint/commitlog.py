@@ -192,7 +192,8 @@ class CommitLog:
         ids = tuple(sorted(checkpoint_ids))
         for _ in range(_TRIES):
             log = self.read()
-            newest = max((entry.attempt for entry in log if not isinstance(entry, Unreadable)), default=1)
+            newest = max((entry.attempt for entry in log if not isinstance(entry, Unreadable)), default=0)
+            newest = max(newest, 1)  # a supervisor may have been there before any attempt
             entry = PrunedEntry(seq=len(log), attempt=newest, writer=writer, at=self._clock(), checkpoint_ids=ids)
             if self._append(entry):
                 return entry
