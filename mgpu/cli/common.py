@@ -121,7 +121,10 @@ def finish(console: Console, outcome: Outcome) -> int:
     if outcome.left:
         if console.as_json:
             console.data(result_of(record))
-        _left(console, record)
+        if outcome.error is not None:  # another supervisor has it
+            console.error(outcome.error)
+        else:
+            _left(console, record)
         return outcome.exit_code
     if console.as_json:
         console.data(result_of(record))
@@ -213,7 +216,7 @@ def result_of(record: Record) -> dict[str, Any]:
     """A run as JSON."""
     from dataclasses import asdict
 
-    return {key: value for key, value in asdict(record).items() if key != "writer"}
+    return {key: value for key, value in asdict(record).items() if key not in ("writer", "supervisor")}
 
 
 def next_lines(record: Record, *, resume: bool = False) -> list[str]:

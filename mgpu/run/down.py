@@ -8,6 +8,7 @@ from mgpu.errors import (
     InputError,
     Interrupted,
 )
+from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.run.finish import final_state, remembered
 from mgpu.run.record import Record, State, busy, load, save, supervising
@@ -20,10 +21,11 @@ def down(record: Record, context: Context) -> Record:
     Raises:
         InputError: the run is supervised, another run uses its fleet, or the machines are not mgpu's.
     """
-    with supervising(record.run_id) as free:
-        if not free:
+    with supervising(record.run_id) as token:
+        if not token:
             raise busy(record.run_id)
         record = load(record.run_id)
+        record.supervisor = token
         fleet = StackOutput.model_validate(record.fleet) if record.fleet else None
         if fleet is not None:
             require_ours(record.stack, fleet)
@@ -35,14 +37,22 @@ def down(record: Record, context: Context) -> Record:
             record.to(State.TEARDOWN)
             if record.verdict is None:
                 record.reason, record.verdict = "its machines were given back by `mgpu down`", Interrupted.exit_code
-        save(record)
-        give_back_fleet(stack_of(record, context), record.provider, fleet, context, remove=record.own_stack)
+        _save(record, context)
+        stack = stack_of(record, context)
+        give_back_fleet(stack, record.provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
         record.teardown = "confirmed"
         if not record.state.final:
             record.exit_code = record.verdict
             record.to(final_state(remembered(record)))
-        save(record)
+        _save(record, context)
         return record
+
+
+def _save(record: Record, context: Context) -> None:
+    try:
+        save(record)
+    except OSError as error:  # a full disk of this machine keeps no machine alive
+        context.emit(Warned(f"the record of run {record.run_id} cannot be written: {error.strerror or error}"))
 
 
 def stack_down(project: Path, name: str, context: Context) -> None:

@@ -18,13 +18,14 @@ from mgpu.errors import (
     RemoteError,
     StackError,
     Stopped,
+    TakenOver,
     TeardownIncomplete,
     TrainingFailed,
 )
 from mgpu.events import Note, Warned
 from mgpu.iac.engine import Stack
 from mgpu.iac.outputs import StackOutput
-from mgpu.run.record import Record, State, save
+from mgpu.run.record import Record, State
 from mgpu.run.session import Session
 from mgpu.run.stacks import Context, give_back_fleet
 from mgpu.run.supervise import Ended
@@ -32,7 +33,8 @@ from mgpu.run.supervise import Ended
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `error` is None for success; `left`: it goes on without a supervisor."""
+    """How a run ended. `error` is None for success; `left`: it goes on without this supervisor, because the user wants
+    that, or (`error`) because another one has it."""
 
     record: Record
     error: MgpuError | None = None
@@ -52,14 +54,23 @@ Result = Ended | MgpuError | None  # None: remembered as a success
 def conclude(session: Session, stack: Stack, teardown: str, body: Callable[[], Result]) -> Outcome:
     """Runs `body`, and ends the run as its result says; `teardown` is the run file's.
 
+    A supervisor whose run another one has taken over writes and ends nothing more.
+
     Raises:
         Exception: a bug, after what it had made was undone.
     """
     try:
+        return _concluded(session, stack, teardown, body)
+    except TakenOver as error:
+        return Outcome(session.record, error, left=True)
+
+
+def _concluded(session: Session, stack: Stack, teardown: str, body: Callable[[], Result]) -> Outcome:
+    try:
         return _finish(session, stack, teardown, _guarded(session, body))
     except KeyboardInterrupt:  # a second signal: the engine goes on by itself
-        session.journal.append("left", state=str(session.record.state))
-        save(session.record)
+        session.log("left", state=str(session.record.state))
+        session.save()
         return Outcome(session.record, left=True)
 
 
@@ -67,13 +78,14 @@ def _guarded(session: Session, body: Callable[[], Result]) -> Result:
     try:
         return body()
     except MgpuError as error:
-        session.journal.append("error", what=error.what)
+        session.require_mine()  # what failed may have failed because another process acts on it
+        session.log("error", what=error.what)
         if session.asked_to_end:
             return Interrupted("interrupted", error.what, "`mgpu ls` shows what is billed now.")
         return error
     except Exception as bug:
         run_id = session.record.run_id
-        session.journal.append("bug", what=type(bug).__name__)
+        session.log("bug", what=type(bug).__name__)
         if session.record.state is State.PROVISIONING:  # nothing trains yet: undone like any other failure
             return _Bug(bug)
         go_on = f"`mgpu attach {run_id}` takes it over, `mgpu stop {run_id}` ends it"
@@ -83,9 +95,10 @@ def _guarded(session: Session, body: Callable[[], Result]) -> Result:
 
 def _finish(session: Session, stack: Stack, teardown: str, result: Result) -> Outcome:
     record = session.record
+    session.require_mine()
     if isinstance(result, Ended) and result.left:
         session.emit(Note("left running"))
-        save(record)
+        session.save()
         return Outcome(record, left=True)
     if isinstance(result, Ended):
         record.fault = str(result.fault) if result.fault else None
@@ -99,6 +112,8 @@ def _close(session: Session, stack: Stack, teardown: str, error: MgpuError | Non
     record.reason = error.what if error else ""
     try:
         _teardown(session, stack, teardown)
+    except TakenOver:
+        raise
     except TeardownIncomplete as incomplete:
         error = incomplete
     except (MgpuError, OSError) as failure:
@@ -147,26 +162,59 @@ def _incomplete(record: Record, failure: Exception) -> TeardownIncomplete:
     )
 
 
+_BLAME = {
+    Fault.USER: "The cause is the program, or what it needs; the machines are not.",
+    Fault.INFRASTRUCTURE: "The machines or the store are at fault, the program is not.",
+    Fault.PROVIDER: "The provider took the machine; the program is not at fault.",
+}
+_CURE = {
+    Fault.USER: "once it is mended, go on from there",
+    Fault.INFRASTRUCTURE: "go on from there",
+    Fault.PROVIDER: "go on from there, later or with another market, GPU or region in the run file",
+}
+
+
 def _error(record: Record, result: Result) -> MgpuError | None:
-    if not isinstance(result, Ended):
+    run, safe, again = f"run {record.run_id}", _safe(record), _again(record)
+    if isinstance(result, MgpuError):
+        if record.recoveries and not isinstance(result, Interrupted):  # a repair that could not be made
+            result.why = "\n".join(filter(None, (result.why, _tries(record), safe)))
+            result.next_step = "\n".join(filter(None, (result.next_step, again)))
         return result
-    kept = f"The newest committed checkpoint is step {record.checkpoint_step}." if record.checkpoint_id else ""
-    go_on = f"mgpu launch{record.file_argument} --resume {record.run_id}"
-    again = f"Go on from it with `{go_on}`." if record.checkpoint_id else ""
-    if result.succeeded:  # it may have ended by itself while it was asked to stop
+    if result is None or result.succeeded:  # it may have ended by itself while it was asked to stop
         return None
     if result.stopped_by == "deadline":
-        return Stopped(f"run {record.run_id} stopped at its hard cap (max_hours)", kept, again)
+        return Stopped(f"{run} stopped at its hard cap (max_hours)", safe, again)
     if result.stopped_by == "user":
-        return Interrupted(f"run {record.run_id} was stopped", kept, again)
-    why = {
-        Fault.USER: "The cause is the program, or what it needs; the machines are not.",
-        Fault.INFRASTRUCTURE: "The machines or the store are at fault.",
-    }
-    because = why.get(result.fault, "") if result.fault else ""
+        return Interrupted(f"{run} was stopped", safe, again)
+    blame = _BLAME.get(result.fault, "") if result.fault else ""
+    cure = _CURE.get(result.fault, "") if result.fault and record.checkpoint_id else ""
+    steps = f"; {cure}: `{_command(record)}`" if cure else ""
     return TrainingFailed(
-        f"run {record.run_id} failed: {result.reason}", f"{because} {kept}".strip(), f"See `mgpu logs {record.run_id}`."
+        f"{run} failed: {result.reason}",
+        " ".join(filter(None, (blame, _tries(record), safe))),
+        f"See `mgpu logs {record.run_id}`{steps}.",
     )
+
+
+def _tries(record: Record) -> str:
+    """How often it was tried; empty for a run that was never interrupted."""
+    if not record.recoveries:
+        return ""
+    idle = f", the last {record.idle} without a new checkpoint" if record.idle > 1 else ""
+    return f"{record.recoveries + 1} attempts were made{idle}."
+
+
+def _safe(record: Record) -> str:
+    return f"Safe: step {record.checkpoint_step}, the newest committed checkpoint." if record.checkpoint_id else ""
+
+
+def _command(record: Record) -> str:
+    return f"mgpu launch{record.file_argument} --resume {record.run_id}"
+
+
+def _again(record: Record) -> str:
+    return f"Go on from it with `{_command(record)}`." if record.checkpoint_id else ""
 
 
 def _teardown(session: Session, stack: Stack, teardown: str) -> None:
@@ -184,5 +232,5 @@ def _teardown(session: Session, stack: Stack, teardown: str) -> None:
     record.teardown = "asked"
     context = Context(session.emit, session.timeouts)
     with session.interrupts.leaving(), session.phase("teardown"):
-        give_back_fleet(stack, record.provider, fleet, context, remove=record.own_stack)
+        give_back_fleet(stack, record.provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
     record.teardown = "confirmed"

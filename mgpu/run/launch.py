@@ -228,7 +228,7 @@ def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets
         session,
         request.spec.recovery,
         conduct=lambda fleet: _conduct(session, request, fleet, secrets),
-        repair=lambda: bring_up(session, stack),
+        repair=lambda *lost: bring_up(session, stack, *lost),
     ).run(first)
 
 

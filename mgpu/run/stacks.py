@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_train.timeouts import Timeouts
 
-from mgpu import paths
+from mgpu import acquire, paths
 from mgpu.errors import (
     InputError,
+    ProviderError,
     StackError,
+    TeardownIncomplete,
 )
 from mgpu.events import Emit
 from mgpu.iac.engine import Stack
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
-from mgpu.run.record import Folder, Record, every, save
+from mgpu.run.conduct import handle_of
+from mgpu.run.record import Folder, Record, every, write
 from mgpu.run.session import Session
 from mgpu.run.teardown import give_back
 from mgpu.spec.model import RunSpec
@@ -67,14 +71,22 @@ def open_stack(project: Path, name: str, run_file: Path, log_dir: Path | None, c
     )
 
 
-def bring_up(session: Session, stack: Stack) -> StackOutput:
-    """Makes, or repairs, the stack's fleet, and remembers it.
+def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> StackOutput:
+    """Makes, or repairs, the stack's fleet, and remembers it. What stands already is adopted.
+
+    The machines of the ranks in `lost` are ended first, and confirmed gone: one that is only silent, or about to be
+    taken, is replaced too, and never beside its replacement.
 
     Raises:
         StackError, ProviderError: it could not be made.
         Interrupted: the end was asked for; what was begun is undone.
+        TakenOver: another process supervises the run now.
+        OSError: the intent could not be journalled; nothing was asked for.
     """
-    session.journal.append("up", stack=stack.name)  # the undo is known before the machines are asked for
+    session.check()
+    session.journal.append("up", stack=stack.name, lost=lost)  # the undo is known before the machines are asked for
+    if lost:
+        _end_lost(session, lost)
     with session.undoing(stack.interrupt):
         stack.init()
         stack.up()
@@ -85,11 +97,39 @@ def bring_up(session: Session, stack: Stack) -> StackOutput:
             "The Pulumi program in infra/ ran, but did not export it.",
             'Export it: pulumi.export("mgpu", fleet.output); docs/formats.md describes it.',
         )
-    session.record.fleet = fleet.model_dump(mode="json")
-    session.record.price_usd_per_hour = fleet.price_usd_per_hour
-    session.record.hard_cap_at = fleet.hard_cap_at
-    save(session.record)
+    record = session.record
+    record.fleet = fleet.model_dump(mode="json")
+    record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
+    if record.interruptions and record.interruptions[-1].repaired_at is None:
+        record.interruptions[-1].repaired_at = time.time()  # with the fleet: whoever takes over ends no new machine
+    session.save()
     return fleet
+
+
+def _end_lost(session: Session, lost: tuple[int, ...]) -> None:
+    """Ends the machines of these ranks at their provider, which has to say that they are gone."""
+    if not session.record.fleet:
+        return
+    fleet = StackOutput.model_validate(session.record.fleet)
+    ids = tuple(node.id for node in fleet.nodes if node.rank in lost and node.id)
+
+    def pause(seconds: float) -> None:
+        session.check()
+        time.sleep(seconds)
+
+    try:
+        with session.interrupts.leaving():
+            acquire.destroy(
+                registry.get(fleet.provider),
+                handle_of(fleet),
+                nodes=ids,
+                timeouts=session.timeouts,
+                emit=session.emit,
+                sleep=pause,
+            )
+    except TeardownIncomplete as error:
+        # the teardown, which follows, has the last word on what is billed
+        raise ProviderError(error.what, error.why, "No replacement was asked for while it may live.") from error
 
 
 def standing(stack: Stack, spec: RunSpec) -> StackOutput:
@@ -135,8 +175,14 @@ def refuse_used(fleet: StackOutput, but: str = "") -> None:
             )
 
 
-def give_back_fleet(stack: Stack, provider: str, fleet: StackOutput | None, context: Context, *, remove: bool) -> None:
-    """Gives a stack's fleet back; `remove`: the empty stack goes too. Raises what `give_back` raises."""
+def give_back_fleet(
+    stack: Stack, provider: str, fleet: StackOutput | None, context: Context, *, remove: bool, name: str | None = None
+) -> None:
+    """Gives a stack's fleet back; `remove`: the empty stack goes too. `name` is the fleet's, where it is remembered.
+
+    Raises what `give_back` raises.
+    """
+    known = fleet.fleet if fleet else name
     give_back(
         stack,
         registry.get(provider),
@@ -144,11 +190,10 @@ def give_back_fleet(stack: Stack, provider: str, fleet: StackOutput | None, cont
         context.timeouts,
         context.emit,
         remove=remove,
-        fleet=fleet.fleet if fleet else None,
+        fleet=known,
     )
     # earlier runs that kept this fleet: what their records say of it is not true any more
-    names = (stack.fleet, fleet.fleet if fleet else stack.fleet)
     for record in every():
-        if record.teardown == "kept" and (record.fleet or {}).get("fleet") in names:
+        if record.teardown == "kept" and (record.fleet or {}).get("fleet") in (stack.fleet, known):
             record.teardown = "confirmed"
-            save(record)
+            write(record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire
-from mgpu.errors import MgpuError, ProviderError, TeardownIncomplete
+from mgpu.errors import MgpuError, ProviderError, StackError, TeardownIncomplete
 from mgpu.events import Emit, Warned
 from mgpu.iac.engine import Stack
 from mgpu.providers.base import Handle, NodePhase, Provider
@@ -33,32 +33,33 @@ def give_back(
 ) -> None:
     """Destroys the stack's resources, then sweeps what the provider still lists; `remove` drops the empty stack too.
 
-    `fleet` is the name in the stack's output: a program of the user's may give its fleet another one than the stack's.
+    `fleet` is the name in the stack's output, or in the record: a program of the user's may give its fleet another one
+    than the stack's, and the project's folder may be gone.
 
     Raises:
         TeardownIncomplete: something may still be billed, or the stack could not be emptied.
     """
     failure: MgpuError | None = None
-    names = {stack.fleet, fleet or stack.fleet}
+    names = _names(stack, fleet)
     try:
         stack.destroy()
-    except MgpuError as error:
-        failure = error
-        emit(Warned(f"pulumi destroy failed, ending the machines directly: {error.what}"))
+    except (MgpuError, OSError) as error:  # a full disk of this machine, too, keeps no machine alive
+        failure = error if isinstance(error, MgpuError) else StackError(str(error))
+        emit(Warned(f"pulumi destroy failed, ending the machines directly: {failure.what}"))
     try:
         for handle in _owned(provider, owner, names):
             acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
         left = _owned(provider, owner, names)
     except ProviderError as error:
         raise TeardownIncomplete(
-            f"fleet {fleet or stack.fleet} may still be billed: the provider cannot be asked",
+            f"fleet {', '.join(sorted(names))} may still be billed: the provider cannot be asked",
             str(error),
             "Run `mgpu gc` once it answers; whatever happens, the machines end at their hard cap.",
         ) from error
     if left:
         ids = ", ".join(i for handle in left for i in handle.ids if i)
         raise TeardownIncomplete(
-            f"fleet {fleet or stack.fleet}: {ids} may still be billed",
+            f"fleet {', '.join(sorted(names))}: {ids} may still be billed",
             "The provider does not say that they are terminated.",
             "Run `mgpu gc --yes`, and look at the provider's own console.",
         )
@@ -70,3 +71,12 @@ def give_back(
         ) from failure
     if remove:
         stack.remove()
+
+
+def _names(stack: Stack, fleet: str | None) -> set[str]:
+    try:
+        return {stack.fleet, fleet or stack.fleet}
+    except StackError:
+        if fleet is None:
+            raise
+        return {fleet}
