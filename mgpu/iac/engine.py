@@ -14,18 +14,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import yaml
 from mgpu_train.timeouts import Timeouts
-from pydantic import ValidationError
 
 from mgpu.errors import Interrupted, MgpuError, StackError, TeardownIncomplete
-from mgpu.events import Emit
-from mgpu.iac import environment, failures, install
+from mgpu.events import Emit, Note
+from mgpu.iac import backend, environment, failures, install, locks, operations
 from mgpu.iac.enginelog import Change, EngineLog
 from mgpu.iac.naming import fleet_name
-from mgpu.iac.outputs import VERSION, StackOutput
+from mgpu.iac.outputs import StackOutput, validated
 from mgpu.iac.process import CliProcess
 from mgpu.iac.project import project_files as project_files
 from mgpu.iac.project import project_name
@@ -73,8 +72,7 @@ class Stack:
 
     def exists(self) -> bool:
         """Whether the backend knows the stack."""
-        folder = environment.backend_dir() / ".pulumi" / "stacks" / project_name(self.project)
-        return any((folder / f"{self.name}.json{packed}").exists() for packed in ("", ".gz"))
+        return backend.state_file(project_name(self.project), self.name) is not None
 
     def init(self) -> None:
         """Makes the stack, if it is not there."""
@@ -82,10 +80,18 @@ class Stack:
         if self._own_config:
             self._write_config()
         if not self.exists():
+            self._make_way()
             self._run("stack", "init", self.name, "--no-select")
 
     def up(self) -> None:
-        """Makes the machines be what the run file asks for."""
+        """Makes the machines be what the run file asks for. Those that a create which was cut off has made are
+        adopted; what is left of its processes is ended first.
+
+        Raises:
+            StackError: another operator is at work on the stack.
+        """
+        self._make_way()
+        self._clear()
         self._operate("up", "--yes", "--skip-preview", limit_s=self._timeouts.provision_s + self._timeouts.destroy_s)
 
     def preview(self) -> tuple[Change, ...]:
@@ -95,6 +101,7 @@ class Stack:
     def refresh(self) -> None:
         """Brings state in line with what the provider says. Entries of creates that were cut off are dropped: the next
         `up` adopts the machines that they may have made, and `destroy` sweeps them."""
+        self._make_way()
         flags = ("--yes", "--skip-preview", "--clear-pending-creates")
         self._operate("refresh", *flags, limit_s=self._timeouts.destroy_s)
 
@@ -103,13 +110,14 @@ class Stack:
         self._cli.interrupted = False
         if not self.exists():
             return
-        if self._pending():  # `destroy` would report success over such an entry, and leave it
-            self.refresh()
+        self._make_way()
+        self._clear()
         self._operate("destroy", "--yes", "--skip-preview", limit_s=self._timeouts.destroy_s)
 
     def remove(self) -> None:
         """Forgets the empty stack, with its history, backups and own configuration; absent is success."""
         if self.exists():
+            self._make_way()
             self._run("stack", "rm", self.name, "--yes", "--remove-backups", "--preserve-config")
         if self._own_config:
             for path in (self._config, self._log_dir / "Pulumi.yaml"):
@@ -124,7 +132,7 @@ class Stack:
         if not self.exists():
             return None
         values = json.loads(self._run("stack", "output", "--json", "--stack", self.name))
-        return _validated(values[_OUTPUT], self.name) if _OUTPUT in values else None
+        return validated(values[_OUTPUT], self.name) if _OUTPUT in values else None
 
     def interrupt(self) -> None:
         """Asks the CLI to cancel: what is under way is undone and saved. Later operations but `destroy` are refused."""
@@ -154,8 +162,29 @@ class Stack:
     def _environment(self) -> Mapping[str, str]:
         environment.make_passphrase()  # refuses an empty one
         # the event stream is an option of the CLI's debug commands
-        ours = {"PULUMI_STACK": self.name, "PULUMI_DEBUG_COMMANDS": "1"}
+        ours = {"PULUMI_STACK": self.name, "PULUMI_DEBUG_COMMANDS": "1"} | operations.mark(self._place)
         return environment.process_env(environment.engine_env(self._engine.path) | ours)
+
+    # ---- what an earlier operation left
+
+    @property
+    def _place(self) -> str:
+        """By which the processes at work on this stack are known, whatever folder they were started in."""
+        return f"{environment.backend_dir()}:{project_name(self.project)}/{self.name}"
+
+    def _make_way(self) -> None:
+        """Ends what dead operators left at work on the stack, and releases the locks of dead processes."""
+        given_up = lambda: self._cli.interrupted  # noqa: E731
+        operations.end_orphans(self._place, emit=self._emit, save_s=self._timeouts.destroy_s, given_up=given_up)
+        if not given_up():
+            folder = backend.lock_dir(project_name(self.project), self.name)
+            locks.release_dead(folder, self._place, self.name, self._emit)
+
+    def _clear(self) -> None:
+        """Drops the entries of creates that were cut off, if there are any: `up` and `destroy` would keep them."""
+        if backend.pending_creates(project_name(self.project), self.name) and not self._cli.interrupted:
+            self._emit(Note(f"stack {self.name}: an earlier create was cut off; looking at what it made"))
+            self.refresh()
 
     # ---- calls of the CLI
 
@@ -181,7 +210,7 @@ class Stack:
             )
             log.follow()
         if status != 0:
-            raise self._failure(verb, log.errors)
+            raise self._failure(verb, log.errors, status)
         return log
 
     def _run(self, *argv: str) -> str:
@@ -197,16 +226,11 @@ class Stack:
                 limit_s=self._timeouts.engine_s,
             )
             if status != 0:
-                raise self._failure(" ".join(argv[:2]), [_text(err)])
+                raise self._failure(" ".join(argv[:2]), [_text(err)], status)
             return _text(out)
 
     def _config_flags(self) -> tuple[str, ...]:
         return ("--config-file", str(self._config)) if self._own_config and self._config.exists() else ()
-
-    def _pending(self) -> bool:
-        state = json.loads(self._run("stack", "export", "--stack", self.name))
-        operations = (state.get("deployment") or {}).get("pending_operations") or ()
-        return any(operation["type"] == "creating" for operation in operations)
 
     @contextmanager
     def _transcript(self, verb: str) -> Iterator[IO[bytes]]:
@@ -217,8 +241,11 @@ class Stack:
             file.write(f"== pulumi {verb} --stack {self.name}\n".encode())
             yield file
 
-    def _failure(self, verb: str, messages: list[str]) -> MgpuError:
+    def _failure(self, verb: str, messages: list[str], status: int) -> MgpuError:
         """What the plugin reported, where it did; else what the engine said."""
+        if status < 0:
+            why = f"Signal {-status} ended it, and its state was not saved. What it has made is not lost from sight."
+            return StackError(f"stack {self.name}: `pulumi {verb}` was killed", why, "Run the same command again.")
         what = f"stack {self.name}: `pulumi {verb}` failed"
         log = self._log_dir / "pulumi.log"
         reported = next((found for text in messages if (found := failures.parse(text))), None)
@@ -243,19 +270,6 @@ def current_stack(project: Path) -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StackError("Pulumi did not name the selected stack.", str(error), "Give `--stack NAME`.") from error
     return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def _validated(value: Any, stack: str) -> StackOutput:
-    what = f"stack {stack}: its output `mgpu` is not one that runs can use"
-    version = value.get("version") if isinstance(value, dict) else None
-    if version != VERSION:
-        cure = "Bring mgpu and the program in infra/ to the same version."
-        raise StackError(what, f"It says version {version!r}; this mgpu reads version {VERSION}.", cure)
-    try:
-        return StackOutput.model_validate(value)
-    except ValidationError as error:
-        problems = "\n".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise StackError(what, problems, "docs/formats.md describes every field.") from error
 
 
 def _text(file: IO[bytes]) -> str:

@@ -5,9 +5,11 @@ Any program that exports it, ours or a user's, can be trained on. The JSON schem
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mgpu.errors import StackError
 
 VERSION = 1
 
@@ -60,3 +62,21 @@ class StackOutput(_Output):
     image: str | None = Field(None, description="digest reference of the container image; none: native")
     lease_minutes: float = Field(60, description="minutes the fleet lives without a run")
     hard_cap_at: float = Field(0, description="UNIX seconds; no machine lives longer; 0: not known")
+
+
+def validated(value: Any, stack: str) -> StackOutput:
+    """The output as a stack exports it, checked.
+
+    Raises:
+        StackError: it is of another version, or not what docs/formats.md says.
+    """
+    what = f"stack {stack}: its output `mgpu` is not one that runs can use"
+    version = value.get("version") if isinstance(value, dict) else None
+    if version != VERSION:
+        cure = "Bring mgpu and the program in infra/ to the same version."
+        raise StackError(what, f"It says version {version!r}; this mgpu reads version {VERSION}.", cure)
+    try:
+        return StackOutput.model_validate(value)
+    except ValidationError as error:
+        problems = "\n".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise StackError(what, problems, "docs/formats.md describes every field.") from error

@@ -72,7 +72,7 @@ class CliProcess:
         if self._until(process, time.monotonic() + self._grace_s, look) is None:
             process.kill()
             process.wait()
-            cure = "Run `pulumi cancel`, which releases the stack's lock, then the same command again."
+            cure = "Run the same command again: it releases the lock, and finds what was made."
             raise StackError(f"pulumi did not end within {limit_s:.0f} s and was killed", "It did not obey.", cure)
         why = "It was cancelled, and has saved what it had done."
         raise StackError(f"pulumi did not end within {limit_s:.0f} s", why, "Run the same command again.")

@@ -15,7 +15,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu import errors
 from mgpu.errors import Interrupted, NoCapacity, QuotaExceeded, StackError, TeardownIncomplete
 from mgpu.events import Note, Warned
-from mgpu.iac import engine, environment, failures, project
+from mgpu.iac import environment, failures, outputs, project
 from mgpu.iac.engine import Stack, current_stack
 from mgpu.iac.enginelog import Change, EngineLog
 from mgpu.iac.process import CliProcess
@@ -179,7 +179,7 @@ def test_text_without_a_mark_is_no_error_of_ours():
 
 
 def test_a_good_output_is_read_and_what_is_new_in_it_ignored():
-    assert engine._validated(GOOD, "s").nodes[0].id == "i"
+    assert outputs.validated(GOOD, "s").nodes[0].id == "i"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_good_output_is_read_and_what_is_new_in_it_ignored():
 )
 def test_an_output_that_cannot_be_used_says_why_and_what_to_do(change, says):
     with pytest.raises(StackError) as refused:
-        engine._validated(GOOD | change, "s")
+        outputs.validated(GOOD | change, "s")
     assert says in refused.value.why
     assert refused.value.next_step
 

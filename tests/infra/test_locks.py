@@ -1,0 +1,281 @@
+"""Locks and orphans without an engine: processes that are called `pulumi`, with the marks that an engine inherits."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pwd
+import signal
+import socket
+import subprocess
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+from mgpu_train.agent import procs
+
+from mgpu.errors import StackError
+from mgpu.events import Note
+from mgpu.iac import backend, locks, operations
+
+PLACE = "/backend:project/stack"
+WAITS = "echo ready; while :; do sleep 0.02; done"
+SAVES = "trap 'sleep 0.1; echo saved; exit 1' INT; trap 'echo killed; exit 2' TERM; " + WAITS
+DEAF = "trap '' INT TERM; " + WAITS
+
+
+def value(driver: procs.Process, place: str = PLACE) -> str:
+    return f"{driver.pid}:{driver.start_ticks}:{driver.boot_id}:{place}"
+
+
+@pytest.fixture
+def dead():
+    """A process that has ended."""
+    child = subprocess.Popen(["/bin/sleep", "100"])
+    process = procs.of(child.pid)
+    child.kill()
+    child.wait()
+    return process
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(name, script, mark)`: a process that is called `name`, with a driver's mark or without one."""
+    children = []
+
+    def call(name="pulumi", script=WAITS, mark=None):
+        env = os.environ | ({operations.MARK: mark} if mark else {})
+        out = tmp_path / f"out-{len(children)}"
+        with out.open("wb") as file:
+            child = subprocess.Popen(
+                [f"/somewhere/{name}", "-c", script],
+                executable="/bin/sh",
+                env=env,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        children.append(child)
+        wait_until(lambda: b"ready" in out.read_bytes())
+        child.out = out
+        return child
+
+    yield call
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def wait_until(condition, limit_s=10):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def make_way(tmp_path):
+    """Clears the stack of what died, with a lock of each pid that was given; what was said."""
+    folder = tmp_path / "locks"
+    folder.mkdir()
+    said = []
+
+    def lock(pid, **changes):
+        mine = {
+            "pid": pid,
+            "username": pwd.getpwuid(os.getuid()).pw_name,
+            "hostname": socket.gethostname(),
+            "timestamp": "2026-11-21T12:00:00.1+01:00",
+        }
+        path = folder / f"lock-{len(list(folder.iterdir()))}.json"
+        path.write_text(json.dumps(mine | changes))
+        return path
+
+    def call(save_s=5.0):
+        operations.end_orphans(PLACE, emit=said.append, save_s=save_s)
+        locks.release_dead(folder, PLACE, "stack", said.append)
+
+    call.lock, call.folder, call.said = lock, folder, said
+    return call
+
+
+# ---- locks
+
+
+def test_the_lock_of_a_process_that_is_gone_is_broken_and_no_other_file_touched(make_way, dead):
+    path = make_way.lock(dead.pid)
+    other = make_way.folder / "note.txt"
+    other.write_text("")
+    make_way()
+    assert not path.exists()
+    assert other.exists()
+    assert isinstance(make_way.said[0], Note)
+    assert str(dead.pid) in make_way.said[0].text
+
+
+def test_the_lock_of_a_number_that_another_program_has_now_is_broken(make_way, start):
+    path = make_way.lock(start("sleep").pid)
+    make_way()
+    assert not path.exists()
+
+
+def test_the_lock_of_a_cli_that_is_at_work_is_respected_and_named(make_way, start, dead):
+    cli = start()
+    paths = [make_way.lock(dead.pid), make_way.lock(cli.pid)]
+    with pytest.raises(StackError) as refused:
+        make_way()
+    assert f"process {cli.pid} of " in refused.value.what
+    assert socket.gethostname() in refused.value.what
+    assert "2026-11-21T12:00" in refused.value.what
+    assert refused.value.exit_code == 4
+    assert refused.value.next_step
+    assert [path.exists() for path in paths] == [False, True]
+    assert cli.poll() is None
+
+
+def test_the_lock_of_a_number_that_a_cli_of_another_stack_has_now_is_broken(make_way, start):
+    other = start(mark=value(procs.me(), "/backend:project/other"))
+    path = make_way.lock(other.pid)
+    make_way()
+    assert not path.exists()
+    assert other.poll() is None
+
+
+@pytest.mark.parametrize("changes", [{"hostname": "elsewhere"}, {"username": "somebody"}], ids=str)
+def test_what_cannot_be_judged_from_here_is_respected(make_way, dead, changes):
+    path = make_way.lock(dead.pid, **changes)
+    with pytest.raises(StackError, match=next(iter(changes.values()))) as refused:
+        make_way()
+    assert "pulumi cancel" in refused.value.next_step
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"pid": 1}', '{"pid": true, "username": "a", "hostname": "b", "timestamp": "c"}', "\xff"],
+)
+def test_a_lock_that_nobody_can_read_is_respected(make_way, text):
+    path = make_way.folder / "x.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(StackError, match="nobody knows by whom") as refused:
+        make_way()
+    assert str(path) in refused.value.why
+    assert path.exists()
+
+
+def test_no_locks_no_words(make_way):
+    make_way()
+    make_way.folder.rmdir()
+    make_way()
+    assert make_way.said == []
+
+
+# ---- orphans
+
+
+def test_a_cli_whose_driver_died_is_cancelled_once_and_may_save(make_way, start, dead):
+    cli = start(script=SAVES, mark=value(dead))
+    path = make_way.lock(cli.pid)
+    reaper(cli)
+    make_way()
+    assert cli.out.read_text().split() == ["ready", "saved"]
+    assert not path.exists()
+
+
+def test_a_cli_that_does_not_obey_is_killed_when_its_time_is_over_and_not_before(make_way, start, dead):
+    cli = start(script=DEAF, mark=value(dead))
+    reaper(cli)
+    began = time.monotonic()
+    make_way(save_s=0.5)
+    assert cli.wait() == -signal.SIGKILL
+    assert time.monotonic() - began >= 0.5
+
+
+def test_a_stopped_orphan_is_woken_to_save(make_way, start, dead):
+    cli = start(script=SAVES, mark=value(dead))
+    os.kill(cli.pid, signal.SIGSTOP)
+    reaper(cli)
+    make_way()
+    assert "saved" in cli.out.read_text()
+
+
+def test_a_cli_whose_driver_lives_is_not_touched(make_way, start):
+    driver = procs.of(start("mgpu").pid)
+    cli, host = start(mark=value(driver)), start("pulumi-language-python", mark=value(driver))
+    make_way.lock(cli.pid)
+    with pytest.raises(StackError, match=f"process {cli.pid}"):
+        make_way()
+    assert cli.poll() is None
+    assert host.poll() is None
+
+
+def test_what_a_dead_cli_left_behind_is_ended_whoever_drove_it(make_way, start, dead):
+    hosts = [start("pulumi-language-python", mark=value(driver)) for driver in (dead, procs.me())]
+    deaf = start("pulumi-language-python", script=DEAF, mark=value(dead))
+    for child in (*hosts, deaf):
+        reaper(child)
+    make_way()
+    assert [child.wait() for child in (*hosts, deaf)] == [-signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL]
+
+
+def test_what_belongs_to_others_is_not_touched(make_way, start, dead):
+    living = procs.of(start("mgpu").pid)
+    spared = [
+        start(),  # of a user's own shell: no mark
+        start("pulumi-language-python"),
+        start("pulumi-language-python", mark=value(living)),  # its CLI has just ended, its driver will look after it
+        start(mark=value(dead, "/backend:project/stack2")),
+        start(mark=value(dead, "/other:project/stack")),
+        start(mark="0:x:y"),
+        start(mark=PLACE),
+    ]
+    at_work = [start(mark=value(procs.me())), start("pulumi-language-python", mark=value(procs.me()))]
+    make_way()
+    assert [child.poll() for child in (*spared, *at_work)] == [None] * 9
+    assert make_way.said == []
+
+
+def test_a_wait_for_an_orphan_can_be_given_up(start, dead):
+    cli = start(script=DEAF, mark=value(dead))
+    operations.end_orphans(PLACE, emit=print, save_s=1e9, given_up=lambda: True)
+    assert cli.poll() is None
+
+
+def test_a_process_that_nothing_ends_is_named(start, dead, monkeypatch):
+    host = start("pulumi-language-python", mark=value(dead))
+    monkeypatch.setattr(procs.Process, "send", lambda *_: True)  # as if it hung in the kernel
+    now = [0.0]
+    with pytest.raises(StackError, match=str(host.pid)):
+        operations.end_orphans(
+            PLACE, emit=print, save_s=1, clock=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)
+        )
+
+
+def reaper(child):
+    """Takes leave of a child as init does of orphans, as soon as it ends."""
+    threading.Thread(target=child.wait, daemon=True).start()
+
+
+# ---- pending operations
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_creates_that_were_cut_off_are_read_from_the_state_file(xdg, packed):
+    operations_ = [{"type": kind, "resource": {"urn": kind}} for kind in ("creating", "updating", "deleting")]
+    state = json.dumps({"version": 3, "checkpoint": {"latest": {"pending_operations": operations_}}}).encode()
+    folder = xdg / "state/mgpu/pulumi/.pulumi/stacks/p"
+    folder.mkdir(parents=True)
+    (folder / f"s.json{'.gz' if packed else ''}").write_bytes(gzip.compress(state) if packed else state)
+    assert backend.pending_creates("p", "s") == ("creating",)
+    assert backend.pending_creates("p", "absent") == ()
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", '{"checkpoint": {}}', '{"checkpoint": {"latest": null}}'])
+def test_a_state_that_cannot_be_read_is_left_to_the_cli(xdg, text):
+    folder = xdg / "state/mgpu/pulumi/.pulumi/stacks/p"
+    folder.mkdir(parents=True)
+    (folder / "s.json").write_text(text)
+    assert backend.pending_creates("p", "s") == ()
