@@ -1,0 +1,150 @@
+"""F1: the operator is killed at every point of `launch`. Nobody comes: the machines end. Somebody comes: it converges.
+
+The points are generated: a recording run of the same program writes down every journal write and every external call of
+the operator's process (tests/failure/crash/operator.py). Real engine, real machines of provider `local`, real clocks.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Semaphore
+
+OPERATOR = Path(__file__).with_name("operator.py")
+LEASE_S, RUN_LEASE_S = 24, 12
+NODES, STEPS = 1, 20
+LEFT_S = LEASE_S + 60  # I1: within the lease and a minute
+AT_ONCE = 3  # that work; any number waits for its machines to end
+FEWEST = 25
+TIMEOUTS = json.dumps({"lease_s": RUN_LEASE_S, "lease_renew_s": 2, "silence_s": 20})
+
+
+@dataclass
+class Story:
+    """One world whose operator died at a point, and what became of it."""
+
+    point: str
+    killed: bool = False
+    left_s: float = 0.0  # until nothing of it ran any more, with nobody there
+    code: int | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def demand(self, true: object, problem: str) -> None:
+        if not true:
+            self.problems.append(problem)
+
+    def __str__(self) -> str:
+        told = "; ".join(self.problems) or "ok"
+        return f"{self.point:80}  alone {self.left_s:5.1f} s  again: exit {self.code}  {told}"
+
+
+def world_of(new_world, name):
+    world = new_world(name, MGPU_TIMEOUTS=TIMEOUTS)
+    world.write(
+        name="crash",
+        nodes=NODES,
+        lease_minutes=LEASE_S / 60,
+        command=["train.py", str(STEPS), "0.15"],
+        checkpoint={"every_steps": 10, "keep_last": 3},
+        recovery={"attempts": 3, "wait_minutes": 1},
+    )
+    return world
+
+
+def launch(world, option, value):
+    command = [sys.executable, "-P", str(OPERATOR), option, str(value), "--", "launch", "--yes"]
+    process = world.start(*command)
+    try:
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    return process.returncode, err
+
+
+def points(new_world) -> tuple[list[str], list[str]]:
+    """All points of a launch, in order; and of each moment, between which nothing outside changes, the first."""
+    world = world_of(new_world, "recorded")
+    path = world.root / "points.jsonl"
+    code, err = launch(world, "--points", path)
+    assert code == 0, err
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    moments: dict[int, str] = {}
+    for point in found:
+        moments.setdefault(point["moment"], point["name"])
+    return [point["name"] for point in found], list(moments.values())
+
+
+def test_killed_anywhere_it_ends_alone_and_converges_when_it_is_gone_on_with(new_world, tmp_path, capsys):
+    began = time.monotonic()
+    names, moments = points(new_world)
+    assert len(moments) >= FEWEST
+    working = Semaphore(AT_ONCE)
+    worlds = [world_of(new_world, f"p{number:03d}") for number in range(len(moments))]
+    with ThreadPoolExecutor(16) as pool:
+        stories = list(pool.map(lambda world, point: live(world, Story(point), working), worlds, moments))
+    table = "\n".join([*map(str, stories), "", "all points:", *names])
+    (tmp_path / "points.txt").write_text(table)
+    told = f"{len(names)} crash points of `launch` at {len(moments)} distinct moments, a kill at each"
+    longest = max(story.left_s for story in stories)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{told}; alone all ended within {longest:.0f} s; {time.monotonic() - began:.0f} s\n")
+    sys.stdout.write(table)
+    wrong = [str(story) for story in stories if story.problems]
+    assert not wrong, "\n".join(wrong)
+
+
+def live(world, story: Story, working: Semaphore) -> Story:
+    with working:
+        code, err = launch(world, "--die-at", story.point)
+    story.killed = code == -signal.SIGKILL
+    story.demand(story.killed, f"it was not passed: exit {code}: {err[-500:]}")
+    if story.killed:
+        alone(world, story)
+        with working:
+            again(world, story)
+    return story
+
+
+def alone(world, story: Story) -> None:
+    """Nobody comes. Only the clocks go on."""
+    began = time.monotonic()
+    while (left := world.processes()) and time.monotonic() - began < LEFT_S:
+        time.sleep(1)
+    story.left_s = time.monotonic() - began
+    story.demand(not left, f"still there after {LEFT_S} s: {left}")
+    story.demand(world.alive() == 0, "billed after the lease")
+
+
+def again(world, story: Story) -> None:
+    """Somebody comes back: the run goes on, or, where it was never written down, is asked for again."""
+    command = ["attach", "--json"] if world.runs() else ["launch", "--yes", "--json"]
+    try:
+        done = world.mgpu(*command)
+    except subprocess.TimeoutExpired as late:
+        story.problems.append(f"{command[0]} hangs: {late}")
+        return
+    story.code, run = done.returncode, world.run()
+    story.demand(done.returncode == 0, f"{command[0]}: {done.stderr[-700:]}")
+    story.demand((run["state"], run["teardown"]) == ("succeeded", "confirmed"), f"the record says {run['state']}")
+    steps = world.steps(run["run_id"])
+    story.demand(steps == sorted(steps), f"I5: {steps}")
+    story.demand(steps[-1:] == [STEPS], f"not trained to its end: {steps}")
+    story.demand(world.most_alive() <= NODES, f"I2: {world.most_alive()} machines at once")
+    nothing_left(world, story)
+
+
+def nothing_left(world, story: Story) -> None:
+    found = world.mgpu("gc", "--json")
+    story.demand(found.stdout.strip() == "[]", f"gc: {found.stdout}{found.stderr}")
+    story.demand(world.alive() == 0, "I1: billed at the end")
+    story.demand(not world.stacks(), f"the engine keeps {world.stacks()}")
+    try:
+        world.wait(lambda: not world.processes(), 10)
+    except AssertionError:
+        story.problems.append(f"processes are left: {world.processes()}")
