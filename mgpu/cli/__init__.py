@@ -27,6 +27,7 @@ COMMANDS = {
     "ssh": "Log in on a node, or run a command there.",
     "checkpoints": "List, verify or download a run's checkpoints.",
     "gc": "Find machines that nothing uses, and end them.",
+    "local": "Take machines of provider local away, as a cloud would: to see a run recover.",
 }
 
 

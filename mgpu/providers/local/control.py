@@ -47,9 +47,7 @@ def notice(instance: Instance, seconds: float) -> float:
     Raises:
         InputError: there is no such machine, it is gone, or the time is negative.
     """
-    if not 0 <= seconds < math.inf:
-        raise InputError(f"a notice of {seconds:g} s cannot be given", "", "Give the seconds until the machine goes.")
-    at = time.time() + seconds
+    at = _in(seconds)
     _order(instance, {"action": "notice", "at": at})
     return at
 
@@ -63,6 +61,13 @@ def withdraw(instance: Instance) -> None:
     """Takes a notice back; a machine that is gone stays gone."""
     (instance.record / FILE).unlink(missing_ok=True)
     _wake(instance)
+
+
+def _in(seconds: float) -> float:
+    at = time.time() + seconds
+    if seconds >= 0 and at <= _LATEST:
+        return at
+    raise InputError(f"{seconds:g} s: not a time from now on", "", "Give 0 or more seconds.")
 
 
 def _order(instance: Instance, order: Mapping[str, Any]) -> None:
@@ -141,14 +146,19 @@ def rfc3339(at: float) -> str:
 # --- the provider's answers
 
 
-def no_capacity(root: Path, seconds: float) -> None:
-    """For so many seconds creates and repairs are refused for want of capacity; 0: no more."""
-    _set(root, "no_capacity_until", time.time() + seconds if seconds else None)
+def no_capacity(root: Path, seconds: float) -> float:
+    """For so many seconds creates and repairs are refused for want of capacity; 0: no more.
+
+    Returns when there is some again (UNIX seconds). Raises `InputError` for a negative time.
+    """
+    until = _in(seconds)
+    _set(root, "no_capacity_until", until if seconds else 0)
+    return until
 
 
 def stale(root: Path, seconds: float) -> None:
     """From now on `describe` tells what was true so many seconds before; 0: the truth again."""
-    _set(root, "describe_stale_s", seconds or None)
+    _set(root, "describe_stale_s", seconds)
 
 
 def next_creates(root: Path, *faults: str) -> None:
@@ -212,7 +222,7 @@ def _take(root: Path) -> str:
     return first
 
 
-def _set(root: Path, name: str, value: float | None) -> None:
+def _set(root: Path, name: str, value: float) -> None:
     with _locked(root):
         _write(root, {**_wanted(root), name: value})
 
