@@ -19,9 +19,14 @@ TAIL = 4096  # bytes of each log that are shown first
 @click.command()
 @common.run_argument
 @common.json_option
-def attach(run: str, as_json: bool) -> int:
-    """Follow RUN (default: the newest). Where its supervisor is gone, take its place: watch, judge, tear down."""
-    from mgpu.run import launch as runs
+@click.option("--take-over", is_flag=True, help="Take its place although it lives: it is stuck, or cannot be reached.")
+def attach(run: str, as_json: bool, take_over: bool) -> int:
+    """Follow RUN (default: the newest). Where its supervisor is gone, take its place, wherever the run is: make or
+    repair the machines, watch, recover, judge, tear down.
+
+    Ending this command while it only follows ends nothing else.
+    """
+    from mgpu.run import takeover
     from mgpu.run.finish import Outcome
 
     record = load(run)
@@ -30,7 +35,7 @@ def attach(run: str, as_json: bool) -> int:
     if record.state.final:
         console.say(f"run {record.run_id} is over")
         return common.finish(console, Outcome(record))
-    while (outcome := runs.attach(record, common.context(console))) is None:
+    while (outcome := takeover.attach(record, common.context(console), force=take_over)) is None:
         record = _follow(console, record.run_id)
         if record.state.final:
             outcome = Outcome(record)

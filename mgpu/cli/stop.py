@@ -45,10 +45,10 @@ def stop(run: str, wait: bool) -> int:
 
 
 def _take_over(console: Console, record: Record) -> int | None:
-    from mgpu.run import launch as runs
+    from mgpu.run import takeover
 
     console.say("its supervisor is gone: taking over to end it")
-    outcome = runs.attach(record, common.context(console))
+    outcome = takeover.attach(record, common.context(console))
     if outcome is None:  # somebody else was faster
         return None
     code = common.finish(console, outcome)

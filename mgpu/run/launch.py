@@ -1,6 +1,6 @@
-"""A run from request to nothing left: `launch` (a fleet of its own), `run` (a stack that stands), `attach` (take over).
+"""A run from request to nothing left: `launch` (a fleet of its own) and `run` (a stack that stands).
 
-All three end in `finish.conclude`.
+Both end in `finish.conclude`, as does `takeover.attach`, which goes on with what they began.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mgpu_train.agent.status import Fault
 from mgpu_train.config import Secrets
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.errors import (
-    InputError,
-)
+from mgpu.errors import InputError
 from mgpu.events import Note
 from mgpu.iac.engine import Stack
 from mgpu.iac.naming import fleet_name
@@ -27,15 +24,14 @@ from mgpu.iac.project import project_name
 from mgpu.plan import rank
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
-from mgpu.run.conduct import conduct, watch_again
-from mgpu.run.finish import Outcome, conclude, remembered
-from mgpu.run.record import Folder, Record, State, busy, load, new_run_id, opening, save, supervising
+from mgpu.run.conduct import conduct
+from mgpu.run.finish import Outcome, conclude
+from mgpu.run.record import Folder, Record, busy, load, new_run_id, opening, save, supervising
 from mgpu.run.recover import Attempts
 from mgpu.run.request import Request, resolve, secrets_of
 from mgpu.run.session import Interrupts, Session
 from mgpu.run.stacks import Context, bring_up, open_stack, project_of, refuse_used, stack_of, standing
 from mgpu.run.supervise import Ended
-from mgpu.spec.load import loads
 from mgpu.spec.model import RunSpec
 
 
@@ -46,14 +42,7 @@ def launch(run_file: Path, spec: RunSpec, context: Context, *, resume: Record | 
     secrets = secrets_of(spec, request.checkpoint, os.environ)
     with _opened(run_id, context, lambda: _record(run_file, spec, run_id, stack=None, resume=resume)) as session:
         stack = stack_of(session.record, context)
-
-        def body() -> Ended:
-            with session.phase("provisioning", f"{spec.nodes} nodes of {spec.provider}"):
-                fleet = bring_up(session, stack)
-            session.check()
-            return _attempts(session, stack, request, secrets, lambda: _conduct(session, request, fleet, secrets))
-
-        return conclude(session, stack, spec.teardown, body)
+        return conclude(session, stack, spec.teardown, lambda: rented(session, stack, request, secrets))
 
 
 def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, resume: Record | None = None) -> Outcome:
@@ -71,40 +60,7 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
     price = f"${fleet.price_usd_per_hour:.2f} per hour, all nodes"
     context.emit(Note(f"fleet {fleet.fleet}: {len(fleet.nodes)} nodes, {price}, rented already"))
     with _opened(run_id, context, made) as session:
-
-        def body() -> Ended:
-            return _attempts(session, stack, request, secrets, lambda: _conduct(session, request, fleet, secrets))
-
-        return conclude(session, stack, spec.teardown, body)
-
-
-def attach(record: Record, context: Context) -> Outcome | None:
-    """Takes over a run whose supervisor is gone; None: another supervisor is alive, so there is nothing to take."""
-    with _supervised(record.run_id, context, lambda: load(record.run_id)) as session:
-        if session is None:
-            return None
-        record = session.record  # as its supervisor left it, which may have been a moment ago
-        if record.state.final:
-            return Outcome(record)
-        path = Folder(record.run_id).run_file
-        spec = loads(path.read_text(), str(path))  # as it was; what it names beside itself is on the nodes by now
-        stack = stack_of(record, context)
-        if record.state is State.TEARDOWN:
-            return conclude(session, stack, spec.teardown, lambda: remembered(record))
-        fleet = stack.outputs() if record.fleet is None else StackOutput.model_validate(record.fleet)
-        record.fleet = fleet.model_dump(mode="json") if fleet else None  # above all: whose it is
-
-        def body() -> Ended:
-            if fleet is None or record.attempt == 0:
-                return Ended(False, "the supervisor ended before the training began", Fault.INFRASTRUCTURE)
-            if record.state is State.PROVISIONING:
-                session.to(State.RUNNING)
-            request = resolve(
-                spec, record.run_id, Path(record.project_base), store=fleet.store, timeouts=context.timeouts
-            )
-            return watch_again(session, fleet, _provider(fleet), request)
-
-        return conclude(session, stack, spec.teardown, body)
+        return conclude(session, stack, spec.teardown, lambda: used(session, stack, request, secrets, fleet))
 
 
 def preflight(run_file: Path, spec: RunSpec) -> Path:
@@ -191,7 +147,7 @@ def _opened(run_id: str, context: Context, make: Callable[[], Record]) -> Iterat
         with opening():
             return make()
 
-    with _supervised(run_id, context, alone) as session:
+    with supervision(run_id, context, alone) as session:
         if session is None:
             raise busy(run_id)
         context.emit(Note(f"run {run_id}; from another terminal: `mgpu status`, `mgpu logs -f`, `mgpu stop`"))
@@ -199,7 +155,7 @@ def _opened(run_id: str, context: Context, make: Callable[[], Record]) -> Iterat
 
 
 @contextmanager
-def _supervised(
+def supervision(
     run_id: str, context: Context, record: Callable[[], Record], *, force: bool = False
 ) -> Iterator[Session | None]:
     """This process's hold on the run; None: another process has it. `record` is called when nobody else can write."""
@@ -214,24 +170,38 @@ def _supervised(
             yield Session(found, context.emit, context.timeouts, interrupts, context.ask_to_stop)
 
 
-def _conduct(session: Session, request: Request, fleet: StackOutput, secrets: Secrets) -> Ended:
+def rented(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Ended:
+    """The run on a fleet that is made for it; what an earlier process made of it is adopted."""
+    with session.phase("provisioning", f"{request.spec.nodes} nodes of {request.spec.provider}"):
+        fleet = bring_up(session, stack)
+    session.check()
+    return used(session, stack, request, secrets, fleet)
+
+
+def used(session: Session, stack: Stack, request: Request, secrets: Secrets, fleet: StackOutput) -> Ended:
+    """The run on a fleet that stands."""
+    return attempts(session, stack, request, secrets, lambda: conducted(session, request, fleet, secrets))
+
+
+def conducted(session: Session, request: Request, fleet: StackOutput, secrets: Secrets) -> Ended:
+    """One attempt on a fleet that stands. Raises what `conduct` raises."""
     record = session.record
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
-    return conduct(session, request, fleet, _provider(fleet), secrets)
+    return conduct(session, request, fleet, provider_of(fleet), secrets)
 
 
-def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets, first: Callable[[], Ended]) -> Ended:
+def attempts(session: Session, stack: Stack, request: Request, secrets: Secrets, first: Callable[[], Ended]) -> Ended:
     """`first`, and what the run file's `recovery` allows after it; a fleet that is not mgpu's is not ours to repair."""
     if not StackOutput.model_validate(session.record.fleet).owner:
         return first()
     return Attempts(
         session,
         request.spec.recovery,
-        conduct=lambda fleet: _conduct(session, request, fleet, secrets),
+        conduct=lambda fleet: conducted(session, request, fleet, secrets),
         repair=lambda *lost: bring_up(session, stack, *lost),
     ).run(first)
 
 
-def _provider(fleet: StackOutput) -> Provider | None:
+def provider_of(fleet: StackOutput) -> Provider | None:
     """Who describes the machines; None for a fleet that a program of the user's own made."""
     return registry.get(fleet.provider) if fleet.owner else None

@@ -31,7 +31,7 @@ from mgpu.events import Warned
 from mgpu.providers.base import NodePhase
 from mgpu.run import down as downs
 from mgpu.run import launch as runs
-from mgpu.run import record, stacks
+from mgpu.run import record, stacks, takeover
 from mgpu.run.record import Folder, State
 from mgpu.run.session import Interrupts
 from mgpu.spec.load import load
@@ -239,7 +239,7 @@ def test_a_bug_while_it_trains_leaves_the_run_to_the_next_supervisor(project, mo
     left = record.load("last")
     assert not left.state.final
     assert any(f"mgpu attach {left.run_id}" in event.text for event in project.world.of(Warned))
-    outcome = runs.attach(left, project.context)
+    outcome = takeover.attach(left, project.context)
     assert outcome is not None
     assert outcome.exit_code == 0
     project.nothing_is_left()
@@ -623,7 +623,7 @@ def abandoned(project, state=State.RUNNING, **more):
 def test_attach_takes_over_and_ends_as_the_first_one_would_have(project):
     found = abandoned(project)
     project.world.nodes[0].says(Phase.DONE)
-    outcome = runs.attach(found, project.context)
+    outcome = takeover.attach(found, project.context)
     assert outcome is not None
     assert outcome.exit_code == 0
     assert record.load("run-1").state is State.SUCCEEDED
@@ -633,17 +633,8 @@ def test_attach_takes_over_and_ends_as_the_first_one_would_have(project):
 def test_attach_does_not_take_a_run_from_a_living_supervisor(project):
     found = abandoned(project)
     with record.supervising("run-1"):
-        assert runs.attach(found, project.context) is None
+        assert takeover.attach(found, project.context) is None
     assert project.world.calls == []
-
-
-def test_attach_to_a_run_that_never_trained_gives_its_machines_back(project):
-    """Killed between `up` and the first attempt: the stack has machines that the record does not know."""
-    found = abandoned(project, State.PROVISIONING, attempt=0, fleet=None)
-    outcome = runs.attach(found, project.context)
-    assert outcome is not None
-    assert outcome.exit_code == 6
-    project.nothing_is_left()
 
 
 @pytest.mark.parametrize("stopped", [True, False])
@@ -652,5 +643,5 @@ def test_attach_to_a_teardown_that_was_cut_off_ends_it(project, stopped):
     project.world.nodes[0].says(Phase.DONE)
     if stopped:
         Folder("run-1").stop.touch()
-    assert runs.attach(found, project.context) is not None
+    assert takeover.attach(found, project.context) is not None
     project.nothing_is_left()

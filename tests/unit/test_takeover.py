@@ -12,7 +12,7 @@ from mgpu_train.agent.status import Phase
 from mgpu.errors import InputError, StackError, TeardownIncomplete
 from mgpu.iac.environment import backend_dir
 from mgpu.run import down as downs
-from mgpu.run import fleets, record, stacks
+from mgpu.run import fleets, record, stacks, takeover
 from mgpu.run import launch as runs
 from mgpu.run.record import Folder, State
 from mgpu.spec.load import load
@@ -69,7 +69,7 @@ def test_a_run_that_ended_meanwhile_is_not_taken_over(project):
     ended.to(State.SUCCEEDED)
     ended.exit_code = 0
     record.save(ended)
-    outcome = runs.attach(seen, project.context)
+    outcome = takeover.attach(seen, project.context)
     assert outcome is not None
     assert outcome.exit_code == 0
     assert record.load("run-1").state is State.SUCCEEDED
@@ -83,7 +83,7 @@ def test_a_teardown_that_was_cut_off_ends_with_the_verdict_it_began_with(project
     fleet = project.stands("run-1")
     found = project.left_behind(state=State.TEARDOWN, teardown="asked", fleet=fleet, verdict=verdict, reason="why")
     project.world.connect_error = AssertionError("its machines may be gone: nobody connects")
-    outcome = runs.attach(found, project.context)
+    outcome = takeover.attach(found, project.context)
     assert outcome is not None
     assert outcome.exit_code == verdict
     assert (record.load("run-1").state, record.load("run-1").teardown) == (state, "confirmed")
