@@ -46,6 +46,12 @@ class Node:
         """True once the connection is lost or closed; `reconnect` opens another."""
         return self._connection.closed
 
+    def greet(self) -> None:
+        """Waits for an answer of the server: a login may stand, and be lost at once. Raises ConnectionFailed."""
+        with self._connection.translated("was lost right after the login"):
+            if not self._connection.answers():
+                raise EOFError
+
     def close(self) -> None:
         """Ends the connection; calls that wait on it raise ConnectionFailed."""
         if "_connection" in self.__dict__:

@@ -87,6 +87,7 @@ class _Attempts:
         while True:
             try:
                 node = Node(target, self._key, self._timeouts)
+                node.greet()
             except ConnectionFailed:
                 if time.monotonic() + self._timeouts.poll_s > self._deadline or self._over.wait(self._timeouts.poll_s):
                     raise

@@ -52,7 +52,7 @@ class State(StrEnum):
 
 # what may follow what; a final state is never left, but `--resume` opens the run again
 _NEXT = {
-    State.PROVISIONING: {State.RUNNING, State.TEARDOWN, State.FAILED, State.STOPPED},
+    State.PROVISIONING: {State.RUNNING, State.REPAIRING, State.TEARDOWN, State.FAILED, State.STOPPED},
     State.RUNNING: {State.REPAIRING, State.STOPPING, State.TEARDOWN, State.SUCCEEDED, State.FAILED, State.STOPPED},
     State.REPAIRING: {State.RUNNING, State.STOPPING, State.TEARDOWN, State.FAILED, State.STOPPED},
     State.STOPPING: {State.REPAIRING, State.TEARDOWN, State.FAILED, State.STOPPED, State.SUCCEEDED},
