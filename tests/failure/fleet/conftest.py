@@ -7,6 +7,7 @@ the ranks themselves note what they do, on no node's disk.
 
 from __future__ import annotations
 
+import filecmp
 import itertools
 import json
 import shutil
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mgpu_train.agent.layout import RunLayout
 from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.checkpoint.manifest import AttemptEntry, CheckpointEntry
 from mgpu_train.checkpoint.verify import verify
@@ -33,7 +35,7 @@ from mgpu.events import Event
 from mgpu.iac.outputs import NodeOutput, StackOutput
 from mgpu.journal import Journal
 from mgpu.plan import rank as ranking
-from mgpu.providers.base import FleetRequest, FleetState, Handle
+from mgpu.providers.base import FleetRequest, FleetState, Handle, NodeState
 from mgpu.providers.local import bill
 from mgpu.providers.local.procs import Process, marked
 from mgpu.providers.local.provider import LocalProvider
@@ -64,7 +66,7 @@ class Fleet:
     spec: RunSpec
     times: Timeouts
     provider: LocalProvider = field(default_factory=LocalProvider)
-    addresses: dict[int, int] = field(default_factory=dict)  # node_rank -> a port to take in the node's place
+    links: dict[int, Any] = field(default_factory=dict)  # node_rank -> the way that is taken to its first machine
     abandon: bool = False  # a repair leaves the old machine alone, as a provider that only says that it stops it
 
     def __post_init__(self) -> None:
@@ -95,6 +97,8 @@ class Fleet:
         elif missing:
             names = tuple(handle.ids[rank] for rank in missing)
             acquire.destroy(self.provider, handle, timeouts=self.times, nodes=names)
+        for rank in missing:
+            self.links.pop(rank, None)  # a new machine has a way of its own
         if not missing:
             return self._output(handle, self.provider.describe(handle))
         needed = ranking.requirements(self.spec).model_copy(update={"nodes": len(missing)})
@@ -148,6 +152,13 @@ class Fleet:
             lease_s=self.times.lease_s, hard_cap_s=self.spec.max_hours * 3600,
         )  # fmt: skip
 
+    def _port(self, node: NodeState) -> int:
+        link = self.links.get(node.rank)
+        if link is None:
+            return node.port
+        link.target = node.port
+        return link.port
+
     def _output(self, handle: Handle, state: FleetState) -> StackOutput:
         self.handle = handle
         return StackOutput(
@@ -156,7 +167,7 @@ class Fleet:
             hard_cap_at=min(node.hard_cap_at for node in state.nodes), processes_per_node=self.spec.processes,
             nodes=tuple(
                 NodeOutput(rank=node.rank, id=node.id, address=node.address, user=node.user, host_key=node.host_key,
-                           port=self.addresses.get(node.rank, node.port), private_address=node.private_address)
+                           port=self._port(node), private_address=node.private_address)
                 for node in state.nodes
             ),
         )  # fmt: skip
@@ -197,7 +208,7 @@ class Line:
 
     def start(self) -> None:
         """Rents the machines, and goes on in a thread of its own."""
-        self.output = self.fleet.rent()
+        self.output = self.output or self.fleet.rent()
         self.session.record.fleet = self.output.model_dump(mode="json")
         self._begin(lambda: self._conduct(self.output))
 
@@ -277,6 +288,12 @@ class Line:
             assert self._thread is None or self._thread.is_alive() or what(), f"it is over: {self._result}"
             time.sleep(0.02)
         return found
+
+    def logs_agree(self, rank: int) -> bool:
+        """The copy of a node's log on the operator's machine is what the node has, byte for byte."""
+        name = self.fleet.ids[rank]
+        there = self.fleet.provider.root / "nodes" / name / "home" / str(RunLayout(self.run_id).log)
+        return filecmp.cmp(self.session.folder.log(rank, name), there, shallow=False)
 
     # --- judging
 

@@ -44,7 +44,8 @@ class Link:
         self.after_login = 0  # ... right after they have logged in; `be_rude` comes first
         self._rude_port = 0
         self._every_s = 0.0
-        self._open: set[asyncio.StreamWriter] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._carried: set[asyncio.Task[None] | None] = set()
         self._loop = asyncio.new_event_loop()
         self._flows = asyncio.Event()
         self._flows.set()
@@ -80,10 +81,10 @@ class Link:
 
     def close(self) -> None:
         self._every_s = 0
-        self.cut()
-        self._loop.call_soon_threadsafe(self._server.close)
+        self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
+        self._loop.close()
 
     # --- in the thread
 
@@ -92,8 +93,8 @@ class Link:
         return future.result(10)
 
     def _cut(self) -> None:
-        for writer in self._open:
-            writer.transport.abort()
+        for pump in self._pumps:
+            pump.cancel()
 
     def _again(self) -> None:
         if self._every_s:
@@ -112,19 +113,23 @@ class Link:
         return self.target
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        port = self._upstream()
-        if not port:
-            writer.transport.abort()
-            return
-        try:
-            far, there = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            writer.transport.abort()
-            return
-        ends = {writer, there}
-        self._open |= ends
-        await asyncio.gather(self._pump(reader, there), self._pump(far, writer))
-        self._open -= ends
+        self._carried.add(task := asyncio.current_task())
+        port, ends, pumps = self._upstream(), [writer], set[asyncio.Task[None]]()
+        with suppress(OSError):  # nobody listens there any more
+            if port:
+                far, there = await asyncio.open_connection("127.0.0.1", port)
+                ends.append(there)
+                ways = (self._pump(reader, there), self._pump(far, writer))
+                pumps = {self._loop.create_task(way) for way in ways}
+                self._pumps |= pumps
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        cut = any(pump.cancelled() for pump in pumps)
+        for pump in pumps:
+            pump.cancel()
+        for end in ends:
+            end.transport.abort() if cut else end.close()
+        self._pumps -= pumps
+        self._carried.discard(task)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
@@ -132,7 +137,12 @@ class Link:
                 await self._flows.wait()
                 writer.write(data)
                 await writer.drain()
-        writer.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        while self._carried:
+            self._cut()
+            await asyncio.sleep(0.01)
 
 
 async def _awaited(what):
