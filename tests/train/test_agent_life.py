@@ -13,144 +13,21 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mgpu_train.agent import procs
-from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.store import open_store
 
 CANARY = "canary-7f3a91"
-TIMES = {"poll_s": 0.05, "peers_s": 10, "drain_s": 30, "stop_grace_s": 20, "lease_renew_s": 0.2, "command_s": 30}
-SAVE = """
-import os, pathlib
-def save(step, data=b"weights"):
-    folder = pathlib.Path(os.environ["MGPU_CHECKPOINT_DIR"])
-    aside = folder / f".tmp-{step}"
-    aside.mkdir()
-    (aside / f"node-{os.environ['MGPU_NODE_RANK']}.bin").write_bytes(data * 100)
-    aside.rename(folder / f"step-{step}")
-"""
+SAVE = "import os, pathlib\nfrom saving import save\n"
 WAIT = "import time\nprint('ready', flush=True)\ntime.sleep(120)\n"
 
 
-class Node:
-    """One node: a home folder, and the operator's commands as it would call them over SSH."""
-
-    def __init__(self, home: Path, store: Path, rank: int = 0, nodes: int = 1) -> None:
-        self.home, self.store, self.rank, self.nodes = home, store, rank, nodes
-        self.run = home / "runs" / "r"
-        (self.run / "work").mkdir(parents=True)
-        (home / ".mgpu").mkdir()
-        self.env = {**os.environ, "HOME": str(home), "AWS_SECRET_ACCESS_KEY": "of the node"}
-
-    def program(self, text: str) -> None:
-        (self.run / "work" / "prog.py").write_text(text)
-
-    def job(self, **changes: Any) -> None:
-        times = {**TIMES, **changes.pop("timeouts", {})}
-        base = {
-            "run_id": "r",
-            "attempt": 1,
-            "writer": "writer-1",
-            "node_rank": self.rank,
-            "nodes": self.nodes,
-            "processes_per_node": 1,
-            "master_addr": "127.0.0.1",
-            "master_port": 29999,
-            "launcher": "python",
-            "command": ["prog.py"],
-            "workdir": "runs/r/work",
-            "checkpoint": {"to": f"file://{self.store}", "every_steps": 1, "writers": "all"},
-            "lease_file": ".mgpu/lease",
-            "timeouts": times,
-        }
-        job = {**base, **changes}
-        (self.run / "job.json").write_text(json.dumps(job))
-        if job["checkpoint"] and not self.rank:  # as the operator does
-            begin(self.store, job["attempt"], job["writer"])
-
-    def popen(self, *arguments: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "mgpu_train", "agent", *arguments]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=self.home, env=self.env, stdin=pipe, stdout=pipe, stderr=pipe)
-
-    def call(self, *arguments: str, stdin: dict[str, Any] | bytes = b"", code: int = 0) -> dict[str, Any]:
-        """Runs one agent command; returns its answer, or its one line of error."""
-        process = self.popen(*arguments)
-        out, err = process.communicate(stdin if isinstance(stdin, bytes) else json.dumps(stdin).encode(), timeout=60)
-        assert process.returncode == code, (out, err)
-        return json.loads(out) if code == 0 else {"error": err.decode()}
-
-    def start(self, secrets: dict[str, Any] | None = None, code: int = 0) -> dict[str, Any]:
-        return self.call("start", "--job", "runs/r/job.json", stdin=secrets or {}, code=code)
-
-    def status(self) -> dict[str, Any]:
-        return self.call("status", "--run", "r")
-
-    @property
-    def said(self) -> dict[str, Any]:
-        return json.loads((self.run / "status.json").read_text())
-
-    @property
-    def log(self) -> str:
-        return (self.run / "log").read_text(errors="replace")
-
-    @property
-    def processes(self) -> list[procs.Process]:
-        return procs.carrying(f"MGPU_CHECKPOINT_DIR={self.run / 'checkpoints'}")
-
-
-def begin(store: Path, attempt: int, writer: str) -> None:
-    CommitLog(open_store(f"file://{store}"), "r").begin_attempt(attempt, writer)
-
-
-def until(condition: Callable[[], Any], deadline_s: float = 60) -> Any:
-    end = time.monotonic() + deadline_s
-    while not (result := condition()):
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.03)
-    return result
-
-
-def ended(*nodes: Node) -> list[dict[str, Any]]:
+def ended(*nodes: Any) -> list[dict[str, Any]]:
     """The final statuses; every agent and everything it started has ended."""
-    found = []
-    for node in nodes:
-        status = until(lambda node=node: node.said if node.said["phase"] in ("done", "failed") else None)
-        agent = json.loads((node.run / "agent.json").read_text())["process"]
-        until(lambda agent=agent: not procs.Process(**agent).alive)
-        assert node.processes == []
-        found.append(status)
-    return found
-
-
-def commits(node: Node) -> list[int]:
-    log = CommitLog(open_store(f"file://{node.store}"), "r")
-    return [entry.manifest.step for entry in log.checkpoints()]
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Callable[[int], list[Node]]]:
-    made: list[Node] = []
-
-    def make(count: int) -> list[Node]:
-        made.extend(Node(tmp_path / f"home-{rank}", tmp_path / "store", rank, count) for rank in range(count))
-        return made
-
-    (tmp_path / "store").mkdir()
-    yield make
-    for node in made:
-        if (node.run / "agent.json").exists():
-            procs.Process(**json.loads((node.run / "agent.json").read_text())["process"]).send(signal.SIGKILL)
-        procs.kill_all(lambda node=node: node.processes, 10)
-
-
-@pytest.fixture
-def node(nodes: Callable[[int], list[Node]]) -> Node:
-    return nodes(1)[0]
+    return [node.ended() for node in nodes]
 
 
 # --- the straight line ---------------------------------------------------------------------------------------------
@@ -166,14 +43,14 @@ def test_a_program_runs_and_its_checkpoint_is_committed(node):
     assert status["agent_pid"] == answer["pid"]
     assert status["checkpoint"]["committed_step"] == 3
     assert status["checkpoint"]["committed_id"] == "a001-step-3"
-    assert commits(node) == [3]
+    assert node.commits == [3]
     assert b"raw \xff\x1b[2J no newline" in (node.run / "log").read_bytes()
     assert int((node.home / ".mgpu" / "lease").read_text()) > time.clock_gettime(time.CLOCK_BOOTTIME) + 800
     assert {"preparing", "launching", "draining"} <= set(status["phase_seconds"])
     assert node.status() == {**status, "alive": False}
     # a second start of the same attempt starts nothing
     assert node.start() == {"pid": answer["pid"], "already": True}
-    assert commits(node) == [3]
+    assert node.commits == [3]
 
 
 def test_the_environment_that_a_program_gets(node):
@@ -204,7 +81,7 @@ def test_a_secret_is_in_no_file_and_in_no_command_line(node):
     node.program("import os, time\nopen('got', 'w').write(str(len(os.environ['TOKEN'])))\n" + WAIT)
     node.job(checkpoint=None, secrets=["TOKEN"])
     node.start({"env": {"TOKEN": CANARY}, "store": {"AWS_SESSION_TOKEN": CANARY}})
-    until(lambda: (node.run / "work" / "got").exists() and "ready" in node.log)
+    node.until(lambda: (node.run / "work" / "got").exists() and "ready" in node.log)
     assert (node.run / "work" / "got").read_text() == str(len(CANARY))
     everywhere = [path for path in node.home.rglob("*") if path.is_file()]
     assert everywhere
@@ -251,7 +128,7 @@ def test_two_starts_at_once_make_one_agent(node):
     answers = [json.loads(starter.communicate(b"{}", timeout=60)[0]) for starter in starters]
     assert sorted(answer["already"] for answer in answers) == [False, True]
     assert len({answer["pid"] for answer in answers}) == 1
-    until(lambda: "ready" in node.log)
+    node.until(lambda: "ready" in node.log)
     node.job(checkpoint=None, attempt=2)
     refused = node.start(code=1)["error"]
     assert "the agent of attempt 1" in refused
@@ -279,9 +156,9 @@ def test_an_agent_that_was_killed_leaves_no_program_and_is_not_started_again(nod
     node.program(WAIT)
     node.job(checkpoint=None)
     pid = node.start()["pid"]
-    until(lambda: "ready" in node.log)
+    node.until(lambda: "ready" in node.log)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: node.processes == [])
+    node.until(lambda: node.processes == [])
     assert node.status()["alive"] is False
     assert node.start() == {"pid": pid, "already": True}
     assert (node.said["phase"], node.said["fault"]) == ("failed", "infrastructure")
@@ -317,11 +194,11 @@ def test_a_stop_lets_the_program_save_and_uploads(node):
     node.program(POLITE)
     node.job()
     node.start()
-    until(lambda: "ready" in node.log)
+    node.until(lambda: "ready" in node.log)
     assert node.call("stop", "--run", "r") == {"asked": True}
     (status,) = ended(node)
     assert (status["phase"], status["fault"]) == ("failed", "stopped")
-    assert commits(node) == [7]
+    assert node.commits == [7]
     assert node.call("stop", "--run", "r") == {"asked": False}
 
 
@@ -335,12 +212,12 @@ def test_ranks_that_a_stopped_peer_took_along_were_stopped(node):
     )
     node.job(timeouts={"poll_s": 2})  # most likely the launcher ends before the agent looks again
     node.start()
-    until(lambda: "ready" in node.log)
+    node.until(lambda: "ready" in node.log)
     node.call("stop", "--run", "r")
     (node.run / "work" / "go").touch()
     (status,) = ended(node)
     assert (status["phase"], status["fault"], status["exit_code"]) == ("failed", "stopped", 0)
-    assert commits(node) == [3]
+    assert node.commits == [3]
 
 
 def test_a_node_whose_peer_is_gone_does_not_drain_for_long(nodes):
@@ -352,7 +229,7 @@ def test_a_node_whose_peer_is_gone_does_not_drain_for_long(nodes):
     )
     node.job(timeouts={"peers_s": 0.5, "drain_s": 3600})
     node.start()
-    until(lambda: node.said["phase"] == "failed")
+    node.until(lambda: node.said["phase"] == "failed")
     assert (node.said["fault"], node.said["exit_code"]) == ("infrastructure", 0)
     assert "not by this agent" in node.said["reason"]
 
@@ -361,7 +238,7 @@ def test_a_program_that_ignores_sigterm_is_killed_after_the_grace(node):
     node.program("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT)
     node.job(timeouts={"stop_grace_s": 0.3})
     node.start()
-    until(lambda: "ready" in node.log)
+    node.until(lambda: "ready" in node.log)
     node.call("stop", "--run", "r")
     (status,) = ended(node)
     assert (status["fault"], status["exit_code"]) == ("stopped", -signal.SIGKILL)
@@ -371,11 +248,11 @@ def test_a_stop_without_grace_does_not_wait_for_the_program(node):
     node.program(POLITE)
     node.job()
     node.start()
-    until(lambda: "ready" in node.log)
+    node.until(lambda: "ready" in node.log)
     node.call("stop", "--run", "r", "--now")
     (status,) = ended(node)
     assert (status["fault"], status["exit_code"]) == ("stopped", -signal.SIGKILL)
-    assert commits(node) == []
+    assert node.commits == []
 
 
 def test_a_killed_launcher_leaves_no_survivors(node):
@@ -386,7 +263,7 @@ def test_a_killed_launcher_leaves_no_survivors(node):
     )
     node.job(checkpoint=None)
     pid = node.start()["pid"]
-    until(lambda: "ready" in node.log and len(node.processes) == 2)
+    node.until(lambda: "ready" in node.log and len(node.processes) == 2)
     launcher = next(
         process
         for process in procs.descendants(pid)
@@ -410,7 +287,7 @@ def test_a_program_that_stops_moving_is_a_stall_and_its_lease_is_not_renewed(nod
     node.program(WAIT)
     node.job(checkpoint=None, timeouts={"stall_s": 1.5})
     node.start()
-    until(lambda: node.said["phase"] == "training")
+    node.until(lambda: node.said["phase"] == "training")
     (status,) = ended(node)
     assert (status["fault"], "stall_s" in status["reason"]) == ("infrastructure", True)
     lease = int((node.home / ".mgpu" / "lease").read_text())
@@ -439,12 +316,12 @@ def test_a_final_checkpoint_that_cannot_be_stored_is_no_success(node):
 def test_a_newer_attempt_elsewhere_ends_this_one(node):
     node.program(SAVE + "save(1)\n" + WAIT)
     node.job()
-    begin(node.store, 2, "writer-2")
+    node.commit_log.begin_attempt(2, "writer-2")
     node.start()
     (status,) = ended(node)
     assert (status["fault"], status["checkpoint"]["committed_step"]) == ("infrastructure", -1)
     assert "attempt 2" in status["reason"]
-    assert commits(node) == []
+    assert node.commits == []
 
 
 # --- more than one node --------------------------------------------------------------------------------------------
@@ -460,7 +337,7 @@ def test_two_nodes_commit_the_same_checkpoints(nodes):
     first, second = ended(*pair)
     assert (first["phase"], second["phase"]) == ("done", "done")
     assert first["checkpoint"]["committed_step"] == second["checkpoint"]["uploaded_step"] == 3
-    newest = CommitLog(open_store(f"file://{pair[0].store}"), "r").checkpoints()[0].manifest
+    newest = pair[0].commit_log.checkpoints()[0].manifest
     assert sorted(file.path for file in newest.files) == ["node-0.bin", "node-1.bin"]
 
 
@@ -479,13 +356,13 @@ def test_with_one_writer_the_other_nodes_upload_nothing(nodes):
 # --- resume, requirements, data ------------------------------------------------------------------------------------
 
 
-def committed(node: Node) -> dict[str, Any]:
+def committed(node: Any) -> dict[str, Any]:
     """Runs attempt 1 to a committed step 3; what attempt 2 resumes from."""
     node.program(SAVE + "save(3)\n")
     node.job()
     node.start()
     ended(node)
-    entry = CommitLog(open_store(f"file://{node.store}"), "r").checkpoints()[0]
+    entry = node.commit_log.checkpoints()[0]
     return {"checkpoint_id": entry.manifest.checkpoint_id, "seq": entry.seq}
 
 
@@ -506,7 +383,7 @@ def test_an_attempt_resumes_from_the_store(node):
     assert status["phase"] == "done", status["reason"]
     assert "resumed [('node-0.bin', 700)]" in node.log
     assert "resuming" in status["phase_seconds"]
-    assert commits(node) == [4, 3]
+    assert node.commits == [4, 3]
 
 
 def test_a_program_that_begins_anew_commits_nothing(node):
@@ -517,7 +394,7 @@ def test_a_program_that_begins_anew_commits_nothing(node):
     (status,) = ended(node)
     assert (status["phase"], status["fault"]) == ("failed", "user")
     assert "load MGPU_RESUME_DIR" in status["reason"]
-    assert commits(node) == [3]
+    assert node.commits == [3]
 
 
 def test_a_damaged_checkpoint_is_refused_before_the_launcher(node):
@@ -678,4 +555,4 @@ def test_torchrun_on_two_nodes_of_one_machine(nodes):
     assert (first["phase"], second["phase"]) == ("done", "done"), (pair[0].log, pair[1].log)
     assert "total 3.0 0" in pair[0].log
     assert "total 3.0 1" in pair[1].log
-    assert commits(pair[0]) == [1]
+    assert pair[0].commits == [1]

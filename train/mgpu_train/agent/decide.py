@@ -122,9 +122,7 @@ class Ended:
 
 def verdict(job: Job, end: Ended) -> AttemptFailed | None:
     """How the attempt ended on this node; None: DONE."""
-    # torchrun exits 1 after a clean stop, and a program may finish while it is asked to stop: believe its own word
-    finished = end.exit_code == 0 and end.said == "done"
-    if end.cause is not None and not (end.cause.outside and finished):
+    if end.cause is not None and not _finished(end, end.cause):
         return AttemptFailed(end.cause.fault, end.cause.reason)
     if end.exit_code != 0:
         return _exited(job, end)
@@ -137,6 +135,18 @@ def verdict(job: Job, end: Ended) -> AttemptFailed | None:
     if failure is not None and end.cause is not None and end.cause.fault is Fault.PROVIDER:
         return AttemptFailed(end.cause.fault, f"{end.cause.reason}; {failure.reason}")
     return failure
+
+
+def lost(end: Ended) -> bool:
+    """True when nothing that the uploads may still do can make a success of it."""
+    if end.cause is not None:
+        return not _finished(end, end.cause)
+    return end.exit_code != 0 or end.said == "stopped"
+
+
+def _finished(end: Ended, cause: Cause) -> bool:
+    # torchrun exits 1 after a clean stop, and a program may finish while it is asked to stop: believe its own word
+    return cause.outside and end.exit_code == 0 and end.said == "done"
 
 
 def has_part(job: Job) -> bool:

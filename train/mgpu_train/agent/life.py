@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from mgpu_train.agent import launcher, procs
 from mgpu_train.agent.attempt import Attempt
-from mgpu_train.agent.decide import AttemptFailed, Ended, asked_to_stop, gone, has_part, verdict
+from mgpu_train.agent.decide import AttemptFailed, Ended, asked_to_stop, gone, has_part, lost, verdict
 from mgpu_train.agent.depot import StoreDepot
 from mgpu_train.agent.folders import clear_local
 from mgpu_train.agent.launcher import Launch
@@ -142,8 +142,7 @@ def _uploads(attempt: Attempt, target: CheckpointTarget, resumed_step: int) -> U
 def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFailed | None:
     """Waits for the uploads that are left, and says how the attempt ended."""
     # a failure that is certain already is told at once: peers may wait for this node in vain
-    over = ended.cause is not None or ended.exit_code != 0 or ended.said == "stopped"
-    certain = _judge(attempt, ended) if over else None
+    certain = _judge(attempt, ended) if lost(ended) else None
     known = {"fault": certain.fault, "reason": certain.reason} if certain else {}
     attempt.enter(Phase.DRAINING, exit_code=ended.exit_code, **known)
     if uploads is None:

@@ -1,0 +1,258 @@
+"""How attempts end before their time: the machine goes, its lease goes, the operator is in haste. Real processes."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from typing import Any
+
+SAVE = "import os, time\nfrom saving import metric, save\n"
+POLITE = SAVE + (
+    "import signal, sys\n"
+    "def stop(*_):\n    print('asked', flush=True)\n    save(7)\n    sys.exit(0)\n"
+    "signal.signal(signal.SIGTERM, stop)\nprint('ready', flush=True)\n"
+    "while True:\n    time.sleep(0.1)\n    print('.', flush=True)\n"
+)
+CRASHED = SAVE + "save(3)\nraise SystemExit(3)\n"  # and its peer never has its part in the store
+HOUR = 3600.0
+
+
+def ready(node: Any) -> None:
+    node.until(lambda: "ready" in node.log)
+
+
+def beats(node: Any, count: int = 3) -> None:
+    """Waits until the agent has written its status so many times."""
+    seen = node.said["beat"]
+    node.until(lambda: node.said["beat"] >= seen + count)
+
+
+# --- notices ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_that_fits_is_made_once_and_committed(node):
+    """F20"""
+    node.program(POLITE)
+    node.job()
+    node.start()
+    ready(node)
+    node.notice(25)
+    node.until(lambda: node.said["notice"])
+    node.notice(20, "stop")  # earlier; the save is under way, or through
+    status = node.ended()
+    assert (status["phase"], status["fault"]) == ("failed", "provider")
+    assert status["reason"] == "the provider takes this machine in 25 s"
+    assert status["notice"]["fits"] is True
+    assert node.log.count("asked") == 1
+    assert node.commits == [7]
+    end = node.commit_log.ended(1)
+    assert (end.succeeded, end.fault, end.reason) == (False, "provider", status["reason"])
+
+
+def test_a_save_that_does_not_fit_is_not_begun(node):
+    """F20"""
+    node.program(POLITE)
+    node.job()
+    node.start()
+    ready(node)
+    node.notice(3)
+    status = node.ended()
+    assert (status["fault"], status["exit_code"]) == ("provider", -signal.SIGKILL)
+    assert (status["notice"]["action"], status["notice"]["fits"]) == ("terminate", False)
+    assert "asked" not in node.log
+    assert node.commits == []
+
+
+def test_a_notice_before_the_launcher_ends_the_attempt(node):
+    node.program(SAVE + "save(1)\n")
+    node.job()
+    node.notice(60)
+    node.start()
+    status = node.ended()
+    assert (status["phase"], status["fault"], status["exit_code"]) == ("failed", "provider", None)
+    assert "launching" not in status["phase_seconds"]
+    assert node.commit_log.ended(1).fault == "provider"
+
+
+def test_a_run_that_finishes_within_the_notice_is_done(node):
+    node.program(
+        SAVE + "import signal\nasked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
+        "print('ready', flush=True)\nwhile not asked:\n    time.sleep(0.01)\n"
+        "save(9)\nmetric('end', step=9, reason='done')\n"
+    )
+    node.job()
+    node.start()
+    ready(node)
+    node.notice(30)
+    status = node.ended()
+    assert (status["phase"], status["fault"]) == ("done", None)
+    assert status["notice"]
+    assert node.commits == [9]
+    assert node.commit_log.ended(1).succeeded
+
+
+def test_a_notice_while_a_good_end_is_uploaded_changes_nothing(nodes):
+    pair = nodes(2)
+    for node in pair:
+        node.program(SAVE + "save(1)\n")
+        node.job()
+    first, second = pair
+    first.start()
+    first.until(lambda: first.said["phase"] == "draining")
+    first.notice(20)
+    first.until(lambda: first.said["notice"])
+    assert first.said["notice"]["fits"] is True  # nothing is left to save: nobody need be in haste
+    second.start()
+    assert [node.ended()["phase"] for node in pair] == ["done", "done"]
+    assert first.commits == [1]
+
+
+def test_after_a_notice_peers_are_waited_for_as_long_as_the_machine_is_there(nodes):
+    _, node = nodes(2)  # node 0 never asks for the upload
+    node.program(POLITE)
+    node.job(timeouts={"peers_s": HOUR, "drain_s": HOUR})
+    node.start()
+    ready(node)
+    node.notice(8)
+    node.until(lambda: node.said["phase"] == "draining")
+    assert (node.said["fault"], node.said["notice"]["fits"]) == ("provider", True)  # peers need not wait to hear it
+    node.until(lambda: node.said["phase"] == "failed")
+    assert time.time() > node.said["notice"]["at"] - 1
+
+
+def test_nonsense_in_the_place_of_a_notice_does_not_touch_training(node):
+    """F21"""
+    node.program("import os, time\nwhile not os.path.exists('go'):\n    time.sleep(0.02)\nprint('through')\n")
+    node.job(checkpoint=None)
+    node.start()
+    path = node.home / ".mgpu" / "notice.json"
+    for data in (b"{", b'{"action": "reboot", "time": "2999-01-01T00:00:00Z"}', b"{", None):
+        path.write_bytes(data) if data else path.unlink()
+        beats(node)
+    node.notice(-60)
+    beats(node)
+    (node.run / "work" / "go").touch()
+    status = node.ended()
+    assert (status["phase"], status["notice"]) == ("done", None)
+    assert node.log.count("is not believed: it is malformed") == 1
+    assert node.log.count("is not believed: its action is unknown: reboot") == 1
+    assert node.log.count("is not believed: its time is past") == 1
+
+
+# --- the lease --------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_cannot_be_renewed_leaves_time_for_a_last_save(node):
+    """F50"""
+    node.program(POLITE)
+    node.job(lease_file=".mgpu/host/lease", timeouts={"lease_s": 14})
+    (node.home / ".mgpu" / "host").mkdir()
+    node.start()
+    ready(node)
+    node.until(lambda: (node.home / ".mgpu" / "host" / "lease").exists())
+    shutil.rmtree(node.home / ".mgpu" / "host")
+    status = node.ended()
+    assert (status["phase"], status["fault"]) == ("failed", "infrastructure")
+    why = "the lease cannot be renewed (No such file or directory), and ends this machine in"
+    assert status["reason"].startswith(why)
+    assert status["notice"]["fits"] is True
+    assert time.time() < status["notice"]["at"]
+    assert node.commits == [7]
+
+
+# --- haste ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_survivor_is_through_at_once_when_it_is_told_not_to_wait(nodes):
+    node, _ = nodes(2)
+    node.program(CRASHED)
+    node.job(timeouts={"peers_s": HOUR, "drain_s": HOUR, "poll_s": 0.5})
+    node.start()
+    node.until(lambda: node.said["checkpoint"]["uploaded_step"] == 3 and node.said["phase"] == "draining")
+    node.stop()
+    beats(node)
+    assert (node.said["phase"], node.said["fault"]) == ("draining", "user")  # a plain stop changes nothing
+    node.stop("--now")
+    asked = time.monotonic()
+    node.until(lambda: node.said["phase"] == "failed")
+    assert time.monotonic() - asked < 5  # 2 s and what a busy machine adds
+    status = node.ended()
+    assert (status["fault"], status["checkpoint"]["failed"]) == ("user", 1)
+    assert "parts are missing" in status["checkpoint"]["problem"]
+    assert node.commit_log.ended(1).fault == "user"
+
+
+def test_haste_after_a_good_end_is_a_stop(nodes):
+    node, _ = nodes(2)
+    node.program(SAVE + "save(3)\n")
+    node.job(timeouts={"peers_s": HOUR, "drain_s": HOUR})
+    node.start()
+    node.until(lambda: node.said["checkpoint"]["uploaded_step"] == 3 and node.said["phase"] == "draining")
+    node.stop("--now")
+    status = node.ended()
+    assert (status["phase"], status["fault"]) == ("failed", "stopped")
+    assert "did not wait for the uploads: the final checkpoint, step-3, is not safe" in status["reason"]
+
+
+def test_node_1_does_not_wait_for_node_0_in_haste(nodes):
+    _, node = nodes(2)
+    node.program(CRASHED)
+    node.job(timeouts={"peers_s": HOUR, "drain_s": HOUR})
+    node.start()
+    node.until(lambda: node.said["phase"] == "draining")
+    node.stop("--now")
+    assert node.ended()["fault"] == "user"
+
+
+# --- the end in the commit log ----------------------------------------------------------------------------------------
+
+
+def test_the_end_is_in_the_commit_log_without_a_secret(node):
+    node.program("import os\nraise ValueError('bad \\x1b[2J token ' + os.environ['TOKEN'])\n")
+    node.job(secrets=["TOKEN"])
+    node.start({"env": {"TOKEN": "hush-hush"}})
+    status = node.ended()
+    end = node.commit_log.ended(1)
+    assert (end.attempt, end.writer, end.succeeded) == (1, "writer-1", False)
+    assert (end.fault, end.reason) == ("user", status["reason"])
+    assert end.reason.endswith("ValueError: bad token ***")
+
+
+def test_only_node_0_says_the_end(nodes):
+    pair = nodes(2)
+    for node in pair:
+        node.program(SAVE + "save(1)\n")
+        node.job()
+        node.start()
+    assert [node.ended()["phase"] for node in pair] == ["done", "done"]
+    assert [entry.kind for entry in pair[0].commit_log.entries()] == ["attempt", "checkpoint", "end"]
+
+
+def test_an_attempt_that_was_fenced_says_nothing(node):
+    node.program("print('over')\n")
+    node.job()
+    node.commit_log.begin_attempt(2, "writer-2")
+    node.start()
+    assert node.ended()["fault"] == "user"
+    assert [entry.kind for entry in node.commit_log.entries()] == ["attempt", "attempt"]
+    assert "the end is not in the commit log: attempt 2 of run r has begun" in node.log
+
+
+def test_an_end_that_cannot_be_written_changes_nothing(node):
+    node.program("raise SystemExit(3)\n")
+    node.job()
+    shutil.rmtree(node.store)
+    node.store.write_text("a file, no folder")
+    node.start()
+    status = node.ended()
+    assert (status["fault"], status["exit_code"]) == ("user", 3)
+    assert node.log.count("the end is not in the commit log: ") == 1
+
+
+def test_without_a_store_there_is_no_last_word(node):
+    node.program("print('over')\n")
+    node.job(checkpoint=None)
+    node.start()
+    assert node.ended()["phase"] == "done"
+    assert "commit log" not in node.log
