@@ -399,6 +399,23 @@ def test_a_keeper_that_does_not_end_in_time_is_killed(world: World, monkeypatch:
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("jump_s", [1200.0, -1200.0])
+def test_a_clock_that_is_set_neither_kills_a_keeper_early_nor_spares_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, jump_s: float
+):
+    handle, _ = world.node()
+    instance, sent, now = world.instance(handle), list[int](), time.time()
+    with monkeypatch.context() as patch:
+        patch.setattr(procs.Process, "send", lambda _, signum: sent.append(signum))
+        instance.terminate("destroyed", kill_after_s=1)
+        patch.setattr(nodes.time, "time", lambda: now + jump_s)
+        instance.terminate("destroyed", kill_after_s=1)
+        assert signal.SIGKILL not in sent
+        time.sleep(1.1)
+        instance.terminate("destroyed", kill_after_s=1)
+        assert signal.SIGKILL in sent
+
+
 def test_a_dead_ssh_server_is_started_again_on_the_same_port_and_programs_go_on(world: World):
     handle, node = world.node()
     with world.connect(node) as client:
@@ -431,6 +448,15 @@ def test_a_lease_that_nobody_renews_ends_the_node(world: World):
     assert world.provider.describe(handle).nodes[0].reason == "its lease or its hard cap has ended"
     assert bill.read(world.root).alive == ()
     assert not world.instance(handle).folder.exists()
+
+
+def test_a_lease_that_turned_into_a_pipe_ends_the_node_and_hangs_nobody(world: World):
+    handle, _ = world.up(world.request(lease_s=300, hard_cap_s=3))
+    lease = world.instance(handle).home / LEASE
+    lease.unlink()
+    os.mkfifo(lease)
+    until(lambda: world.phase(handle) is NodePhase.TERMINATED)
+    assert world.provider.describe(handle).nodes[0].reason == "its lease or its hard cap has ended"
 
 
 def test_a_renewed_lease_keeps_the_node_but_not_beyond_its_hard_cap(world: World):
@@ -653,7 +679,51 @@ def test_without_any_lease_the_hard_cap_stands(script: LeaseScript):
     until(lambda: script.powered_off)
 
 
-@pytest.mark.parametrize("arguments", [[], ["lease", "soon", "5", "true"], ["lease", "100", "x", "true"]])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge"])
+def test_what_is_no_small_file_keeps_nobody_from_the_clock(script: LeaseScript, kind: str):
+    script.lease.write_text("300\n")
+    script.start()
+    settled()
+    script.lease.unlink()
+    if kind == "pipe":
+        os.mkfifo(script.lease)
+    elif kind == "device":
+        script.lease.symlink_to("/dev/zero")
+    elif kind == "folder":
+        script.lease.mkdir()
+    else:
+        with script.lease.open("w") as file:
+            file.truncate(1 << 34)
+    settled()
+    assert script.powered_off == 0
+    script.at(300)
+    until(lambda: script.powered_off)
+
+
+def test_what_was_born_while_the_rest_was_killed_is_killed_too(tmp_path: Path):
+    environment = {"PATH": os.environ["PATH"], procs.MARK: "fedcba9876-0"}
+
+    def born() -> subprocess.Popen:
+        return subprocess.Popen(["sleep", "1000"], env=environment)
+
+    first = born()
+    script = 'sh "$0" 4194305 1 fedcba9876-0 1; sleep 1000'
+    enforcer = subprocess.Popen(["sh", "-c", script, SCRIPTS / "poweroff.sh"], env=environment)
+    assert first.wait(DEADLINE_S) == -signal.SIGKILL
+    second = born()
+    try:
+        assert second.wait(DEADLINE_S) == -signal.SIGKILL
+        assert enforcer.wait(DEADLINE_S) == -signal.SIGKILL, "and last of all the lease script"
+    finally:
+        for process in (second, enforcer):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["lease", "soon", "5", "true"], ["lease", "100", "x", "true"], ["lease", "100", "0", "true"]],
+)
 def test_the_lease_script_refuses_what_it_cannot_enforce(arguments: list[str]):
     done = subprocess.run(["sh", SCRIPTS / "lease.sh", *arguments], capture_output=True, check=False)
     assert done.returncode == 2
