@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 from mgpu_train.agent import life, report
 from mgpu_train.agent.attempt import Attempt, StopRequests
+from mgpu_train.agent.budget import NOTHING, Need, going
 from mgpu_train.agent.decide import AttemptFailed
 from mgpu_train.agent.depot import StoreDepot
 from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.status import Fault, Phase
+from mgpu_train.agent.status import CheckpointStatus, Fault, Phase
 from mgpu_train.agent.uploads import Announced, DepotError
 from mgpu_train.config import CheckpointTarget, Job, Secrets
 
@@ -30,6 +34,7 @@ def make(home: Path, **times: float) -> Attempt:
             "master_port": 1,
             "command": ["x.py"],
             "lease_file": "lease",
+            "notice_file": "notice",
             "timeouts": {"poll_s": 0.01, **times},
         }
     )
@@ -64,6 +69,69 @@ def test_a_stop_is_heard_while_something_is_prepared(tmp_path, never):
     attempt = make(tmp_path)
     attempt.stop.ask()
     assert failure(attempt, never, 60).fault is Fault.STOPPED
+
+
+def test_a_notice_is_heard_while_something_is_prepared(tmp_path, never):
+    attempt = make(tmp_path)
+    moment = datetime.fromtimestamp(time.time() + 60, UTC).isoformat()
+    (tmp_path / "notice").write_text(json.dumps({"action": "terminate", "time": moment}))
+    failed = failure(attempt, never, 60)
+    assert failed.fault is Fault.PROVIDER
+    assert failed.reason.startswith("the provider takes this machine in ")
+
+
+class Stuck:
+    """Uploads of which one is in flight and does not end."""
+
+    status = CheckpointStatus()
+
+    def __init__(self) -> None:
+        self.patience_s = -1.0
+        self.hurried = 0
+
+    def drain(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+
+    def hurry(self) -> None:
+        self.hurried += 1
+
+    def ended(self, wait_s: float) -> bool:
+        return threading.Event().wait(wait_s)
+
+
+def test_in_haste_an_upload_in_flight_gets_no_more_than_the_grace(tmp_path):
+    attempt, uploads = make(tmp_path, stop_grace_s=0.1), Stuck()
+    attempt.stop.ask(now=True)
+    life._finish(attempt, uploads, None)
+    assert (uploads.patience_s, uploads.hurried) == (attempt.times.drain_s, 1)
+
+
+def test_a_machine_that_goes_bounds_the_drain_of_what_it_ended_and_of_nothing_else(tmp_path):
+    attempt, uploads = make(tmp_path, drain_s=0.2), Stuck()
+    attempt.going = going(Fault.PROVIDER, "gone", now=time.monotonic(), left_s=0.1, wanted=NOTHING, grace_s=60)
+    life._finish(attempt, uploads, AttemptFailed(Fault.PROVIDER, "gone"))
+    assert 0 < uploads.patience_s <= 0.1
+    life._finish(attempt, uploads, None)
+    assert uploads.patience_s == 0.2
+
+
+def test_a_store_that_is_silent_does_not_keep_the_agent(tmp_path, never, monkeypatch):
+    attempt = make(tmp_path, store_retry_s=0.1)
+    monkeypatch.setattr(life.StoreDepot, "end", lambda *_: never())
+    life._last_word(attempt, CheckpointTarget(to="file:///x", writers="all"), None)
+    assert "the store did not answer within 0.1 s" in Path(attempt.layout.log).read_text()
+
+
+def test_no_thread_for_the_work_is_an_error_like_others(tmp_path, monkeypatch):
+    def none(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    attempt = make(tmp_path)
+    monkeypatch.setattr(threading.Thread, "start", none)
+    with pytest.raises(RuntimeError, match="new thread"):
+        life.aside(attempt, lambda: 7, 60, "")
+    life._last_word(attempt, CheckpointTarget(to="file:///x", writers="all"), None)
+    assert "the end is not in the commit log: can't start new thread" in Path(attempt.layout.log).read_text()
 
 
 def test_what_the_work_returns_or_raises_comes_back(tmp_path):
@@ -107,6 +175,51 @@ def test_a_lease_that_cannot_be_renewed_is_told_once_and_ends_nothing(tmp_path):
     attempt.tick()
     attempt.tick()
     assert Path(attempt.layout.log).read_text().count("the lease cannot be renewed") == 1
+
+
+def test_a_lease_that_runs_out_is_a_notice_in_time_for_a_save(tmp_path):
+    """F50"""
+    attempt = make(tmp_path, lease_renew_s=0, lease_s=100)
+    uptime = [1000.0]
+    attempt._lease._uptime = lambda: uptime[0]
+    attempt.need = lambda: Need(20, 5)
+    attempt.tick()
+    attempt._lease._path = tmp_path / "gone" / "lease"
+    uptime[0] = 1069.0  # 31 s are left, 30 are wanted: the save and 5 s
+    attempt.tick()
+    assert attempt.going is None
+    uptime[0] = 1071.0
+    attempt.tick()
+    assert attempt.going is not None
+    assert (attempt.going.fault, attempt.going.fits) == (Fault.INFRASTRUCTURE, True)
+    assert "the lease cannot be renewed" in attempt.going.reason
+    assert attempt.report.status.notice is not None
+    assert attempt.report.status.notice.at == pytest.approx(time.time() + 29, abs=5)
+
+
+def test_a_lease_that_can_be_renewed_again_ends_nothing(tmp_path):
+    attempt = make(tmp_path, lease_renew_s=0, lease_s=100)
+    uptime = [1000.0]
+    attempt._lease._uptime = lambda: uptime[0]
+    attempt.tick()
+    path, attempt._lease._path = attempt._lease._path, tmp_path / "gone" / "lease"
+    uptime[0] = 1090.0
+    attempt.tick()
+    attempt._lease._path = path
+    attempt.tick()
+    uptime[0] = 1189.0
+    attempt.tick()
+    assert attempt.going is None
+
+
+def test_the_nearer_end_of_a_machine_counts(tmp_path):
+    attempt = make(tmp_path)
+    attempt._goes(Fault.INFRASTRUCTURE, "lease", "terminate", 50)
+    attempt._goes(Fault.PROVIDER, "provider", "terminate", 100)
+    assert attempt.going is not None
+    assert attempt.going.reason == "lease in 50 s"
+    attempt._goes(Fault.PROVIDER, "provider", "stop", 20)
+    assert attempt.going.reason == "provider in 20 s"
 
 
 def test_the_status_counts_its_phases_and_says_the_end_in_one_line(tmp_path):

@@ -6,7 +6,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-from mgpu_train.agent.decide import Act, Cause, Ended, Watched, look, verdict
+from mgpu_train.agent.decide import Act, Cause, Ended, Watched, look, lost, verdict
 from mgpu_train.agent.status import Fault
 from mgpu_train.config import CheckpointTarget, Job, TrainConfig
 from mgpu_train.timeouts import Timeouts
@@ -75,6 +75,7 @@ def test_a_stall_is_found_before_the_lease_ends_the_machine():
 
 STOP = Cause(Fault.STOPPED, "the operator asked to stop", 1, 10)
 STALL = Cause(Fault.INFRASTRUCTURE, "no progress", 1, 0)
+GONE = Cause(Fault.PROVIDER, "the provider takes this machine", 1, 0)
 GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
 
 
@@ -95,6 +96,9 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         (train_job(), replace(GOOD, cause=STOP, said="stopped"), Fault.STOPPED, "the operator asked to stop"),
         (train_job(), replace(GOOD, said="stopped"), Fault.INFRASTRUCTURE, "not by this agent"),
         (train_job(), replace(GOOD, exit_code=1, cause=STOP), Fault.STOPPED, "the operator asked to stop"),
+        (train_job(), replace(GOOD, cause=GONE), None, ""),  # it was through before the machine went
+        (train_job(), replace(GOOD, cause=GONE, durable_step=15), Fault.PROVIDER, "takes this machine; the final"),
+        (train_job(), replace(GOOD, cause=GONE, said="stopped"), Fault.PROVIDER, "takes this machine"),
         (train_job(), replace(GOOD, cause=STALL), Fault.INFRASTRUCTURE, "no progress"),
         (job(), Ended(exit_code=0), Fault.USER, "left no folder `step-<n>`"),
         (job(), Ended(exit_code=0, saved_step=1, durable_step=1), None, ""),
@@ -120,3 +124,20 @@ def test_how_an_attempt_ends(which, end, fault, words):
     failure = verdict(which, end)
     assert (failure.fault if failure else None) is fault
     assert words in (failure.reason if failure else "")
+
+
+@pytest.mark.parametrize(
+    ("end", "over"),
+    [
+        (Ended(exit_code=0), False),
+        (Ended(exit_code=0, said="done"), False),
+        (Ended(exit_code=0, said="done", cause=STOP), False),
+        (Ended(exit_code=0, said="done", cause=GONE), False),
+        (Ended(exit_code=0, said="stopped"), True),
+        (Ended(exit_code=1), True),
+        (Ended(exit_code=0, cause=STOP), True),
+        (Ended(exit_code=0, said="done", cause=STALL), True),
+    ],
+)
+def test_what_no_upload_can_mend_is_told_before_the_uploads(end, over):
+    assert lost(end) is over

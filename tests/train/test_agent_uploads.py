@@ -285,6 +285,105 @@ def test_without_node_0_the_others_do_not_wait_for_ever(tmp_path):
     assert "node 0 has not asked for step-3" in (node.status.problem or "")
 
 
+def test_in_haste_the_parts_of_others_are_looked_for_once_more(tmp_path, until):
+    times = TIMES.model_copy(update={"poll_s": 3600, "peers_s": 3600})
+    for arrived in (True, False):
+        shared = Shared(2)
+        node = Node(FakeDepot(shared, 0), tmp_path / f"n-{arrived}", times=times)
+        node.save(1)
+        node.uploads.drain(3600)
+        node.uploads.start()
+        until(lambda node=node: node.status.uploaded_step == 1)
+        if arrived:
+            shared.parts[1].add(1)
+        node.uploads.hurry()
+        assert node.uploads.ended(10)
+        assert (shared.commits, node.status.failed) == (([1], 0) if arrived else ([], 1))
+
+
+def test_in_haste_what_node_0_asked_for_is_brought_and_nothing_is_waited_for(tmp_path, until):
+    times = TIMES.model_copy(update={"poll_s": 3600})
+    for said in (Announced(3, final=False), None):
+        shared = Shared(2)
+        node = Node(FakeDepot(shared, 1), tmp_path / f"n-{said is None}", times=times)
+        node.save(3)
+        node.uploads.drain(3600)
+        node.uploads.start()
+        until(lambda node=node: node.looks)
+        shared.said = said
+        node.uploads.hurry()
+        assert node.uploads.ended(10)
+        assert node.depot.tries == ([3] if said else [])
+
+
+def test_in_haste_a_failing_store_is_tried_once_more(tmp_path, until):
+    def fail(_step: int) -> None:
+        raise DepotError("SlowDown")
+
+    node = Node(FakeDepot(Shared(1), 0, fail), tmp_path / "n")
+    node.save(1)
+    node.uploads.drain(3600)
+    node.uploads.start()
+    until(lambda: node.depot.tries)
+    tries = len(node.depot.tries)
+    node.uploads.hurry()
+    assert node.uploads.ended(10)
+    assert len(node.depot.tries) <= tries + 2
+    assert node.status.failed == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_more_save_takes_is_what_the_last_one_took(tmp_path, until, rank):
+    now = [100.0]
+
+    def upload(step: int) -> None:
+        now[0] += step
+
+    shared = Shared(2)
+    node = Node(FakeDepot(shared, rank, upload), tmp_path / "n", clock=lambda: now[0])
+    node.uploads.start()
+    assert node.uploads.expect_s() is None
+    for step in (7, 9):
+        shared.parts[step] = {1 - rank}
+        node.save(step)
+        shared.said = Announced(step, final=False)
+        until(lambda step=step: node.uploads.expect_s() == step)
+    drained(node)
+
+
+def test_what_is_in_flight_is_waited_for_first(tmp_path, until):
+    now = [100.0]
+    go = threading.Event()
+
+    def upload(step: int) -> None:
+        now[0] += 10
+        if step == 2:
+            go.wait(10)
+
+    node = Node(FakeDepot(Shared(1), 0, upload), tmp_path / "n", clock=lambda: now[0])
+    node.uploads.start()
+    node.save(1)
+    until(lambda: node.uploads.expect_s() == 10)
+    now[0] = 200.0
+    node.save(2)
+    until(lambda: node.depot.tries == [1, 2])
+    now[0] = 204.0  # of 10 s
+    assert node.uploads.expect_s() == 16
+    now[0] = 300.0  # longer than the last one: any moment now
+    assert node.uploads.expect_s() == 10
+    go.set()
+    drained(node)
+
+
+def test_a_save_that_failed_says_nothing_of_the_next(tmp_path, until):
+    node = Node(FakeDepot(Shared(2), 0), tmp_path / "n", times=TIMES.model_copy(update={"peers_s": 0.05}))
+    node.save(1)
+    node.uploads.start()
+    drained(node, patience_s=0)
+    assert node.status.failed == 1
+    assert node.uploads.expect_s() is None
+
+
 def test_a_node_that_has_nothing_left_does_not_wait_for_node_0(tmp_path):
     node = Node(FakeDepot(Shared(2), 1), tmp_path / "n")
     node.uploads.start()
