@@ -8,15 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from mgpu_train.checkpoint.commitlog import CommitLog, Fenced, StepBack, Unreadable, standing
+from mgpu_train.checkpoint.fetch import newest_verified
 from mgpu_train.checkpoint.manifest import (
     AttemptEntry,
     CheckpointEntry,
     FileEntry,
     Manifest,
     PrunedEntry,
+    SupervisorEntry,
     checkpoint_id,
     to_bytes,
 )
+from mgpu_train.checkpoint.retention import prune
 from mgpu_train.store import Ambiguous, Damaged, StoreError, Unavailable
 
 
@@ -139,6 +142,115 @@ def test_a_stale_commit_that_got_in_all_the_same_does_not_count(run):
     assert standing([entry]) == [entry]
 
 
+# --- who supervises ---------------------------------------------------------------------------------------------------
+
+
+def take(run, who: str, **changes) -> SupervisorEntry:
+    return run.log.take_over(who, **{"host": "laptop", "pid": 7, **changes})
+
+
+def test_nobody_supervises_a_run_of_which_nobody_has_said_so(run):
+    assert run.log.supervisor() is None
+    assert run.log.begin_attempt(2, "writer-2", supervisor="anybody").attempt == 2
+
+
+def test_the_newest_to_take_over_supervises(run):
+    first = take(run, "first")
+    assert (first.host, first.pid, first.attempt) == ("laptop", 7, 1)
+    assert run.log.supervisor() == take(run, "first") == first  # again: nothing new
+    second = take(run, "second", host="x" * 1000, pid=8)
+    assert len(second.host) == 255
+    assert run.log.supervisor() == second
+    third = take(run, "first")  # an earlier one may come back, and says so anew
+    assert [entry.seq for entry in run.log.entries()] == [0, first.seq, second.seq, third.seq]
+
+
+def test_a_supervisor_may_be_there_before_any_attempt(tmp_path, run):
+    log = CommitLog(run.store, "new")
+    assert log.take_over("first", host="laptop", pid=7).attempt == 0
+    assert log.newest_attempt() == 0
+    assert log.give_up(["a001-step-1"], "pruner").attempt == 1
+    assert CommitLog(run.store, "new").read() == log.read()
+    other = CommitLog(run.store, "newer")
+    other.take_over("first", host="laptop", pid=7)
+    assert other.begin_attempt(1, "writer-1", supervisor="first").seq == 1
+
+
+def test_who_was_relieved_begins_no_attempt(run):
+    take(run, "first")
+    run.log.begin_attempt(2, "writer-2", supervisor="first")
+    take(run, "second", pid=8, host="desk")
+    with pytest.raises(Fenced, match="run run-1 is supervised by process 8 on desk now"):
+        run.log.begin_attempt(3, "writer-3", supervisor="first")
+    with pytest.raises(Fenced):
+        run.log.begin_attempt(2, "writer-2", supervisor="first")  # not even the one that it has begun
+    assert run.log.begin_attempt(3, "writer-3", supervisor="second").attempt == 3
+    assert kinds(run.log)[-1] == ("attempt", 3)
+
+
+def test_a_supervisor_that_slept_between_its_look_and_its_write_begins_nothing(run):
+    """SIGSTOP at the worst moment: the log was read, the entry is ready; another takes over, then SIGCONT."""
+    take(run, "first")
+
+    def another_takes_over(operation, _key):
+        if operation == "put_if_absent":
+            run.store.before = lambda *_: None
+            CommitLog(run.plain, "run-1").take_over("second", host="desk", pid=8)
+
+    run.store.before = another_takes_over
+    with pytest.raises(Fenced, match="process 8 on desk"):
+        run.log.begin_attempt(2, "writer-2", supervisor="first")
+    assert kinds(run.log) == [("attempt", 1), ("supervisor", 1), ("supervisor", 1)]
+
+
+def test_a_takeover_touches_neither_the_attempt_that_runs_nor_its_checkpoints(run):
+    run.save(5)
+    take(run, "first")
+    run.save(10)
+    take(run, "second")
+    assert run.save(15).manifest.step == 15
+    assert [entry.manifest.step for entry in run.log.checkpoints()] == [15, 10, 5]
+    assert [entry.manifest.step for entry in standing(run.log.read())] == [15, 10, 5]
+    assert newest_verified(run.store, "run-1", report=pytest.fail).manifest.step == 15
+    assert prune(run.store, "run-1", 1) == ["a001-step-10", "a001-step-5"]
+    take(run, "third")
+    run.log.end(1, "writer-1", succeeded=True)
+    assert prune(run.store, "run-1", 1) == []
+    assert newest_verified(run.store, "run-1", deep=True, report=pytest.fail).manifest.step == 15
+    assert run.log.newest_attempt() == 1
+
+
+# --- how an attempt ended ---------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_says_its_end_once(run):
+    assert run.log.ended(1) is None
+    end = run.log.end(1, "writer-1", succeeded=False, fault="provider", reason="taken")
+    assert run.log.end(1, "writer-1", succeeded=True) == run.log.ended(1) == end  # the first word stands
+    assert (end.succeeded, end.fault, end.reason) == (False, "provider", "taken")
+    run.begin(2)
+    assert run.log.ended(2) is None
+    assert run.log.ended(1) == end
+    assert run.log.end(2, "writer-2", succeeded=True).fault is None
+
+
+def test_an_attempt_that_is_over_has_no_say(run):
+    run.begin(2)
+    with pytest.raises(Fenced, match="attempt 2 of run run-1 has begun"):
+        run.log.end(1, "writer-1", succeeded=True)
+    with pytest.raises(Fenced, match="did not begin with this writer's token"):
+        run.log.end(2, "writer-1", succeeded=True)
+    assert kinds(run.log) == [("attempt", 1), ("attempt", 2)]
+
+
+def test_an_end_ends_neither_the_attempts_commits_nor_the_next_attempt(run):
+    """An upload that was given up may come through at the last moment: its checkpoint counts."""
+    run.log.end(1, "writer-1", succeeded=False, fault="infrastructure")
+    assert run.save(5).manifest.step == 5
+    run.begin(2)
+    assert [entry.manifest.step for entry in run.log.checkpoints()] == [5]
+
+
 # --- races ------------------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +301,51 @@ def test_of_an_old_and_a_new_attempt_the_old_one_stops(run):
     assert after == []
 
 
+def test_of_twenty_that_take_over_at_once_the_last_one_supervises_and_alone_begins(run):
+    def work(number: int):
+        log = CommitLog(run.plain, "run-1")
+        log.take_over(f"supervisor-{number}", host="laptop", pid=number + 1)
+        return log.begin_attempt(2, f"writer-{number}", supervisor=f"supervisor-{number}")
+
+    results = race(20, work)
+    log = run.log.entries()
+    took = [entry for entry in log if isinstance(entry, SupervisorEntry)]
+    assert len(took) == 20  # one order, seen by everybody
+    begun = [entry for entry in log if isinstance(entry, AttemptEntry) and entry.attempt == 2]
+    assert [result for result in results if not isinstance(result, Fenced)] == begun
+    assert len(begun) <= 1
+    for entry in begun:  # by the one that supervised when it wrote
+        before = [each for each in took if each.seq < entry.seq]
+        assert before[-1].writer.removeprefix("supervisor-") == entry.writer.removeprefix("writer-")
+    # whoever supervises now can go on
+    supervisor = run.log.supervisor().writer
+    assert run.log.begin_attempt(3, "writer-x", supervisor=supervisor).attempt == 3
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_zombie_and_its_successor_never_both_begin(run, seed):
+    """The zombie's twenty threads begin attempt 2 while another takes over and begins it as well."""
+    take(run, "zombie")
+    late = random.Random(seed).randrange(20)
+
+    def work(number: int):
+        log = CommitLog(run.plain, "run-1")
+        if number != late:
+            return log.begin_attempt(2, f"zombie-{number}", supervisor="zombie")
+        log.take_over("successor", host="desk", pid=8)
+        return log.begin_attempt(2, "successor", supervisor="successor")
+
+    results = race(20, work)
+    begun = [result for result in results if isinstance(result, AttemptEntry)]
+    assert len(begun) == 1  # of all, also where the zombie was first: its successor then knows of its attempt
+    log = run.log.entries()
+    assert [entry for entry in log if isinstance(entry, AttemptEntry)][1:] == begun
+    taken = next(entry.seq for entry in log if entry.kind == "supervisor" and entry.writer == "successor")
+    assert all(entry.seq < taken or entry.writer == "successor" for entry in begun)
+    with pytest.raises(Fenced):
+        run.log.begin_attempt(3, "zombie", supervisor="zombie")
+
+
 # --- F30: answers that get lost ---------------------------------------------------------------------------------------
 
 
@@ -208,7 +365,10 @@ def test_a_412_is_no_proof_of_losing(run):
     done_but_refused(run)
     assert run.log.commit(manifest(1), "writer-1").seq == 1
     assert run.log.begin_attempt(2, "writer-2").seq == 2
-    assert len(run.log.entries()) == 3
+    assert take(run, "first").seq == 3
+    assert run.log.begin_attempt(3, "writer-3", supervisor="first").seq == 4
+    assert run.log.end(3, "writer-3", succeeded=True).seq == 5
+    assert len(run.log.entries()) == 6
 
 
 @pytest.mark.parametrize("executed", [True, False])
@@ -224,6 +384,30 @@ def test_a_lost_answer_is_read_back(run, executed):
     assert run.log.commit(manifest(1), "writer-1").seq == 1
     assert len(run.log.entries()) == 2
     assert len(lost) == (1 if executed else 3)
+
+
+@pytest.mark.parametrize("executed", [True, False])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda log: log.take_over("first", host="laptop", pid=7),
+        lambda log: log.begin_attempt(2, "writer-2", supervisor="first"),
+        lambda log: log.end(1, "writer-1", succeeded=False, fault="user", reason="its own"),
+    ],
+)
+def test_a_lost_answer_writes_nothing_twice(run, executed, write):
+    lost = []
+
+    def lose(operation, key):
+        if operation == "put_if_absent" and len(lost) < 3:
+            lost.append(key)
+            raise Ambiguous("lost")
+
+    setattr(run.store, "after" if executed else "before", lose)
+    entry = write(run.log)
+    assert run.log.entries()[1:] == [entry]
+    assert write(run.log) == entry  # a caller that gave up asks again
+    assert len(run.log.entries()) == 2
 
 
 def test_many_commits_with_half_of_the_answers_lost(run):
@@ -247,6 +431,8 @@ def test_a_store_that_never_answers_clearly_ends_the_try(run):
     run.store.before = lose
     with pytest.raises(Unavailable, match="no clear answer"):
         run.log.commit(manifest(1), "writer-1")
+    with pytest.raises(Unavailable, match="no clear answer"):
+        run.log.take_over("first", host="laptop", pid=7)
     run.store.before = lambda *_: None
     assert run.log.commit(manifest(1), "writer-1").seq == 1
 
