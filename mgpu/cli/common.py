@@ -13,13 +13,14 @@ import click
 
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError
-from mgpu.run.record import Record, State
+from mgpu.run.record import Interruption, Record, State
 
 if TYPE_CHECKING:
     from mgpu_train.timeouts import Timeouts
 
     from mgpu.plan.model import Plan
     from mgpu.run.finish import Outcome
+    from mgpu.run.fleets import Fleet
     from mgpu.run.stacks import Context
     from mgpu.spec.model import RunSpec
 
@@ -137,8 +138,13 @@ def finish(console: Console, outcome: Outcome) -> int:
     return outcome.exit_code
 
 
+def clock(at: float) -> str:
+    """A time of day, from UNIX seconds."""
+    return time.strftime("%H:%M", time.localtime(at))
+
+
 def _left(console: Console, record: Record) -> None:
-    end = time.strftime("%H:%M", time.localtime(record.hard_cap_at or record.created_at + record.max_hours * 3600))
+    end = clock(record.hard_cap_at or record.created_at + record.max_hours * 3600)
     price = f"${record.price_usd_per_hour:.2f} per hour" if record.price_usd_per_hour else "at the price shown above"
     if record.state in (State.PROVISIONING, State.TEARDOWN):
         doing = "being given back" if record.state is State.TEARDOWN else "being undone"
@@ -163,6 +169,7 @@ def summary(record: Record) -> list[tuple[str, str]]:
         rows.append(("validation loss", f"{record.validation_loss:.4f}{first}"))
     if record.checkpoint_id:
         rows.append(("checkpoint", f"step {record.checkpoint_step} in {record.store}/{record.run_id}"))
+    rows += _interruptions(record)
     seconds = (record.ended_at or time.time()) - record.created_at
     by_phase = phases(record)
     rows.append(("wall time", f"{seconds:.0f} s" + (f": {by_phase}" if by_phase else "")))
@@ -172,10 +179,41 @@ def summary(record: Record) -> list[tuple[str, str]]:
     return rows
 
 
+def _interruptions(record: Record) -> list[tuple[str, str]]:
+    """What broke the line, and how the run came back; nothing where nothing did."""
+    broken = record.interruptions
+    if not broken:
+        return []
+    rows = [("interruptions", f"{len(broken)}: " + "; ".join(each.reason for each in broken))]
+    lost = [each.steps_lost for each in broken]
+    known = [steps for steps in lost if steps is not None]
+    if known:
+        later = " so far" if len(known) < len(lost) else ""
+        rows.append(("steps done again", f"{sum(known)}{later}"))
+    ways = [way for each in broken if (way := recovery(each))]
+    return rows + [("recovery", "; ".join(ways))] * bool(ways)
+
+
+def recovery(each: Interruption) -> str:
+    """The way back of one interruption, in seconds, as far as it went."""
+    marks = (
+        ("detected", each.heard_at, each.noticed_at),
+        ("stopped", each.noticed_at, each.ended_at),
+        ("repaired", each.ended_at, each.repaired_at),
+        ("resumed", each.repaired_at, each.resumed_at),
+    )
+    return ", ".join(f"{name} {max(0.0, end - begin):.1f} s" for name, begin, end in marks if begin and end)
+
+
 def _reason(record: Record) -> str:
     """Why the run ended, without what the line says already."""
     reason = record.reason.removeprefix(f"run {record.run_id} ")
     return "" if reason == "was stopped" else reason.removeprefix("failed: ").removeprefix("stopped ")
+
+
+def user_of(fleet: Fleet) -> str:
+    """What uses a fleet, in words."""
+    return fleet.used_by or (f"nothing: left by run {fleet.left_by}" if fleet.left_by else "nothing")
 
 
 def count(number: int, thing: str) -> str:
@@ -206,14 +244,14 @@ def machines(record: Record) -> str:
 def _kept(record: Record) -> str:
     if not record.lease_until:
         return f"kept under their lease until its end: ${record.price_usd_per_hour:.2f} per hour"
-    until = time.strftime("%H:%M", time.localtime(record.lease_until))
+    until = clock(record.lease_until)
     if record.lease_until < time.time():
         return f"kept under their lease, which ended at {until}; `mgpu ls` shows what is billed now"
     return f"kept under their lease until {until}: ${record.price_usd_per_hour:.2f} per hour"
 
 
 def result_of(record: Record) -> dict[str, Any]:
-    """A run as JSON."""
+    """A run as JSON, without the tokens of its writers."""
     from dataclasses import asdict
 
     return {key: value for key, value in asdict(record).items() if key not in ("writer", "supervisor")}

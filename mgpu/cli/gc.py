@@ -1,4 +1,4 @@
-"""`mgpu gc`: machines that carry our owner tag and that nothing uses."""
+"""`mgpu gc`: machines that carry our owner tag and that nothing uses, or whose run was left by its supervisor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from mgpu.errors import MgpuError
 @common.json_option
 @click.option("--yes", "-y", is_flag=True, help="End what was found. Without it nothing is changed.")
 def gc(as_json: bool, yes: bool) -> int:
-    """List machines of yours that no stack and no run stands for; with --yes, end them."""
+    """List machines of yours, and what stands for each; with --yes, end those that nothing stands for.
+
+    Of a run whose supervisor died: while it makes, repairs or gives back machines, they are ended; while it trains, it
+    uses them (`mgpu attach`).
+    """
     from mgpu.run import fleets
 
     console = Console(as_json=as_json)
@@ -22,7 +26,7 @@ def gc(as_json: bool, yes: bool) -> int:
     if as_json:
         console.data([fleet.to_json() for fleet in found])
     elif found:
-        rows = [(f.name, f.provider, len(f.ids), f"${f.usd_per_hour:.2f}", f.used_by or "nothing") for f in found]
+        rows = [(f.name, f.provider, len(f.ids), f"${f.usd_per_hour:.2f}", common.user_of(f)) for f in found]
         console.table(("fleet", "provider", "nodes", "$/h", "used by"), rows)
     else:
         console.text("no machines of yours at any provider")
@@ -31,7 +35,7 @@ def gc(as_json: bool, yes: bool) -> int:
     failures: list[MgpuError] = []
     for fleet in lost if yes else ():
         try:
-            fleets.end(fleet, common.context(console).timeouts, console.emit)
+            fleets.end(fleet, common.context(console))
         except MgpuError as error:  # the others go all the same
             failures.append(error)
             continue

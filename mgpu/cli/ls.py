@@ -42,7 +42,7 @@ def ls(as_json: bool, all_runs: bool) -> None:
     for fleet in fleets:
         console.text(
             f"fleet {fleet.name}: {common.count(len(fleet.ids), 'node')} of {fleet.provider}, "
-            f"${fleet.usd_per_hour:.2f} per hour, used by {fleet.used_by or 'nothing'}"
+            f"${fleet.usd_per_hour:.2f} per hour, used by {common.user_of(fleet)}"
         )
     nodes, dollars = sum(len(f.ids) for f in fleets), sum(f.usd_per_hour for f in fleets)
     console.text(f"billed now: {common.count(nodes, 'node')}, ${dollars:.2f} per hour")

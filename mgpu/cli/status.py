@@ -9,7 +9,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
-from mgpu.run.record import Record, load, supervised
+from mgpu.run.record import Record, State, load, supervised, supervisor_of
 
 
 @click.command()
@@ -25,22 +25,40 @@ def status(run: str, as_json: bool, live: bool) -> None:
     if as_json:
         console.data(common.result_of(record) | {"supervised": watched, "live": now})
         return
-    age = time.time() - record.updated_at
     rows = common.summary(record)
     if not record.state.final:
+        age = f"{time.time() - record.updated_at:.0f} s ago"
+        rows[0] = (rows[0][0], rows[0][1] + ("" if watched else f", as it was {age}"))
         rows.append(("nodes", ", ".join(record.node_phases) or "none yet"))
-        gone = "gone: the nodes go on by themselves" if record.fleet else "gone"
-        rows.append(("supervisor", "watching" if watched else gone))
-        rows.append(("seen", f"{age:.0f} s ago"))
+        rows.append(("supervisor", f"watching: {supervisor_of(record.run_id)}" if watched else _unwatched(record)))
+        rows.append(("seen", age))
     for node in now or []:
         rows.append((f"node {node['rank']} now", f"{node['phase']} {node['reason']}".strip()))
     console.table(("run", record.run_id), rows)
+    console.next(*_next(record, watched))
+
+
+def _unwatched(record: Record) -> str:
+    """What becomes of a run that nobody supervises."""
+    end = f", at the latest {common.clock(record.hard_cap_at)}" if record.hard_cap_at else ""
+    if record.state in (State.RUNNING, State.STOPPING):
+        return (
+            f"gone: nobody supervises it. The nodes train on by themselves; a crashed attempt ends with its lease{end}"
+        )
+    if record.state is State.TEARDOWN:
+        return "gone: nobody supervises it. What was not given back may still be billed"
+    return f"gone: nobody supervises it. What was rented ends with its lease{end}"
+
+
+def _next(record: Record, watched: bool) -> list[str]:
+    run = record.run_id
     if record.state.final:
-        console.next(*common.next_lines(record, resume=True))
-    elif watched:
-        console.next(f"mgpu logs -f {record.run_id}", f"mgpu stop {record.run_id}")
-    else:
-        console.next(f"mgpu attach {record.run_id}    take it over")
+        return common.next_lines(record, resume=True)
+    if watched:
+        return [f"mgpu logs -f {run}", f"mgpu stop {run}"]
+    if record.state is State.TEARDOWN:
+        return [f"mgpu attach {run}    end what was begun", "mgpu ls    what is billed now"]
+    return [f"mgpu attach {run}    take it over, and go on", f"mgpu stop {run}    end it"]
 
 
 def _live(record: Record) -> list[dict[str, Any]]:

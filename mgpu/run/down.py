@@ -15,8 +15,10 @@ from mgpu.run.record import Record, State, busy, load, save, supervising
 from mgpu.run.stacks import Context, give_back_fleet, open_stack, refuse_used, require_ours, stack_of
 
 
-def down(record: Record, context: Context) -> Record:
+def down(record: Record, context: Context, *, left: bool = False) -> Record:
     """Gives a run's fleet back, in the place of a supervisor; a run that was not over is stopped by that.
+
+    `left`: only of a run that does not train, but though it was said before that its machines are gone.
 
     Raises:
         InputError: the run is supervised, another run uses its fleet, or the machines are not mgpu's.
@@ -26,26 +28,31 @@ def down(record: Record, context: Context) -> Record:
             raise busy(record.run_id)
         record = load(record.run_id)
         record.supervisor = token
+        if left and record.state in (State.RUNNING, State.STOPPING):
+            raise InputError(f"run {record.run_id} trains", "", f"End it with `mgpu stop {record.run_id}`.")
         fleet = StackOutput.model_validate(record.fleet) if record.fleet else None
         if fleet is not None:
             require_ours(record.stack, fleet)
             refuse_used(fleet, but=record.run_id)
-        if record.teardown == "confirmed":
-            return record
-        record.teardown = "asked"
-        if not record.state.final:
-            record.to(State.TEARDOWN)
-            if record.verdict is None:
-                record.reason, record.verdict = "its machines were given back by `mgpu down`", Interrupted.exit_code
-        _save(record, context)
-        stack = stack_of(record, context)
-        give_back_fleet(stack, record.provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
-        record.teardown = "confirmed"
-        if not record.state.final:
-            record.exit_code = record.verdict
-            record.to(final_state(remembered(record)))
-        _save(record, context)
+        if record.teardown != "confirmed" or left:
+            _give_back(record, fleet, context)
         return record
+
+
+def _give_back(record: Record, fleet: StackOutput | None, context: Context) -> None:
+    record.teardown = "asked"
+    if not record.state.final:
+        record.to(State.TEARDOWN)
+        if record.verdict is None:
+            record.reason, record.verdict = "its machines were given back by `mgpu down`", Interrupted.exit_code
+    _save(record, context)
+    stack = stack_of(record, context)
+    give_back_fleet(stack, record.provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
+    record.teardown = "confirmed"
+    if not record.state.final:
+        record.exit_code = record.verdict
+        record.to(final_state(remembered(record)))
+    _save(record, context)
 
 
 def _save(record: Record, context: Context) -> None:

@@ -1,4 +1,8 @@
-"""What this user's machines are, as the providers say, and what stands for each: a stack, or nothing."""
+"""What this user's machines are, as the providers say, and what stands for each: a run, a stack, or nothing.
+
+A run stands for its machines while somebody supervises it, and while it trains: without a supervisor, too, for that is
+no fault of it. A run that neither trains nor is supervised has left them behind, whatever the engine still knows.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,18 @@ import gzip
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from mgpu_train.timeouts import Timeouts
+from typing import TYPE_CHECKING, Any
 
 from mgpu import acquire, paths
-from mgpu.events import Emit
 from mgpu.iac import schema
 from mgpu.iac.environment import backend_dir
 from mgpu.iac.naming import fleet_name
 from mgpu.providers import registry
 from mgpu.providers.base import Handle, NodePhase
-from mgpu.run.record import every, supervised
+from mgpu.run.record import Record, State, every, load, supervised
+
+if TYPE_CHECKING:
+    from mgpu.run.stacks import Context
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Fleet:
     usd_per_hour: float
     used_by: str
     handle: Handle
+    left_by: str = ""  # the run whose supervisor died before it gave them back: `mgpu down` on it is their end
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -38,28 +43,52 @@ class Fleet:
 
 def alive() -> list[Fleet]:
     """All machines of this user at every provider, by fleet."""
-    owner, found = paths.owner(), []
+    owner, runs, found = paths.owner(), every()[::-1], list[Fleet]()
     for name in registry.names():
         provider = registry.get(name)
         for handle in provider.list_owned(owner):
             nodes = [n for n in provider.describe(handle).nodes if n.phase is not NodePhase.TERMINATED]
             if nodes:
                 price = sum(n.price_usd_per_hour for n in nodes)
-                found.append(Fleet(handle.fleet, name, tuple(n.id for n in nodes), price, _user(handle), handle))
+                used_by, left_by = _user(handle, runs)
+                ids = tuple(n.id for n in nodes)
+                found.append(Fleet(handle.fleet, name, ids, price, used_by, handle, left_by))
     return found
 
 
-def _user(handle: Handle) -> str:
-    for record in reversed(every()):
-        names = (record.fleet_name, (record.fleet or {}).get("fleet"))
-        if not record.state.final and handle.fleet in names and supervised(record.run_id):
-            return f"run {record.run_id}"
+def _user(handle: Handle, runs: list[Record]) -> tuple[str, str]:
+    """What uses these machines, and, where nothing does, the run that has left them behind. `runs`: newest first."""
+    for record in (each for each in runs if _on(each, handle)):
+        if supervised(record.run_id):
+            return f"run {record.run_id}", ""
+        if record.state in _TRAINS:
+            return f"run {record.run_id}, no supervisor: mgpu attach {record.run_id}", ""
+        if _left_behind(record):
+            return "", record.run_id
     # a stack that the engine still has a state for: `pulumi destroy` or `mgpu down` is its way out
     for state in backend_dir().glob(".pulumi/stacks/*/*.json*"):
         stack = state.name.partition(".json")[0]
         if handle.fleet in (fleet_name(state.parent.name, stack), *_named_in(state)):
-            return f"stack {stack}"
-    return ""
+            return f"stack {stack}", ""
+    return "", ""
+
+
+_TRAINS = (State.RUNNING, State.STOPPING)
+
+
+def _on(record: Record, handle: Handle) -> bool:
+    """Whether these machines are, or were, the run's. A stack of the user's own has other ones at other times."""
+    nodes = (record.fleet or {}).get("nodes", ())
+    if record.own_stack or not nodes:
+        return handle.fleet in (record.fleet_name, (record.fleet or {}).get("fleet"))
+    return bool({node.get("id") for node in nodes} & {name for name in handle.ids if name})
+
+
+def _left_behind(record: Record) -> bool:
+    """Whether a run that nobody supervises, and that does not train, owes the machines back."""
+    if record.teardown in ("kept", "not ours"):
+        return False
+    return record.own_stack or record.teardown == "asked"  # a stack of the user's own stands for itself until then
 
 
 def _named_in(state: Path) -> set[str]:
@@ -74,6 +103,16 @@ def _named_in(state: Path) -> set[str]:
         return set()  # nothing is in it yet, or it is being written
 
 
-def end(fleet: Fleet, timeouts: Timeouts, emit: Emit) -> None:
-    """Ends a fleet's machines, and believes it only when the provider says so."""
-    acquire.destroy(registry.get(fleet.provider), fleet.handle, timeouts=timeouts, emit=emit)
+def end(fleet: Fleet, context: Context) -> None:
+    """Ends a fleet's machines, and believes it only when the provider says so; a run that left them is closed.
+
+    Raises:
+        InputError: somebody supervises that run now, or it trains.
+        TeardownIncomplete: something may still be billed.
+    """
+    if not fleet.left_by:
+        acquire.destroy(registry.get(fleet.provider), fleet.handle, timeouts=context.timeouts, emit=context.emit)
+        return
+    from mgpu.run.down import down
+
+    down(load(fleet.left_by), context, left=True)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mgpu_train.agent.status import Fault
+from mgpu_train.config import Secrets
 
 from mgpu.errors import InputError, ProviderError
 from mgpu.events import Note, Warned

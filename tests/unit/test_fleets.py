@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from mgpu.cli import cli
-from mgpu.errors import Transient
+from mgpu.errors import InputError, Transient
 from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
-from mgpu.run import fleets, record
+from mgpu.run import fleets, record, stacks
 from mgpu.run.record import State
 
 
@@ -73,7 +73,7 @@ def test_with_yes_the_orphan_goes_and_nothing_else(four):
 def test_the_json_of_gc_has_what_a_script_needs(four):
     found = json.loads(gc("--json").stdout)
     assert {fleet["name"]: fleet["used_by"] for fleet in found}["mine-lost"] == ""
-    assert set(found[0]) == {"name", "provider", "ids", "usd_per_hour", "used_by"}
+    assert set(found[0]) == {"name", "provider", "ids", "usd_per_hour", "used_by", "left_by"}
 
 
 def test_an_end_that_the_provider_does_not_confirm_is_exit_code_7(four):
@@ -85,11 +85,94 @@ def test_an_end_that_the_provider_does_not_confirm_is_exit_code_7(four):
     assert "ended, confirmed" not in done.stderr
 
 
-@pytest.mark.parametrize("left", ["final", "dead supervisor"])
-def test_a_run_that_is_over_or_has_no_supervisor_stands_for_nothing(world, left):
-    world.cloud.rent("mine-run-1")
-    world.record("run-1", state=State.FAILED if left == "final" else State.RUNNING)
-    assert [fleet.used_by for fleet in fleets.alive()] == [""]
+# --- runs that lost their supervisor ----------------------------------------------------------------------------------
+
+
+def left_behind(world, state, **more):
+    """A run whose supervisor was killed; the engine still has a state of its stack."""
+    world.run_file.write_text("name: a\n")
+    world.stacks["run-1"] = output = world.output(world.cloud.rent("mine-run-1"))
+    stack_file("mine", "run-1")
+    return world.record("run-1", **{"state": state, "fleet": output.model_dump(mode="json")} | more)
+
+
+@pytest.mark.parametrize("state", [State.PROVISIONING, State.REPAIRING, State.TEARDOWN])
+def test_a_run_that_neither_trains_nor_is_supervised_is_ended_as_a_run(world, state):
+    left_behind(world, state)
+    told = gc()
+    assert "nothing: left by run run-1" in told.stdout
+    assert world.cloud.billed == {"mine-run-1-0"}, "a dry run changes nothing"
+    assert gc("--yes").return_value == 0
+    assert world.cloud.billed == set()
+    ended = record.load("run-1")
+    assert (ended.state, ended.teardown, ended.exit_code) == (State.STOPPED, "confirmed", 130)
+    assert world.stacks == {}, "nothing of it stays in the engine"
+
+
+@pytest.mark.parametrize("teardown", ["asked", "none", "confirmed"])
+def test_machines_of_a_run_that_is_over_are_ended(world, teardown):
+    """`confirmed`: an engine that went on after its driver was killed made them later."""
+    left_behind(world, State.FAILED, teardown=teardown, exit_code=6)
+    assert gc("--yes").return_value == 0
+    assert world.cloud.billed == set()
+    assert (record.load("run-1").state, record.load("run-1").exit_code) == (State.FAILED, 6)
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.STOPPING])
+def test_a_run_that_trains_without_a_supervisor_keeps_its_machines(world, state):
+    left_behind(world, state)
+    done = gc("--yes")
+    assert "no supervisor: mgpu attach run-1" in done.stdout
+    assert world.cloud.billed == {"mine-run-1-0"}
+    assert record.load("run-1").state is state
+
+
+@pytest.mark.parametrize("state", [State.PROVISIONING, State.TEARDOWN, State.FAILED])
+def test_what_somebody_supervises_is_left_to_them(world, state):
+    """A final run is supervised while `mgpu down` gives its machines back."""
+    left_behind(world, state, teardown="asked")
+    with record.supervising("run-1"):
+        assert [fleet.used_by for fleet in fleets.alive()] == ["run run-1"]
+        gc("--yes")
+    assert world.cloud.billed == {"mine-run-1-0"}
+
+
+@pytest.mark.parametrize(
+    ("state", "more"),
+    [
+        (State.SUCCEEDED, {"teardown": "kept"}),
+        (State.PROVISIONING, {"own_stack": False}),
+        (State.FAILED, {"own_stack": False, "teardown": "confirmed"}),
+    ],
+)
+def test_a_fleet_that_was_kept_or_is_a_users_own_stands_for_itself(world, state, more):
+    left_behind(world, state, **more)
+    assert [(fleet.used_by, fleet.left_by) for fleet in fleets.alive()] == [("stack run-1", "")]
+
+
+def test_a_users_stack_that_was_brought_up_again_is_not_the_last_runs(world):
+    """The fleet's name is the same; its machines are others."""
+    left_behind(world, State.FAILED, own_stack=False, teardown="asked", fleet_name="mine-run-1")
+    world.cloud.handles["mine-run-1"] = world.cloud.handles["mine-run-1"].model_copy(update={"ids": ("new-0",)})
+    world.cloud.phases["new-0"] = NodePhase.RUNNING
+    assert [(fleet.used_by, fleet.left_by) for fleet in fleets.alive()] == [("stack run-1", "")]
+
+
+def test_a_run_that_is_taken_over_between_the_look_and_the_end_is_not_ended(world):
+    left_behind(world, State.REPAIRING)
+    (fleet,) = fleets.alive()
+    again = record.load("run-1")
+    again.to(State.RUNNING)
+    record.save(again)
+    with pytest.raises(InputError, match="trains"):
+        fleets.end(fleet, stacks.Context(world.events.append, world.timeouts))
+    assert world.cloud.billed == {"mine-run-1-0"}
+
+
+def test_machines_that_are_named_like_no_run_and_no_stack_are_nobodys(world):
+    world.cloud.rent("mine-run-2")
+    world.record("run-1", state=State.FAILED)
+    assert [(fleet.used_by, fleet.left_by) for fleet in fleets.alive()] == [("", "")]
 
 
 def test_a_stack_of_another_project_does_not_stand_for_ours(world):
