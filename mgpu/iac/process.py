@@ -85,8 +85,9 @@ class CliProcess:
                     return process.wait(_LOOK_S)
                 look()
             except KeyboardInterrupt:
-                if self.interrupted:
-                    raise  # twice: the driver leaves, the CLI goes on
+                # twice, or from a driver that counts signals itself: the driver leaves, the CLI goes on
+                if self.interrupted or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                    raise
                 self.interrupt()
         return process.poll()
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,18 +163,33 @@ def _template(tmp_path_factory: pytest.TempPathFactory, require) -> Path:
 @pytest.fixture
 def new_world(tmp_path: Path, _template: Path) -> Iterator[Callable[..., World]]:
     """`new_world("name", VARIABLE="value")`: a world of its own under tmp_path, ended with the test."""
+    with _worlds(tmp_path, _template) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory, _template: Path) -> Iterator[Callable[..., World]]:
+    """As `new_world`, for stories that several tests of a module tell at once."""
+    with _worlds(tmp_path_factory.mktemp("worlds"), _template) as make:
+        yield make
+
+
+@contextmanager
+def _worlds(folder: Path, template: Path) -> Iterator[Callable[..., World]]:
     made: list[World] = []
 
     def make(name: str = "world", **variables: str) -> World:
-        root = tmp_path / name
+        root = folder / name
         root.mkdir()
-        shutil.copytree(_template, root / "mine")
+        shutil.copytree(template, root / "mine")
         made.append(World(root, _environment(root) | variables))
         return made[-1]
 
-    yield make
-    for world in made:
-        world.clear()
+    try:
+        yield make
+    finally:
+        for world in made:
+            world.clear()
 
 
 def _environment(root: Path) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""`count.py LAST PAUSE_S`: a program without torch. It counts, saves every tenth number by renaming a folder, goes on
-from where it was, and saves and stops on SIGTERM."""
+"""`count.py LAST PAUSE_S [SAVE_S]`: a program without torch. It counts, saves every tenth number by renaming a folder,
+goes on from where it was, and saves and stops on SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
 root = Path(os.environ.get("MGPU_CHECKPOINT_DIR", "."))
 resume = os.environ.get("MGPU_RESUME_DIR")
 first = int(Path(resume, "count.txt").read_text()) if resume else 0
-last, pause = int(sys.argv[1]), float(sys.argv[2])
+last, pause, save = int(sys.argv[1]), float(sys.argv[2]), float((*sys.argv, 0)[3])
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "from", first, flush=True)
 for step in range(first + 1, last + 1):
     time.sleep(pause)
@@ -23,6 +23,7 @@ for step in range(first + 1, last + 1):
         if os.environ["RANK"] == "0":
             aside = root / f".tmp-step-{step}"
             aside.mkdir(parents=True)
+            time.sleep(save)
             (aside / "count.txt").write_text(str(step))
             aside.rename(root / f"step-{step}")
     if stop:
