@@ -8,10 +8,12 @@ that does not get there is undone before the next one begins. What a refusal blo
     a node lost while starting  nothing; the same offer is asked again under a new token, a few times
     RateLimited, Transient      nothing; the same call again after a jittered pause
     AmbiguousCreate             nothing; what was made is looked for, and only then asked for again, by the same token
+                                (by a provider that does not promise what tokens promise: once it would show it)
     all other errors            everything: the search ends with them
 
-Journal entries, each with the `token`: `intent` (before the create; all of `Intent`), `created` (the handle), then
-`acquired` (all nodes run) or `undone` (nothing of it is left). An intent that is not undone may have machines.
+Journal entries, each with the `token`: `intent` (before the create; all of `Intent`, and `hard_cap_s`), `created` (the
+handle), then `acquired` (all nodes run) or `undone` (nothing of it is left). An intent that is not undone may have
+machines, also where the provider does not show them yet (`listing_lag_s`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Required, TypedDict, TypeVar, Unpack
 
 from mgpu_train.timeouts import Timeouts
 
@@ -74,22 +76,24 @@ class _Lost(Exception):
     """Nodes ended before all of them ran."""
 
 
+class Terms(TypedDict, total=False):
+    """How long a search may take (`timeouts`), who hears of it, and what ends it. The clocks are for tests: `clock`
+    and `sleep` in seconds, `now` in UNIX seconds."""
+
+    timeouts: Required[Timeouts]
+    emit: Emit
+    cancelled: threading.Event
+    clock: Callable[[], float]
+    sleep: Callable[[float], object]
+    now: Callable[[], float]
+
+
 def acquire(
-    provider: Provider,
-    request: FleetRequest,
-    offers: Sequence[Offer],
-    journal: Journal,
-    *,
-    timeouts: Timeouts,
-    emit: Emit = ignore,
-    cancelled: threading.Event | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], object] | None = None,
+    provider: Provider, request: FleetRequest, offers: Sequence[Offer], journal: Journal, **terms: Unpack[Terms]
 ) -> Acquired:
     """Rents the gang that is asked for, from the first of the offers (best first) that grants it.
 
-    What an earlier process has journalled for this generation and not brought to an end is adopted first. `clock` and
-    `sleep` (seconds) are for tests.
+    What an earlier process has journalled for this generation and not brought to an end is adopted first.
 
     Raises:
         NoOffer, NoCapacity, QuotaExceeded, BidTooLow: nothing was granted; `why` tells what was tried.
@@ -98,20 +102,12 @@ def acquire(
         TeardownIncomplete: something was made that could not be ended.
         ProviderError: what no other offer would change.
     """
-    search = _Search(
-        provider,
-        request,
-        journal,
-        timeouts,
-        emit,
-        cancelled or threading.Event(),
-        clock,
-        sleep,
-        ranks=tuple(range(request.requirements.nodes)),
-        make=lambda intent: provider.create(request, intent.offer, intent.token),
-        whole=lambda found: found,
-    )
-    return search.run(offers)
+
+    def make(intent: Intent, asked: FleetRequest) -> Handle:
+        return provider.create(asked, intent.offer, intent.token)
+
+    ranks = tuple(range(request.requirements.nodes))
+    return _Search(provider, request, journal, ranks, make, lambda found: found, **terms).run(offers)
 
 
 def repair(
@@ -121,12 +117,7 @@ def repair(
     request: FleetRequest,
     offers: Sequence[Offer],
     journal: Journal,
-    *,
-    timeouts: Timeouts,
-    emit: Emit = ignore,
-    cancelled: threading.Event | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], object] | None = None,
+    **terms: Unpack[Terms],
 ) -> Acquired:
     """Gives the `missing` ranks of a fleet new machines, in the fleet's region; the others are not touched.
 
@@ -134,23 +125,14 @@ def repair(
     the new ones are waited for, and ended when it fails. Raises what `acquire` raises.
     """
 
+    def make(intent: Intent, asked: FleetRequest) -> Handle:
+        return provider.repair(handle, missing, asked, intent.offer, intent.token)
+
     def whole(found: Handle) -> Handle:
         ids = tuple(found.ids[rank] if rank in missing else old for rank, old in enumerate(handle.ids))
         return handle.model_copy(update={"ids": ids, "generation": found.generation, "token": found.token})
 
-    search = _Search(
-        provider,
-        request,
-        journal,
-        timeouts,
-        emit,
-        cancelled or threading.Event(),
-        clock,
-        sleep,
-        ranks=missing,
-        make=lambda intent: provider.repair(handle, missing, request, intent.offer, intent.token),
-        whole=whole,
-    )
+    search = _Search(provider, request, journal, missing, make, whole, **terms)
     return search.run([offer for offer in offers if offer.region == handle.region])
 
 
@@ -217,20 +199,31 @@ class _Backoff:
         return pause
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """An intent that was journalled `at` (UNIX seconds) for machines with this hard cap."""
+
+    intent: Intent
+    at: float
+    hard_cap_s: float
+
+
 @dataclass
 class _Search:
     provider: Provider
     request: FleetRequest
     journal: Journal
-    timeouts: Timeouts
-    emit: Emit
-    cancelled: threading.Event
-    clock: Callable[[], float]
-    sleep: Callable[[float], object] | None
     ranks: tuple[int, ...]  # the ones that this search has to fill
-    make: Callable[[Intent], Handle]
+    make: Callable[[Intent, FleetRequest], Handle]
     whole: Callable[[Handle], Handle]  # the fleet's handle with what `find` has found
-    earlier: list[Intent] = field(default_factory=list)  # what a process that died has made
+    timeouts: Timeouts
+    emit: Emit = ignore
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] | None = None
+    now: Callable[[], float] = time.time
+    earlier: dict[str, _Begun] = field(default_factory=dict)  # by token: what a process that died has made
+    asked: set[str] = field(default_factory=set)  # tokens by which this process has asked for machines
     spent: set[str] = field(default_factory=set)  # tokens of tries that were undone: no gang comes of them any more
     tried: list[Refusal] = field(default_factory=list)
     refusals: list[ProviderError] = field(default_factory=list)
@@ -240,7 +233,7 @@ class _Search:
     def run(self, offers: Sequence[Offer]) -> Acquired:
         self.deadline = self.clock() + self.timeouts.provision_s
         unfinished, self.spent = _history(self.journal, self.request)
-        self.earlier = [intent for intent in unfinished if self._exists(intent)]
+        self.earlier = {begun.intent.token: begun for begun in unfinished if self._exists(begun)}
         for intent in self._intents(offers):
             made = self._try(intent)
             if made is not None:
@@ -248,18 +241,29 @@ class _Search:
         raise self._nothing()
 
     def _intents(self, offers: Sequence[Offer]) -> Iterator[Intent]:
-        yield from self.earlier
+        yield from [begun.intent for begun in self.earlier.values()]
         for offer in offers:
             attempts = (self._intent(offer, number) for number in itertools.count())
             for intent in itertools.islice((i for i in attempts if i.token not in self.spent), _TRIES):
                 if not any(blocks(offer) for blocks in self.blocks):
                     yield intent
 
-    def _exists(self, intent: Intent) -> bool:
-        if self._insist(lambda: self.provider.find(intent)) is not None:
+    def _exists(self, begun: _Begun) -> bool:
+        patience_s = begun.at + self.provider.caps.listing_lag_s - self.now()
+        if self._look_for(begun.intent, patience_s) is not None:
             return True
-        self.journal.append("undone", token=intent.token, why="nothing was made")
+        self.journal.append("undone", token=begun.intent.token, why="nothing was made")
         return False
+
+    def _look_for(self, intent: Intent, patience_s: float) -> Handle | None:
+        """What the intent has made; None: nothing, as far as the provider shows it `patience_s` seconds from now."""
+        sure_at = self.clock() + patience_s
+        for pause in _pauses(self.timeouts.describe_every_s):
+            found = self._insist(lambda: self.provider.find(intent))
+            if found is not None or self.clock() >= sure_at:
+                return found
+            self._pause(min(pause, sure_at - self.clock()))
+        raise AssertionError("the pauses never end")
 
     def _intent(self, offer: Offer, attempt: int) -> Intent:
         fleet, generation, owner = self.request.fleet, self.request.generation, self.request.owner
@@ -270,9 +274,10 @@ class _Search:
         """One try from intent to nodes that can be reached; None: undone, and another one may do better."""
         handle: Handle | None = None
         self._go_on()
-        self.journal.append("intent", **intent.model_dump(mode="json"))
+        asked = self._asked_for(intent)
+        self.journal.append("intent", **intent.model_dump(mode="json"), hard_cap_s=asked.hard_cap_s)
         try:
-            handle = self._create(intent)
+            handle = self._create(intent, asked)
             self.journal.append("created", token=intent.token, handle=handle.model_dump(mode="json"))
             state = self._wait(handle)
         except BaseException as error:  # noqa: BLE001 - whatever it was is undone here, and raised by _judge
@@ -285,26 +290,39 @@ class _Search:
         self.emit(OfferTried(intent.offer.label))
         return Acquired(handle, intent.offer, state, tuple(self.tried))
 
-    def _create(self, intent: Intent) -> Handle:
-        trouble = _Backoff()
+    def _asked_for(self, intent: Intent) -> FleetRequest:
+        """The request; for what an earlier process has made, with the hard cap that it has: a request that differs
+        would not be granted by the same token. Each repair asks for what is left until the fleet's own."""
+        begun = self.earlier.get(intent.token)
+        return self.request.model_copy(update={"hard_cap_s": begun.hard_cap_s}) if begun else self.request
+
+    def _create(self, intent: Intent, asked: FleetRequest) -> Handle:
+        trouble, caps = _Backoff(), self.provider.caps
+        patience_s = 0 if caps.idempotent_create else caps.listing_lag_s
         while True:
             try:
-                return self._insist(lambda: self.make(intent))
+                return self._insist(lambda: self._ask(intent, asked))
             except AmbiguousCreate as error:
                 self._pause(trouble.next(error))
-            found = self._insist(lambda: self.provider.find(intent))
+            found = self._look_for(intent, patience_s)
             if found is not None:
                 return self.whole(found)
+
+    def _ask(self, intent: Intent, asked: FleetRequest) -> Handle:
+        self.asked.add(intent.token)
+        return self.make(intent, asked)
 
     def _wait(self, handle: Handle) -> FleetState:
         for pause in _pauses(self.timeouts.describe_every_s):
             state = self._insist(lambda: self.provider.describe(handle))
-            asked = [state.nodes[rank] for rank in self.ranks]
-            if FleetState(nodes=tuple(asked)).ready:
-                return state
+            asked = tuple(node for node in state.nodes if node.rank in self.ranks)
             lost = [node for node in asked if node.phase in (NodePhase.STOPPING, NodePhase.TERMINATED)]
             if lost:
                 raise _Lost("; ".join(map(_obituary, lost)))
+            if len(asked) < len(self.ranks):
+                raise _Lost(f"{len(asked)} of {len(self.ranks)} nodes were granted")
+            if FleetState(nodes=asked).ready:
+                return state
             self._pause(pause)
         raise AssertionError("the pauses never end")
 
@@ -336,9 +354,9 @@ class _Search:
 
     def _undo(self, intent: Intent, handle: Handle | None) -> None:
         """Ends what the try has made, whether or not anybody has heard of it."""
-        fresh = tuple(handle.ids[rank] for rank in self.ranks) if handle else None
+        fresh = tuple(name for rank, name in enumerate(handle.ids) if rank in self.ranks and name) if handle else None
         try:
-            handle = handle or self.provider.find(intent)
+            handle = handle or self._left_behind(intent)
         except ProviderError as error:
             raise TeardownIncomplete(
                 f"fleet {intent.fleet}: a create at {intent.offer.label} may have made machines that are billed",
@@ -356,10 +374,28 @@ class _Search:
                 sleep=self.sleep or time.sleep,
             )
 
+    def _left_behind(self, intent: Intent) -> Handle | None:
+        """What a create made whose answer was lost. No cancel and no deadline of the search cuts this short."""
+        sure_at, trouble = self.clock() + self.provider.caps.listing_lag_s, _Backoff()
+        deadline, pauses = sure_at + self.timeouts.destroy_s, _pauses(self.timeouts.describe_every_s)
+        while True:
+            try:
+                found = self.provider.find(intent)
+                if found is not None or self.clock() >= sure_at:
+                    return found
+                pause = min(next(pauses), sure_at - self.clock())
+            except (RateLimited, Transient) as error:
+                pause = trouble.next(error)
+                if self.clock() + pause > deadline:
+                    raise
+            (self.sleep or time.sleep)(pause)
+
     def _made_nothing(self, intent: Intent, error: BaseException) -> bool:
         """True for the answers by which a provider says so. A conflict over an intent of ours is none of them."""
+        if intent.token not in self.asked and intent.token not in self.earlier:
+            return True
         if isinstance(error, Conflict):
-            return intent not in self.earlier
+            return intent.token not in self.earlier
         return isinstance(error, ProviderError) and not isinstance(error, (Transient, RateLimited, AmbiguousCreate))
 
     def _judge(self, intent: Intent, error: BaseException) -> None:
@@ -403,17 +439,18 @@ def _obituary(node: NodeState) -> str:
     return f"node {node.rank} ({node.id}) ended while it started: {node.reason or 'no reason given'}"
 
 
-def _history(journal: Journal, request: FleetRequest) -> tuple[list[Intent], set[str]]:
+def _history(journal: Journal, request: FleetRequest) -> tuple[list[_Begun], set[str]]:
     """Intents of this generation without an end, which a process that died may have carried out; tokens undone."""
-    intents: dict[str, Intent] = {}
+    begun: dict[str, _Begun] = {}
     spent: set[str] = set()
     for entry in journals.read(journal.path):
         if entry["kind"] == "intent" and (entry["fleet"], entry["generation"]) == (request.fleet, request.generation):
-            intents[entry["token"]] = Intent.model_validate({name: entry[name] for name in Intent.model_fields})
+            intent = Intent.model_validate({name: entry[name] for name in Intent.model_fields})
+            begun[intent.token] = _Begun(intent, entry["at"], entry.get("hard_cap_s", request.hard_cap_s))
         elif entry["kind"] == "undone":
-            intents.pop(entry["token"], None)
+            begun.pop(entry["token"], None)
             spent.add(entry["token"])
-    return list(intents.values()), spent
+    return list(begun.values()), spent
 
 
 def _blocks(error: ProviderError, offer: Offer) -> Callable[[Offer], bool]:

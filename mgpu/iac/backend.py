@@ -1,7 +1,9 @@
 """What Pulumi's file backend holds of one stack, read without starting the CLI.
 
-.pulumi/stacks/<project>/<stack>.json[.gz]         the state
-.pulumi/locks/organization/<project>/<stack>/      a file for every process that says that it is at work
+    .pulumi/stacks/<project>/<stack>.json[.gz]         the state
+    .pulumi/locks/organization/<project>/<stack>/      a file for every process that says that it is at work
+
+Pulumi writes both aside and renames them: what is read here is whole.
 """
 
 from __future__ import annotations

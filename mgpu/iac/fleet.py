@@ -19,7 +19,7 @@ from typing import Any
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire
-from mgpu.acquire import Acquired
+from mgpu.acquire import Acquired, Terms
 from mgpu.errors import Conflict, InputError, MgpuError, StackError
 from mgpu.events import Note, Warned
 from mgpu.iac import generations
@@ -82,7 +82,7 @@ class FleetHandler:
 
         def rent(generation: int, journal: Journal) -> Acquired:
             request = wanted.request(generation, wanted.max_hours * 3600)
-            return acquire.acquire(provider, request, plan.offers, journal, **self._context(call))
+            return acquire.acquire(provider, request, plan.offers, journal, **self._terms(call))
 
         made = self._search(call, provider, wanted, rent)
         return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
@@ -150,7 +150,7 @@ class FleetHandler:
 
         def rent(generation: int, journal: Journal) -> Acquired:
             request = wanted.request(generation, left_s)
-            return acquire.repair(provider, handle, missing, request, plan.offers, journal, **self._context(call))
+            return acquire.repair(provider, handle, missing, request, plan.offers, journal, **self._terms(call))
 
         made = self._search(call, provider, wanted, rent, fleet)
         return fleet.seen(made.handle, made.state)
@@ -177,7 +177,7 @@ class FleetHandler:
             sweep(call, provider, wanted.owner, wanted.name, self._timeouts, keep=fleet.handle.ids if fleet else ())
         return under_the_next()
 
-    def _context(self, call: Call) -> dict[str, Any]:
+    def _terms(self, call: Call) -> Terms:
         return {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
 
 

@@ -1,18 +1,30 @@
-"""The plugin as the engine meets it: a servicer behind real gRPC, in this process."""
+"""The plugin as the engine meets it: a servicer behind real gRPC, in this process; and projects for the real engine."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import grpc
 import pytest
+from mgpu_train.agent import procs
+from mgpu_train.timeouts import Timeouts
 from pulumi.runtime.proto import provider_pb2, provider_pb2_grpc
 
-from mgpu.errors import Conflict, ProviderError
-from mgpu.iac import servicer
+from mgpu.errors import Conflict, MgpuError, ProviderError
+from mgpu.events import Event
+from mgpu.iac import environment, install, operations, servicer
+from mgpu.iac.backend import state_file
+from mgpu.iac.engine import Stack
 from mgpu.iac.handler import Handler
+from mgpu.iac.project import project_files, project_name
 from mgpu.iac.wire import from_struct, to_struct
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers import registry
@@ -27,6 +39,7 @@ from mgpu.providers.base import (
     Offers,
     Provider,
 )
+from mgpu.providers.local import bill
 
 Properties = dict[str, object]
 
@@ -233,3 +246,220 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeProvider:
 
     monkeypatch.setattr(registry, "get", get)
     return provider
+
+
+# ---- the real engine
+
+# Read by the plugin alone. While a file of this name is in the folder: `hold`: nodes never become ready; `keep`: they
+# never end; `die-<kind>`: engine and plugin are killed as soon as a journal entry of this kind is on disk.
+INJECTED = """
+import os, signal, sys
+from pathlib import Path
+if any(arg.endswith("pulumi-resource-mgpu") for arg in sys.orig_argv):
+    from mgpu.journal import Journal
+    from mgpu.providers.base import FleetState, NodePhase
+    from mgpu.providers.local.provider import LocalProvider
+    here = Path({folder!r})
+    describe, destroy, append = LocalProvider.describe, LocalProvider.destroy, Journal.append
+    def held(self, handle):
+        state = describe(self, handle)
+        if not (here / "hold").exists():
+            return state
+        if not state.lost:
+            (here / "holding").touch()
+        pending = {{NodePhase.RUNNING: NodePhase.PENDING}}
+        return FleetState(
+            nodes=tuple(n.model_copy(update={{"phase": pending.get(n.phase, n.phase)}}) for n in state.nodes)
+        )
+    def kept(self, handle, nodes=None):
+        if not (here / "keep").exists():
+            return destroy(self, handle, nodes)
+        (here / "keeping").touch()
+        return False
+    def dying(self, kind, **fields):
+        number = append(self, kind, **fields)
+        if (here / ("die-" + kind)).exists():
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+    LocalProvider.describe, LocalProvider.destroy, Journal.append = held, kept, dying
+"""
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 40) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Held:
+    """A call in a thread of its own, which a file keeps from ending."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._raised: list[MgpuError] = []
+        self._call = call
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except MgpuError as error:
+            self._raised.append(error)
+
+    def ended(self) -> MgpuError | None:
+        """What it raised."""
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        return self._raised[0] if self._raised else None
+
+
+class Project:
+    """A folder that `mgpu init` made, with one stack, and all that it emitted. Judged by the bill and the state."""
+
+    def __init__(self, folder: Path, inject: Path, own_config: bool = True) -> None:
+        self.folder = folder
+        self.inject = inject
+        self.events: list[Event] = []
+        self.own_config = own_config
+        project_files(folder)
+        self.want()
+        self.log_dir = folder.parent / "log"
+        self.stack = self.open()
+        inject.mkdir(exist_ok=True)
+        (inject / "sitecustomize.py").write_text(INJECTED.format(folder=str(inject)))
+
+    def open(self) -> Stack:
+        """Another operator's view of the stack."""
+        return Stack(
+            self.folder,
+            "demo-1",
+            self.folder / "mgpu.yaml",
+            log_dir=self.log_dir,
+            emit=self.events.append,
+            timeouts=Timeouts(),
+            own_config=self.own_config,
+        )
+
+    def want(self, **changes: object) -> None:
+        spec = {
+            "name": "demo",
+            "provider": "local",
+            "nodes": 2,
+            "market": "spot",
+            "max_price_usd_per_hour": 0.5,
+            "max_hours": 0.5,
+            "train": {"task": "lm"},
+        }
+        (self.folder / "mgpu.yaml").write_text(json.dumps(spec | changes))
+
+    @property
+    def bill(self) -> bill.Bill:
+        return bill.read(registry.get("local").root)
+
+    @property
+    def billed(self) -> dict[str, int]:
+        """Instances that cost money now, and the pids of their keepers."""
+        return {node.start.instance: node.start.pid for node in self.bill.alive}
+
+    @property
+    def started(self) -> int:
+        """Machines that were ever started."""
+        return len(self.bill.nodes)
+
+    def ids(self) -> list[str]:
+        output = self.stack.outputs()
+        assert output is not None
+        return [node.id for node in output.nodes]
+
+    # ---- faults
+
+    def hold(self, call: Callable[[], object], file: Literal["hold", "keep"] = "hold") -> Held:
+        """Runs `call`, which does not come to its end: its machines are there, and are not seen to come, or go."""
+        (self.inject / file).touch()
+        held = Held(call)
+        wait_until((self.inject / f"{file}ing").exists)
+        return held
+
+    def release(self, file: str = "hold") -> None:
+        for path in (self.inject / file, self.inject / f"{file}ing"):
+            path.unlink(missing_ok=True)
+
+    def processes(self, name: str) -> list[int]:
+        """Pids of the engine's processes with this word on their command line, of this test alone."""
+        found = []
+        for mark, processes in procs.carriers(operations.MARK).items():
+            if str(self.folder.parent) in mark:
+                found += [process.pid for process in processes if name.encode() in command(process.pid)]
+        return found
+
+    def kill(self, *names: str) -> None:
+        """SIGKILL to all of them, before one can react to the end of another."""
+        victims = [self.processes(name) for name in names]
+        assert all(victims), names
+        for pid in itertools.chain(*victims):
+            os.kill(pid, signal.SIGKILL)
+
+    # ---- what is left
+
+    @property
+    def resources(self) -> dict[str, dict]:
+        """State's resources, by their type's last word."""
+        latest = self._state["checkpoint"]["latest"] or {}
+        return {resource["type"].rpartition(":")[2]: resource for resource in latest.get("resources") or ()}
+
+    @property
+    def pending(self) -> list[str]:
+        """What state says was cut off."""
+        latest = self._state["checkpoint"]["latest"] or {}
+        return [operation["type"] for operation in latest.get("pending_operations") or ()]
+
+    @property
+    def locks(self) -> list[Path]:
+        return [*(environment.backend_dir() / ".pulumi" / "locks").rglob("*.json")]
+
+    @property
+    def _state(self) -> dict:
+        path = state_file(project_name(self.folder), "demo-1")
+        assert path is not None
+        return json.loads(path.read_text())
+
+    def assert_in_order(self) -> None:
+        """The two machines of the output run, and no others; nothing is left of what was cut off."""
+        assert set(self.ids()) == self.billed.keys()
+        assert len(self.billed) == 2
+        self.assert_nothing_left_at_work()
+
+    def assert_nothing_left_at_work(self) -> None:
+        assert self.pending == []
+        assert self.locks == []
+        wait_until(lambda: not self.processes(""), 5)
+
+
+def command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def new_project(
+    require: Callable[[str, bool, str], None], xdg: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Project]]:
+    """`new_project()`: a folder with a stack; its machines are ended after the test."""
+    require("engine", install.find_engine() is not None, "no Pulumi engine; `make setup` installs one")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "inject"))
+    yield lambda **options: Project(tmp_path / "project", tmp_path / "inject", **options)
+    for process in procs.carrying(f"XDG_STATE_HOME={xdg / 'state'}"):
+        process.send(signal.SIGKILL)  # what a killed `pulumi` of a shell's has left; nobody ends that
+    for handle in registry.get("local").list_owned(environment.paths.owner()):
+        while not registry.get("local").destroy(handle):
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def project(new_project: Callable[..., Project]) -> Project:
+    """A folder that `mgpu init` made, with one stack of mgpu's own."""
+    return new_project()

@@ -31,9 +31,30 @@ from mgpu.errors import (
 from mgpu.events import Event, OfferTried, Warned
 from mgpu.journal import Journal
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.base import FleetRequest, FleetState, Handle, Intent, NodePhase, NodeState, create_token
+from mgpu.providers.base import (
+    Capabilities,
+    FleetRequest,
+    FleetState,
+    Handle,
+    Intent,
+    NodePhase,
+    NodeState,
+    create_token,
+)
 
 TIMEOUTS = Timeouts(provision_s=100, destroy_s=50, describe_every_s=1)
+
+
+CAPS = Capabilities(
+    spot=True,
+    multi_node=True,
+    access=frozenset({"ssh"}),
+    runtime="vm",
+    labels="tags",
+    idempotent_create=True,
+    server_side_kill=False,
+    interruption_notice_s=0,
+)
 
 
 class Clock:
@@ -63,7 +84,11 @@ class Double:
     """Machines in memory. `on_create` maps a call's number (from 1) or an instance type to what it does."""
 
     clock: Clock
+    caps: Capabilities = CAPS
     ready_after_s: float = 3.0
+    granted: int | None = None  # machines that a create makes at most
+    unfound_s: float = 0.0  # for which `find` does not show what was made
+    undescribed_s: float = 0.0  # for which `describe` does not know it
     machines: dict[str, Machine] = field(default_factory=dict)
     asked: dict[str, tuple[FleetRequest, Offer]] = field(default_factory=dict)
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -98,7 +123,7 @@ class Double:
             raise Conflict("the token was used with other parameters")
         if token not in self.asked:
             self.asked[token] = (request, offer)
-            for rank in ranks:
+            for rank in ranks[: self.granted]:
                 name = f"i-{len(self.machines)}"
                 self.machines[name] = Machine(name, token, rank, self.clock.now)
         if self.after_create and (error := self.after_create.pop(0)):
@@ -109,7 +134,9 @@ class Double:
         self.calls.append(("find", intent.offer.label))
         if self.find_errors:
             raise self.find_errors.pop(0)
-        return self._handle(intent.token) if intent.token in self.asked else None
+        young = [m for m in self.machines.values() if self.clock.now - m.born < self.unfound_s]
+        shown = intent.token in self.asked and not any(m.token == intent.token for m in young)
+        return self._handle(intent.token) if shown else None
 
     def _handle(self, token: str) -> Handle:
         request, offer = self.asked[token]
@@ -130,6 +157,9 @@ class Double:
         self.on_describe()
         if self.describe_errors:
             raise self.describe_errors.pop(0)
+        for name in handle.ids:
+            if name in self.machines and self.clock.now - self.machines[name].born < self.undescribed_s:
+                raise Transient(f"{name} is not known yet")
         return FleetState(nodes=tuple(self._node(rank, name) for rank, name in enumerate(handle.ids)))
 
     def _node(self, rank: int, name: str) -> NodeState:
@@ -195,6 +225,7 @@ class Bench:
         self.double = Double(self.clock)
         self.events: list[Event] = []
         self.cancelled = threading.Event()
+        self.cap_s = 3600.0
 
     @property
     def _common(self) -> dict:
@@ -202,17 +233,34 @@ class Bench:
         return {**common, "clock": self.clock, "sleep": self.clock.sleep}
 
     def acquire(self, *offers: Offer, wanted: FleetRequest | None = None) -> acquire.Acquired:
-        with Journal(self.folder / "journal") as entries:
+        with self.journal() as entries:
             return acquire.acquire(
-                self.double, wanted or request(), offers, entries, cancelled=self.cancelled, **self._common
+                self.double,
+                wanted or request(),
+                offers,
+                entries,
+                cancelled=self.cancelled,
+                now=self.clock,
+                **self._common,
             )
 
     def repair(self, handle: Handle, missing: tuple[int, ...], *offers: Offer) -> acquire.Acquired:
-        with Journal(self.folder / "journal") as entries:
-            wanted = request(len(handle.ids), handle.generation + 1)
+        with self.journal() as entries:
+            wanted = request(len(handle.ids), handle.generation + 1).model_copy(update={"hard_cap_s": self.cap_s})
             return acquire.repair(
-                self.double, handle, missing, wanted, offers, entries, cancelled=self.cancelled, **self._common
+                self.double,
+                handle,
+                missing,
+                wanted,
+                offers,
+                entries,
+                cancelled=self.cancelled,
+                now=self.clock,
+                **self._common,
             )
+
+    def journal(self) -> Journal:
+        return Journal(self.folder / "journal", self.clock)
 
     def destroy(self, handle: Handle) -> None:
         acquire.destroy(self.double, handle, **self._common)
@@ -458,8 +506,8 @@ def crash(bench: Bench, wanted: Offer, request_: FleetRequest | None = None, att
     asked = request_ or request()
     token = create_token("f", asked.generation, wanted, attempt)
     intent = Intent(fleet="f", generation=asked.generation, owner="o", token=token, offer=wanted)
-    with Journal(bench.folder / "journal") as entries:
-        entries.append("intent", **intent.model_dump(mode="json"))
+    with bench.journal() as entries:
+        entries.append("intent", **intent.model_dump(mode="json"), hard_cap_s=asked.hard_cap_s)
     bench.double.create(asked, wanted, token)
     return token
 
@@ -568,3 +616,172 @@ def test_destroy_never_says_gone_when_it_does_not_know(bench: Bench, errors: lis
         bench.destroy(handle)
     assert errors[0].what in str(caught.value)
     assert bench.clock.now - start <= TIMEOUTS.destroy_s
+
+
+# ---- answers that are lost, late or short (F6 to F9, F12)
+
+
+def lagging(bench: Bench, seconds: float, *, idempotent: bool = True) -> None:
+    """Nothing that was made is shown for so long, and the provider says so."""
+    changes = {"listing_lag_s": seconds, "idempotent_create": idempotent}
+    bench.double.caps = CAPS.model_copy(update=changes)
+    bench.double.unfound_s = seconds
+
+
+def gangs(bench: Bench) -> int:
+    return len({machine.token for machine in bench.double.machines.values()})
+
+
+@pytest.mark.parametrize("idempotent", [True, False])
+def test_a_lost_answer_and_a_late_find_make_one_gang(bench: Bench, idempotent: bool):
+    lagging(bench, 30, idempotent=idempotent)
+    bench.double.after_create = [AmbiguousCreate("no answer")]
+    made = bench.acquire(offer(), offer("g5.small"))
+    assert made.state.ready
+    assert len(bench.double.machines) == 2
+    assert len(bench.double.created) == (2 if idempotent else 1), "where tokens promise nothing, nothing is asked twice"
+
+
+def test_what_a_dead_process_asked_for_is_waited_for_until_it_would_show(bench: Bench):
+    lagging(bench, 30)
+    bench.clock.now = 1000
+    token = crash(bench, offer())
+    bench.clock.now += 2  # the next `up` comes at once
+    made = bench.acquire(offer("g5.small"), offer())
+    assert made.handle.token == token
+    assert len(bench.double.machines) == 2
+
+
+def test_an_intent_that_is_old_enough_costs_no_wait(bench: Bench):
+    lagging(bench, 30)
+    crash(bench, offer())
+    bench.double.machines.clear()
+    bench.double.asked.clear()
+    bench.clock.now = 31
+    assert bench.acquire(offer("g5.small")).offer.instance_type == "g5.small"
+    assert bench.clock.now < 31 + 10
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+def test_an_undo_finds_what_does_not_show_yet(bench: Bench, end: str):
+    lagging(bench, 30)
+    answers = [AmbiguousCreate("no answer")] + [Transient("503")] * 1000
+    bench.double.after_create = answers[: 1 if end == "cancel" else None]
+    if end == "cancel":
+        original = bench.clock.sleep
+        bench.clock.sleep = lambda seconds: (bench.cancelled.set(), original(seconds))[1]
+    with pytest.raises(Interrupted if end == "cancel" else Transient):
+        bench.acquire(offer())
+    assert len(bench.double.machines) == 2
+    assert bench.double.billed == []
+    assert bench.journalled[-1] == "undone"
+
+
+def test_an_undo_goes_on_through_trouble(bench: Bench):
+    bench.double.after_create = [AmbiguousCreate("no answer")]
+    bench.double.find_errors = [Transient("503")] * 5
+    original = bench.clock.sleep
+    bench.clock.sleep = lambda seconds: (bench.cancelled.set(), original(seconds))[1]
+    with pytest.raises(Interrupted):
+        bench.acquire(offer())
+    assert len(bench.double.machines) == 2
+    assert bench.double.billed == []
+
+
+def test_an_undo_that_never_hears_anything_is_told(bench: Bench):
+    bench.double.after_create = [AmbiguousCreate("no answer")]
+    bench.double.find_errors = [Transient("503 for an hour")] * 1000
+    with pytest.raises(TeardownIncomplete, match="503 for an hour"):
+        bench.acquire(offer())
+    assert bench.clock.now <= TIMEOUTS.provision_s + TIMEOUTS.destroy_s + 1
+    assert bench.journalled == ["intent"]  # no end: the next process looks again
+
+
+def test_nothing_is_looked_for_where_nothing_was_asked_for(bench: Bench):
+    lagging(bench, 30)
+    original = bench.journal
+
+    def cancelling() -> Journal:
+        entries = original()
+        append = entries.append
+        entries.append = lambda kind, **fields: (bench.cancelled.set(), append(kind, **fields))[1]
+        return entries
+
+    bench.journal = cancelling
+    with pytest.raises(Interrupted):
+        bench.acquire(offer())
+    assert bench.double.calls == []
+    assert bench.clock.now == 0
+
+
+def test_fewer_than_asked_for_are_ended_and_the_next_offer_is_tried(bench: Bench):
+    bench.double.granted = 1
+    with pytest.raises(NoCapacity, match=r"1 of 2 nodes|ended while it started"):
+        bench.acquire(offer())
+    assert bench.double.billed == []
+    assert len(bench.double.machines) == len(bench.double.asked) == 3
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_fewer_than_asked_for_whose_end_is_refused_stop_the_search(bench: Bench, short: bool):
+    bench.double.granted = 1
+    bench.double.destroy_errors = [AuthError("expired")]
+    original = bench.double._handle
+    if short:  # a handle with fewer places than ranks
+        bench.double._handle = lambda token: original(token).model_copy(update={"ids": ("i-0",)})
+    with pytest.raises(TeardownIncomplete, match=r"i-0.*may still be billed"):
+        bench.acquire(offer(), offer("g5.small"))
+    assert bench.double.created == [offer().label]
+    assert bench.journalled == ["intent", "created"]
+
+
+def test_a_describe_that_does_not_know_the_new_machines_yet_asks_for_no_others(bench: Bench):
+    bench.double.undescribed_s = 30
+    made = bench.acquire(offer())
+    assert made.handle.ids == ("i-0", "i-1")
+    assert len(bench.double.machines) == 2
+    assert made.tried == ()
+    assert 30 <= bench.clock.now < 65
+
+
+def test_machines_that_are_never_described_are_ended_at_the_deadline(bench: Bench):
+    bench.double.undescribed_s = 1e9
+    with pytest.raises(Transient, match="is not known yet"):
+        bench.acquire(offer())
+    assert bench.double.billed == []
+
+
+def test_a_repair_after_a_crash_adopts_although_less_time_is_left_until_the_hard_cap(bench: Bench):
+    handle = bench.acquire(offer()).handle
+    bench.double.machines["i-0"].phase = NodePhase.TERMINATED
+
+    def die(*_args: object) -> None:
+        raise SystemExit
+
+    describe, destroy = bench.double.describe, bench.double.destroy
+    bench.double.describe = bench.double.destroy = die  # SIGKILL: it undoes nothing
+    with pytest.raises(SystemExit):
+        bench.repair(handle, (0,), offer())
+    bench.double.describe, bench.double.destroy = describe, destroy
+    bench.cap_s -= 5
+    assert bench.repair(handle, (0,), offer()).handle.ids == ("i-2", "i-1")
+    assert len(bench.double.machines) == 3
+    bench.double.machines["i-2"].phase = NodePhase.TERMINATED
+    bench.cap_s -= 5
+    handle = handle.model_copy(update={"ids": ("i-2", "i-1"), "generation": 2})
+    bench.repair(handle, (0,), offer())
+    assert [asked.hard_cap_s for asked, _ in bench.double.asked.values()] == [3600, 3600, 3590]
+
+
+def test_a_repair_without_capacity_says_what_was_tried_and_touches_nothing(bench: Bench):
+    handle = bench.acquire(offer("g5.small"), offer()).handle
+    bench.double.refuse = {kind: NoCapacity(f"no {kind} today", scope="zone") for kind in ("g5.small", "p4.big")}
+    bench.double.machines["i-1"].phase = NodePhase.TERMINATED
+    with pytest.raises(NoCapacity) as caught:
+        bench.repair(handle, (1,), offer("g5.small"), offer())
+    assert [line.rpartition(": ")[2] for line in caught.value.why.splitlines()] == [
+        "no g5.small today",
+        "no p4.big today",
+    ]
+    assert caught.value.next_step
+    assert [machine.id for machine in bench.double.billed] == ["i-0"]
