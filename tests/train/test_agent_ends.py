@@ -140,6 +140,23 @@ def test_nonsense_in_the_place_of_a_notice_does_not_touch_training(node):
     assert node.log.count("is not believed: its time is past") == 1
 
 
+def test_ranks_that_were_stopped_along_with_a_peers_name_no_fault_while_their_part_is_wanted(nodes):
+    """The peer's agent knows why; whoever heard of a fault here would not wait for the last save."""
+    pair = nodes(2)
+    along = SAVE + "save(3)\nmetric('end', step=3, reason='stopped')\n"
+    for node in pair:
+        node.program(along)
+        node.job()
+    first, second = pair
+    second.start()
+    second.until(lambda: second.said["phase"] == "draining")
+    beats(second)
+    assert (second.said["fault"], second.said["exit_code"]) == (None, 0)
+    first.start()
+    assert [node.ended()["fault"] for node in pair] == ["infrastructure"] * 2
+    assert first.commits == [3]
+
+
 # --- the lease --------------------------------------------------------------------------------------------------------
 
 

@@ -141,9 +141,11 @@ def _uploads(attempt: Attempt, target: CheckpointTarget, resumed_step: int) -> U
 
 def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFailed | None:
     """Waits for the uploads that are left, and says how the attempt ended."""
-    # a failure that is certain already is told at once: peers may wait for this node in vain
+    # a failure that is certain already is told at once: peers may wait for this node in vain. Not so where ranks were
+    # stopped along with a peer's: its own agent knows why, and all parts of the last save are still wanted
     certain = _judge(attempt, ended) if lost(ended) else None
-    known = {"fault": certain.fault, "reason": certain.reason} if certain else {}
+    along = _explained(attempt, ended).cause is None and ended.exit_code == 0
+    known = {"fault": certain.fault, "reason": certain.reason} if certain and not along else {}
     attempt.enter(Phase.DRAINING, exit_code=ended.exit_code, **known)
     if uploads is None:
         return _judge(attempt, ended)
@@ -178,13 +180,18 @@ def _finish(attempt: Attempt, uploads: Uploads, certain: AttemptFailed | None) -
 
 
 def _judge(attempt: Attempt, ended: Ended) -> AttemptFailed | None:
-    # ranks agree to stop: those of a peer that was asked first may end this node's before the request is seen here
-    if ended.cause is None and (ended.exit_code, ended.said) == (0, "stopped"):
-        if attempt.stop.asked is not None:
-            ended = replace(ended, cause=asked_to_stop(attempt.stop.asked, attempt.times))
-        elif attempt.going is not None:
-            ended = replace(ended, cause=gone(attempt.going, time.monotonic(), attempt.times))
-    return verdict(attempt.job, ended)
+    return verdict(attempt.job, _explained(attempt, ended))
+
+
+def _explained(attempt: Attempt, ended: Ended) -> Ended:
+    """Ranks agree to stop: those of a peer that was asked first may end this node's before the cause is seen here."""
+    if ended.cause is not None or (ended.exit_code, ended.said) != (0, "stopped"):
+        return ended
+    if attempt.stop.asked is not None:
+        return replace(ended, cause=asked_to_stop(attempt.stop.asked, attempt.times))
+    if attempt.going is not None:
+        return replace(ended, cause=gone(attempt.going, time.monotonic(), attempt.times))
+    return ended
 
 
 def _last_word(attempt: Attempt, target: CheckpointTarget, failure: AttemptFailed | None) -> None:
