@@ -228,7 +228,7 @@ class Line:
         assert self._thread is not None
         self._thread.join(seconds)
         assert not self._thread.is_alive(), f"no end in {seconds} s: {self.events[-5:]}"
-        result = self._result.pop()
+        self._thread, result = None, self._result.pop()
         if isinstance(result, BaseException):
             raise result
         return result
@@ -288,6 +288,11 @@ class Line:
             assert self._thread is None or self._thread.is_alive() or what(), f"it is over: {self._result}"
             time.sleep(0.02)
         return found
+
+    def copied(self, rank: int) -> int:
+        """Bytes of a node's log on the operator's machine."""
+        path = self.session.folder.log(rank, self.fleet.ids[rank])
+        return path.stat().st_size if path.exists() else 0
 
     def logs_agree(self, rank: int) -> bool:
         """The copy of a node's log on the operator's machine is what the node has, byte for byte."""
@@ -369,7 +374,8 @@ def new_line(tmp_path: Path, xdg: Path) -> Iterator[Callable[..., Line]]:
 
     def line(
         *, nodes: int = 2, steps: int = 60, pause_s: float = 0.05, every: int = 10, save_s: float = 0,
-        writers: str = "all", attempts: int = 5, text: str | None = None, times: dict[str, float] | None = None,
+        writers: str = "all", attempts: int = 5, command: list[str] | None = None, text: str = RUN_FILE,
+        times: dict[str, float] | None = None,
     ) -> Line:  # fmt: skip
         name = f"f{len(made)}"
         folder = tmp_path / name
@@ -377,10 +383,13 @@ def new_line(tmp_path: Path, xdg: Path) -> Iterator[Callable[..., Line]]:
         for each in (book, code):
             each.mkdir(parents=True)
         shutil.copy(PROGRAM, code)
-        command = json.dumps(["program.py", str(book), *map(str, (steps, pause_s, every, save_s))])
-        given = RUN_FILE if text is None else text
-        spec = loads(given.format(name=name, nodes=nodes, command=command, folder=folder, every=every, writers=writers,
-                                  attempts=attempts), "mgpu.yaml")  # fmt: skip
+        ours = ["program.py", "BOOK", *map(str, (steps, pause_s, every, save_s))]
+        started = json.dumps([part.replace("BOOK", str(book)) for part in command or ours])
+        given = text.format(
+            name=name, nodes=nodes, command=started, folder=folder, every=every, writers=writers, attempts=attempts
+        )
+        (folder / "mgpu.yaml").write_text(given)
+        spec = loads(given, "mgpu.yaml")
         deadlines = TIMES.model_copy(update=times or {})
         request = resolve(spec, new_run_id(name), code, timeouts=deadlines)
         made.append(Line(Fleet(folder, spec, deadlines), request, book, deadlines=deadlines))
