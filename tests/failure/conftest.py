@@ -160,6 +160,12 @@ def _template(tmp_path_factory: pytest.TempPathFactory, require) -> Path:
     return world.project
 
 
+@pytest.fixture(scope="session")
+def programs() -> Path:
+    """The folder of the programs that users of these tests run."""
+    return PROGRAMS
+
+
 @pytest.fixture
 def new_world(tmp_path: Path, _template: Path) -> Iterator[Callable[..., World]]:
     """`new_world("name", VARIABLE="value")`: a world of its own under tmp_path, ended with the test."""
