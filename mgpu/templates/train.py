@@ -7,12 +7,31 @@ It owes mgpu nothing but one habit: write a checkpoint into a folder beside its 
 import argparse
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class Batches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """What a rank sees in a step depends on both numbers alone: a resumed run sees what the other one would have."""
+
+    def __init__(self, first: int, last: int, rank: int, world: int) -> None:
+        self.first, self.last, self.rank, self.world = first, last, rank, world
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for step in range(self.first, self.last + 1):
+            generator = torch.Generator().manual_seed(step * self.world + self.rank)
+            x = torch.rand(256, 2, generator=generator) * 2 - 1
+            yield x, torch.sin(3 * x[:, :1]) * torch.cos(3 * x[:, 1:])
+
+
+def deaf(_worker: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun signals these as well, and the last step needs its batch
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -60,11 +79,10 @@ def main() -> None:
     first = load(model, optimizer)
     parallel = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
 
-    for step in range(first + 1, options.steps + 1):
-        generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
-        x = torch.rand(256, 2, generator=generator).to(device) * 2 - 1
-        y = torch.sin(3 * x[:, :1]) * torch.cos(3 * x[:, 1:])
-        loss = nn.functional.mse_loss(parallel(x), y)
+    batches = Batches(first + 1, options.steps, dist.get_rank(), dist.get_world_size())
+    loader = DataLoader(batches, batch_size=None, num_workers=1, worker_init_fn=deaf)
+    for step, (x, y) in enumerate(loader, start=first + 1):
+        loss = nn.functional.mse_loss(parallel(x.to(device)), y.to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
