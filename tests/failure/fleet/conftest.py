@@ -37,6 +37,7 @@ from mgpu.journal import Journal
 from mgpu.plan import rank as ranking
 from mgpu.providers.base import FleetRequest, FleetState, Handle, NodeState
 from mgpu.providers.local import bill
+from mgpu.providers.local.nodes import Instance
 from mgpu.providers.local.procs import Process, marked
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.conduct import conduct, watch_again
@@ -115,6 +116,10 @@ class Fleet:
             for name in filter(None, handle.ids):
                 self.wake(name)
             acquire.destroy(self.provider, handle, timeouts=self.times)
+
+    def instance(self, rank: int) -> Instance:
+        """The machine of a rank, for `mgpu.providers.local.control`."""
+        return Instance(self.provider.root, self.ids[rank])
 
     # --- what a test does to a machine, by its id
 
@@ -331,6 +336,11 @@ class Line:
             before = [entry["step"] for entry in self.done("step") if entry["attempt"] < attempt]
             lost = max(before, default=0) - max(0, newest[attempt])
             assert lost <= 2 * every, f"I4: attempt {attempt} lost {lost} steps"
+
+    def steps_lost(self, attempt: int) -> int:
+        """Steps that this attempt did again, by the book."""
+        before = max(entry["step"] for entry in self.done("step") if entry["attempt"] < attempt)
+        return before - self.done("start", attempt=attempt)[0]["step"]
 
 
 def most_alive(nodes: tuple[bill.BilledNode, ...]) -> int:

@@ -1,0 +1,77 @@
+"""The provider takes a machine, with a warning of many seconds, of few, or of none: F20."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from mgpu.providers.local import bill, control
+
+EVERY, PAUSE_S = 20, 0.05
+SEEN_S = 1.0  # the supervisor's newest look at a machine that is gone may be so old
+
+
+def off_beat(line) -> set[int]:
+    """Steps that were saved for no other reason than the notice."""
+    return {entry["step"] for entry in line.done("saving", attempt=1) if entry["step"] % EVERY}
+
+
+def recovered(line, node: int, before: tuple[str, ...]) -> None:
+    """The run is through, on the machine that stayed and one that replaced the other."""
+    ended = line.end()
+    assert ended.succeeded, ended
+    assert line.fleet.ids[1 - node] == before[1 - node], "the survivor keeps its machine"
+    assert line.fleet.ids[node] != before[node]
+    assert len(bill.read(line.fleet.provider.root).nodes) == 3, "one machine was replaced, once"
+    assert [entry.attempt for entry in line.attempts()] == [1, 2]
+    (interruption,) = line.record.interruptions
+    assert interruption.fault == "provider"
+    assert interruption.nodes == [node]
+    line.judge()
+
+
+def begun(new_line, **program):
+    line = new_line(every=EVERY, pause_s=PAUSE_S, steps=60, times={"stop_grace_s": 10}, **program)
+    line.start()
+    line.wait(lambda: line.committed())
+    line.wait(lambda: line.done("step", step=EVERY + 8))
+    return line, line.fleet.ids
+
+
+@pytest.mark.parametrize(("notice_s", "save_s", "node"), [(30, 0, 0), (10, 1.2, 1), (2, 0, 1)])
+def test_a_save_that_fits_into_the_notice_loses_no_step(new_line, notice_s, save_s, node):
+    line, before = begun(new_line, save_s=save_s)
+    goes_at = control.notice(line.fleet.instance(node), notice_s)
+    recovered(line, node, before)
+    (saved,) = off_beat(line)
+    assert [e.manifest.step for e in line.committed()][:2] == [EVERY, saved]
+    assert line.committed()[1].at < goes_at, "it was safe before the machine went"
+    assert line.steps_lost(2) == 0
+    assert line.record.interruptions[0].steps_lost == 0
+
+
+@pytest.mark.parametrize(("notice_s", "save_s", "node"), [(3, 1.5, 0), (0, 0, 1)])
+def test_a_save_that_does_not_fit_is_not_begun(new_line, notice_s, save_s, node):
+    line, before = begun(new_line, save_s=save_s)
+    told_at = time.time()
+    control.notice(line.fleet.instance(node), notice_s)
+    recovered(line, node, before)
+    assert not off_beat(line)
+    assert max(entry["at"] for entry in line.done("step", attempt=1)) < told_at + 2, "the repair did not wait"
+    honest(line)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_without_any_notice_what_was_not_committed_is_lost_and_told(new_line, node):
+    line, before = begun(new_line)
+    control.kill(line.fleet.instance(node))
+    recovered(line, node, before)
+    honest(line)
+
+
+def honest(line) -> None:
+    """The steps that are said to be lost are those that were, but for what nobody could see any more."""
+    said, true = line.record.interruptions[0].steps_lost, line.steps_lost(2)
+    assert 0 < true <= 2 * EVERY
+    assert true - SEEN_S / PAUSE_S <= said <= true
