@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import FleetRequest, Handle, Intent, NodePhase, create_token
 from mgpu.providers.local import bill, control, files, procs
 from mgpu.providers.local import provider as module
-from mgpu.providers.local.nodes import Instance, NodeSpec
+from mgpu.providers.local.nodes import Instance, NodeSpec, login_environment
 from mgpu.providers.local.provider import LocalProvider
 
 DEADLINE_S = 60.0
@@ -255,6 +256,38 @@ def test_an_order_that_is_there_before_the_keeper_is_carried_out(world: World, m
     world.create(1)
     until(lambda: world.phase(handle) is NodePhase.TERMINATED)
     assert bill.read(world.root).nodes[0].reason == control.INTERRUPTED
+
+
+def test_a_keeper_that_is_woken_before_it_listens_lives(world: World, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_start", lambda _: None)
+        handle = world.create(1)
+    instance = world.instance(handle)
+    woken = """
+import os, signal, sys
+from mgpu.providers.local import bill, keeper
+write_start = bill.write_start
+bill.write_start = lambda *line: (os.kill(os.getpid(), signal.SIGUSR1), write_start(*line))
+sys.exit(keeper.main(["", *sys.argv[1:]]))
+"""
+    environment = login_environment(instance, os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", woken, world.root, instance.id], env=environment, check=True, timeout=60)
+    until(lambda: world.phase(handle) is NodePhase.RUNNING)
+
+
+def test_a_machine_that_takes_its_starter_along_was_started(world: World, monkeypatch: pytest.MonkeyPatch):
+    # as it happens when an order waits for the keeper and its starter has not ended yet
+    spawn = module._spawn
+
+    def killed(instance: Instance) -> subprocess.Popen:
+        starter = spawn(instance)
+        until(instance.keeper)
+        starter.wait()
+        starter.returncode = -signal.SIGKILL
+        return starter
+
+    monkeypatch.setattr(module, "_spawn", killed)
+    assert world.create(1).ids[0]
 
 
 def test_garbage_changes_nothing_and_is_named_in_the_log(world: World):

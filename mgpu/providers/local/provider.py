@@ -248,7 +248,7 @@ def _start(instances: list[Instance]) -> None:
         except subprocess.TimeoutExpired:
             starter.kill()
             failed = True
-        if failed:
+        if failed and instance.keeper() is None:  # a machine that is taken at once takes its starter along
             raise Transient(
                 f"provider local: the keeper of node {instance.id} did not start",
                 instance.last_words() or f"it did not answer within {_START_S:.0f} s",
