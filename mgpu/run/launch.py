@@ -105,6 +105,7 @@ def _record(
         store=resume.store if resume else None,
         checkpoint_id=resume.checkpoint_id if resume else None,
         checkpoint_step=resume.checkpoint_step if resume else -1,
+        idle_step=resume.checkpoint_step if resume else -1,
         created_at=resume.created_at if resume else time.time(),
         max_hours=spec.max_hours,
         fleet=fleet.model_dump(mode="json") if fleet else None,

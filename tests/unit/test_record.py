@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mgpu.errors import InputError
+from mgpu.errors import InputError, TakenOver
 from mgpu.run import record as records
 from mgpu.run.record import Record, State
 
@@ -113,3 +113,55 @@ def test_a_damaged_record_hides_no_other_and_is_named(text):
     assert records.load("good-1").run_id == "good-1"
     with pytest.raises(InputError, match="bad-1 cannot be read"):
         records.load("bad-1")
+
+
+def test_who_was_dispossessed_writes_nothing_more():
+    """A supervisor that was stopped (SIGSTOP) wakes up and knows nothing of the new one."""
+    old = make("a-1")
+    with records.supervising("a-1") as token:
+        old.supervisor = token
+        records.save(old)
+        with records.supervising("a-1", force=True) as new:
+            fresh = records.load("a-1")
+            fresh.supervisor, fresh.step = new, 7
+            records.save(fresh)
+            with pytest.raises(TakenOver, match=str(os.getpid())):
+                records.save(old)
+            assert records.load("a-1").step == 7
+        with pytest.raises(TakenOver):
+            records.save(old)
+    assert records.load("a-1").step == 7
+
+
+def test_what_is_true_whoever_supervised_is_written_all_the_same():
+    over = make("a-1")
+    over.supervisor = "of-the-one-that-ended-it"
+    with records.supervising("a-1"):
+        pass
+    over.teardown = "confirmed"
+    records.write(over)
+    assert records.load("a-1").teardown == "confirmed"
+
+
+def test_a_write_that_fails_leaves_the_record_and_nothing_else(monkeypatch):
+    known = make("a-1")
+    known.step = 5
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            records.save(known)
+    folder = records.Folder("a-1").root
+    assert records.load("a-1").step == -1
+    assert sorted(path.name for path in folder.iterdir()) == ["logs", "record.json"]
+
+
+def test_a_folder_that_was_deleted_under_this_process_hinders_nothing(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert make("a-1").file_argument == " /p/mgpu.yaml"

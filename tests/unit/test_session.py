@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
+from mgpu_train.store import Unavailable
 
-from mgpu.errors import Interrupted
-from mgpu.events import PhaseFinished, PhaseStarted, Progress
+from mgpu.errors import Interrupted, TakenOver
+from mgpu.events import Note, PhaseFinished, PhaseStarted, Progress, Warned
 from mgpu.run import record
 from mgpu.run.record import Folder, State
 from mgpu.run.session import ECHO_S, Interrupts, Session
@@ -135,3 +141,111 @@ def test_the_supervisor_is_named_and_every_one_has_a_journal_for_this_user_alone
     assert sorted(entry["kind"] for entry in journal()) == sorted(f"of {number}" for number in range(51))
     assert len(list(Folder("run-1").journal.iterdir())) == 51
     assert all(path.stat().st_mode & 0o077 == 0 for path in Folder("run-1").journal.iterdir())
+
+
+# --- whose run it is --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mine(session):
+    """The session of a process that holds the lock, in the file as its own."""
+    with record.supervising("run-1") as token:
+        session.record.supervisor = token
+        session.save()
+        yield session
+
+
+def test_a_session_is_of_its_process_until_another_one_takes_the_run(mine):
+    assert mine.still_mine()
+    mine.check()
+    with record.supervising("run-1", force=True):
+        assert not mine.still_mine()
+        for act in (mine.require_mine, mine.check, mine.save, lambda: mine.to(State.RUNNING)):
+            with pytest.raises(TakenOver, match="taken over by process"):
+                act()
+        with pytest.raises(TakenOver), mine.phase("teardown"):
+            pass
+    assert record.load("run-1").state is State.PROVISIONING
+    assert mine.record.state is State.PROVISIONING, "nothing was decided on either"
+
+
+def test_a_takeover_undoes_what_the_engine_has_under_way(mine, world):
+    undone = threading.Event()
+    with pytest.raises(TakenOver), mine.undoing(undone.set), record.supervising("run-1", force=True):
+        assert undone.wait(10)
+    assert any("taken over" in event.text for event in world.of(Note))
+
+
+class Log:
+    """What the commit log was told."""
+
+    def __init__(self, *answers):
+        self.answers, self.told = list(answers), []
+
+    def take_over(self, writer, *, host, pid):
+        self.told.append((writer, pid))
+        if self.answers:
+            raise self.answers.pop(0)
+
+
+def test_the_store_is_told_once_who_supervises(mine):
+    """Twice would take it back from whoever took it over in between."""
+    log = Log(Unavailable("down"))
+    with pytest.raises(Unavailable):
+        mine.claim(log)
+    for _ in range(3):
+        mine.claim(log)
+    assert log.told == [(mine.record.supervisor, os.getpid())] * 2
+
+
+# --- a full disk here -------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_here_is_told_once_and_ends_nothing(session, world, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(record, "write", full)
+    monkeypatch.setattr(session.journal, "append", full)
+    session.to(State.RUNNING)
+    with session.phase("training"):
+        session.save()
+    session.to(State.TEARDOWN)
+    assert session.record.state is State.TEARDOWN
+    assert [("No space left" in event.text) for event in world.of(Warned)] == [True]
+    with pytest.raises(OSError, match="No space"):
+        session.journal.append("up")  # an intent that is not on disk is none
+
+
+# --- real signals -----------------------------------------------------------------------------------------------------
+
+WAITS = """
+import time
+from mgpu.run.session import Interrupts
+with Interrupts().installed() as interrupts:
+    print("ready", flush=True)
+    while not interrupts.count:
+        time.sleep(0.01)
+    time.sleep(1.0)
+    print(interrupts.count, interrupts.told, interrupts.hung_up, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "count", "told", "hung_up"),
+    [
+        ([(0, signal.SIGINT)], 1, False, False),
+        ([(0, signal.SIGINT), (0.02, signal.SIGINT)], 1, False, False),
+        ([(0, signal.SIGTERM), (0.02, signal.SIGTERM)], 1, True, False),
+        ([(0, signal.SIGINT), (0.4, signal.SIGINT)], 2, False, False),
+        ([(0, signal.SIGHUP)], 1, False, True),
+    ],
+)
+def test_signals_of_a_process_group_as_wrappers_send_them(signals, count, told, hung_up):
+    child = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert child.stdout.readline() == "ready\n"
+    for pause, number in signals:
+        time.sleep(pause)
+        os.killpg(child.pid, number)
+    out, _ = child.communicate(timeout=20)
+    assert out.split() == [str(count), str(told), str(hung_up)]

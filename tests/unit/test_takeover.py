@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import shutil
 import time
 
 import pytest
-from mgpu_train.agent.status import Phase
+from click.testing import CliRunner
+from mgpu_train.agent.status import Fault, Phase
+from mgpu_train.checkpoint.commitlog import CommitLog, Fenced
+from mgpu_train.store import Unavailable, open_store
 
-from mgpu.errors import InputError, StackError, TeardownIncomplete
+from mgpu.cli import cli, common
+from mgpu.console import Console
+from mgpu.errors import InputError, StackError, TakenOver, TeardownIncomplete
+from mgpu.events import Warned
 from mgpu.iac.environment import backend_dir
+from mgpu.providers.base import NodePhase
 from mgpu.run import down as downs
-from mgpu.run import fleets, record, stacks, takeover
+from mgpu.run import fleets, lock, record, stacks, takeover
 from mgpu.run import launch as runs
-from mgpu.run.record import Folder, State
+from mgpu.run.record import Folder, Interruption, State
 from mgpu.spec.load import load
 
 RUN_FILE = """
@@ -45,7 +54,8 @@ class Project:
         return stacks.Context(self.world.events.append, self.world.timeouts)
 
     def spec(self, more=""):
-        self.world.run_file.write_text(RUN_FILE + more)
+        base = RUN_FILE.replace("checkpoint: none\n", "") if "checkpoint:" in more else RUN_FILE
+        self.world.run_file.write_text(base + more)
         return load(self.world.run_file)
 
     def stands(self, stack="dev"):
@@ -197,6 +207,440 @@ def test_an_end_that_was_asked_for_before_makes_no_machines(project, monkeypatch
     outcome = runs.launch(project.world.run_file, project.spec(), project.context)
     assert outcome.exit_code == 130
     assert "up" not in project.world.calls
+
+
+# --- attach goes on from wherever the run was -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dead(project):
+    """A run of `mgpu launch` whose supervisor was killed: `dead(state, ...)` is its record."""
+
+    def left(state, *, spec="", stands=True, **more):
+        project.spec(spec)
+        fleet = project.stands("run-1") if stands else None
+        found = project.world.record("run-1", **{"state": state, "attempt": 1, "fleet": fleet} | more)
+        Folder("run-1").run_file.write_text(project.world.run_file.read_text())
+        return found
+
+    return left
+
+
+@pytest.fixture
+def kept(project, tmp_path):
+    """A store for the checkpoints of `run-1`, of which attempt 1 has begun."""
+    url = f"file://{tmp_path}/store"
+    CommitLog(open_store(url), "run-1").begin_attempt(1, "writer-1")
+    return Store(project.world, url)
+
+
+class Store:
+    """What attempt 1 of run-1 has left there."""
+
+    def __init__(self, world, url):
+        self.world, self.url = world, url
+        self.log = CommitLog(open_store(url), "run-1")
+        self.spec = f"checkpoint: {{to: '{url}'}}\n"
+
+    def saved(self, step, attempt=1):
+        self.world.commit(self.url, "run-1", attempt=attempt, writer=f"writer-{attempt}", step=step)
+
+    def ended(self, **how):
+        self.log.end(1, "writer-1", **how)
+
+
+RECOVERS = "recovery: {attempts: 3, wait_minutes: 0}\n"
+
+
+def attach(project, found, **more):
+    outcome = takeover.attach(found, project.context, **more)
+    assert outcome is not None
+    return outcome
+
+
+def all_is_given_back(project):
+    assert project.world.cloud.billed == set()
+    assert record.load("run-1").teardown == "confirmed"
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["machines stand", "nothing stands"])
+def test_a_run_that_had_no_machines_yet_gets_them_and_trains(project, dead, made):
+    """Killed between `up` and its result: the user asked for a run, and gets it."""
+    found = dead(State.PROVISIONING, attempt=0, stands=made)
+    found.fleet = None
+    record.save(found)
+    outcome = attach(project, found)
+    assert outcome.exit_code == 0
+    assert project.world.calls.count("up") == 1, "it adopts what stands"
+    assert (record.load("run-1").attempt, record.load("run-1").recoveries) == (1, 0)
+    all_is_given_back(project)
+
+
+def test_a_run_on_a_stack_that_stands_goes_on_there(project, dead):
+    found = dead(State.PROVISIONING, attempt=0, own_stack=False)
+    assert attach(project, found).exit_code == 0
+    assert "up" not in project.world.calls
+    assert project.world.stacks == {"run-1": None}
+
+
+@pytest.mark.parametrize("state", [State.PROVISIONING, State.REPAIRING])
+@pytest.mark.parametrize("known", [True, False], ids=["in the record", "in the stack alone"])
+def test_with_the_end_asked_for_it_is_undone(project, dead, state, known):
+    found = dead(state)
+    if not known:
+        found.fleet = None
+        record.save(found)
+    Folder("run-1").stop.touch()
+    assert attach(project, found).exit_code == 130
+    assert "up" not in project.world.calls
+    assert record.load("run-1").state is State.STOPPED
+    all_is_given_back(project)
+
+
+def test_another_programs_machines_are_known_before_anything_is_undone(project, dead):
+    project.world.ours = False
+    found = dead(State.PROVISIONING, own_stack=False)
+    found.fleet = None
+    record.save(found)
+    Folder("run-1").stop.touch()
+    assert attach(project, found).exit_code == 130
+    assert record.load("run-1").teardown == "not ours"
+    assert project.world.cloud.billed == {"mine-run-1-0"}
+
+
+def broken(**more):
+    return Interruption(
+        **{"attempt": 1, "reason": "node 0 is gone", "fault": "provider", "nodes": [0], "step": 12, "heard_at": 1.0,
+           "noticed_at": 2.0, "ended_at": 3.0} | more
+    )  # fmt: skip
+
+
+def test_a_repair_that_was_cut_off_is_done_and_not_counted_twice(project, dead):
+    found = dead(State.REPAIRING, spec=RECOVERS, recoveries=1, interruptions=[broken()])
+    seen = []
+    project.world.hooks["up"] = lambda: seen.append(set(project.world.cloud.billed))
+    assert attach(project, found).exit_code == 0
+    assert seen == [set()], "the lost machine is confirmed gone before another one is asked for"
+    ended = record.load("run-1")
+    assert (ended.recoveries, ended.attempt) == (1, 2)
+    assert ended.interruptions[0].repaired_at is not None
+    all_is_given_back(project)
+
+
+def test_the_new_machine_of_a_repair_that_was_done_is_not_ended(project, dead):
+    found = dead(State.REPAIRING, spec=RECOVERS, recoveries=1, interruptions=[broken(repaired_at=4.0)])
+    seen = []
+    project.world.hooks["up"] = lambda: seen.append(set(project.world.cloud.billed))
+    assert attach(project, found).exit_code == 0
+    assert seen == [{"mine-run-1-0"}]
+
+
+def test_no_replacement_is_asked_for_while_the_lost_machine_may_live(project, dead):
+    """I2."""
+    found = dead(State.REPAIRING, spec=RECOVERS, recoveries=1, interruptions=[broken()])
+    project.world.cloud.stuck.add("mine-run-1-0")
+    outcome = attach(project, found)
+    assert "up" not in project.world.calls
+    assert outcome.exit_code == 7, "and it is still there at the end"
+    project.world.cloud.stuck.clear()
+    downs.down(record.load("run-1"), project.context)
+    all_is_given_back(project)
+
+
+# --- machines that ended while nobody was there -----------------------------------------------------------------------
+
+
+def gone(project, found):
+    project.world.cloud.phases["mine-run-1-0"] = NodePhase.TERMINATED
+    project.world.hooks["up"] = StackError("a machine was rented for a run that is over")
+    return attach(project, found)
+
+
+def test_a_run_that_said_that_it_succeeded_did(project, dead, kept):
+    kept.saved(10)
+    kept.ended(succeeded=True)
+    assert gone(project, dead(State.RUNNING, spec=kept.spec, store=kept.url)).exit_code == 0
+    ended = record.load("run-1")
+    assert (ended.state, ended.checkpoint_step) == (State.SUCCEEDED, 10), "the last commit, which nobody saw"
+    all_is_given_back(project)
+
+
+def test_success_without_a_checkpoint_of_this_attempt_is_not_believed(project, dead, kept):
+    kept.ended(succeeded=True)
+    assert gone(project, dead(State.RUNNING, spec=kept.spec, store=kept.url)).exit_code != 0
+
+
+@pytest.mark.parametrize(("step", "code"), [(20, 0), (19, 4)])
+def test_the_bundled_trainer_is_done_with_its_last_step(project, dead, kept, step, code):
+    """4: the repair, which this test's stack refuses."""
+    kept.saved(step)
+    found = dead(State.RUNNING, store=kept.url)
+    trains = kept.spec + RECOVERS + "train: {steps: 20}\n"
+    Folder("run-1").run_file.write_text(RUN_FILE.replace("command: [train.py]\ncheckpoint: none\n", "") + trains)
+    assert gone(project, found).exit_code == code
+
+
+def test_a_program_that_failed_by_itself_is_not_begun_again(project, dead, kept):
+    kept.saved(5)
+    kept.ended(succeeded=False, fault="user", reason="node 0: exit code 3")
+    outcome = gone(project, dead(State.RUNNING, spec=kept.spec + RECOVERS, store=kept.url))
+    assert outcome.exit_code == 6
+    assert "exit code 3" in outcome.error.what
+    assert "step 5" in outcome.error.why
+    all_is_given_back(project)
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["said so", "said nothing"])
+def test_an_attempt_that_was_cut_off_is_followed_by_another(project, dead, kept, said):
+    kept.saved(5)
+    if said:
+        kept.ended(succeeded=False, fault="infrastructure", reason="node 1 was lost")
+    found = dead(State.RUNNING, spec=kept.spec + RECOVERS, store=kept.url)
+    project.world.cloud.phases["mine-run-1-0"] = NodePhase.TERMINATED
+    assert attach(project, found).exit_code == 0
+    ended = record.load("run-1")
+    assert (ended.attempt, ended.recoveries, ended.checkpoint_step) == (2, 1, 20)
+    all_is_given_back(project)
+
+
+@pytest.mark.parametrize("more", [{"spec": "recovery: {attempts: 1}\n"}, {"spec": RECOVERS, "recoveries": 2}])
+def test_recoveries_are_counted_across_supervisors(project, dead, kept, more):
+    more["spec"] += kept.spec
+    outcome = gone(project, dead(State.RUNNING, store=kept.url, **more))
+    assert outcome.exit_code == 6
+    assert "nobody supervised" in outcome.error.what
+
+
+def test_past_the_hard_cap_no_machine_is_rented(project, dead, kept):
+    found = dead(State.RUNNING, spec=kept.spec + RECOVERS, store=kept.url, hard_cap_at=1000.0)
+    assert gone(project, found).exit_code == 8
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["said so", "said nothing"])
+def test_a_stop_that_was_asked_for_is_a_stop(project, dead, kept, said):
+    if said:
+        kept.ended(succeeded=False, fault="stopped", reason="the operator asked to stop")
+    found = dead(State.STOPPING, spec=kept.spec + RECOVERS, store=kept.url)
+    Folder("run-1").stop.touch()
+    assert gone(project, found).exit_code == 130
+
+
+def test_without_checkpoints_nothing_is_done_twice(project, dead):
+    outcome = gone(project, dead(State.RUNNING, spec=RECOVERS))
+    assert outcome.exit_code == 6
+    assert "nobody knows" in outcome.error.what
+
+
+def test_a_store_that_does_not_answer_judges_nothing_and_nothing_is_changed(project, dead, kept, monkeypatch):
+    kept.saved(10)
+    kept.ended(succeeded=True)
+    found = dead(State.RUNNING, spec=kept.spec, store=kept.url)
+    with monkeypatch.context() as patch:
+        patch.setattr(CommitLog, "ended", unavailable)
+        with pytest.raises(InputError, match="cannot be judged now"):
+            gone(project, found)
+    assert record.load("run-1").state is State.RUNNING
+    assert not record.supervised("run-1")
+    assert gone(project, found).exit_code == 0
+
+
+def unavailable(*_args, **_named):
+    raise Unavailable("503")
+
+
+# --- who supervises, in the store -------------------------------------------------------------------------------------
+
+
+def test_a_takeover_stands_in_the_store_and_fences_the_old_one(project, dead, kept):
+    kept.log.take_over("the-dead-one", host="laptop", pid=7)
+    found = dead(State.RUNNING, spec=kept.spec, store=kept.url)
+    kept.saved(10)
+    project.world.nodes[0].says(Phase.DONE)
+    assert attach(project, found).exit_code == 0
+    assert kept.log.supervisor().writer == record.load("run-1").supervisor != ""
+    with pytest.raises(Fenced):
+        kept.log.begin_attempt(2, "writer-2", supervisor="the-dead-one")
+
+
+def test_a_store_that_is_down_leaves_no_run_unwatched(project, dead, kept, monkeypatch):
+    found = dead(State.RUNNING, spec=kept.spec, store=kept.url)
+    kept.saved(10)
+    project.world.nodes[0].says(Phase.DONE)
+    monkeypatch.setattr(CommitLog, "take_over", unavailable)
+    assert attach(project, found).exit_code == 0
+    assert any("store does not answer" in event.text for event in project.world.of(Warned))
+
+
+def test_a_launch_says_in_the_store_who_supervises(project, tmp_path):
+    url = f"file://{tmp_path}/store"
+    done = runs.launch(project.world.run_file, project.spec(f"checkpoint: {{to: '{url}'}}\n"), project.context).record
+    assert CommitLog(open_store(url), done.run_id).supervisor().writer == done.supervisor != ""
+
+
+# --- a secret that this process lacks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [State.PROVISIONING, State.REPAIRING])
+def test_where_an_attempt_would_have_to_begin_it_is_refused_and_nothing_is_touched(project, dead, monkeypatch, state):
+    monkeypatch.delenv("TOKEN", raising=False)
+    found = dead(state, spec="secrets: [TOKEN]\n" + RECOVERS)
+    with pytest.raises(InputError, match="TOKEN"):
+        takeover.attach(found, project.context)
+    assert record.load("run-1").state is state
+    assert project.world.calls == []
+    assert project.world.cloud.billed == {"mine-run-1-0"}
+    monkeypatch.setenv("TOKEN", "canary-71ab")
+    assert attach(project, found).exit_code == 0
+    assert b"canary-71ab" in project.world.nodes[0].secrets
+
+
+def test_a_run_is_watched_without_its_secrets_and_no_other_attempt_begins(project, dead, monkeypatch):
+    monkeypatch.delenv("TOKEN", raising=False)
+    found = dead(State.RUNNING, spec="secrets: [TOKEN]\n" + RECOVERS)
+    project.world.nodes[0].says(Phase.FAILED, fault=Fault.INFRASTRUCTURE, reason="disk full")
+    outcome = attach(project, found)
+    assert any("TOKEN" in event.text for event in project.world.of(Warned)), "at once, and what is missing"
+    assert outcome.exit_code == 6
+    assert "secrets are missing" in outcome.error.what
+    assert "up" not in project.world.calls
+
+
+# --- --take-over ------------------------------------------------------------------------------------------------------
+
+
+def test_a_living_supervisor_is_followed_without_force_and_dispossessed_with_it(project, dead):
+    found = dead(State.RUNNING)
+    project.world.nodes[0].says(Phase.DONE)
+    with record.supervising("run-1") as old:
+        assert takeover.attach(found, project.context) is None
+        assert attach(project, found, force=True).exit_code == 0
+        assert lock.taken_from(Folder("run-1").lock, old)
+    all_is_given_back(project)
+
+
+@pytest.mark.timeout(30)
+def test_who_was_dispossessed_leaves_at_once_and_touches_nothing(project):
+    """It watches; another process takes the run; its word on disk and the machines stay as they are."""
+    held = []
+
+    def program(node, job):
+        project.world.train_on(node, job)
+        other = record.supervising(job.run_id, force=True)
+        held.append((other, other.__enter__()))
+
+    project.world.program = program
+    outcome = runs.launch(project.world.run_file, project.spec(), project.context)
+    assert (outcome.left, outcome.exit_code) == (True, 130)
+    assert isinstance(outcome.error, TakenOver)
+    assert project.world.nodes[0].stops == 0
+    assert len(project.world.cloud.billed) == 1
+    assert not any(call.startswith("destroy") for call in project.world.calls)
+    held[0][0].__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("call", ["up", "up is done", "destroy"])
+def test_a_takeover_while_the_engine_works_ends_nothing(project, call):
+    held = []
+
+    def seized():
+        other = record.supervising(record.ids()[-1], force=True)
+        held.append((other, other.__enter__()))
+        if call == "up":
+            raise StackError("`pulumi up` was cancelled")
+        assert call != "destroy" or project.world.cloud.billed
+
+    project.world.hooks[call] = seized
+    outcome = runs.launch(project.world.run_file, project.spec(), project.context)
+    assert isinstance(outcome.error, TakenOver)
+    assert str(os.getpid()) in outcome.error.what, "it says who"
+    assert not record.load("last").state.final
+    assert "remove" not in "".join(project.world.calls) or call == "destroy"
+    if call != "destroy":
+        assert not any(each.startswith("destroy") for each in project.world.calls)
+
+
+def test_the_message_of_who_was_dispossessed_is_all_that_is_said(project, capsys):
+    held = []
+
+    def program(node, job):
+        project.world.train_on(node, job)
+        other = record.supervising(job.run_id, force=True)
+        held.append((other, other.__enter__()))
+
+    project.world.program = program
+    outcome = runs.launch(project.world.run_file, project.spec(), project.context)
+    assert common.finish(Console(), outcome) == 130
+    told = capsys.readouterr().err
+    assert "was taken over by process" in told
+    assert "left running" not in told
+
+
+# --- from anywhere ----------------------------------------------------------------------------------------------------
+
+
+def test_attach_works_from_a_folder_that_was_deleted(project, dead, tmp_path, monkeypatch):
+    found = dead(State.PROVISIONING, attempt=0)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").rmdir()
+    outcome = attach(project, found)
+    assert common.finish(Console(), outcome) == 0
+    all_is_given_back(project)
+
+
+@pytest.mark.parametrize("how", ["attach", "down"])
+def test_machines_go_although_the_projects_folder_is_gone(project, dead, how):
+    found = dead(State.TEARDOWN, teardown="asked", verdict=0)
+    shutil.rmtree(project.world.folder)
+    if how == "attach":
+        assert attach(project, found).exit_code == 7, "the engine's own state could not be emptied"
+    else:
+        with pytest.raises(TeardownIncomplete, match="machines are gone"):
+            downs.down(found, project.context)
+    assert project.world.cloud.billed == set()
+
+
+# --- a full disk here -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("since", [State.RUNNING, State.TEARDOWN])
+def test_a_full_disk_of_this_machine_keeps_no_machine_alive(project, monkeypatch, since):
+    """I1. What is remembered is old then, and it is said."""
+    real = record.write
+
+    def full(found):
+        if found.state in (since, State.TEARDOWN) or found.state.final:
+            raise OSError(28, "No space left on device")
+        real(found)
+
+    monkeypatch.setattr(record, "write", full)
+    project.world.hooks["destroy"] = lambda: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    outcome = runs.launch(project.world.run_file, project.spec(), project.context)
+    assert project.world.cloud.billed == set()
+    assert outcome.exit_code == 7, "Pulumi could not do its part, and this is told"
+    assert sum("cannot be written" in event.text for event in project.world.of(Warned)) == 1
+
+
+# --- the same by `stop` and `down`, and a new launch ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [State.PROVISIONING, State.REPAIRING, State.RUNNING, State.STOPPING, State.TEARDOWN])
+@pytest.mark.parametrize("how", ["stop", "down", "gc"])
+def test_whatever_a_dead_supervisor_was_at_its_run_comes_to_an_end(project, dead, state, how):
+    """F1: rerunning converges."""
+    dead(state, verdict=6 if state is State.TEARDOWN else None)
+    project.world.nodes[0].says(Phase.TRAINING)
+    args = {"stop": ["stop"], "down": ["down"], "gc": ["gc", "--yes"]}[how]
+    done = CliRunner().invoke(cli, args, standalone_mode=False)
+    if how == "gc" and state in (State.RUNNING, State.STOPPING):
+        assert project.world.cloud.billed, "it trains"
+        return
+    assert done.exception is None, done.exception
+    all_is_given_back(project)
+    assert record.load("run-1").state.final
+    again = runs.launch(project.world.run_file, project.spec(), project.context)
+    assert (again.exit_code, again.record.run_id != "run-1") == (0, True)
+    assert project.world.cloud.billed == set()
 
 
 # --- a program of the user's may give its fleets names of its own -----------------------------------------------------
