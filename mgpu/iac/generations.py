@@ -35,5 +35,16 @@ def used(state_dir: Path, fleet: str, generation: int) -> None:
         entries.append(_USED, generation=generation)
 
 
+def unanswered_at(state_dir: Path, fleet: str) -> float:
+    """When machines were last asked for without an answer that was noted (UNIX seconds); 0: every one was."""
+    open_intents: dict[str, float] = {}
+    for entry in journal.read(_path(state_dir, fleet)):
+        if entry["kind"] == "intent":
+            open_intents[entry["token"]] = entry["at"]
+        elif "token" in entry:
+            open_intents.pop(entry["token"], None)
+    return max(open_intents.values(), default=0.0)
+
+
 def _path(state_dir: Path, fleet: str) -> Path:
     return state_dir / "journal" / f"fleet-{fleet}.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 
 from mgpu_train.timeouts import Timeouts
@@ -21,6 +22,7 @@ def sweep(
     Raises:
         ProviderError: something was not confirmed gone.
     """
+    time.sleep(max(0.0, _lag_s(call, provider, fleet)))
     for handle in provider.list_owned(owner):
         strays = tuple(machine for machine in handle.ids if machine and machine not in keep)
         if handle.fleet != fleet or not strays:
@@ -28,3 +30,9 @@ def sweep(
         call.emit(Warned(f"ending {', '.join(strays)}: an interrupted operation left them outside the state"))
         acquire.destroy(provider, handle.model_copy(update={"ids": strays}), timeouts=timeouts, emit=call.emit)
         generations.used(call.settings.state_dir, fleet, handle.generation)
+
+
+def _lag_s(call: Call, provider: Provider, fleet: str) -> float:
+    """Seconds until the provider lists what was asked for last, where nobody knows what came of it."""
+    asked_at = generations.unanswered_at(call.settings.state_dir, fleet)
+    return asked_at + provider.caps.listing_lag_s - time.time()

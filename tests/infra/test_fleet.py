@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import grpc
 import pytest
 from mgpu_train.timeouts import Timeouts
 from pulumi.runtime.proto import provider_pb2, status_pb2
 
+from mgpu import acquire
 from mgpu.errors import NoCapacity, Transient
 from mgpu.iac import plugin, schema
 from mgpu.iac.wire import UNKNOWN, from_struct
@@ -369,6 +372,34 @@ def test_the_guard_sweeps_what_state_does_not_know(wire, here, guard, made, fake
     wire.delete(where, resource_id, state)  # the Fleet's create was cut off: it is in no state
     assert not fake.running
     assert from_struct(wire.create(here, made[1]).properties)["generation"] == 2
+
+
+def test_the_guard_waits_for_what_is_not_listed_yet(wire, here, guard, fake, monkeypatch):
+    lag_s, listed = 0.3, type(fake).list_owned
+    monkeypatch.setattr(type(fake), "caps", fake.caps.model_copy(update={"listing_lag_s": lag_s}))
+
+    def asked(fresh):
+        until = time.time() + lag_s / 2
+        fake.list_owned = lambda owner: listed(fake, owner) if time.time() > until else ()
+        raise MemoryError  # the plugin dies before it hears of them, and undoes nothing
+
+    def die(*_):
+        raise MemoryError
+
+    fake.on_create = asked
+    monkeypatch.setattr(acquire._Search, "_undo", die)
+    with pytest.raises(grpc.RpcError, match="MemoryError"):
+        wire.create(here, wire.inputs(here, WANTED))
+    assert len(fake.running) == 2
+    where, resource_id, state = guard
+    wire.delete(where, resource_id, state)
+    assert not fake.running
+
+
+def test_a_sweep_after_an_answer_does_not_wait(wire, guard, made, fake, monkeypatch):
+    monkeypatch.setattr(type(fake), "caps", fake.caps.model_copy(update={"listing_lag_s": 1e6}))
+    wire.delete(*guard)
+    assert not fake.running
 
 
 def test_the_guard_leaves_other_fleets_and_other_owners_alone(wire, guard, fake, at):
