@@ -22,7 +22,7 @@ class Capabilities(Value):
     idempotent_create: bool
     server_side_kill: bool
     interruption_notice_s: float
-    listing_lag_s: float = Field(0, description="seconds after a request in which `find` and `list_owned` may not show it")
+    listing_lag_s: float = Field(0, description="seconds after a request: `find` and `list_owned` may not show it")
     shared_filesystem: bool = Field(False, description="nodes see the operator's file system: file:// stores work")
 
 
