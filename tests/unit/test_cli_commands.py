@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 
@@ -14,6 +17,7 @@ from mgpu_train.store import open_store
 
 from mgpu.cli import main
 from mgpu.run import record
+from mgpu.run.lock import taken_from
 from mgpu.run.record import Folder, State
 
 EVIL = b"\x1b]0;title\x07plain\n\x1b[31mred\x1b[0m \xff\xfe\r 10%\r100%\nno end"
@@ -99,6 +103,36 @@ def test_status_says_whether_somebody_watches_and_what_to_do_if_not(mgpu, runnin
         done = mgpu("status", "run")
     assert "watching" in done.out
     assert "mgpu stop run-1" in done.err
+
+
+@pytest.mark.parametrize(
+    ("state", "becomes", "next_line"),
+    [
+        (State.PROVISIONING, "ends with its lease, at the latest", "mgpu attach run-1"),
+        (
+            State.RUNNING,
+            "train on by themselves; a crashed attempt ends with its lease, at the latest",
+            "mgpu stop run-1",
+        ),
+        (State.REPAIRING, "ends with its lease, at the latest", "mgpu attach run-1"),
+        (State.TEARDOWN, "may still be billed", "mgpu ls"),
+    ],
+)
+def test_status_of_a_run_that_nobody_supervises_says_what_becomes_of_it(mgpu, running, state, becomes, next_line):
+    running.state, running.hard_cap_at = state, 2e9
+    record.save(running)
+    done = mgpu("status")
+    assert "nobody supervises it" in done.out
+    assert becomes in done.out
+    assert next_line in done.err
+    (line,) = (line for line in done.out.splitlines() if line.strip().startswith("state"))
+    assert f"{state}, as it was " in line, "a remembered state is printed with its age"
+
+
+def test_status_names_who_watches(mgpu, supervised):
+    done = mgpu("status")
+    assert f"watching: process {os.getpid()} on" in done.out
+    assert "as it was" not in done.out
 
 
 def test_status_prints_what_is_remembered_with_its_age(mgpu, running):
@@ -263,6 +297,31 @@ def test_attach_to_a_run_that_is_over_shows_its_result(mgpu, world):
     done = mgpu("attach")
     assert "exit code 3" in done.out
     assert world.calls == []
+
+
+@pytest.mark.timeout(30)
+def test_attach_takes_over_from_a_supervisor_that_is_stuck(mgpu, running, world):
+    """One that is stopped (SIGSTOP) holds the lock for ever: nobody would watch the run."""
+    code = "import sys, time\nfrom mgpu.run import record\nwith record.supervising('run-1') as token:\n"
+    code += "    print(token, flush=True)\n    time.sleep(60)\n"
+    stuck = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        token = stuck.stdout.readline().strip()
+        stuck.send_signal(signal.SIGSTOP)
+        for node in world.nodes:
+            node.says(Phase.DONE)
+        done = mgpu("attach", "--take-over", "--json")
+        assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
+        assert taken_from(Folder("run-1").lock, token)
+        assert world.cloud.billed == set()
+    finally:
+        stuck.kill()
+        stuck.wait()
+        stuck.stdout.close()
+
+
+def test_the_help_of_attach_says_when_to_take_over(mgpu):
+    assert "--take-over" in mgpu("attach", "--help").out
 
 
 # --- ssh --------------------------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mgpu.cli import common, ls
-from mgpu.run.record import Record, State
+from mgpu.run.record import Interruption, Record, State
 
 
 def record(**given):
@@ -72,3 +74,45 @@ def test_what_to_type_next_names_a_run_file_of_another_name_or_folder(tmp_path, 
 
 def test_numbers_have_their_plural():
     assert [common.count(n, "node") for n in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
+
+
+# --- interruptions ----------------------------------------------------------------------------------------------------
+
+
+def broken(**given):
+    whole = {"attempt": 1, "reason": "node 1 is gone", "fault": "provider", "nodes": [1], "step": 120}
+    whole |= {"heard_at": 10.0, "noticed_at": 10.9, "ended_at": 12.1, "repaired_at": 18.4, "started_at": 20.0}
+    return Interruption(**whole | {"resumed_at": 27.2, "resumed_step": 100} | given)
+
+
+def test_a_run_without_an_interruption_has_no_row_of_them():
+    assert not {"interruptions", "steps done again", "recovery"} & set(dict(common.summary(record())))
+
+
+def test_an_interruption_is_told_with_its_price():
+    rows = dict(common.summary(record(interruptions=[broken()])))
+    assert rows["interruptions"] == "1: node 1 is gone"
+    assert rows["steps done again"] == "20"
+    assert rows["recovery"] == "detected 0.9 s, stopped 1.2 s, repaired 6.3 s, resumed 8.8 s"
+
+
+def test_several_are_added_up_and_the_one_that_is_under_way_is_told_as_far_as_it_went():
+    under_way = broken(
+        reason="node 0 has not answered for 120 s", ended_at=15.9, repaired_at=None, resumed_at=None, resumed_step=None
+    )
+    rows = dict(common.summary(record(interruptions=[broken(), broken(), under_way])))
+    assert rows["interruptions"].startswith("3: node 1 is gone; node 1 is gone; node 0 has not answered")
+    assert rows["steps done again"] == "40 so far"
+    assert rows["recovery"].endswith("; detected 0.9 s, stopped 5.0 s")
+
+
+def test_a_run_that_goes_on_from_zero_has_done_all_steps_again():
+    rows = dict(common.summary(record(interruptions=[broken(resumed_step=-1)])))
+    assert rows["steps done again"] == "120"
+
+
+def test_the_json_has_the_interruptions_and_no_token():
+    found = common.result_of(record(interruptions=[broken()], writer="w", supervisor="s"))
+    assert found["interruptions"][0]["resumed_step"] == 100
+    assert not {"writer", "supervisor"} & set(found)
+    json.dumps(found)

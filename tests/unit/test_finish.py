@@ -1,0 +1,84 @@
+"""What a run that failed says: whose fault it was, how often it was tried, what is safe, and what to type (I7)."""
+
+from __future__ import annotations
+
+import pytest
+from mgpu_train.agent.status import Fault
+
+from mgpu.errors import Interrupted, NoCapacity, Stopped, TrainingFailed
+from mgpu.run.finish import _error
+from mgpu.run.supervise import Ended
+
+
+@pytest.fixture
+def record(world):
+    world.run_file.write_text("name: a\n")
+    return world.record("run-1", recoveries=3, idle=3, checkpoint_id="a001-step-50", checkpoint_step=50)
+
+
+@pytest.mark.parametrize(
+    ("fault", "whose", "cure"),
+    [
+        (Fault.USER, "The cause is the program", "once it is mended"),
+        (Fault.INFRASTRUCTURE, "The machines or the store are at fault", "go on from there"),
+        (Fault.PROVIDER, "The provider took the machine", "another market, GPU or region"),
+    ],
+)
+def test_a_run_that_stops_after_recoveries_says_whose_fault_it_was(record, fault, whose, cure):
+    error = _error(record, Ended(False, "node 1 is gone", fault))
+    assert isinstance(error, TrainingFailed)
+    assert "node 1 is gone" in error.what
+    assert error.why.startswith(whose)
+    assert "4 attempts were made, the last 3 without a new checkpoint." in error.why
+    assert "Safe: step 50" in error.why
+    assert cure in error.next_step
+    assert "mgpu logs run-1" in error.next_step
+    assert "--resume run-1" in error.next_step
+
+
+def test_a_run_that_was_never_interrupted_says_nothing_of_attempts(record):
+    record.recoveries = record.idle = 0
+    record.checkpoint_id = None
+    error = _error(record, Ended(False, "node 0: exit code 3", Fault.USER))
+    assert error is not None
+    assert "attempt" not in str(error)
+    assert "Safe" not in str(error)
+    assert "--resume" not in str(error), "there is nothing to go on from"
+
+
+def test_one_attempt_without_progress_is_no_row_of_them(record):
+    record.recoveries, record.idle = 1, 1
+    error = _error(record, Ended(False, "node 1 is gone", Fault.PROVIDER))
+    assert "2 attempts were made." in error.why
+
+
+def test_a_repair_that_could_not_be_made_keeps_its_cause_and_says_what_is_safe(record):
+    refused = NoCapacity("no capacity for 2 nodes", "us-east-1a: none\nus-east-1b: none", "Allow other regions.")
+    error = _error(record, refused)
+    assert error is refused
+    assert error.why.startswith("us-east-1a: none")
+    assert "4 attempts were made" in error.why
+    assert "Safe: step 50" in error.why
+    assert error.next_step.startswith("Allow other regions.")
+    assert "--resume run-1" in error.next_step
+
+
+@pytest.mark.parametrize("recoveries", [0, 3])
+def test_an_interrupt_is_told_as_one(record, recoveries):
+    record.recoveries = recoveries
+    error = _error(record, Interrupted("interrupted", "why", "next"))
+    assert str(error) == "interrupted\nwhy\nnext"
+
+
+@pytest.mark.parametrize(("by", "kind"), [("user", Interrupted), ("deadline", Stopped)])
+def test_who_stopped_it_is_the_kind_of_its_end(record, by, kind):
+    error = _error(record, Ended(False, "x", Fault.STOPPED, stopped_by=by))
+    assert type(error) is kind
+    assert "Safe: step 50" in error.why
+    assert "--resume run-1" in error.next_step
+
+
+@pytest.mark.parametrize("by", ["", "user", "deadline"])
+def test_a_success_is_one_whatever_was_asked_for(record, by):
+    assert _error(record, Ended(True, stopped_by=by)) is None
+    assert _error(record, None) is None
