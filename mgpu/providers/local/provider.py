@@ -6,7 +6,6 @@ Faults can be asked for by control files (mgpu.providers.local.control): `creati
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from mgpu.providers.base import (
     NodeState,
     Offers,
 )
-from mgpu.providers.local import bill, control, nodes, procs
+from mgpu.providers.local import bill, control, interpreter, nodes, procs
 from mgpu.providers.local.gangs import REGION, Gang, Gangs
 from mgpu.providers.local.nodes import Instance
 
@@ -34,8 +33,6 @@ PRICES_USD_PER_HOUR: dict[BoughtAs, float] = {"on-demand": 0.10, "spot": 0.03}
 _NODES_PER_CORE = 8
 _KILL_AFTER_S = 15.0  # a keeper that has not ended by then is killed
 _START_S = 30.0  # for a keeper to claim its instance, on a busy machine
-_CHECK_S = 60.0  # for the nodes' Python to answer
-_HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
 _SOURCE = "this machine's price list"
 
 
@@ -52,6 +49,7 @@ class LocalProvider:
         idempotent_create=True,
         server_side_kill=False,
         interruption_notice_s=120,
+        listing_lag_s=0,
         shared_filesystem=True,
     )
 
@@ -78,7 +76,7 @@ class LocalProvider:
                 "provider local needs Linux with /proc", f"this is {sys.platform}", "Choose another provider."
             )
         control.check(self.root)
-        _require_torch(_python(self._options))
+        interpreter.require_torch(interpreter.find(self._options))
 
     def offers(self, requirements: Requirements) -> Offers:
         """This machine's price list; it has no GPUs to offer and one region, `here`."""
@@ -150,7 +148,7 @@ class LocalProvider:
             ids=tuple(gangs.node_id(token, r) if r in ranks else "" for r in range(request.requirements.nodes)),
             request=request,
             offer=offer,
-            python=_python({**self._options, **request.requirements.provider_options}),
+            python=interpreter.find({**self._options, **request.requirements.provider_options}),
         )
         known = gangs.get(token) is not None
         if not known:
@@ -270,27 +268,3 @@ def _spawn(instance: Instance) -> subprocess.Popen[bytes]:
             env=environment,
             start_new_session=True,
         )
-
-
-def _python(options: Mapping[str, str]) -> str:
-    asked = options.get("python") or sys.executable
-    found = shutil.which(Path(asked).expanduser()) if asked.startswith("~") else shutil.which(asked)
-    if found is None:
-        raise InvalidRequest(
-            f"local.python: {asked} is not a program",
-            f"looked for it from {Path.cwd()} and on the PATH",
-            "Name a Python interpreter that has torch: `local: {python: /path/to/python}`.",
-        )
-    return str(Path(found).absolute())  # not resolved: a link may belong to a virtual environment
-
-
-def _require_torch(python: str) -> None:
-    cure = "pip install 'mgpu-train[torch]' there, or name another: `local: {python: /path/to/python}`."
-    try:
-        # -I: as on a node, where neither PYTHONPATH nor the operator's own packages are seen
-        answer = subprocess.run([python, "-I", "-c", _HAS_TORCH], capture_output=True, timeout=_CHECK_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise InvalidRequest(f"local.python: {python} does not run", str(error), cure) from error
-    if answer.returncode:
-        why = answer.stderr.decode(errors="replace").strip() or "it has no torch, which training needs"
-        raise InvalidRequest(f"local.python: {python} cannot train", why, cure)
