@@ -17,7 +17,7 @@ from paramiko.sftp import CMD_DATA, CMD_READ, CMD_WRITE, int64
 
 from mgpu.errors import RemoteError
 from mgpu.remote.command import PIECE, deadline
-from mgpu.remote.connection import Connection
+from mgpu.remote.connection import FOREIGN, Connection
 from mgpu.remote.targets import check_path
 
 READ_LIMIT = 64 << 20  # bytes that `read` takes into memory
@@ -94,7 +94,8 @@ class Files:
         """Ends the SFTP session; the next call opens another."""
         client, self._client = self._client, None
         if client is not None:
-            client.close()
+            with contextlib.suppress(*FOREIGN):  # it says goodbye, and the connection may be lost
+                client.close()
 
     @property
     def _name(self) -> str:

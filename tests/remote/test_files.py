@@ -171,3 +171,20 @@ def test_calls_of_several_threads_do_not_mix(node):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(read, range(4)))
+
+
+def test_a_connection_that_is_lost_as_the_session_says_goodbye_is_a_lost_connection(node, monkeypatch):
+    node.write("x", b"1")
+    client = node._files._client
+
+    def goodbye() -> None:  # what paramiko raises, depending on the moment
+        raise EOFError
+
+    def cut(*_: object) -> None:
+        node.close()
+        raise EOFError
+
+    monkeypatch.setattr(client, "close", goodbye)
+    monkeypatch.setattr(client, "stat", cut)
+    with pytest.raises(ConnectionFailed):
+        node.read_from("x", 0, 10)

@@ -32,7 +32,7 @@ def test_a_half_open_connection_is_noticed_in_time_and_the_run_goes_on_to_its_en
     frozen_at = time.monotonic()
     line.wait(lambda: warned(line, "node 1"))
     noticed_s = time.monotonic() - frozen_at
-    assert noticed_s < 4 * line.deadlines.keepalive_s + 2, "25 s, scaled"
+    assert noticed_s < 4 * line.deadlines.keepalive_s + 5, "25 s with keep-alives every 5 s"
     seen = len(line.done("step", rank=1))
     line.wait(lambda: len(line.done("step", rank=1)) > seen + 10)
     server.send(18)
