@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import secrets
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,7 +36,7 @@ class Holder:
         """True while this very process runs here; of another host nobody knows."""
         from mgpu_train.agent.procs import Process
 
-        return self.host == socket.gethostname() and Process(self.pid, self.start_ticks, self.boot_id).alive
+        return self.host == os.uname().nodename and Process(self.pid, self.start_ticks, self.boot_id).alive
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -123,7 +122,7 @@ def _sign(handle: TextIO, token: str) -> None:
     from mgpu_train.agent.procs import me
 
     process = me()
-    mine = Holder(token, process.pid, process.start_ticks, process.boot_id, socket.gethostname())
+    mine = Holder(token, process.pid, process.start_ticks, process.boot_id, os.uname().nodename)
     os.fchmod(handle.fileno(), 0o600)
     handle.truncate(0)
     handle.write(json.dumps(asdict(mine)) + "\n")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -134,7 +133,7 @@ class Session:
         Raises StoreError.
         """
         if not self._claimed and self.record.supervisor:
-            log.take_over(self.record.supervisor, host=socket.gethostname(), pid=os.getpid())
+            log.take_over(self.record.supervisor, host=os.uname().nodename, pid=os.getpid())
             self._claimed = True
 
     # --- whether to stop ----------------------------------------------------------------------------------------

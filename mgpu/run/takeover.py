@@ -101,7 +101,7 @@ class _Takeover:
 
     def _made(self) -> Callable[[], Ended]:
         """The fleet made, or repaired, and the next attempt on it. Raises InputError for a secret that is missing."""
-        request = self._request(self.record.fleet and StackOutput.model_validate(self.record.fleet))
+        request = self._request(StackOutput.model_validate(self.record.fleet) if self.record.fleet else None)
         secrets = secrets_of(self.spec, request.checkpoint, os.environ)
         if self.record.state is State.REPAIRING:
             return lambda: attempts(
