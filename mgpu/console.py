@@ -211,6 +211,13 @@ class Console:
     def _committed(self, event: events.CheckpointCommitted) -> None:
         self.say(f"  checkpoint of step {event.step} committed ({event.checkpoint_id})", "green")
 
+    def _recovered(self, event: events.Recovered) -> None:
+        self.say(
+            f"  recovered: {event.steps_lost} steps done again; detected {event.detected_s:.1f} s, stopped "
+            f"{event.stopped_s:.1f} s, repaired {event.repaired_s:.1f} s, resumed {event.resumed_s:.1f} s",
+            "green",
+        )
+
     def _log(self, event: events.LogChunk) -> None:
         if self.show_logs:
             for line in self._logs.setdefault(event.node_rank, LogLines(event.node_rank)).feed(event.data):
@@ -276,6 +283,7 @@ class Console:
         events.Warned: _warned,
         events.Validated: _validated,
         events.CheckpointCommitted: _committed,
+        events.Recovered: _recovered,
         events.LogChunk: _log,
         events.Progress: _progress,
     }

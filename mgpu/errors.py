@@ -179,7 +179,9 @@ class HostKeyMismatch(RemoteError):
 
 
 class ConnectionFailed(RemoteError):
-    """No connection, or it was lost, within the deadline."""
+    """No connection, or it was lost, within the deadline; `ranks` are the nodes, where several were called at once."""
+
+    ranks: tuple[int, ...] = ()
 
 
 class CommandFailed(RemoteError):

@@ -83,6 +83,18 @@ class CheckpointCommitted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Recovered(Event):
+    """The training goes on after an interruption. Seconds of each stretch: until it was noticed since the lost node was
+    last heard from, until nothing of the old attempt ran, until the fleet was whole, until the first new step."""
+
+    steps_lost: int
+    detected_s: float
+    stopped_s: float
+    repaired_s: float
+    resumed_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class LogChunk(Event):
     """Bytes of a node's log, as they are on the node, from `offset` on. Untrusted: the console neutralises escapes."""
 

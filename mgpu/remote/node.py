@@ -29,11 +29,13 @@ class Node:
     raises ConnectionFailed when the connection is lost, which a peer's silence shows after 4 x `keepalive_s`.
     """
 
-    def __init__(self, target: Target, key: paramiko.PKey, timeouts: Timeouts) -> None:
+    def __init__(self, target: Target, key: paramiko.PKey, timeouts: Timeouts, *, connect: bool = True) -> None:
+        """Without `connect` it is closed until the first `reconnect`. Raises what that raises."""
         self.target = target
         self._key = key
         self._timeouts = timeouts
-        self.reconnect()
+        if connect:
+            self.reconnect()
 
     def reconnect(self) -> None:
         """Opens a new connection in the old one's place. Raises ConnectionFailed, HostKeyMismatch."""
@@ -44,7 +46,7 @@ class Node:
     @property
     def closed(self) -> bool:
         """True once the connection is lost or closed; `reconnect` opens another."""
-        return self._connection.closed
+        return "_connection" not in self.__dict__ or self._connection.closed
 
     def greet(self) -> None:
         """Waits for an answer of the server: a login may stand, and be lost at once. Raises ConnectionFailed."""

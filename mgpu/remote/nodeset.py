@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,14 +39,38 @@ class NodeSet:
         Raises:
             InputError: the key cannot be used.
             HostKeyMismatch: at once; the other nodes are not waited for.
-            ConnectionFailed: no answer in time.
+            ConnectionFailed: no answer in time; `ranks` says of whom.
         """
         attempts = _Attempts(load_key(key_file), timeouts)
         try:
             return cls(_each(attempts.connect, targets))
-        except BaseException:
+        except BaseException as error:
             attempts.give_up()
+            if isinstance(error, ConnectionFailed):
+                error.ranks = attempts.without(targets)
             raise
+
+    @classmethod
+    def reach(cls, targets: Sequence[Target], key_file: Path, timeouts: Timeouts) -> NodeSet:
+        """Connects to all in parallel, once; a node that does not answer stays closed, for `Node.reconnect` later.
+
+        Raises:
+            InputError: the key cannot be used.
+            HostKeyMismatch: a node shows another key than the pinned one.
+        """
+        key = load_key(key_file)
+        made = cls(Node(target, key, timeouts, connect=False) for target in targets)
+
+        def reach(node: Node) -> None:
+            with contextlib.suppress(ConnectionFailed):
+                node.reconnect()
+
+        try:
+            made.each(reach)
+        except BaseException:
+            made.close()
+            raise
+        return made
 
     def each(self, fn: Callable[[Node], T]) -> list[T]:
         """Calls `fn` with every node, up to 32 at once, and returns the answers in order.
@@ -97,6 +122,11 @@ class _Attempts:
             else:
                 self._open.append(node)
                 return node
+
+    def without(self, targets: Sequence[Target]) -> tuple[int, ...]:
+        """Ranks of the nodes to which no connection stood."""
+        there = {node.target.rank for node in self._open}
+        return tuple(target.rank for target in targets if target.rank not in there)
 
     def give_up(self) -> None:
         """Ends what still tries, and closes what stands."""

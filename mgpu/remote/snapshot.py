@@ -47,6 +47,24 @@ class Snapshot:
         yield json.dumps({"entries": identities, "send": send}).encode() + b"\n"
         yield from _joined(block for path in paths for block in self._contents(path))
 
+    def write_to(self, folder: Path) -> None:
+        """Copies all of it to an empty folder: real copies, which nothing that is done to the originals changes.
+
+        Raises:
+            InputError: a file changes meanwhile.
+            OSError: the folder cannot be written.
+        """
+        for path, entry in self.entries.items():
+            kind, value = entry.identity.split(":", 1)
+            copy = folder / path
+            copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if kind == "l":
+                copy.symlink_to(value)
+                continue
+            with os.fdopen(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+                os.fchmod(out.fileno(), 0o700 if kind == "x" else 0o600)
+                out.writelines(self._contents(path))
+
     def _contents(self, path: str) -> Iterator[bytes]:
         entry = self.entries[path]
         if path in self.kept or not entry.size:

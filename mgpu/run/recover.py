@@ -14,23 +14,26 @@ from mgpu_train.agent.status import Fault
 from mgpu.errors import BidTooLow, ConnectionFailed, NoCapacity, NoOffer
 from mgpu.events import Note, Warned
 from mgpu.iac.outputs import StackOutput
-from mgpu.run.record import State, save
+from mgpu.run import timeline
+from mgpu.run.record import Interruption, Record, State
 from mgpu.run.session import Session
 from mgpu.run.supervise import Ended
 from mgpu.spec.model import Recovery
 
 WITHOUT_PROGRESS = 3  # attempts in a row that committed nothing new
 ASK_AGAIN_S = 15.0
+MENDED = (Fault.INFRASTRUCTURE, Fault.PROVIDER)  # by another machine, perhaps
 
 
 @dataclass(frozen=True)
 class Attempts:
-    """The attempts of one run. `conduct` makes one on a fleet; `repair` brings the fleet back to what was asked for."""
+    """The attempts of one run. `conduct` makes one on a fleet; `repair` brings the fleet back to what was asked for,
+    with new machines for the ranks that it is given."""
 
     session: Session
     recovery: Recovery
     conduct: Callable[[StackOutput], Ended]
-    repair: Callable[[], StackOutput]
+    repair: Callable[[tuple[int, ...]], StackOutput]
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -40,49 +43,66 @@ class Attempts:
         Raises:
             MgpuError: an attempt could not be started, or the fleet not be repaired, for a cause of their own.
         """
-        record, idle, step = self.session.record, 0, self.session.record.checkpoint_step
         ended = self._tried(first)
         while self._goes_on(ended):
-            idle, step = (0, record.checkpoint_step) if record.checkpoint_step > step else (idle + 1, step)
-            if idle >= WITHOUT_PROGRESS:
-                return replace(ended, reason=f"{ended.reason}; {idle} attempts in a row without progress")
+            record = self.session.record
+            moved = record.checkpoint_step > record.idle_step
+            record.idle = 0 if moved else record.idle + 1
+            record.idle_step = max(record.idle_step, record.checkpoint_step)
+            if record.idle >= WITHOUT_PROGRESS:
+                return replace(ended, reason=f"{ended.reason}; {record.idle} attempts in a row without progress")
             ended = self._again(ended)
         return ended
 
     def _goes_on(self, ended: Ended) -> bool:
-        if ended.succeeded or ended.left or ended.stopped_by or ended.fault is not Fault.INFRASTRUCTURE:
+        if ended.succeeded or ended.left or ended.stopped_by or ended.fault not in MENDED:
             return False
         return self.session.record.recoveries < self.recovery.attempts - 1 and not self.session.asked_to_end
 
     def _again(self, ended: Ended) -> Ended:
         record = self.session.record
         record.recoveries += 1
+        record.interruptions.append(ended.interruption or _unwatched(ended, record))
         self.session.emit(Warned(f"attempt {record.attempt} ended: {ended.reason}"))
         self.session.to(State.REPAIRING)
         with self.session.phase("repairing", f"recovery {record.recoveries} of {self.recovery.attempts - 1}"):
-            fleet = self._repaired()
+            fleet = self._repaired(ended.lost)
+        timeline.repaired(record)
         self.session.check()
         return self._tried(lambda: self.conduct(fleet))
 
-    def _repaired(self) -> StackOutput:
+    def _repaired(self, lost: tuple[int, ...]) -> StackOutput:
         """The fleet as asked for; where there is no capacity now, it is asked for again until `wait_minutes`."""
         until = self.clock() + self.recovery.wait_minutes * 60
         while True:
             try:
-                return self.repair()
+                return self.repair(lost)
             except (NoCapacity, NoOffer, BidTooLow) as refusal:
                 if self.clock() + ASK_AGAIN_S > until or self.session.asked_to_end:
                     raise
                 self.session.emit(Note(f"{refusal.what}; asking again in {ASK_AGAIN_S:.0f} s"))
-                self.sleep(ASK_AGAIN_S)
+                self._pause()
+
+    def _pause(self) -> None:
+        for _ in range(int(ASK_AGAIN_S)):  # a second at a time: who asks for the end does not wait for it
+            self.session.check()
+            self.sleep(1.0)
 
     def _tried(self, attempt: Callable[[], Ended]) -> Ended:
         """A node that is lost before anything was started is a lost node too, where another attempt is allowed."""
         try:
             return attempt()
         except ConnectionFailed as error:
-            lost = Ended(False, error.what, Fault.INFRASTRUCTURE)
+            lost = Ended(False, error.what, Fault.INFRASTRUCTURE, lost=error.ranks)
             if not self._goes_on(lost):
                 raise
-            save(self.session.record)
+            self.session.save()
             return lost
+
+
+def _unwatched(ended: Ended, record: Record) -> Interruption:
+    """An end that no supervisor saw coming: it is noticed now, and when it was is not known."""
+    now = time.time()
+    fault = str(ended.fault) if ended.fault else None
+    step = max(record.step, record.checkpoint_step)
+    return Interruption(record.attempt, ended.reason, fault, list(ended.lost), step, now, now, now)

@@ -6,35 +6,28 @@ has been read is on this machine's disk before the next pass, so a supervisor th
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.status import AgentStatus, Fault
-from pydantic import ValidationError
+from mgpu_train.agent.status import Fault
 
-from mgpu.errors import MgpuError, ProviderError, RemoteError
-from mgpu.events import CheckpointCommitted, LogChunk, Note, Progress, Validated, Warned
+from mgpu.events import CheckpointCommitted, Note, Progress, Validated
 from mgpu.providers.base import Handle, Provider
-from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run import agents
-from mgpu.run.record import State, save
+from mgpu.run import timeline
+from mgpu.run.outlook import HURRY, NOW, SAVE, Outlook
+from mgpu.run.record import Interruption, State
 from mgpu.run.session import Session
-from mgpu.run.verdict import Action, NodeView, decide
+from mgpu.run.verdict import Action, Verdict, decide
 
-LOG_PIECE = 1 << 20
-DESCRIBE_EVERY_S = 2.0
-LOGS_S = 5.0  # for the logs' new bytes in one pass
-BEAT_S = 10.0  # a status that stands still this long: the agent is asked for, and as often
+SETTLE_S = 5.0  # for the provider's word on a node that does not answer, before a program is blamed
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt ended; `left`: it did not, the user chose to leave it running."""
+    """How an attempt ended; `left`: it did not, the user chose to leave it running, or another process has it now."""
 
     succeeded: bool
     reason: str = ""
@@ -42,6 +35,7 @@ class Ended:
     stopped_by: str = ""  # "", "user", "deadline"
     left: bool = False
     lost: tuple[int, ...] = ()  # ranks whose machines are gone, or go: they have to be replaced
+    interruption: Interruption | None = None  # of an end that nobody asked for: its times so far
 
 
 class Supervisor:
@@ -55,129 +49,144 @@ class Supervisor:
         provider: Provider | None,
         handle: Handle,
         deadline: float,
+        processes_per_node: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`deadline` is on `clock`; `provider` None: the machines are not ours to describe."""
+        """`deadline` is on `clock`; `wall` is UNIX seconds; `provider` None: the machines are not ours to describe."""
         self._session = session
-        self._nodes = nodes
-        self._provider = provider
-        self._handle = handle
+        self._outlook = Outlook(session, nodes, provider, handle, processes_per_node, clock, wall)
+        self._asks_provider = provider is not None
         self._deadline = deadline
-        self._clock, self._sleep = clock, sleep
-        self._statuses: dict[int, AgentStatus] = {}
-        self._seen = {node.target.rank: clock() for node in nodes.nodes}
-        self._beats = dict(self._seen)  # when each node's status last moved
-        self._asked_at = dict.fromkeys(self._seen, float("-inf"))
-        self._gone: set[int] = set()
-        self._described = clock()
+        self._clock, self._wall, self._sleep = clock, wall, sleep
         self._stopped_by = ""
-        self._heard = 0  # signals that were acted on
         self._stop_by: float | None = None
-        self._warned: set[str] = set()
+        self._stop_level = 0
+        self._heard = 0  # signals that were acted on
+        self._noticed: tuple[float, float] | None = None  # UNIX seconds: when, and when a lost node was last heard
+        self._failing: float | None = None  # since when it looks as if the program had ended by itself
 
     def watch(self) -> Ended:
-        """Passes until the attempt is over, was left, or is stopped and its grace has passed."""
-        while True:
-            self._pass()
-            verdict = decide(
-                self._views(), attempt=self._session.record.attempt, silence_s=self._session.timeouts.silence_s
-            )
-            if verdict.action is Action.END:
-                self._pass(self._session.timeouts.sync_s)  # what was written between the last look and the end
-                return Ended(verdict.succeeded, verdict.reason, verdict.fault, self._stopped_by)
-            if verdict.action is Action.STOP:
-                self._stop("peers", verdict.reason)
-            if self._wants_to_leave():
-                return Ended(False, left=True)
-            if self._stop_by is not None and self._clock() > self._stop_by:
-                return Ended(False, "the nodes did not stop in time", Fault.INFRASTRUCTURE, self._stopped_by)
-            self._sleep(self._session.timeouts.poll_s)
+        """Passes until the attempt is over, was left or taken over, or is stopped and its grace has passed.
 
-    # --- one pass -----------------------------------------------------------------------------------------------
+        Raises:
+            TakenOver: another process has the run.
+        """
+        try:
+            while (ended := self._passed()) is None:
+                self._sleep(self._session.timeouts.poll_s)
+            return ended
+        finally:
+            for eye in self._outlook.eyes:
+                eye.leave()
 
-    def _pass(self, logs_s: float = LOGS_S) -> None:
-        began = self._clock()
-        self._nodes.each(lambda node: self._look(node, self._clock() + logs_s))
-        self._describe()
-        if self._seen[0] >= began:  # else nothing is new, and the record's age goes on growing
-            self._report()
+    def _passed(self) -> Ended | None:
+        """One pass, and what follows from it; None: the attempt goes on."""
+        if not self._session.still_mine():
+            return Ended(False, "another supervisor has taken over", left=True)
+        self._pass()
+        verdict = decide(
+            self._outlook.views(), attempt=self._session.record.attempt, silence_s=self._session.timeouts.silence_s
+        )
+        self._notice(verdict)
+        if verdict.action is not Action.END:
+            self._failing = None
+        elif self._sure(verdict):
+            return self._ended(verdict)
+        if verdict.action is Action.STOP:
+            self._stop("peers", verdict.reason, now=verdict.now, lost=bool(verdict.lost))
+        if self._wants_to_leave():
+            return Ended(False, left=True)
+        if self._stop_by is not None and self._clock() > self._stop_by:
+            return self._ended(self._late(verdict))
+        return None
+
+    def _pass(self) -> None:
+        self._look(self._session.timeouts.look_s)
         if self._clock() > self._deadline:
             self._stop("deadline", "the hard cap (max_hours) is reached")
         if self._session.folder.stop.exists():
             self._stop("user", "`mgpu stop` asked for the end")
 
-    def _look(self, node: Node, logs_until: float) -> None:
-        """Reads one node's status and new log bytes. A failure makes it silent: no teardown comes of that alone."""
-        layout, rank = RunLayout(self._session.record.run_id), node.target.rank
-        if rank in self._gone:
+    def _look(self, logs_s: float) -> None:
+        began = self._clock()
+        self._outlook.round(logs_s, amiss=self._failing is not None)
+        if self._outlook.eyes[0].seen >= began:  # else nothing is new, and the record's age goes on growing
+            self._report()
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def _notice(self, verdict: Verdict) -> None:
+        if not verdict.reason or self._noticed or self._stopped_by:
             return
-        try:
-            if node.closed:
-                node.reconnect()
-            before = self._statuses.get(rank)
-            self._statuses[rank] = now = AgentStatus.model_validate_json(node.read(str(layout.status)))
-            if before is None or now.beat != before.beat or now.phase.final or now.attempt != before.attempt:
-                self._beats[rank] = self._clock()
-            if self._clock() - self._beats[rank] < BEAT_S or self._agent_lives(node):
-                self._seen[rank] = self._clock()
-            self._drain(node, str(layout.log), logs_until)
-        except (RemoteError, FileNotFoundError, ValidationError, OSError):
-            return
+        now = self._wall()
+        self._noticed = now, min([now, *(eye.heard_at for eye in self._outlook.eyes if eye.rank in verdict.lost)])
 
-    def _agent_lives(self, node: Node) -> bool:
-        """A status stands still when the agent is dead, and when the node's disk is full, which ends no training."""
-        rank, clock = node.target.rank, self._clock
-        if clock() - self._asked_at[rank] < BEAT_S:
-            return False
-        self._asked_at[rank] = clock()
-        return bool(agents.status(node, self._session.record.run_id, self._session.timeouts).get("alive"))
-
-    def _drain(self, node: Node, path: str, until: float) -> None:
-        """Takes what is new in a log, for a while: one that grows faster than it is read holds up nothing."""
-        local = self._session.folder.log(node.target.rank, self._handle.ids[node.target.rank])
-        try:
-            with local.open("ab") as out:
-                # the local copy's size is the offset: bytes are neither lost nor doubled, whoever reads on
-                while data := node.read_from(path, out.tell(), LOG_PIECE):
-                    offset = out.tell()
-                    out.write(data)
-                    out.flush()
-                    self._session.emit(LogChunk(node.target.rank, offset, data))
-                    if self._clock() > until:
-                        return
-        except OSError as error:  # this machine's disk: no fault of the node
-            self._once(f"the log of node {node.target.rank} cannot be written here: {error.strerror}")
-
-    def _describe(self) -> None:
-        if self._provider is None or self._clock() - self._described < DESCRIBE_EVERY_S:
-            return
-        self._described = self._clock()
-        try:
-            self._gone = set(self._provider.describe(self._handle).lost)
-        except ProviderError as error:
-            self._once(f"the provider does not answer: {error.what}")
-
-    def _views(self) -> tuple[NodeView, ...]:
+    def _sure(self, verdict: Verdict) -> bool:
+        """A node that is lost takes its peers' programs along, and they may say so before its provider does."""
+        if verdict.succeeded or verdict.lost or self._stopped_by or not self._asks_provider:
+            return True
         now = self._clock()
-        return tuple(
-            NodeView(rank, self._statuses.get(rank), now - seen, rank in self._gone)
-            for rank, seen in sorted(self._seen.items())
+        self._failing = now if self._failing is None else self._failing
+        asked = self._outlook.described >= self._failing and self._outlook.all_answer
+        return asked or now - self._failing >= SETTLE_S
+
+    def _late(self, verdict: Verdict) -> Verdict:
+        """The grace is over, and some have not ended."""
+        late = tuple(eye.rank for eye in self._outlook.eyes if not self._outlook.has_ended(eye))
+        names = ", ".join(f"node {rank}" for rank in late) or "the nodes"
+        cause = "" if self._stopped_by else verdict.reason
+        return replace(
+            verdict,
+            reason="; ".join(filter(None, (cause, f"{names} did not stop in time"))),
+            fault=verdict.fault or Fault.INFRASTRUCTURE,
+            lost=tuple(sorted({*verdict.lost, *late})),
         )
+
+    def _ended(self, verdict: Verdict) -> Ended:
+        ended_at = self._wall()
+        self._last_words(verdict.lost)
+        ended = Ended(verdict.succeeded, verdict.reason, verdict.fault, self._stopped_by, lost=verdict.lost)
+        if ended.succeeded or self._stopped_by:
+            return ended
+        noticed_at, heard_at = self._noticed or (ended_at, ended_at)
+        attempt = self._session.record.attempt
+        statuses = [eye.status for eye in self._outlook.eyes if eye.status and eye.status.attempt == attempt]
+        way = Interruption(
+            attempt=attempt,
+            reason=ended.reason,
+            fault=str(ended.fault) if ended.fault else None,
+            nodes=list(ended.lost),
+            step=timeline.newest_step(statuses),
+            heard_at=heard_at,
+            noticed_at=noticed_at,
+            ended_at=ended_at,
+        )
+        return replace(ended, interruption=way)
+
+    def _last_words(self, lost: tuple[int, ...]) -> None:
+        """What was written between the last look and the end. A node that does not come back is not waited for long."""
+        began, times = self._clock(), self._session.timeouts
+        while True:
+            self._look(times.sync_s)
+            behind = self._outlook.behind(began, but=lost, patience_s=times.connect_s)
+            if not behind or self._clock() - began > times.sync_s or self._session.interrupts.count > self._heard:
+                return
+            self._sleep(times.poll_s)
 
     # --- telling ------------------------------------------------------------------------------------------------
 
     def _report(self) -> None:
-        record = self._session.record
-        record.node_phases = [
-            str(self._statuses[rank].phase) if rank in self._statuses else "unknown" for rank in sorted(self._seen)
-        ]
-        status = self._statuses.get(0)
+        record, eyes = self._session.record, self._outlook.eyes
+        record.node_phases = [str(eye.status.phase) if eye.status else "unknown" for eye in eyes]
+        status = eyes[0].status
         if status is None or status.attempt != record.attempt:
             return
         steps = status.steps or 0
         progress = Progress(status.step, steps, status.loss or 0.0, status.tokens_per_s or 0.0, str(status.phase))
         self._session.note(progress)
+        timeline.moved(self._session, status)
         record.agent_seconds = {name: round(seconds, 1) for name, seconds in status.phase_seconds.items()}
         record.first_validation_loss = status.first_validation_loss
         if status.validation_loss is not None and status.validation_loss != record.validation_loss:
@@ -188,13 +197,8 @@ class Supervisor:
             record.checkpoint_id, record.checkpoint_step = done.committed_id, done.committed_step
             self._session.emit(CheckpointCommitted(done.committed_id, done.committed_step))
         if done.problem:
-            self._once(f"checkpoint: {done.problem}")
-        save(record)
-
-    def _once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            self._session.emit(Warned(text))
+            self._outlook.once(f"checkpoint: {done.problem}")
+        self._session.save()
 
     # --- stopping -----------------------------------------------------------------------------------------------
 
@@ -221,59 +225,23 @@ class Supervisor:
         except KeyboardInterrupt:
             return False
 
-    def _stop(self, by: str, why: str) -> None:
-        """Asks every agent once to save, stop and upload; after the grace the machines go anyway."""
-        if self._stop_by is not None:
+    def _stop(self, by: str, why: str, *, now: bool = False, lost: bool = False) -> None:
+        """Every agent is to save, stop and upload; `now`: without the save; `lost`: quickly, the others wait for it.
+
+        The first cause counts; a later one can only make it quicker. After the grace the machines go anyway.
+        """
+        times, level = self._session.timeouts, (HURRY if lost else NOW) if now else SAVE
+        if level <= self._stop_level:
             return
-        times = self._session.timeouts
-        self._stop_by = self._clock() + times.stop_grace_s + times.drain_s
-        self._stopped_by = "" if by == "peers" else by
-        self._session.journal.append("stop", by=by, why=why)
-        if by == "user":
-            self._session.folder.stop.touch()  # whoever takes over in the middle of it goes on with it
-        self._session.to(State.STOPPING)
-        self._session.emit(Note(f"stopping: {why}"))
-        # without a peer no rank can save any more: nothing to wait for
-        self._nodes.each(lambda node: self._ask_to_stop(node, now=by == "peers"))
-
-    def _ask_to_stop(self, node: Node, *, now: bool) -> None:
-        if node.target.rank in self._gone:
-            return
-        try:
-            agents.stop(node, self._session.record.run_id, self._session.timeouts, now=now)
-        except MgpuError as error:
-            self._once(f"node {node.target.rank} could not be asked to stop: {error.what}")
-
-
-def collect_metrics(session: Session, nodes: NodeSet, processes_per_node: int) -> None:
-    """Copies every rank's metrics into the record; what cannot be read is left out, with a warning."""
-    folder = session.folder.root / "metrics"
-    folder.mkdir(exist_ok=True, mode=0o700)
-    remote = RunLayout(session.record.run_id).metrics
-
-    def copy(node: Node) -> None:
-        first = node.target.rank * processes_per_node
-        for rank in range(first, first + processes_per_node):
-            try:
-                node.fetch(str(remote / f"rank-{rank}.jsonl"), folder / f"rank-{rank}.jsonl")
-            except FileNotFoundError:
-                continue
-            except RemoteError as error:
-                session.emit(Warned(f"metrics of rank {rank} could not be read: {error.what}"))
-
-    nodes.each(copy)
-    start = folder / "rank-0.jsonl"
-    if start.exists():
-        session.record.unigram_entropy = _number(start, "unigram_entropy")
-        session.record.bigram_entropy = _number(start, "bigram_entropy")
-        save(session.record)
-
-
-def _number(metrics: Path, name: str) -> float | None:
-    """A number of the first line; None where there is none: with `command:` the file holds what the user likes."""
-    try:
-        with metrics.open("rb") as lines:
-            value = json.loads(lines.readline(1 << 20))[name]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-    return value if isinstance(value, int | float) else None
+        self._stop_level = level
+        if self._stop_by is None:
+            self._stopped_by = "" if by == "peers" else by
+            self._session.log("stop", by=by, why=why)
+            if by == "user":
+                with suppress(OSError):  # whoever takes over in the middle of it goes on with it
+                    self._session.folder.stop.touch()
+            self._session.to(State.STOPPING)
+            self._session.emit(Note(f"stopping: {why}"))
+        grace_s = times.stop_grace_s + (times.kill_s if level == HURRY else times.drain_s)
+        self._stop_by = min(self._stop_by or float("inf"), self._clock() + grace_s)
+        self._outlook.stop(level)

@@ -12,73 +12,116 @@ class Action(StrEnum):
     """What the supervisor does next."""
 
     WAIT = "wait"
-    STOP = "stop"  # ask every agent to save, stop and upload
+    STOP = "stop"  # ask every agent to stop and upload
     END = "end"  # the attempt is over
 
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node as it was last seen; `silent_s` is how long ago that was, `gone` when its provider says it is going."""
+    """One node as it was last seen; `silent_s` is how long ago that was."""
 
     rank: int
     status: AgentStatus | None
     silent_s: float = 0.0
-    gone: bool = False
+    gone: bool = False  # its provider says that it is going, or gone
+    dead: bool = False  # its agent has ended without a word, says the node itself
+    why: str = ""  # what the provider gives as the reason
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do, and with END how the attempt ended."""
+    """What to do; with STOP, whether a save still has a point; with END, how the attempt ended."""
 
     action: Action
+    now: bool = False  # STOP: without a save
     succeeded: bool = False
     reason: str = ""
     fault: Fault | None = None
+    lost: tuple[int, ...] = ()  # ranks whose machines are gone, silent for too long, or about to be taken
 
 
 def decide(views: tuple[NodeView, ...], *, attempt: int, silence_s: float) -> Verdict:
     """The verdict over one pass. A silent node is UNKNOWN until `silence_s`; a provider's word is believed at once."""
-    lost = [v for v in views if v.gone or v.silent_s > silence_s]
-    failed = [v for v in views if v.status and v.status.attempt == attempt and _failing(v.status)]
-    over = [v for v in views if v in lost or _final(v, attempt)]
-    if len(over) < len(views):
-        if lost or failed:
-            return Verdict(Action.STOP, reason=_why(failed, lost), fault=_fault(failed, lost))
-        return Verdict(Action.WAIT)
-    if lost or failed:
-        return Verdict(Action.END, reason=_why(failed, lost), fault=_fault(failed, lost))
-    return Verdict(Action.END, succeeded=True)
+    nodes = tuple(_Node(view, attempt, silence_s) for view in views)
+    causes = [kind for kind in (_lost, _noticed, _failed) if any(kind(node) for node in nodes)]
+    over = all(_lost(node) or node.final or node.view.dead for node in nodes)
+    if not causes:
+        return Verdict(Action.END, succeeded=True) if over else Verdict(Action.WAIT)
+    reason, fault = _CAUSES[causes[0]](nodes)
+    lost = tuple(node.view.rank for node in nodes if node.absent or _noticed(node))
+    if over:
+        return Verdict(Action.END, reason=reason, fault=fault, lost=lost)
+    return Verdict(Action.STOP, now=not _can_save(nodes), reason=reason, fault=fault, lost=lost)
 
 
-def _final(view: NodeView, attempt: int) -> bool:
-    return view.status is not None and view.status.attempt == attempt and view.status.phase.final
+def _can_save(nodes: tuple[_Node, ...]) -> bool:
+    """Without a peer no rank can save any more; before a machine goes all of them can, if there is time."""
+    alone = any(_lost(node) or (_failed(node) and node.fault not in (Fault.STOPPED, Fault.PROVIDER)) for node in nodes)
+    return not alone and all(node.notice.fits for node in nodes if node.notice)
 
 
-def _failing(status: AgentStatus) -> bool:
+class _Node:
+    """One view, and what it says of this attempt: another attempt's status says nothing."""
+
+    def __init__(self, view: NodeView, attempt: int, silence_s: float) -> None:
+        self.view = view
+        self.status = view.status if view.status and view.status.attempt == attempt else None
+        self.final = self.status is not None and self.status.phase.final
+        self.done = self.status is not None and self.status.phase is Phase.DONE
+        self.absent = view.gone or view.silent_s > silence_s
+        self.fault = self.status.fault if self.status else None
+        self.notice = self.status.notice if self.status else None
+
+
+def _lost(node: _Node) -> bool:
+    # what has ended needs its machine no more; but a machine that goes ends its program first, which may say so
+    return not node.done if node.view.gone else node.absent and not node.final
+
+
+def _noticed(node: _Node) -> bool:
+    return node.notice is not None and not node.done
+
+
+def _failed(node: _Node) -> bool:
     # an agent names the fault before it drains: the peers need not wait for its uploads
-    return status.phase is Phase.FAILED or status.fault is not None
+    named = node.status is not None and (node.status.phase is Phase.FAILED or node.status.fault is not None)
+    return named or node.view.dead
+
+
+def _of_losses(nodes: tuple[_Node, ...]) -> tuple[str, Fault]:
+    lost = [node.view for node in nodes if _lost(node)]
+    fault = Fault.PROVIDER if any(view.gone for view in lost) else Fault.INFRASTRUCTURE
+    return "; ".join(map(_absence, lost)), fault
+
+
+def _absence(view: NodeView) -> str:
+    if view.gone:
+        return f"node {view.rank} is gone" + (f" ({view.why})" if view.why else "")
+    return f"node {view.rank} has not answered for {view.silent_s:.0f} s"
+
+
+def _of_notices(nodes: tuple[_Node, ...]) -> tuple[str, Fault]:
+    noticed = [node.view.rank for node in nodes if _noticed(node)]
+    return "; ".join(f"node {rank}: the provider takes the machine" for rank in noticed), Fault.PROVIDER
 
 
 # a program that crashes takes its peers' connections along, and a peer may say so first; one that was told to stop is
 # no cause at all
-_BLAME = (Fault.USER, Fault.INFRASTRUCTURE, None, Fault.STOPPED)
+_BLAME = (Fault.USER, Fault.PROVIDER, Fault.INFRASTRUCTURE, None, Fault.STOPPED)
 
 
-def _first(failed: list[NodeView]) -> NodeView:
-    return min(failed, key=lambda v: (_BLAME.index(v.status.fault), v.status.updated_at) if v.status else (9, 0.0))
+def _of_failures(nodes: tuple[_Node, ...]) -> tuple[str, Fault | None]:
+    failures = [_failure(node) for node in nodes if _failed(node)]
+    _, reason, fault = min(failures, key=lambda each: (_BLAME.index(each[2]), each[0]))
+    return reason, fault
 
 
-def _why(failed: list[NodeView], lost: list[NodeView]) -> str:
-    if lost:
-        return "; ".join(
-            f"node {v.rank} " + ("is gone" if v.gone else f"has not answered for {v.silent_s:.0f} s") for v in lost
-        )
-    first = _first(failed)
-    return f"node {first.rank}: {first.status.reason if first.status else ''}"
+def _failure(node: _Node) -> tuple[float, str, Fault | None]:
+    """When, what and whose it was."""
+    rank, status = node.view.rank, node.status
+    if status is None or (node.view.dead and status.fault is None):
+        return (status.updated_at if status else 0.0), f"node {rank}: its agent died", Fault.INFRASTRUCTURE
+    return status.updated_at, f"node {rank}: {status.reason or ''}", status.fault
 
 
-def _fault(failed: list[NodeView], lost: list[NodeView]) -> Fault | None:
-    if lost:
-        return Fault.INFRASTRUCTURE
-    status = _first(failed).status
-    return status.fault if status else None
+_CAUSES = {_lost: _of_losses, _noticed: _of_notices, _failed: _of_failures}

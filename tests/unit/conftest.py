@@ -129,7 +129,7 @@ class Node:
         return {}
 
     def _status(self, _stdin: bytes) -> dict[str, Any]:
-        return {"alive": self.agent_lives}
+        return {**json.loads(self.files[str(self.layout.status)]), "alive": self.agent_lives}
 
     def _stop(self, _stdin: bytes) -> dict[str, Any]:
         if self.ends_when_stopped and self.agent_lives and str(self.layout.status) in self.files:
@@ -315,6 +315,13 @@ class World:
             node.closed = False
         return NodeSet(self.nodes)
 
+    def reach(self, *_: object) -> NodeSet:
+        """As `connect`, but nodes that cannot be reached stay closed."""
+        nodes = self.connect()
+        for node in self.nodes:
+            node.closed = not node.reachable
+        return nodes
+
     # --- programs
 
     def succeed(self, node: Node, job: Job) -> None:
@@ -360,6 +367,7 @@ def world(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(tmp_path / "project")
     monkeypatch.setattr(stacks, "Stack", functools.partial(Stack, made))
     monkeypatch.setattr(NodeSet, "connect", made.connect)
+    monkeypatch.setattr(NodeSet, "reach", made.reach)
     monkeypatch.setattr(registry, "get", lambda *_: made.cloud)
     monkeypatch.setattr(common, "context", lambda console: stacks.Context(console.emit, made.timeouts))
     return made

@@ -171,7 +171,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("cause", "code", "why"), FAILURES, ids=[f[0].__name__ for f in FAILURES])
 def test_after_every_kind_of_failure_nothing_is_left(project, cause, code, why, monkeypatch):
-    monkeypatch.setattr("mgpu.run.supervise.DESCRIBE_EVERY_S", 0.0)
+    monkeypatch.setattr("mgpu.run.outlook.DESCRIBE_EVERY_S", 0.0)
     project.spec(nodes=2)
     cause(project.world)
     outcome = project.launch(nodes=2)
@@ -185,7 +185,7 @@ def test_after_every_kind_of_failure_nothing_is_left(project, cause, code, why, 
 
 @pytest.mark.parametrize("cause", [f[0] for f in FAILURES])
 def test_a_teardown_that_is_incomplete_beats_every_other_error(project, cause, monkeypatch):
-    monkeypatch.setattr("mgpu.run.supervise.DESCRIBE_EVERY_S", 0.0)
+    monkeypatch.setattr("mgpu.run.outlook.DESCRIBE_EVERY_S", 0.0)
     project.spec(nodes=2)
     cause(project.world)
     project.world.cloud.rent("elsewhere")

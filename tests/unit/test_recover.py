@@ -27,6 +27,7 @@ class Script:
         self.session = Session(record.load("run-1"), world.events.append, world.timeouts)
         self.attempts, self.repairs = list(attempts), list(repairs)
         self.made = self.repaired = 0
+        self.lost = ()
         self.now = 0.0
         self.plan = Attempts(
             self.session,
@@ -51,8 +52,9 @@ class Script:
             result, self.session.record.checkpoint_step = result
         return result
 
-    def _repair(self):
+    def _repair(self, lost):
         self.repaired += 1
+        self.lost = lost
         result = self.repairs.pop(0) if len(self.repairs) > 1 else self.repairs[0]
         if isinstance(result, Exception):
             raise result

@@ -14,7 +14,7 @@ from mgpu.console import Console
 from mgpu.events import Warned
 from mgpu.run import down as downs
 from mgpu.run import launch as runs
-from mgpu.run import record, stacks, supervise
+from mgpu.run import record, stacks
 from mgpu.run.record import Folder, State
 from mgpu.run.session import Interrupts, Session
 from mgpu.run.supervise import Supervisor
@@ -100,7 +100,7 @@ def test_a_stop_is_on_disk_for_whoever_takes_over_in_the_middle_of_it(watch):
 
 
 def test_a_log_that_grows_faster_than_it_is_read_holds_up_nothing(watch, monkeypatch):
-    monkeypatch.setattr(supervise, "LOG_PIECE", 4)
+    monkeypatch.setattr("mgpu.run.copies.PIECE", 4)
     node = watch.world.nodes[0]
 
     def endless(_path, offset, limit):
@@ -116,7 +116,8 @@ def test_a_full_disk_here_is_no_fault_of_the_node(watch, monkeypatch):
     def full(*_args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    watch.world.nodes[0].read_from = full
+    watch.world.nodes[0].prints(b"a line\n")
+    monkeypatch.setattr("os.pwrite", full)
     assert watch.watch(s40=lambda: watch.world.nodes[0].says(Phase.DONE)).succeeded
     assert [("No space left" in event.text) for event in watch.world.of(Warned)] == [True]
 

@@ -1,0 +1,118 @@
+"""The beginning of an attempt: its entry in the commit log, the checkpoint that all nodes start from, the agents."""
+
+from __future__ import annotations
+
+from mgpu_train.config import Resume, Secrets
+
+from mgpu.errors import MgpuError, RemoteError, TakenOver, TrainingFailed
+from mgpu.events import Note, Warned
+from mgpu.iac.outputs import StackOutput
+from mgpu.remote.node import Node
+from mgpu.remote.nodeset import NodeSet
+from mgpu.run import agents, timeline
+from mgpu.run.request import Request, writer_token
+from mgpu.run.session import Session
+
+
+def start(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet, secrets: Secrets) -> None:
+    """Starts the next attempt on all nodes.
+
+    Raises:
+        RemoteError: a node could not be started; those that were are asked to stop.
+        TrainingFailed: the store, or what is in it, allows no attempt.
+        TakenOver: another process supervises the run now.
+    """
+    record = session.record
+    store = request.checkpoint.to if request.checkpoint else None
+    if record.store != store:  # a resumed run remembers its newest checkpoint, but not that of another store
+        record.store, record.checkpoint_id, record.checkpoint_step = store, None, -1
+    record.attempt, record.writer, resume = _begin(session, request)
+    session.save()
+    port = agents.free_port(nodes.nodes[0], session.timeouts)
+    jobs = request.jobs(fleet, attempt=record.attempt, writer=record.writer, port=port, resume=resume)
+    session.journal.append("start", attempt=record.attempt, resume=resume.checkpoint_id if resume else None)
+
+    def begin(node: Node) -> None:
+        agents.send_job(node, jobs[node.target.rank])
+        agents.start(node, request.run_id, secrets, session.timeouts)
+
+    try:
+        nodes.each(begin)
+    except RemoteError:
+        nodes.each(lambda node: _undo(session, node))
+        raise
+    timeline.started(record, record.checkpoint_step if resume else -1)
+
+
+def _undo(session: Session, node: Node) -> None:
+    if node.closed:  # it is lost: nobody waits for it
+        return
+    try:
+        agents.stop(node, session.record.run_id, session.timeouts, now=True)
+    except RemoteError as error:
+        session.emit(Warned(f"node {node.target.rank} could not be asked to stop: {error.what}"))
+
+
+def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]:
+    """The attempt's number, its writer token, and the one checkpoint that all nodes start from."""
+    record = session.record
+    attempt = record.attempt + 1
+    writer = writer_token(request.run_id, attempt)
+    if request.checkpoint is None:
+        return attempt, writer, None
+    from mgpu_train.checkpoint.commitlog import CommitLog, Fenced
+    from mgpu_train.checkpoint.fetch import newest_verified
+    from mgpu_train.store import Damaged, StoreError, open_store
+
+    try:
+        store = open_store(request.checkpoint.to)
+        log = CommitLog(store, request.run_id)
+        session.claim(log)
+        attempt = max(attempt, log.newest_attempt() + 1)
+        log.begin_attempt(attempt, writer, supervisor=record.supervisor or None)
+        newest = newest_verified(store, request.run_id, report=lambda text: session.emit(Warned(text)))
+    except Fenced as error:
+        raise _fenced(session, str(error)) from error
+    except Damaged as error:
+        raise TrainingFailed(
+            f"no committed checkpoint of run {request.run_id} verifies",
+            str(error),
+            "To begin again from nothing, launch without `--resume`: that is a run of its own.",
+        ) from error
+    except StoreError as error:
+        raise TrainingFailed(
+            f"checkpoint.to: {request.checkpoint.to} cannot be used",
+            str(error),
+            "Mend the address or the credentials; nothing was trained.",
+        ) from error
+    if newest is None:
+        return attempt, writer, None
+    # the last commit before a loss may not have been seen
+    record.checkpoint_id, record.checkpoint_step = newest.manifest.checkpoint_id, newest.manifest.step
+    session.emit(Note(f"resuming from step {newest.manifest.step} ({newest.manifest.checkpoint_id})"))
+    return attempt, writer, Resume(checkpoint_id=newest.manifest.checkpoint_id, seq=newest.seq)
+
+
+def _fenced(session: Session, why: str) -> MgpuError:
+    run_id = session.record.run_id
+    go_on = f"Follow it with `mgpu attach {run_id}`."
+    if session.record.supervisor:
+        return TakenOver(f"run {run_id} was taken over by another process", why, go_on)
+    return TrainingFailed(f"run {run_id} was begun by somebody else at the same moment", why, go_on)
+
+
+def catch_up(session: Session, request: Request) -> None:
+    """The newest commit, which the supervisor may not have seen: it says whether the attempt made progress."""
+    if request.checkpoint is None:
+        return
+    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.store import StoreError, open_store
+
+    try:
+        newest = CommitLog(open_store(request.checkpoint.to), request.run_id).checkpoints()[:1]
+    except StoreError as error:
+        session.emit(Warned(f"the commit log could not be read: {error}"))
+        return
+    for entry in newest:
+        session.record.checkpoint_id = entry.manifest.checkpoint_id
+        session.record.checkpoint_step = entry.manifest.step

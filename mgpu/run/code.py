@@ -1,0 +1,54 @@
+"""The code of a run: kept as it was at the first attempt, which every later attempt and every supervisor sends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from mgpu_train.agent.layout import RunLayout
+
+from mgpu.errors import InputError
+from mgpu.events import Note
+from mgpu.remote.nodeset import NodeSet
+from mgpu.remote.snapshot import Snapshot, scan
+from mgpu.run.request import Request
+from mgpu.run.session import Session
+
+
+def send(session: Session, request: Request, nodes: NodeSet) -> None:
+    """Makes every node hold the run's code; a node that has it is sent nothing. With `train:` there is none.
+
+    Raises:
+        InputError: files that cannot be sent, or not be kept here.
+        RemoteError: a node could not be reached, or refused.
+    """
+    if request.workdir is None:
+        return
+    kept = session.folder.root / "work"
+    if not kept.exists():
+        _keep(session, scan(request.workdir), kept)
+    # what was left out when it was kept is not there: nothing more is to be left out
+    reports = nodes.sync(kept, str(RunLayout(request.run_id).work))
+    sent = max(report.sent for report in reports)
+    session.emit(Note(f"code: {reports[0].files} files, {sent} sent to each of {len(reports)} nodes"))
+
+
+def _keep(session: Session, snapshot: Snapshot, kept: Path) -> None:
+    aside = kept.with_name(f".work.{os.getpid()}")
+    mib = sum(entry.size for entry in snapshot.entries.values()) / 2**20
+    session.emit(
+        Note(f"code: {len(snapshot.entries)} files ({mib:.1f} MiB) of {snapshot.folder} are kept with the run")
+    )
+    try:
+        aside.mkdir(mode=0o700)
+        snapshot.write_to(aside)
+        aside.replace(kept)
+    except OSError as error:
+        raise InputError(
+            f"the code of run {session.record.run_id} cannot be kept in {kept}",
+            f"{error.strerror}: {error.filename}",
+            "Make room there, or name large files in .mgpuignore: data has keys of its own (`data:`).",
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
