@@ -177,6 +177,44 @@ def damage() -> dict[str, Callable[[Path], None]]:
     }
 
 
+# --- the trainer's checkpoints ----------------------------------------------------------------------------------------
+
+
+def _contents(checkpoint: Path, aside: Path) -> dict[str, Any]:
+    """Everything in a checkpoint, flat: the model, both moments, the counts, the random states."""
+    import torch  # seconds, which only the trainer's tests have to wait for
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(checkpoint, aside)
+    return dict(_flat(torch.load(aside, weights_only=False)))
+
+
+def _flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield at, value
+    else:
+        for key, inner in items:
+            yield from _flat(inner, f"{at}/{key}")
+
+
+@pytest.fixture
+def same_bits(tmp_path: Path) -> Callable[[Path, Path], None]:
+    """`same_bits(one, other)` fails unless two checkpoints of the trainer are equal bit for bit, in all they hold."""
+
+    def check(one: Path, other: Path) -> None:
+        import torch
+
+        ones, others = (_contents(folder, tmp_path / f"{name}.pt") for name, folder in (("a", one), ("b", other)))
+        assert ones.keys() == others.keys()
+        assert sum(isinstance(value, torch.Tensor) for value in ones.values()) > 30
+        for key, value in ones.items():
+            same = torch.equal(value, others[key]) if isinstance(value, torch.Tensor) else value == others[key]
+            assert same, key
+
+    return check
+
+
 # --- nodes with real agents -------------------------------------------------------------------------------------------
 
 TIMES = {"poll_s": 0.05, "peers_s": 10, "drain_s": 30, "stop_grace_s": 20, "lease_renew_s": 0.2, "command_s": 30}
