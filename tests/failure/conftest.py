@@ -187,6 +187,7 @@ def _worlds(folder: Path, template: Path) -> Iterator[Callable[..., World]]:
     def make(name: str = "world", **variables: str) -> World:
         root = folder / name
         root.mkdir()
+        (root / "tmp").mkdir()
         shutil.copytree(template, root / "mine")
         made.append(World(root, _environment(root) | variables))
         return made[-1]
@@ -200,4 +201,5 @@ def _worlds(folder: Path, template: Path) -> Iterator[Callable[..., World]]:
 
 def _environment(root: Path) -> dict[str, str]:
     ours = {name: value for name, value in os.environ.items() if not name.startswith(_AMBIENT)}
-    return ours | {f"XDG_{kind.upper()}_HOME": str(root / kind) for kind in ("state", "config", "data")}
+    folders = {f"XDG_{kind.upper()}_HOME": str(root / kind) for kind in ("state", "config", "data")}
+    return ours | folders | {"TMPDIR": str(root / "tmp")}
