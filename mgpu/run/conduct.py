@@ -155,9 +155,11 @@ def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ende
             ]
         except StoreError as error:
             return Ended(False, f"the final checkpoint could not be verified: {error}", Fault.INFRASTRUCTURE)
-    if not newest or newest[0].attempt != record.attempt:
+    # a machine may be lost after the last step was saved: the attempt that follows has nothing left to save
+    final = [entry for entry in newest if record.attempt - entry.attempt <= record.recoveries]
+    if not final:
         return Ended(False, "no checkpoint of this attempt is in the commit log", Fault.INFRASTRUCTURE)
     if problems:
         return Ended(False, f"the final checkpoint is damaged: {problems[0]}", Fault.INFRASTRUCTURE)
-    record.checkpoint_id, record.checkpoint_step = newest[0].manifest.checkpoint_id, newest[0].manifest.step
+    record.checkpoint_id, record.checkpoint_step = final[0].manifest.checkpoint_id, final[0].manifest.step
     return ended
