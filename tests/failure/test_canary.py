@@ -33,7 +33,9 @@ PROGRAM = """
 import os, pathlib, sys, time
 assert os.environ["TOKEN"]
 root = pathlib.Path(os.environ["MGPU_CHECKPOINT_DIR"])
-for step in range(1, 5):
+resume = os.environ.get("MGPU_RESUME_DIR")
+first = int(pathlib.Path(resume, "weights").read_text()) if resume else 0
+for step in range(first + 1, 5):
     time.sleep(float(sys.argv[1]))
     print("step", step, flush=True)
     aside = root / f".tmp-{step}"
