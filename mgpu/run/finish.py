@@ -78,7 +78,6 @@ def _guarded(session: Session, body: Callable[[], Result]) -> Result:
     try:
         return body()
     except MgpuError as error:
-        session.require_mine()  # what failed may have failed because another process acts on it
         session.log("error", what=error.what)
         if session.asked_to_end:
             return Interrupted("interrupted", error.what, "`mgpu ls` shows what is billed now.")
@@ -95,7 +94,7 @@ def _guarded(session: Session, body: Callable[[], Result]) -> Result:
 
 def _finish(session: Session, stack: Stack, teardown: str, result: Result) -> Outcome:
     record = session.record
-    session.require_mine()
+    session.require_mine()  # what failed may have failed because another process acts on it
     if isinstance(result, Ended) and result.left:
         session.emit(Note("left running"))
         session.save()

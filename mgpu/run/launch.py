@@ -181,7 +181,7 @@ def rented(session: Session, stack: Stack, request: Request, secrets: Secrets) -
 
 def used(session: Session, stack: Stack, request: Request, secrets: Secrets, fleet: StackOutput) -> Ended:
     """The run on a fleet that stands."""
-    return attempts(session, stack, request, secrets, lambda: conducted(session, request, fleet, secrets))
+    return attempts(session, stack, request, secrets).run(lambda: conducted(session, request, fleet, secrets))
 
 
 def conducted(session: Session, request: Request, fleet: StackOutput, secrets: Secrets) -> Ended:
@@ -191,16 +191,16 @@ def conducted(session: Session, request: Request, fleet: StackOutput, secrets: S
     return conduct(session, request, fleet, provider_of(fleet), secrets)
 
 
-def attempts(session: Session, stack: Stack, request: Request, secrets: Secrets, first: Callable[[], Ended]) -> Ended:
-    """`first`, and what the run file's `recovery` allows after it; a fleet that is not mgpu's is not ours to repair."""
-    if not StackOutput.model_validate(session.record.fleet).owner:
-        return first()
+def attempts(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Attempts:
+    """What the run file's `recovery` allows; a fleet that is not mgpu's is not ours to repair."""
+    recovery = request.spec.recovery
+    ours = StackOutput.model_validate(session.record.fleet).owner
     return Attempts(
         session,
-        request.spec.recovery,
+        recovery if ours else recovery.model_copy(update={"attempts": 1}),
         conduct=lambda fleet: conducted(session, request, fleet, secrets),
-        repair=lambda *lost: bring_up(session, stack, *lost),
-    ).run(first)
+        repair=lambda lost: bring_up(session, stack, lost),
+    )
 
 
 def provider_of(fleet: StackOutput) -> Provider | None:

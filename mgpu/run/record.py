@@ -143,6 +143,12 @@ class Record:
             return f" {self.run_file}"
         return "" if here == "mgpu.yaml" else f" {min(here, self.run_file, key=len)}"
 
+    @property
+    def under_repair(self) -> Interruption | None:
+        """The newest interruption, while its fleet is not whole again; a supervisor may have died in it."""
+        newest = self.interruptions[-1] if self.interruptions else None
+        return newest if newest is not None and newest.repaired_at is None else None
+
     def to(self, state: State) -> None:
         """Moves on to `state`.
 

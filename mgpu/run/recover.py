@@ -65,8 +65,14 @@ class Attempts:
         record.interruptions.append(ended.interruption or _unwatched(ended, record))
         self.session.emit(Warned(f"attempt {record.attempt} ended: {ended.reason}"))
         self.session.to(State.REPAIRING)
+        return self.mended(ended.lost)
+
+    def mended(self, lost: tuple[int, ...]) -> Ended:
+        """The fleet repaired, with new machines for these ranks, and the attempt that follows: what `run` does after an
+        interruption, and who takes over from a supervisor that died in it."""
+        record = self.session.record
         with self.session.phase("repairing", f"recovery {record.recoveries} of {self.recovery.attempts - 1}"):
-            fleet = self._repaired(ended.lost)
+            fleet = self._repaired(lost)
         timeline.repaired(record)
         self.session.check()
         return self._tried(lambda: self.conduct(fleet))

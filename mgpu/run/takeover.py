@@ -9,24 +9,29 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from mgpu_train.agent.status import Fault
 from mgpu_train.config import Secrets
 
-from mgpu.errors import InputError, ProviderError
+from mgpu.errors import InputError, RemoteError
 from mgpu.events import Note, Warned
 from mgpu.iac.engine import Stack
 from mgpu.iac.outputs import StackOutput
-from mgpu.run.conduct import handle_of, watch_again
+from mgpu.remote.node import Node
+from mgpu.remote.nodeset import NodeSet
+from mgpu.run import agents
+from mgpu.run.aftermath import over
+from mgpu.run.conduct import targets, watch_again
 from mgpu.run.finish import Outcome, conclude, remembered
-from mgpu.run.launch import attempts, conducted, provider_of, rented, supervision, used
+from mgpu.run.launch import attempts, provider_of, rented, supervision, used
 from mgpu.run.lock import Holder
 from mgpu.run.record import Folder, Record, State, load, supervisor_of
 from mgpu.run.request import Request, resolve, secrets_of
 from mgpu.run.session import Session
-from mgpu.run.stacks import Context, bring_up, refuse_used, stack_of, standing
+from mgpu.run.stacks import Context, refuse_used, stack_of, standing
 from mgpu.run.supervise import Ended
 from mgpu.spec.load import loads
 from mgpu.spec.model import RunSpec
@@ -103,29 +108,52 @@ class _Takeover:
         """The fleet made, or repaired, and the next attempt on it. Raises InputError for a secret that is missing."""
         request = self._request(StackOutput.model_validate(self.record.fleet) if self.record.fleet else None)
         secrets = secrets_of(self.spec, request.checkpoint, os.environ)
-        if self.record.state is State.REPAIRING:
-            return lambda: attempts(
-                self.session, self.stack, request, secrets, lambda: self._repaired(request, secrets)
-            )
+        go_on = self._repaired if self.record.state is State.REPAIRING else self._begun
+
+        def made() -> Ended:
+            self._hush()
+            return go_on(request, secrets)
+
+        return made
+
+    def _begun(self, request: Request, secrets: Secrets) -> Ended:
         if self.record.own_stack:
-            return lambda: rented(self.session, self.stack, request, secrets)
-        return lambda: used(self.session, self.stack, request, secrets, self._standing())
+            return rented(self.session, self.stack, request, secrets)
+        return used(self.session, self.stack, request, secrets, self._standing())
 
     def _repaired(self, request: Request, secrets: Secrets) -> Ended:
-        with self.session.phase("repairing"):
-            fleet = bring_up(self.session, self.stack, self._lost())
-        self.session.check()
-        return conducted(self.session, request, fleet, secrets)
+        lost = self.record.under_repair  # what the dead supervisor was about to replace
+        plan = attempts(self.session, self.stack, request, secrets)
+        return plan.run(lambda: plan.mended(tuple(lost.nodes) if lost else ()))
+
+    def _hush(self) -> None:
+        """Ends agents that the dead supervisor had started already: the next attempt begins on quiet nodes."""
+        if self.record.fleet is None or not self.record.writer:
+            return
+        fleet, times = StackOutput.model_validate(self.record.fleet), self.session.timeouts
+        broken = self.record.under_repair
+        there = [target for target in targets(fleet) if broken is None or target.rank not in broken.nodes]
+        with suppress(RemoteError), NodeSet.reach(there, Path(fleet.private_key_file).expanduser(), times) as nodes:
+            until = time.monotonic() + times.command_s
+            while any(nodes.each(self._told_to_end)) and time.monotonic() < until:
+                time.sleep(times.poll_s)
+
+    def _told_to_end(self, node: Node) -> bool:
+        """True while the node's agent lives. One that cannot be asked is left to the next attempt's own start."""
+        if node.closed:
+            return False
+        try:
+            if not agents.status(node, self.record.run_id, self.session.timeouts).get("alive"):
+                return False
+            agents.stop(node, self.record.run_id, self.session.timeouts, now=True)
+        except RemoteError:  # there was no agent
+            return False
+        return True
 
     def _standing(self) -> StackOutput:
         fleet = standing(self.stack, self.spec)
         refuse_used(fleet, but=self.record.run_id)
         return fleet
-
-    def _lost(self) -> tuple[int, ...]:
-        """Ranks that the dead supervisor was about to replace."""
-        last = self.record.interruptions[-1:]
-        return tuple(last[0].nodes) if last and last[0].repaired_at is None else ()
 
     # --- while it trains ----------------------------------------------------------------------------------------
 
@@ -140,14 +168,14 @@ class _Takeover:
         except InputError as error:
             self.session.emit(Warned(f"{error.what}: this attempt is watched on, but no other can follow it"))
         self._claim(request)
-        over = self._over(fleet, request)
+        ended = over(self.session, fleet, provider_of(fleet), request)
 
         def watch() -> Ended:
-            return over or watch_again(self.session, fleet, provider_of(fleet), request)
+            return ended or watch_again(self.session, fleet, provider_of(fleet), request)
 
         if secrets is None:
             return lambda: _last(watch())
-        return lambda: attempts(self.session, self.stack, request, secrets, watch)
+        return lambda: attempts(self.session, self.stack, request, secrets).run(watch)
 
     def _claim(self, request: Request) -> None:
         """In the store, too. One that does not answer is no reason to leave a run unwatched: it is said later."""
@@ -160,71 +188,6 @@ class _Takeover:
             self.session.claim(CommitLog(open_store(request.checkpoint.to), request.run_id))
         except StoreError as error:
             self.session.emit(Warned(f"the store does not answer, the takeover is written there later: {error}"))
-
-    def _over(self, fleet: StackOutput, request: Request) -> Ended | None:
-        """How the attempt ended when nobody watched, as the store says; None: its machines are there to be asked."""
-        provider = provider_of(fleet)
-        if provider is None:
-            return None
-        try:
-            gone = provider.describe(handle_of(fleet)).lost
-        except ProviderError as error:
-            self.session.emit(Warned(f"the provider does not answer: {error.what}"))
-            return None
-        if not gone:
-            return None
-        found = self._of_the_store(request)
-        if found is None and len(gone) == len(fleet.nodes):
-            return self._cut_off(request, gone)
-        return found
-
-    def _of_the_store(self, request: Request) -> Ended | None:
-        if request.checkpoint is None:
-            return None
-        from mgpu_train.checkpoint.commitlog import CommitLog
-        from mgpu_train.checkpoint.fetch import newest_verified
-        from mgpu_train.store import Damaged, StoreError, open_store
-
-        run, attempt = request.run_id, self.record.attempt
-        try:
-            store = open_store(request.checkpoint.to)
-            end = CommitLog(store, run).ended(attempt)
-            newest = newest_verified(store, run, report=lambda text: self.session.emit(Warned(text)))
-        except Damaged as error:
-            return Ended(False, f"its machines are gone, and {error}", Fault.INFRASTRUCTURE)
-        except StoreError as error:
-            raise InputError(
-                f"run {run} cannot be judged now: its machines are gone, and its store does not answer",
-                str(error),
-                f"Nothing is billed. Run `mgpu attach {run}` again once {request.checkpoint.to} answers.",
-            ) from error
-        if newest is not None:
-            self.record.checkpoint_id, self.record.checkpoint_step = newest.manifest.checkpoint_id, newest.manifest.step
-        done = newest is not None and newest.attempt == attempt
-        steps = self.spec.train.steps if self.spec.train else None
-        if done and ((end and end.succeeded) or (newest and steps and newest.manifest.step >= steps)):
-            return Ended(True)
-        if end is None or end.succeeded:
-            return None
-        return self._said(end.reason or "", end.fault)
-
-    def _said(self, reason: str, fault: str | None) -> Ended | None:
-        """An end that was no success, as node 0's agent wrote it down."""
-        if fault == Fault.STOPPED:
-            return Ended(False, reason, Fault.STOPPED, stopped_by="user") if self._to_end else None
-        known = fault in list(Fault)
-        return Ended(False, reason, Fault(fault) if known else None, lost=tuple(range(self.record.nodes)))
-
-    def _cut_off(self, request: Request, gone: tuple[int, ...]) -> Ended:
-        """All machines are gone, and the attempt was not over."""
-        reason = "its machines ended when nobody supervised it"
-        if self._to_end:
-            return Ended(False, reason, Fault.STOPPED, stopped_by="user")
-        if self.record.hard_cap_at and time.time() >= self.record.hard_cap_at:
-            return Ended(False, reason, Fault.STOPPED, stopped_by="deadline")
-        if request.checkpoint is None:  # it may have ended well: nobody knows, and it is not done twice
-            return Ended(False, f"{reason}, and without checkpoints nobody knows how far it was")
-        return Ended(False, reason, Fault.INFRASTRUCTURE, lost=gone)
 
     def _request(self, fleet: StackOutput | None) -> Request:
         record = self.record

@@ -13,8 +13,8 @@ from mgpu.run.session import Session
 
 def repaired(record: Record) -> None:
     """The fleet is whole again; said once."""
-    newest = record.interruptions[-1]
-    newest.repaired_at = newest.repaired_at or time.time()
+    if record.under_repair is not None:
+        record.under_repair.repaired_at = time.time()
 
 
 def started(record: Record, resumed_step: int) -> None:

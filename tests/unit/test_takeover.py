@@ -16,7 +16,7 @@ from mgpu_train.store import Unavailable, open_store
 
 from mgpu.cli import cli, common
 from mgpu.console import Console
-from mgpu.errors import InputError, StackError, TakenOver, TeardownIncomplete
+from mgpu.errors import InputError, NoCapacity, StackError, TakenOver, TeardownIncomplete
 from mgpu.events import Warned
 from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
@@ -325,6 +325,44 @@ def test_a_repair_that_was_cut_off_is_done_and_not_counted_twice(project, dead):
     assert (ended.recoveries, ended.attempt) == (1, 2)
     assert ended.interruptions[0].repaired_at is not None
     all_is_given_back(project)
+
+
+@pytest.mark.parametrize("state", [State.PROVISIONING, State.REPAIRING])
+def test_agents_that_were_started_already_end_before_the_next_attempt_begins(project, dead, monkeypatch, state):
+    """Killed between the agents' start and its own word of it: an agent refuses to be started beside another one."""
+    found = dead(state, spec=RECOVERS, writer="writer-1")
+    node, asked = project.world.nodes[0], []
+    node.says(Phase.TRAINING)
+
+    def stop(_stdin):
+        asked.append(len(asked))
+        node.agent_lives = len(asked) < 3  # it takes its time
+        return {}
+
+    def start(_node, job):
+        assert not node.agent_lives
+        project.world.succeed(node, job)
+
+    monkeypatch.setattr(node, "_stop", stop)
+    project.world.program = start
+    assert attach(project, found).exit_code == 0
+    assert asked == [0, 1, 2]
+    assert record.load("run-1").attempt == 2
+
+
+def test_a_repair_waits_for_capacity_also_where_another_one_began_it(project, dead, monkeypatch):
+    found = dead(State.REPAIRING, spec=RECOVERS.replace("0}", "1}"), recoveries=1, interruptions=[broken()])
+    refusals = [NoCapacity("none today"), None]
+
+    def up():
+        refusal = refusals.pop(0)
+        if refusal is not None:
+            raise refusal
+
+    monkeypatch.setattr("mgpu.run.recover.ASK_AGAIN_S", 0.0)
+    project.world.hooks["up"] = up
+    assert attach(project, found).exit_code == 0
+    assert refusals == []
 
 
 def test_the_new_machine_of_a_repair_that_was_done_is_not_ended(project, dead):
