@@ -95,6 +95,7 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         (train_job(), replace(GOOD, cause=STOP), None, ""),  # it finished while it was asked to stop
         (train_job(), replace(GOOD, cause=STOP, said="stopped"), Fault.STOPPED, "the operator asked to stop"),
         (train_job(), replace(GOOD, said="stopped"), Fault.INFRASTRUCTURE, "not by this agent"),
+        (train_job(), replace(GOOD, said="stopped", exit_code=1), Fault.INFRASTRUCTURE, "not by this agent"),
         (train_job(), replace(GOOD, exit_code=1, cause=STOP), Fault.STOPPED, "the operator asked to stop"),
         (train_job(), replace(GOOD, cause=GONE), None, ""),  # it was through before the machine went
         (train_job(), replace(GOOD, cause=GONE, durable_step=15), Fault.PROVIDER, "takes this machine; the final"),

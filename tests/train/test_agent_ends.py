@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import time
 from typing import Any
 
@@ -157,6 +158,16 @@ def test_ranks_that_were_stopped_along_with_a_peers_name_no_fault_while_their_pa
     assert first.commits == [3]
 
 
+def test_a_launcher_that_waits_for_the_launchers_of_stopped_peers_is_ended(node):
+    node.program(SAVE + "save(3)\nmetric('end', step=3, reason='stopped')\ntime.sleep(120)\n")
+    node.job()
+    node.start()
+    status = node.ended()
+    assert (status["fault"], status["exit_code"]) == ("infrastructure", -signal.SIGTERM)
+    assert "not by this agent" in status["reason"]
+    assert node.commits == [3]
+
+
 # --- the lease --------------------------------------------------------------------------------------------------------
 
 
@@ -273,3 +284,34 @@ def test_without_a_store_there_is_no_last_word(node):
     node.start()
     assert node.ended()["phase"] == "done"
     assert "commit log" not in node.log
+
+
+# --- two nodes, the bundled trainer -----------------------------------------------------------------------------------
+
+
+def test_a_notice_to_one_node_saves_on_all_at_one_step(nodes, tmp_path):
+    """The ranks agree at a step boundary; the other node's agent needs no word of it to bring its part."""
+    for number in range(12):
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / f"{number}").write_text("the quick brown fox " * 20)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    train = {
+        "steps": 100_000, "global_batch": 4, "seq_len": 16, "validate_batches": 1, "validate_every": 100_000,
+        "strategy": "fsdp", "threads": 1, "text": str(tmp_path / "text"), "model": {"layers": 1, "dim": 16, "heads": 2},
+    }  # fmt: skip
+    pair = nodes(2)
+    for node in pair:
+        target = {"to": f"file://{node.store}", "every_steps": 100_000, "writers": "all"}
+        node.job(launcher="torchrun", master_port=port, command=None, train=train, workdir=None, checkpoint=target)
+        node.start()
+    first, second = pair
+    second.until(lambda: second.said["step"] > 0)
+    second.notice(60)
+    last = [node.ended() for node in pair]
+    assert [status["fault"] for status in last] == ["infrastructure", "provider"], (first.log, second.log)
+    assert "a peer was stopped" in last[0]["reason"]
+    (step,) = first.commits
+    assert [status["checkpoint"]["saved_step"] for status in last] == [step, step]
+    assert last[1]["updated_at"] < last[1]["notice"]["at"]

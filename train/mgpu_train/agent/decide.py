@@ -124,11 +124,11 @@ def verdict(job: Job, end: Ended) -> AttemptFailed | None:
     """How the attempt ended on this node; None: DONE."""
     if end.cause is not None and not _finished(end, end.cause):
         return AttemptFailed(end.cause.fault, end.cause.reason)
-    if end.exit_code != 0:
-        return _exited(job, end)
-    if end.said == "stopped":
+    if end.said == "stopped":  # whatever the launcher makes of it
         why = "the program was stopped before its end, and not by this agent: a peer was stopped, or lost its agent"
         return AttemptFailed(Fault.INFRASTRUCTURE, why)
+    if end.exit_code != 0:
+        return _exited(job, end)
     if job.checkpoint is None or not has_part(job):
         return None
     failure = _durable(job, end)

@@ -144,7 +144,7 @@ def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFa
     # a failure that is certain already is told at once: peers may wait for this node in vain. Not so where ranks were
     # stopped along with a peer's: its own agent knows why, and all parts of the last save are still wanted
     certain = _judge(attempt, ended) if lost(ended) else None
-    along = _explained(attempt, ended).cause is None and ended.exit_code == 0
+    along = _explained(attempt, ended).cause is None and ended.said == "stopped"
     known = {"fault": certain.fault, "reason": certain.reason} if certain and not along else {}
     attempt.enter(Phase.DRAINING, exit_code=ended.exit_code, **known)
     if uploads is None:
@@ -185,7 +185,7 @@ def _judge(attempt: Attempt, ended: Ended) -> AttemptFailed | None:
 
 def _explained(attempt: Attempt, ended: Ended) -> Ended:
     """Ranks agree to stop: those of a peer that was asked first may end this node's before the cause is seen here."""
-    if ended.cause is not None or (ended.exit_code, ended.said) != (0, "stopped"):
+    if ended.cause is not None or ended.said != "stopped":
         return ended
     if attempt.stop.asked is not None:
         return replace(ended, cause=asked_to_stop(attempt.stop.asked, attempt.times))

@@ -84,9 +84,11 @@ class Watch:
         if cause is not None and self._cause is None:
             self._attempt.say(f"ending the launcher: {cause.reason}")
         self._cause = cause
+        # a torchrun whose ranks were stopped along with a peer's waits 5 minutes for the peer's, which may be gone
+        along = self._metrics.ended == "stopped"
         if act is Act.KILL:
             launcher.kill(self._attempt.times.kill_s)
-        elif act is Act.TERMINATE and not self._warned:
+        elif (act is Act.TERMINATE or along) and not self._warned:
             self._warned = True
             launcher.terminate()
 
