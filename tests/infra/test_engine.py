@@ -125,6 +125,7 @@ def test_an_interrupt_undoes_what_is_under_way(project):
     assert not project.billed
     with pytest.raises(Interrupted):
         project.stack.up()
+    project.release()
     project.open().up()  # the lock was released, and the tokens that were undone are not used again
     assert len(project.billed) == 2
     project.stack.destroy()

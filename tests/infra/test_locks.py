@@ -21,7 +21,7 @@ from mgpu.events import Note
 from mgpu.iac import backend, locks, operations
 
 PLACE = "/backend:project/stack"
-WAITS = "echo ready; while :; do sleep 0.02; done"
+WAITS = 'exec 3<>"$0"; echo ready; while :; do read nothing <&3; done'  # a fork of it would be called `pulumi` too
 SAVES = "trap 'sleep 0.1; echo saved; exit 1' INT; trap 'echo killed; exit 2' TERM; " + WAITS
 DEAF = "trap '' INT TERM; " + WAITS
 
@@ -47,10 +47,11 @@ def start(tmp_path):
 
     def call(name="pulumi", script=WAITS, mark=None):
         env = os.environ | ({operations.MARK: mark} if mark else {})
-        out = tmp_path / f"out-{len(children)}"
+        out, fifo = (tmp_path / f"{kind}-{len(children)}" for kind in ("out", "fifo"))
+        os.mkfifo(fifo)
         with out.open("wb") as file:
             child = subprocess.Popen(
-                [f"/somewhere/{name}", "-c", script],
+                [f"/somewhere/{name}", "-c", script, fifo],
                 executable="/bin/sh",
                 env=env,
                 stdout=file,
