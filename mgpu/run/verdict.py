@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mgpu_train.agent.status import AgentStatus, Fault, Phase
+from mgpu_train.agent.status import LEASE_ENDS, AgentStatus, Fault, Phase
 
 
 class Action(StrEnum):
@@ -101,8 +101,11 @@ def _absence(view: NodeView) -> str:
 
 
 def _of_notices(nodes: tuple[_Node, ...]) -> tuple[str, Fault]:
-    noticed = [node.view.rank for node in nodes if _noticed(node)]
-    return "; ".join(f"node {rank}: the provider takes the machine" for rank in noticed), Fault.PROVIDER
+    noticed = [node for node in nodes if _noticed(node)]
+    leases = [node.notice is not None and node.notice.action == LEASE_ENDS for node in noticed]
+    why = ("the provider takes the machine", "its lease cannot be renewed, and ends the machine")
+    words = (f"node {node.view.rank}: {why[lease]}" for node, lease in zip(noticed, leases, strict=True))
+    return "; ".join(words), Fault.INFRASTRUCTURE if all(leases) else Fault.PROVIDER
 
 
 # a program that crashes takes its peers' connections along, and a peer may say so first; one that was told to stop is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mgpu_train.agent.status import AgentStatus, Fault, Phase
+from mgpu_train.agent.status import AgentStatus, Fault, Notice, Phase
 
 from mgpu.run.verdict import Action, NodeView, decide
 
@@ -85,3 +85,14 @@ def test_a_program_that_crashed_is_the_cause_of_the_peers_it_lost():
 def test_the_peers_are_stopped_while_the_failed_node_still_uploads():
     draining = status(Phase.DRAINING, fault=Fault.USER, reason="the program ended with exit code 1")
     assert judge(NodeView(0, draining), NodeView(1, status(Phase.TRAINING))).action is Action.STOP
+
+
+@pytest.mark.parametrize(
+    ("action", "fault", "words"),
+    [("terminate", Fault.PROVIDER, "the provider takes"), ("lease", Fault.INFRASTRUCTURE, "lease cannot be renewed")],
+)
+def test_a_machine_that_goes_is_blamed_on_whoever_takes_it(action, fault, words):
+    seen = status(Phase.TRAINING).model_copy(update={"notice": Notice(action=action, at=10, fits=True)})
+    verdict = judge(NodeView(0, status(Phase.TRAINING)), NodeView(1, seen))
+    assert (verdict.action, verdict.now, verdict.fault, verdict.lost) == (Action.STOP, False, fault, (1,))
+    assert words in verdict.reason

@@ -13,7 +13,7 @@ from mgpu_train.agent.lease import Lease
 from mgpu_train.agent.log import Log, clean, hide
 from mgpu_train.agent.notices import NoticeFile, Notices
 from mgpu_train.agent.report import Report
-from mgpu_train.agent.status import Fault, Notice, Phase
+from mgpu_train.agent.status import LEASE_ENDS, Fault, Notice, Phase
 from mgpu_train.config import Job, Secrets
 
 _EARLY_S = 5.0  # before a save would no longer fit into the lease: a pass may come late
@@ -96,7 +96,7 @@ class Attempt:
         enough_s = wanted.save_s + wanted.upload_s + _EARLY_S
         if self.going is None and left_s is not None and left_s <= enough_s:
             why = f"the lease cannot be renewed ({error.strerror or error}), and ends this machine"
-            self._goes(Fault.INFRASTRUCTURE, why, "terminate", left_s)
+            self._goes(Fault.INFRASTRUCTURE, why, LEASE_ENDS, left_s)
 
     def _goes(self, fault: Fault, why: str, action: str, left_s: float) -> None:
         now, grace_s = time.monotonic(), self.times.stop_grace_s
