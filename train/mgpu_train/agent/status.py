@@ -55,7 +55,7 @@ class Notice(Model):
     """This machine goes: by the provider's warning, as the agent has read it, or by a lease that cannot be renewed."""
 
     action: str = Field(
-        description="terminate, stop or hibernate, by the provider; lease: it cannot be renewed. Training ends with each"
+        description="terminate, stop or hibernate: the provider; lease: it cannot be renewed. Training ends with each"
     )
     at: float = Field(description="when the machine goes, UNIX seconds of the node's clock")
     fits: bool = Field(description="a save and its upload fit before that, by what the earlier ones took")
