@@ -144,6 +144,10 @@ class Fleet:
         """Its SSH server."""
         return next(p for p in self.machine(name) if b"mgpu.providers.local.sshd" in _command(p.pid))
 
+    def agent(self, name: str) -> bool:
+        """True while a run's agent is on it."""
+        return any(b"mgpu_train.agent.serve" in _command(process.pid) for process in self.machine(name))
+
     def lose_power(self, name: str) -> None:
         """All of it at once, its host too: every process, then the disk."""
         for process in sorted(marked().get(name, ()), key=lambda p: HOST[0] not in _command(p.pid)):
@@ -203,6 +207,11 @@ class Line:
     @property
     def run_id(self) -> str:
         return self.request.run_id
+
+    @property
+    def going(self) -> bool:
+        """Its supervisor is at work."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def record(self) -> Record:
@@ -290,7 +299,7 @@ class Line:
         end = time.monotonic() + seconds
         while not (found := what()):
             assert time.monotonic() < end, f"it did not happen in {seconds} s: {self.entries()[-3:]}"
-            assert self._thread is None or self._thread.is_alive() or what(), f"it is over: {self._result}"
+            assert self._thread is None or self.going or what(), f"it is over: {self._result}"
             time.sleep(0.02)
         return found
 
@@ -384,8 +393,8 @@ def new_line(tmp_path: Path, xdg: Path) -> Iterator[Callable[..., Line]]:
 
     def line(
         *, nodes: int = 2, steps: int = 60, pause_s: float = 0.05, every: int = 10, save_s: float = 0,
-        writers: str = "all", attempts: int = 5, command: list[str] | None = None, text: str = RUN_FILE,
-        times: dict[str, float] | None = None,
+        linger_s: float = 0, writers: str = "all", attempts: int = 5, command: list[str] | None = None,
+        text: str = RUN_FILE, times: dict[str, float] | None = None,
     ) -> Line:  # fmt: skip
         name = f"f{len(made)}"
         folder = tmp_path / name
@@ -393,7 +402,7 @@ def new_line(tmp_path: Path, xdg: Path) -> Iterator[Callable[..., Line]]:
         for each in (book, code):
             each.mkdir(parents=True)
         shutil.copy(PROGRAM, code)
-        ours = ["program.py", "BOOK", *map(str, (steps, pause_s, every, save_s))]
+        ours = ["program.py", "BOOK", *map(str, (steps, pause_s, every, save_s, linger_s))]
         started = json.dumps([part.replace("BOOK", str(book)) for part in command or ours])
         given = text.format(
             name=name, nodes=nodes, command=started, folder=folder, every=every, writers=writers, attempts=attempts

@@ -1,4 +1,4 @@
-"""A training program without torch: `program.py BOOK STEPS PAUSE_S EVERY [SAVE_S]`.
+"""A training program without torch: `program.py BOOK STEPS PAUSE_S EVERY [SAVE_S [LINGER_S]]`.
 
 All ranks go step by step together, and agree on when to stop, by files in BOOK, a folder outside of all nodes: so they
 hang when a peer is gone, as ranks in a collective do. What each of them has really done is in BOOK/book.jsonl.
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 BOOK, STEPS, PAUSE_S, EVERY = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
-SAVE_S = float(sys.argv[5]) if len(sys.argv) > 5 else 0.0
+SAVE_S, LINGER_S = (float(value) for value in (*sys.argv[5:], 0, 0)[:2])
 RANK, WORLD, ATTEMPT = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MGPU_ATTEMPT"))
 HANGS_S = 60  # without a peer
 
@@ -88,6 +88,8 @@ def main() -> None:
         measure("step", step=step, steps=STEPS, loss=1 / step)
         if step % EVERY == 0 or step == STEPS or stopping:
             save(step)
+    if ATTEMPT == 1:
+        time.sleep(LINGER_S)  # what a program may do when all is saved
     measure("end", step=step, reason="stopped" if stopping else "done")
     note("end", step)
 
