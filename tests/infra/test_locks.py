@@ -57,6 +57,7 @@ def start(tmp_path):
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell cannot trap an ignored one
             )
         children.append(child)
         wait_until(lambda: b"ready" in out.read_bytes())
