@@ -2,7 +2,8 @@
 
 Two nodes of provider `local` (real processes, real SSH, the real Pulumi engine) train a byte-level language model on
 the sources of Python's standard library; checkpoints go to an S3 endpoint that this program starts on loopback for its
-own duration. At the end the final checkpoint is pulled and verified, and the bill is read: it has to be 0.
+own duration. In the middle of it one node is killed for real: every process of it, and its disk. The run goes on, on a
+new machine in its place. At the end the final checkpoint is pulled and verified, and the bill is read: it has to be 0.
 """
 
 from __future__ import annotations
@@ -10,12 +11,22 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu.events import CheckpointCommitted, Emit, Event, Progress
+
+if TYPE_CHECKING:
+    from mgpu.run.record import Record
 
 ROOT = Path(__file__).resolve().parent
 # the run file of this checkout, with the demo's own store put in
 RUN_FILE = ROOT / ".mgpu" / "demo.yaml"
 STORE = "s3://mgpu-demo/runs"
+KILL_AFTER = 125  # the committed step, of 300, after which a node is killed,
+KILL_LATE = 12  # and as many steps later: in the middle between two checkpoints
 
 
 def start_s3() -> tuple[object, str]:
@@ -50,6 +61,77 @@ def write_run_file() -> None:
     RUN_FILE.write_text(yaml.safe_dump(run, sort_keys=False))
 
 
+class Accident:
+    """Passes events on, and kills the last node of the run, once, in the middle between two checkpoints."""
+
+    def __init__(self, emit: Emit, say: Callable[[str], None]) -> None:
+        self._emit, self._say = emit, say
+        self._committed = -1
+        self.at: float | None = None  # UNIX seconds
+
+    def __call__(self, event: Event) -> None:
+        self._emit(event)
+        if isinstance(event, CheckpointCommitted):
+            self._committed = event.step
+        due = (
+            self._committed >= KILL_AFTER and isinstance(event, Progress) and event.step >= self._committed + KILL_LATE
+        )
+        if due and self.at is None:
+            self._kill()
+
+    def _kill(self) -> None:
+        from mgpu.paths import state_dir
+        from mgpu.providers.local import control
+        from mgpu.providers.local.nodes import Instance
+        from mgpu.run.record import load
+
+        node = (load("last").fleet or {})["nodes"][-1]
+        self._say(f"now node {node['rank']} is killed: every process of it, and its disk (`mgpu local kill`)")
+        self.at = time.time()
+        control.kill(Instance(state_dir() / "local", node["id"]))
+
+
+def way_back(record: Record, killed_at: float | None) -> list[tuple[str, str]]:
+    """What the accident cost, as rows of the table, in seconds after the kill."""
+    if not record.interruptions or killed_at is None:
+        return [("interruptions", "none")]
+    way = record.interruptions[0]
+    moments = {
+        "seen": way.noticed_at,
+        "survivor stopped": way.ended_at,
+        "machine replaced": way.repaired_at,
+        "agents started": way.started_at,
+        "first new step": way.resumed_at,
+    }
+    floor = floor_s(record)
+    return [
+        ("interruptions", f"{len(record.interruptions)}: {way.reason}"),
+        ("  steps done again", f"{way.steps_lost} (from step {way.resumed_step}, was at {way.step})"),
+        ("  seconds after the kill", ", ".join(f"{what} {at - killed_at:.1f}" for what, at in moments.items() if at)),
+        ("  of that, no way around", ", ".join(f"{what} {seconds:.1f}" for what, seconds in floor.items())),
+    ]
+
+
+def floor_s(record: Record) -> dict[str, float]:
+    """What a recovery takes at the very least: seconds of the newest machine and of node 0's newest attempt."""
+    return {
+        "machine's boot": boot_s(record.fleet or {}),
+        "checkpoint read": record.agent_seconds.get("resuming", 0.0),
+        "torchrun to the first step": record.agent_seconds.get("launching", 0.0),
+    }
+
+
+def boot_s(fleet: dict[str, Any]) -> float:
+    """From the newest machine's first process until SSH reaches it."""
+    from mgpu.paths import state_dir
+    from mgpu.providers.local import bill
+
+    root = state_dir() / "local"
+    starts = [node.start for node in bill.read(root).nodes if node.start.fleet == fleet.get("fleet")]
+    newest = max(starts, key=lambda start: start.at)
+    return max(0.0, (root / "instances" / newest.instance / "endpoint.json").stat().st_mtime - newest.at)
+
+
 def main() -> int:
     """Runs the demo; the exit code is the run's, or 7 when something is still billed."""
     began = time.monotonic()
@@ -73,7 +155,9 @@ def main() -> int:
         spec = load(RUN_FILE)
         runs.preflight(RUN_FILE, spec)
         common.show_plan(console, common.make_plan(spec))
-        outcome = runs.launch(RUN_FILE, spec, common.context(console))
+        context = common.context(console)
+        accident = Accident(context.emit, console.say)
+        outcome = runs.launch(RUN_FILE, spec, replace(context, emit=accident))
         console.done()
         record = outcome.record
         pulled = None
@@ -94,6 +178,7 @@ def main() -> int:
         ("validation loss, final", _loss(record.validation_loss)),
         ("  the text's unigram entropy", _loss(record.unigram_entropy)),
         ("  the text's bigram entropy", _loss(record.bigram_entropy)),
+        *way_back(record, accident.at),
         ("wall time", f"{time.monotonic() - began:.1f} s"),
         ("  by phase, s", common.phases(record)),
         ("simulated cost", f"${ledger.cost_usd(record.fleet['fleet'] if record.fleet else record.stack):.5f}"),

@@ -1,12 +1,12 @@
-"""`python -m bench [startup] [overhead] [size]`: all of them by default. Prints medians and ratios."""
+"""`python -m bench [startup] [overhead] [recovery] [size]`: all of them by default. Prints medians and ratios."""
 
 from __future__ import annotations
 
 import sys
 
-from bench import overhead, size, startup
+from bench import overhead, recovery, size, startup
 
-BENCHES = {"startup": startup.main, "overhead": overhead.main, "size": size.main}
+BENCHES = {"startup": startup.main, "overhead": overhead.main, "recovery": recovery.main, "size": size.main}
 
 
 def main() -> int:
