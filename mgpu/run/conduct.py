@@ -8,7 +8,7 @@ from pathlib import Path
 from mgpu_train.agent.status import Fault
 from mgpu_train.config import CheckpointTarget, Secrets
 
-from mgpu.errors import RemoteError
+from mgpu.errors import ProviderError, RemoteError
 from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Handle, Provider
@@ -20,6 +20,9 @@ from mgpu.run.record import State
 from mgpu.run.request import Request
 from mgpu.run.session import Session
 from mgpu.run.supervise import Ended, Supervisor
+from mgpu.run.verdict import NodeView
+
+ASKED = 6  # times that a provider is asked whether a node that cannot be started is still there
 
 
 def targets(fleet: StackOutput) -> tuple[Target, ...]:
@@ -55,10 +58,25 @@ def conduct(
     """Runs one attempt from the first connection to its judged end.
 
     Raises:
-        RemoteError: a node could not be reached, or refused.
+        RemoteError: a node could not be reached, or refused, and no machine is gone.
         TrainingFailed: the attempt could not be started.
         Interrupted: the end was asked for before the start.
+        TakenOver: another process supervises the run now.
     """
+    try:
+        nodes = _begun(session, request, fleet, secrets)
+    except RemoteError as error:
+        lost = _lost(session, provider, fleet)
+        if lost is None:
+            raise
+        session.emit(Warned(error.what))
+        return lost
+    with nodes:
+        return watch(session, nodes, fleet, provider, request)
+
+
+def _begun(session: Session, request: Request, fleet: StackOutput, secrets: Secrets) -> NodeSet:
+    """The nodes, connected, with an attempt that has begun on all of them."""
     with session.phase("connecting", f"{len(fleet.nodes)} nodes"):
         nodes = NodeSet.connect(targets(fleet), Path(fleet.private_key_file).expanduser(), session.timeouts)
     try:
@@ -70,9 +88,27 @@ def conduct(
         with session.phase("starting"):
             start(session, request, fleet, nodes, secrets)
         session.to(State.RUNNING)
-        return watch(session, nodes, fleet, provider, request)
-    finally:
+    except BaseException:
         nodes.close()
+        raise
+    return nodes
+
+
+def _lost(session: Session, provider: Provider | None, fleet: StackOutput) -> Ended | None:
+    """The end of an attempt that could not begin because a machine is gone; None: their provider has them all."""
+    if provider is None:
+        return None
+    for _ in range(ASKED):
+        try:
+            state = provider.describe(handle_of(fleet))
+        except ProviderError:
+            return None
+        if state.lost:
+            views = [NodeView(node.rank, None, gone=True, why=node.reason) for node in state.nodes]
+            reason = "; ".join(view.absence for view in views if view.rank in state.lost)
+            return Ended(False, reason, Fault.PROVIDER, lost=state.lost)
+        time.sleep(session.timeouts.describe_every_s)
+    return None
 
 
 def watch_again(session: Session, fleet: StackOutput, provider: Provider | None, request: Request) -> Ended:
@@ -85,13 +121,11 @@ def watch_again(session: Session, fleet: StackOutput, provider: Provider | None,
     """
     with session.phase("connecting", f"{len(fleet.nodes)} nodes"):
         nodes = NodeSet.reach(targets(fleet), Path(fleet.private_key_file).expanduser(), session.timeouts)
-    try:
+    with nodes:
         if all(node.closed for node in nodes.nodes):
             session.emit(Warned("no node answers over SSH from here: the run is left as it is"))
             return Ended(False, "no node answers over SSH", left=True)
         return watch(session, nodes, fleet, provider, request)
-    finally:
-        nodes.close()
 
 
 def watch(

@@ -27,6 +27,13 @@ class NodeView:
     dead: bool = False  # its agent has ended without a word, says the node itself
     why: str = ""  # what the provider gives as the reason
 
+    @property
+    def absence(self) -> str:
+        """How it is missed, in words."""
+        if self.gone:
+            return f"node {self.rank} is gone" + (f" ({self.why})" if self.why else "")
+        return f"node {self.rank} has not answered for {self.silent_s:.0f} s"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -91,13 +98,7 @@ def _failed(node: _Node) -> bool:
 def _of_losses(nodes: tuple[_Node, ...]) -> tuple[str, Fault]:
     lost = [node.view for node in nodes if _lost(node)]
     fault = Fault.PROVIDER if any(view.gone for view in lost) else Fault.INFRASTRUCTURE
-    return "; ".join(map(_absence, lost)), fault
-
-
-def _absence(view: NodeView) -> str:
-    if view.gone:
-        return f"node {view.rank} is gone" + (f" ({view.why})" if view.why else "")
-    return f"node {view.rank} has not answered for {view.silent_s:.0f} s"
+    return "; ".join(view.absence for view in lost), fault
 
 
 def _of_notices(nodes: tuple[_Node, ...]) -> tuple[str, Fault]:
