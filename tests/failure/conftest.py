@@ -86,6 +86,11 @@ class World:
     def alive(self) -> int:
         return len(self.bill().alive)
 
+    def owned(self) -> tuple[Any, ...]:
+        """What the provider lists for this world's user: what `mgpu gc` goes by."""
+        owner = self.state / "owner"
+        return LocalProvider(root=self.state / "local").list_owned(owner.read_text().strip()) if owner.exists() else ()
+
     def most_alive(self) -> int:
         """How many machines ran at one time, at most."""
         turns = [(node.start.at, 1) for node in self.bill().nodes] + [(node.end_at, -1) for node in self.bill().nodes]
@@ -138,10 +143,9 @@ class World:
 
     def clear(self) -> None:
         """Ends whatever is left; a test that has proved its point leaves nothing to end."""
-        with suppress(OSError):
-            provider = LocalProvider(root=self.state / "local")
-            for handle in provider.list_owned((self.state / "owner").read_text().strip()):
-                self.wait(lambda handle=handle: provider.destroy(handle), _GONE_S)
+        provider = LocalProvider(root=self.state / "local")
+        for handle in self.owned():
+            self.wait(lambda handle=handle: provider.destroy(handle), _GONE_S)
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

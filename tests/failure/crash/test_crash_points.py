@@ -1,12 +1,15 @@
 """F1: the operator is killed at every point of `launch`. Nobody comes: the machines end. Somebody comes: it converges.
 
 The points are generated: a recording run of the same program writes down every journal write and every external call of
-the operator's process (tests/failure/crash/operator.py). Real engine, real machines of provider `local`, real clocks.
+the operator's process (operator.py beside this file, which says what counts as one moment). Real engine, real machines
+of provider `local`, real clocks. MGPU_CRASH_POINTS=REGEX replays those whose name it fits.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Semaphore
+
+import pytest
 
 OPERATOR = Path(__file__).with_name("operator.py")
 LEASE_S, RUN_LEASE_S = 24, 12
@@ -27,9 +32,9 @@ TIMEOUTS = json.dumps({"lease_s": RUN_LEASE_S, "lease_renew_s": 2, "silence_s": 
 
 @dataclass
 class Story:
-    """One world whose operator died at a point, and what became of it."""
+    """One world whose operator died at a moment, and what became of it."""
 
-    point: str
+    names: list[str]
     killed: bool = False
     left_s: float = 0.0  # until nothing of it ran any more, with nobody there
     code: int | None = None
@@ -41,7 +46,8 @@ class Story:
 
     def __str__(self) -> str:
         told = "; ".join(self.problems) or "ok"
-        return f"{self.point:80}  alone {self.left_s:5.1f} s  again: exit {self.code}  {told}"
+        same = "".join(f"\n        = {name}" for name in self.names[1:])
+        return f"alone {self.left_s:5.1f} s  again: exit {self.code}  {told}\n        {self.names[0]}{same}"
 
 
 def world_of(new_world, name):
@@ -67,41 +73,44 @@ def launch(world, option, value):
     return process.returncode, err
 
 
-def points(new_world) -> tuple[list[str], list[str]]:
-    """All points of a launch, in order; and of each moment, between which nothing outside changes, the first."""
+def moments_of_launch(new_world) -> list[list[str]]:
+    """The points of a launch by moment, in order: of each one the names, the first of which is the one to die at."""
     world = world_of(new_world, "recorded")
     path = world.root / "points.jsonl"
     code, err = launch(world, "--points", path)
     assert code == 0, err
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    moments: dict[int, str] = {}
-    for point in found:
-        moments.setdefault(point["moment"], point["name"])
-    return [point["name"] for point in found], list(moments.values())
+    moments: dict[int, list[str]] = {}
+    for point in map(json.loads, path.read_text().splitlines()):
+        moments.setdefault(point["moment"], []).append(point["name"])
+    return list(moments.values())
 
 
+@pytest.mark.timeout(1200)  # 3 minutes on two quiet cores
 def test_killed_anywhere_it_ends_alone_and_converges_when_it_is_gone_on_with(new_world, tmp_path, capsys):
     began = time.monotonic()
-    names, moments = points(new_world)
+    moments = moments_of_launch(new_world)
+    points = sum(map(len, moments))
     assert len(moments) >= FEWEST
-    working = Semaphore(AT_ONCE)
-    worlds = [world_of(new_world, f"p{number:03d}") for number in range(len(moments))]
+    wanted = [names for names in moments if re.search(os.environ.get("MGPU_CRASH_POINTS", ""), " ".join(names))]
+    worlds, working = [world_of(new_world, f"p{number:03d}") for number in range(len(wanted))], Semaphore(AT_ONCE)
     with ThreadPoolExecutor(16) as pool:
-        stories = list(pool.map(lambda world, point: live(world, Story(point), working), worlds, moments))
-    table = "\n".join([*map(str, stories), "", "all points:", *names])
+        stories = list(pool.map(lambda world, names: live(world, Story(names), working), worlds, wanted))
+    table = "\n".join(map(str, stories))
     (tmp_path / "points.txt").write_text(table)
-    told = f"{len(names)} crash points of `launch` at {len(moments)} distinct moments, a kill at each"
     longest = max(story.left_s for story in stories)
+    told = f"{points} crash points of launch at {len(moments)} moments; killed at {len(stories)}; alone, nothing lived"
     with capsys.disabled():
-        sys.stdout.write(f"\n{told}; alone all ended within {longest:.0f} s; {time.monotonic() - began:.0f} s\n")
+        sys.stdout.write(f"\n{told} longer than {longest:.0f} s; {time.monotonic() - began:.0f} s in all\n")
     sys.stdout.write(table)
+    found = worlds[-1].mgpu("gc", "--json")  # in all others its own question to the provider was asked, `owned`
+    assert found.stdout.strip() == "[]", found.stdout + found.stderr
     wrong = [str(story) for story in stories if story.problems]
     assert not wrong, "\n".join(wrong)
 
 
 def live(world, story: Story, working: Semaphore) -> Story:
     with working:
-        code, err = launch(world, "--die-at", story.point)
+        code, err = launch(world, "--die-at", story.names[0])
     story.killed = code == -signal.SIGKILL
     story.demand(story.killed, f"it was not passed: exit {code}: {err[-500:]}")
     if story.killed:
@@ -140,8 +149,7 @@ def again(world, story: Story) -> None:
 
 
 def nothing_left(world, story: Story) -> None:
-    found = world.mgpu("gc", "--json")
-    story.demand(found.stdout.strip() == "[]", f"gc: {found.stdout}{found.stderr}")
+    story.demand(not world.owned(), f"gc would find {world.owned()}")
     story.demand(world.alive() == 0, "I1: billed at the end")
     story.demand(not world.stacks(), f"the engine keeps {world.stacks()}")
     try:
