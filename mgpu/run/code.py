@@ -25,7 +25,7 @@ def send(session: Session, request: Request, nodes: NodeSet) -> None:
     """
     if request.workdir is None:
         return
-    kept = session.folder.root / "work"
+    kept = session.folder.work
     if not kept.exists():
         _keep(session, scan(request.workdir), kept)
     # what was left out when it was kept is not there: nothing more is to be left out

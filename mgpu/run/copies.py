@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -43,14 +42,6 @@ class Copy:
             if not go_on():
                 return False
         return True
-
-
-def of_instance(folder: Path, stem: str, suffix: str, instance: str) -> Path:
-    """`<stem>.<n>.<mark of the instance><suffix>`: the instances that had one rank, numbered as they came."""
-    known = sorted(folder.glob(f"{stem}.*{suffix}"))
-    mark = hashlib.sha256(instance.encode()).hexdigest()[:12]
-    same = [path for path in known if path.name.endswith(f".{mark}{suffix}")]
-    return same[0] if same else folder / f"{stem}.{len(known):04d}.{mark}{suffix}"
 
 
 def _write_at(path: Path, offset: int, data: bytes) -> None:

@@ -114,6 +114,7 @@ def _record(
     folder.make()
     shutil.copyfile(run_file, folder.run_file)
     folder.stop.unlink(missing_ok=True)
+    shutil.rmtree(folder.work, ignore_errors=True)  # a run that is begun again takes its code as it is now
     save(record)
     return record
 

@@ -20,7 +20,8 @@ from mgpu.events import Warned
 from mgpu.providers.base import Handle
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run.copies import Copy, of_instance
+from mgpu.run.copies import Copy
+from mgpu.run.record import of_instance
 from mgpu.run.session import Session
 
 PARTS = "instances"

@@ -5,6 +5,8 @@
         mgpu.yaml       the run file as it was
         logs/           node-<rank>.<n>.<instance>.log, byte for byte what that instance's log holds
         journal/        one file per writing process
+        work/           the code, as every attempt gets it (with `command:`)
+        metrics/        rank-<rank>.jsonl, of all attempts (`mgpu.run.metrics`)
         pulumi/         configuration and logs of the engine, for a stack that `mgpu launch` made
         lock            held by the one process that supervises (`mgpu.run.lock`)
         stop            exists when `mgpu stop` asked for the end
@@ -176,6 +178,7 @@ class Folder:
         self.pulumi = self.root / "pulumi"
         self.lock = self.root / "lock"
         self.stop = self.root / "stop"
+        self.work = self.root / "work"
 
     def logs(self, node_rank: int) -> list[Path]:
         """The logs of one node_rank, oldest first: one for each instance that has had it."""
@@ -183,15 +186,20 @@ class Folder:
 
     def log(self, node_rank: int, instance: str) -> Path:
         """The log of one instance; the file's size says how much of the node's log is here."""
-        known = self.logs(node_rank)
-        mark = hashlib.sha256(instance.encode()).hexdigest()[:12]
-        same = [path for path in known if path.name.endswith(f".{mark}.log")]
-        return same[0] if same else self.root / "logs" / f"node-{node_rank}.{len(known):04d}.{mark}.log"
+        return of_instance(self.root / "logs", f"node-{node_rank}", ".log", instance)
 
     def make(self) -> None:
         """Makes the folders, for this user alone."""
         self.root.mkdir(parents=True, mode=0o700, exist_ok=True)
         (self.root / "logs").mkdir(exist_ok=True, mode=0o700)
+
+
+def of_instance(folder: Path, stem: str, suffix: str, instance: str) -> Path:
+    """`<stem>.<n>.<mark of the instance><suffix>` in `folder`: the instances that had a rank, numbered as they came."""
+    known = sorted(folder.glob(f"{stem}.*{suffix}"))
+    mark = hashlib.sha256(instance.encode()).hexdigest()[:12]
+    same = [path for path in known if path.name.endswith(f".{mark}{suffix}")]
+    return same[0] if same else folder / f"{stem}.{len(known):04d}.{mark}{suffix}"
 
 
 def new_run_id(name: str, now: float | None = None) -> str:
