@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from mgpu_train.agent.status import Fault
 
-from mgpu.errors import ConnectionFailed, HostKeyMismatch, NoCapacity, QuotaExceeded
+from mgpu.errors import ConnectionFailed, HostKeyMismatch, Interrupted, NoCapacity, QuotaExceeded
 from mgpu.run import record
-from mgpu.run.record import State
+from mgpu.run.record import Folder, Interruption, State
 from mgpu.run.recover import ASK_AGAIN_S, WITHOUT_PROGRESS, Attempts
 from mgpu.run.session import Session
 from mgpu.run.supervise import Ended
 from mgpu.spec.model import Recovery
 
 DONE = Ended(True)
-LOST = Ended(False, "node 1 is gone", Fault.INFRASTRUCTURE)
+LOST = Ended(False, "node 1 is gone", Fault.PROVIDER, lost=(1,))
+SICK = Ended(False, "node 1: disk full", Fault.INFRASTRUCTURE)
 CRASHED = Ended(False, "the program ended with exit code 1", Fault.USER)
 
 
 class Script:
     """What each attempt comes to, and what each repair does, in order; the last one goes on for ever."""
 
-    def __init__(self, world, attempts, repairs=(None,), *, allowed=10, wait_minutes=1.0):
+    def __init__(self, world, attempts, repairs=(None,), *, allowed=10, wait_minutes=1.0, left=None):
         world.has_nodes(1)
-        world.record("run-1", state=State.RUNNING, attempt=1)
-        self.session = Session(record.load("run-1"), world.events.append, world.timeouts)
+        if left is None:
+            world.record("run-1", state=State.RUNNING, attempt=1)
+        self.session = Session(left or record.load("run-1"), world.events.append, world.timeouts)
+        self.events = {}
         self.attempts, self.repairs = list(attempts), list(repairs)
         self.made = self.repaired = 0
         self.lost = ()
@@ -46,7 +51,7 @@ class Script:
         if self.session.record.state is State.REPAIRING:
             self.session.to(State.RUNNING)
         result = self.attempts.pop(0) if len(self.attempts) > 1 else self.attempts[0]
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             raise result
         if isinstance(result, tuple):  # an attempt that committed a step first
             result, self.session.record.checkpoint_step = result
@@ -62,6 +67,7 @@ class Script:
 
     def _sleep(self, seconds):
         self.now += seconds
+        self.events.pop(self.now, lambda: None)()
         assert self.now < 3600, "it would ask for ever"
 
 
@@ -74,8 +80,30 @@ def test_a_run_without_a_loss_repairs_nothing(world):
 def test_a_lost_machine_is_replaced_and_the_run_goes_on(world):
     script = Script(world, [LOST, DONE])
     assert script.run().succeeded
-    assert (script.made, script.repaired) == (2, 1)
+    assert (script.made, script.repaired, script.lost) == (2, 1, (1,))
     assert record.load("run-1").recoveries == 1
+
+
+def test_a_node_that_failed_by_itself_keeps_its_machine(world):
+    script = Script(world, [SICK, DONE])
+    assert script.run().succeeded
+    assert (script.made, script.repaired, script.lost) == (2, 1, ())
+
+
+def test_the_way_back_is_remembered_with_its_times(world):
+    way = Interruption(1, "node 1 is gone", "provider", [1], 37, 10.0, 11.0, 12.0)
+    script = Script(world, [replace(LOST, interruption=way), LOST, DONE])
+    assert script.run().succeeded
+    first, second = record.load("run-1").interruptions
+    assert (first.step, first.nodes, first.heard_at, first.ended_at) == (37, [1], 10.0, 12.0)
+    assert (second.reason, second.fault, second.nodes) == ("node 1 is gone", "provider", [1])
+    assert first.repaired_at
+    assert second.repaired_at
+
+
+def test_without_another_attempt_the_end_is_no_interruption(world):
+    Script(world, [LOST], allowed=1).run()
+    assert record.load("run-1").interruptions == []
 
 
 @pytest.mark.parametrize(
@@ -107,6 +135,25 @@ def test_progress_starts_the_count_anew(world):
     assert Script(world, steps).run().succeeded
 
 
+def test_the_count_goes_on_with_another_supervisor(world):
+    first = Script(world, [LOST, LOST, KeyboardInterrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    left = record.load("run-1")
+    assert (left.idle, left.recoveries) == (2, 2)
+    script = Script(world, [LOST], left=left)
+    assert "3 attempts in a row without progress" in script.run().reason
+    assert script.made == 1
+
+
+def test_whoever_asks_for_the_end_does_not_wait_for_capacity(world):
+    script = Script(world, [LOST, DONE], [NoCapacity("none today")], wait_minutes=60)
+    script.events = {3.0: Folder("run-1").stop.touch}
+    with pytest.raises(Interrupted):
+        script.run()
+    assert script.now == 3
+
+
 def test_no_capacity_is_asked_for_again_until_wait_minutes(world):
     script = Script(world, [LOST, DONE], [NoCapacity("none today"), NoCapacity("none today"), None])
     assert script.run().succeeded
@@ -125,7 +172,11 @@ def test_another_refusal_is_not_asked_again(world):
 
 
 def test_a_node_that_cannot_be_reached_at_the_start_is_a_lost_one(world):
-    assert Script(world, [ConnectionFailed("node 1"), DONE]).run().succeeded
+    error = ConnectionFailed("node 1")
+    error.ranks = (1,)
+    script = Script(world, [error, DONE])
+    assert script.run().succeeded
+    assert script.lost == (1,)
     with pytest.raises(ConnectionFailed):
         Script(world, [ConnectionFailed("node 1")], allowed=1).run()
     with pytest.raises(HostKeyMismatch):

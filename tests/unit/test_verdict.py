@@ -8,7 +8,15 @@ from mgpu_train.agent.status import AgentStatus, Fault, Notice, Phase
 from mgpu.run.verdict import Action, NodeView, decide
 
 
-def status(phase: Phase, *, attempt: int = 1, fault: Fault | None = None, reason: str = "", at: float = 1.0):
+def status(
+    phase: Phase,
+    *,
+    attempt: int = 1,
+    fault: Fault | None = None,
+    reason: str = "",
+    at: float = 1.0,
+    fits: bool | None = None,
+):
     return AgentStatus(
         run_id="r",
         attempt=attempt,
@@ -19,6 +27,7 @@ def status(phase: Phase, *, attempt: int = 1, fault: Fault | None = None, reason
         updated_at=at,
         fault=fault,
         reason=reason,
+        notice=None if fits is None else Notice(action="terminate", at=9.0, fits=fits),
     )
 
 
@@ -96,3 +105,80 @@ def test_a_machine_that_goes_is_blamed_on_whoever_takes_it(action, fault, words)
     verdict = judge(NodeView(0, status(Phase.TRAINING)), NodeView(1, seen))
     assert (verdict.action, verdict.now, verdict.fault, verdict.lost) == (Action.STOP, False, fault, (1,))
     assert words in verdict.reason
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+CUT_OFF = status(Phase.FAILED, fault=Fault.USER, reason="connection closed by peer", at=1.0)
+
+
+def test_a_machine_that_is_gone_is_the_providers_doing_and_has_to_be_replaced():
+    verdict = judge(NodeView(0, status(Phase.TRAINING)), NodeView(1, status(Phase.TRAINING), gone=True, why="spot"))
+    assert (verdict.action, verdict.now) == (Action.STOP, True)
+    assert (verdict.fault, verdict.lost) == (Fault.PROVIDER, (1,))
+    assert verdict.reason == "node 1 is gone (spot)"
+
+
+def test_a_machine_that_is_silent_for_too_long_is_replaced_too():
+    verdict = judge(NodeView(0, status(Phase.TRAINING)), NodeView(1, status(Phase.TRAINING), silent_s=121))
+    assert (verdict.fault, verdict.lost, verdict.now) == (Fault.INFRASTRUCTURE, (1,), True)
+
+
+def test_what_the_survivors_say_of_their_end_never_wins_over_the_loss():
+    verdict = judge(NodeView(0, CUT_OFF), NodeView(1, CUT_OFF, gone=True))
+    assert (verdict.action, verdict.fault, verdict.lost) == (Action.END, Fault.PROVIDER, (1,))
+
+
+def test_what_a_node_said_before_it_fell_silent_stands():
+    verdict = judge(NodeView(0, status(Phase.DONE)), NodeView(1, CUT_OFF, silent_s=121))
+    assert (verdict.action, verdict.fault) == (Action.END, Fault.USER)
+
+
+def test_a_machine_that_goes_after_its_node_was_done_takes_nothing_away():
+    done = status(Phase.DONE)
+    assert judge(NodeView(0, done), NodeView(1, done, gone=True)).succeeded
+    assert judge(NodeView(0, status(Phase.DRAINING)), NodeView(1, done, gone=True)).action is Action.WAIT
+    verdict = judge(NodeView(0, CUT_OFF), NodeView(1, done, gone=True))
+    assert (verdict.fault, verdict.lost) == (Fault.USER, (1,)), "whoever goes on needs another machine"
+
+
+def test_an_agent_that_died_is_a_failure_of_its_node_and_its_machine_stays():
+    views = (NodeView(0, status(Phase.TRAINING)), NodeView(1, status(Phase.TRAINING), dead=True))
+    assert (judge(*views).action, judge(*views).now) == (Action.STOP, True)
+    stopped = status(Phase.FAILED, fault=Fault.STOPPED, reason="the operator asked to stop")
+    verdict = judge(NodeView(0, stopped), views[1])
+    assert (verdict.action, verdict.fault, verdict.lost) == (Action.END, Fault.INFRASTRUCTURE, ())
+    assert verdict.reason == "node 1: its agent died"
+
+
+# --- notices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_notice_stops_everybody_and_saves_only_what_fits(fits):
+    verdict = judge(NodeView(0, status(Phase.TRAINING)), NodeView(1, status(Phase.TRAINING, fits=fits)))
+    assert (verdict.action, verdict.now) == (Action.STOP, not fits)
+    assert (verdict.fault, verdict.lost) == (Fault.PROVIDER, (1,))
+
+
+def test_peers_that_end_as_they_were_told_cost_nobody_his_save():
+    ended = status(Phase.DRAINING, fault=Fault.STOPPED, reason="the operator asked to stop")
+    assert judge(NodeView(0, ended), NodeView(1, status(Phase.TRAINING, fits=True))).now is False
+    assert judge(NodeView(0, ended), NodeView(1, status(Phase.TRAINING))).now is False
+    assert judge(NodeView(0, CUT_OFF), NodeView(1, status(Phase.TRAINING, fits=True))).now is True
+
+
+def test_once_it_is_over_the_machine_that_goes_is_the_cause():
+    noticed = status(Phase.FAILED, fault=Fault.PROVIDER, reason="the provider takes this machine in 9 s", fits=True)
+    verdict = judge(NodeView(0, CUT_OFF), NodeView(1, noticed))
+    assert (verdict.action, verdict.fault, verdict.lost) == (Action.END, Fault.PROVIDER, (1,))
+    assert verdict.reason == "node 1: the provider takes the machine"
+
+
+def test_a_run_that_is_done_within_the_notice_succeeded():
+    assert judge(NodeView(0, status(Phase.DONE)), NodeView(1, status(Phase.DONE, fits=False))).succeeded
+
+
+def test_an_older_attempts_notice_is_not_this_ones():
+    view = NodeView(1, status(Phase.TRAINING, attempt=2, fits=True))
+    assert judge(NodeView(0, status(Phase.TRAINING)), view).action is Action.WAIT
