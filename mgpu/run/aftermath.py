@@ -32,11 +32,11 @@ def over(session: Session, fleet: StackOutput, provider: Provider | None, reques
     if not gone:
         return None
     all_of_them = len(gone) == len(fleet.nodes)
-    said = _of_the_store(session, request, needed=all_of_them)
+    said = of_the_store(session, request, needed=all_of_them)
     return said or (_cut_off(session, request, gone) if all_of_them else None)
 
 
-def _of_the_store(session: Session, request: Request, *, needed: bool) -> Ended | None:
+def of_the_store(session: Session, request: Request, *, needed: bool) -> Ended | None:
     """What the commit log says of the attempt; `needed`: nothing else can say it any more."""
     if request.checkpoint is None:
         return None

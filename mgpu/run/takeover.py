@@ -23,7 +23,7 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run import agents
-from mgpu.run.aftermath import over
+from mgpu.run.aftermath import of_the_store, over
 from mgpu.run.conduct import targets, watch_again
 from mgpu.run.finish import Outcome, conclude, remembered
 from mgpu.run.launch import attempts, provider_of, rented, supervision, used
@@ -117,6 +117,11 @@ class _Takeover:
         return made
 
     def _begun(self, request: Request, secrets: Secrets) -> Ended:
+        if self.record.writer:  # an attempt was begun, and its supervisor died before it could say so
+            ended = of_the_store(self.session, request, needed=False)
+            if ended is not None and (ended.succeeded or ended.fault is Fault.USER):
+                return ended
+            self.record.recoveries += 1  # it was one of those that the run file allows
         if self.record.own_stack:
             return rented(self.session, self.stack, request, secrets)
         return used(self.session, self.stack, request, secrets, self._standing())

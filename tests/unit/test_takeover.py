@@ -403,6 +403,35 @@ def test_a_run_that_said_that_it_succeeded_did(project, dead, kept):
     all_is_given_back(project)
 
 
+def finished(node):
+    node.says(Phase.DONE)
+    node.agent_lives = False
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [({"succeeded": True}, 0), ({"succeeded": False, "fault": "user", "reason": "exit code 3"}, 6)]
+)
+def test_an_attempt_that_its_supervisor_never_saw_begin_may_be_over(project, dead, kept, how, code):
+    """Killed between the agents' start and its own word of it; the agents went on to their end."""
+    kept.saved(10)
+    kept.ended(**how)
+    found = dead(State.PROVISIONING, spec=kept.spec + RECOVERS, store=kept.url, writer="writer-1")
+    finished(project.world.nodes[0])
+    assert gone(project, found).exit_code == code
+    assert record.load("run-1").attempt == 1
+    all_is_given_back(project)
+
+
+def test_the_attempt_after_one_that_was_never_seen_to_begin_may_have_nothing_left_to_save(project, dead, kept):
+    kept.saved(10)
+    found = dead(State.PROVISIONING, spec=kept.spec, store=kept.url, writer="writer-1")
+    finished(project.world.nodes[0])
+    project.world.program = lambda node, job: node.says(Phase.DONE, attempt=job.attempt)
+    assert attach(project, found).exit_code == 0
+    ended = record.load("run-1")
+    assert (ended.attempt, ended.recoveries, ended.checkpoint_step) == (2, 1, 10)
+
+
 def test_success_without_a_checkpoint_of_this_attempt_is_not_believed(project, dead, kept):
     kept.ended(succeeded=True)
     assert gone(project, dead(State.RUNNING, spec=kept.spec, store=kept.url)).exit_code != 0
