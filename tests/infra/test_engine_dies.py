@@ -178,7 +178,7 @@ def test_a_second_operator_is_refused_at_once_and_the_first_one_is_not_disturbed
         began = time.monotonic()
         with pytest.raises(StackError, match=f"locked by process {cli} ") as refused:
             refused_to()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10, "not after a time-out"
         assert refused.value.exit_code == 4
     assert len(project.open().preview()) > 0, "a look is not refused"
     project.release()
