@@ -54,9 +54,10 @@ class Eye:
             if not self._connected():
                 return
             self._read(beat_s)
-            self.seen, self.heard_at, self.lost_touch = self._clock(), self._wall(), None
+            self.seen, self.heard_at = self._clock(), self._wall()
             until = began + logs_s
             whole = [copy.follow(self.node, lambda: self._clock() <= until) for copy in self._copies]
+            self.lost_touch = None
             if all(whole):
                 self.copied_at = began
         except (ConnectionFailed, HostKeyMismatch):

@@ -73,6 +73,31 @@ def test_connect_waits_for_a_node_that_boots(new_server, keys, timeouts, closed_
         assert nodes.nodes[0].run(["echo", "up"], timeout=20).stdout == b"up\n"
 
 
+def test_connect_says_which_nodes_did_not_answer(server, keys, timeouts, closed_port):
+    with pytest.raises(ConnectionFailed) as failed:
+        NodeSet.connect(
+            [server.target(0), server.target(1, port=closed_port)],
+            keys.file,
+            timeouts.model_copy(update={"connect_s": 0.5}),
+        )
+    assert failed.value.ranks == (1,)
+
+
+def test_reach_leaves_closed_who_does_not_answer(server, keys, timeouts, closed_port):
+    with NodeSet.reach([server.target(0), server.target(1, port=closed_port)], keys.file, timeouts) as nodes:
+        first, second = nodes.nodes
+        assert (first.closed, second.closed) == (False, True)
+        with pytest.raises(ConnectionFailed):
+            second.reconnect()
+        assert first.run(["echo", "up"], timeout=20).stdout == b"up\n"
+
+
+def test_reach_refuses_another_key(server, new_server, keys, timeouts):
+    other = new_server()
+    with pytest.raises(HostKeyMismatch):
+        NodeSet.reach([server.target(0, host_key=other.host_key)], keys.file, timeouts)
+
+
 def test_connect_reports_all_nodes_that_do_not_answer_and_closes_the_others(server, keys, timeouts, closed_port):
     targets = [server.target(0), server.target(1, port=closed_port), server.target(2, port=closed_port)]
     began = time.monotonic()

@@ -122,6 +122,13 @@ def test_what_next_lines_are_for_stands_in_one_column(capsys):
     ]
 
 
+def test_the_way_back_is_one_line(capsys):
+    Console().emit(events.Recovered(7, 0.94, 1.2, 6.3, 8.8))
+    assert capsys.readouterr().err.splitlines() == [
+        "  recovered: 7 steps done again; detected 0.9 s, stopped 1.2 s, repaired 6.3 s, resumed 8.8 s"
+    ]
+
+
 def test_a_table_in_a_pipe_is_not_folded_and_has_no_blanks_at_the_end(capsys):
     Console().table(("run", "demo"), [("state", "x" * 300), ("step", "3")])
     lines = capsys.readouterr().out.splitlines()

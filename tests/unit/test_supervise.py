@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
+import time
 
 import pytest
-from mgpu_train.agent.status import CheckpointStatus, Fault, Phase
+from mgpu_train.agent.status import CheckpointStatus, Fault, Notice, Phase
 
 from mgpu.errors import ConnectionFailed, RemoteError, Transient
-from mgpu.events import CheckpointCommitted, LogChunk, Progress, Validated, Warned
+from mgpu.events import CheckpointCommitted, LogChunk, Note, Progress, Recovered, Validated, Warned
 from mgpu.journal import read
 from mgpu.providers.base import NodePhase
+from mgpu.remote.nodeset import NodeSet
 from mgpu.run import copies, record
 from mgpu.run.eye import BEAT_S
 from mgpu.run.metrics import collect
-from mgpu.run.record import Folder, State
+from mgpu.run.record import Folder, Interruption, State
 from mgpu.run.session import Session
-from mgpu.run.supervise import Supervisor
+from mgpu.run.supervise import SETTLE_S, Supervisor
 
 BEGIN = 1000.0
 
@@ -55,6 +59,7 @@ class Watch:
             handle=handle or self.handle,
             deadline=BEGIN + deadline_s,
             clock=lambda: self.now,
+            wall=lambda: self.now,
             sleep=self._sleep,
         )
         return supervisor.watch()
@@ -268,6 +273,169 @@ def test_an_old_attempts_done_is_not_this_ones(watch):
     assert watch.elapsed == 10
 
 
+def test_a_connection_that_closes_has_the_provider_asked_at_once(watch):
+    node, asked = watch.world.nodes[1], []
+    watch.timeouts = watch.timeouts.model_copy(update={"poll_s": 0.125})
+    watch.session = watch.new_session()
+    count = lambda: asked.append(watch.world.cloud.described)  # noqa: E731
+    watch.at(3, count).at(3, lambda: setattr(node, "reachable", False)).at(3.125, count).at(5.125, count)
+    watch.at(6, lambda: setattr(node, "reachable", True)).done_at(9).run()
+    before, at_once, two_seconds = asked
+    assert before == 1, "every two seconds"
+    assert at_once == before + 1
+    assert two_seconds == at_once + 4, "and not more often than every half second"
+
+
+def test_a_loss_of_touch_is_told_once_and_so_is_its_end(watch):
+    node = watch.world.nodes[1]
+    watch.at(2, lambda: setattr(node, "reachable", False)).at(15, lambda: setattr(node, "reachable", True))
+    assert watch.done_at(30).run().succeeded
+    texts = [event.text for event in watch.world.events if isinstance(event, Warned | Note)]
+    assert texts == ["node 1 does not answer over SSH; the run goes on", "node 1 answers again"]
+
+
+def test_an_unreachable_node_is_tried_again_with_growing_pauses(watch):
+    node, tries = watch.world.nodes[1], []
+    watch.timeouts = watch.timeouts.model_copy(update={"poll_s": 0.25, "silence_s": 100})
+    watch.session = watch.new_session()
+
+    def refuse():
+        tries.append(watch.now)
+        raise ConnectionFailed("refused")
+
+    node.close()
+    node.reconnect = refuse
+    watch.done_at(30).at(30, lambda: setattr(node, "reconnect", lambda: setattr(node, "closed", False))).run()
+    pauses = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert pauses[:5] == [0.5, 1, 2, 4, 5]
+    assert set(pauses[5:]) == {5}
+
+
+class Stuck:
+    """A call on a node that does not come back until it is let go."""
+
+    def __init__(self, node, method):
+        self.calls, self.free = 0, threading.Event()
+        self._real = getattr(node, method)
+        setattr(node, method, self)
+
+    def __call__(self, *args, **more):
+        self.calls += 1
+        assert self.free.wait(10)
+        return self._real(*args, **more)
+
+
+def test_a_node_that_hangs_holds_up_nothing_but_itself(watch):
+    watch.timeouts = watch.timeouts.model_copy(update={"look_s": 0.02})
+    watch.session = watch.new_session()
+    stuck, other = Stuck(watch.world.nodes[1], "read"), watch.world.nodes[0]
+    for second in range(3, 6):
+        watch.at(second, lambda second=second: other.prints(b"line %d\n" % second))
+    copied = []
+    watch.at(8, lambda: copied.append(watch.local_log(0))).at(8, Folder("run-1").stop.touch)
+    watch.at(10, stuck.free.set).at(11, lambda: time.sleep(0.1))
+    ended = watch.run()
+    assert (ended.succeeded, ended.stopped_by) == (False, "user")
+    assert copied == [b"line 3\nline 4\nline 5\n"]
+    assert watch.stops == [1, 1]
+    assert stuck.calls < 5, "a look that is under way is not started again"
+
+
+def test_a_provider_that_hangs_holds_up_nothing(watch):
+    watch.timeouts = watch.timeouts.model_copy(update={"look_s": 0.02})
+    watch.session = watch.new_session()
+    stuck = Stuck(watch.world.cloud, "describe")
+    assert watch.at(9, lambda: watch.world.nodes[0].says(Phase.DONE)).done_at(10).run().succeeded
+    assert stuck.calls == 1
+    stuck.free.set()
+
+
+def test_whose_run_was_taken_over_touches_nothing_and_leaves(watch):
+    watch.at(3, lambda: setattr(watch.session, "still_mine", lambda: False))
+    watch.at(3, lambda: watch.world.nodes[0].says(Phase.FAILED, fault=Fault.USER, reason="exit code 3"))
+    before = watch.saved
+    ended = watch.run()
+    assert (ended.left, ended.reason) == (True, "another supervisor has taken over")
+    assert watch.stops == [0, 0]
+    assert watch.saved.state is before.state
+
+
+def how_stopped(node):
+    """The option of each time that a node's agent was told to stop."""
+    return ["".join(argv[3:]) for argv in node.agent if argv[0] == "stop"]
+
+
+# --- whose fault it is, and since when -------------------------------------------------------------------------------
+
+
+def cut_off(node):
+    """The program of a survivor says what it sees of a peer that is gone, and says so before anybody else does."""
+    node.says(Phase.FAILED, fault=Fault.USER, reason="connection closed by peer", step=37)
+
+
+def test_a_program_is_not_blamed_before_the_provider_was_asked(watch):
+    first, second = watch.world.nodes
+    watch.at(3, lambda: (cut_off(first), cut_off(second)))
+    watch.at(3, lambda: watch.world.cloud.phases.update({watch.handle.ids[1]: NodePhase.TERMINATED}))
+    ended = watch.run()
+    assert (ended.fault, ended.lost) == (Fault.PROVIDER, (1,))
+
+
+def test_while_a_node_does_not_answer_the_providers_word_is_waited_for(watch):
+    first, second = watch.world.nodes
+    watch.at(4, lambda: (cut_off(first), cut_off(second))).at(5, lambda: setattr(second, "reachable", False))
+    watch.at(6, lambda: watch.world.cloud.phases.update({watch.handle.ids[1]: NodePhase.TERMINATED}))
+    ended = watch.run()
+    assert (ended.fault, ended.lost) == (Fault.PROVIDER, (1,))
+
+
+def test_a_provider_that_says_nothing_of_it_does_not_hold_up_the_end(watch):
+    watch.timeouts = watch.timeouts.model_copy(update={"connect_s": 10})
+    watch.session = watch.new_session()
+    first, second = watch.world.nodes
+    second.faults["read_from"] = [ConnectionFailed("cut")] * 999
+    watch.world.cloud.refuses["describe"] = [Transient("502 from the API")]
+    watch.at(4, lambda: (cut_off(first), cut_off(second)))
+    ended = watch.run()
+    assert (ended.fault, ended.lost) == (Fault.USER, ())
+    assert 4 + SETTLE_S <= watch.elapsed < 4 + SETTLE_S + 10, "nor does what cannot be read any more"
+
+
+def test_an_interruption_has_its_times(watch):
+    first, second = watch.world.nodes
+    first.ends_when_stopped = False
+    first.says(Phase.TRAINING, step=37)
+    watch.at(3, lambda: setattr(second, "reachable", False))
+    watch.at(6, lambda: watch.world.cloud.phases.update({watch.handle.ids[1]: NodePhase.TERMINATED}))
+    watch.at(9, lambda: first.says(Phase.FAILED, fault=Fault.STOPPED, reason="stopped", step=38))
+    way = watch.run().interruption
+    assert way is not None
+    assert (way.attempt, way.nodes, way.fault, way.reason) == (1, [1], "provider", "node 1 is gone")
+    assert way.step == 38
+    assert (way.heard_at, way.noticed_at, way.ended_at) == (BEGIN + 3, BEGIN + 7, BEGIN + 10)
+    assert how_stopped(first) == ["--now"]
+
+
+def test_who_asked_for_the_end_interrupted_nothing(watch):
+    assert watch.at(3, Folder("run-1").stop.touch).run().interruption is None
+
+
+@pytest.mark.parametrize("says_steps", [True, False])
+def test_the_first_new_step_is_the_end_of_an_interruption(watch, says_steps):
+    way = Interruption(1, "node 1 is gone", "provider", [1], 37, 10.0, 11.0, 12.0, 18.0, 20.0, None, 30)
+    watch.session.record.interruptions.append(way)
+    watch.session.record.attempt = 2
+    node = watch.world.nodes[0]
+    for each in watch.world.nodes:
+        each.says(Phase.LAUNCHING, attempt=2)
+    for second, step in ((2, 30), (3, 31), (4, 32)):
+        step, at = (step, 21.0 + step - 30) if says_steps else (-1, 22.0 if step > 30 else None)
+        watch.at(second, lambda step=step, at=at: node.says(Phase.TRAINING, attempt=2, step=step, progress_at=at))
+    watch.at(8, lambda: [each.says(Phase.DONE, attempt=2) for each in watch.world.nodes]).run()
+    assert watch.world.of(Recovered) == [Recovered(7, 1.0, 1.0, 6.0, 4.0)]
+    assert watch.saved.interruptions[0].resumed_at == 22.0
+
+
 # --- stopping ---------------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +481,46 @@ def test_a_node_that_cannot_be_asked_is_told_and_asked_again(watch):
     watch.at(1, Folder("run-1").stop.touch).run()
     assert watch.stops == [1, 1]
     assert ["node 0 could not be asked" in event.text for event in watch.world.of(Warned)] == [True]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_notice_stops_the_others_too_and_the_machine_is_replaced(watch, fits):
+    first, second = watch.world.nodes
+    second.ends_when_stopped = False
+    notice = Notice(action="terminate", at=9.0, fits=fits)
+    watch.at(2, lambda: second.says(Phase.TRAINING, notice=notice, step=7))
+    last = lambda: second.says(Phase.FAILED, fault=Fault.PROVIDER, reason="it goes", notice=notice, step=8)  # noqa: E731
+    ended = watch.at(6, last).run()
+    assert (ended.fault, ended.lost) == (Fault.PROVIDER, (1,))
+    assert ended.reason == "node 1: the provider takes the machine"
+    assert how_stopped(first) == ["" if fits else "--now"]
+
+
+def test_on_a_loss_a_survivor_that_only_uploads_is_hurried_too(watch):
+    first, second = watch.world.nodes
+    first.ends_when_stopped = False
+    failing = {"fault": Fault.INFRASTRUCTURE, "reason": "a peer was lost"}
+    watch.at(2, lambda: first.says(Phase.DRAINING, **failing))
+    stops = []
+    watch.at(4, lambda: stops.append(first.stops))
+    watch.at(4, lambda: watch.world.cloud.phases.update({watch.handle.ids[1]: NodePhase.TERMINATED}))
+    watch.at(8, lambda: first.says(Phase.FAILED, **failing))
+    second.ends_when_stopped = False
+    ended = watch.run()
+    assert stops == [0], "its own failure lets it upload"
+    assert how_stopped(first) == ["--now"]
+    assert (ended.fault, ended.lost) == (Fault.PROVIDER, (1,))
+
+
+def test_a_survivor_that_does_not_stop_is_replaced_as_well(watch):
+    watch.timeouts = watch.timeouts.model_copy(update={"stop_grace_s": 5, "kill_s": 3, "drain_s": 100})
+    watch.session = watch.new_session()
+    watch.world.nodes[0].ends_when_stopped = False
+    watch.at(3, lambda: watch.world.cloud.phases.update({watch.handle.ids[1]: NodePhase.TERMINATED}))
+    ended = watch.run()
+    assert (ended.fault, ended.lost) == (Fault.PROVIDER, (0, 1))
+    assert ended.reason == "node 1 is gone; node 0 did not stop in time"
+    assert watch.elapsed < 3 + 2 + 5 + 3 + 3, "no upload is waited for"
 
 
 def test_a_signal_without_a_terminal_stops(watch):
@@ -435,8 +643,8 @@ def test_a_problem_with_checkpoints_is_told_once(watch):
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def metrics(watch, rank, data):
-    node = watch.world.nodes[rank]
+def metrics(watch, rank, data, node=None):
+    node = watch.world.nodes[rank] if node is None else node
     node.files[str(node.layout.metrics / f"rank-{rank}.jsonl")] = data
 
 
@@ -447,6 +655,36 @@ def test_metrics_of_every_rank_are_copied_and_what_is_missing_is_left_out(watch)
     folder = Folder("run-1").root / "metrics"
     assert [path.name for path in folder.glob("*.jsonl")] == ["rank-0.jsonl"]
     assert (watch.saved.unigram_entropy, watch.saved.bigram_entropy) == (3.2, 2.4)
+    assert watch.world.of(Warned) == []
+
+
+def test_every_process_of_a_node_has_metrics(watch):
+    for rank in range(4):
+        metrics(watch, rank, b"of rank %d\n" % rank, watch.world.nodes[rank // 2])
+    collect(watch.session, watch.nodeset, watch.handle, 2)
+    folder = Folder("run-1").root / "metrics"
+    assert [(folder / f"rank-{rank}.jsonl").read_bytes() for rank in range(4)] == [
+        b"of rank %d\n" % rank for rank in range(4)
+    ]
+
+
+def test_a_machine_that_is_lost_leaves_no_hole_in_the_metrics(watch):
+    """Followed while they are written, like the log: nothing can be fetched from a machine that is gone."""
+    metrics(watch, 0, b"1\n2\ntor")
+    metrics(watch, 1, b"a\n")
+    watch.at(2, lambda: watch.world.cloud.phases.update({watch.handle.ids[0]: NodePhase.TERMINATED}))
+    watch.at(2, lambda: setattr(watch.world.nodes[0], "reachable", False))
+    ended = watch.run()
+    collect(watch.session, watch.nodeset, watch.handle, 1, ended.lost)
+    watch.world.nodes[0] = type(watch.world.nodes[0])(watch.world, 0)
+    watch.nodeset = NodeSet(watch.world.nodes)
+    metrics(watch, 0, b"2\n3\n")
+    metrics(watch, 1, b"a\nb\n")
+    handle = watch.handle.model_copy(update={"ids": ("another", watch.handle.ids[1])})
+    collect(watch.session, watch.nodeset, handle, 1)
+    folder = Folder("run-1").root / "metrics"
+    assert (folder / "rank-0.jsonl").read_bytes() == b"1\n2\n2\n3\n", "no half line has anything glued to it"
+    assert (folder / "rank-1.jsonl").read_bytes() == b"a\nb\n"
     assert watch.world.of(Warned) == []
 
 

@@ -1,0 +1,120 @@
+"""An attempt begins where the commit log says, and only while this process supervises the run."""
+
+from __future__ import annotations
+
+import pytest
+from mgpu_train.agent.status import Phase
+from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.config import Secrets
+from mgpu_train.store import Unavailable, open_store
+
+from mgpu.errors import ConnectionFailed, TakenOver
+from mgpu.events import Warned
+from mgpu.run import begin
+from mgpu.run.record import Interruption, load
+from mgpu.run.request import resolve
+from mgpu.run.session import Session
+from mgpu.spec.model import RunSpec
+
+BASE = {"name": "a", "provider": "local", "max_hours": 1, "max_price_usd_per_hour": 1, "nodes": 2, "train": {}}
+
+
+class Beginning:
+    """A run whose attempts begin on two nodes of the world."""
+
+    def __init__(self, world, tmp_path):
+        self.world, self.nodes = world, world.has_nodes(2)
+        self.url = f"file://{tmp_path}/store"
+        self.store = open_store(self.url)
+        spec = RunSpec.model_validate(BASE | {"checkpoint": {"to": self.url}})
+        self.request = resolve(spec, "run-1", tmp_path, timeouts=world.timeouts)
+        world.record("run-1", nodes=2)
+        self.fleet = world.output(world.cloud.rent("mine-run-1", 2))
+        self.jobs = []
+        world.program = lambda node, job: (self.jobs.append(job), node.says(Phase.TRAINING, attempt=job.attempt))
+
+    @property
+    def log(self):
+        return CommitLog(self.store, "run-1")
+
+    def start(self, supervisor="mine"):
+        session = Session(load("run-1"), self.world.events.append, self.world.timeouts)
+        session.record.supervisor = supervisor
+        begin.start(session, self.request, self.fleet, self.nodes, Secrets())
+        return session.record
+
+    def commit(self, record, step):
+        self.world.commit(self.url, "run-1", attempt=record.attempt, writer=record.writer, step=step)
+
+
+@pytest.fixture
+def run(world, tmp_path):
+    return Beginning(world, tmp_path)
+
+
+def test_the_next_attempt_begins_at_the_newest_commit_which_may_not_have_been_seen(run):
+    first = run.start()
+    assert (first.attempt, first.checkpoint_step) == (1, -1)
+    run.commit(first, 40)
+    second = run.start()
+    assert (second.attempt, second.checkpoint_id, second.checkpoint_step) == (2, "a001-step-40", 40)
+    assert {job.resume.checkpoint_id for job in run.jobs[2:]} == {"a001-step-40"}
+    assert load("run-1").checkpoint_step == 40
+
+
+def test_the_way_back_goes_on_from_there(run):
+    run.commit(run.start(), 40)
+    record = load("run-1")
+    record.interruptions = [Interruption(1, "node 1 is gone", "provider", [1], 47, 1.0, 2.0, 3.0, 4.0)]
+    session = Session(record, run.world.events.append, run.world.timeouts)
+    begin.start(session, run.request, run.fleet, run.nodes, Secrets())
+    (way,) = record.interruptions
+    assert (way.resumed_step, way.steps_lost) == (40, 7)
+    assert way.started_at
+
+
+def test_whoever_is_taken_over_begins_no_attempt(run):
+    run.start("first")
+    run.log.take_over("second", host="elsewhere", pid=7)
+    session = Session(load("run-1"), run.world.events.append, run.world.timeouts)
+    session.record.supervisor, session._claimed = "first", True
+    with pytest.raises(TakenOver, match="taken over"):
+        begin.start(session, run.request, run.fleet, run.nodes, Secrets())
+    assert run.log.newest_attempt() == 1
+    assert len(run.jobs) == 2, "no agent was started"
+
+
+def test_nodes_that_were_started_beside_a_lost_one_are_stopped(run):
+    run.world.nodes[1].faults["write"] = [ConnectionFailed("lost")]
+    with pytest.raises(ConnectionFailed):
+        run.start()
+    assert [node.stops for node in run.world.nodes] == [1, 1]
+
+
+def test_a_lost_node_is_not_asked_to_undo_anything(run):
+    real = run.world.nodes[1].write
+
+    def lost(*args, **more):
+        run.world.nodes[1].close()
+        return real(*args, **more)
+
+    run.world.nodes[1].write = lost
+    with pytest.raises(ConnectionFailed):
+        run.start()
+    assert [node.stops for node in run.world.nodes] == [1, 0]
+
+
+def test_catching_up_learns_of_a_commit_and_survives_a_store_that_is_away(run, monkeypatch):
+    record = run.start()
+    run.commit(record, 40)
+    session = Session(load("run-1"), run.world.events.append, run.world.timeouts)
+    begin.catch_up(session, run.request)
+    assert (session.record.checkpoint_id, session.record.checkpoint_step) == ("a001-step-40", 40)
+
+    def away(_log):
+        raise Unavailable("503")
+
+    monkeypatch.setattr(CommitLog, "read", away)
+    begin.catch_up(session, run.request)
+    assert ["503" in event.text for event in run.world.of(Warned)] == [True]
+    assert session.record.checkpoint_step == 40

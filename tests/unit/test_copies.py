@@ -1,0 +1,101 @@
+"""F39, and whoever reads: the copy of a node's file is that file, byte for byte."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from mgpu.errors import ConnectionFailed
+from mgpu.run import copies
+from mgpu.run.copies import Copy
+
+
+class Remote:
+    """A file of a node that grows while it is read, over a line that breaks."""
+
+    def __init__(self, data=b"", breaks=0.0):
+        self.data, self.breaks, self.dice = data, breaks, random.Random(7)
+        self.most = 0
+
+    def read_from(self, _path, offset, limit):
+        self.most = max(self.most, limit)
+        if self.dice.random() < self.breaks:
+            raise ConnectionFailed("cut")
+        return self.data[offset : offset + self.dice.randint(1, limit)]
+
+
+@pytest.fixture
+def here(tmp_path):
+    said, warned = [], []
+
+    def copy():
+        return Copy("log", tmp_path / "log", tell=lambda offset, data: said.append((offset, data)), warn=warned.append)
+
+    return SimpleNamespace(file=tmp_path / "log", copy=copy, said=said, warned=warned)
+
+
+def test_a_burst_over_a_line_that_breaks_arrives_whole_in_bounded_memory(here, monkeypatch):
+    monkeypatch.setattr(copies, "PIECE", 1 << 10)
+    remote, copy = Remote(random.Random(1).randbytes(300_000), breaks=0.2), here.copy()
+    for _ in range(1000):
+        try:
+            if copy.follow(remote, lambda: True):
+                break
+        except ConnectionFailed:
+            continue
+    assert here.file.read_bytes() == remote.data
+    assert b"".join(data for _, data in here.said) == remote.data
+    assert remote.most == 1 << 10
+
+
+def test_a_supervisor_that_wakes_up_beside_another_one_doubles_nothing(here):
+    """It read a piece before it was stopped, and writes it when the other has written far beyond it."""
+    remote = Remote(b"0123456789")
+    stale, fresh = here.copy(), here.copy()
+
+    class Stopped:
+        def read_from(self, path, offset, limit):
+            if offset == 0:
+                assert fresh.follow(remote, lambda: True)
+            return remote.data[offset : offset + limit]
+
+    assert stale.follow(Stopped(), lambda: True)
+    assert here.file.read_bytes() == b"0123456789"
+
+
+def test_it_stops_between_two_pieces_when_there_is_no_time(here, monkeypatch):
+    monkeypatch.setattr(copies, "PIECE", 4)
+    remote = Remote(b"0123456789")
+    assert here.copy().follow(remote, lambda: False) is False
+    assert 0 < here.file.stat().st_size <= 4
+    assert here.copy().follow(remote, lambda: True) is True
+    assert here.file.read_bytes() == remote.data
+
+
+def test_a_short_write_is_gone_on_with(here, monkeypatch):
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:3], offset))
+    assert here.copy().follow(Remote(b"0123456789"), lambda: True)
+    assert here.file.read_bytes() == b"0123456789"
+
+
+def test_a_full_disk_here_is_told_and_what_is_missing_comes_later(here, monkeypatch):
+    def full(*_args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        here.copy().follow(Remote(b"0123456789"), lambda: True)
+    assert ["No space left" in text for text in here.warned] == [True]
+    assert here.said == []
+    here.copy().follow(Remote(b"0123456789"), lambda: True)
+    assert here.file.read_bytes() == b"0123456789"
+
+
+def test_nothing_to_copy_makes_no_file(here):
+    assert here.copy().follow(Remote(), lambda: True)
+    assert not here.file.exists()
