@@ -41,7 +41,7 @@ from mgpu.providers.local.nodes import Instance
 from mgpu.providers.local.procs import Process, marked
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.conduct import conduct, watch_again
-from mgpu.run.record import Record, load, new_run_id
+from mgpu.run.record import Interruption, Record, load, new_run_id
 from mgpu.run.recover import Attempts
 from mgpu.run.request import Request, resolve
 from mgpu.run.session import Session
@@ -56,6 +56,7 @@ TIMES = Timeouts(
     drain_s=15, peers_s=5, lease_s=60, lease_renew_s=1, poll_s=0.1, silence_s=30,
 )  # fmt: skip
 HOST = (b"mgpu.providers.local.keeper", b"lease.sh")  # what of a node's processes is its host, and not the machine
+UNSEEN_S = 1.5  # the supervisor's newest look at a machine that is gone may be so old
 ROUNDING_S = 0.005  # of the bill's times
 
 
@@ -74,6 +75,7 @@ class Fleet:
         self.key = self.folder / "key"
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key], check=True)
         self.journal = Journal(self.folder / "fleet.jsonl")
+        self.name = f"fleet-{self.folder.name}"
         self.handle: Handle | None = None
 
     @property
@@ -156,7 +158,7 @@ class Fleet:
 
     def _request(self, generation: int) -> FleetRequest:
         return FleetRequest(
-            fleet=f"fleet-{self.folder.name[:30]}", generation=generation, owner=paths.owner(),
+            fleet=self.name, generation=generation, owner=paths.owner(),
             requirements=ranking.requirements(self.spec), ssh_public_key=self.key.with_suffix(".pub").read_text(),
             lease_s=self.times.lease_s, hard_cap_s=self.spec.max_hours * 3600,
         )  # fmt: skip
@@ -250,7 +252,7 @@ class Line:
     def _begin(self, first: Callable[[], Ended]) -> None:
         attempts = Attempts(
             self.session, self.request.spec.recovery, self._conduct, self._repair,
-            sleep=lambda seconds: time.sleep(min(seconds, 0.3)),
+            sleep=lambda seconds: time.sleep(min(seconds, 0.05)),
         )  # fmt: skip
 
         def run() -> None:
@@ -319,6 +321,7 @@ class Line:
     def judge(self) -> None:
         """Invariants I2 to I5 by bill, book and commit log; I1 when everything was given back."""
         nodes, log = bill.read(self.fleet.provider.root).nodes, self.commits()
+        nodes = tuple(node for node in nodes if node.start.fleet == self.fleet.name)
         assert most_alive(nodes) <= self.request.spec.nodes, "I2: more machines than asked for"
         newest = dict.fromkeys((0,), -1)
         attempt, writer, durable = 0, "", -1
@@ -345,6 +348,19 @@ class Line:
             before = [entry["step"] for entry in self.done("step") if entry["attempt"] < attempt]
             lost = max(before, default=0) - max(0, newest[attempt])
             assert lost <= 2 * every, f"I4: attempt {attempt} lost {lost} steps"
+        for way in self.record.interruptions:
+            self._judge_words(way)
+
+    def _judge_words(self, way: Interruption) -> None:
+        """What is said to be lost is what was, but for steps that nobody could see any more."""
+        done = self.done("step", attempt=way.attempt)
+        if way.steps_lost is None or not done:
+            return
+        last = max(entry["at"] for entry in done)
+        seen = [entry["step"] for entry in done if entry["at"] < last - UNSEEN_S]
+        most, least = max(entry["step"] for entry in done), max(seen, default=0)
+        resumed = max(0, way.resumed_step or 0)
+        assert least - resumed <= way.steps_lost <= max(0, most - resumed), "I4: another number is told"
 
     def steps_lost(self, attempt: int) -> int:
         """Steps that this attempt did again, by the book."""
