@@ -73,3 +73,14 @@ def kill_in_restore(line, times: int) -> int:
             known.add(name)
         time.sleep(0.02)
     return len(known) - 1
+
+
+def test_a_machine_that_dies_before_anything_has_begun_on_it_is_replaced(new_line):
+    line = new_line(steps=20, times={"connect_s": 3})
+    line.output = line.fleet.rent()
+    control.kill(line.fleet.instance(1))
+    line.start()
+    ended = line.end()
+    assert ended.succeeded, ended
+    assert len(bill.read(line.fleet.provider.root).nodes) == 3
+    line.judge()
