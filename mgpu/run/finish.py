@@ -94,7 +94,6 @@ def _guarded(session: Session, body: Callable[[], Result]) -> Result:
 
 def _finish(session: Session, stack: Stack, teardown: str, result: Result) -> Outcome:
     record = session.record
-    session.require_mine()  # what failed may have failed because another process acts on it
     if isinstance(result, Ended) and result.left:
         session.emit(Note("left running"))
         session.save()

@@ -24,6 +24,7 @@ from mgpu.run import down as downs
 from mgpu.run import fleets, lock, record, stacks, takeover
 from mgpu.run import launch as runs
 from mgpu.run.record import Folder, Interruption, State
+from mgpu.run.session import Session
 from mgpu.spec.load import load
 
 RUN_FILE = """
@@ -373,6 +374,13 @@ def test_the_new_machine_of_a_repair_that_was_done_is_not_ended(project, dead):
     assert seen == [{"mine-run-1-0"}]
 
 
+def test_a_repair_is_remembered_with_the_fleet_that_it_made(project, dead):
+    """Killed right after it: whoever takes over must not end the new machine as if it were the lost one."""
+    session = Session(dead(State.REPAIRING, interruptions=[broken()]), project.context.emit, project.context.timeouts)
+    stacks.bring_up(session, stacks.stack_of(session.record, project.context), (0,))
+    assert record.load("run-1").under_repair is None
+
+
 def test_no_replacement_is_asked_for_while_the_lost_machine_may_live(project, dead):
     """I2."""
     found = dead(State.REPAIRING, spec=RECOVERS, recoveries=1, interruptions=[broken()])
@@ -435,6 +443,13 @@ def test_the_attempt_after_one_that_was_never_seen_to_begin_may_have_nothing_lef
 def test_success_without_a_checkpoint_of_this_attempt_is_not_believed(project, dead, kept):
     kept.ended(succeeded=True)
     assert gone(project, dead(State.RUNNING, spec=kept.spec, store=kept.url)).exit_code != 0
+
+
+def test_the_checkpoint_of_an_earlier_launch_is_no_success_of_this_one(project, dead, kept):
+    kept.saved(10)
+    kept.log.begin_attempt(2, "writer-2")
+    kept.log.end(2, "writer-2", succeeded=True)
+    assert gone(project, dead(State.RUNNING, spec=kept.spec, store=kept.url, attempt=2)).exit_code == 6
 
 
 @pytest.mark.parametrize(("step", "code"), [(20, 0), (19, 4)])
