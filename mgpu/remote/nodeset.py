@@ -88,7 +88,7 @@ class NodeSet:
 
     def close(self) -> None:
         """Ends all connections."""
-        _each(Node.close, self.nodes)
+        self.each(lambda node: node.close())
 
     def __enter__(self) -> NodeSet:
         return self

@@ -88,6 +88,11 @@ class Outlook:
             for eye in self.eyes
         )
 
+    def phases(self) -> list[str]:
+        """Where every node is, in words."""
+        said = [str(eye.status.phase) if eye.status else "unknown" for eye in self.eyes]
+        return ["gone" if eye.rank in self.gone else phase for eye, phase in zip(self.eyes, said, strict=True)]
+
     def has_ended(self, eye: Eye) -> bool:
         """True when nothing of the attempt is left to wait for on this node."""
         phase = self._phase(eye)
@@ -96,7 +101,7 @@ class Outlook:
     def behind(self, since: float, *, but: tuple[int, ...], patience_s: float) -> bool:
         """True while there is a node of which not all is here that it had written then, and that is waited for."""
         for eye in self.eyes:
-            away_s = self._clock() - (self._clock() if eye.lost_touch is None else eye.lost_touch)
+            away_s = self._away_s(eye)
             if eye.rank not in (*but, *self.gone) and eye.copied_at < since and away_s <= patience_s:
                 return True
         return False
@@ -134,16 +139,17 @@ class Outlook:
 
     def _tell_of_links(self) -> None:
         for eye in self.eyes:
-            if eye.rank in self.gone:
-                continue
-            if eye.lost_touch is None and eye.rank in self._silent:
+            told, away_s = eye.rank in self._silent, self._away_s(eye)
+            if told and eye.lost_touch is None:
                 self._silent.discard(eye.rank)
                 self._session.emit(Note(f"node {eye.rank} answers again"))
-            elif (
-                eye.lost_touch is not None and eye.rank not in self._silent and self._clock() - eye.lost_touch >= WARN_S
-            ):
+            elif not told and away_s >= WARN_S and eye.rank not in self.gone:
                 self._silent.add(eye.rank)
                 self._session.emit(Warned(f"node {eye.rank} does not answer over SSH; the run goes on"))
+
+    def _away_s(self, eye: Eye) -> float:
+        since = eye.lost_touch
+        return 0.0 if since is None else self._clock() - since
 
     def once(self, text: str) -> None:
         """Warns, the first time."""

@@ -179,7 +179,7 @@ class Supervisor:
 
     def _report(self) -> None:
         record, eyes = self._session.record, self._outlook.eyes
-        record.node_phases = [str(eye.status.phase) if eye.status else "unknown" for eye in eyes]
+        record.node_phases = self._outlook.phases()
         status = eyes[0].status
         if status is None or status.attempt != record.attempt:
             return

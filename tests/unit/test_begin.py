@@ -102,6 +102,7 @@ def test_a_lost_node_is_not_asked_to_undo_anything(run):
     with pytest.raises(ConnectionFailed):
         run.start()
     assert [node.stops for node in run.world.nodes] == [1, 0]
+    assert run.world.of(Warned) == []
 
 
 def test_catching_up_learns_of_a_commit_and_survives_a_store_that_is_away(run, monkeypatch):

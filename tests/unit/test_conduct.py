@@ -1,0 +1,108 @@
+"""One attempt from its first connection to its judged end: machines go before it begins, and after its last step."""
+
+from __future__ import annotations
+
+import pytest
+from mgpu_train.agent.status import Fault, Phase
+from mgpu_train.config import Secrets
+
+from mgpu.errors import CommandFailed, ConnectionFailed, Transient
+from mgpu.providers.base import NodePhase
+from mgpu.run.conduct import conduct, watch_again
+from mgpu.run.record import State, load
+from mgpu.run.request import resolve
+from mgpu.run.session import Session
+from mgpu.spec.model import RunSpec
+
+BASE = {"name": "a", "provider": "local", "max_hours": 1, "max_price_usd_per_hour": 1, "nodes": 2}
+
+
+class Run:
+    """A run on two nodes of the world."""
+
+    def __init__(self, world, tmp_path):
+        self.world = world
+        world.has_nodes(2)
+        url = f"file://{tmp_path}/store"
+        self.folder = tmp_path / "mine"
+        self.folder.mkdir()
+        spec = RunSpec.model_validate(BASE | {"command": ["t.py"], "checkpoint": {"to": url}})
+        self.request = resolve(spec, "run-1", self.folder, timeouts=world.timeouts)
+        self.record = world.record("run-1", nodes=2)
+        self.handle = world.cloud.rent("mine-run-1", 2)
+        self.fleet = world.output(self.handle)
+
+    @property
+    def session(self):
+        return Session(self.record, self.world.events.append, self.world.timeouts)
+
+    def conduct(self):
+        return conduct(self.session, self.request, self.fleet, self.world.cloud, Secrets())
+
+    def watch_again(self):
+        self.record.state, self.record.attempt = State.RUNNING, 1
+        return watch_again(self.session, self.fleet, self.world.cloud, self.request)
+
+    def loses(self, rank):
+        self.world.cloud.phases[self.handle.ids[rank]] = NodePhase.TERMINATED
+
+
+@pytest.fixture
+def run(world, tmp_path):
+    return Run(world, tmp_path)
+
+
+@pytest.mark.parametrize("error", [ConnectionFailed("lost"), CommandFailed("was ended by a signal", status=-1)])
+def test_a_machine_that_goes_before_the_attempt_has_begun_is_the_cause(run, error):
+    run.world.nodes[1].faults["start"] = [error]
+    run.loses(1)
+    ended = run.conduct()
+    assert (ended.succeeded, ended.fault, ended.lost) == (False, Fault.PROVIDER, (1,))
+    assert ended.reason == "node 1 is gone"
+    assert all(node.closed for node in run.world.nodes)
+
+
+@pytest.mark.parametrize("answer", [[], [Transient("502")]], ids=["all there", "no answer"])
+def test_a_start_that_fails_while_all_machines_are_there_is_its_own_cause(run, answer):
+    run.world.nodes[1].faults["start"] = [CommandFailed("`agent start` failed", status=1)]
+    run.world.cloud.refuses["describe"] = answer
+    with pytest.raises(CommandFailed):
+        run.conduct()
+    assert all(node.closed for node in run.world.nodes)
+
+
+def nothing_left(node, job):
+    node.says(Phase.DONE, attempt=job.attempt)
+
+
+def test_an_attempt_that_goes_on_from_the_last_step_has_nothing_left_to_save(run):
+    """The first one's machine went after its last commit, and before it could say that it was done."""
+    assert run.conduct().succeeded
+    run.record.state, run.record.recoveries = State.REPAIRING, 1
+    run.world.program = nothing_left
+    assert run.conduct().succeeded
+    assert (load("run-1").attempt, run.record.checkpoint_id) == (2, "a001-step-10")
+
+
+def test_a_run_that_was_begun_again_saves_something_itself(run):
+    assert run.conduct().succeeded
+    run.world.program = nothing_left
+    assert "no checkpoint of this attempt" in run.conduct().reason
+
+
+def test_a_run_is_taken_over_though_one_of_its_nodes_does_not_answer(run):
+    run.world.program = run.world.train_on
+    run.world.nodes[1].reachable = False
+    for node in run.world.nodes:
+        node.says(Phase.TRAINING, attempt=1)
+    run.loses(1)
+    ended = run.watch_again()
+    assert (ended.fault, ended.lost) == (Fault.PROVIDER, (1,))
+
+
+def test_where_no_node_answers_the_run_is_left_as_it_is(run):
+    for node in run.world.nodes:
+        node.reachable = False
+    ended = run.watch_again()
+    assert ended.left
+    assert [node.stops for node in run.world.nodes] == [0, 0]
