@@ -56,7 +56,7 @@ TIMES = Timeouts(
     drain_s=15, peers_s=5, lease_s=60, lease_renew_s=1, poll_s=0.1, silence_s=30,
 )  # fmt: skip
 HOST = (b"mgpu.providers.local.keeper", b"lease.sh")  # what of a node's processes is its host, and not the machine
-UNSEEN_S = 1.5  # the supervisor's newest look at a machine that is gone may be so old
+UNSEEN_S = 1.2  # the supervisor's newest look at a machine that is gone may be so old
 ROUNDING_S = 0.005  # of the bill's times
 
 

@@ -30,8 +30,8 @@ def recovered(line, node: int, before: tuple[str, ...]) -> None:
     line.judge()
 
 
-def begun(new_line, **program):
-    line = new_line(every=EVERY, pause_s=PAUSE_S, steps=60, times={"stop_grace_s": 10}, **program)
+def begun(new_line, pause_s=PAUSE_S, **program):
+    line = new_line(every=EVERY, pause_s=pause_s, steps=60, times={"stop_grace_s": 10}, **program)
     line.start()
     line.wait(lambda: line.committed())
     line.wait(lambda: line.done("step", step=EVERY + 8))
@@ -62,7 +62,8 @@ def test_a_save_that_does_not_fit_is_not_begun(new_line, notice_s, save_s, node)
 
 
 def test_without_any_notice_what_was_not_committed_is_lost_and_told(new_line):
-    line, before = begun(new_line)
+    line, before = begun(new_line, pause_s=2 * PAUSE_S)
+    line.wait(lambda: line.done("step", step=2 * EVERY - 3))
     control.kill(line.fleet.instance(0))
     recovered(line, 0, before)
     assert 0 < line.steps_lost(2) <= 2 * EVERY

@@ -16,7 +16,6 @@ mib = int(sys.argv[1])
 for number in range(mib):
     while number == mib // 2 and not Path(sys.argv[3]).exists():
         time.sleep(0.01)
-    time.sleep(0.05)
     block = noise.randbytes((1 << 20) - 16) + b"\x1b[2J\x1b]52;c;aGk=\x07"
     while block:
         block = block[os.write(1, block) :]

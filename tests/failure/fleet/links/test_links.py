@@ -45,7 +45,7 @@ def test_a_half_open_connection_is_noticed_in_time_and_the_run_goes_on_to_its_en
 
 @pytest.mark.parametrize("dropped", ["before_banner", "after_login"])
 def test_the_first_connections_may_be_dropped(new_line, new_link, dropped):
-    line, link = new_line(steps=20), new_link()
+    line, link = new_line(steps=20, attempts=1), new_link()
     line.fleet.links[1] = link
     line.output = line.fleet.rent()
     if dropped == "after_login":
