@@ -188,7 +188,8 @@ class Supervisor:
         self._session.note(progress)
         timeline.moved(self._session, status)
         record.agent_seconds = {name: round(seconds, 1) for name, seconds in status.phase_seconds.items()}
-        record.first_validation_loss = status.first_validation_loss
+        if record.first_validation_loss is None:  # a later attempt's first one is not the run's
+            record.first_validation_loss = status.first_validation_loss
         if status.validation_loss is not None and status.validation_loss != record.validation_loss:
             record.validation_loss = status.validation_loss
             self._session.emit(Validated(status.validation_step, status.validation_loss))

@@ -614,6 +614,14 @@ def test_progress_validation_and_commits_reach_the_record_and_are_told_once(watc
     assert Progress(21, 40, 2.5, 900.0, "training") in watch.world.of(Progress)
 
 
+def test_the_first_validation_of_a_run_is_that_of_its_first_attempt(watch):
+    node = watch.world.nodes[0]
+    watch.session.record.first_validation_loss = 5.5
+    watch.at(1, lambda: node.says(Phase.TRAINING, step=21, first_validation_loss=2.0, validation_loss=2.0))
+    watch.done_at(3).run()
+    assert (watch.saved.first_validation_loss, watch.saved.validation_loss) == (5.5, 2.0)
+
+
 def test_the_record_of_a_silent_node_ages(watch):
     """I7: `mgpu status` prints what is remembered with its age, which is that of the last answer."""
     node, ages = watch.world.nodes[0], []
