@@ -97,9 +97,6 @@ class Fleet:
         if self.abandon:
             ids = tuple("" if rank in missing else name for rank, name in enumerate(handle.ids))
             handle = handle.model_copy(update={"ids": ids})
-        elif missing:
-            names = tuple(handle.ids[rank] for rank in missing)
-            acquire.destroy(self.provider, handle, timeouts=self.times, nodes=names)
         for rank in missing:
             self.links.pop(rank, None)  # a new machine has a way of its own
         if not missing:

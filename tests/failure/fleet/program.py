@@ -58,6 +58,11 @@ def agree(step: int) -> bool:
     return any(said)
 
 
+def weights(step: int) -> bytes:
+    """What training has come to."""
+    return step.to_bytes(4, "big") * 4096
+
+
 def save(step: int) -> None:
     """Two files aside, SAVE_S apart, then the rename."""
     note("saving", step)
@@ -67,16 +72,23 @@ def save(step: int) -> None:
     aside.mkdir(parents=True)
     (aside / f"count-{RANK}.txt").write_text(str(step))
     time.sleep(SAVE_S)
-    (aside / f"rank-{RANK}.bin").write_bytes(step.to_bytes(4, "big") * 4096)
+    (aside / f"rank-{RANK}.bin").write_bytes(weights(step))
     aside.rename(root / f"step-{step}")
     measure("checkpoint", step=step, stall_s=time.monotonic() - began)
     note("saved", step)
 
 
+def restored(folder: Path) -> int:
+    """The step of a checkpoint, which is whole."""
+    step = int((folder / "count-0.txt").read_text())
+    assert (folder / "rank-0.bin").read_bytes() == weights(step)
+    return step
+
+
 def main() -> None:
     """Counts from where it is to go on to the last step."""
     resume = os.environ.get("MGPU_RESUME_DIR")
-    first = int(Path(resume, "count-0.txt").read_text()) if resume else 0
+    first = restored(Path(resume)) if resume else 0
     note("start", first)
     print("rank", RANK, "attempt", ATTEMPT, "from", first, flush=True)  # noqa: T201
     step, stopping = first, False
