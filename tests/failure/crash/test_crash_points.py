@@ -132,6 +132,8 @@ def alone(world, story: Story) -> None:
 
 def again(world, story: Story) -> None:
     """Somebody comes back: the run goes on, or, where it was never written down, is asked for again."""
+    over = [entry for run in world.runs() for entry in world.commits(run["run_id"]) if entry["kind"] == "end"]
+    rented = len(world.bill().nodes)
     command = ["attach", "--json"] if world.runs() else ["launch", "--yes", "--json"]
     try:
         done = world.mgpu(*command)
@@ -145,6 +147,7 @@ def again(world, story: Story) -> None:
     story.demand(steps == sorted(steps), f"I5: {steps}")
     story.demand(steps[-1:] == [STEPS], f"not trained to its end: {steps}")
     story.demand(world.most_alive() <= NODES, f"I2: {world.most_alive()} machines at once")
+    story.demand(not over or len(world.bill().nodes) == rented, "a machine was rented for a run that was over")
     nothing_left(world, story)
 
 
