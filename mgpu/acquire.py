@@ -49,6 +49,7 @@ from mgpu.journal import Journal
 from mgpu.plan.model import Offer, Refusal
 from mgpu.providers.base import FleetRequest, FleetState, Handle, Intent, NodePhase, NodeState, Provider, create_token
 
+ENDING_S = 60.0  # a machine with less time than this before its hard cap is not worth renting
 _TRIES = 3  # of one offer whose nodes were lost while they started
 _BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
 _PLACES = {

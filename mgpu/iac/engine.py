@@ -23,6 +23,7 @@ from mgpu.errors import Interrupted, MgpuError, StackError, TeardownIncomplete
 from mgpu.events import Emit, Note
 from mgpu.iac import backend, environment, failures, install, locks, operations
 from mgpu.iac.enginelog import Change, EngineLog
+from mgpu.iac.environment import HARD_CAP
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput, validated
 from mgpu.iac.process import CliProcess
@@ -32,6 +33,7 @@ from mgpu.iac.project import project_name
 _OUTPUT = "mgpu"
 _PLAIN = ("--non-interactive", "--color", "never")
 _ASK_S = 30.0
+_NOTHING: Mapping[str, str] = {}
 
 
 class Stack:
@@ -83,16 +85,19 @@ class Stack:
             self._make_way()
             self._run("stack", "init", self.name, "--no-select")
 
-    def up(self) -> None:
+    def up(self, hard_cap_at: float = 0.0) -> None:
         """Makes the machines be what the run file asks for. Those that a create which was cut off has made are
-        adopted; what is left of its processes is ended first.
+        adopted; what is left of its processes is ended first. `hard_cap_at`: UNIX seconds; a fleet that has to be made
+        anew ends by then, too.
 
         Raises:
             StackError: another operator is at work on the stack.
         """
         self._make_way()
         self._clear()
-        self._operate("up", "--yes", "--skip-preview", limit_s=self._timeouts.provision_s + self._timeouts.destroy_s)
+        limit_s = self._timeouts.provision_s + self._timeouts.destroy_s
+        more = {HARD_CAP: repr(hard_cap_at)} if hard_cap_at else {}
+        self._operate("up", "--yes", "--skip-preview", limit_s=limit_s, more=more)
 
     def preview(self) -> tuple[Change, ...]:
         """What `up` would change, and which inputs are the cause; nothing is changed."""
@@ -188,8 +193,8 @@ class Stack:
 
     # ---- calls of the CLI
 
-    def _operate(self, verb: str, *flags: str, limit_s: float) -> EngineLog:
-        """An operation that starts the program or the plugin, with its events followed."""
+    def _operate(self, verb: str, *flags: str, limit_s: float, more: Mapping[str, str] = _NOTHING) -> EngineLog:
+        """An operation that starts the program or the plugin, with its events followed; `more` is for the plugin."""
         if self._cli.interrupted:
             raise Interrupted(f"stack {self.name}: interrupted before `pulumi {verb}`")
         # without a name: the raw stream carries secrets, and no crash may leave it behind
@@ -201,7 +206,7 @@ class Stack:
                     *("--event-log", f"/dev/fd/{events.fileno()}"),
                 ],
                 cwd=self.project,
-                env=self._environment(),
+                env={**self._environment(), **more},
                 out=transcript,
                 err=transcript,
                 limit_s=limit_s + self._timeouts.engine_s,

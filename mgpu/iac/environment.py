@@ -25,6 +25,9 @@ from mgpu.errors import StackError
 STACK = "dev"
 """The stack that plain `pulumi up` in a checkout works on."""
 
+HARD_CAP = "MGPU_HARD_CAP_AT"
+"""Tells the plugin until when the run that wants a fleet may have one, in UNIX seconds."""
+
 AMBIENT_PASSPHRASE = "PULUMI_CONFIG_PASSPHRASE"  # noqa: S105  a variable's name
 """Must not be set beside the passphrase file: Pulumi prefers it, even when it is empty."""
 

@@ -7,7 +7,8 @@ What a changed input does:
     all others                            replacement, the old machines first: a running machine cannot take them over
                                           (`maxHours` too: the hard cap is fixed at create, and nothing extends it)
 
-A node that was lost shows in `read` as a smaller `nodes`; the next update replaces that machine alone.
+A node that was lost shows in `read` as a smaller `nodes`; the next update replaces that machine alone. Where all were
+lost, the whole fleet is made again; for a run (`HARD_CAP`) until the hard cap that it has, and not beyond.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ _REPLACES = (
     "sshPublicKey",
 )
 _BOUGHT = tuple(str(f.alias) for name, f in FleetOutputs.model_fields.items() if name not in FleetInputs.model_fields)
-_ENDING_S = 60.0  # a machine with less time than this before its hard cap is not worth renting
 
 
 class FleetHandler:
@@ -49,8 +49,8 @@ class FleetHandler:
     secret: frozenset[str] = frozenset()
     refresh_before_update = True  # so that a plain `up` sees a lost node and repairs it
 
-    def __init__(self, timeouts: Timeouts) -> None:
-        self._timeouts = timeouts
+    def __init__(self, timeouts: Timeouts, hard_cap_at: float = 0.0) -> None:
+        self._timeouts, self._hard_cap_at = timeouts, hard_cap_at
 
     def check(self, call: Call, old: Properties, new: Properties) -> Checked:
         """Validates everything at once; name and owner default to what they were, else the stack's and the user's."""
@@ -78,10 +78,10 @@ class FleetHandler:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
         provider = registry.get(wanted.provider, wanted.options)
-        plan = _plan(provider, wanted)
+        plan, cap_s = _plan(provider, wanted), self._cap_s(wanted)
 
         def rent(generation: int, journal: Journal) -> Acquired:
-            request = wanted.request(generation, wanted.max_hours * 3600)
+            request = wanted.request(generation, cap_s)
             return acquire.acquire(provider, request, plan.offers, journal, **self._terms(call))
 
         made = self._search(call, provider, wanted, rent)
@@ -144,7 +144,7 @@ class FleetHandler:
         missing = _missing(provider, handle)
         if not missing:
             return fleet
-        left_s = _time_left(fleet)
+        left_s = _time_left(fleet.name, fleet.hard_cap_at)
         fleet = fleet.seen(handle, provider.describe(handle))
         plan = _plan_like(provider, fleet, wanted, len(missing))
 
@@ -154,6 +154,11 @@ class FleetHandler:
 
         made = self._search(call, provider, wanted, rent, fleet)
         return fleet.seen(made.handle, made.state)
+
+    def _cap_s(self, wanted: FleetInputs) -> float:
+        """Seconds that a new fleet lives; one after a run's earlier one shares that one's hard cap."""
+        whole_s = wanted.max_hours * 3600
+        return min(whole_s, _time_left(wanted.name, self._hard_cap_at)) if self._hard_cap_at else whole_s
 
     def _search(
         self,
@@ -181,13 +186,13 @@ class FleetHandler:
         return {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
 
 
-def _time_left(fleet: FleetOutputs) -> float:
+def _time_left(name: str, hard_cap_at: float) -> float:
     """Seconds until the hard cap, which machines that are added share with the others."""
-    left_s = fleet.hard_cap_at - time.time()
-    if left_s >= _ENDING_S:
+    left_s = hard_cap_at - time.time()
+    if left_s >= acquire.ENDING_S:
         return left_s
     raise StackError(
-        f"fleet {fleet.name} is at its hard cap: no machine is added to it",
+        f"fleet {name} is at its hard cap: no machine is added to it",
         f"{max(0, left_s):.0f} s are left, and the hard cap is fixed when a fleet is made.",
         "Run `pulumi destroy`, then `pulumi up` for a new fleet.",
     )

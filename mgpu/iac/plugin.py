@@ -10,6 +10,7 @@ import time
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.iac import schema
+from mgpu.iac.environment import HARD_CAP
 from mgpu.iac.fleet import FleetHandler
 from mgpu.iac.guard import FleetGuardHandler
 from mgpu.iac.handler import Handler
@@ -19,19 +20,20 @@ from mgpu.iac.sshkey import SshKeyHandler
 _ORPHAN_S = 1.0
 
 
-def handlers(timeouts: Timeouts) -> dict[str, Handler]:
-    """Every resource type, by its token."""
+def handlers(timeouts: Timeouts, hard_cap_at: float = 0.0) -> dict[str, Handler]:
+    """Every resource type, by its token. A new fleet ends by `hard_cap_at` (UNIX seconds; 0: as inputs say)."""
     return {
         schema.SSH_KEY: SshKeyHandler(),
         schema.FLEET_GUARD: FleetGuardHandler(timeouts),
-        schema.FLEET: FleetHandler(timeouts),
+        schema.FLEET: FleetHandler(timeouts, hard_cap_at),
     }
 
 
 def main() -> None:
     """Serves until the engine ends this process, or dies itself."""
     engine = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
-    server, port = serve(Servicer(handlers(Timeouts.of_environment(os.environ)), schema.to_json(), engine))
+    known = handlers(Timeouts.of_environment(os.environ), float(os.environ.get(HARD_CAP) or 0))
+    server, port = serve(Servicer(known, schema.to_json(), engine))
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
     threading.Thread(target=_end_when_orphaned, args=(os.getppid(),), daemon=True).start()

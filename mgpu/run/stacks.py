@@ -14,6 +14,7 @@ from mgpu.errors import (
     InputError,
     ProviderError,
     StackError,
+    Stopped,
     TeardownIncomplete,
 )
 from mgpu.events import Emit
@@ -80,16 +81,18 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> Stac
     Raises:
         StackError, ProviderError: it could not be made.
         Interrupted: the end was asked for; what was begun is undone.
+        Stopped: the hard cap of the fleet that the run had is too near.
         TakenOver: another process supervises the run now.
         OSError: the intent could not be journalled; nothing was asked for.
     """
     session.check()
+    _require_time(session.record)
     session.journal.append("up", stack=stack.name, lost=lost)  # the undo is known before the machines are asked for
     if lost:
         _end_lost(session, lost)
     with session.undoing(stack.interrupt):
         stack.init()
-        stack.up()
+        stack.up(session.record.hard_cap_at)
     fleet = stack.outputs()
     if fleet is None:
         raise StackError(
@@ -104,6 +107,12 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> Stac
         record.under_repair.repaired_at = time.time()  # with the fleet: whoever takes over ends no new machine
     session.save()
     return fleet
+
+
+def _require_time(record: Record) -> None:
+    """The hard cap is the run's, whatever becomes of its machines. Raises Stopped."""
+    if record.hard_cap_at and record.hard_cap_at - time.time() < acquire.ENDING_S:
+        raise Stopped(f"run {record.run_id} stopped at its hard cap (max_hours)", "No machine is rented so near to it.")
 
 
 def _end_lost(session: Session, lost: tuple[int, ...]) -> None:

@@ -76,6 +76,21 @@ def resource(xdg, kind):
     return found
 
 
+def test_a_fleet_of_which_nothing_is_left_is_made_again_until_the_same_hard_cap(project):
+    stack = project.stack
+    stack.init()
+    stack.up()
+    first = stack.outputs()
+    for pid in project.billed.values():
+        os.kill(pid, signal.SIGKILL)
+    stack.up(first.hard_cap_at - 600)
+    again = stack.outputs()
+    assert not {node.id for node in first.nodes} & {node.id for node in again.nodes}
+    assert again.hard_cap_at == pytest.approx(first.hard_cap_at - 600, abs=5)
+    stack.destroy()
+    assert not project.billed
+
+
 def test_plain_pulumi_from_a_shell_that_read_the_env(project, tmp_path):
     install.set_up(project.folder, print)
 

@@ -279,6 +279,30 @@ def test_no_machine_is_added_at_the_hard_cap(wire, here, made, fake):
     assert len(fake.created) == 2
 
 
+def test_a_fleet_that_is_made_again_for_a_run_ends_by_the_hard_cap_that_the_run_had(serve, here, fake):
+    cap = time.time() + 1800
+    wire = serve(plugin.handlers(Timeouts().scaled(0.01), cap))
+    made = from_struct(wire.create(here, wire.inputs(here, WANTED)).properties)
+    fake.phases |= dict.fromkeys(ids(made), NodePhase.TERMINATED)
+    assert not wire.read(here, "fake/dev", made).id, "all were lost: it has to be made anew"
+    wire.create(here, wire.inputs(here, WANTED))
+    left = [request.hard_cap_s for request, _ in fake.gangs.values()]
+    assert all(1790 < seconds <= 1800 for seconds in left), left
+
+
+def test_no_fleet_is_made_at_the_hard_cap_of_its_run(serve, here, fake):
+    wire = serve(plugin.handlers(Timeouts().scaled(0.01), time.time() + acquire.ENDING_S - 1))
+    with pytest.raises(grpc.RpcError, match="at its hard cap"):
+        wire.create(here, wire.inputs(here, WANTED))
+    assert not fake.created
+
+
+def test_the_hard_cap_of_a_run_makes_no_fleet_live_longer(serve, here, fake):
+    wire = serve(plugin.handlers(Timeouts().scaled(0.01), time.time() + 1e6))
+    wire.create(here, wire.inputs(here, WANTED))
+    assert [request.hard_cap_s for request, _ in fake.gangs.values()] == [7200]
+
+
 # ---- changed requirements
 
 

@@ -219,8 +219,9 @@ class Stack:
         self._call("init")
         self.world.stacks.setdefault(self.name, None)
 
-    def up(self) -> None:
+    def up(self, hard_cap_at: float = 0.0) -> None:
         self._call("up")
+        self.world.capped.append(hard_cap_at)
         handle = self.world.cloud.rent(self.fleet, len(self.world.nodes))
         self.world.stacks[self.name] = self.world.output(handle)
         self._call("up is done")
@@ -270,6 +271,7 @@ class World:
     connect_error: Exception | None = None
     ours: bool = True  # False: a program of the user's own made the stack
     hard_cap_at: float = 0.0
+    capped: list[float] = field(default_factory=list)  # until when each `up` may have a fleet that it makes anew
 
     def __post_init__(self) -> None:
         self.folder.mkdir()

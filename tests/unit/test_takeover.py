@@ -498,6 +498,27 @@ def test_past_the_hard_cap_no_machine_is_rented(project, dead, kept):
     assert gone(project, found).exit_code == 8
 
 
+@pytest.mark.parametrize("state", [State.PROVISIONING, State.REPAIRING, State.RUNNING])
+def test_the_hard_cap_is_the_runs_whatever_becomes_of_its_machines(project, dead, kept, state):
+    """A fleet of which nothing is left is made again; it ends when the first one would have."""
+    cap = time.time() + 1000
+    found = dead(state, spec=kept.spec + RECOVERS, store=kept.url, hard_cap_at=cap)
+    project.world.cloud.phases |= dict.fromkeys(project.world.cloud.billed, NodePhase.TERMINATED)
+    attach(project, found)
+    assert project.world.capped == [cap]
+
+
+@pytest.mark.parametrize("state", [State.PROVISIONING, State.REPAIRING, State.RUNNING])
+def test_so_near_to_the_hard_cap_that_it_is_not_worth_it_no_machine_is_rented(project, dead, kept, state):
+    found = dead(state, spec=kept.spec + RECOVERS, store=kept.url, hard_cap_at=time.time() + 30)
+    project.world.cloud.phases |= dict.fromkeys(project.world.cloud.billed, NodePhase.TERMINATED)
+    outcome = attach(project, found)
+    assert "up" not in project.world.calls
+    assert (outcome.exit_code, outcome.record.state) == (8, State.STOPPED)
+    assert "hard cap" in outcome.record.reason
+    all_is_given_back(project)
+
+
 @pytest.mark.parametrize("said", [True, False], ids=["said so", "said nothing"])
 def test_a_stop_that_was_asked_for_is_a_stop(project, dead, kept, said):
     if said:
