@@ -6,7 +6,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-from mgpu_train.agent.decide import Act, Cause, Ended, Watched, look, lost, verdict
+from mgpu_train.agent.decide import Act, Cause, Ended, Watched, asks_peers, look, lost, verdict
 from mgpu_train.agent.status import Fault
 from mgpu_train.config import CheckpointTarget, Job, TrainConfig
 from mgpu_train.timeouts import Timeouts
@@ -142,3 +142,16 @@ def test_how_an_attempt_ends(which, end, fault, words):
 )
 def test_what_no_upload_can_mend_is_told_before_the_uploads(end, over):
     assert lost(end) is over
+
+
+@pytest.mark.parametrize(
+    ("which", "changes", "asked"),
+    [
+        (job, {}, True),
+        (job, {"nodes": 1}, False),
+        (job, {"checkpoint": None}, False),  # nothing is written down
+        (train_job, {}, False),  # it says what it did, and to which step
+    ],
+)
+def test_whose_word_is_needed_for_a_success(which, changes, asked):
+    assert asks_peers(which(**changes)) is asked

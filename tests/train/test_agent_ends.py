@@ -8,6 +8,8 @@ import socket
 import time
 from typing import Any
 
+import pytest
+
 SAVE = "import os, time\nfrom saving import metric, save\n"
 POLITE = SAVE + (
     "import signal, sys\n"
@@ -255,6 +257,45 @@ def test_only_node_0_says_the_end(nodes):
         node.start()
     assert [node.ended()["phase"] for node in pair] == ["done", "done"]
     assert [entry.kind for entry in pair[0].commit_log.entries()] == ["attempt", "checkpoint", "end"]
+
+
+def test_a_program_that_stopped_along_with_a_peers_has_not_succeeded(nodes):
+    """F20, and nobody supervises: exit code 0 is all that node 0 sees of a program of the user's that was stopped."""
+    first, second = nodes(2)
+    first.program(SAVE + "while not os.path.exists('go'):\n    time.sleep(0.02)\nsave(7)\n")
+    second.program(POLITE)
+    for node in (first, second):
+        node.job()
+        node.start()
+    ready(second)
+    second.notice(40)
+    second.until(lambda: "asked" in second.log)
+    (first.run / "work" / "go").touch()  # what the ranks agreed on
+    assert [node.ended()["fault"] for node in (first, second)] == [None, "provider"]
+    assert first.commits == [7]
+    end = first.commit_log.ended(1)
+    assert (end.succeeded, end.fault) == (False, "provider")
+    assert end.reason == f"node 1: {second.said['reason']}"
+
+
+@pytest.mark.parametrize("hasty", [False, True])
+def test_what_a_peer_does_not_say_is_no_success(nodes, hasty):
+    first, second = nodes(2)
+    first.program(SAVE + "save(1)\n")
+    second.program("import time\ntime.sleep(600)\n")
+    for node in (first, second):
+        target = {"to": f"file://{node.store}", "every_steps": 1, "writers": "rank0"}
+        node.job(checkpoint=target, timeouts={"drain_s": HOUR if hasty else 2})
+        node.start()
+    first.until(lambda: first.commits == [1])
+    if hasty:
+        beats(first)
+        first.stop("--now")
+    assert first.ended()["phase"] == "done"  # what it knows of itself: a supervisor has the others' word
+    end = first.commit_log.ended(1)
+    assert (end.succeeded, end.fault, end.reason) == (False, "infrastructure", "node 1 has not said how it ended")
+    second.stop("--now")
+    assert second.ended()["fault"] == "stopped"
 
 
 def test_an_attempt_that_was_fenced_says_nothing(node):

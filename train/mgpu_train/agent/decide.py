@@ -154,6 +154,12 @@ def has_part(job: Job) -> bool:
     return job.checkpoint is not None and (job.node_rank == 0 or job.checkpoint.writers == "all")
 
 
+def asks_peers(job: Job) -> bool:
+    """True when only all nodes together know whether the attempt succeeded: a program of the user's that was stopped on
+    one node may end with exit code 0 on all. The bundled trainer says what it did, and to which step."""
+    return job.checkpoint is not None and job.command is not None and job.nodes > 1
+
+
 def _exited(job: Job, end: Ended) -> AttemptFailed:
     words = f": {end.last_words}" if end.last_words else ""
     if end.exit_code == -signal.SIGKILL:

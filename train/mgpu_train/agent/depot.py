@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mgpu_train.agent.attempt import Attempt
 from mgpu_train.agent.decide import AttemptFailed
 from mgpu_train.agent.log import clean
+from mgpu_train.agent.status import Fault
 from mgpu_train.agent.uploads import Announced, DepotError, NewerAttempt
 from mgpu_train.checkpoint.commitlog import CommitLog, Fenced
 from mgpu_train.checkpoint.manifest import checkpoint_id
@@ -24,6 +26,14 @@ _MAX_ANNOUNCEMENT = 1024  # bytes
 _MAX_META = 4096  # bytes
 _MAX_META_VALUES = 64
 _MAX_REASON = 500  # characters
+_MAX_END = 16 << 10  # bytes
+
+
+@dataclass(frozen=True)
+class Said:
+    """How another node ended; no `failure`: it is done."""
+
+    failure: AttemptFailed | None
 
 
 class StoreDepot:
@@ -86,7 +96,8 @@ class StoreDepot:
             prune(store, self._job.run_id, self._target.keep_last)
 
     def end(self, failure: AttemptFailed | None) -> None:
-        """Writes into the commit log how the attempt ended; None: it is done. What it says holds no secret.
+        """Writes how this node ended, None: it is done; node 0 writes into the commit log how the attempt did. What it
+        says holds no secret.
 
         Raises:
             DepotError: it could not be written.
@@ -95,6 +106,9 @@ class StoreDepot:
         job, fault = self._job, str(failure.fault) if failure else None
         reason = clean(self._attempt.public(failure.reason), _MAX_REASON) if failure else None
         with self._translated() as store:
+            if job.node_rank != 0:
+                store.put(self._end_key(job.node_rank), json.dumps({"fault": fault, "reason": reason}).encode())
+                return
             try:
                 CommitLog(store, job.run_id).end(
                     job.attempt, job.writer, succeeded=failure is None, fault=fault, reason=reason
@@ -102,9 +116,34 @@ class StoreDepot:
             except Fenced as error:
                 raise NewerAttempt(str(error)) from error
 
+    def ended(self, node_rank: int) -> Said | None:
+        """How another node ended; None: it has said nothing yet.
+
+        Raises:
+            DepotError: it could not be read.
+        """
+        key = self._end_key(node_rank)
+        with self._translated() as store:
+            try:
+                said = json.loads(store.get(key, _MAX_END))
+                if said["fault"] is None:
+                    return Said(None)
+                return Said(AttemptFailed(Fault(said["fault"]), f"node {node_rank}: {said['reason']}"))
+            except NotFound:
+                return None
+            except (ValueError, KeyError, TypeError) as error:
+                raise DepotError(f"{key} does not say how node {node_rank} ended") from error
+
+    def _end_key(self, node_rank: int) -> str:
+        return f"{self._folder}/ended-{node_rank}.json"
+
     @property
     def _key(self) -> str:
-        return f"{self._job.run_id}/attempts/{self._job.attempt}/announced.json"
+        return f"{self._folder}/announced.json"
+
+    @property
+    def _folder(self) -> str:
+        return f"{self._job.run_id}/attempts/{self._job.attempt}"
 
     @contextmanager
     def _translated(self) -> Iterator[Store]:

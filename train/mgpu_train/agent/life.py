@@ -17,20 +17,20 @@ from typing import TypeVar
 
 from mgpu_train.agent import launcher, procs
 from mgpu_train.agent.attempt import Attempt
-from mgpu_train.agent.decide import AttemptFailed, Ended, asked_to_stop, gone, has_part, lost, verdict
+from mgpu_train.agent.decide import AttemptFailed, Ended, asked_to_stop, asks_peers, gone, has_part, lost, verdict
 from mgpu_train.agent.depot import StoreDepot
 from mgpu_train.agent.folders import clear_local
 from mgpu_train.agent.launcher import Launch
 from mgpu_train.agent.prepare import prepare
 from mgpu_train.agent.resume import resume
 from mgpu_train.agent.status import Fault, Phase
-from mgpu_train.agent.uploads import Uploads
+from mgpu_train.agent.uploads import DepotError, Uploads
 from mgpu_train.agent.watch import Watch
 from mgpu_train.config import CheckpointTarget
 
 T = TypeVar("T")
 
-_HASTE_S = 1.0  # for the last word into the commit log, where somebody waits for the end and knows it
+_HASTE_S = 1.0  # for the last word into the store, where somebody waits for the end and knows it
 
 
 def live(attempt: Attempt) -> None:
@@ -45,7 +45,7 @@ def live(attempt: Attempt) -> None:
         failure = AttemptFailed(Fault.INFRASTRUCTURE, f"the agent failed: {type(error).__name__}: {error}")
     if not launcher.kill_below(attempt.times.kill_s):
         attempt.say("some processes of this attempt could not be killed")
-    if attempt.job.checkpoint is not None and attempt.job.node_rank == 0:
+    if attempt.job.checkpoint is not None and (attempt.job.node_rank == 0 or asks_peers(attempt.job)):
         _last_word(attempt, attempt.job.checkpoint, failure)
     if failure is None:
         attempt.enter(Phase.DONE)
@@ -195,14 +195,49 @@ def _explained(attempt: Attempt, ended: Ended) -> Ended:
 
 
 def _last_word(attempt: Attempt, target: CheckpointTarget, failure: AttemptFailed | None) -> None:
-    """Node 0 writes into the commit log how the attempt ended: what is left to read when the machines are gone."""
-    written = _begin(lambda: StoreDepot(attempt, target).end(failure))
-    begin = time.monotonic()
-    while not wait([written], timeout=min(attempt.times.poll_s, _HASTE_S)).done:
+    """Into the store: how this node ended. Node 0 writes into the commit log how the attempt did, which is what is left
+    to read when the machines are gone."""
+    depot = StoreDepot(attempt, target)
+    if attempt.job.node_rank == 0 and failure is None and asks_peers(attempt.job):
+        failure = _of_peers(attempt, depot)
+    try:
+        _in_time(attempt, lambda: depot.end(failure))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the node has ended as it has
+        where = "the end is not in the commit log" if attempt.job.node_rank == 0 else "node 0 does not hear of the end"
+        attempt.say(f"{where}: {error}")
+
+
+def _of_peers(attempt: Attempt, depot: StoreDepot) -> AttemptFailed | None:
+    """What keeps a good end of this node from being the attempt's; silence does, too."""
+    end = time.monotonic() + attempt.times.drain_s
+    for rank in range(1, attempt.job.nodes):
+        while True:
+            last = attempt.stop.now or time.monotonic() > end
+            try:
+                said = _in_time(attempt, lambda rank=rank: depot.ended(rank))
+            except (DepotError, TimeoutError):
+                said = None
+            if said is not None:
+                break
+            if last:
+                return AttemptFailed(Fault.INFRASTRUCTURE, f"node {rank} has not said how it ended")
+            time.sleep(attempt.times.poll_s)
+            attempt.tick()
+        if said.failure is not None:
+            return said.failure
+    return None
+
+
+def _in_time(attempt: Attempt, ask_store: Callable[[], T]) -> T:
+    """What the store answers; an operator in haste knows how it ended, and does not wait for it long.
+
+    Raises:
+        TimeoutError: it did not answer; what it raises is raised again.
+    """
+    asked, begin = _begin(ask_store), time.monotonic()
+    while not wait([asked], timeout=min(attempt.times.poll_s, _HASTE_S)).done:
         limit_s = _HASTE_S if attempt.stop.now else attempt.times.store_retry_s
         if time.monotonic() > begin + limit_s:
-            attempt.say(f"the end is not in the commit log: the store did not answer within {limit_s:g} s")
-            return
+            raise TimeoutError(f"the store did not answer within {limit_s:g} s")
         attempt.tick()
-    if (error := written.exception()) is not None:
-        attempt.say(f"the end is not in the commit log: {error}")
+    return asked.result()
