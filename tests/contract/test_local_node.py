@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -367,6 +368,36 @@ def test_a_killed_keeper_is_a_lost_node_and_its_remains_are_ended(world: World):
     assert world.provider.describe(handle).nodes[0].reason == "the keeper was killed"
     kinds = [line.split('"')[3] for line in (world.root / bill.FILE).read_text().splitlines()]
     assert kinds == ["start", "stop"]
+
+
+@pytest.fixture
+def ordinary() -> Iterator[Path]:
+    """A folder of its own for a test that must not be root, for whom nothing is read-only."""
+    with tempfile.TemporaryDirectory() as name:
+        user = os.geteuid() or 65534
+        os.chown(name, user, -1)
+        before = os.geteuid()
+        os.seteuid(user)
+        yield Path(name)
+        os.seteuid(before)
+
+
+def test_a_node_is_not_gone_before_its_disk_is(ordinary: Path, monkeypatch: pytest.MonkeyPatch):
+    """Go's module cache and others make their folders read-only."""
+    instance = Instance(ordinary, "0123456789-0")
+    instance.register(nodes.NodeSpec(0, "f", 1, "me", "key", "python", 1, 1, 0.1, "spot"))
+    assert instance.claim(procs.Process(2**22 + 1, 1, "an older boot"))
+    deep = instance.home / "go" / "mod" / "cache"
+    deep.mkdir(parents=True)
+    (deep / "file").touch()
+    for folder in (deep, deep.parent, instance.home):
+        folder.chmod(0o500)
+    with monkeypatch.context() as stuck:
+        stuck.setattr(shutil, "rmtree", lambda *_, **__: None)
+        assert not instance.settle()
+        assert not instance.stopped
+    assert instance.settle()
+    assert not instance.folder.exists()
 
 
 def test_the_ssh_server_of_a_killed_keeper_does_not_live_on(world: World):

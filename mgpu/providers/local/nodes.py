@@ -22,6 +22,7 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -184,9 +185,8 @@ class Instance:
         return (self.record / "stopped.json").exists()
 
     def finish(self, reason: str) -> None:
-        """Its processes have all ended: the folder goes, and the bill is closed."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self.stopped:
+        """Its processes have all ended: the folder goes, and the bill is closed; not while something of it is left."""
+        if not _remove(self.folder) or self.stopped:
             return
         keeper = self.keeper()
         if keeper is not None and keeper.begun:
@@ -204,7 +204,7 @@ class Instance:
         if keeper.begun and not procs.end(self.remains, term_s=0, kill_s=_REMAINS_S):
             return False
         self.finish(reason)
-        return True
+        return self.stopped
 
     def remains(self) -> list[Process]:
         """Processes that carry its mark."""
@@ -225,6 +225,17 @@ class Instance:
             keeper.process.send(signal.SIGKILL if asked_s > kill_after_s else signal.SIGTERM)
             keeper.process.send(signal.SIGCONT)
         return self.settle()
+
+
+def _remove(folder: Path) -> bool:
+    """Removes a folder, also what a program has made read-only in it; False: something is left."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for above, names, _ in os.walk(folder):  # each before it is entered
+        for path in (path for path in map(Path(above).joinpath, ("", *names)) if not path.is_symlink()):
+            with suppress(OSError):
+                path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
