@@ -42,6 +42,7 @@ class Link:
         self.seen = 0  # connections so far
         self.before_banner = 0  # so many of the next ones are dropped before a byte has passed
         self.after_login = 0  # ... right after they have logged in; `be_rude` comes first
+        self.cut_after = 0  # bytes from the node after which a connection ends; 0: never
         self._rude_port = 0
         self._every_s = 0.0
         self._pumps: set[asyncio.Task[None]] = set()
@@ -119,7 +120,7 @@ class Link:
             if port:
                 far, there = await asyncio.open_connection("127.0.0.1", port)
                 ends.append(there)
-                ways = (self._pump(reader, there), self._pump(far, writer))
+                ways = (self._pump(reader, there, 0), self._pump(far, writer, self.cut_after))
                 pumps = {self._loop.create_task(way) for way in ways}
                 self._pumps |= pumps
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
@@ -131,12 +132,16 @@ class Link:
         self._pumps -= pumps
         self._carried.discard(task)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: int) -> None:
+        carried = 0
         with suppress(OSError):
             while data := await reader.read(CHUNK):
                 await self._flows.wait()
                 writer.write(data)
                 await writer.drain()
+                carried += len(data)
+                if 0 < most < carried:
+                    raise asyncio.CancelledError
 
     async def _end(self) -> None:
         self._server.close()
