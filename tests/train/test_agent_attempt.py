@@ -122,6 +122,18 @@ def test_a_store_that_is_silent_does_not_keep_the_agent(tmp_path, never, monkeyp
     assert "the store did not answer within 0.1 s" in Path(attempt.layout.log).read_text()
 
 
+def test_a_disk_that_fails_under_the_watch_is_not_the_programs_fault(tmp_path, monkeypatch):
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    attempt = make(tmp_path)
+    monkeypatch.setattr("mgpu_train.agent.watch.finished", fails)
+    life.live(attempt)
+    status = attempt.report.status
+    assert (status.phase, status.fault) == (Phase.FAILED, Fault.INFRASTRUCTURE)
+    assert status.reason == "the agent failed: OSError: [Errno 5] Input/output error"
+
+
 def test_no_thread_for_the_work_is_an_error_like_others(tmp_path, monkeypatch):
     def none(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -115,6 +115,27 @@ def test_one_node_uploads_commits_and_prunes(tmp_path, until):
     assert node.here == ["step-5"]
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_disk_that_fails_once_ends_no_uploads(tmp_path, until, node):
+    shared = Shared(1 + node)
+    shared.said = Announced(5, final=False)
+    one = Node(FakeDepot(shared, node), tmp_path / "n")
+    look, fails = one.uploads.look, [OSError(5, "Input/output error")] * 2
+
+    def failing() -> int:
+        if fails:
+            raise fails.pop()
+        return look()
+
+    one.uploads.look = failing
+    one.uploads.start()
+    until(lambda: not fails)
+    one.save(5)
+    until(lambda: one.status.uploaded_step == 5)
+    assert "Input/output error" in str(one.status.problem)
+    drained(one)
+
+
 def test_the_last_checkpoint_is_uploaded_even_if_the_drain_comes_first(tmp_path):
     node = Node(FakeDepot(Shared(1), 0), tmp_path / "n")
     node.save(5)

@@ -25,6 +25,13 @@ def test_only_finished_folders_count(tmp_path):
     assert finished(tmp_path / "nowhere") == []
 
 
+def test_a_folder_that_a_program_removes_meanwhile_holds_nothing(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    monkeypatch.setattr(Path, "is_dir", lambda path: path.rmdir() is None)
+    assert finished(folder) == []
+
+
 def test_the_newest_are_kept(tmp_path):
     for step in (1, 20, 3):
         (tmp_path / f"step-{step}" / "sub").mkdir(parents=True)

@@ -71,10 +71,7 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
     _check_early_end(attempt)
     attempt.enter(Phase.LAUNCHING)
     uploads = _uploads(attempt, job.checkpoint, resumed_step) if job.checkpoint and has_part(job) else None
-    try:
-        ended = Watch(attempt, uploads, resumed_step).run(Launch(launcher.argv(job, python), environment, attempt.work))
-    except OSError as error:
-        raise AttemptFailed(Fault.USER, f"the launcher cannot be started: {error}") from error
+    ended = Watch(attempt, uploads, resumed_step).run(Launch(launcher.argv(job, python), environment, attempt.work))
     return _drain(attempt, uploads, ended)
 
 

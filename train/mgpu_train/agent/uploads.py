@@ -166,15 +166,25 @@ class Uploads:
     def run(self) -> None:
         """The thread's life; returns when the last checkpoint is dealt with."""
         try:
-            if self._leads:
-                self._lead()
-            else:
-                self._follow()
+            while not self._passed():
+                self._pause(self._times.poll_s)
         except NewerAttempt as error:
             self._trouble(str(error))
             self.fenced = str(error)
         except Exception as error:  # noqa: BLE001 - a bug here must be seen in the status, not end in a silent thread
             self._trouble(f"the uploads ended: {type(error).__name__}: {error}")
+
+    def _passed(self) -> bool:
+        """True: all is dealt with. A disk that fails now may work later, and checkpoints must not end with it."""
+        try:
+            if self._leads:
+                self._lead()
+            else:
+                self._follow()
+        except OSError as error:
+            self._trouble(f"the checkpoint folder cannot be read: {error}")
+            return self._draining.is_set()
+        return True
 
     def _lead(self) -> None:
         final = False

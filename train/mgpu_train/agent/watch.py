@@ -7,11 +7,11 @@ from pathlib import Path
 
 from mgpu_train.agent.attempt import Attempt
 from mgpu_train.agent.budget import NOTHING, Need, need
-from mgpu_train.agent.decide import Act, Cause, Ended, Watched, look
+from mgpu_train.agent.decide import Act, AttemptFailed, Cause, Ended, Watched, look
 from mgpu_train.agent.launcher import Launch, Launcher
 from mgpu_train.agent.log import last_words
 from mgpu_train.agent.saves import tidy
-from mgpu_train.agent.status import Phase
+from mgpu_train.agent.status import Fault, Phase
 from mgpu_train.agent.tail import MetricsTail, Progress
 from mgpu_train.agent.uploads import Uploads
 from mgpu_train.checkpoint.local import finished
@@ -42,10 +42,13 @@ class Watch:
         """Starts the launcher and returns when it, and everything that it started, has ended.
 
         Raises:
-            OSError: it could not be started.
+            AttemptFailed: it could not be started.
         """
         begin = self._attempt.log.size
-        launcher = Launcher(launch, self._attempt.log.fd)
+        try:
+            launcher = Launcher(launch, self._attempt.log.fd)
+        except OSError as error:
+            raise AttemptFailed(Fault.USER, f"the launcher cannot be started: {error}") from error
         launched = time.monotonic()
         if self._uploads is not None:
             self._uploads.start()

@@ -17,9 +17,11 @@ _FINISHED = re.compile(r"step-(0|[1-9][0-9]{0,14})")
 
 def finished(folder: Path) -> list[tuple[int, Path]]:
     """The finished checkpoints of a folder as (step, path), oldest first; none when the folder does not exist."""
-    if not folder.is_dir():
+    try:
+        paths = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # a program may remove it at any time
         return []
-    named = [(_FINISHED.fullmatch(path.name), path) for path in folder.iterdir()]
+    named = [(_FINISHED.fullmatch(path.name), path) for path in paths]
     return sorted((int(name[1]), path) for name, path in named if name and path.is_dir() and not path.is_symlink())
 
 
