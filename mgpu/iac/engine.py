@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 import yaml
+from mgpu_train.agent.procs import Process
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import Interrupted, MgpuError, StackError, TeardownIncomplete
@@ -64,6 +65,7 @@ class Stack:
         self._timeouts = timeouts
         self._own_config = own_config
         self._cli = CliProcess(grace_s=timeouts.destroy_s)
+        self._ousted: Process | None = None
 
     @property
     def fleet(self) -> str:
@@ -143,6 +145,10 @@ class Stack:
         """Asks the CLI to cancel: what is under way is undone and saved. Later operations but `destroy` are refused."""
         self._cli.interrupt()
 
+    def oust(self, driver: Process) -> None:
+        """From here on, what this driver has at work on the stack is ended as if it had died: it has lost the stack."""
+        self._ousted = driver
+
     # ---- configuration
 
     @property
@@ -180,7 +186,8 @@ class Stack:
     def _make_way(self) -> None:
         """Ends what dead operators left at work on the stack, and releases the locks of dead processes."""
         given_up = lambda: self._cli.interrupted  # noqa: E731
-        operations.end_orphans(self._place, emit=self._emit, save_s=self._timeouts.destroy_s, given_up=given_up)
+        save_s, ousted = self._timeouts.destroy_s, self._ousted
+        operations.end_orphans(self._place, emit=self._emit, save_s=save_s, ousted=ousted, given_up=given_up)
         if not given_up():
             folder = backend.lock_dir(project_name(self.project), self.name)
             locks.release_dead(folder, self._place, self.name, self._emit)

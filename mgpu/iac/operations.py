@@ -30,12 +30,14 @@ class Operation:
     driver: Process
     processes: tuple[Process, ...]
     clis: tuple[Process, ...]
+    orphaned: bool  # its driver is dead, or has lost the stack to another one
 
     @property
-    def leftovers(self) -> tuple[Process, ...]:
-        """Those that nobody needs: their CLI is gone, and no other operator is about to look after them."""
-        ours = not self.driver.alive or self.driver == procs.me()
-        return self.processes if ours and not self.clis else ()
+    def unwanted(self) -> tuple[Process, ...]:
+        """An orphan's CLI; where the CLI is gone, all that no other operator is about to look after."""
+        if self.clis:
+            return self.clis if self.orphaned else ()
+        return self.processes if self.orphaned or self.driver == procs.me() else ()
 
 
 def mark(place: str) -> dict[str, str]:
@@ -44,14 +46,16 @@ def mark(place: str) -> dict[str, str]:
     return {MARK: f"{me.pid}:{me.start_ticks}:{me.boot_id}:{place}"}
 
 
-def at_work(place: str) -> tuple[Operation, ...]:
-    """All living operations on the stack at `place`, on this machine and by this user."""
+def at_work(place: str, ousted: Process | None = None) -> tuple[Operation, ...]:
+    """All living operations on the stack at `place`, on this machine and by this user. `ousted`: a driver whose
+    operations count as a dead one's, though it lives."""
     found = []
     for value, processes in procs.carriers(MARK).items():
         driver = _driver(value, place)
         if driver is not None:
             living = tuple(process for process in processes if process != procs.me())
-            found.append(Operation(driver, living, tuple(process for process in living if is_cli(process.pid))))
+            clis = tuple(process for process in living if is_cli(process.pid))
+            found.append(Operation(driver, living, clis, orphaned=driver == ousted or not driver.alive))
     return tuple(operation for operation in found if operation.processes)
 
 
@@ -69,11 +73,13 @@ def end_orphans(
     *,
     emit: Emit,
     save_s: float,
+    ousted: Process | None = None,
     given_up: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Ends what dead operators left at work on a stack. Others' processes, and those of living ones, are not touched.
+    """Ends what dead operators left at work on a stack, and what one that lives but was `ousted` has there. Others'
+    processes, and those of other living ones, are not touched.
 
     A CLI is cancelled as its user would: what it has under way is undone, and the state is saved, for which it has
     `save_s` seconds. Returns early once `given_up` says so.
@@ -81,22 +87,23 @@ def end_orphans(
     Raises:
         StackError: a process does not end.
     """
-    orphans = _orphans(place)
+    orphans = _orphans(place, ousted)
     if orphans:
-        emit(Note(f"cancelling `pulumi` (process {_pids(orphans)}), which a process that died left at work"))
+        whose = "is stuck has" if ousted else "died left"
+        emit(Note(f"cancelling `pulumi` (process {_pids(orphans)}), which a process that {whose} at work"))
         for cli in orphans:
             cli.send(signal.SIGCONT)
             cli.send(signal.SIGINT)
         deadline = clock() + save_s
-        while _orphans(place) and clock() < deadline and not given_up():
+        while _orphans(place, ousted) and clock() < deadline and not given_up():
             sleep(_LOOK_S)
         if given_up():
             return
-    _end(lambda: [*_orphans(place), *(p for operation in at_work(place) for p in operation.leftovers)], clock, sleep)
+    _end(lambda: [process for each in at_work(place, ousted) for process in each.unwanted], clock, sleep)
 
 
-def _orphans(place: str) -> tuple[Process, ...]:
-    return tuple(cli for operation in at_work(place) if not operation.driver.alive for cli in operation.clis)
+def _orphans(place: str, ousted: Process | None) -> tuple[Process, ...]:
+    return tuple(cli for operation in at_work(place, ousted) if operation.orphaned for cli in operation.clis)
 
 
 def _end(find: Callable[[], list[Process]], clock: Callable[[], float], sleep: Callable[[float], None]) -> None:

@@ -16,7 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from mgpu_train.agent.procs import Process
 
 TRIES, PAUSE_S = 5, 0.02
 
@@ -32,11 +35,21 @@ class Holder:
     host: str
 
     @property
-    def lives(self) -> bool:
-        """True while this very process runs here; of another host nobody knows."""
+    def process(self) -> Process:
+        """The process; on this machine, if it is one of this machine's (`lives`)."""
         from mgpu_train.agent.procs import Process
 
-        return self.host == os.uname().nodename and Process(self.pid, self.start_ticks, self.boot_id).alive
+        return Process(self.pid, self.start_ticks, self.boot_id)
+
+    @property
+    def lives(self) -> bool:
+        """True while this very process runs here; of another host nobody knows."""
+        return self.host == os.uname().nodename and self.process.alive
+
+    @property
+    def suspended(self) -> bool:
+        """True while it lives, but does nothing: it was stopped by a signal."""
+        return self.lives and self.process.suspended
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"

@@ -52,28 +52,31 @@ def attach(record: Record, context: Context, *, force: bool = False) -> Outcome 
             return Outcome(session.record)
         if before is not None and session.record.state in (State.PROVISIONING, State.REPAIRING, State.TEARDOWN):
             _let_go(before, session)
-        return _Takeover(session, context).conclude()
+        return _Takeover(session, context, before).conclude()
 
 
 def _let_go(before: Holder, session: Session) -> None:
-    """Waits for a supervisor that was dispossessed: it undoes first what its engine has under way."""
+    """Waits for a supervisor that was dispossessed: it undoes first what its engine has under way. What one that does
+    not move has there is ended later, by who needs the stack."""
     until = time.monotonic() + session.timeouts.destroy_s
-    if before.pid != os.getpid() and before.lives:
+    if before.pid != os.getpid() and before.lives and not before.suspended:
         session.emit(Note(f"waiting for {before} to let go of the stack"))
-        while before.lives and time.monotonic() < until and not session.interrupts.count:
+        while before.lives and not before.suspended and time.monotonic() < until and not session.interrupts.count:
             time.sleep(session.timeouts.poll_s)
 
 
 class _Takeover:
     """One run, as it was left."""
 
-    def __init__(self, session: Session, context: Context) -> None:
+    def __init__(self, session: Session, context: Context, before: Holder | None) -> None:
         self.session, self.record = session, session.record
         path = Folder(self.record.run_id).run_file
         self.spec: RunSpec = loads(
             path.read_text(), str(path)
         )  # as it was; what it names beside itself is on the nodes
         self.stack: Stack = stack_of(self.record, context)
+        if before is not None and before.pid != os.getpid():
+            self.stack.oust(before.process)
 
     def conclude(self) -> Outcome:
         """Goes on with the run until it is over."""

@@ -96,8 +96,8 @@ def make_way(tmp_path):
         path.write_text(json.dumps(mine | changes))
         return path
 
-    def call(save_s=5.0):
-        operations.end_orphans(PLACE, emit=said.append, save_s=save_s)
+    def call(save_s=5.0, **more):
+        operations.end_orphans(PLACE, emit=said.append, save_s=save_s, **more)
         locks.release_dead(folder, PLACE, "stack", said.append)
 
     call.lock, call.folder, call.said = lock, folder, said
@@ -212,6 +212,21 @@ def test_a_cli_whose_driver_lives_is_not_touched(make_way, start):
         make_way()
     assert cli.poll() is None
     assert host.poll() is None
+
+
+def test_a_cli_whose_driver_lives_but_has_lost_the_stack_is_cancelled_and_may_save(make_way, start):
+    driver, other = procs.of(start("mgpu").pid), procs.of(start("mgpu").pid)
+    cli, host = start(script=SAVES, mark=value(driver)), start("pulumi-language-python", mark=value(driver))
+    spared = start("pulumi-language-python", mark=value(other))
+    path = make_way.lock(cli.pid)
+    reaper(cli)
+    reaper(host)
+    make_way(ousted=driver)
+    assert "saved" in cli.out.read_text()
+    assert host.wait() == -signal.SIGTERM
+    assert not path.exists()
+    assert driver.alive
+    assert spared.poll() is None
 
 
 def test_what_a_dead_cli_left_behind_is_ended_whoever_drove_it(make_way, start, dead):

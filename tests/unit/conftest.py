@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.procs import Process
 from mgpu_train.agent.status import AgentStatus, Fault, Phase
 from mgpu_train.checkpoint.manifest import CheckpointEntry, checkpoint_id
 from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
@@ -247,6 +248,9 @@ class Stack:
     def interrupt(self) -> None:
         self.world.calls.append("interrupt")
 
+    def oust(self, driver: Process) -> None:
+        self.world.ousted.append(driver)
+
     def _call(self, name: str) -> None:
         self.world.calls.append(f"{name} {self.name}" if name in ("destroy", "remove") else name)
         hook = self.world.hooks.get(name)
@@ -271,6 +275,7 @@ class World:
     connect_error: Exception | None = None
     ours: bool = True  # False: a program of the user's own made the stack
     hard_cap_at: float = 0.0
+    ousted: list[Process] = field(default_factory=list)
     capped: list[float] = field(default_factory=list)  # until when each `up` may have a fleet that it makes anew
 
     def __post_init__(self) -> None:

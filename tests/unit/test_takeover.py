@@ -6,6 +6,9 @@ import gzip
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -639,6 +642,40 @@ def test_who_was_dispossessed_leaves_at_once_and_touches_nothing(project):
     assert len(project.world.cloud.billed) == 1
     assert not any(call.startswith("destroy") for call in project.world.calls)
     held[0][0].__exit__(None, None, None)
+
+
+@pytest.fixture
+def suspended(tmp_path):
+    """`suspended(run_id)`: another process supervises the run, and was stopped by a signal."""
+    children = []
+
+    def hold(run_id):
+        code = "import sys, time\nfrom pathlib import Path\nfrom mgpu.run.lock import hold\n"
+        code += "with hold(Path(sys.argv[1])):\n    print(flush=True)\n    time.sleep(60)\n"
+        child = subprocess.Popen([sys.executable, "-c", code, Folder(run_id).lock], stdout=subprocess.PIPE)
+        children.append(child)
+        child.stdout.readline()
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        return child
+
+    yield hold
+    for child in children:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+@pytest.mark.parametrize("state", [State.PROVISIONING, State.REPAIRING, State.TEARDOWN])
+def test_a_suspended_supervisor_is_not_waited_for_and_loses_its_engine(project, dead, suspended, state):
+    found = dead(state, spec=RECOVERS, verdict=0)
+    project.world.timeouts = project.world.timeouts.model_copy(update={"destroy_s": 60.0})
+    old = suspended("run-1")
+    began = time.monotonic()
+    assert attach(project, found, force=True).exit_code == 0
+    assert time.monotonic() - began < 20
+    assert [process.pid for process in project.world.ousted] == [old.pid]
+    all_is_given_back(project)
 
 
 @pytest.mark.parametrize("call", ["up", "up is done", "destroy"])

@@ -35,6 +35,12 @@ class Process:
         stat = _stat(self.pid)
         return stat is not None and stat[0] not in "ZX" and stat[2] == self.start_ticks and self.boot_id == boot_id()
 
+    @property
+    def suspended(self) -> bool:
+        """True while it lives, but was stopped by a signal (SIGSTOP, Ctrl-Z): it does nothing until it is continued."""
+        stat = _stat(self.pid)
+        return self.alive and stat is not None and stat[0] in "Tt"
+
     def send(self, signum: int) -> bool:
         """Signals exactly this process; False: it is gone, or another one has its pid."""
         try:
