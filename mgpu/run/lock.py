@@ -138,5 +138,4 @@ def _sign(handle: TextIO, token: str) -> None:
     mine = Holder(token, process.pid, process.start_ticks, process.boot_id, os.uname().nodename)
     os.fchmod(handle.fileno(), 0o600)
     handle.truncate(0)
-    handle.write(json.dumps(asdict(mine)) + "\n")
-    handle.flush()
+    os.write(handle.fileno(), json.dumps(asdict(mine)).encode() + b"\n")  # unbuffered: what does not fit is not kept

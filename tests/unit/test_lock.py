@@ -127,6 +127,14 @@ def test_a_full_disk_keeps_nobody_from_taking_a_run_that_nobody_holds(path, monk
             assert [p.name for p in path.parent.iterdir()] == ["lock"]
 
 
+def test_on_a_full_disk_the_lock_is_let_go_of_without_a_word(path):
+    code = "import resource, signal, sys\nfrom pathlib import Path\nfrom mgpu.run.lock import hold\n"
+    code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    code += "with hold(Path(sys.argv[1])) as token:\n    print(bool(token), flush=True)\n"
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
 @pytest.mark.parametrize(
     "changes", [{"start_ticks": 1}, {"boot_id": "another boot"}, {"host": "another"}, {"pid": 2**22 + 1}]
 )
