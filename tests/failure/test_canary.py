@@ -26,7 +26,7 @@ from mgpu.providers.local.procs import MARK
 SECRET, OWN, STORE_KEY, URL = ("canary" + name for name in ("5ecret", "unrelated", "st0rekey", "ur1"))
 CANARIES = (SECRET, OWN, STORE_KEY, URL)
 BUCKET = "canary-bucket"
-LOOK_S = 0.05
+LOOK_S = 0.1
 LARGEST = 32 << 20
 
 PROGRAM = """
