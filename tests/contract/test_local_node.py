@@ -490,6 +490,22 @@ def test_a_lease_that_turned_into_a_pipe_ends_the_node_and_hangs_nobody(world: W
     assert world.provider.describe(handle).nodes[0].reason == "its lease or its hard cap has ended"
 
 
+def test_a_machine_that_is_started_late_ends_by_the_hard_cap_that_was_asked_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """Who made the gang was killed half-way, and the gang is completed when it is found again."""
+    start = module._start
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_start", lambda instances: start(instances[:1]))
+        world.create(world.request(2, hard_cap_s=6))
+    time.sleep(3)
+    handle, states = world.up(world.request(2, hard_cap_s=6))
+    assert states[0].hard_cap_at == states[1].hard_cap_at
+    until(lambda: len(world.provider.describe(handle).lost) == 2)
+    ends = [node.end_at for node in bill.read(world.root).nodes]
+    assert max(ends) - min(ends) < 2.5
+
+
 def test_a_renewed_lease_keeps_the_node_but_not_beyond_its_hard_cap(world: World):
     handle, states = world.up(world.request(lease_s=2, hard_cap_s=5))
     start = time.monotonic()

@@ -30,6 +30,7 @@ class Gang(Value):
     request: FleetRequest
     offer: Offer
     python: str
+    asked_at: float = 0.0  # when it was first asked for, UNIX seconds
 
     @property
     def handle(self) -> Handle:
@@ -71,6 +72,7 @@ class Gang(Value):
             hard_cap_s=request.hard_cap_s,
             price_usd_per_hour=self.offer.price_usd_per_hour,
             market=self.offer.market,
+            asked_at=self.asked_at,
         )
 
 
@@ -85,8 +87,8 @@ class Gangs:
         """The id of a token's node; its mark on processes, so another root's never equals it."""
         return f"{hashlib.sha256(f'{self.root} {token}'.encode()).hexdigest()[:10]}-{rank}"
 
-    def claim(self, gang: Gang) -> None:
-        """Writes the record.
+    def claim(self, gang: Gang) -> Gang:
+        """Writes the record, and returns it: the first one, where it was asked for before.
 
         Raises:
             Conflict: there is one already, for something else.
@@ -96,6 +98,7 @@ class Gangs:
         known = None if first else self.get(gang.token)
         if known is not None:
             known.require_same(gang)
+        return known or gang
 
     def get(self, token: str) -> Gang | None:
         """The gang of this token."""

@@ -75,7 +75,8 @@ class _Keeper:
         self.instance = instance
         self.spec = spec
         self.process = process
-        self.hard_cap = int(procs.uptime_s() + spec.hard_cap_s)
+        late_s = max(0.0, time.time() - spec.asked_at) if spec.asked_at else 0.0  # one that was started after its gang
+        self.hard_cap = int(procs.uptime_s() + max(0.0, spec.hard_cap_s - late_s))
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.started_at: dict[str, float] = {}
         self.orders = control.Orders(instance)

@@ -63,6 +63,7 @@ class NodeSpec:
     hard_cap_s: float
     price_usd_per_hour: float
     market: str
+    asked_at: float = 0.0  # UNIX seconds: the hard cap counts from here; 0: from when its keeper began
 
 
 @dataclass(frozen=True)

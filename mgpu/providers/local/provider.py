@@ -149,12 +149,13 @@ class LocalProvider:
             request=request,
             offer=offer,
             python=interpreter.find({**self._options, **request.requirements.provider_options}),
+            asked_at=time.time(),
         )
         known = gangs.get(token) is not None
         if not known:
             self._require_room(len(ranks))
         with control.creating(self.root, known=known) as fault:
-            gangs.claim(gang)  # from here on it can be found, completed and ended
+            gang = gangs.claim(gang)  # from here on it can be found, completed and ended
             made = [gangs.instance(gang, name) for name in gang.ids if name]
             instances = [instance for instance in made if instance is not None]
             if fault == "fewer":
@@ -216,7 +217,7 @@ def _describe(gangs: Gangs, gang: Gang | None, rank: int, name: str, unseen: Cal
         host_key=host_key,
         private_address="127.0.0.1",
         price_usd_per_hour=spec.price_usd_per_hour,
-        hard_cap_at=keeper.at + spec.hard_cap_s if keeper and keeper.begun else 0,
+        hard_cap_at=(spec.asked_at or keeper.at) + spec.hard_cap_s if keeper and keeper.begun else 0,
         reason=instance.end_reason() if phase in (NodePhase.STOPPING, NodePhase.TERMINATED) else "",
     )
 
