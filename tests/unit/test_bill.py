@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import time
 from collections.abc import Iterator
@@ -109,6 +110,22 @@ def test_a_torn_line_hides_no_other(tmp_path: Path):
         file.write('{"kind":"start","at":1,"inst\n')
     bill.write_start(tmp_path, start(None, instance="0123456789-1"))
     assert [node.start.instance for node in bill.read(tmp_path).nodes] == ["0123456789-0", "0123456789-1"]
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_an_error_and_spoils_no_other(tmp_path: Path):
+    """A keeper whose start line is not there has to end: nobody would ever be charged for what it runs."""
+    bill.write_start(tmp_path, start(None))
+    whole = (tmp_path / bill.FILE).stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (whole + 20, hard))
+    try:
+        with pytest.raises(OSError, match="the line was cut off"):
+            bill.write_start(tmp_path, start(None, "1111111111-0"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / bill.FILE).stat().st_size == whole + 20
+    bill.write_start(tmp_path, start(None, "2222222222-0"))
+    assert [node.start.instance for node in bill.read(tmp_path).nodes] == ["0123456789-0", "2222222222-0"]
 
 
 def test_the_lines_are_as_documented(tmp_path: Path):

@@ -8,6 +8,7 @@ keeper, or any process that carries the instance's mark, is alive. Standard libr
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -121,9 +122,13 @@ def _last_sign_of_life(root: Path, start: Start) -> float:
 
 def _append(root: Path, line: dict[str, Any]) -> None:
     # one write of one line, appended by the kernel: lines of two processes never mix
-    fd = os.open(root / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(root / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        size = os.fstat(fd).st_size
+        torn = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""  # a full disk cut the last one off
+        data = torn + json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        if os.write(fd, data) < len(data):
+            raise OSError(errno.ENOSPC, "the line was cut off", str(root / FILE))
         os.fsync(fd)
     finally:
         os.close(fd)
