@@ -46,6 +46,14 @@ def at(time: str, action: str = "terminate") -> bytes:
     return json.dumps({"action": action, "time": time}).encode()
 
 
+def test_a_notice_is_believed_once_a_clock_that_went_ahead_is_set_right():
+    """F34"""
+    now = iter([NOW + 1200, NOW + 1200, NOW + 5])
+    found, said = polled(IN_2_MINUTES, clock=lambda: next(now))
+    assert found == [Warned("terminate", NOW + 120, 115)]
+    assert said == ["an interruption notice is not believed: its time is past: 1080 s ago"]
+
+
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
 @pytest.mark.parametrize("time", ["2026-01-01T00:00:30Z", "2026-01-01T01:00:30+01:00", "2026-01-01t00:00:30.000z"])
 def test_a_notice_is_believed_once(action, time):

@@ -85,7 +85,8 @@ class Notices:
             return None
         if action not in ACTIONS:
             self._doubt("its action is unknown", action)
-        elif at <= now:  # of an older fleet, or by a clock that goes wrong
+        elif at <= now:  # by a clock that goes wrong: once it is set right the notice may be one
+            self._seen = None
             self._doubt("its time is past", f"{now - at:.0f} s ago")
         else:
             self._at = at
