@@ -86,7 +86,7 @@ def moments_of_launch(new_world) -> list[list[str]]:
 
 
 @pytest.mark.timeout(1200)  # 3 minutes on two quiet cores
-def test_killed_anywhere_it_ends_alone_and_converges_when_it_is_gone_on_with(new_world, tmp_path, capsys):
+def test_killed_anywhere_it_ends_alone_and_converges_when_it_is_gone_on_with(new_world, tmp_path, record_property):
     began = time.monotonic()
     moments = moments_of_launch(new_world)
     points = sum(map(len, moments))
@@ -99,8 +99,7 @@ def test_killed_anywhere_it_ends_alone_and_converges_when_it_is_gone_on_with(new
     (tmp_path / "points.txt").write_text(table)
     longest = max(story.left_s for story in stories)
     told = f"{points} crash points of launch at {len(moments)} moments; killed at {len(stories)}; alone, nothing lived"
-    with capsys.disabled():
-        sys.stdout.write(f"\n{told} longer than {longest:.0f} s; {time.monotonic() - began:.0f} s in all\n")
+    record_property("counted", f"{told} longer than {longest:.0f} s; {time.monotonic() - began:.0f} s in all")
     sys.stdout.write(table)
     found = worlds[-1].mgpu("gc", "--json")  # in all others its own question to the provider was asked, `owned`
     assert found.stdout.strip() == "[]", found.stdout + found.stderr
