@@ -203,6 +203,21 @@ def test_a_supervisor_that_slept_between_its_look_and_its_write_begins_nothing(r
     assert kinds(run.log) == [("attempt", 1), ("supervisor", 1), ("supervisor", 1)]
 
 
+@pytest.mark.parametrize("how", ["missing", "truncated"])
+def test_a_takeover_that_one_of_two_cannot_read_leaves_one_supervisor(run, damage, how):
+    """As by another version of mgpu, or a disk: who goes on says so anew, and the other one begins nothing."""
+    take(run, "first")
+    log = run.log
+    second = log.take_over("second", host="desk", pid=8)  # it knows its own entry, whatever becomes of it
+    log.give_up(["a001-step-1"], "pruner")  # so that there is a number behind it
+    damage[how](run.commit_path(second.seq))
+    assert run.log.begin_attempt(2, "writer-2", supervisor="first").attempt == 2
+    assert run.log.begin_attempt(2, "writer-2", supervisor="first").attempt == 2
+    assert kinds(run.log)[-2:] == [("supervisor", 1), ("attempt", 2)]
+    with pytest.raises(Fenced, match="process 7 on laptop"):
+        log.begin_attempt(3, "writer-3", supervisor="second")
+
+
 def test_a_takeover_touches_neither_the_attempt_that_runs_nor_its_checkpoints(run):
     run.save(5)
     take(run, "first")

@@ -153,6 +153,10 @@ class CommitLog:
             if begun and (begun[-1].attempt, begun[-1].writer) == (attempt, writer):
                 return begun[-1]
             newest = max((entry.attempt for entry in log if not isinstance(entry, Unreadable)), default=0)
+            if supervisor is not None and other is not None and _damaged(log[other.seq + 1 :]):
+                # it may have been a takeover: whoever wrote it, and can read it, is to see that he supervises no more
+                self._append(other.model_copy(update={"seq": len(log), "attempt": newest, "at": self._clock()}))
+                continue
             if newest >= attempt:
                 raise Fenced(f"attempt {attempt} cannot begin: attempt {newest} of run {self._run_id} has begun before")
             entry = AttemptEntry(seq=len(log), attempt=attempt, writer=writer, at=self._clock())
@@ -270,6 +274,10 @@ def standing(log: Iterable[Entry | Unreadable]) -> list[CheckpointEntry]:
             pruned.update(entry.checkpoint_ids)
         newest = max(newest, 0 if isinstance(entry, Unreadable) else entry.attempt)
     return [entry for entry in reversed(found) if entry.manifest.checkpoint_id not in pruned]
+
+
+def _damaged(log: Iterable[Entry | Unreadable]) -> bool:
+    return any(isinstance(entry, Unreadable) for entry in log)
 
 
 def _newest(log: Iterable[Entry | Unreadable], kind: type[E]) -> E | None:
