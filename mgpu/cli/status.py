@@ -9,6 +9,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
+from mgpu.run.lock import Holder
 from mgpu.run.record import Record, State, load, supervised, supervisor_of
 
 
@@ -21,6 +22,7 @@ def status(run: str, as_json: bool, live: bool) -> None:
     console = Console(as_json=as_json)
     record = load(run)
     watched = not record.state.final and supervised(record.run_id)
+    who = supervisor_of(record.run_id)
     now = _live(record) if live else None
     if as_json:
         console.data(common.result_of(record) | {"supervised": watched, "live": now})
@@ -30,12 +32,16 @@ def status(run: str, as_json: bool, live: bool) -> None:
         age = f"{time.time() - record.updated_at:.0f} s ago"
         rows[0] = (rows[0][0], rows[0][1] + ("" if watched else f", as it was {age}"))
         rows.append(("nodes", ", ".join(record.node_phases) or "none yet"))
-        rows.append(("supervisor", f"watching: {supervisor_of(record.run_id)}" if watched else _unwatched(record)))
+        rows.append(("supervisor", _watching(who) if watched else _unwatched(record)))
         rows.append(("seen", age))
     for node in now or []:
         rows.append((f"node {node['rank']} now", f"{node['phase']} {node['reason']}".strip()))
     console.table(("run", record.run_id), rows)
-    console.next(*_next(record, watched))
+    console.next(*_next(record, watched, stuck=who is not None and who.suspended))
+
+
+def _watching(who: Holder | None) -> str:
+    return f"suspended: {who} does nothing until it goes on" if who and who.suspended else f"watching: {who}"
 
 
 def _unwatched(record: Record) -> str:
@@ -50,10 +56,12 @@ def _unwatched(record: Record) -> str:
     return f"gone: nobody supervises it. What was rented ends with its lease{end}"
 
 
-def _next(record: Record, watched: bool) -> list[str]:
+def _next(record: Record, watched: bool, *, stuck: bool) -> list[str]:
     run = record.run_id
     if record.state.final:
         return common.next_lines(record, resume=True)
+    if watched and stuck:
+        return [f"mgpu attach {run} --take-over    take its place"]
     if watched:
         return [f"mgpu logs -f {run}", f"mgpu stop {run}"]
     if record.state is State.TEARDOWN:

@@ -8,7 +8,8 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
-from mgpu.run.record import Folder, Record, State, load, supervised
+from mgpu.errors import TeardownIncomplete
+from mgpu.run.record import Folder, Record, State, load, supervised, supervisor_of
 
 LOOK_EVERY_S = 0.2
 
@@ -30,11 +31,15 @@ def stop(run: str, wait: bool) -> int:
     Folder(record.run_id).stop.touch()
     if supervised(record.run_id):
         console.say(f"asked {record.run_id} to save and stop")
+        _require_moving(record, waited_s=0.0)
         if not wait:
             console.next(f"mgpu status {record.run_id}")
             return 0
+    asked_at = time.monotonic()
     while not (record := load(record.run_id)).state.final:
-        if not supervised(record.run_id):
+        if supervised(record.run_id):
+            _require_moving(record, time.monotonic() - asked_at)
+        else:
             taken = _take_over(console, record)
             if taken is not None:
                 return taken
@@ -42,6 +47,21 @@ def stop(run: str, wait: bool) -> int:
     console.table(("run", record.run_id), common.summary(record))
     console.next(*common.next_lines(record, resume=True))
     return _code(record)
+
+
+def _require_moving(record: Record, waited_s: float) -> None:
+    """Raises TeardownIncomplete for a supervisor that does nothing: it is suspended, or has had all its time."""
+    times, who = common.timeouts(), supervisor_of(record.run_id)
+    suspended = who is not None and who.suspended
+    enough_s = times.sync_s + times.stop_grace_s + times.drain_s + times.engine_s + times.destroy_s
+    if waited_s < enough_s and not suspended:
+        return
+    why = "It was suspended (Ctrl-Z, SIGSTOP)" if suspended else f"It was asked {waited_s / 60:.0f} min ago"
+    raise TeardownIncomplete(
+        f"run {record.run_id} does not end: its supervisor, {who or 'another process'}, does nothing",
+        f"{why}; the machines may be billed until then, at the latest until their hard cap.",
+        f"Let it go on, or take its place: `mgpu attach {record.run_id} --take-over` ends the run as you asked.",
+    )
 
 
 def _take_over(console: Console, record: Record) -> int | None:

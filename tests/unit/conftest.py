@@ -5,7 +5,11 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -378,3 +382,25 @@ def world(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(registry, "get", lambda *_: made.cloud)
     monkeypatch.setattr(common, "context", lambda console: stacks.Context(console.emit, made.timeouts))
     return made
+
+
+@pytest.fixture
+def suspended() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """`suspended(run_id)`: another process supervises the run, and was stopped by a signal."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def hold(run_id: str) -> subprocess.Popen[bytes]:
+        code = "import sys, time\nfrom pathlib import Path\nfrom mgpu.run.lock import hold\n"
+        code += "with hold(Path(sys.argv[1])):\n    print(flush=True)\n    time.sleep(60)\n"
+        child = subprocess.Popen([sys.executable, "-c", code, record.Folder(run_id).lock], stdout=subprocess.PIPE)
+        children.append(child)
+        assert child.stdout is not None
+        child.stdout.readline()
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        return child
+
+    yield hold
+    for child in children:
+        child.kill()
+        child.communicate()

@@ -9,6 +9,7 @@ import time
 import pytest
 from click.testing import CliRunner
 from mgpu_train.agent.status import Phase
+from mgpu_train.timeouts import Timeouts
 
 from mgpu.cli import cli, common
 from mgpu.errors import InputError, TeardownIncomplete
@@ -51,6 +52,31 @@ def dies_soon(running):
     yield running
     killed.set()
     thread.join()
+
+
+@pytest.mark.timeout(30)
+def test_stop_does_not_wait_for_a_supervisor_that_is_suspended(running, suspended):
+    old = suspended("run-1")
+    told = mgpu("stop").exception
+    assert isinstance(told, TeardownIncomplete)
+    assert f"process {old.pid} " in told.what
+    assert "mgpu attach run-1 --take-over" in told.next_step
+    assert told.exit_code == 7
+    assert Folder("run-1").stop.exists(), "who takes it over ends it"
+
+
+@pytest.mark.timeout(30)
+def test_stop_does_not_wait_for_ever_for_a_supervisor_that_lives(running, monkeypatch):
+    monkeypatch.setattr(common, "timeouts", lambda: Timeouts().scaled(1e-4))
+    with record.supervising("run-1"):
+        assert isinstance(mgpu("stop").exception, TeardownIncomplete)
+
+
+def test_status_says_that_a_supervisor_is_suspended(running, suspended):
+    old = suspended("run-1")
+    done = mgpu("status")
+    assert f"suspended: process {old.pid}" in done.output
+    assert "mgpu attach run-1 --take-over" in done.output
 
 
 @pytest.mark.timeout(30)

@@ -6,9 +6,6 @@ import gzip
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -642,28 +639,6 @@ def test_who_was_dispossessed_leaves_at_once_and_touches_nothing(project):
     assert len(project.world.cloud.billed) == 1
     assert not any(call.startswith("destroy") for call in project.world.calls)
     held[0][0].__exit__(None, None, None)
-
-
-@pytest.fixture
-def suspended(tmp_path):
-    """`suspended(run_id)`: another process supervises the run, and was stopped by a signal."""
-    children = []
-
-    def hold(run_id):
-        code = "import sys, time\nfrom pathlib import Path\nfrom mgpu.run.lock import hold\n"
-        code += "with hold(Path(sys.argv[1])):\n    print(flush=True)\n    time.sleep(60)\n"
-        child = subprocess.Popen([sys.executable, "-c", code, Folder(run_id).lock], stdout=subprocess.PIPE)
-        children.append(child)
-        child.stdout.readline()
-        child.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        return child
-
-    yield hold
-    for child in children:
-        child.kill()
-        child.wait()
-        child.stdout.close()
 
 
 @pytest.mark.parametrize("state", [State.PROVISIONING, State.REPAIRING, State.TEARDOWN])
