@@ -78,6 +78,7 @@ class Console:
         self._logs: dict[int, LogLines] = {}
         self._plain_at = 0.0
         self._plain_step = -1
+        self._steps_are_known = False
         self._phase = ""
         self._rich: RichConsole | None = None
         self._deaf = False
@@ -152,7 +153,7 @@ class Console:
         """Three lines: what is wrong and where, why, and what to do next."""
         self.done()
         self.say(f"error: {neutral(error.what)}", "bold red")
-        for text in (error.why, error.next_step):
+        for text in ("" if error.why == error.what else error.why, error.next_step):
             for line in text.splitlines():
                 self.say(f"  {neutral(line)}")
 
@@ -212,9 +213,12 @@ class Console:
         self.say(f"  checkpoint of step {event.step} committed ({event.checkpoint_id})", "green")
 
     def _recovered(self, event: events.Recovered) -> None:
+        took = event.detected_s + event.stopped_s + event.repaired_s + event.resumed_s
+        # of a program that says no steps nobody knows it
+        again = f"; {event.steps_lost} steps done again" if self._steps_are_known else ""
         self.say(
-            f"  recovered: {event.steps_lost} steps done again; detected {event.detected_s:.1f} s, stopped "
-            f"{event.stopped_s:.1f} s, repaired {event.repaired_s:.1f} s, resumed {event.resumed_s:.1f} s",
+            f"  back after {took:.1f} s: detected {event.detected_s:.1f} s, stopped {event.stopped_s:.1f} s, "
+            f"repaired {event.repaired_s:.1f} s, resumed {event.resumed_s:.1f} s{again}",
             "green",
         )
 
@@ -225,6 +229,7 @@ class Console:
 
     def _progress(self, event: events.Progress) -> None:
         # a program of the user's own says neither its steps nor a loss
+        self._steps_are_known |= event.step >= 0
         parts = [f"step {event.step}" + (f"/{event.steps}" if event.steps else "")] if event.step >= 0 else []
         parts += [f"loss {event.loss:.4f}"] if event.loss else []
         parts += [f"{event.tokens_per_s:,.0f} tokens/s"] if event.tokens_per_s else []

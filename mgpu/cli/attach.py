@@ -10,7 +10,7 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.events import LogChunk, Progress
-from mgpu.run.record import Folder, Record, load, supervised
+from mgpu.run.record import Folder, Record, load, supervised, supervisor_of
 
 FOLLOW_EVERY_S = 0.5
 TAIL = 4096  # bytes of each log that are shown first
@@ -35,6 +35,10 @@ def attach(run: str, as_json: bool, take_over: bool) -> int:
     if record.state.final:
         console.say(f"run {record.run_id} is over")
         return common.finish(console, Outcome(record))
+    if not supervised(record.run_id):
+        console.say(f"run {record.run_id} has no supervisor: taking over")
+    elif take_over:
+        console.say(f"taking run {record.run_id} from {supervisor_of(record.run_id)}")
     while (outcome := takeover.attach(record, common.context(console), force=take_over)) is None:
         record = _follow(console, record.run_id)
         if record.state.final:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 RUN_FILE = "mgpu.yaml"
+INTERRUPTIONS_SHOWN = 5  # the newest; `mgpu status --json` has all
 ANSWER_S = 60.0  # to say whether a run is to stop; nobody watches it meanwhile
 
 
@@ -184,14 +185,19 @@ def _interruptions(record: Record) -> list[tuple[str, str]]:
     broken = record.interruptions
     if not broken:
         return []
-    rows = [("interruptions", f"{len(broken)}: " + "; ".join(each.reason for each in broken))]
+    rows = [("interruptions", str(len(broken)))]
+    earlier = len(broken) - INTERRUPTIONS_SHOWN
+    if earlier > 0:
+        rows.append(("  earlier", f"{earlier}, see `mgpu status --json`"))
+    for each in broken[-INTERRUPTIONS_SHOWN:]:
+        way = recovery(each)
+        rows.append((f"  of attempt {each.attempt}", each.reason.replace("; ", " and ") + (f"; {way}" if way else "")))
     lost = [each.steps_lost for each in broken]
     known = [steps for steps in lost if steps is not None]
-    if known:
+    if known and record.step >= 0:  # a program that says no steps may have been further than its newest checkpoint
         later = " so far" if len(known) < len(lost) else ""
         rows.append(("steps done again", f"{sum(known)}{later}"))
-    ways = [way for each in broken if (way := recovery(each))]
-    return rows + [("recovery", "; ".join(ways))] * bool(ways)
+    return rows
 
 
 def recovery(each: Interruption) -> str:
@@ -202,7 +208,8 @@ def recovery(each: Interruption) -> str:
         ("repaired", each.ended_at, each.repaired_at),
         ("resumed", each.repaired_at, each.resumed_at),
     )
-    return ", ".join(f"{name} {max(0.0, end - begin):.1f} s" for name, begin, end in marks if begin and end)
+    way = ", ".join(f"{name} {max(0.0, end - begin):.1f} s" for name, begin, end in marks if begin and end)
+    return f"back after {each.resumed_at - each.heard_at:.1f} s: {way}" if each.resumed_at else way
 
 
 def _reason(record: Record) -> str:
@@ -222,8 +229,9 @@ def count(number: int, thing: str) -> str:
 
 
 def phases(record: Record) -> str:
-    """Seconds by phase; within training, by the phases of node 0."""
+    """Seconds by phase; within training, by the phases of node 0 in the newest attempt."""
     inside = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record.agent_seconds.items() if seconds >= 0.1)
+    inside = f"of attempt {record.attempt}: {inside}" if inside and record.attempt > 1 else inside
     parts = [
         f"{name} {seconds:.1f}" + (f" ({inside})" if name == "training" and inside else "")
         for name, seconds in record.phase_seconds.items()
@@ -260,6 +268,8 @@ def result_of(record: Record) -> dict[str, Any]:
 def next_lines(record: Record, *, resume: bool = False) -> list[str]:
     """What to type after a run; `resume`: also how to go on with one that did not succeed."""
     run = record.run_id
+    if record.own_stack and record.state.final and not (record.attempt or record.checkpoint_id):  # no node has spoken
+        return [f"mgpu launch{record.file_argument}    once more"]
     lines = [f"mgpu logs {run}"]
     if record.checkpoint_id:
         lines.append(f"mgpu checkpoints pull {run}")

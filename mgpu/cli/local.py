@@ -80,7 +80,7 @@ def _root() -> Path:
 def _say(text: str, record: Record | None) -> None:
     console = Console()
     console.say(text)
-    console.next(f"mgpu attach {record.run_id}    see the run recover" if record else "mgpu ls")
+    console.next(f"mgpu attach {record.run_id}    see what becomes of the run" if record else "mgpu ls")
 
 
 def _clock(at: float) -> str:

@@ -90,24 +90,39 @@ def test_a_run_without_an_interruption_has_no_row_of_them():
 
 
 def test_an_interruption_is_told_with_its_price():
-    rows = dict(common.summary(record(interruptions=[broken()])))
-    assert rows["interruptions"] == "1: node 1 is gone"
+    rows = dict(common.summary(record(step=140, interruptions=[broken(reason="node 0 is gone; node 1 is gone")])))
+    assert rows["interruptions"] == "1"
+    assert rows["  of attempt 1"] == (
+        "node 0 is gone and node 1 is gone; "
+        "back after 17.2 s: detected 0.9 s, stopped 1.2 s, repaired 6.3 s, resumed 8.8 s"
+    )
     assert rows["steps done again"] == "20"
-    assert rows["recovery"] == "detected 0.9 s, stopped 1.2 s, repaired 6.3 s, resumed 8.8 s"
+
+
+def test_of_a_program_that_says_no_steps_nobody_knows_how_many_were_done_again():
+    assert "steps done again" not in dict(common.summary(record(interruptions=[broken()])))
+
+
+def test_of_many_interruptions_the_newest_have_a_row_each():
+    rows = dict(common.summary(record(interruptions=[broken(attempt=n) for n in range(1, 31)])))
+    assert rows["interruptions"] == "30"
+    assert rows["  earlier"].startswith("25, see ")
+    assert [each for each in rows if "of attempt" in each] == [f"  of attempt {n}" for n in range(26, 31)]
 
 
 def test_several_are_added_up_and_the_one_that_is_under_way_is_told_as_far_as_it_went():
     under_way = broken(
         reason="node 0 has not answered for 120 s", ended_at=15.9, repaired_at=None, resumed_at=None, resumed_step=None
     )
-    rows = dict(common.summary(record(interruptions=[broken(), broken(), under_way])))
-    assert rows["interruptions"].startswith("3: node 1 is gone; node 1 is gone; node 0 has not answered")
+    under_way.attempt = 3
+    rows = dict(common.summary(record(step=140, interruptions=[broken(), broken(attempt=2), under_way])))
+    assert rows["interruptions"] == "3"
     assert rows["steps done again"] == "40 so far"
-    assert rows["recovery"].endswith("; detected 0.9 s, stopped 5.0 s")
+    assert rows["  of attempt 3"] == "node 0 has not answered for 120 s; detected 0.9 s, stopped 5.0 s"
 
 
 def test_a_run_that_goes_on_from_zero_has_done_all_steps_again():
-    rows = dict(common.summary(record(interruptions=[broken(resumed_step=-1)])))
+    rows = dict(common.summary(record(step=140, interruptions=[broken(resumed_step=-1)])))
     assert rows["steps done again"] == "120"
 
 

@@ -123,10 +123,14 @@ def test_what_next_lines_are_for_stands_in_one_column(capsys):
 
 
 def test_the_way_back_is_one_line(capsys):
-    Console().emit(events.Recovered(7, 0.94, 1.2, 6.3, 8.8))
-    assert capsys.readouterr().err.splitlines() == [
-        "  recovered: 7 steps done again; detected 0.9 s, stopped 1.2 s, repaired 6.3 s, resumed 8.8 s"
-    ]
+    way = "  back after 17.2 s: detected 0.9 s, stopped 1.2 s, repaired 6.3 s, resumed 8.8 s"
+    console = Console()
+    console.emit(events.Recovered(7, 0.94, 1.2, 6.3, 8.8))
+    console.emit(events.Progress(12, 20))
+    console.emit(events.Recovered(7, 0.94, 1.2, 6.3, 8.8))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == way, "whether steps were done again is not known of a program that says none"
+    assert lines[-1] == f"{way}; 7 steps done again"
 
 
 def test_a_table_in_a_pipe_is_not_folded_and_has_no_blanks_at_the_end(capsys):
