@@ -173,7 +173,7 @@ def test_a_machine_that_is_taken_is_gone_at_once_without_a_warning(world: World,
     state = world.provider.describe(handle)
     assert [node.phase for node in state.nodes] == [NodePhase.TERMINATED, NodePhase.RUNNING]
     assert state.nodes[0].reason == control.INTERRUPTED
-    taken, other = bill.read(world.root).nodes
+    taken, other = sorted(bill.read(world.root).nodes, key=lambda node: node.start.instance)
     assert (taken.alive, taken.reason) == (False, "interrupted by the provider")
     assert (other.alive, other.reason) == (True, "")
 
