@@ -113,7 +113,7 @@ def _lost(session: Session, provider: Provider | None, fleet: StackOutput) -> En
 
 def watch_again(session: Session, fleet: StackOutput, provider: Provider | None, request: Request) -> Ended:
     """Takes an attempt over that another supervisor started. A node that does not answer now may do so later; where
-    none does, the run is left as it is: nothing is known of it from here.
+    none does, the run is left as it is, unless it is to end: nothing is known of it from here.
 
     Raises:
         InputError: the key cannot be used.
@@ -122,7 +122,7 @@ def watch_again(session: Session, fleet: StackOutput, provider: Provider | None,
     with session.phase("connecting", f"{len(fleet.nodes)} nodes"):
         nodes = NodeSet.reach(targets(fleet), Path(fleet.private_key_file).expanduser(), session.timeouts)
     with nodes:
-        if all(node.closed for node in nodes.nodes):
+        if all(node.closed for node in nodes.nodes) and not session.asked_to_end:
             session.emit(Warned("no node answers over SSH from here: the run is left as it is"))
             return Ended(False, "no node answers over SSH", left=True)
         return watch(session, nodes, fleet, provider, request)

@@ -9,7 +9,7 @@ from mgpu_train.config import Secrets
 from mgpu.errors import CommandFailed, ConnectionFailed, Transient
 from mgpu.providers.base import NodePhase
 from mgpu.run.conduct import conduct, watch_again
-from mgpu.run.record import State, load
+from mgpu.run.record import Folder, State, load
 from mgpu.run.request import resolve
 from mgpu.run.session import Session
 from mgpu.spec.model import RunSpec
@@ -106,3 +106,12 @@ def test_where_no_node_answers_the_run_is_left_as_it_is(run):
     ended = run.watch_again()
     assert ended.left
     assert [node.stops for node in run.world.nodes] == [0, 0]
+
+
+def test_where_no_node_answers_a_run_that_is_to_end_ends_all_the_same(run):
+    """`mgpu stop` from where no node can be reached: the machines go when the grace is over."""
+    for node in run.world.nodes:
+        node.reachable = False
+    Folder("run-1").stop.touch()
+    ended = run.watch_again()
+    assert (ended.left, ended.stopped_by) == (False, "user")
