@@ -402,6 +402,20 @@ def test_garbage_leaves_the_order_that_stands(machine: Machine, garbage: str | b
     assert control.FILE in line
 
 
+def test_what_fails_at_every_look_is_named_once(machine: Machine):
+    (machine.instance.home / ".mgpu").rmdir()
+    machine.order(action="notice", at=1_000_030.0)
+    for _ in range(3):
+        machine.orders.left_s()
+    assert len(machine.log) == 1
+    (machine.instance.record / control.FILE).unlink()
+    (machine.instance.record / control.FILE).mkdir()
+    for _ in range(3):
+        machine.orders.left_s()
+    assert len(machine.log) == 2
+    assert "Is a directory" in machine.log[1]
+
+
 def test_a_machine_that_cannot_be_told_goes_all_the_same(machine: Machine):
     (machine.instance.home / ".mgpu").rmdir()
     machine.order(action="notice", at=1_000_030.0)

@@ -106,6 +106,7 @@ class Orders:
         self._read: bytes | None = None
         self._announced: dict[str, str] | None = None  # what the machine is told
         self._end = math.inf
+        self._failing = ""  # what is named already
 
     def left_s(self) -> float:
         """Looks at the file, tells the machine, and returns the seconds until the machine goes; inf: it stays."""
@@ -113,8 +114,12 @@ class Orders:
             self._obey(_bytes(self._file))
             if self._announced and not self._notice.exists():
                 files.replace(self._notice, self._announced)
+            self._failing = ""
         except (OSError, Garbage) as error:
-            self._log(f"{self._file}: {error}\n")
+            why = getattr(error, "strerror", None) or str(error)  # the rest of a message may differ at every look
+            if why != self._failing:
+                self._log(f"{self._file}: {error}\n")
+            self._failing = why
         return self._end - self._monotonic()
 
     def _obey(self, data: bytes | None) -> None:
