@@ -252,6 +252,14 @@ def test_a_loss_by_the_providers_word_ends_the_attempt(watch, phase):
     assert watch.stops[0] == 1
 
 
+@pytest.mark.parametrize(("lost", "told"), [(0, ["gone", "failed"]), (1, ["failed", "gone"])])
+def test_while_the_fleet_is_repaired_the_nodes_are_not_said_to_train(watch, lost, told):
+    watch.at(5, lambda: watch.world.cloud.phases.update({watch.handle.ids[lost]: NodePhase.TERMINATED}))
+    watch.run()
+    watch.session.to(State.REPAIRING)
+    assert watch.saved.node_phases == told
+
+
 def test_a_provider_that_does_not_answer_is_told_once_and_ends_nothing(watch):
     watch.world.cloud.refuses["describe"] = [Transient("502 from the API")]
     assert watch.done_at(60).run().succeeded
