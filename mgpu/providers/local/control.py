@@ -106,7 +106,7 @@ class Orders:
         self._read: bytes | None = None
         self._announced: dict[str, str] | None = None  # what the machine is told
         self._end = math.inf
-        self._failing = ""  # what is named already
+        self._failing: str | None = None  # what is named already
 
     def left_s(self) -> float:
         """Looks at the file, tells the machine, and returns the seconds until the machine goes; inf: it stays."""
@@ -114,12 +114,13 @@ class Orders:
             self._obey(_bytes(self._file))
             if self._announced and not self._notice.exists():
                 files.replace(self._notice, self._announced)
-            self._failing = ""
-        except (OSError, Garbage) as error:
-            why = getattr(error, "strerror", None) or str(error)  # the rest of a message may differ at every look
-            if why != self._failing:
+            self._failing = None
+        except Garbage as error:  # each one is looked at once
+            self._log(f"{self._file}: {error}\n")
+        except OSError as error:
+            if error.strerror != self._failing:
                 self._log(f"{self._file}: {error}\n")
-            self._failing = why
+            self._failing = error.strerror
         return self._end - self._monotonic()
 
     def _obey(self, data: bytes | None) -> None:
