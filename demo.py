@@ -108,7 +108,7 @@ def way_back(record: Record, killed_at: float | None) -> list[tuple[str, str]]:
         ("interruptions", f"{len(record.interruptions)}: {way.reason}"),
         ("  steps done again", f"{way.steps_lost} (from step {way.resumed_step}, was at {way.step})"),
         ("  seconds after the kill", ", ".join(f"{what} {at - killed_at:.1f}" for what, at in moments.items() if at)),
-        ("  of that, no way around", ", ".join(f"{what} {seconds:.1f}" for what, seconds in floor.items())),
+        ("  of that, unavoidable", ", ".join(f"{what} {seconds:.1f}" for what, seconds in floor.items())),
     ]
 
 
