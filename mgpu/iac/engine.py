@@ -218,6 +218,7 @@ class Stack:
                 err=transcript,
                 limit_s=limit_s + self._timeouts.engine_s,
                 pass_fd=events.fileno(),
+                undone=True,
                 look=log.follow,
             )
             log.follow()

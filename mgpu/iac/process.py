@@ -42,9 +42,11 @@ class CliProcess:
         err: IO[bytes],
         limit_s: float,
         pass_fd: int | None = None,
+        undone: bool = False,
         look: Callable[[], None] = lambda: None,
     ) -> int:
-        """The exit status. `look` is called every tenth of a second.
+        """The exit status. `look` is called every tenth of a second. `undone`: an interrupt that came since the driver
+        looked for one, when there was nothing to be cancelled yet, cancels it.
 
         Raises:
             StackError: it did not end within `limit_s` seconds: it was cancelled, and killed `grace_s` after that.
@@ -59,6 +61,8 @@ class CliProcess:
             start_new_session=True,
             pass_fds=() if pass_fd is None else (pass_fd,),
         )
+        if undone and self.interrupted:
+            self._cancel()
         try:
             return self._wait(self._process, limit_s, look)
         finally:

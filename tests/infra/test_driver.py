@@ -70,6 +70,16 @@ def test_one_interrupt_is_forwarded_and_the_rest_are_not(run):
     assert run.out.read_text().count("int") == 1
 
 
+@pytest.mark.parametrize(("undone", "status"), [(True, -2), (False, 0)])
+def test_an_interrupt_while_an_operation_is_being_started_is_not_lost(undone, status, tmp_path):
+    """It comes after the driver's own look, and before there is a process to be told."""
+    cli = CliProcess(grace_s=1)
+    cli.interrupt()
+    with (tmp_path / "out").open("wb") as out:
+        argv = ["/bin/sleep", "1"]
+        assert cli.run(argv, cwd=tmp_path, env={}, out=out, err=out, limit_s=10, undone=undone) == status
+
+
 def test_ctrl_c_in_the_driver_is_forwarded_and_drained(run):
     def ctrl_c():
         if run.out.read_text().startswith("ready") and not run.cli.interrupted:
