@@ -44,7 +44,7 @@ from mgpu.errors import (
     TeardownIncomplete,
     Transient,
 )
-from mgpu.events import Emit, OfferTried, Warned, ignore
+from mgpu.events import Emit, Note, OfferTried, Warned, ignore
 from mgpu.journal import Journal
 from mgpu.plan.model import Offer, Refusal
 from mgpu.providers.base import FleetRequest, FleetState, Handle, Intent, NodePhase, NodeState, Provider, create_token
@@ -304,6 +304,7 @@ class _Search:
             try:
                 return self._insist(lambda: self._ask(intent, asked))
             except AmbiguousCreate as error:
+                self.emit(Note(f"{error.what}; looking for what it made"))
                 self._pause(trouble.next(error))
             found = self._look_for(intent, patience_s)
             if found is not None:

@@ -9,6 +9,7 @@ from mgpu.errors import MgpuError, ProviderError, StackError, TeardownIncomplete
 
 _KEPT = (ProviderError, TeardownIncomplete)
 _MARK = re.compile(r"\n\s*\[mgpu:(\w+)\]")
+_LIST = re.compile(r"\A\s*\d+ errors? occurred:\s*\* ")  # how the engine shows the reasons of a partial failure
 
 
 def describe(error: MgpuError) -> str:
@@ -27,6 +28,7 @@ def parse(text: str) -> MgpuError | None:
         return None
     found = getattr(errors, mark[1], None)
     kind = found if isinstance(found, type) and issubclass(found, _KEPT) else StackError
-    what, *rest = [line.strip() for line in text[: mark.start()].splitlines() if line.strip()] or ["the plugin failed"]
+    said = _LIST.sub("", text[: mark.start()])
+    what, *rest = [line.strip() for line in said.splitlines() if line.strip()] or ["the plugin failed"]
     next_step = rest.pop() if rest else ""
     return kind(what, "\n".join(rest), next_step)

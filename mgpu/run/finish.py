@@ -188,6 +188,8 @@ def _error(record: Record, result: Result) -> MgpuError | None:
     blame = _BLAME.get(result.fault, "") if result.fault else ""
     cure = _CURE.get(result.fault, "") if result.fault and record.checkpoint_id else ""
     steps = f"; {cure}: `{_command(record)}`" if cure else ""
+    if result.fault in (Fault.INFRASTRUCTURE, Fault.PROVIDER) and result.lost and not record.recoveries:
+        steps += "; with `recovery: {attempts: 5}` in the run file it goes on by itself"
     return TrainingFailed(
         f"{run} failed: {result.reason}",
         " ".join(filter(None, (blame, _tries(record), safe))),

@@ -185,7 +185,8 @@ class Supervisor:
         if status is None or status.attempt != record.attempt:
             return
         steps = status.steps or 0
-        progress = Progress(status.step, steps, status.loss or 0.0, status.tokens_per_s or 0.0, str(status.phase))
+        phase = "stopping" if self._stop_by is not None else str(status.phase)
+        progress = Progress(status.step, steps, status.loss or 0.0, status.tokens_per_s or 0.0, phase)
         self._session.note(progress)
         timeline.moved(self._session, status)
         record.agent_seconds = {name: round(seconds, 1) for name, seconds in status.phase_seconds.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from mgpu_train.agent.status import AgentStatus
+from mgpu_train.agent.status import AgentStatus, Phase
 
 from mgpu.events import Recovered
 from mgpu.run.record import Interruption, Record
@@ -29,11 +29,20 @@ def moved(session: Session, status: AgentStatus) -> None:
     way = session.record.interruptions[-1] if session.record.interruptions else None
     if way is None or way.resumed_at is not None or way.started_at is None or way.resumed_step is None:
         return
+    since = _training_since(status)
     # a program that says no steps is back with its first sign of progress
-    if status.progress_at is None or 0 <= status.step <= way.resumed_step:
+    if since is None or 0 <= status.step <= way.resumed_step:
         return
-    way.resumed_at = max(status.progress_at, way.started_at)
+    way.resumed_at = max(since, way.started_at)
     session.emit(_recovered(way))
+
+
+def _training_since(status: AgentStatus) -> float | None:
+    """When an attempt made its first progress, however late somebody looks: UNIX seconds of the node's clock."""
+    if Phase.TRAINING not in status.phase_seconds:
+        return None
+    before = (Phase.PREPARING, Phase.RESUMING, Phase.LAUNCHING)
+    return status.started_at + sum(status.phase_seconds.get(phase, 0.0) for phase in before)
 
 
 def _recovered(way: Interruption) -> Recovered:

@@ -77,6 +77,8 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = load(model, optimizer)
+    if dist.get_rank() == 0:
+        print(f"goes on from step {first}" if first else "begins", flush=True)
     parallel = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
 
     batches = Batches(first + 1, options.steps, dist.get_rank(), dist.get_world_size())

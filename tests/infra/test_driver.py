@@ -182,6 +182,12 @@ def test_every_other_class_is_the_stacks(name):
 
 def test_text_without_a_mark_is_no_error_of_ours():
     assert failures.parse("error: something else [mgpu]") is None
+
+
+def test_the_reason_of_a_partial_failure_comes_without_the_engines_list():
+    sent = NoCapacity("fleet f: none of the offers was granted", "here: none", "Try later.")
+    got = failures.parse(f"1 error occurred:\n    \t* {failures.describe(sent)}\n\n")
+    assert (type(got), str(got)) == (NoCapacity, str(sent))
     assert errors.ProviderError.exit_code == 3
 
 

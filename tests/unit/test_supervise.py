@@ -436,9 +436,10 @@ def test_the_first_new_step_is_the_end_of_an_interruption(watch, says_steps):
     node = watch.world.nodes[0]
     for each in watch.world.nodes:
         each.says(Phase.LAUNCHING, attempt=2)
-    for second, step in ((2, 30), (3, 31), (4, 32)):
-        step, at = (step, 21.0 + step - 30) if says_steps else (-1, 22.0 if step > 30 else None)
-        watch.at(second, lambda step=step, at=at: node.says(Phase.TRAINING, attempt=2, step=step, progress_at=at))
+    watch.at(2, lambda: node.says(Phase.LAUNCHING, attempt=2, phase_seconds={"resuming": 1.0, "launching": 20.0}))
+    spent = {"preparing": 0.5, "resuming": 1.5, "launching": 20.0, "training": 9.0}  # seen 9 s after its first step
+    step = 40 if says_steps else -1
+    watch.at(4, lambda: node.says(Phase.TRAINING, attempt=2, step=step, progress_at=31.0, phase_seconds=spent))
     watch.at(8, lambda: [each.says(Phase.DONE, attempt=2) for each in watch.world.nodes]).run()
     assert watch.world.of(Recovered) == [Recovered(7, 1.0, 1.0, 6.0, 4.0)]
     assert watch.saved.interruptions[0].resumed_at == 22.0
