@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Require = Callable[[str, bool, str], None]
 
