@@ -14,7 +14,7 @@ demo: setup  ## the main job on real data on this machine: no account, no Docker
 	@$(PYTHON) demo.py
 
 test: setup  ## all tests
-	@$(PYTHON) -m pytest --numprocesses 2 --dist loadfile
+	@$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: setup  ## lint, format, types, layers: all four run, whatever the first ones say
 	@failed=; \

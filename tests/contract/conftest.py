@@ -161,6 +161,13 @@ class Lost(Exception):
 Fault = Callable[[Call], None]
 
 
+class _Quiet(ThreadingHTTPServer):
+    """Says nothing of clients that hang up: here they are meant to."""
+
+    def handle_error(self, *_: Any) -> None:
+        pass
+
+
 class Proxy:
     """`before` sees a call before the server does and may answer it, `after` sees the answer; both may raise Lost."""
 
@@ -205,7 +212,7 @@ class Proxy:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Quiet(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
