@@ -8,7 +8,7 @@ import pytest
 
 from mgpu.errors import ConnectionFailed
 from mgpu.events import Warned
-from mgpu.providers.local import bill
+from mgpu.providers.local import bill, control
 
 FOR_EVER = 1 << 30
 
@@ -91,6 +91,22 @@ def test_a_node_that_cannot_be_reached_any_more_trains_on_until_it_counts_as_los
     assert last - lost_at > 2.5, "it was not given up before its time"
     assert last - lost_at < 4 + 4 * line.deadlines.keepalive_s + 5, "nor long after"
     assert [entry.attempt for entry in line.attempts()] == [1, 2]
+    line.judge()
+
+
+def test_a_machine_that_dies_behind_a_half_open_connection_is_replaced_by_its_providers_word(new_line, new_link):
+    line, link = new_line(steps=60, times={"keepalive_s": 5}), new_link()
+    line.fleet.links[1] = link
+    line.start()
+    line.wait(lambda: line.committed())
+    link.stall()
+    died_at = time.time()
+    control.kill(line.fleet.instance(1))
+    ended = line.end()
+    assert ended.succeeded, ended
+    assert [entry.attempt for entry in line.attempts()] == [1, 2]
+    back_s = min(entry["at"] for entry in line.done("step", attempt=2)) - died_at
+    assert back_s < 25 + 20, "however little of the loss the connection tells"
     line.judge()
 
 
