@@ -44,7 +44,7 @@ def _give_back(record: Record, fleet: StackOutput | None, context: Context) -> N
     if not record.state.final:
         record.to(State.TEARDOWN)
         if record.verdict is None:
-            record.reason, record.verdict = "its machines were given back by hand (`mgpu down`, `mgpu gc`)", Interrupted.exit_code
+            record.reason, record.verdict = "its machines were given back by hand", Interrupted.exit_code
     _save(record, context)
     stack = stack_of(record, context)
     give_back_fleet(stack, record.provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
