@@ -3,7 +3,8 @@
     .pulumi/stacks/<project>/<stack>.json[.gz]         the state
     .pulumi/locks/organization/<project>/<stack>/      a file for every process that says that it is at work
 
-Pulumi writes both aside and renames them: what is read here is whole.
+Pulumi writes both aside and renames them: what is read here is whole. Beside each file stands another, `.attrs`, with a
+checksum; that one is written in place, and a CLI that is killed at the wrong moment leaves it cut off.
 """
 
 from __future__ import annotations
@@ -37,6 +38,19 @@ def pending_creates(project: str, stack: str) -> tuple[str, ...]:
         return tuple(entry["resource"]["urn"] for entry in operations if entry["type"] == "creating")
     except (OSError, EOFError, ValueError, TypeError, KeyError):
         return ()
+
+
+def drop_torn_attributes(project: str, stack: str) -> None:
+    """Deletes attributes of the state that a killed CLI has cut off: Pulumi needs none, but refuses half of them.
+
+    Only for a stack that no living process works on.
+    """
+    folder = environment.backend_dir() / ".pulumi" / "stacks" / project
+    for path in folder.glob(f"{stack}.json*.attrs"):
+        try:
+            json.loads(path.read_bytes())
+        except ValueError:
+            path.unlink(missing_ok=True)
 
 
 def _load(path: Path) -> Any:

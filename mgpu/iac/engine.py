@@ -191,6 +191,7 @@ class Stack:
         if not given_up():
             folder = backend.lock_dir(project_name(self.project), self.name)
             locks.release_dead(folder, self._place, self.name, self._emit)
+            backend.drop_torn_attributes(project_name(self.project), self.name)
 
     def _clear(self) -> None:
         """Drops the entries of creates that were cut off, if there are any: `up` and `destroy` would keep them."""

@@ -296,3 +296,13 @@ def test_a_state_that_cannot_be_read_is_left_to_the_cli(xdg, text):
     folder.mkdir(parents=True)
     (folder / "s.json").write_text(text)
     assert backend.pending_creates("p", "s") == ()
+
+
+def test_attributes_that_a_killed_cli_cut_off_are_dropped_and_nothing_else(xdg):
+    folder = xdg / "state/mgpu/pulumi/.pulumi/stacks/p"
+    folder.mkdir(parents=True)
+    whole = {"s.json": "{}", "s.json.bak.attrs": '{"md5": "x"}', "other.json.attrs": ""}
+    for name, text in {**whole, "s.json.attrs": "", "s.json.gz.attrs": '{"md5": '}.items():
+        (folder / name).write_text(text)
+    backend.drop_torn_attributes("p", "s")
+    assert {path.name: path.read_text() for path in folder.iterdir()} == whole
