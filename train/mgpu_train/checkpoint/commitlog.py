@@ -80,7 +80,7 @@ class CommitLog:
 
     def newest_attempt(self) -> int:
         """The newest attempt that has begun; 0: none."""
-        return max((entry.attempt for entry in self.entries()), default=0)
+        return _newest_attempt(self.read())
 
     def supervisor(self) -> SupervisorEntry | None:
         """Who supervises the run now; None: nobody has said so yet."""
@@ -96,7 +96,7 @@ class CommitLog:
             before = _newest(log, SupervisorEntry)
             if before is not None and before.writer == writer:
                 return before
-            newest = max((entry.attempt for entry in log if not isinstance(entry, Unreadable)), default=0)
+            newest = _newest_attempt(log)
             entry = SupervisorEntry(
                 seq=len(log), attempt=newest, writer=writer, at=self._clock(), host=host[:255], pid=pid
             )
@@ -106,7 +106,7 @@ class CommitLog:
 
     def ended(self, attempt: int) -> EndEntry | None:
         """How an attempt ended, by its own word; None: it has said nothing."""
-        return next((e for e in self.entries() if isinstance(e, EndEntry) and e.attempt == attempt), None)
+        return _end_of(self.read(), attempt)
 
     def end(
         self, attempt: int, writer: str, *, succeeded: bool, fault: str | None = None, reason: str | None = None
@@ -120,7 +120,7 @@ class CommitLog:
         for _ in range(_TRIES):
             log = self.read()
             self._check_fence(log, attempt, writer)
-            before = next((e for e in log if isinstance(e, EndEntry) and e.attempt == attempt), None)
+            before = _end_of(log, attempt)
             if before is not None:
                 return before
             entry = EndEntry(
@@ -152,7 +152,7 @@ class CommitLog:
             begun = [entry for entry in log if isinstance(entry, AttemptEntry)]
             if begun and (begun[-1].attempt, begun[-1].writer) == (attempt, writer):
                 return begun[-1]
-            newest = max((entry.attempt for entry in log if not isinstance(entry, Unreadable)), default=0)
+            newest = _newest_attempt(log)
             if supervisor is not None and other is not None and _damaged(log[other.seq + 1 :]):
                 # it may have been a takeover: whoever wrote it, and can read it, is to see that he supervises no more
                 self._append(other.model_copy(update={"seq": len(log), "attempt": newest, "at": self._clock()}))
@@ -196,7 +196,7 @@ class CommitLog:
         ids = tuple(sorted(checkpoint_ids))
         for _ in range(_TRIES):
             log = self.read()
-            newest = max((entry.attempt for entry in log if not isinstance(entry, Unreadable)), default=0)
+            newest = _newest_attempt(log)
             newest = max(newest, 1)  # a supervisor may have been there before any attempt
             entry = PrunedEntry(seq=len(log), attempt=newest, writer=writer, at=self._clock(), checkpoint_ids=ids)
             if self._append(entry):
@@ -285,6 +285,14 @@ def _newest(log: Iterable[Entry | Unreadable], kind: type[E]) -> E | None:
     for entry in log:
         found = entry if isinstance(entry, kind) else found
     return found
+
+
+def _newest_attempt(log: Iterable[Entry | Unreadable]) -> int:
+    return max((entry.attempt for entry in log if not isinstance(entry, Unreadable)), default=0)
+
+
+def _end_of(log: Iterable[Entry | Unreadable], attempt: int) -> EndEntry | None:
+    return next((entry for entry in log if isinstance(entry, EndEntry) and entry.attempt == attempt), None)
 
 
 def _committed(log: list[Entry | Unreadable], manifest: Manifest) -> CheckpointEntry | None:
