@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from mgpu_train.agent import procs
@@ -60,7 +61,8 @@ def start(tmp_path):
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell cannot trap an ignored one
             )
         children.append(child)
-        wait_until(lambda: b"ready" in out.read_bytes())
+        # asleep in `read`: a shell that is hit between its last look at its signals and `read` sleeps on, untrapped
+        wait_until(lambda: b"ready" in out.read_bytes() and asleep(child.pid))
         child.out = out
         return child
 
@@ -69,6 +71,10 @@ def start(tmp_path):
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+
+
+def asleep(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 def wait_until(condition, limit_s=10):
