@@ -1,4 +1,4 @@
-"""The provider contract: nine calls, and what each promises. Errors are `mgpu.errors.ProviderError`s alone."""
+"""The provider contract: the calls, and what each promises. Errors are `mgpu.errors.ProviderError`s alone."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ class Capabilities(Value):
     interruption_notice_s: float
     listing_lag_s: float = Field(0, description="seconds after a request: `find` and `list_owned` may not show it")
     shared_filesystem: bool = Field(False, description="nodes see the operator's file system: file:// stores work")
+    notices: Literal["file", "ec2", "none"] = Field(
+        default="none", description="where a node finds its interruption notice"
+    )
+    one_use_host_keys: bool = Field(
+        default=False, description="a host key comes with user data: replaced at first contact"
+    )
 
 
 class Offers(Value):
@@ -64,6 +70,7 @@ class Handle(Value):
     generation: int
     token: str
     ids: tuple[str, ...]
+    made_at: float = Field(default=0, description="UNIX seconds of the newest create; 0: not known")
 
 
 class NodePhase(StrEnum):
@@ -73,6 +80,15 @@ class NodePhase(StrEnum):
     RUNNING = "running"
     STOPPING = "stopping"  # asked to end, may still be billed
     TERMINATED = "terminated"  # the provider says that it is gone
+
+
+class JumpHost(Value):
+    """A machine that SSH goes through, because the node has no address of its own that can be reached."""
+
+    address: str
+    port: int = 22
+    user: str
+    host_key: str = Field(description="OpenSSH public key line, pinned")
 
 
 class NodeState(Value):
@@ -85,6 +101,11 @@ class NodeState(Value):
     port: int = 22
     user: str = ""
     host_key: str = Field("", description="OpenSSH public key line; what the operator pins")
+    one_use_key: bool = Field(
+        default=False, description="`host_key` came with user data and has to be replaced (`rekeyed`)"
+    )
+    via: JumpHost | None = None
+    python: str = Field(default="python3", description="the interpreter on the node that runs programs; has torch")
     private_address: str = Field("", description="as the other nodes reach it")
     price_usd_per_hour: float = 0
     hard_cap_at: float = Field(0, description="UNIX seconds; the machine ends then, whatever happens")
@@ -113,6 +134,10 @@ class Provider(Protocol):
     name: str
     caps: Capabilities
 
+    def configured(self) -> bool:
+        """Whether this user has set the provider up at all; looks at files and variables, asks nobody."""
+        ...
+
     def check(self) -> None:
         """Tests the credentials and one cheap permission. Raises what is missing."""
         ...
@@ -132,6 +157,11 @@ class Provider(Protocol):
 
     def describe(self, handle: Handle) -> FleetState:
         """The machines as they are now. A machine is TERMINATED only when the provider says so."""
+        ...
+
+    def rekeyed(self, handle: Handle, node: str, host_key: str, *, used: bool) -> None:
+        """Remembers a machine's new host key, for every other process to find; once before the machine shows it
+        (`used` false: both keys may be met from now on) and once when it does. Only with `caps.one_use_host_keys`."""
         ...
 
     def repair(

@@ -15,12 +15,14 @@ PROVIDERS = ("local", "aws")  # each has a block of its own name
 
 _NAME = r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$"
 _WORD = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+_ACCOUNT = r"^[0-9]{12}$"
 _URL = r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\x00-\x20]*)?|file:///[^\x00-\x1f]+)$"
 
 # what a pattern asks for, in words; a refused value is not repeated, because it may be a secret in the wrong place
 FORMS = {
     _NAME: "lower-case letters, digits and `-`, at most 40, beginning with a letter",
     _WORD: "letters, digits, `.`, `_` and `-`, at most 128, beginning with a letter or digit",
+    _ACCOUNT: "12 digits, in quotes",
     _URL: "s3://bucket/prefix or file:///folder",
     get_args(EnvName)[1].pattern: "the name of an environment variable: letters, digits and `_`, no digit first",
 }
@@ -124,8 +126,35 @@ class LocalBlock(Block):
 class AwsBlock(Block):
     """`aws:` settings of provider aws."""
 
-    subnet_ids: tuple[Word, ...] = Field((), description="subnets to use (default: those of the default VPC)")
+    account: Annotated[str, StringConstraints(pattern=_ACCOUNT)] | None = Field(
+        None, description="the account, 12 digits in quotes; credentials of another one are refused (default: any)"
+    )
+    profile: Word | None = Field(None, description="profile of ~/.aws (default: what AWS's own tools would take)")
+    endpoint_url: Text | None = Field(
+        None, description="address of all services, for a VPC endpoint or a fake (default: AWS's own)"
+    )
+    subnet_ids: Words = Field((), description="subnets to use (default: those of the default VPC)")
     security_group_id: Word | None = Field(None, description="security group of the nodes (default: the one of `base`)")
+    instance_profile: Word | None = Field(None, description="the nodes' role (default: the one of `base`)")
+    reaper_role: Text | None = Field(
+        None, description="ARN of the role that ends machines at their hard cap (default: the one of `base`)"
+    )
+    machine_image: Word | None = Field(
+        None, description="machine image, ami-... (default: the newest deep-learning image with PyTorch)"
+    )
+    python: Text | None = Field(
+        None, description="Python interpreter of the nodes; has torch (default: the machine image's)"
+    )
+    address: Literal["public", "private"] = Field(
+        "public", description="how the operator reaches nodes; private needs `jump_host`, or a network that leads there"
+    )
+    jump_host: Text | None = Field(None, description="user@address[:port] to go through (default: none)")
+    jump_host_key: Text | None = Field(
+        None, description="the jump host's OpenSSH public key line, pinned (default: none)"
+    )
+    network: Literal["auto", "plain"] = Field(
+        "auto", description="auto: a placement group, and EFA where the type has it; plain: neither"
+    )
 
 
 class RunSpec(Block):

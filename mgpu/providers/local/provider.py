@@ -51,6 +51,7 @@ class LocalProvider:
         interruption_notice_s=120,
         listing_lag_s=0,
         shared_filesystem=True,
+        notices="file",
     )
 
     def __init__(self, options: Mapping[str, str] | None = None, root: Path | None = None) -> None:
@@ -63,6 +64,13 @@ class LocalProvider:
         root = self._root or paths.state_dir() / "local"
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         return root.resolve()
+
+    def configured(self) -> bool:
+        """Always: it needs nothing."""
+        return True
+
+    def rekeyed(self, handle: Handle, node: str, host_key: str, *, used: bool) -> None:
+        """Nothing: a keeper makes its node's host key itself."""
 
     def check(self) -> None:
         """Tests that this machine can carry nodes.

@@ -1,0 +1,1 @@
+"""A fake AWS: moto in a process of its own, with what moto lacks, and Linux machines behind its instances."""
