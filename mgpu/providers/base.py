@@ -101,8 +101,8 @@ class NodeState(Value):
     port: int = 22
     user: str = ""
     host_key: str = Field("", description="OpenSSH public key line; what the operator pins")
-    one_use_key: bool = Field(
-        default=False, description="`host_key` came with user data and has to be replaced (`rekeyed`)"
+    one_use_key: str = Field(
+        default="", description="the key that came with user data, as long as the node may show it; `rekeyed` ends that"
     )
     via: JumpHost | None = None
     python: str = Field(default="python3", description="the interpreter on the node that runs programs; has torch")
