@@ -9,6 +9,8 @@ GENERATION = "mgpu:generation"
 TOKEN = "mgpu:token"  # noqa: S105  an idempotency token, no secret
 # on machines alone
 RANK = "mgpu:rank"
+RANKS = "mgpu:ranks"  # of its whole create, from its template (machines.ranks_tag): who is who before RANK is there
+PRICE = "mgpu:usd-per-hour"  # of one machine, from its template: EC2 does not say what a machine costs
 HARD_CAP_AT = "mgpu:hard-cap-at"  # UNIX seconds
 HOST_KEY = "mgpu:host-key"  # OpenSSH public key line: the one that is pinned
 ONE_USE_KEY = "mgpu:one-use-host-key"  # the one that came with user data, as long as it may be met
