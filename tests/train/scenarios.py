@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -63,7 +64,8 @@ class Runner:
     def train(self, name: str, resume: str | None = None, stop: StopRequest | None = None, **settings: Any) -> None:
         """One scenario: checkpoints and metrics go to OUT/name."""
         home = self.out / name
-        folders = Folders(home / "checkpoints", home / "metrics", self.out / resume if resume else None)
+        asked = self.out / "asked" / f"rank-{self.place.rank}"  # nobody asks for a save but where a test did
+        folders = Folders(home / "checkpoints", home / "metrics", self.out / resume if resume else None, asked)
         try:
             Trainer(job(self.out, **settings), folders, self.place, stop or Signal(self.place)).run()
         except TrainError as error:
@@ -89,6 +91,9 @@ def two_ranks(runner: Runner) -> None:
     for clock in (0, 1):
         minutes = 1e-9 if runner.place.rank == clock else 1e9
         runner.train(f"minutes-of-rank-{clock}", strategy="ddp", every_steps=None, minutes=minutes)
+    ask(runner)
+    runner.train("early", strategy="ddp", every_steps=100)
+    shutil.rmtree(runner.out / "asked", ignore_errors=True)
     runner.train("finished", strategy="fsdp", resume="fsdp/checkpoints/step-6")
     litter(runner)
     runner.train("littered", strategy="fsdp")
@@ -97,6 +102,13 @@ def two_ranks(runner: Runner) -> None:
     runner.train("odd-batch", global_batch=7)
     runner.train("diverged", strategy="fsdp", lr=1e30, every_steps=1)
     break_disk(runner)
+
+
+def ask(runner: Runner) -> None:
+    """Asks rank 1 alone for a checkpoint ahead of time; the request stays where it is."""
+    if runner.place.rank == 1:
+        (runner.out / "asked").mkdir()
+        (runner.out / "asked" / "rank-1").touch()
 
 
 def one_rank(runner: Runner) -> None:

@@ -15,13 +15,15 @@ from mgpu_train.agent.attempt import Attempt, StopRequests
 from mgpu_train.agent.budget import NOTHING, Need, going
 from mgpu_train.agent.decide import AttemptFailed
 from mgpu_train.agent.depot import StoreDepot
+from mgpu_train.agent.imds import Imds
 from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.notices import NoticeFile, Notices
 from mgpu_train.agent.status import CheckpointStatus, Fault, Phase
 from mgpu_train.agent.uploads import Announced, DepotError
 from mgpu_train.config import CheckpointTarget, Job, Secrets
 
 
-def make(home: Path, **times: float) -> Attempt:
+def make(home: Path, more: dict[str, Any] | None = None, **times: float) -> Attempt:
     job = Job.model_validate(
         {
             "run_id": "r",
@@ -36,6 +38,7 @@ def make(home: Path, **times: float) -> Attempt:
             "lease_file": "lease",
             "notice_file": "notice",
             "timeouts": {"poll_s": 0.01, **times},
+            **(more or {}),
         }
     )
     layout = RunLayout("r", PurePosixPath(home))
@@ -281,3 +284,78 @@ def test_a_bug_in_the_store_costs_one_save_and_not_the_uploads(tmp_path, monkeyp
     (tmp_path / "store/r/attempts/1/announced.json").write_text("{}")
     with pytest.raises(DepotError, match="holds no announcement"):
         depot.announced()
+
+
+# --- the provider's hints ---------------------------------------------------------------------------------------------
+
+
+class Hinting:
+    """A source that hints, and warns when it is told to."""
+
+    def __init__(self) -> None:
+        self.hints: bytes | None = None
+        self.warns: bytes | None = None
+
+    def read(self) -> bytes | None:
+        return self.warns
+
+    def hint(self) -> bytes | None:
+        return self.hints
+
+
+@pytest.fixture
+def hinting(tmp_path):
+    attempt = make(tmp_path, {"checkpoint": {"to": "file:///x", "writers": "all"}})
+    source = Hinting()
+    attempt._notices = Notices(source, attempt.say)
+    return attempt, source, Path(attempt.layout.save_request(1))
+
+
+def in_two_minutes() -> bytes:
+    return json.dumps(
+        {"action": "terminate", "time": datetime.fromtimestamp(time.time() + 120, UTC).isoformat()}
+    ).encode()
+
+
+def test_a_hint_asks_for_one_early_save_and_training_goes_on(hinting):
+    """F21"""
+    attempt, source, request = hinting
+    attempt.enter(Phase.TRAINING)
+    attempt.tick()
+    assert not request.exists()
+    source.hints = b'{"noticeTime": "2026-01-01T00:00:00Z"}'
+    attempt.tick()
+    assert request.exists()
+    assert attempt.report.status.at_risk_since == 1_767_225_600.0
+    assert (attempt.going, attempt.report.status.notice) == (None, None)
+    request.unlink()
+    for source.hints in (None, b"{", b'{"noticeTime": "2026-01-02T00:00:00Z"}'):
+        attempt.tick()
+    assert not request.exists(), "it is asked for once, however the hint flaps"
+    assert Path(attempt.layout.log).read_text().count("may take this machine soon") == 1
+
+
+@pytest.mark.parametrize("phase", [Phase.PREPARING, Phase.LAUNCHING, Phase.DRAINING])
+def test_with_nothing_to_save_a_hint_asks_for_nothing(hinting, phase):
+    attempt, source, request = hinting
+    attempt.enter(phase)
+    source.hints = b'{"noticeTime": "2026-01-01T00:00:00Z"}'
+    attempt.tick()
+    assert attempt.report.status.at_risk_since == 1_767_225_600.0
+    assert not request.exists()
+
+
+def test_a_hint_together_with_a_notice_changes_nothing(hinting):
+    attempt, source, request = hinting
+    attempt.enter(Phase.TRAINING)
+    source.hints, source.warns = b'{"noticeTime": "2026-01-01T00:00:00Z"}', in_two_minutes()
+    attempt.tick()
+    assert attempt.going is not None
+    assert attempt.going.fault is Fault.PROVIDER
+    assert not request.exists()
+
+
+@pytest.mark.parametrize(("notices", "kind"), [("file", NoticeFile), ("ec2", Imds), ("none", type(None))])
+def test_notices_stand_where_the_job_says(tmp_path, notices, kind):
+    attempt = make(tmp_path, {"notices": notices})
+    assert isinstance(attempt._notices._source, kind)

@@ -22,8 +22,11 @@ IN_2_MINUTES = b'{"action": "terminate", "time": "2026-01-01T00:02:00Z"}'
 class Scripted:
     """A source that gives one answer after the other, and the last one again and again; it may be an exception."""
 
-    def __init__(self, *answers: bytes | None | OSError) -> None:
-        self.answers = list(answers)
+    def __init__(self, *answers: bytes | None | OSError, hints: tuple[bytes | None, ...] = (None,)) -> None:
+        self.answers, self.hints = list(answers), list(hints)
+
+    def hint(self) -> bytes | None:
+        return self.hints.pop(0) if len(self.hints) > 1 else self.hints[0]
 
     def read(self) -> bytes | None:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -120,7 +123,33 @@ def test_a_notice_whose_time_comes_is_not_doubted_then():
 
 
 def test_without_a_source_there_is_no_notice():
-    assert Notices(None, pytest.fail).poll() is None
+    notices = Notices(None, pytest.fail)
+    assert (notices.poll(), notices.hinted()) == (None, None)
+
+
+HINT = b'{"noticeTime": "2025-12-31T23:59:00Z"}'
+
+
+def hinted(*hints: bytes | None) -> tuple[list[float | None], list[str]]:
+    said: list[str] = []
+    notices = Notices(Scripted(None, hints=hints), said.append)
+    return [notices.hinted() for _ in range(len(hints) + 2)], said
+
+
+def test_a_hint_is_told_once_however_it_flaps():
+    """F21"""
+    assert hinted(None, HINT, None, HINT, b"{", HINT) == ([None, NOW - 60, *[None] * 6], [])
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"null", b"{}", b'{"noticeTime": 7}', b'{"noticeTime": "soon"}', b"[" * 100_000, b"\xff"]
+)
+def test_a_hint_that_is_malformed_is_said_once_and_changes_nothing(data):
+    """F21"""
+    found, said = hinted(data, None, data)
+    assert found == [None] * 5
+    assert len(said) == 1
+    assert said[0].startswith("an interruption notice is not believed: a hint is malformed: ")
 
 
 def test_a_file_is_read_and_nothing_else_is(tmp_path):

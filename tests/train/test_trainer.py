@@ -116,6 +116,14 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(out, 
     assert saved(out, name) == ["step-4"]
 
 
+def test_a_request_on_one_node_saves_on_all_once_and_training_goes_on(out):
+    """F21"""
+    assert saved(out, "early") == ["step-1", "step-6"]
+    for rank in (0, 1):
+        assert [line["step"] for line in lines(out, "early", "checkpoint", rank)] == [1, 6]
+    assert losses(out, "early") == losses(out, "ddp")
+
+
 @pytest.mark.parametrize(
     "name", ["fsdp-from-ddp", "ddp-from-one-rank", "single-from-fsdp", "fsdp-on-one-rank", "fsdp-from-rank0"]
 )

@@ -6,6 +6,7 @@ Started once per process: by the agent, by torchrun, or as `python -m mgpu_train
     MGPU_CHECKPOINT_DIR    where `step-<n>` folders go, when job.json has `checkpoint`
     MGPU_METRICS_DIR       where `rank-<rank>.jsonl` goes; without it there is none
     MGPU_RESUME_DIR        a verified checkpoint to go on from; without it training begins at step 0
+    MGPU_SAVE_REQUEST      a file; when it appears a checkpoint is made ahead of time, once
 
 and torchrun's own variables. It needs nothing else of mgpu:
 
@@ -60,11 +61,12 @@ class Folders:
     checkpoints: Path | None = None
     metrics: Path | None = None
     resume: Path | None = None
+    save_request: Path | None = None  # a file that appears when a checkpoint ahead of time is wanted
 
     @classmethod
     def of_environment(cls) -> Folders:
-        """As the variables MGPU_*_DIR say."""
-        names = ("MGPU_CHECKPOINT_DIR", "MGPU_METRICS_DIR", "MGPU_RESUME_DIR")
+        """As the variables MGPU_* say."""
+        names = ("MGPU_CHECKPOINT_DIR", "MGPU_METRICS_DIR", "MGPU_RESUME_DIR", "MGPU_SAVE_REQUEST")
         return cls(*(Path(os.environ[name]).absolute() if os.environ.get(name) else None for name in names))
 
 
@@ -144,6 +146,7 @@ class Trainer:
         self.checkpointer = Checkpointer(self.model, self.optimizer, place, writers, self._meta())
         self.progress = self.checkpointer.load(folders.resume) if folders.resume else Progress()
         self.saved: Progress | None = None
+        self.early = True  # one checkpoint ahead of time may be asked for
         self.metrics = MetricLines(folders.metrics, place.rank)
         self.busy_s = 0.0  # spent in steps since the last line of metrics
 
@@ -157,11 +160,11 @@ class Trainer:
             self._validate()
         stopping = False
         while self.progress.step < self.config.steps and not stopping:
-            stopping, overdue = self._step()
+            stopping, wanted = self._step()
             step = self.progress.step
             if step == self.config.steps or (step % self.config.validate_every == 0 and not stopping):
                 self._validate()
-            if overdue or self.save_clock.due(step):
+            if wanted or self.save_clock.due(step):
                 self._save()
         if self.saved != self.progress:  # the end has its checkpoint, also when there was nothing left to do
             self._save()
@@ -171,7 +174,7 @@ class Trainer:
         return self.progress
 
     def _step(self) -> tuple[bool, bool]:
-        """One optimizer step. Returns what all ranks agreed on: to stop now, and to save because minutes are over."""
+        """One optimizer step. Returns what all ranks agreed on: to stop now, and to save, whatever the step is."""
         began = time.perf_counter()
         step = self.progress.step + 1
         lr = learning_rate(step, self.config)
@@ -179,9 +182,11 @@ class Trainer:
             group["lr"] = lr
         local_loss = self._backward(self.order.batch(self.progress.samples, *self._slice()))
         norm = parallel.clip_gradients(self.model, self.config.clip_norm)
-        # One exchange a step carries all that needs agreement: the loss, a signal anywhere, the minutes since a save.
+        # One exchange a step carries all that needs agreement: the loss, a signal or a request to save anywhere, the
+        # minutes since a save.
         overdue = self.place.rank == 0 and self.save_clock.overdue()
-        loss_sum, signals, overdue = self.place.sum(local_loss, self.stop.asked, overdue)
+        loss_sum, signals, overdue, early = self.place.sum(local_loss, self.stop.asked, overdue, self._asked_early())
+        self.early = self.early and early == 0
         loss = loss_sum / self.place.world_size
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise TrainError(
@@ -193,7 +198,11 @@ class Trainer:
         self.progress = Progress(step, self.progress.samples + self.config.global_batch)
         self.busy_s += time.perf_counter() - began
         self._report(loss, lr, norm)
-        return signals > 0, overdue > 0
+        return signals > 0, overdue + early > 0
+
+    def _asked_early(self) -> bool:
+        request = self.folders.save_request
+        return self.early and request is not None and request.exists()
 
     def _slice(self) -> tuple[int, int, int]:
         return self.config.global_batch, self.place.rank, self.place.world_size

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_train.agent.budget import NOTHING, Going, Need, going
+from mgpu_train.agent.imds import Imds
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.lease import Lease
 from mgpu_train.agent.log import Log, clean, hide
-from mgpu_train.agent.notices import NoticeFile, Notices
+from mgpu_train.agent.notices import NoticeFile, Notices, Source
 from mgpu_train.agent.report import Report
 from mgpu_train.agent.status import LEASE_ENDS, Fault, Notice, Phase
 from mgpu_train.config import Job, Secrets
@@ -46,7 +47,7 @@ class Attempt:
         self._lease = Lease(lease, lease_s=self.times.lease_s, renew_s=self.times.lease_renew_s)
         self._lease_problem = ""
         self._alive = False
-        self._notices = Notices(NoticeFile(home / job.notice_file) if job.notice_file else None, self.say)
+        self._notices = Notices(_source(job, home), self.say)
         self.going: Going | None = None  # set when it is known that this machine goes
         self.need: Callable[[], Need] = lambda: NOTHING  # what a save takes, while there is something to save
 
@@ -79,6 +80,8 @@ class Attempt:
         """
         if (warned := self._notices.poll()) is not None:
             self._goes(Fault.PROVIDER, "the provider takes this machine", warned.action, warned.left_s)
+        if (since := self._notices.hinted()) is not None:
+            self._at_risk(since)
         self._alive = self._alive or alive
         try:
             if self._alive and self._lease.renew():
@@ -86,6 +89,18 @@ class Attempt:
         except OSError as error:
             self._not_renewed(error)
         self.report.beat(**changes)
+
+    def _at_risk(self, since: float) -> None:
+        """A hint: training goes on, and where there is something to save the program is asked for it once. Beside a
+        notice it changes nothing."""
+        self.say("the provider may take this machine soon (a hint, no notice)")
+        self.report.beat(at_risk_since=since)
+        training = self.report.status.phase is Phase.TRAINING and self.going is None
+        if training and self.job.checkpoint is not None:
+            try:
+                Path(self.layout.save_request(self.job.attempt)).touch()
+            except OSError as error:
+                self.say(f"the program cannot be asked for an early checkpoint: {error}")
 
     def _not_renewed(self, error: OSError) -> None:
         """The lease that stands will end the machine: in time for a last save that is a notice like any other."""
@@ -109,3 +124,10 @@ class Attempt:
     def public(self, text: str) -> str:
         """The text without the secrets of the run and of the store."""
         return hide(text, [*self.secrets.env.values(), *self.secrets.store.values()])
+
+
+def _source(job: Job, home: Path) -> Source | None:
+    """Where this machine's notices stand."""
+    if job.notices == "ec2":
+        return Imds()
+    return NoticeFile(home / job.notice_file) if job.notices == "file" and job.notice_file else None

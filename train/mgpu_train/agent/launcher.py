@@ -72,6 +72,7 @@ def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: M
         "MGPU_NODES": str(job.nodes),
         "MGPU_CHECKPOINT_DIR": str(layout.checkpoints),
         "MGPU_METRICS_DIR": str(layout.metrics),
+        "MGPU_SAVE_REQUEST": str(layout.save_request(job.attempt)),
         "PYTHONUNBUFFERED": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # the agent's own grace is to end first: torchrun's 30 s would cut off a save

@@ -35,6 +35,10 @@ class RunLayout:
         """`MGPU_JOB`: the job of one attempt, which a newer `job.json` does not change."""
         return self.root / f"job-{attempt}.json"
 
+    def save_request(self, attempt: int) -> PurePosixPath:
+        """`MGPU_SAVE_REQUEST`: appears in an attempt when a checkpoint ahead of time is wise."""
+        return self.root / f"save-{attempt}"
+
     @property
     def lock(self) -> PurePosixPath:
         """Held by the living agent (flock)."""

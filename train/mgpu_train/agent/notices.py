@@ -33,6 +33,10 @@ class Source(Protocol):
         """What stands there now; None: nothing. Returns at once. Raises OSError."""
         ...
 
+    def hint(self) -> bytes | None:
+        """The provider's hint that it may take the machine soon, which is no notice; None: there is none."""
+        ...
+
 
 class NoticeFile:
     """A file that the host writes: `{"action": "terminate", "time": "2026-01-31T12:00:00Z"}`."""
@@ -49,10 +53,14 @@ class NoticeFile:
         except FileNotFoundError:
             return None
 
+    def hint(self) -> bytes | None:
+        """See Source: such a host gives none."""
+        return None
+
 
 class Notices:
     """Reads a source again and again. The first notice that can be believed stands, whatever the source says later,
-    unless it names an earlier time. What cannot be believed is said once, and changes nothing."""
+    unless it names an earlier time. What cannot be believed is said once, and changes nothing. A hint is told once."""
 
     def __init__(
         self, source: Source | None, say: Callable[[str], None], clock: Callable[[], float] = time.time
@@ -62,6 +70,7 @@ class Notices:
         self._seen: bytes | None = None
         self._said: set[str] = set()
         self._at: float | None = None
+        self._hinted = False
 
     def poll(self) -> Warned | None:
         """A notice that is new, or earlier than the one that stood; else None. Raises nothing."""
@@ -78,6 +87,19 @@ class Notices:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             self._doubt("it is malformed", repr(error))
             return None
+
+    def hinted(self) -> float | None:
+        """When the provider gave its first hint that can be believed, UNIX seconds: told once; else None."""
+        found = self._source.hint() if self._source and not self._hinted else None
+        if found is None:
+            return None
+        try:
+            at = _moment(json.loads(found)["noticeTime"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            self._doubt("a hint is malformed", repr(error))
+            return None
+        self._hinted = True
+        return at
 
     def _believe(self, action: str, at: float) -> Warned | None:
         now = self._clock()
@@ -102,7 +124,14 @@ class Notices:
 def _parse(data: bytes) -> tuple[str, float]:
     """Action and UNIX seconds. Raises what Python raises for the wrong types and keys, and ValueError."""
     said = json.loads(data)
-    action, moment = said["action"], datetime.fromisoformat(said["time"].upper())
-    if not isinstance(action, str) or moment.tzinfo is None:
-        raise ValueError("the action is no text, or the time has no zone")
-    return action, moment.timestamp()
+    action, at = said["action"], _moment(said["time"])
+    if not isinstance(action, str):
+        raise ValueError("the action is no text")
+    return action, at
+
+
+def _moment(text: str) -> float:
+    moment = datetime.fromisoformat(text.upper())
+    if moment.tzinfo is None:
+        raise ValueError("the time has no zone")
+    return moment.timestamp()

@@ -86,6 +86,9 @@ class AgentStatus(Model):
     progress_at: float | None = Field(default=None, description="when progress was last seen")
     checkpoint: CheckpointStatus = Field(default_factory=CheckpointStatus)
     notice: Notice | None = Field(default=None, description="the machine is about to be taken")
+    at_risk_since: float | None = Field(
+        default=None, description="the provider's hint that it may take the machine soon, which is no notice: when"
+    )
     exit_code: int | None = Field(default=None, description="the launcher's; for the record, not for the verdict")
     fault: Fault | None = Field(default=None, description="with FAILED: whose")
     reason: str | None = Field(default=None, description="with FAILED: what happened, one line, no secret")
