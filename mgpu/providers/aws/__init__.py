@@ -1,1 +1,1 @@
-"""Provider `aws`: fleets of EC2 machines, spot and on-demand. boto3 is imported where a call is made, and not before."""
+"""Provider `aws`: fleets of EC2 machines, spot and on-demand. boto3 is imported where a call is made, not before."""

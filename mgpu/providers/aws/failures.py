@@ -1,0 +1,239 @@
+"""What AWS and botocore raise, as mgpu's errors: in one place, with the cause kept and the next step named.
+
+capacity (InsufficientInstanceCapacity, UnfulfillableCapacity, Unsupported, ...)   NoCapacity
+SpotMaxPriceTooLow                                                                BidTooLow
+...LimitExceeded, Max...CountExceeded                                             QuotaExceeded, with the quota's code
+no, wrong or expired credentials, a clock that is off                             AuthError
+UnauthorizedOperation, AccessDenied                                               PermissionDenied, with the action
+throttling                                                                        RateLimited
+5xx, time-outs, lost connections                           Transient; of a call that creates: AmbiguousCreate
+IdempotentParameterMismatch                                                       Conflict
+the account itself                                                                BillingError
+all else                                                                          InvalidRequest
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mgpu.errors import (
+    AmbiguousCreate,
+    AuthError,
+    BidTooLow,
+    BillingError,
+    Conflict,
+    InvalidRequest,
+    NoCapacity,
+    PermissionDenied,
+    ProviderError,
+    QuotaExceeded,
+    RateLimited,
+    Scope,
+    Transient,
+)
+
+EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"})
+_AUTH = EXPIRED | {
+    "AuthFailure",
+    "IncompleteSignature",
+    "InvalidAccessKeyId",
+    "InvalidClientTokenId",
+    "InvalidSignatureException",
+    "MissingAuthenticationToken",
+    "MissingAuthenticationTokenException",
+    "OptInRequired",
+    "RequestTimeTooSkewed",
+    "SignatureDoesNotMatch",
+    "UnrecognizedClientException",
+}
+_PERMISSION = frozenset(
+    {
+        "AccessDenied",
+        "AccessDeniedException",
+        "AuthFailure.ServiceLinkedRoleCreationNotPermitted",
+        "NotAuthorized",
+        "UnauthorizedOperation",
+    }
+)
+_THROTTLING = frozenset(
+    {
+        "EC2ThrottledException",
+        "PriorRequestNotComplete",
+        "RequestLimitExceeded",
+        "RequestThrottled",
+        "RequestThrottledException",
+        "SlowDown",
+        "Throttling",
+        "ThrottledException",
+        "ThrottlingException",
+        "TooManyRequestsException",
+    }
+)
+_CAPACITY = frozenset(
+    {
+        "InsufficientCapacity",
+        "InsufficientCapacityOnHost",
+        "InsufficientFreeAddressesInSubnet",
+        "InsufficientHostCapacity",
+        "InsufficientInstanceCapacity",
+        "InsufficientReservedInstanceCapacity",
+        "InsufficientReservedInstancesCapacity",
+        "UnfulfillableCapacity",
+        "Unsupported",
+    }
+)
+_ACCOUNT = frozenset({"Blocked", "PendingVerification"})
+_BROKEN = frozenset({"InternalError", "InternalFailure", "RequestTimeout", "ServiceUnavailable", "Unavailable"})
+_QUOTA = re.compile(r"\w*LimitExceeded|Max\w+CountExceeded|ServiceQuotaExceededException|LimitExceededException")
+_RETRY_S = 5.0  # the least that is waited after throttling; botocore has tried again by then
+_STATUS_SERVER = 500
+
+# vCPU quotas by family and market: code and AWS's own name
+_QUOTAS = (
+    (r"p5|p6", "spot", "L-C4BD4855", "All P5 Spot Instance Requests"),
+    (r"p", "spot", "L-7212CCBC", "All P4, P3 and P2 Spot Instance Requests"),
+    (r"g|vt", "spot", "L-3819A6DF", "All G and VT Spot Instance Requests"),
+    (r"p", "on-demand", "L-417A185B", "Running On-Demand P instances"),
+    (r"g|vt", "on-demand", "L-DB2E81BA", "Running On-Demand G and VT instances"),
+    (r"[acdhimrtz]\d", "spot", "L-34B43A08", "All Standard Spot Instance Requests"),
+    (r"[acdhimrtz]\d", "on-demand", "L-1216C47A", "Running On-Demand Standard instances"),
+)
+
+
+def quota_of(instance_type: str, market: str) -> tuple[str, str] | None:
+    """Code and name of the vCPU quota that machines of this type on this market count against, where known."""
+    for pattern, on, code, name in _QUOTAS:
+        if on == market and re.match(pattern, instance_type):
+            return code, name
+    return None
+
+
+def code_of(error: Exception) -> str:
+    """The error code of a botocore ClientError, without the side (`Client.`) that old services put before it."""
+    answer: Any = getattr(error, "response", {})
+    return re.sub(r"^(Client|Server)\.", "", str(answer.get("Error", {}).get("Code", "")))
+
+
+@contextmanager
+def calling(what: str, region: str, *, scope: Scope = "region", create: bool = False) -> Iterator[None]:
+    """Turns what botocore raises inside into mgpu's errors. `what` is what is being done, as a participle phrase
+    ("listing the regions"); `scope` is what a refusal blocks; `create`: the call makes something that costs money.
+
+    Raises:
+        ProviderError: one of those in this module's table.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
+
+    place = f"aws {region}: {what}" if region else f"aws: {what}"
+    try:
+        yield
+    except ClientError as error:
+        raise _of_answer(error, place, scope, create=create) from error
+    except (BotoCoreError, ResponseParserError) as error:
+        raise _of_botocore(error, place, scope, create=create) from error
+
+
+def refusal(
+    code: str, message: str, place: str, *, scope: Scope, quota: tuple[str, str] | None = None
+) -> ProviderError:
+    """The error for a code that AWS gave, as an answer or in CreateFleet's list; `quota` is the one that would be
+    meant (`quota_of`), `place` says what was done and where."""
+    code = re.sub(r"^(Client|Server)\.", "", code)
+    why = f"{code}: {_readable(message)}"
+    if code in _CAPACITY:
+        wide: Scope = "zone" if scope == "zone" or code == "InsufficientFreeAddressesInSubnet" else "offer"
+        return NoCapacity(f"{place}: no capacity ({code})", why, scope=wide)
+    if code == "SpotMaxPriceTooLow":
+        return BidTooLow(
+            f"{place}: the spot price is above the cap", why, "Raise `max_price_usd_per_hour`.", scope="zone"
+        )
+    if code in _PERMISSION:
+        return _denied(why, message, place)
+    if code in _THROTTLING:
+        return RateLimited(f"{place}: too many calls", why, "Wait a little.", scope=scope, retry_after=_RETRY_S)
+    if _QUOTA.fullmatch(code):
+        return _quota(why, place, scope, quota)
+    if code in _AUTH:
+        return _auth(code, why, place)
+    if code in _ACCOUNT:
+        return BillingError(f"{place}: the account may not do this now", why, "Ask AWS support.", scope="account")
+    if code == "IdempotentParameterMismatch":
+        return Conflict(f"{place}: this token was used with other parameters", why, scope=scope)
+    if code in _BROKEN:
+        return Transient(f"{place}: AWS failed", why, "Try again.", scope=scope)
+    return InvalidRequest(f"{place}: AWS refuses ({code})", why, scope=scope)
+
+
+def _of_answer(error: Any, place: str, scope: Scope, *, create: bool) -> ProviderError:
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    message = str(error.response.get("Error", {}).get("Message", ""))
+    code = code_of(error)
+    if code not in _THROTTLING | _CAPACITY and (status >= _STATUS_SERVER or code in _BROKEN):
+        return _lost(f"{code}: {_readable(message)}", place, scope, create=create)
+    return refusal(code, f"{message} ({error.operation_name})", place, scope=scope)
+
+
+def _of_botocore(error: Exception, place: str, scope: Scope, *, create: bool) -> ProviderError:
+    from botocore import exceptions as of
+    from botocore.parsers import ResponseParserError
+
+    why = f"{type(error).__name__}: {error}"
+    if isinstance(error, (of.NoCredentialsError, of.PartialCredentialsError, of.ProfileNotFound)):
+        step = "Run `aws configure`, or set AWS_PROFILE or `aws: {profile: ...}`; `mgpu check aws` tells more."
+        return AuthError(f"{place}: no credentials", why, step, scope="account")
+    if isinstance(error, (of.CredentialRetrievalError, of.TokenRetrievalError, of.SSOError, of.LoginError)):
+        return AuthError(f"{place}: the credentials cannot be read", why, _LOGIN, scope="account")
+    if isinstance(error, (of.HTTPClientError, of.ConnectionError, of.IncompleteReadError, ResponseParserError)):
+        return _lost(why, place, scope, create=create)
+    return InvalidRequest(
+        f"{place}: cannot be asked for", why, "Look at the `aws:` block and AWS_* variables.", scope=scope
+    )
+
+
+_LOGIN = "Log in again (`aws sso login`, or new keys); the next call reads them."
+
+
+def _lost(why: str, place: str, scope: Scope, *, create: bool) -> ProviderError:
+    if create:
+        return AmbiguousCreate(f"{place}: the answer was lost", why, scope=scope)
+    return Transient(f"{place}: no good answer", why, "Try again; is the network there?", scope=scope)
+
+
+def _auth(code: str, why: str, place: str) -> AuthError:
+    if code in EXPIRED:
+        return AuthError(f"{place}: the credentials have expired", why, _LOGIN, scope="account")
+    if code == "RequestTimeTooSkewed":
+        return AuthError(f"{place}: this computer's clock is wrong", why, "Set the clock (NTP).", scope="account")
+    step = "Check the profile and its keys; a region that is not enabled refuses good ones, too."
+    return AuthError(f"{place}: AWS does not accept the credentials", why, step, scope="account")
+
+
+def _denied(why: str, message: str, place: str) -> PermissionDenied:
+    named = re.search(r"perform:? ([a-z0-9-]+:[A-Za-z]+)", message)
+    if "ServiceLinkedRole" in why:
+        action = "iam:CreateServiceLinkedRole"
+    else:
+        action = named[1] if named else (re.findall(r"\((\w+)\)$", message) or ["this action"])[-1]
+    step = f"Allow {action} to whom these credentials belong; `mgpu policy aws` prints all that is needed."
+    return PermissionDenied(f"{place}: not allowed: {action}", why, step, scope="account")
+
+
+def _quota(why: str, place: str, scope: Scope, quota: tuple[str, str] | None) -> QuotaExceeded:
+    if quota is None:
+        step = "Raise it at Service Quotas in the AWS console."
+        return QuotaExceeded(f"{place}: an account limit is reached", why, step, scope=scope)
+    code, name = quota
+    step = (
+        f"Raise it: `aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {code}"
+        " --desired-value VCPUS --region REGION`, or use another family, market or region."
+    )
+    return QuotaExceeded(f"{place}: quota {code} ({name}) is reached", why, step, scope=scope)
+
+
+def _readable(message: str) -> str:
+    """Without the blob of an encoded authorization failure, which only AWS can read."""
+    return re.sub(r"\s*Encoded authorization failure message: \S+", "", message).strip()

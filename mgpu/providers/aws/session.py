@@ -1,0 +1,122 @@
+"""One AWS account as this user reaches it: clients, regions, pages. Credentials are the user's own, as AWS's tools
+find them; nothing here stores them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from mgpu.errors import InputError
+from mgpu.providers.aws.failures import EXPIRED, calling
+from mgpu.providers.aws.options import Options
+
+CONNECT_S = 5.0
+READ_S = 40.0  # CreateFleet answers when all machines are placed
+ATTEMPTS = 3  # of one call, the first one counted; who asks has a backoff of its own
+_POOL = 32  # connections of one client: regions and nodes are asked in threads
+_FALLBACK_REGION = "us-east-1"
+
+
+class Account:
+    """The account behind the options' profile. Safe to use from any thread; loads boto3 at the first call."""
+
+    def __init__(
+        self, options: Options, *, connect_s: float = CONNECT_S, read_s: float = READ_S, attempts: int = ATTEMPTS
+    ) -> None:
+        self.options = options
+        self._limits = {"connect_timeout": connect_s, "read_timeout": read_s}
+        self._attempts = attempts
+        self._lock = threading.RLock()
+        self._session: Any = None
+        self._clients: dict[tuple[str, str], Any] = {}
+        self._id = ""
+
+    @property
+    def home_region(self) -> str:
+        """Where what has no region is asked for: AWS_REGION, the profile's region, else us-east-1."""
+        with self._lock:
+            return self._home_region()
+
+    def client(self, service: str, region: str) -> Any:
+        """The botocore client of a service in a region; made once.
+
+        Raises:
+            AuthError: there are no credentials, or no such profile.
+            InputError: the credentials are of another account than `aws.account`.
+        """
+        if service != "sts" and self.options.account:
+            self.id()
+        with self._lock:
+            if (service, region) not in self._clients:
+                self._clients[service, region] = self._make(service, region)
+            return self._clients[service, region]
+
+    def id(self) -> str:
+        """The account's number; asked once.
+
+        Raises:
+            AuthError: the credentials are missing, wrong or expired.
+            InputError: they are of another account than `aws.account`.
+        """
+        with self._lock:
+            if not self._id:
+                region = self._home_region()
+                with calling("asking whose credentials these are", region, scope="provider"):
+                    self._id = self.client("sts", region).get_caller_identity()["Account"]
+        if self.options.account not in ("", self._id):
+            raise InputError(
+                f"aws.account: the credentials belong to account {self._id}, the run file says {self.options.account}",
+                f"profile: {self.options.profile or os.environ.get('AWS_PROFILE') or 'default'}",
+                "Set `aws: {profile: ...}` or AWS_PROFILE to a profile of that account, or mend `account`.",
+            )
+        return self._id
+
+    def regions(self) -> tuple[str, ...]:
+        """All regions that are enabled for this account, in alphabetical order."""
+        home = self.home_region
+        with calling("listing the regions", home, scope="provider"):
+            answer = self.client("ec2", home).describe_regions()
+        return tuple(sorted(region["RegionName"] for region in answer["Regions"]))
+
+    def pages(self, client: Any, operation: str, result_key: str, **arguments: Any) -> Iterator[Any]:
+        """Every item of `result_key` in all pages of an operation's answer; errors are botocore's."""
+        for page in client.get_paginator(operation).paginate(**arguments):
+            yield from page.get(result_key, ())
+
+    def _make(self, service: str, region: str) -> Any:
+        from botocore.config import Config
+
+        from mgpu import __version__
+
+        config = Config(
+            **self._limits,
+            max_pool_connections=_POOL,
+            retries={"mode": "standard", "total_max_attempts": self._attempts},
+            user_agent_extra=f"mgpu/{__version__}",
+        )
+        with calling(f"preparing calls to {service}", region, scope="provider"):
+            client = self._opened().create_client(
+                service, region_name=region, endpoint_url=self.options.endpoint_url or None, config=config
+            )
+        client.meta.events.register("after-call", self._heed)
+        return client
+
+    def _heed(self, parsed: Any, **_: Any) -> None:
+        """Credentials that have expired are read again by the next call: the user may have renewed them."""
+        if isinstance(parsed, dict) and (parsed.get("Error") or {}).get("Code") in EXPIRED:
+            with self._lock:
+                self._session, self._clients, self._id = None, {}, ""
+
+    def _home_region(self) -> str:
+        with calling("reading the profile", "", scope="provider"):
+            configured = self._opened().get_config_variable("region")
+        return os.environ.get("AWS_REGION") or configured or _FALLBACK_REGION
+
+    def _opened(self) -> Any:
+        if self._session is None:
+            from botocore.session import Session
+
+            self._session = Session(profile=self.options.profile or None)
+        return self._session
