@@ -4,6 +4,7 @@ What a changed input does:
 
     nodes                                 update: new ranks are added, or the surplus ranks ended; no other is touched
     lease, price cap, processes per node  update: recorded; machines that run are left alone
+    file of the private key               nothing: it says where the key lies, not which one it is
     all others                            replacement, the old machines first: a running machine cannot take them over
                                           (`maxHours` too: the hard cap is fixed at create, and nothing extends it)
 
@@ -77,7 +78,7 @@ class FleetHandler:
         if call.preview:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
-        provider = registry.get(wanted.provider, wanted.options)
+        provider = _of(wanted)
         plan, cap_s = _plan(provider, wanted), self._cap_s(wanted)
 
         def rent(generation: int, journal: Journal) -> Acquired:
@@ -96,7 +97,7 @@ class FleetHandler:
         if not old:
             return _refuse_import(call, resource_id)
         fleet = FleetOutputs.model_validate(old)
-        state = registry.get(fleet.provider).describe(fleet.handle)
+        state = _of(fleet).describe(fleet.handle)
         if all(node.phase is NodePhase.TERMINATED for node in state.nodes):
             generations.used(call.settings.state_dir, fleet.name, fleet.generation)
             return None
@@ -113,7 +114,7 @@ class FleetHandler:
         fleet = fleet.model_copy(update=wanted.model_dump(exclude={"nodes"}))
         if fleet.price_usd_per_hour > wanted.max_price_usd_per_hour:
             call.emit(Warned(_above_cap(fleet, wanted)))
-        provider = registry.get(fleet.provider)
+        provider = _of(fleet)
         try:
             fleet = self._shrink(call, provider, fleet, wanted.nodes)
             fleet = self._fill(call, provider, fleet, wanted)
@@ -125,7 +126,7 @@ class FleetHandler:
     def delete(self, call: Call, resource_id: str, old: Properties) -> None:
         """Ends every machine and waits until the provider says so."""
         fleet = FleetOutputs.model_validate(old)
-        acquire.destroy(registry.get(fleet.provider), fleet.handle, timeouts=self._timeouts, emit=call.emit)
+        acquire.destroy(_of(fleet), fleet.handle, timeouts=self._timeouts, emit=call.emit)
         generations.used(call.settings.state_dir, fleet.name, fleet.generation)
 
     def _shrink(self, call: Call, provider: Provider, fleet: FleetOutputs, nodes: int) -> FleetOutputs:
@@ -186,6 +187,11 @@ class FleetHandler:
         return {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
 
 
+def _of(fleet: FleetInputs) -> Provider:
+    """The provider of a fleet, with the settings that the fleet was asked for with."""
+    return registry.get(fleet.provider, fleet.options)
+
+
 def _time_left(name: str, hard_cap_at: float) -> float:
     """Seconds until the hard cap, which machines that are added share with the others."""
     left_s = hard_cap_at - time.time()
@@ -214,6 +220,7 @@ _KNOWN_ENOUGH: Properties = {
     "maxPriceUsdPerHour": 1,
     "maxHours": 1,
     "sshPublicKey": "unknown",
+    "sshPrivateKeyFile": "unknown",
 }
 
 
@@ -230,6 +237,12 @@ def _beyond(wanted: FleetInputs) -> dict[str, str]:
     except MgpuError as error:
         return {"provider": str(error)}
     wrong = {}
+    try:
+        _of(wanted)
+    except InputError as error:
+        wrong["options"] = str(error)
+    if caps.one_use_host_keys and not wanted.ssh_private_key_file:
+        wrong["sshPrivateKeyFile"] = f"is needed: machines of {wanted.provider} get their host keys over SSH"
     if wanted.market != "on-demand" and not caps.spot:
         wrong["market"] = f"{wanted.provider} has no spot market"
     if wanted.nodes > 1 and not caps.multi_node:
@@ -243,20 +256,23 @@ def _plan(provider: Provider, wanted: FleetInputs) -> Plan:
 
 
 def _plan_like(provider: Provider, fleet: FleetOutputs, wanted: FleetInputs, count: int) -> Plan:
-    """Machines of the fleet's own type and region, under what the price cap leaves beside those that live."""
+    """Machines of the fleet's own type, in the zone of those that live, under what the price cap leaves beside them.
+
+    Between zones traffic costs money and the fastest networks do not reach: the ranks of one fleet never spread.
+    """
     cap = wanted.max_price_usd_per_hour - fleet.price_usd_per_hour
     needed = wanted.requirements().model_copy(update={"nodes": count, "max_price_usd_per_hour": cap})
     offers = provider.offers(needed).offers
-    same = (fleet.offer.instance_type, fleet.region)
-    return rank.plan(needed, [offer for offer in offers if (offer.instance_type, offer.region) == same])
+    same = (fleet.offer.instance_type, fleet.region, fleet.offer.zone)
+    return rank.plan(needed, [o for o in offers if (o.instance_type, o.region, o.zone) == same])
 
 
 def _preview(call: Call, inputs: Properties) -> Properties:
     """The inputs, and what is known only after an update; says what would be rented, at which price."""
     unknown = {key for key, value in inputs.items() if _has_unknown(value)}
-    if not unknown - {"sshPublicKey"}:
+    if not unknown - {"sshPublicKey", "sshPrivateKeyFile"}:
         wanted = FleetInputs.model_validate(inputs | _stand_ins(unknown))
-        plan = _plan(registry.get(wanted.provider, wanted.options), wanted)
+        plan = _plan(_of(wanted), wanted)
         price = f"${plan.price_usd_per_hour:.4f}/h at most, all nodes"
         call.emit(Note(f"would rent {wanted.nodes} x {plan.best.label}: {price}"))
     return {**inputs, **dict.fromkeys(_BOUGHT, UNKNOWN)}

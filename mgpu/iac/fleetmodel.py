@@ -10,8 +10,11 @@ from pydantic.alias_generators import to_camel
 
 from mgpu.acquire import Acquired
 from mgpu.plan.model import BoughtAs, Offer, Requirements
-from mgpu.providers.base import FleetRequest, FleetState, Handle, NodeState
+from mgpu.providers.base import FleetRequest, FleetState, Handle, JumpHost, NodeState
 from mgpu.spec.model import Market, Word
+
+
+_ON_RECORD = 20  # offers; a search over all regions has thousands
 
 
 class Properties(BaseModel):
@@ -42,10 +45,14 @@ class FleetInputs(Properties):
     disk_gib: int = Field(100, ge=1, description="disk of a machine, GiB")
     options: dict[str, str] = Field({}, description="settings of this provider")
     ssh_public_key: str = Field(pattern=r"^[^\r\n]+$", description="OpenSSH public key that may log in on every node")
+    ssh_private_key_file: str = Field(
+        default="",
+        description="its private half, a 0600 file; for providers whose machines come with a one-use host key",
+    )
 
     def requirements(self) -> Requirements:
         """What the plan and the provider are asked for."""
-        own = {"name", "owner", "options", "ssh_public_key"}
+        own = {"name", "owner", "options", "ssh_public_key", "ssh_private_key_file"}
         return Requirements(**self.model_dump(exclude=own), provider_options=self.options)
 
     def request(self, generation: int, hard_cap_s: float) -> FleetRequest:
@@ -72,6 +79,8 @@ class Machine(Properties):
     host_key: str
     private_address: str
     price_usd_per_hour: float
+    via: JumpHost | None = None
+    python: str = "python3"
 
     @classmethod
     def of(cls, node: NodeState, price: float, pinned: Machine | None = None) -> Machine:
@@ -85,6 +94,8 @@ class Machine(Properties):
             host_key=pinned.host_key if pinned and pinned.host_key else node.host_key,
             private_address=node.private_address,
             price_usd_per_hour=pinned.price_usd_per_hour if pinned else node.price_usd_per_hour or price,
+            via=node.via,
+            python=node.python,
         )
 
 
@@ -138,6 +149,9 @@ def bought(inputs: FleetInputs, made: Acquired, considered: tuple[Offer, ...], n
     machines = live_machines(made.state, made.offer, {})
     caps = [node.hard_cap_at for node in made.state.nodes if node.hard_cap_at]
     refused = tuple(f"{refusal.offer.label}: {refusal.reason}" for refusal in made.tried)
+    on_sale = [f"{offer.label}: ${offer.price_usd_per_hour:.4f}/h" for offer in considered[:_ON_RECORD]]
+    if len(considered) > _ON_RECORD:
+        on_sale.append(f"and {len(considered) - _ON_RECORD} more")
     return FleetOutputs(
         **inputs.model_dump(exclude={"nodes"}),
         nodes=len(machines),
@@ -145,7 +159,7 @@ def bought(inputs: FleetInputs, made: Acquired, considered: tuple[Offer, ...], n
         handle=made.handle,
         machines=machines,
         offer=made.offer,
-        offers_considered=(*(f"{offer.label}: ${offer.price_usd_per_hour:.4f}/h" for offer in considered), *refused),
+        offers_considered=(*on_sale, *refused),
         bought_as=made.offer.market,
         region=made.handle.region or made.offer.region,
         price_usd_per_hour=sum(machine.price_usd_per_hour for machine in machines),

@@ -16,7 +16,8 @@ from mgpu.iac.sweep import sweep
 from mgpu.iac.wire import UNKNOWN
 from mgpu.providers import registry
 
-_KEYS = ("fleet", "owner", "provider")
+_REPLACES = ("fleet", "owner", "provider")
+_UPDATES = ("options",)  # another guard of the same fleet would sweep the fleet that comes after this one's
 
 
 class FleetGuardHandler:
@@ -32,8 +33,8 @@ class FleetGuardHandler:
         """The same defaults as Fleet's."""
         name = fleet_name(call.project, call.stack)
         fleet, owner = new.get("fleet") or old.get("fleet") or name, new.get("owner") or old.get("owner")
-        inputs = {**new, "fleet": fleet, "owner": owner or call.settings.owner}
-        wrong = {key: "a FleetGuard has no such property" for key in inputs if key not in _KEYS}
+        inputs = {**new, "fleet": fleet, "owner": owner or call.settings.owner, "options": new.get("options") or {}}
+        wrong = {key: "a FleetGuard has no such property" for key in inputs if key not in (*_REPLACES, *_UPDATES)}
         if inputs.get("provider") is None:
             wrong["provider"] = "is needed"
         elif inputs["provider"] != UNKNOWN:
@@ -45,7 +46,8 @@ class FleetGuardHandler:
 
     def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:
         """Another fleet has another guard. The new one comes first: the old one's sweep has to follow its own fleet."""
-        return Difference(replaces=changed(_KEYS, old_inputs, new), delete_first=False)
+        updates = changed(_UPDATES, {"options": {}, **old_inputs}, new)
+        return Difference(updates, changed(_REPLACES, old_inputs, new), delete_first=False)
 
     def create(self, call: Call, inputs: Properties) -> tuple[str, Properties]:
         """Nothing but an entry in state."""
@@ -61,4 +63,5 @@ class FleetGuardHandler:
 
     def delete(self, call: Call, resource_id: str, old: Properties) -> None:
         """Ends everything that the provider lists under this fleet and owner."""
-        sweep(call, registry.get(old["provider"]), old["owner"], old["fleet"], self._timeouts)
+        provider = registry.get(old["provider"], old.get("options"))
+        sweep(call, provider, old["owner"], old["fleet"], self._timeouts)

@@ -39,6 +39,7 @@ class NodeOutput(_Output):
     host_key: str = Field(description="OpenSSH public key line, pinned: another key is refused")
     private_address: str = Field("", description="as the other nodes reach it; empty: same as address")
     via: Via | None = Field(None, description="jump host")
+    python: str = Field("python3", description="the interpreter on the node that runs programs; has torch")
 
 
 class StackOutput(_Output):
@@ -49,7 +50,9 @@ class StackOutput(_Output):
     generation: int = Field(1, ge=1)
     owner: str = Field("", description="owner tag of the machines; empty: not made by mgpu")
     token: str = Field("", description="the provider's handle on the newest create; empty: not made by mgpu")
+    made_at: float = Field(0, description="UNIX seconds of the newest create; 0: not known")
     provider: str
+    options: dict[str, str] = Field({}, description="settings of the provider; nothing secret")
     region: str = ""
     nodes: tuple[NodeOutput, ...] = Field(min_length=1)
     gpu: str | None = None

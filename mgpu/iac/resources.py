@@ -32,6 +32,7 @@ FLEET_OUTPUTS = (
 """What a Fleet knows beyond its inputs."""
 
 _MACHINE = ("host_key", "private_address", "price_usd_per_hour")
+_KEY = ("ssh_public_key", "ssh_private_key_file")
 
 
 def run_spec() -> RunSpec:
@@ -132,6 +133,7 @@ class FleetGuard(_Resource):
     fleet: Output[str]
     owner: Output[str]
     provider: Output[str]
+    options: Output[dict[str, str]]
 
     def __init__(
         self,
@@ -139,9 +141,10 @@ class FleetGuard(_Resource):
         provider: Input[str],
         fleet: Input[str] | None = None,
         owner: Input[str] | None = None,
+        options: Input[Mapping[str, str]] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
-        props = {"provider": provider, "fleet": fleet, "owner": owner}
+        props = {"provider": provider, "fleet": fleet, "owner": owner, "options": options}
         super().__init__("mgpu:index:FleetGuard", resource_name, props, opts)
 
 
@@ -163,7 +166,7 @@ class Fleet(_Resource):
     hard_cap_at: Output[float]
     output: Output[dict[str, Any]]
 
-    _names = _camel(*(field.name for field in fields(FleetArgs)), "ssh_public_key", *FLEET_OUTPUTS, *_MACHINE)
+    _names = _camel(*(field.name for field in fields(FleetArgs)), *_KEY, *FLEET_OUTPUTS, *_MACHINE)
 
     def __init__(
         self,
@@ -177,8 +180,9 @@ class Fleet(_Resource):
         inputs = {field.name: getattr(args, field.name) for field in fields(args)}
         name = args.name or fleet_name(pulumi.get_project(), pulumi.get_stack())
         guard_opts = ResourceOptions(provider=opts.provider, parent=opts.parent) if opts else None
-        guard = FleetGuard(f"{resource_name}-guard", args.provider, name, args.owner, guard_opts)
-        props = {**inputs, "name": name, "ssh_public_key": key.public_key, **dict.fromkeys(FLEET_OUTPUTS)}
+        guard = FleetGuard(f"{resource_name}-guard", args.provider, name, args.owner, args.options, guard_opts)
+        props = {**inputs, "name": name, **dict.fromkeys(FLEET_OUTPUTS)}
+        props |= {"ssh_public_key": key.public_key, "ssh_private_key_file": key.private_key_file}
         after = ResourceOptions(depends_on=[guard], delete_before_replace=True)
         super().__init__("mgpu:index:Fleet", resource_name, props, ResourceOptions.merge(opts, after))
         self.output = Output.all(
@@ -189,7 +193,17 @@ class Fleet(_Resource):
 
 
 _EXPORTED = (
-    *("name", "generation", "owner", "provider", "region", "machines", "gpus_per_node", "processes_per_node"),
+    *(
+        "name",
+        "generation",
+        "owner",
+        "provider",
+        "options",
+        "region",
+        "machines",
+        "gpus_per_node",
+        "processes_per_node",
+    ),
     *("handle", "offer", "bought_as", "price_usd_per_hour", "lease_minutes", "hard_cap_at"),
 )
 
@@ -198,6 +212,7 @@ def _stack_output(values: dict[str, Any]) -> dict[str, Any]:
     renamed = {"name": "fleet", "bought_as": "market", "machines": "nodes", "offer": "gpu"}
     exported = {renamed.get(name, name): value for name, value in values.items()}
     nodes = tuple(NodeOutput.model_validate(machine) for machine in exported["nodes"])
-    token = exported.pop("handle")["token"]
-    exported |= {"version": VERSION, "token": token, "gpu": exported["gpu"].get("gpu"), "nodes": nodes}
+    handle = exported.pop("handle")
+    exported |= {"version": VERSION, "token": handle["token"], "made_at": handle.get("made_at", 0)}
+    exported |= {"gpu": exported["gpu"].get("gpu"), "nodes": nodes, "options": exported["options"] or {}}
     return StackOutput.model_validate(exported).model_dump(mode="json")

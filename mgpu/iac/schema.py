@@ -59,6 +59,11 @@ _GUARDED = {
     "fleet": {**_STRING, "description": "name of the fleet"},
     "owner": {**_STRING, "description": "owner tag"},
     "provider": {**_STRING, "description": "who rents out the machines"},
+    "options": {
+        "type": "object",
+        "additionalProperties": _STRING,
+        "description": "settings of this provider",
+    },
 }
 _FLEET_GUARD: dict[str, Any] = {
     "description": "Goes after its fleet, and ends what a crash left outside the state.",

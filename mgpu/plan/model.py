@@ -34,6 +34,16 @@ class Requirements(Value):
     provider_options: dict[str, str] = Field({}, description="the run file's block of this provider, flattened")
 
 
+class Headroom(Value):
+    """What is left of an account's limit, as far as its provider has told."""
+
+    name: str = Field(description="the provider's name of the limit")
+    limit_vcpus: int
+    left_vcpus: int = Field(description="of the limit, at `at`; the limit itself where the use is not known any more")
+    at: float = Field(description="UNIX seconds")
+    raise_command: str = Field(description="what asks for more; the number of vCPUs goes at its end")
+
+
 class Offer(Value):
     """What a provider sells: one kind of machine, in one place, on one market. The price is one machine's."""
 
@@ -44,11 +54,18 @@ class Offer(Value):
     gpu_memory_gib: float = 0
     vcpus: int = 0
     memory_gib: float = 0
+    nvme_gib: int = Field(default=0, description="local disks, all together")
+    interconnect: str = Field(default="", description="between the GPUs of one machine")
+    network_gbit_s: float = Field(default=0, description="the most between machines; 0: not known")
+    efa_cards: int = Field(default=0, description="network cards that can have an EFA interface")
     market: BoughtAs
     price_usd_per_hour: float = Field(ge=0, description="of one machine")
+    price_is_limit: bool = Field(default=False, description="the price is not known, but that it is not above this")
     region: str
     zone: str | None = None
     stock: int | None = Field(None, description="machines that can be had now; None = not known")
+    quota: str = Field(default="", description="the account's limit that it counts against; empty: one a family")
+    headroom: Headroom | None = Field(default=None, description="what is left of `quota`; None: not known")
     fetched_at: float = Field(description="UNIX seconds; the price's age")
 
     @property
@@ -70,6 +87,7 @@ class Plan(Value):
     requirements: Requirements
     offers: tuple[Offer, ...]
     refused: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = Field(default=(), description="what the provider could not tell")
 
     @property
     def best(self) -> Offer:

@@ -10,6 +10,7 @@ from mgpu_train.timeouts import Timeouts
 from pulumi.runtime.proto import provider_pb2, status_pb2
 
 from mgpu import acquire
+from mgpu.acquire import search
 from mgpu.errors import NoCapacity, Transient
 from mgpu.iac import plugin, schema
 from mgpu.iac.wire import UNKNOWN, from_struct
@@ -411,7 +412,7 @@ def test_the_guard_waits_for_what_is_not_listed_yet(wire, here, guard, fake, mon
         raise MemoryError
 
     fake.on_create = asked
-    monkeypatch.setattr(acquire._Search, "_undo", die)
+    monkeypatch.setattr(search.Search, "_undo", die)
     with pytest.raises(grpc.RpcError, match="MemoryError"):
         wire.create(here, wire.inputs(here, WANTED))
     assert len(fake.running) == 2

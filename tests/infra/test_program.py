@@ -27,12 +27,14 @@ MACHINES = [
         "hostKey": f"ssh-ed25519 {rank}",
         "privateAddress": "",
         "priceUsdPerHour": 0.03,
+        "via": {"address": "192.0.2.9", "port": 22, "user": "j", "host_key": "ssh-ed25519 J"},
+        "python": "/opt/pytorch/bin/python",
     }
     for rank in range(2)
 ]
 BOUGHT = {
     "generation": 1,
-    "handle": {"ids": ["i-0", "i-1"], "token": "t0"},
+    "handle": {"ids": ["i-0", "i-1"], "token": "t0", "made_at": 5e8},
     "machines": MACHINES,
     "offer": {"instance_type": "m1", "gpu": "H100"},
     "offersConsidered": [],
@@ -103,7 +105,11 @@ def test_the_program_exports_what_a_run_reads(program):
     assert output.fleet == "dev"
     assert [(node.id, node.host_key) for node in output.nodes] == [("i-0", "ssh-ed25519 0"), ("i-1", "ssh-ed25519 1")]
     assert (output.gpu, output.market, output.store) == ("H100", "spot", "s3://bucket/runs")
-    assert (output.private_key_file, output.token) == ("/keys/id", "t0")
+    assert (output.private_key_file, output.token, output.made_at) == ("/keys/id", "t0", 5e8)
+    assert output.options == {"python": "/opt/python"}, "every later call of the provider needs them"
+    assert {(node.via.address, node.via.host_key, node.python) for node in output.nodes if node.via} == {
+        ("192.0.2.9", "ssh-ed25519 J", "/opt/pytorch/bin/python")
+    }
     assert "PRIVATE" not in json.dumps(value)
 
 
@@ -128,7 +134,7 @@ def test_the_fleet_asks_for_what_the_run_file_says_and_no_more(program):
     assert inputs["nodes"] == 2
     assert inputs["maxPriceUsdPerHour"] == 0.2
     assert inputs["options"] == {"python": "/opt/python"}
-    assert inputs["sshPublicKey"] == KEY["publicKey"]
+    assert (inputs["sshPublicKey"], inputs["sshPrivateKeyFile"]) == (KEY["publicKey"], KEY["privateKeyFile"])
     assert inputs.keys() <= schema.package()["resources"][schema.FLEET]["inputProperties"].keys()
 
 
@@ -136,7 +142,8 @@ def test_every_fleet_has_its_guard_and_an_explicit_provider(program):
     made, exported = program()
     settled(exported["mgpu"])
     assert made["fleet-guard"].typ == schema.FLEET_GUARD
-    assert made["fleet-guard"].inputs == {"provider": "local", "fleet": "dev"}
+    options = {"python": "/opt/python"}
+    assert made["fleet-guard"].inputs == {"provider": "local", "fleet": "dev", "options": options}
     assert all("mgpu-id" in made[name].provider for name in ("key", "fleet-guard", "fleet"))
     order = list(made)
     assert order.index("fleet-guard") < order.index("fleet")
@@ -167,7 +174,7 @@ def _declared(cls):
 def test_the_fleet_args_are_the_schemas_inputs():
     inputs = schema.package()["resources"][schema.FLEET]
     given = {to_camel(field.name): field for field in fields(resources.FleetArgs)}
-    assert given.keys() | {"sshPublicKey"} == inputs["inputProperties"].keys()
+    assert given.keys() | {"sshPublicKey", "sshPrivateKeyFile"} == inputs["inputProperties"].keys()
     needed = {name for name, field in given.items() if field.default is not None}
     assert needed | {"sshPublicKey"} == set(inputs["requiredInputs"])
 

@@ -340,9 +340,10 @@ def test_nothing_granted_names_every_offer_and_its_refusal(bench: Bench):
     with pytest.raises(NoCapacity) as caught:
         bench.acquire(offer("p4.big"), offer("g5.small"))
     assert caught.value.why.splitlines() == [
-        f"{offer('p4.big').label}: no p4 today",
-        f"{offer('g5.small').label}: quota L-1 is 0",
+        "double p4.big spot @ z1:   no p4 today",
+        "double g5.small spot @ z1: quota L-1 is 0",
     ]
+    assert caught.value.next_step == "Raise L-1."
 
 
 def test_only_quota_refusals_end_as_a_quota_error_with_its_cure(bench: Bench):
@@ -779,7 +780,7 @@ def test_a_repair_without_capacity_says_what_was_tried_and_touches_nothing(bench
     bench.double.machines["i-1"].phase = NodePhase.TERMINATED
     with pytest.raises(NoCapacity) as caught:
         bench.repair(handle, (1,), offer("g5.small"), offer())
-    assert [line.rpartition(": ")[2] for line in caught.value.why.splitlines()] == [
+    assert [line.rpartition(": ")[2].strip() for line in caught.value.why.splitlines()] == [
         "no g5.small today",
         "no p4.big today",
     ]

@@ -1,0 +1,268 @@
+"""One search: intents, tries, undo. What it promises is said in `mgpu.acquire`."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.acquire.ending import CURE, destroy
+from mgpu.acquire.history import Begun, history
+from mgpu.acquire.pauses import Backoff, pauses
+from mgpu.acquire.refusals import REFUSED, Refusals
+from mgpu.acquire.terms import Acquired, Lost, Meet
+from mgpu.errors import (
+    AmbiguousCreate,
+    CleanupFailed,
+    Conflict,
+    Interrupted,
+    MgpuError,
+    ProviderError,
+    RateLimited,
+    TeardownIncomplete,
+    Transient,
+)
+from mgpu.events import Emit, Note, OfferTried, ignore
+from mgpu.journal import Journal
+from mgpu.plan.model import Offer
+from mgpu.providers.base import FleetRequest, FleetState, Handle, Intent, NodePhase, NodeState, Provider, create_token
+
+_TRIES = 3  # of one offer whose nodes were lost while they started
+_T = TypeVar("_T")
+
+
+@dataclass
+class Search:
+    """What `acquire` and `repair` have in common; `run` does it."""
+
+    provider: Provider
+    request: FleetRequest
+    journal: Journal
+    ranks: frozenset[int]  # the ones that this search has to fill
+    make: Callable[[Intent, FleetRequest], Handle]
+    whole: Callable[[Handle], Handle]  # the fleet's handle with what `find` has found
+    timeouts: Timeouts
+    emit: Emit = ignore
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    meet: Meet | None = None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] | None = None
+    now: Callable[[], float] = time.time
+    earlier: dict[str, Begun] = field(default_factory=dict)  # by token: what a process that died has made
+    asked: set[str] = field(default_factory=set)  # tokens by which this process has asked for machines
+    spent: set[str] = field(default_factory=set)  # tokens of tries that were undone: no gang comes of them any more
+    refusals: Refusals = field(default_factory=Refusals)
+    deadline: float = 0.0
+
+    def run(self, offers: Sequence[Offer]) -> Acquired:
+        """Adopts what an earlier process has begun, else asks for one offer after the other."""
+        self.deadline = self.clock() + self.timeouts.provision_s
+        unfinished, self.spent = history(self.journal, self.request)
+        self.earlier = {begun.intent.token: begun for begun in unfinished if self._exists(begun)}
+        for intent in self._intents(offers):
+            made = self._try(intent)
+            if made is not None:
+                return made
+        raise self.refusals.verdict(self.request.fleet)
+
+    def _intents(self, offers: Sequence[Offer]) -> Iterator[Intent]:
+        yield from [begun.intent for begun in self.earlier.values()]
+        for offer in offers:
+            if self.refusals.rule_out(offer):
+                self.refusals.skipped += 1
+                continue
+            attempts = (self._intent(offer, number) for number in itertools.count())
+            for intent in itertools.islice((i for i in attempts if i.token not in self.spent), _TRIES):
+                yield intent
+                if self.refusals.rule_out(offer):
+                    break
+
+    def _exists(self, begun: Begun) -> bool:
+        patience_s = begun.at + self.provider.caps.listing_lag_s - self.now()
+        if self._look_for(begun.intent, patience_s) is not None:
+            return True
+        self.journal.append("undone", token=begun.intent.token, why="nothing was made")
+        return False
+
+    def _look_for(self, intent: Intent, patience_s: float) -> Handle | None:
+        """What the intent has made; None: nothing, as far as the provider shows it `patience_s` seconds from now."""
+        sure_at = self.clock() + patience_s
+        for pause in pauses(self.timeouts.describe_every_s):
+            found = self._insist(lambda: self.provider.find(intent))
+            if found is not None or self.clock() >= sure_at:
+                return found
+            self._pause(min(pause, sure_at - self.clock()))
+        raise AssertionError("the pauses never end")
+
+    def _intent(self, offer: Offer, attempt: int) -> Intent:
+        fleet, generation, owner = self.request.fleet, self.request.generation, self.request.owner
+        token = create_token(fleet, generation, offer, attempt)
+        return Intent(fleet=fleet, generation=generation, owner=owner, token=token, offer=offer)
+
+    def _try(self, intent: Intent) -> Acquired | None:
+        """One try from intent to nodes that can be reached; None: undone, and another one may do better."""
+        handle: Handle | None = None
+        self._go_on()
+        asked = self._asked_for(intent)
+        self.journal.append("intent", **intent.model_dump(mode="json"), hard_cap_s=asked.hard_cap_s)
+        try:
+            handle = self._create(intent, asked)
+            self.journal.append("created", token=intent.token, handle=handle.model_dump(mode="json"))
+            state = self._wait(handle)
+        except BaseException as error:  # noqa: BLE001 - whatever it was is undone here, and raised by _judge
+            if handle is not None or not self._made_nothing(intent, error):
+                self._undo(intent, handle)
+            self.journal.append("undone", token=intent.token, why=str(error))
+            self._judge(intent, error)
+            return None
+        self.journal.append("acquired", token=intent.token)
+        self.emit(OfferTried(intent.offer.label))
+        return Acquired(handle, intent.offer, state, tuple(self.refusals.tried))
+
+    def _asked_for(self, intent: Intent) -> FleetRequest:
+        """The request; for what an earlier process has made, with the hard cap that it has: a request that differs
+        would not be granted by the same token. Each repair asks for what is left until the fleet's own."""
+        begun = self.earlier.get(intent.token)
+        return self.request.model_copy(update={"hard_cap_s": begun.hard_cap_s}) if begun else self.request
+
+    def _create(self, intent: Intent, asked: FleetRequest) -> Handle:
+        trouble, caps = Backoff(), self.provider.caps
+        patience_s = 0 if caps.idempotent_create else caps.listing_lag_s
+        while True:
+            try:
+                return self._insist(lambda: self._ask(intent, asked))
+            except AmbiguousCreate as error:
+                self.emit(Note(f"{error.what}; looking for what it made"))
+                self._pause(trouble.next(error))
+            found = self._look_for(intent, patience_s)
+            if found is not None:
+                return self.whole(found)
+
+    def _ask(self, intent: Intent, asked: FleetRequest) -> Handle:
+        self.asked.add(intent.token)
+        return self.make(intent, asked)
+
+    def _wait(self, handle: Handle) -> FleetState:
+        for pause in pauses(self.timeouts.describe_every_s):
+            state = self._insist(lambda: self.provider.describe(handle))
+            if self._asked_of(state).ready:
+                state = self._met(handle, state)
+                if not any(node.one_use_key for node in self._asked_of(state).nodes):
+                    return state
+            self._pause(pause)
+        raise AssertionError("the pauses never end")
+
+    def _asked_of(self, state: FleetState) -> FleetState:
+        """The nodes that this search has to bring up. Raises Lost when one is gone, or was never granted."""
+        asked = tuple(node for node in state.nodes if node.rank in self.ranks)
+        lost = [node for node in asked if node.phase in (NodePhase.STOPPING, NodePhase.TERMINATED)]
+        if lost:
+            raise Lost("; ".join(map(_obituary, lost)))
+        if len(asked) < len(self.ranks):
+            raise Lost(f"{len(asked)} of {len(self.ranks)} nodes were granted")
+        return FleetState(nodes=asked)
+
+    def _met(self, handle: Handle, state: FleetState) -> FleetState:
+        meet = self.meet
+        return self._insist(lambda: meet(handle, state)) if meet else state
+
+    def _insist(self, call: Callable[[], _T]) -> _T:
+        """The call's answer; again and again while the provider is busy or does not answer."""
+        trouble, last = Backoff(), ""
+        while True:
+            self._go_on(last)
+            try:
+                return call()
+            except (RateLimited, Transient) as error:
+                last = error.what
+                self._pause(trouble.next(error))
+
+    def _go_on(self, last: str = "") -> None:
+        """Raises when the search was cancelled or its time is up; `last` is the newest trouble."""
+        if self.cancelled.is_set():
+            raise Interrupted(f"provisioning of fleet {self.request.fleet} was cancelled", "", "Nothing was left.")
+        if self.clock() >= self.deadline:
+            raise Transient(
+                f"fleet {self.request.fleet}: not every node was ready within {self.timeouts.provision_s:.0f} s",
+                "\n".join(filter(None, (self.refusals.table(), last))),
+                "Try again, or allow other regions, GPU types or markets in the run file.",
+            )
+
+    def _pause(self, seconds: float) -> None:
+        seconds = max(0.0, min(seconds, self.deadline - self.clock()))
+        (self.sleep or self.cancelled.wait)(seconds)
+
+    def _undo(self, intent: Intent, handle: Handle | None) -> None:
+        """Ends what the try has made, whether or not anybody has heard of it."""
+        fresh = tuple(name for rank, name in enumerate(handle.ids) if rank in self.ranks and name) if handle else None
+        try:
+            handle = handle or self._left_behind(intent)
+        except ProviderError as error:
+            raise TeardownIncomplete(
+                f"fleet {intent.fleet}: a create at {intent.offer.label} may have made machines that are billed",
+                str(error),
+                CURE,
+            ) from error
+        if handle is not None:
+            destroy(
+                self.provider,
+                handle,
+                timeouts=self.timeouts,
+                emit=self.emit,
+                nodes=fresh,
+                clock=self.clock,
+                sleep=self.sleep or time.sleep,
+            )
+
+    def _left_behind(self, intent: Intent) -> Handle | None:
+        """What a create made whose answer was lost. No cancel and no deadline of the search cuts this short."""
+        sure_at, trouble = self.clock() + self.provider.caps.listing_lag_s, Backoff()
+        deadline, looks = sure_at + self.timeouts.destroy_s, pauses(self.timeouts.describe_every_s)
+        while True:
+            try:
+                found = self.provider.find(intent)
+                if found is not None or self.clock() >= sure_at:
+                    return found
+                pause = min(next(looks), sure_at - self.clock())
+            except (RateLimited, Transient) as error:
+                pause = trouble.next(error)
+                if self.clock() + pause > deadline:
+                    raise
+            (self.sleep or time.sleep)(pause)
+
+    def _made_nothing(self, intent: Intent, error: BaseException) -> bool:
+        """True for the answers by which a provider says so. A conflict over an intent of ours is none of them."""
+        if intent.token not in self.asked and intent.token not in self.earlier:
+            return True
+        if isinstance(error, Conflict):
+            return intent.token not in self.earlier
+        return isinstance(error, ProviderError) and not isinstance(error, (Transient, RateLimited, AmbiguousCreate))
+
+    def _judge(self, intent: Intent, error: BaseException) -> None:
+        """Notes a refusal and what it blocks; raises what ends the search."""
+        if isinstance(error, CleanupFailed):
+            raise TeardownIncomplete(error.what, error.why, error.next_step) from error
+        refused = error if isinstance(error, REFUSED) else None
+        passing = isinstance(error, Lost) or (isinstance(error, Conflict) and not self._lives(intent))
+        if refused is None and not passing:
+            raise error
+        reason = error.what if isinstance(error, MgpuError) else str(error)
+        self.refusals.add(intent.offer, reason, refused)
+        self.emit(OfferTried(intent.offer.label, reason))
+
+    def _lives(self, intent: Intent) -> bool:
+        """A token that was used with other parameters is spent when its machines are gone; else it is a conflict."""
+        handle = self._insist(lambda: self.provider.find(intent))
+        if handle is None:
+            return False
+        state = self._insist(lambda: self.provider.describe(handle))
+        return any(node.id and node.phase is not NodePhase.TERMINATED for node in state.nodes)
+
+
+def _obituary(node: NodeState) -> str:
+    return f"node {node.rank} ({node.id}) ended while it started: {node.reason or 'no reason given'}"

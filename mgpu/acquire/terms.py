@@ -1,0 +1,45 @@
+"""What a search is given, and what it gives back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Required, TypedDict
+
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.events import Emit
+from mgpu.plan.model import Offer, Refusal
+from mgpu.providers.base import FleetState, Handle
+
+Meet = Callable[[Handle, FleetState], FleetState]
+"""First contact, with machines that run as they are described: answers with the host keys that they have from now on. A
+node whose `one_use_key` is still set is asked for again a moment later. Raises Lost: not this gang, another may do."""
+
+
+class Lost(Exception):
+    """Nodes ended, or stayed silent, before all of them could be used."""
+
+
+@dataclass(frozen=True)
+class Acquired:
+    """Machines that run, the offer they were bought under, and the offers that were refused before."""
+
+    handle: Handle
+    offer: Offer
+    state: FleetState
+    tried: tuple[Refusal, ...] = ()
+
+
+class Terms(TypedDict, total=False):
+    """How long a search may take (`timeouts`), who hears of it, what ends it, and who meets the new machines (`meet`;
+    without: nobody has to). The clocks are for tests: `clock` and `sleep` in seconds, `now` in UNIX seconds."""
+
+    timeouts: Required[Timeouts]
+    emit: Emit
+    cancelled: threading.Event
+    meet: Meet | None
+    clock: Callable[[], float]
+    sleep: Callable[[float], object]
+    now: Callable[[], float]
