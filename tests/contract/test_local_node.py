@@ -652,7 +652,7 @@ class LeaseScript:
         (tools / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.02\n")
         (tools / "sleep").chmod(0o755)
         power_off = ("sh", "-c", f"echo off >>{self.off}")
-        command = ["sh", SCRIPTS / "lease.sh", self.lease, str(self.hard_cap), "5", *power_off]
+        command = ["sh", SCRIPTS.parent / "lease.sh", self.lease, str(self.hard_cap), "5", *power_off]
         path = f"{tools}:{os.environ['PATH']}"
         self.process = subprocess.Popen(command, env={"PATH": path, "MGPU_UPTIME_FILE": str(self.uptime)})
 
@@ -772,6 +772,6 @@ def test_what_was_born_while_the_rest_was_killed_is_killed_too(tmp_path: Path):
     [[], ["lease", "soon", "5", "true"], ["lease", "100", "x", "true"], ["lease", "100", "0", "true"]],
 )
 def test_the_lease_script_refuses_what_it_cannot_enforce(arguments: list[str]):
-    done = subprocess.run(["sh", SCRIPTS / "lease.sh", *arguments], capture_output=True, check=False)
+    done = subprocess.run(["sh", SCRIPTS.parent / "lease.sh", *arguments], capture_output=True, check=False)
     assert done.returncode == 2
     assert b"usage" in done.stderr

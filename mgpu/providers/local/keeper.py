@@ -146,7 +146,7 @@ class _Keeper:
         lease = (str(self.instance.home / nodes.LEASE), str(self.hard_cap), str(_LEASE_POLL_S))
         # outlives a keeper that is killed, and then ends what remains of the node: no parent-death signal
         command = ("/bin/sh", "-c", power_off, "poweroff", *keeper)
-        return subprocess.Popen(["/bin/sh", _HERE / "lease.sh", *lease, *command])
+        return subprocess.Popen(["/bin/sh", _HERE.parent / "lease.sh", *lease, *command])
 
     def _end(self, reason: str) -> None:
         if not self.outright and not self.instance.end_reason() and procs.uptime_s() >= self._lease_end():
