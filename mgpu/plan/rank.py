@@ -38,8 +38,8 @@ def requirements(spec: RunSpec) -> Requirements:
     )
 
 
-def plan(needed: Requirements, offers: Iterable[Offer]) -> Plan:
-    """Ranks the offers that meet the requirements, cheapest fleet first within market and GPU.
+def plan(needed: Requirements, offers: Iterable[Offer], notes: Iterable[str] = ()) -> Plan:
+    """Ranks the offers that meet the requirements, cheapest fleet first within market and GPU; `notes` are passed on.
 
     Raises:
         NoOffer: none does; `why` lists the refusals, `next_step` names the key to change.
@@ -55,7 +55,8 @@ def plan(needed: Requirements, offers: Iterable[Offer]) -> Plan:
     if not taken:
         raise _no_offer(needed, refused)
     ranked = sorted(taken, key=lambda offer: _rank(needed, offer))
-    return Plan(requirements=needed, offers=tuple(ranked), refused=tuple(refusal for refusal, _ in refused))
+    asides = tuple(refusal for refusal, _ in refused)
+    return Plan(requirements=needed, offers=tuple(ranked), refused=asides, notes=tuple(notes))
 
 
 def _rank(needed: Requirements, offer: Offer) -> tuple[object, ...]:
@@ -108,6 +109,34 @@ def _stock_cure(needed: Requirements, near: list[Offer]) -> str:
     return f"Ask for at most {most} `nodes`, allow more `regions` or `gpu` types, or try again later."
 
 
+def _vcpus(needed: Requirements, offer: Offer) -> int:
+    return offer.vcpus * needed.nodes
+
+
+def _beyond_quota(needed: Requirements, offer: Offer) -> bool:
+    return offer.headroom is not None and _vcpus(needed, offer) > offer.headroom.left_vcpus
+
+
+def _quota_reason(needed: Requirements, offer: Offer) -> str:
+    if offer.headroom is None:
+        return ""
+    left, limit = offer.headroom.left_vcpus, offer.headroom.limit_vcpus
+    room = f"{left} of {limit} vCPUs" if left < limit else f"{limit} vCPUs"
+    return (
+        f"needs {_vcpus(needed, offer)} vCPUs, quota {offer.quota} ({offer.headroom.name}) "
+        f"leaves {room} in {offer.region}"
+    )
+
+
+def _quota_cure(needed: Requirements, near: list[Offer]) -> str:
+    least = min(near, key=lambda offer: _vcpus(needed, offer))
+    if least.headroom is None:
+        return ""
+    used = least.headroom.limit_vcpus - least.headroom.left_vcpus
+    command = f"{least.headroom.raise_command} {used + _vcpus(needed, least)}"
+    return f"Raise the quota: `{command}`, ask for fewer `nodes`, or allow more `regions` or `gpu` types."
+
+
 # the nearer a check is to the end, the nearer an offer that fails there is to what was asked for
 _CHECKS = (
     _Check(
@@ -142,6 +171,7 @@ _CHECKS = (
         lambda needed, offer: f"only {offer.stock} to be had, {needed.nodes} needed",
         _stock_cure,
     ),
+    _Check(_beyond_quota, _quota_reason, _quota_cure),
     _Check(
         lambda needed, offer: _price(needed, offer) > needed.max_price_usd_per_hour * _ROUNDING,
         _too_dear,

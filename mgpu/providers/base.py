@@ -37,6 +37,14 @@ class Offers(Value):
 
     offers: tuple[Offer, ...]
     source: str = Field(description="e.g. `live`, `snapshot 2026-11-01`")
+    notes: tuple[str, ...] = Field(default=(), description="what could not be told, and what would change that")
+
+
+class Refreshed(Value):
+    """What a refresh of the offers has found."""
+
+    regions: tuple[str, ...] = Field(description="that answered")
+    failed: dict[str, str] = Field(default={}, description="region -> why it keeps its old prices")
 
 
 class FleetRequest(Value):
@@ -144,6 +152,10 @@ class Provider(Protocol):
 
     def offers(self, requirements: Requirements) -> Offers:
         """What is on sale for these requirements; prices are not capped here, that is the plan's work."""
+        ...
+
+    def refresh_offers(self) -> Refreshed:
+        """Asks for what is on sale now, and keeps it for `offers`; partial failures are told, not raised."""
         ...
 
     def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:

@@ -84,7 +84,12 @@ aws: {subnet_ids: [subnet-1, subnet-2], security_group_id: sg-1}
         max_price_usd_per_hour=70,
         max_hours=12,
         lease_minutes=30,
-        provider_options={"subnet_ids": "subnet-1,subnet-2", "security_group_id": "sg-1"},
+        provider_options={
+            "subnet_ids": "subnet-1,subnet-2",
+            "security_group_id": "sg-1",
+            "address": "public",
+            "network": "auto",
+        },
     )
 
 

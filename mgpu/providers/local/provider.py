@@ -24,6 +24,7 @@ from mgpu.providers.base import (
     NodePhase,
     NodeState,
     Offers,
+    Refreshed,
 )
 from mgpu.providers.local import bill, control, interpreter, nodes, procs
 from mgpu.providers.local.gangs import REGION, Gang, Gangs
@@ -93,6 +94,10 @@ class LocalProvider:
             return Offers(offers=(), source=_SOURCE)
         stock = self._room()
         return Offers(offers=tuple(_offer(market, stock) for market in PRICES_USD_PER_HOUR), source=_SOURCE)
+
+    def refresh_offers(self) -> Refreshed:
+        """Nothing to ask for: the price list is part of mgpu."""
+        return Refreshed(regions=(REGION,))
 
     def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
         """Starts a keeper per node and returns once each has claimed its node; SSH answers some tenths later.
