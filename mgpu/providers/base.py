@@ -108,16 +108,16 @@ class NodeState(Value):
     address: str = ""
     port: int = 22
     user: str = ""
-    host_key: str = Field("", description="OpenSSH public key line; what the operator pins")
+    host_key: str = Field(default="", description="OpenSSH public key line; what the operator pins")
     one_use_key: str = Field(
         default="", description="the key that came with user data, as long as the node may show it; `rekeyed` ends that"
     )
     via: JumpHost | None = None
     python: str = Field(default="python3", description="the interpreter on the node that runs programs; has torch")
-    private_address: str = Field("", description="as the other nodes reach it")
+    private_address: str = Field(default="", description="as the other nodes reach it")
     price_usd_per_hour: float = 0
-    hard_cap_at: float = Field(0, description="UNIX seconds; the machine ends then, whatever happens")
-    reason: str = Field("", description="why it is not running, where known")
+    hard_cap_at: float = Field(default=0, description="UNIX seconds; the machine ends then, whatever happens")
+    reason: str = Field(default="", description="why it is not running, where known")
 
 
 class FleetState(Value):
