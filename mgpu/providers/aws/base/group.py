@@ -1,0 +1,190 @@
+"""The security group of base: SSH from addresses that were named, everything between nodes, everything out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from mgpu.errors import CleanupFailed, InputError
+from mgpu.providers.aws import names
+from mgpu.providers.aws.base.thing import Found, Site, Thing, fixed, tags_of, unless
+from mgpu.providers.aws.base.ways import cidr, everything, is_all, is_ssh, is_within, is_world, ports_of, ssh_from, ways
+
+_NONE = ("InvalidGroup.NotFound", "InvalidGroupId.NotFound", "InvalidGroupId.Malformed")
+_DONE = ("InvalidPermission.Duplicate", "InvalidPermission.NotFound")
+_USED = ("DependencyViolation", "InvalidGroup.InUse")
+_SETTLE_S = 30.0  # until EC2 knows everywhere what it has just made
+
+
+class SecurityGroup(Thing):
+    """The nodes' security group."""
+
+    facts: ClassVar[dict[str, str]] = {"groupId": "sg-...", "vpc": "the network it is in"}
+    identity: ClassVar[tuple[str, ...]] = ("existing", "name", "vpc_id")
+
+    name: str = Field(default=names.SECURITY_GROUP, description="name")
+    vpc_id: str = Field(default="", description="network (default: the default VPC)")
+    ssh: tuple[str, ...] = Field(default=(), description="addresses that may log in, CIDR")
+    allow_world: bool = Field(default=False, description="lets `ssh` be the whole world, which is refused otherwise")
+    within: bool = fixed(True, "all traffic between members")
+    out: bool = fixed(True, "all traffic out")
+    others: tuple[str, ...] = fixed((), "other ways in, which nobody of ours has made")
+
+
+def default_vpc(site: Site) -> str | None:
+    """The region's default network; None: there is none."""
+    found = site.client("ec2").describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
+    return found[0]["VpcId"] if found else None
+
+
+def no_default_vpc(region: str) -> InputError:
+    """The error for a region without a default network."""
+    return InputError(
+        f"there is no default VPC in {region}",
+        "The security group has to be in the network that machines will be in.",
+        f"Name one (`--vpc vpc-...`), or make one: `aws ec2 create-default-vpc --region {region}`.",
+    )
+
+
+class GroupKeeper:
+    """Asks EC2 for it."""
+
+    kind: ClassVar[str] = "security group"
+    thing: ClassVar[type[Thing]] = SecurityGroup
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    def complete(self, wanted: SecurityGroup) -> SecurityGroup:
+        """With its networks as AWS writes them.
+
+        Raises:
+            InputError: nobody could log in, or the whole world could.
+        """
+        if wanted.existing is not None:
+            return wanted
+        networks = tuple(sorted({cidr(each) for each in wanted.ssh}))
+        if not networks:
+            raise InputError("nobody could log in: `ssh` is empty", "", "Name at least one address: 203.0.113.7/32.")
+        wide = [each for each in networks if is_world(each)]
+        if wide and not wanted.allow_world:
+            why = "Port 22 of every machine would be open to everybody."
+            raise InputError(f"{', '.join(wide)} is the whole world", why, "Name your own addresses.")
+        return wanted.model_copy(update={"ssh": networks})
+
+    def expected(self, wanted: SecurityGroup) -> dict[str, str]:
+        """Only what was given."""
+        known = {"groupId": wanted.existing, "vpc": wanted.vpc_id}
+        return {key: value for key, value in known.items() if value}
+
+    def look(self, wanted: SecurityGroup) -> Found[SecurityGroup] | None:
+        """As it is."""
+        found = self._describe(wanted)
+        if found is None:
+            return None
+        into = list(ways(found.get("IpPermissions", ())))
+        ssh = tuple(sorted(source for source, way in into if is_ssh(way)))
+        within = any(is_within(way, found["GroupId"]) for _, way in into)
+        other = [(s, way) for s, way in into if not is_ssh(way) and not is_within(way, found["GroupId"])]
+        facts = {"groupId": found["GroupId"], "vpc": found["VpcId"]}
+        if wanted.existing is not None:
+            state = wanted.model_copy(update={"lacks": tuple(_lacks(within, into, wanted))})
+            return Found(found["GroupId"], state, facts, ours=False)
+        state = {
+            "ssh": ssh,
+            "within": within,
+            "out": any(source == "0.0.0.0/0" and is_all(way) for source, way in ways(found["IpPermissionsEgress"])),
+            "others": tuple(sorted(f"{ports_of(way)} from {source}" for source, way in other)),
+        }
+        raw = {"others": [way for _, way in other]}
+        ours = names.BASE in tags_of(found.get("Tags"))
+        return Found(found["GroupId"], wanted.model_copy(update=state), facts, ours, raw)
+
+    def make(self, wanted: SecurityGroup) -> Found[SecurityGroup]:
+        """One that lets nobody in yet, with our tag."""
+        vpc = wanted.vpc_id or default_vpc(self.site)
+        if not vpc:
+            raise no_default_vpc(self.site.region)
+        tags = [{"Key": "Name", "Value": wanted.name}, {"Key": names.BASE, "Value": "1"}]
+        answer = self._ec2.create_security_group(
+            GroupName=wanted.name,
+            Description="nodes of mgpu",
+            VpcId=vpc,
+            TagSpecifications=[{"ResourceType": "security-group", "Tags": tags}],
+        )
+        bare = wanted.model_copy(update={"ssh": (), "within": False})  # EC2 makes the way out by itself
+        return Found(answer["GroupId"], bare, {"groupId": answer["GroupId"], "vpc": vpc}, raw={"others": []})
+
+    def align(self, found: Found[SecurityGroup], wanted: SecurityGroup) -> None:
+        """Closes what should not be open, then opens what should be."""
+        now, ec2, group = found.state, self._ec2, found.id
+        close = [ssh_from(each) for each in now.ssh if each not in wanted.ssh] + found.raw["others"]
+        let_in = [ssh_from(each) for each in wanted.ssh if each not in now.ssh]
+        let_in += [] if now.within else [everything(group=group)]
+        for way in close:
+            self._set(ec2.revoke_security_group_ingress, group, way)
+        for way in let_in:
+            self._set(ec2.authorize_security_group_ingress, group, way)
+        if not now.out:
+            self._set(ec2.authorize_security_group_egress, group, everything())
+
+    def delete(self, wanted: SecurityGroup) -> None:
+        """Waits for whatever still uses it to go.
+
+        Raises:
+            CleanupFailed: something uses it.
+        """
+        from botocore.exceptions import ClientError
+
+        found = self._describe(wanted)
+        if found is None:
+            return
+        group = found["GroupId"]
+        try:
+            self.site.patiently(lambda: unless(_NONE, self._ec2.delete_security_group, GroupId=group), _USED)
+        except ClientError as error:
+            if error.response["Error"]["Code"] in _USED:
+                raise self._in_use(group) from error
+            raise
+        if self._describe(wanted) is not None:
+            raise CleanupFailed(f"security group {group} is still there", "EC2 accepted the request.", "Try again.")
+
+    @property
+    def _ec2(self) -> Any:
+        return self.site.client("ec2")
+
+    def _describe(self, wanted: SecurityGroup) -> dict[str, Any] | None:
+        if wanted.existing is not None:
+            answer = unless(_NONE, self._ec2.describe_security_groups, GroupIds=[wanted.existing])
+            return answer["SecurityGroups"][0] if answer and answer["SecurityGroups"] else None
+        vpc = wanted.vpc_id or default_vpc(self.site)
+        if not vpc:  # with a network, everything in it has gone
+            return None
+        filters = [{"Name": "group-name", "Values": [wanted.name]}, {"Name": "vpc-id", "Values": [vpc]}]
+        found = self._ec2.describe_security_groups(Filters=filters)["SecurityGroups"]
+        return found[0] if found else None
+
+    def _set(self, call: Any, group: str, way: dict[str, Any]) -> None:
+        """One way in or out; that it is so already is success, and a group that was just made is waited for."""
+        self.site.patiently(lambda: unless(_DONE, call, GroupId=group, IpPermissions=[way]), _NONE, _SETTLE_S)
+
+    def _in_use(self, group: str) -> CleanupFailed:
+        filters = [{"Name": "group-id", "Values": [group]}]
+        found = self._ec2.describe_network_interfaces(Filters=filters)["NetworkInterfaces"]
+        users = [(each.get("Attachment") or {}).get("InstanceId") or each["NetworkInterfaceId"] for each in found]
+        why = (
+            f"Used by {', '.join(users)}." if users else "EC2 says that something depends on it: another group's rule?"
+        )
+        return CleanupFailed(
+            f"security group {group} cannot be deleted, and stays", why, "End what uses it, and run the same again."
+        )
+
+
+def _lacks(within: bool, into: list[tuple[str, dict[str, Any]]], wanted: SecurityGroup) -> Iterator[str]:
+    if not within:
+        yield "it does not let its own members reach each other on all ports, which training needs"
+    world = {source for source, way in into if ("IpRanges" in way or "Ipv6Ranges" in way) and is_world(source)}
+    if world and not wanted.allow_world:
+        yield f"it lets the whole world in ({', '.join(sorted(world))})"
