@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fakes.aws import world
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,6 +29,14 @@ def require() -> Require:
         pytest.skip(f"{capability}: {reason}")
 
     return check
+
+
+@pytest.fixture(scope="session")
+def namespaces(require: Require) -> None:
+    """Skips where no fake machines can run; root may make namespaces, an overlay and wires between them."""
+    reason = world.missing()
+    require("namespaces", reason is None, reason or "")
+    require("sshd", Path("/usr/sbin/sshd").exists(), "OpenSSH's server is not installed")
 
 
 @pytest.fixture
