@@ -24,6 +24,7 @@ def ls(as_json: bool, all_runs: bool) -> None:
     if as_json:
         console.data({"runs": [common.result_of(r) for r in records], "fleets": [f.to_json() for f in fleets]})
         return
+    billed = {each for fleet in fleets for each in fleet.ids}
     rows = [
         (
             r.run_id,
@@ -31,7 +32,7 @@ def ls(as_json: bool, all_runs: bool) -> None:
             "" if r.step < 0 else f"{r.step}/{r.steps}" if r.steps else r.step,
             f"step {r.checkpoint_step}" if r.checkpoint_id else "",
             _ago(r.created_at),
-            _machines(r, {each for fleet in fleets for each in fleet.ids}),
+            _machines(r, billed),
         )
         for r in records
     ]

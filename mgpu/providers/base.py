@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Literal, Protocol
 
@@ -169,6 +170,10 @@ class Provider(Protocol):
 
     def describe(self, handle: Handle) -> FleetState:
         """The machines as they are now. A machine is TERMINATED only when the provider says so."""
+        ...
+
+    def describe_all(self, handles: Sequence[Handle]) -> tuple[FleetState, ...]:
+        """`describe` for each of many handles, in no more calls than their machines need."""
         ...
 
     def rekeyed(self, handle: Handle, node: str, host_key: str, *, used: bool) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,45 +45,70 @@ class Fleet:
 
 def alive() -> list[Fleet]:
     """All machines of this user at every provider, by fleet."""
-    owner, runs, found = paths.owner(), every()[::-1], list[Fleet]()
+    owner, users, found = paths.owner(), _Users(every()[::-1]), list[Fleet]()
     for name in registry.names():
         provider = registry.get(name)
-        for handle in provider.list_owned(owner):
-            nodes = [n for n in provider.describe(handle).nodes if n.phase is not NodePhase.TERMINATED]
+        handles = provider.list_owned(owner)
+        for handle, state in zip(handles, provider.describe_all(handles), strict=True):
+            nodes = [n for n in state.nodes if n.phase is not NodePhase.TERMINATED]
             if nodes:
                 price = sum(n.price_usd_per_hour for n in nodes)
-                used_by, left_by = _user(handle, runs)
+                used_by, left_by = users.of(handle)
                 ids = tuple(n.id for n in nodes)
                 found.append(Fleet(handle.fleet, name, ids, price, used_by, handle, left_by))
     return found
 
 
-def _user(handle: Handle, runs: list[Record]) -> tuple[str, str]:
-    """What uses these machines, and, where nothing does, the run that has left them behind. `runs`: newest first."""
-    for record in (each for each in runs if _on(each, handle)):
-        if supervised(record.run_id):
-            return f"run {record.run_id}", ""
-        if record.state in _TRAINS:
-            return f"run {record.run_id}, no supervisor: mgpu attach {record.run_id}", ""
-        if _left_behind(record):
-            return "", record.run_id
-    # a stack that the engine still has a state for: `pulumi destroy` or `mgpu down` is its way out
-    for state in backend_dir().glob(".pulumi/stacks/*/*.json*"):
-        stack = state.name.partition(".json")[0]
-        if handle.fleet in (fleet_name(state.parent.name, stack), *_named_in(state)):
-            return f"stack {stack}", ""
-    return "", ""
+class _Users:
+    """What stands for machines: runs (newest first) and stacks, each of them read once for however many fleets."""
+
+    def __init__(self, runs: list[Record]) -> None:
+        self._runs = runs
+        self._by_key: dict[tuple[str, str], list[int]] = {}
+        for place, record in enumerate(runs):
+            for key in _keys(record):
+                self._by_key.setdefault(key, []).append(place)
+
+    def of(self, handle: Handle) -> tuple[str, str]:
+        """What uses these machines, and, where nothing does, the run that has left them behind."""
+        for record in self._on(handle):
+            if supervised(record.run_id):
+                return f"run {record.run_id}", ""
+            if record.state in _TRAINS:
+                return f"run {record.run_id}, no supervisor: mgpu attach {record.run_id}", ""
+            if _left_behind(record):
+                return "", record.run_id
+        stack = self._stacks.get(handle.fleet)
+        return (f"stack {stack}", "") if stack else ("", "")
+
+    def _on(self, handle: Handle) -> Iterator[Record]:
+        """The runs whose machines these are, or were."""
+        keys = [("fleet", handle.fleet), *(("machine", name) for name in handle.ids if name)]
+        places = {place for key in keys for place in self._by_key.get(key, ())}
+        return (self._runs[place] for place in sorted(places))
+
+    @cached_property
+    def _stacks(self) -> dict[str, str]:
+        """By fleet, the stack that the engine still has a state for: `pulumi destroy` or `mgpu down` is its way out."""
+        found: dict[str, str] = {}
+        for state in backend_dir().glob(".pulumi/stacks/*/*.json*"):
+            stack = state.name.partition(".json")[0]
+            for fleet in (fleet_name(state.parent.name, stack), *_named_in(state)):
+                found.setdefault(fleet, stack)
+        return found
+
+
+def _keys(record: Record) -> set[tuple[str, str]]:
+    """By what a run's machines are known: their ids; a stack of the user's own has other ones at other times, and its
+    fleet's name stays."""
+    fleet = record.fleet or {}
+    nodes = fleet.get("nodes", ())
+    if record.own_stack or not nodes:
+        return {("fleet", name) for name in (record.fleet_name, fleet.get("fleet")) if name}
+    return {("machine", node["id"]) for node in nodes if node.get("id")}
 
 
 _TRAINS = (State.RUNNING, State.STOPPING)
-
-
-def _on(record: Record, handle: Handle) -> bool:
-    """Whether these machines are, or were, the run's. A stack of the user's own has other ones at other times."""
-    nodes = (record.fleet or {}).get("nodes", ())
-    if record.own_stack or not nodes:
-        return handle.fleet in (record.fleet_name, (record.fleet or {}).get("fleet"))
-    return bool({node.get("id") for node in nodes} & {name for name in handle.ids if name})
 
 
 def _left_behind(record: Record) -> bool:

@@ -18,7 +18,8 @@ def owned(provider: Provider, owner: str, fleet: str | None = None) -> tuple[Han
 
 def _owned(provider: Provider, owner: str, fleets: set[str] | None) -> tuple[Handle, ...]:
     handles = [h for h in provider.list_owned(owner) if fleets is None or h.fleet in fleets]
-    return tuple(h for h in handles if any(n.phase is not NodePhase.TERMINATED for n in provider.describe(h).nodes))
+    states = zip(handles, provider.describe_all(handles), strict=True)
+    return tuple(h for h, state in states if any(n.phase is not NodePhase.TERMINATED for n in state.nodes))
 
 
 def give_back(

@@ -199,3 +199,21 @@ def test_a_provider_that_cannot_be_asked_is_not_taken_for_an_empty_one(world):
 def test_nothing_is_billed_and_it_says_so(world):
     assert "no machines of yours" in gc("--yes").stdout
     assert json.loads(gc("--json").stdout) == []
+
+
+def test_many_fleets_cost_one_look_at_each_thing(world, monkeypatch):
+    """Linear: the provider is asked once, a stack's state is read once, however many fleets there are."""
+    asked, read = [], []
+    for number in range(300):
+        world.cloud.rent(f"mine-{number}", 2)
+    for number in range(5):
+        stack_file("mine", str(number))
+        world.record(f"run-{number}", state=State.FAILED)
+    describe_all, named_in = world.cloud.describe_all, fleets._named_in
+    monkeypatch.setattr(
+        world.cloud, "describe_all", lambda handles: asked.append(len(handles)) or describe_all(handles)
+    )
+    monkeypatch.setattr(fleets, "_named_in", lambda state: read.append(state.name) or named_in(state))
+    used = [fleet for fleet in fleets.alive() if fleet.used_by]
+    assert sorted(fleet.used_by for fleet in used) == [f"stack {number}" for number in range(5)]
+    assert (asked, sorted(read)) == ([300], [f"{number}.json" for number in range(5)])

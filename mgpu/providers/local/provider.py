@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mgpu import paths
@@ -127,6 +127,10 @@ class LocalProvider:
         gang, unseen = gangs.get(handle.token), control.unseen(self.root)
         states = (_describe(gangs, gang, rank, name, unseen) for rank, name in enumerate(handle.ids))
         return FleetState(nodes=tuple(states))
+
+    def describe_all(self, handles: Sequence[Handle]) -> tuple[FleetState, ...]:
+        """`describe` for each; files answer quickly."""
+        return tuple(map(self.describe, handles))
 
     def repair(
         self, handle: Handle, missing: tuple[int, ...], request: FleetRequest, offer: Offer, token: str
