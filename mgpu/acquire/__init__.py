@@ -79,7 +79,8 @@ def repair(
         return provider.repair(handle, missing, asked, intent.offer, intent.token)
 
     def whole(found: Handle) -> Handle:
-        ids = tuple(found.ids[rank] if rank in ranks else old for rank, old in enumerate(handle.ids))
+        new = dict(enumerate(found.ids))  # it may have fewer places than the fleet
+        ids = tuple(new.get(rank, "") if rank in ranks else old for rank, old in enumerate(handle.ids))
         return found.model_copy(update={"ids": ids})
 
     ranks = frozenset(missing)

@@ -152,8 +152,10 @@ class Search:
             state = self._insist(lambda: self.provider.describe(handle))
             if self._asked_of(state).ready:
                 state = self._met(handle, state)
-                if not any(node.one_use_key for node in self._asked_of(state).nodes):
+                silent = [node for node in self._asked_of(state).nodes if node.one_use_key]
+                if not silent:
                     return state
+                self._go_on(silent[0].reason)
             self._pause(pause)
         raise AssertionError("the pauses never end")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 from mgpu_train.timeouts import Timeouts
 
@@ -24,10 +24,9 @@ from mgpu import acquire
 from mgpu.acquire import Acquired, Terms
 from mgpu.errors import Conflict, InputError, MgpuError, StackError
 from mgpu.events import Note, Warned
-from mgpu.iac import generations
-from mgpu.iac.fleetmodel import FleetInputs, FleetOutputs, bought, problems
+from mgpu.iac import fleetcheck, generations
+from mgpu.iac.fleetmodel import FleetInputs, FleetOutputs, bought
 from mgpu.iac.handler import Call, Checked, Difference, Found, Properties, changed
-from mgpu.iac.naming import fleet_name
 from mgpu.iac.sweep import sweep
 from mgpu.iac.wire import UNKNOWN, PartialFailure
 from mgpu.journal import Journal
@@ -54,19 +53,8 @@ class FleetHandler:
         self._timeouts, self._hard_cap_at = timeouts, hard_cap_at
 
     def check(self, call: Call, old: Properties, new: Properties) -> Checked:
-        """Validates everything at once; name and owner default to what they were, else the stack's and the user's."""
-        name = fleet_name(call.project, call.stack)
-        defaults = {"name": old.get("name") or name, "owner": old.get("owner") or call.settings.owner}
-        inputs = defaults | {key: value for key, value in new.items() if value is not None}
-        unknown = {key for key, value in inputs.items() if _has_unknown(value)}
-        wrong = problems(inputs, unknown)
-        if not wrong and not unknown & {"provider", "market", "nodes"}:
-            wrong = _beyond(FleetInputs.model_validate(inputs | _stand_ins(unknown)))
-        if wrong:
-            return Checked(inputs, wrong)
-        # the wire carries every default, so that leaving a key out equals writing its default
-        full = FleetInputs.model_validate(inputs | _stand_ins(unknown)).to_wire()
-        return Checked(full | {key: inputs[key] for key in unknown})
+        """Validates everything at once, and fills in every default."""
+        return fleetcheck.checked(call, old, new)
 
     def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:
         """Inputs against inputs, and the count that is wanted against the machines that live; never offers, prices."""
@@ -78,12 +66,12 @@ class FleetHandler:
         if call.preview:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
-        provider = _of(wanted)
-        plan, cap_s = _plan(provider, wanted), self._cap_s(wanted)
+        provider = wanted.rented_from()
+        plan, cap_s, terms = _plan(provider, wanted), self._cap_s(wanted), self._terms(call, provider, wanted)
 
         def rent(generation: int, journal: Journal) -> Acquired:
             request = wanted.request(generation, cap_s)
-            return acquire.acquire(provider, request, plan.offers, journal, **self._terms(call))
+            return acquire.acquire(provider, request, plan.offers, journal, **terms)
 
         made = self._search(call, provider, wanted, rent)
         return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
@@ -97,7 +85,7 @@ class FleetHandler:
         if not old:
             return _refuse_import(call, resource_id)
         fleet = FleetOutputs.model_validate(old)
-        state = _of(fleet).describe(fleet.handle)
+        state = fleet.rented_from().describe(fleet.handle)
         if all(node.phase is NodePhase.TERMINATED for node in state.nodes):
             generations.used(call.settings.state_dir, fleet.name, fleet.generation)
             return None
@@ -114,7 +102,7 @@ class FleetHandler:
         fleet = fleet.model_copy(update=wanted.model_dump(exclude={"nodes"}))
         if fleet.price_usd_per_hour > wanted.max_price_usd_per_hour:
             call.emit(Warned(_above_cap(fleet, wanted)))
-        provider = _of(fleet)
+        provider = fleet.rented_from()
         try:
             fleet = self._shrink(call, provider, fleet, wanted.nodes)
             fleet = self._fill(call, provider, fleet, wanted)
@@ -126,7 +114,7 @@ class FleetHandler:
     def delete(self, call: Call, resource_id: str, old: Properties) -> None:
         """Ends every machine and waits until the provider says so."""
         fleet = FleetOutputs.model_validate(old)
-        acquire.destroy(_of(fleet), fleet.handle, timeouts=self._timeouts, emit=call.emit)
+        acquire.destroy(fleet.rented_from(), fleet.handle, timeouts=self._timeouts, emit=call.emit)
         generations.used(call.settings.state_dir, fleet.name, fleet.generation)
 
     def _shrink(self, call: Call, provider: Provider, fleet: FleetOutputs, nodes: int) -> FleetOutputs:
@@ -147,11 +135,11 @@ class FleetHandler:
             return fleet
         left_s = _time_left(fleet.name, fleet.hard_cap_at)
         fleet = fleet.seen(handle, provider.describe(handle))
-        plan = _plan_like(provider, fleet, wanted, len(missing))
+        plan, terms = _plan_like(provider, fleet, wanted, len(missing)), self._terms(call, provider, wanted)
 
         def rent(generation: int, journal: Journal) -> Acquired:
             request = wanted.request(generation, left_s)
-            return acquire.repair(provider, handle, missing, request, plan.offers, journal, **self._terms(call))
+            return acquire.repair(provider, handle, missing, request, plan.offers, journal, **terms)
 
         made = self._search(call, provider, wanted, rent, fleet)
         return fleet.seen(made.handle, made.state)
@@ -183,13 +171,14 @@ class FleetHandler:
             sweep(call, provider, wanted.owner, wanted.name, self._timeouts, keep=fleet.handle.ids if fleet else ())
         return under_the_next()
 
-    def _terms(self, call: Call) -> Terms:
-        return {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
+    def _terms(self, call: Call, provider: Provider, wanted: FleetInputs) -> Terms:
+        terms: Terms = {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
+        if provider.caps.one_use_host_keys:
+            from mgpu.iac.contact import Contact  # SSH is slow to import, and most calls do not need it
 
-
-def _of(fleet: FleetInputs) -> Provider:
-    """The provider of a fleet, with the settings that the fleet was asked for with."""
-    return registry.get(fleet.provider, fleet.options)
+            key = Path(wanted.ssh_private_key_file).expanduser()
+            terms["meet"] = Contact(provider, key, self._timeouts, emit=call.emit, cancelled=call.cancelled).meet
+        return terms
 
 
 def _time_left(name: str, hard_cap_at: float) -> float:
@@ -202,52 +191,6 @@ def _time_left(name: str, hard_cap_at: float) -> float:
         f"{max(0, left_s):.0f} s are left, and the hard cap is fixed when a fleet is made.",
         "Run `pulumi destroy`, then `pulumi up` for a new fleet.",
     )
-
-
-def _has_unknown(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_unknown, value.values()))
-    if isinstance(value, list):
-        return any(map(_has_unknown, value))
-    return value == UNKNOWN
-
-
-_KNOWN_ENOUGH: Properties = {
-    "name": "unknown",
-    "owner": "unknown",
-    "provider": "unknown",
-    "nodes": 1,
-    "maxPriceUsdPerHour": 1,
-    "maxHours": 1,
-    "sshPublicKey": "unknown",
-    "sshPrivateKeyFile": "unknown",
-}
-
-
-def _stand_ins(unknown: set[str]) -> Properties:
-    """Values that pass, in place of those that are not known yet: the others are checked all the same."""
-    inputs = FleetInputs.model_validate(_KNOWN_ENOUGH).to_wire()
-    return {key: inputs[key] for key in unknown}
-
-
-def _beyond(wanted: FleetInputs) -> dict[str, str]:
-    """What the provider as such cannot do, property -> reason."""
-    try:
-        caps = registry.get(wanted.provider).caps
-    except MgpuError as error:
-        return {"provider": str(error)}
-    wrong = {}
-    try:
-        _of(wanted)
-    except InputError as error:
-        wrong["options"] = str(error)
-    if caps.one_use_host_keys and not wanted.ssh_private_key_file:
-        wrong["sshPrivateKeyFile"] = f"is needed: machines of {wanted.provider} get their host keys over SSH"
-    if wanted.market != "on-demand" and not caps.spot:
-        wrong["market"] = f"{wanted.provider} has no spot market"
-    if wanted.nodes > 1 and not caps.multi_node:
-        wrong["nodes"] = f"{wanted.provider} rents out single machines only"
-    return wrong
 
 
 def _plan(provider: Provider, wanted: FleetInputs) -> Plan:
@@ -269,10 +212,10 @@ def _plan_like(provider: Provider, fleet: FleetOutputs, wanted: FleetInputs, cou
 
 def _preview(call: Call, inputs: Properties) -> Properties:
     """The inputs, and what is known only after an update; says what would be rented, at which price."""
-    unknown = {key for key, value in inputs.items() if _has_unknown(value)}
+    unknown = {key for key, value in inputs.items() if fleetcheck.has_unknown(value)}
     if not unknown - {"sshPublicKey", "sshPrivateKeyFile"}:
-        wanted = FleetInputs.model_validate(inputs | _stand_ins(unknown))
-        plan = _plan(_of(wanted), wanted)
+        wanted = FleetInputs.model_validate(inputs | fleetcheck.stand_ins(unknown))
+        plan = _plan(wanted.rented_from(), wanted)
         price = f"${plan.price_usd_per_hour:.4f}/h at most, all nodes"
         call.emit(Note(f"would rent {wanted.nodes} x {plan.best.label}: {price}"))
     return {**inputs, **dict.fromkeys(_BOUGHT, UNKNOWN)}

@@ -10,9 +10,9 @@ from pydantic.alias_generators import to_camel
 
 from mgpu.acquire import Acquired
 from mgpu.plan.model import BoughtAs, Offer, Requirements
-from mgpu.providers.base import FleetRequest, FleetState, Handle, JumpHost, NodeState
+from mgpu.providers import registry
+from mgpu.providers.base import FleetRequest, FleetState, Handle, JumpHost, NodeState, Provider
 from mgpu.spec.model import Market, Word
-
 
 _ON_RECORD = 20  # offers; a search over all regions has thousands
 
@@ -49,6 +49,10 @@ class FleetInputs(Properties):
         default="",
         description="its private half, a 0600 file; for providers whose machines come with a one-use host key",
     )
+
+    def rented_from(self) -> Provider:
+        """The provider, with the settings that the fleet is asked for with."""
+        return registry.get(self.provider, self.options)
 
     def requirements(self) -> Requirements:
         """What the plan and the provider are asked for."""
