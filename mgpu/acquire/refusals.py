@@ -45,7 +45,7 @@ class Refusals:
         width = max((len(refusal.offer.label) for refusal in self.tried), default=0) + 1
         lines = [f"{refusal.offer.label + ':':<{width}} {refusal.reason}" for refusal in self.tried]
         if self.skipped:
-            lines.append(f"and {self.skipped} more that these refusals rule out")
+            lines.append(f"and {self.skipped} more that these rule out")
         return "\n".join(lines)
 
     def verdict(self, fleet: str) -> ProviderError:

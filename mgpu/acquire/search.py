@@ -148,14 +148,15 @@ class Search:
         return self.make(intent, asked)
 
     def _wait(self, handle: Handle) -> FleetState:
+        trouble = ""
         for pause in pauses(self.timeouts.describe_every_s):
-            state = self._insist(lambda: self.provider.describe(handle))
+            state = self._insist(lambda: self.provider.describe(handle), trouble)
             if self._asked_of(state).ready:
                 state = self._met(handle, state)
                 silent = [node for node in self._asked_of(state).nodes if node.one_use_key]
                 if not silent:
                     return state
-                self._go_on(silent[0].reason)
+                trouble = silent[0].reason
             self._pause(pause)
         raise AssertionError("the pauses never end")
 
@@ -173,9 +174,9 @@ class Search:
         meet = self.meet
         return self._insist(lambda: meet(handle, state)) if meet else state
 
-    def _insist(self, call: Callable[[], _T]) -> _T:
-        """The call's answer; again and again while the provider is busy or does not answer."""
-        trouble, last = Backoff(), ""
+    def _insist(self, call: Callable[[], _T], last: str = "") -> _T:
+        """The call's answer; again and again while the provider is busy or does not answer. `last`: as in `_go_on`."""
+        trouble = Backoff()
         while True:
             self._go_on(last)
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from mgpu.errors import (
     BidTooLow,
     CleanupFailed,
     Conflict,
+    ConnectionFailed,
+    HostKeyMismatch,
     Interrupted,
     InvalidRequest,
     NoCapacity,
@@ -100,6 +103,7 @@ class Double:
     destroy_errors: list[ProviderError] = field(default_factory=list)
     destroy_calls_needed: int = 1
     on_describe: Callable[[], None] = lambda: None
+    one_use: str = ""  # the key that machines come with, where it is for one use
     asked_to_end: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
@@ -168,7 +172,7 @@ class Double:
             return NodeState(rank=rank, id=name, phase=NodePhase.TERMINATED)
         up = self.clock.now - machine.born >= self.ready_after_s
         phase = machine.phase or (NodePhase.RUNNING if up else NodePhase.PENDING)
-        return NodeState(rank=rank, id=name, phase=phase, host_key="ssh-ed25519 AAAA")
+        return NodeState(rank=rank, id=name, phase=phase, host_key="ssh-ed25519 AAAA", one_use_key=self.one_use)
 
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         self.calls.append(("destroy", handle.token))
@@ -192,7 +196,9 @@ class Double:
         return [label for call, label in self.calls if call == "create"]
 
 
-def offer(kind: str = "p4.big", market: str = "spot", region: str = "r1", zone: str = "z1", price: float = 1) -> Offer:
+def offer(
+    kind: str = "p4.big", market: str = "spot", region: str = "r1", zone: str = "z1", price: float = 1, quota: str = ""
+) -> Offer:
     return Offer(
         provider="double",
         instance_type=kind,
@@ -200,6 +206,7 @@ def offer(kind: str = "p4.big", market: str = "spot", region: str = "r1", zone: 
         price_usd_per_hour=price,
         region=region,
         zone=zone,
+        quota=quota,
         fetched_at=0,
     )
 
@@ -226,6 +233,7 @@ class Bench:
         self.events: list[Event] = []
         self.cancelled = threading.Event()
         self.cap_s = 3600.0
+        self.meet: acquire.Meet | None = None
 
     @property
     def _common(self) -> dict:
@@ -240,6 +248,7 @@ class Bench:
                 offers,
                 entries,
                 cancelled=self.cancelled,
+                meet=self.meet,
                 now=self.clock,
                 **self._common,
             )
@@ -255,6 +264,7 @@ class Bench:
                 offers,
                 entries,
                 cancelled=self.cancelled,
+                meet=self.meet,
                 now=self.clock,
                 **self._common,
             )
@@ -312,6 +322,8 @@ def test_no_capacity_goes_on_with_the_next_offer_and_is_told(bench: Bench):
         (QuotaExceeded("x", scope="offer"), {"same", "other zone", "same family"}),
         (QuotaExceeded("x", scope="region"), {"same", "other zone", "same family"}),
         (QuotaExceeded("x", scope="account"), {"same", "other zone", "other region", "same family"}),
+        (NoOffer("x", scope="offer"), {"same"}),
+        (NoOffer("x", scope="region"), {"same", "other zone", "same family", "other market", "other family"}),
     ],
     ids=lambda value: f"{type(value).__name__}-{value.scope}" if isinstance(value, ProviderError) else "",
 )
@@ -330,6 +342,55 @@ def test_a_refusal_blocks_its_scope_for_that_type_and_market(bench: Bench, error
     tried = set(bench.double.created[1:])
     expected = {o.label for name, o in offers.items() if name not in skipped}
     assert tried == expected
+
+
+def test_a_quota_that_offers_name_rules_out_what_counts_against_it_and_no_more(bench: Bench):
+    bench.double.refuse["p4.big"] = QuotaExceeded("quota L-1 is 0", scope="region")
+    made = bench.acquire(offer(quota="L-1"), offer("p3.big", quota="L-1"), offer("p4.huge", quota="L-2"))
+    assert bench.double.created == [offer().label, offer("p4.huge").label]
+    assert made.offer.instance_type == "p4.huge"
+
+
+def test_thousands_of_offers_are_refused_one_call_each_and_soon(bench: Bench):
+    kinds = [f"g{number}.big" for number in range(300)]
+    bench.double.refuse = {kind: NoCapacity("none left", scope="zone") for kind in kinds}
+    zones = [offer(kind, zone=zone) for kind in kinds for zone in ("z1", "z2")]
+    began = time.process_time()
+    with pytest.raises(NoCapacity) as caught:
+        bench.acquire(*zones)
+    assert bench.double.created == [each.label for each in zones]
+    assert len(caught.value.why.splitlines()) == len(zones)
+    assert bench.clock.now == 0, "no capacity here is no reason to wait before asking there"
+    assert time.process_time() - began < 5
+
+
+def test_offers_that_were_ruled_out_are_counted_and_not_searched_one_by_one(bench: Bench):
+    bench.double.refuse["p4.big"] = NoOffer("r1 has no base", "", "Run `mgpu bootstrap`.", scope="region")
+    offers = [offer()] + [offer(f"g{number}.big", zone=f"z{number}") for number in range(5000)]
+    began = time.process_time()
+    with pytest.raises(NoOffer) as caught:
+        bench.acquire(*offers)
+    assert caught.value.why.splitlines() == [f"{offer().label}: r1 has no base", "and 5000 more that these rule out"]
+    assert caught.value.next_step == "Run `mgpu bootstrap`."
+    assert time.process_time() - began < 5
+
+
+def test_a_region_without_what_machines_stand_on_is_left_for_the_next_one(bench: Bench):
+    bench.double.refuse["p4.big"] = NoOffer("r1 has no base", scope="region")
+    made = bench.acquire(offer(), offer(market="on-demand"), offer("g5.small", region="r2"))
+    assert made.offer.region == "r2"
+    assert len(bench.double.created) == 2
+
+
+def test_every_cure_is_named_once(bench: Bench):
+    bench.double.refuse = {
+        "p4.big": QuotaExceeded("quota L-1 is 0", next_step="Raise L-1.", scope="region"),
+        "g5.small": QuotaExceeded("quota L-2 is 0", next_step="Raise L-2.", scope="region"),
+        "g6.small": QuotaExceeded("quota L-2 is 0", next_step="Raise L-2.", scope="region"),
+    }
+    with pytest.raises(QuotaExceeded) as caught:
+        bench.acquire(offer(), offer("g5.small"), offer("g6.small"))
+    assert caught.value.next_step == "Raise L-2. Raise L-1."
 
 
 def test_nothing_granted_names_every_offer_and_its_refusal(bench: Bench):
@@ -786,3 +847,133 @@ def test_a_repair_without_capacity_says_what_was_tried_and_touches_nothing(bench
     ]
     assert caught.value.next_step
     assert [machine.id for machine in bench.double.billed] == ["i-0"]
+
+
+# ---- first contact
+
+
+def meeting(bench: Bench, *answers: BaseException | str) -> list[list[str]]:
+    """Machines come with a key for one use; each pass over them ends as the next answer says: raised, or the reason
+    why node 0 was not met; none is left: all were. What was journalled when each began is returned."""
+    bench.double.one_use = "ssh-ed25519 AAAA"
+    begun: list[list[str]] = []
+    left = list(answers)
+
+    def meet(handle: Handle, state: FleetState) -> FleetState:
+        begun.append(bench.journalled)
+        answer = left.pop(0) if left else None
+        if isinstance(answer, BaseException):
+            raise answer
+        new = [node.model_copy(update={"host_key": f"new {node.id}", "one_use_key": ""}) for node in state.nodes]
+        if answer is not None:
+            new[0] = state.nodes[0].model_copy(update={"reason": answer})
+        return FleetState(nodes=tuple(new))
+
+    bench.meet = meet
+    return begun
+
+
+def test_machines_are_met_when_all_run_and_before_they_count(bench: Bench):
+    begun = meeting(bench)
+    made = bench.acquire(offer())
+    assert begun == [["intent", "created"]]
+    assert bench.clock.now >= bench.double.ready_after_s
+    assert [node.host_key for node in made.state.nodes] == ["new i-0", "new i-1"]
+
+
+def test_machines_are_met_until_every_one_has_its_key(bench: Bench):
+    begun = meeting(bench, "no answer", "no answer", Transient("503"))
+    assert bench.acquire(offer()).state.nodes[0].host_key == "new i-0"
+    assert len(begun) == 4
+    assert len(bench.double.machines) == 2
+
+
+def test_machines_that_nobody_could_meet_are_ended_and_the_next_try_begins(bench: Bench):
+    meeting(bench, acquire.Lost("no SSH answer for 300 s"))
+    made = bench.acquire(offer())
+    assert [refusal.reason for refusal in made.tried] == ["no SSH answer for 300 s"]
+    assert sorted(machine.id for machine in bench.double.billed) == ["i-2", "i-3"]
+
+
+@pytest.mark.parametrize("error", [HostKeyMismatch("another machine"), ConnectionFailed("a bug")])
+def test_what_first_contact_cannot_judge_ends_the_search_and_leaves_nothing(bench: Bench, error: Exception):
+    meeting(bench, error)
+    with pytest.raises(type(error)):
+        bench.acquire(offer(), offer("g5.small"))
+    assert bench.double.billed == []
+    assert bench.double.created == [offer().label]
+
+
+def test_a_machine_that_is_lost_while_it_is_met_is_noticed(bench: Bench):
+    meeting(bench, "no answer")
+    first = iter([0, 0, 0])
+
+    def lose() -> None:
+        if bench.clock.now > bench.double.ready_after_s + 0.1 and next(first, None) == 0:
+            bench.double.machines["i-1"].phase = NodePhase.STOPPING
+
+    bench.double.on_describe = lose
+    made = bench.acquire(offer())
+    assert "i-1" in made.tried[0].reason
+    assert made.handle.ids == ("i-2", "i-3")
+
+
+def test_the_deadline_says_which_machine_was_not_met(bench: Bench):
+    meeting(bench, *["node 0: no first contact by SSH"] * 1000)
+    with pytest.raises(Transient, match="node 0: no first contact by SSH"):
+        bench.acquire(offer())
+    assert bench.double.billed == []
+    assert bench.clock.now <= TIMEOUTS.provision_s + TIMEOUTS.describe_every_s
+
+
+def test_a_cancel_ends_first_contact(bench: Bench):
+    meeting(bench, *["no answer"] * 1000)
+    original = bench.clock.sleep
+    bench.clock.sleep = lambda s: (bench.cancelled.set() if bench.clock.now > 5 else None, original(s))[1]
+    with pytest.raises(Interrupted):
+        bench.acquire(offer())
+    assert bench.double.billed == []
+
+
+def test_a_gang_that_was_met_in_part_is_met_by_the_process_that_adopts_it(bench: Bench):
+    meeting(bench, SystemExit())
+    destroy, bench.double.destroy = bench.double.destroy, lambda *_: (_ for _ in ()).throw(SystemExit())
+    with pytest.raises(SystemExit):
+        bench.acquire(offer())
+    bench.double.destroy = destroy
+    begun = meeting(bench)
+    made = bench.acquire(offer())
+    assert len(begun) == 1
+    assert made.handle.ids == ("i-0", "i-1")
+    assert made.state.nodes[0].host_key == "new i-0"
+
+
+def test_a_repair_meets_its_own_machines_and_waits_for_no_other(bench: Bench):
+    handle = bench.acquire(offer()).handle
+    bench.double.machines["i-0"].phase = NodePhase.TERMINATED
+    meeting(bench)
+    meet = bench.meet
+    assert meet is not None
+
+    def without_the_survivor(handle: Handle, state: FleetState) -> FleetState:
+        return FleetState(nodes=(meet(handle, state).nodes[0], state.nodes[1]))
+
+    bench.meet = without_the_survivor
+    made = bench.repair(handle, (0,), offer())
+    assert made.state.nodes[0].host_key == "new i-2"
+
+
+def test_a_repair_finds_its_machine_in_a_handle_with_too_few_places(bench: Bench):
+    handle = bench.acquire(offer(), wanted=request(3)).handle
+    bench.double.machines["i-1"].phase = NodePhase.TERMINATED
+    bench.double.after_create = [AmbiguousCreate("no answer")]
+    original = bench.double._handle
+
+    def short(token: str) -> Handle:
+        made = original(token)
+        return made.model_copy(update={"ids": made.ids[:2], "made_at": 7.0})
+
+    bench.double._handle = short
+    made = bench.repair(handle, (1,), offer())
+    assert made.handle.ids == ("i-0", "i-3", "i-2")
+    assert made.handle.made_at == 7
