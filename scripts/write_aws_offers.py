@@ -29,21 +29,16 @@ def main() -> None:
         "--from", dest="refreshed", type=Path, help="a refreshed snapshot, under XDG_CACHE_HOME/mgpu/aws"
     )
     refreshed = parser.parse_args().refreshed
-    snapshot = _published(refreshed) if refreshed else _built()
+    snapshot = (
+        Snapshot.model_validate_json(gzip.decompress(refreshed.read_bytes())).without_account()
+        if refreshed
+        else _built()
+    )
     save(snapshot, SHIPPED)
     SHIPPED.chmod(0o644)
     priced = sum(bool(region.on_demand or region.spot) for region in snapshot.regions.values())
     counts = f"{len(snapshot.machines)} types, {len(snapshot.regions)} regions, {priced} of them with prices"
     print(f"{SHIPPED.name}: {counts}, {SHIPPED.stat().st_size} bytes")  # noqa: T201  a program of the checkout
-
-
-def _published(path: Path) -> Snapshot:
-    """Without what belongs to the account that asked."""
-    found = Snapshot.model_validate_json(gzip.decompress(path.read_bytes()))
-    regions = {
-        name: region.model_copy(update={"quotas": {}, "quotas_at": 0.0}) for name, region in found.regions.items()
-    }
-    return found.model_copy(update={"account": "", "regions": regions})
 
 
 def _built() -> Snapshot:

@@ -15,6 +15,7 @@ from mgpu import __version__
 COMMANDS = {
     "init": "Make this folder a project: run file, Pulumi program, engine.",
     "spec": "Print the JSON schema of the run file.",
+    "offers": "List what providers sell, and the age of the prices.",
     "plan": "Show what a run file would rent, and the price. Rents nothing.",
     "launch": "Rent a fleet, run on it, give it back.",
     "run": "Run on the fleet of a stack that is up.",

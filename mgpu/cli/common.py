@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +18,7 @@ from mgpu.run.record import Interruption, Record, State
 if TYPE_CHECKING:
     from mgpu_train.timeouts import Timeouts
 
-    from mgpu.plan.model import Plan
+    from mgpu.plan.model import Offer, Plan
     from mgpu.run.finish import Outcome
     from mgpu.run.fleets import Fleet
     from mgpu.run.stacks import Context
@@ -86,7 +86,18 @@ def make_plan(spec: RunSpec) -> Plan:
 
     wanted = rank.requirements(spec)
     provider = registry.get(spec.provider, wanted.provider_options)
-    return rank.plan(wanted, provider.offers(wanted).offers)
+    on_sale = provider.offers(wanted)
+    return rank.plan(wanted, on_sale.offers, on_sale.notes)
+
+
+def old_prices(offers: Iterable[Offer]) -> str:
+    """How old the oldest of these prices is, and what renews it; empty where all are younger than a day."""
+    oldest = min(offers, key=lambda offer: offer.fetched_at, default=None)
+    days = (time.time() - oldest.fetched_at) / 86400 if oldest else 0
+    if oldest is None or days < 1:
+        return ""
+    day = time.strftime("%Y-%m-%d", time.gmtime(oldest.fetched_at))
+    return f"prices of {day}: {count(int(days), 'day')} old; `mgpu offers {oldest.provider} --refresh`"
 
 
 def show_plan(console: Console, plan: Plan) -> None:
@@ -97,6 +108,9 @@ def show_plan(console: Console, plan: Plan) -> None:
         f"${plan.price_usd_per_hour:.2f} per hour for all nodes, "
         f"at most ${plan.max_cost_usd:.2f} until the hard cap of {need.max_hours:g} h"
     )
+    for note in (*plan.notes, old_prices(plan.offers)):
+        if note:
+            console.say(note, "yellow")
 
 
 def agree(console: Console, yes: bool) -> None:

@@ -36,7 +36,9 @@ def run_file(tmp_path, xdg):
     return path
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["plan"], ["ls"], ["spec"], ["launch", "--help"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["--version"], ["plan"], ["offers"], ["ls"], ["spec"], ["launch", "--help"]]
+)
 def test_nothing_heavy_is_imported(args, run_file, tmp_path):
     (code, loaded), _ = probe(args, tmp_path)
     assert code == 0

@@ -165,7 +165,7 @@ def _hint(value: str, known: Sequence[str]) -> str:
     sought = value.casefold()
     longer = [name for name in known if name.casefold().startswith(sought)]
     swapped = [name for name in known if sorted(name.casefold()) == sorted(sought)]
-    near = longer or swapped or get_close_matches(value, known, n=1)
+    near = longer or swapped or get_close_matches(value, known, n=1, cutoff=0.75)
     return f" (did you mean {' or '.join(f'`{name}`' for name in near)}?)" if near else ""
 
 

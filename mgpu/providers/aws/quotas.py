@@ -50,6 +50,11 @@ def quota_of(instance_type: str, market: BoughtAs) -> Quota | None:
     return next((q for q in QUOTAS if q.market == market and re.match(q.types, instance_type)), None)
 
 
+def name_of(code: str) -> str:
+    """AWS's name of a quota; the code itself where it is not one of ours."""
+    return next((quota.name for quota in QUOTAS if quota.code == code), code)
+
+
 def raise_command(code: str, region: str) -> str:
     """The command that asks AWS for more; the number of vCPUs goes at its end."""
     return (

@@ -85,6 +85,13 @@ class Snapshot(Value):
             }
         )
 
+    def without_account(self) -> Snapshot:
+        """What is the same for every account."""
+        regions = {
+            name: each.model_copy(update={"quotas": {}, "quotas_at": 0.0}) for name, each in self.regions.items()
+        }
+        return self.model_copy(update={"account": "", "regions": regions})
+
     def _at(self, region: str) -> float:
         return self.regions[region].at if region in self.regions else 0.0
 
@@ -92,13 +99,15 @@ class Snapshot(Value):
 def current(options: Options) -> Snapshot:
     """The shipped snapshot, with what the last refresh by these options has found anew.
 
-    A cache that cannot be read counts as absent: the next refresh replaces it.
+    A cache that cannot be read counts as absent: the next refresh replaces it. Another account's quotas are left out.
     """
     shipped = _read(SHIPPED)
     try:
-        return shipped.with_newer(_read(cache_file(options)))
+        cached = _read(cache_file(options))
     except (OSError, EOFError, zlib.error, ValidationError):
         return shipped
+    ours = options.account in ("", cached.account)
+    return shipped.with_newer(cached if ours else cached.without_account())
 
 
 def save(snapshot: Snapshot, path: Path) -> None:
@@ -117,12 +126,11 @@ def save(snapshot: Snapshot, path: Path) -> None:
 def cache_file(options: Options, environment: Mapping[str, str] = os.environ) -> Path:
     """Where a refresh by these options is kept.
 
-    Another account, profile or endpoint has one of its own: a fake's prices are never taken for AWS's.
+    Another profile or endpoint has one of its own: a fake's prices are never taken for AWS's.
     """
     who = (
         options.endpoint_url or environment.get("AWS_ENDPOINT_URL", ""),
         options.profile or environment.get("AWS_PROFILE", ""),
-        options.account,
     )
     mark = f"-{hashlib.sha256(chr(10).join(who).encode()).hexdigest()[:12]}" if any(who) else ""
     return paths.cache_dir() / "aws" / f"offers{mark}.json.gz"

@@ -1,0 +1,169 @@
+"""`mgpu offers`: what the providers sell, at which price, and how old that knowledge is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from mgpu.cli import common
+from mgpu.console import Console
+from mgpu.errors import InputError, NoOffer
+
+if TYPE_CHECKING:
+    from mgpu.plan.model import BoughtAs, Offer
+    from mgpu.providers.base import Provider
+
+_ANY_PRICE = 1e9
+
+
+@click.command()
+@click.argument("provider", required=False)
+@click.option("--gpu", multiple=True, help="Only this GPU; may be given several times.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Only machines with this many GPUs.")
+@click.option("--region", "regions", multiple=True, help="Only this region; may be given several times.")
+@click.option("--market", type=click.Choice(["spot", "on-demand"]), help="Only this market.")
+@click.option("--quota", is_flag=True, help="Show what the account's quotas leave, as of the last refresh.")
+@click.option("--refresh", is_flag=True, help="Ask the provider first, and keep what it says.")
+@click.option("--profile", help="Profile of provider aws, as `aws: {profile: ...}` of a run file.")
+@common.json_option
+def offers(
+    provider: str | None,
+    gpu: tuple[str, ...],
+    gpus: int | None,
+    regions: tuple[str, ...],
+    market: BoughtAs | None,
+    quota: bool,
+    refresh: bool,
+    profile: str | None,
+    as_json: bool,
+) -> int:
+    """List what PROVIDER sells (default: every provider): machines, prices, and their age. Rents nothing."""
+    from mgpu.providers import registry
+
+    console = Console(as_json=as_json)
+    sellers = [registry.get(name, _options(name, profile)) for name in ([provider] if provider else registry.names())]
+    asked = [seller for seller in sellers if refresh and (provider or seller.configured())]
+    partly = [_refresh(console, seller) for seller in asked]
+    wanted = _Wanted(gpu, gpus, regions, market)
+    found = [offer for seller in sellers for offer in _on_sale(console, seller, wanted, alone=bool(provider))]
+    if as_json:
+        console.data([offer.model_dump(mode="json") for offer in found])
+    elif quota:
+        _show_quotas(console, found)
+    elif found:
+        _show(console, found)
+    else:
+        console.text("nothing on sale meets this")
+    return NoOffer.exit_code if any(partly) or not found else 0
+
+
+class _Wanted(NamedTuple):
+    """The filters of the command line; empty: any."""
+
+    gpu: tuple[str, ...]
+    gpus: int | None
+    regions: tuple[str, ...]
+    market: BoughtAs | None
+
+    def meets(self, offer: Offer) -> bool:
+        """Whether an offer passes all of them."""
+        return (
+            (not self.gpu or (offer.gpu or "").casefold() in map(str.casefold, self.gpu))
+            and self.gpus in (None, offer.gpus)
+            and (not self.regions or offer.region in self.regions)
+            and self.market in (None, offer.market)
+        )
+
+
+def _options(name: str, profile: str | None) -> dict[str, str]:
+    if profile and name != "aws":
+        raise InputError(f"--profile: provider {name} has no profiles", "", "Name the provider: `mgpu offers aws`.")
+    return {"profile": profile} if profile else {}
+
+
+def _refresh(console: Console, seller: Provider) -> bool:
+    """Asks one provider anew; True: not all of it answered."""
+    done = seller.refresh_offers()
+    console.say(f"{seller.name}: asked {common.count(len(done.regions), 'region')} for its prices")
+    for region, why in done.failed.items():
+        console.say(f"warning: {seller.name} {region}: {why}; what was known of it stays", "yellow")
+    return bool(done.failed)
+
+
+def _on_sale(console: Console, seller: Provider, wanted: _Wanted, *, alone: bool) -> list[Offer]:
+    from mgpu.plan.model import Requirements
+
+    needed = Requirements(
+        provider=seller.name,
+        nodes=1,
+        gpu=wanted.gpu,
+        gpus_per_node=wanted.gpus or 0,
+        market=wanted.market or "spot-then-on-demand",
+        regions=wanted.regions,
+        max_price_usd_per_hour=_ANY_PRICE,
+        max_hours=1,
+        provider_options={},
+    )
+    try:
+        answer = seller.offers(needed)
+    except (InputError, NoOffer):
+        if alone:
+            raise
+        return []  # what one provider has not, another may have
+    for note in answer.notes:
+        console.say(f"note: {note}")
+    if alone and answer.source:
+        console.say(f"source: {answer.source}", "dim")
+    return [offer for offer in answer.offers if wanted.meets(offer)]
+
+
+def _show(console: Console, found: list[Offer]) -> None:
+    columns = ("provider", "machine", "GPUs", "GiB", "link", "vCPUs", "RAM GiB", "NVMe GiB", "Gbit/s", "where")
+    prices = ("spot $/h", "on-demand $/h", "age")
+    console.table((*columns, *prices), [row for _, row in sorted(_rows(found), key=lambda pair: pair[0])])
+    if any(offer.price_is_limit for offer in found):
+        console.say("<: the spot price is not known, but that it is not above this")
+    old = common.old_prices(found)
+    if old:
+        console.say(old, "yellow")
+
+
+def _rows(found: Iterable[Offer]) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """A row a machine type and place, both markets in it, and what it is sorted by."""
+    places: dict[tuple[Any, ...], dict[str, Offer]] = {}
+    for offer in found:
+        places.setdefault((offer.provider, offer.instance_type, offer.region, offer.zone), {})[offer.market] = offer
+    for both in places.values():
+        one = next(iter(both.values()))
+        cheapest = min(offer.price_usd_per_hour for offer in both.values())
+        where = f"{one.region} {one.zone}" if one.zone else one.region
+        order = (one.provider, one.gpu or "", one.gpus, cheapest, one.instance_type, where)
+        gpus = (f"{one.gpus} x {one.gpu}", f"{one.gpu_memory_gib:g}", one.interconnect) if one.gpu else ("none", "", "")
+        network = f"{one.network_gbit_s:g}" if one.network_gbit_s else ""
+        size = (one.vcpus, f"{one.memory_gib:g}", one.nvme_gib or "", network)
+        age = _age(min(offer.fetched_at for offer in both.values()))
+        cost = (_price(both.get("spot")), _price(both.get("on-demand")), age)
+        yield order, (one.provider, one.instance_type, *gpus, *size, where, *cost)
+
+
+def _price(offer: Offer | None) -> str:
+    if offer is None:
+        return ""
+    return ("< " if offer.price_is_limit else "") + f"{offer.price_usd_per_hour:.3f}"
+
+
+def _age(at: float) -> str:
+    hours = max(0.0, time.time() - at) / 3600
+    return f"{hours / 24:.0f} d" if hours >= 48 else f"{hours:.0f} h" if hours >= 1 else "now"
+
+
+def _show_quotas(console: Console, found: Iterable[Offer]) -> None:
+    known = {(o.provider, o.region, o.quota): o.headroom for o in found if o.headroom is not None}
+    rows = [(*key, room.name, room.limit_vcpus, room.left_vcpus, _age(room.at)) for key, room in sorted(known.items())]
+    if rows:
+        console.table(("provider", "region", "quota", "name", "limit vCPUs", "left vCPUs", "age"), rows)
+    else:
+        console.text("no quotas are known; `mgpu offers --refresh` asks for them")

@@ -1,0 +1,190 @@
+"""`mgpu offers`: what is on sale, as a table and as JSON, and how a refresh is told."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mgpu.cli import cli
+from mgpu.errors import AuthError
+from mgpu.plan.model import Headroom, Offer, Requirements
+from mgpu.providers import registry
+from mgpu.providers.aws import offers as aws_offers
+from mgpu.providers.aws.options import Options
+from mgpu.providers.base import Offers, Refreshed
+from mgpu.providers.local.provider import LocalProvider
+
+Mgpu = Callable[..., Result]
+
+
+class Seller:
+    """A provider that sells what the snapshot says."""
+
+    name = "aws"
+
+    def __init__(self) -> None:
+        self.options: dict[str, str] = {}
+        self.ready = True
+        self.asked = 0
+        self.refreshed = Refreshed(regions=("us-east-1",))
+        self.change: Callable[[Offer], Offer] = lambda offer: offer
+
+    def configured(self) -> bool:
+        return self.ready
+
+    def offers(self, needed: Requirements) -> Offers:
+        answer = aws_offers.offers(needed, Options())
+        return answer.model_copy(update={"offers": tuple(map(self.change, answer.offers))})
+
+    def refresh_offers(self) -> Refreshed:
+        self.asked += 1
+        return self.refreshed
+
+
+@pytest.fixture
+def seller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, xdg: Path) -> Seller:
+    for name in ("AWS_ENDPOINT_URL", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = Seller()
+
+    def get(name: str, options: dict[str, str] | None = None) -> Any:
+        made.options = options or {}
+        return made if name == "aws" else LocalProvider()
+
+    monkeypatch.setattr(registry, "get", get)
+    monkeypatch.setattr(registry, "names", lambda: ("aws", "local"))
+    return made
+
+
+@pytest.fixture
+def mgpu(seller: Seller) -> Mgpu:
+    def run(*args: str) -> Result:
+        return CliRunner().invoke(cli, ["offers", *args], standalone_mode=False)
+
+    return run
+
+
+def rows(result: Result) -> list[str]:
+    """The table's rows, without its head."""
+    return [line for line in result.stdout.splitlines() if line.startswith(("aws", "local"))]
+
+
+def test_every_provider_is_listed_with_both_markets_in_one_row(mgpu: Mgpu):
+    done = mgpu()
+    assert done.return_value == 0
+    places = [tuple(row.split())[:2] for row in rows(done)]
+    assert ("local", "cpu-node") in places
+    assert sum(place == ("aws", "p4d.24xlarge") for place in places) == 4  # zones
+    row = next(row for row in rows(done) if "p4d.24xlarge" in row)
+    assert "8 x A100-40GB" in row
+    assert "NVSwitch" in row
+    assert row.split()[-4:] == ["21.958", "21.958", row.split()[-2], "d"]
+    assert "< 21.958" in row
+
+
+def test_filters_leave_what_passes_all_of_them(mgpu: Mgpu):
+    done = mgpu("aws", "--gpu", "l4", "--gpus", "4", "--region", "us-east-1", "--market", "on-demand")
+    assert done.return_value == 0
+    assert rows(done)
+    assert all("4 x L4 " in row and "us-east-1" in row and "<" not in row for row in rows(done))
+
+
+def test_nothing_that_passes_the_filters_is_no_offer(mgpu: Mgpu):
+    done = mgpu("aws", "--gpu", "T4", "--gpus", "3")
+    assert done.stdout == "nothing on sale meets this\n"
+    assert done.return_value == 3
+
+
+def test_a_mistake_is_one_where_one_provider_was_named(mgpu: Mgpu):
+    assert "there is no GPU `RTX4090`" in str(mgpu("aws", "--gpu", "RTX4090").exception)
+    done = mgpu("--gpu", "RTX4090")  # another provider may have it
+    assert (done.exception, done.return_value) == (None, 3)
+
+
+def test_the_age_of_the_prices_is_told_with_what_renews_them(mgpu: Mgpu):
+    done = mgpu("aws", "--gpu", "T4")
+    days = int((time.time() - 1768780800) / 86400)
+    assert f"prices of 2026-01-19: {days} days old; `mgpu offers aws --refresh`" in done.stderr
+    assert "on-demand prices of us-east-1: AWS Price List API" in done.stderr
+
+
+def test_new_prices_are_not_called_old(mgpu: Mgpu, seller: Seller):
+    seller.change = lambda offer: offer.model_copy(update={"fetched_at": time.time() - 3 * 3600})
+    done = mgpu("aws", "--gpu", "T4")
+    assert "old" not in done.stderr
+    assert all(row.endswith("3 h") for row in rows(done))
+
+
+def test_json_is_every_offer_whole(mgpu: Mgpu):
+    found = json.loads(mgpu("aws", "--gpu", "H100-80GB", "--json").stdout)
+    assert {offer["gpu"] for offer in found} == {"H100-80GB"}
+    assert [Offer.model_validate(offer) for offer in found]
+
+
+def test_refresh_asks_first_and_says_who_answered(mgpu: Mgpu, seller: Seller):
+    done = mgpu("aws", "--gpu", "T4", "--refresh")
+    assert (done.return_value, seller.asked) == (0, 1)
+    assert "asked 1 region for its prices" in done.stderr
+
+
+def test_a_refresh_that_did_not_reach_all_names_them_and_ends_with_3(mgpu: Mgpu, seller: Seller):
+    seller.refreshed = Refreshed(regions=("us-east-1",), failed={"eu-west-1": "no full answer within 120 s"})
+    done = mgpu("aws", "--gpu", "T4", "--refresh")
+    assert done.return_value == 3
+    assert "warning: aws eu-west-1: no full answer within 120 s; what was known of it stays" in done.stderr
+    assert rows(done)
+
+
+def test_a_provider_that_is_not_set_up_is_asked_only_by_name(mgpu: Mgpu, seller: Seller):
+    seller.ready = False
+    assert (mgpu("--refresh").return_value, seller.asked) == (0, 0)
+    mgpu("aws", "--refresh")
+    assert seller.asked == 1
+
+
+def test_a_refresh_without_credentials_is_that_error(mgpu: Mgpu, seller: Seller, monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> Refreshed:
+        raise AuthError("aws: no credentials")
+
+    monkeypatch.setattr(seller, "refresh_offers", refuse)
+    assert isinstance(mgpu("aws", "--refresh").exception, AuthError)
+
+
+def test_quotas_are_shown_once_each_with_what_they_leave(mgpu: Mgpu, seller: Seller):
+    room = Headroom(name="All P", limit_vcpus=192, left_vcpus=96, at=time.time(), raise_command="x")
+    seller.change = lambda offer: offer.model_copy(update={"headroom": room if offer.quota == "L-7212CCBC" else None})
+    done = mgpu("aws", "--quota")
+    (row,) = rows(done)
+    assert row.split() == ["aws", "us-east-1", "L-7212CCBC", "All", "P", "192", "96", "now"]
+
+
+def test_quotas_that_nobody_knows_are_not_made_up(mgpu: Mgpu):
+    assert "no quotas are known" in mgpu("aws", "--quota").stdout
+
+
+def test_a_profile_is_given_to_aws_alone(mgpu: Mgpu, seller: Seller):
+    mgpu("aws", "--profile", "work")
+    assert seller.options == {"profile": "work"}
+    assert "has no profiles" in str(mgpu("local", "--profile", "work").exception)
+
+
+PLAN = (
+    "name: a\nprovider: aws\ngpus_per_node: 8\ngpu: [A100-40GB]\nmarket: spot\nmax_price_usd_per_hour: 30\n"
+    "max_hours: 1\ncommand: [train.py]\ncheckpoint: none\nregions: [us-east-1, us-west-2]\n"
+)
+
+
+def test_a_plan_says_how_old_its_prices_are_and_where_none_are_known(seller: Seller, tmp_path: Path):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "mgpu.yaml").write_text(PLAN)
+    done = CliRunner().invoke(cli, ["plan", str(tmp_path / "mgpu.yaml")], standalone_mode=False)
+    assert done.exception is None
+    assert "prices of 2026-01-19" in done.stderr
+    assert "no prices are known in us-west-2" in done.stderr
