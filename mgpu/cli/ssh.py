@@ -43,7 +43,7 @@ def write_config(record: Record) -> Path:
         raise InputError(f"run {record.run_id} has no machines", "", "See `mgpu ls`.")
     from mgpu.iac.outputs import StackOutput
     from mgpu.remote.sshconfig import ssh_config
-    from mgpu.run.conduct import targets
+    from mgpu.run.reach import targets
 
     fleet = StackOutput.model_validate(record.fleet)
     folder = Folder(record.run_id).root

@@ -188,6 +188,11 @@ class Provider(Protocol):
         stopping first. The other machines are not touched. Idempotent by token."""
         ...
 
+    def opened_by_role(self, url: str) -> bool:
+        """Whether the machines' own role may read and write at this address of an object store: then no credentials
+        of the operator travel to them."""
+        ...
+
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
         """Everything that costs money and carries this owner: all regions, all pages."""
         ...

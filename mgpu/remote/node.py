@@ -118,19 +118,20 @@ class Node:
         dest: str,
         *,
         exclude: Sequence[str] = DEFAULT_EXCLUDE,
-        python: str = "python3",
+        python: str | None = None,
     ) -> SyncReport:
         """Makes `dest` hold what `folder` holds: sends what differs, deletes what an earlier sync sent and is gone now.
 
         Files on the node that no sync sent stay. A transfer that is cut changes nothing. Links inside the folder stay
-        links. `exclude`, and `.mgpuignore` in the folder, hold patterns as .gitignore does. `python` is the node's.
+        links. `exclude`, and `.mgpuignore` in the folder, hold patterns as .gitignore does. `python`
+        is the node's (default: the target's).
 
         Raises:
             InputError: files that cannot be sent, links that leave the folder.
             CommandFailed, ConnectionFailed: as `run`; the whole is bounded by `sync_s`.
         """
         snapshot = folder if isinstance(folder, Snapshot) else scan(folder, exclude)
-        receiver = [python, "-I", "-c", _RECEIVER.read_text("utf-8")]
+        receiver = [python or self.target.python, "-I", "-c", _RECEIVER.read_text("utf-8")]
         found = self._found(receiver, check_path(dest))
         wanted = snapshot.entries
         changed = [path for path, entry in wanted.items() if found.get(path) != entry.identity]

@@ -80,7 +80,7 @@ class NodeSet:
         return _each(fn, self.nodes)
 
     def sync(
-        self, folder: Path, dest: str, *, exclude: Sequence[str] = DEFAULT_EXCLUDE, python: str = "python3"
+        self, folder: Path, dest: str, *, exclude: Sequence[str] = DEFAULT_EXCLUDE, python: str | None = None
     ) -> list[SyncReport]:
         """`Node.sync` for all nodes; the folder is read once."""
         snapshot = scan(folder, exclude)

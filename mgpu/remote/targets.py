@@ -84,7 +84,8 @@ class Jump:
 
 @dataclass(frozen=True)
 class Target:
-    """A node as the operator reaches it; `rank` is its node_rank. Raises InputError like `Jump`."""
+    """A node as the operator reaches it; `rank` is its node_rank, `python` its interpreter. Raises InputError like
+    `Jump`."""
 
     rank: int
     address: str
@@ -92,9 +93,11 @@ class Target:
     user: str
     host_key: str
     via: Jump | None = None
+    python: str = "python3"
 
     def __post_init__(self) -> None:
         _check_endpoint(self)
+        check_path(self.python)
 
     @property
     def label(self) -> str:

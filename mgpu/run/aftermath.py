@@ -10,7 +10,7 @@ from mgpu.errors import InputError, ProviderError
 from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
-from mgpu.run.conduct import handle_of
+from mgpu.run.reach import handle_of
 from mgpu.run.request import Request
 from mgpu.run.session import Session
 from mgpu.run.supervise import Ended

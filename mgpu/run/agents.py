@@ -23,7 +23,7 @@ def library() -> tuple[Path, str]:
     """The node side's own package on this machine, and the folder that it gets on a node: named by its content."""
     package = Path(mgpu_train.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".txt")):
         digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
     return package, str(LIB / digest.hexdigest()[:16])
 
@@ -50,6 +50,12 @@ def stop(node: Node, run_id: str, timeouts: Timeouts, *, now: bool = False) -> N
     _call(node, ["stop", "--run", run_id, *(["--now"] if now else [])], timeouts.command_s)
 
 
+def renew(node: Node, run_id: str, store: dict[str, str], timeouts: Timeouts) -> None:
+    """Gives the living agent fresh credentials of the store, by standard input."""
+    secrets = Secrets(store=store)
+    _call(node, ["renew", "--run", run_id], timeouts.command_s, secrets.model_dump_json().encode())
+
+
 def free_port(node: Node, timeouts: Timeouts) -> int:
     """A TCP port that is free on the node now, for the rendezvous."""
     return int(_call(node, ["free-port"], timeouts.command_s)["port"])
@@ -68,7 +74,8 @@ def renew_lease(node: Node, minutes: float, timeouts: Timeouts) -> None:
 
 def _call(node: Node, arguments: list[str], timeout: float, stdin: bytes = b"") -> dict[str, Any]:
     _, home = library()
-    argv = ["env", f"PYTHONPATH={home}", "python3", "-m", "mgpu_train", "agent", *arguments]
+    # the program that `interpreters.equip` has left there
+    argv = ["env", f"PYTHONPATH={home}", f"{home}/python", "-m", "mgpu_train", "agent", *arguments]
     result = node.run(argv, stdin=stdin, timeout=timeout)
     try:
         answer = json.loads(result.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from mgpu_train.agent.status import Fault
@@ -11,51 +12,30 @@ from mgpu_train.config import CheckpointTarget, Secrets
 from mgpu.errors import ProviderError, RemoteError
 from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
-from mgpu.providers.base import Handle, Provider
+from mgpu.providers.base import Provider
 from mgpu.remote.nodeset import NodeSet
-from mgpu.remote.targets import Jump, Target
-from mgpu.run import agents, code, metrics
+from mgpu.run import agents, code, interpreters, metrics
 from mgpu.run.begin import catch_up, start
+from mgpu.run.reach import handle_of, targets
 from mgpu.run.record import State
 from mgpu.run.request import Request
 from mgpu.run.session import Session
+from mgpu.run.storekeys import StoreKeys
 from mgpu.run.supervise import Ended, Supervisor
 from mgpu.run.verdict import NodeView
 
 ASKED = 6  # times that a provider is asked whether a node that cannot be started is still there
 
 
-def targets(fleet: StackOutput) -> tuple[Target, ...]:
-    """The nodes as the remote layer wants them."""
-    return tuple(
-        Target(
-            node.rank,
-            node.address,
-            node.port,
-            node.user,
-            node.host_key,
-            Jump(node.via.address, node.via.port, node.via.user, node.via.host_key) if node.via else None,
-        )
-        for node in fleet.nodes
-    )
-
-
-def handle_of(fleet: StackOutput) -> Handle:
-    """The provider's handle of the fleet that a stack output names."""
-    return Handle(
-        provider=fleet.provider,
-        region=fleet.region,
-        fleet=fleet.fleet,
-        generation=fleet.generation,
-        token=fleet.token,
-        ids=tuple(node.id for node in fleet.nodes),
-    )
-
-
 def conduct(
-    session: Session, request: Request, fleet: StackOutput, provider: Provider | None, secrets: Secrets
+    session: Session,
+    request: Request,
+    fleet: StackOutput,
+    provider: Provider | None,
+    secrets: Secrets,
+    keys: StoreKeys | None = None,
 ) -> Ended:
-    """Runs one attempt from the first connection to its judged end.
+    """Runs one attempt from the first connection to its judged end. `keys` has fresh credentials of the store.
 
     Raises:
         RemoteError: a node could not be reached, or refused, and no machine is gone.
@@ -72,7 +52,7 @@ def conduct(
         session.emit(Warned(error.what))
         return lost
     with nodes:
-        return watch(session, nodes, fleet, provider, request)
+        return watch(session, nodes, fleet, provider, request, keys, sent=secrets.store)
 
 
 def _begun(session: Session, request: Request, fleet: StackOutput, secrets: Secrets) -> NodeSet:
@@ -83,6 +63,7 @@ def _begun(session: Session, request: Request, fleet: StackOutput, secrets: Secr
         session.check()
         with session.phase("sending"):
             agents.send_library(nodes)
+            interpreters.equip(nodes, request.spec, session.timeouts, session.emit)
             code.send(session, request, nodes)
         session.check()  # nothing trains yet: there is nothing to save, and nobody to ask
         with session.phase("starting"):
@@ -111,9 +92,12 @@ def _lost(session: Session, provider: Provider | None, fleet: StackOutput) -> En
     return None
 
 
-def watch_again(session: Session, fleet: StackOutput, provider: Provider | None, request: Request) -> Ended:
+def watch_again(
+    session: Session, fleet: StackOutput, provider: Provider | None, request: Request, keys: StoreKeys | None = None
+) -> Ended:
     """Takes an attempt over that another supervisor started. A node that does not answer now may do so later; where
-    none does, the run is left as it is, unless it is to end: nothing is known of it from here.
+    none does, the run is left as it is, unless it is to end: nothing is known of it from here. The agents are given
+    `keys` anew.
 
     Raises:
         InputError: the key cannot be used.
@@ -125,7 +109,7 @@ def watch_again(session: Session, fleet: StackOutput, provider: Provider | None,
         if all(node.closed for node in nodes.nodes) and not session.asked_to_end:
             session.emit(Warned("no node answers over SSH from here: the run is left as it is"))
             return Ended(False, "no node answers over SSH", left=True)
-        return watch(session, nodes, fleet, provider, request)
+        return watch(session, nodes, fleet, provider, request, keys)
 
 
 def watch(
@@ -134,8 +118,12 @@ def watch(
     fleet: StackOutput,
     provider: Provider | None,
     request: Request,
+    keys: StoreKeys | None = None,
+    *,
+    sent: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Watches an attempt that runs, and judges its end: success needs a checkpoint that verifies."""
+    """Watches an attempt that runs, and judges its end: success needs a checkpoint that verifies. `sent`: with which
+    credentials of the store the agents were started, where that is known."""
     with session.phase("training"):
         supervisor = Supervisor(
             session,
@@ -144,6 +132,8 @@ def watch(
             handle=handle_of(fleet),
             deadline=_deadline(session),
             processes_per_node=fleet.processes_per_node,
+            keys=keys,
+            sent=sent,
         )
         ended = supervisor.watch()
     if not ended.left:

@@ -10,9 +10,13 @@ from mgpu.errors import (
 )
 from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
+from mgpu.providers import registry
+from mgpu.providers.base import Provider
 from mgpu.run.finish import final_state, remembered
+from mgpu.run.reach import provider_for
 from mgpu.run.record import Record, State, busy, load, save, supervising
 from mgpu.run.stacks import Context, give_back_fleet, open_stack, refuse_used, require_ours, stack_of
+from mgpu.spec.load import load as load_spec
 
 
 def down(record: Record, context: Context, *, left: bool = False) -> Record:
@@ -47,7 +51,8 @@ def _give_back(record: Record, fleet: StackOutput | None, context: Context) -> N
             record.reason, record.verdict = "its machines were given back by hand", Interrupted.exit_code
     _save(record, context)
     stack = stack_of(record, context)
-    give_back_fleet(stack, record.provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
+    provider = registry.get(record.provider, fleet.options if fleet else record.options)
+    give_back_fleet(stack, provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
     record.teardown = "confirmed"
     if not record.state.final:
         record.exit_code = record.verdict
@@ -77,4 +82,12 @@ def stack_down(project: Path, name: str, context: Context) -> None:
         raise InputError(
             f"there is no stack {name} of the project in {project}", "", "`pulumi stack ls` names them; see `mgpu ls`."
         )
-    give_back_fleet(stack, fleet.provider if fleet else "local", fleet, context, remove=False)
+    give_back_fleet(stack, _provider(project, fleet), fleet, context, remove=False)
+
+
+def _provider(project: Path, fleet: StackOutput | None) -> Provider:
+    """Of a stack whose fleet is not known (it never came up whole), the one of the project's run file."""
+    if fleet is not None:
+        return registry.get(fleet.provider, fleet.options)
+    run_file = project / "mgpu.yaml"
+    return provider_for(load_spec(run_file)) if run_file.exists() else registry.get("local")

@@ -25,6 +25,7 @@ from mgpu.errors import (
 from mgpu.events import Note, Warned
 from mgpu.iac.engine import Stack
 from mgpu.iac.outputs import StackOutput
+from mgpu.providers import registry
 from mgpu.run.record import Record, State
 from mgpu.run.session import Session
 from mgpu.run.stacks import Context, give_back_fleet
@@ -232,5 +233,6 @@ def _teardown(session: Session, stack: Stack, teardown: str) -> None:
     record.teardown = "asked"
     context = Context(session.emit, session.timeouts)
     with session.interrupts.leaving(), session.phase("teardown"):
-        give_back_fleet(stack, record.provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
+        provider = registry.get(record.provider, fleet.options if fleet else record.options)
+        give_back_fleet(stack, provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
     record.teardown = "confirmed"

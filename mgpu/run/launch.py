@@ -15,22 +15,22 @@ from pathlib import Path
 from mgpu_train.config import Secrets
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.errors import InputError
-from mgpu.events import Note
+from mgpu.errors import InputError, ProviderError
+from mgpu.events import Note, Warned
 from mgpu.iac.engine import Stack
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
 from mgpu.iac.project import project_name
 from mgpu.plan import rank
-from mgpu.providers import registry
-from mgpu.providers.base import Provider
 from mgpu.run.conduct import conduct
 from mgpu.run.finish import Outcome, conclude
+from mgpu.run.reach import provider_for, provider_of
 from mgpu.run.record import Folder, Record, busy, load, new_run_id, opening, save, supervising
 from mgpu.run.recover import Attempts
-from mgpu.run.request import Request, resolve, secrets_of
+from mgpu.run.request import Request, resolve, secrets_of, store_keys
 from mgpu.run.session import Interrupts, Session
 from mgpu.run.stacks import Context, bring_up, open_stack, project_of, refuse_used, stack_of, standing
+from mgpu.run.storekeys import StoreKeys
 from mgpu.run.supervise import Ended
 from mgpu.spec.model import RunSpec
 
@@ -39,7 +39,7 @@ def launch(run_file: Path, spec: RunSpec, context: Context, *, resume: Record | 
     """Makes a stack of its own, runs on it, and gives the fleet back (or keeps it: `teardown: keep`)."""
     run_id = resume.run_id if resume else new_run_id(spec.name)
     request = resolve(spec, run_id, run_file.resolve().parent, timeouts=context.timeouts)
-    secrets = secrets_of(spec, request.checkpoint, os.environ)
+    secrets = secrets_of(spec, request.checkpoint, os.environ, provider_for(spec))
     with _opened(run_id, context, lambda: _record(run_file, spec, run_id, stack=None, resume=resume)) as session:
         stack = stack_of(session.record, context)
         return conclude(session, stack, spec.teardown, lambda: rented(session, stack, request, secrets))
@@ -51,7 +51,7 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
     stack = open_stack(project_of(run_file), stack_name, run_file, None, context)
     fleet = standing(stack, spec)
     request = resolve(spec, run_id, run_file.resolve().parent, store=fleet.store, timeouts=context.timeouts)
-    secrets = secrets_of(spec, request.checkpoint, os.environ)
+    secrets = secrets_of(spec, request.checkpoint, os.environ, provider_of(fleet))
 
     def made() -> Record:
         refuse_used(fleet)
@@ -71,8 +71,9 @@ def preflight(run_file: Path, spec: RunSpec) -> Path:
     """
     project = project_of(run_file)
     request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
-    secrets_of(spec, request.checkpoint, os.environ)
-    registry.get(spec.provider, rank.requirements(spec).provider_options).check()
+    provider = provider_for(spec)
+    secrets_of(spec, request.checkpoint, os.environ, provider)
+    provider.check()
     return project
 
 
@@ -100,6 +101,7 @@ def _record(
         own_stack=stack is None,
         fleet_name=fleet_name(project_name(project), stack_name),
         provider=spec.provider,
+        options=dict(fleet.options if fleet else rank.requirements(spec).provider_options),
         nodes=spec.nodes,
         attempt=resume.attempt if resume else 0,
         store=resume.store if resume else None,
@@ -189,7 +191,18 @@ def conducted(session: Session, request: Request, fleet: StackOutput, secrets: S
     """One attempt on a fleet that stands. Raises what `conduct` raises."""
     record = session.record
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
-    return conduct(session, request, fleet, provider_of(fleet), secrets)
+    provider = provider_of(fleet)
+    keys = store_keys(request.spec, request.checkpoint, os.environ, provider)
+    return conduct(session, request, fleet, provider, _fresh(session, secrets, keys), keys)
+
+
+def _fresh(session: Session, secrets: Secrets, keys: StoreKeys) -> Secrets:
+    """With the store's credentials as they are now: a later attempt may begin hours after they were read first."""
+    try:
+        return secrets.model_copy(update={"store": keys.now()})
+    except (InputError, ProviderError) as error:
+        session.emit(Warned(f"{error.what}: the nodes get those that this command began with"))
+        return secrets
 
 
 def attempts(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Attempts:
@@ -202,8 +215,3 @@ def attempts(session: Session, stack: Stack, request: Request, secrets: Secrets)
         conduct=lambda fleet: conducted(session, request, fleet, secrets),
         repair=lambda lost: bring_up(session, stack, lost),
     )
-
-
-def provider_of(fleet: StackOutput) -> Provider | None:
-    """Who describes the machines; None for a fleet that a program of the user's own made."""
-    return registry.get(fleet.provider) if fleet.owner else None

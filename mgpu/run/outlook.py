@@ -43,7 +43,7 @@ class Outlook:
     ) -> None:
         self._session, self._provider, self._handle = session, provider, handle
         self._clock, self._wall = clock, wall
-        self._calls = Calls()
+        self.calls = Calls()  # of this supervisor; it begins them in its passes
         self._told: set[str] = set()
         self._silent: set[int] = set()  # ranks that were told not to answer
         self._stop_level = 0
@@ -72,12 +72,12 @@ class Outlook:
         beat_s = STOPPING_BEAT_S if self._stop_level else BEAT_S
         for eye in self.eyes:
             if eye.rank not in self.gone:
-                self._calls.begin(("look", eye.rank), lambda eye=eye: eye.look(logs_s, beat_s))
+                self.calls.begin(("look", eye.rank), lambda eye=eye: eye.look(logs_s, beat_s))
         self._tell_to_stop()
         self._ask_provider(amiss=amiss)
-        self._calls.wait(look_s)
+        self.calls.wait(look_s)
         if self._ask_provider(amiss=amiss):  # a connection was lost meanwhile
-            self._calls.wait(min(look_s, DESCRIBE_SOON_S), "describe")
+            self.calls.wait(min(look_s, DESCRIBE_SOON_S), "describe")
         self._tell_of_links()
 
     def views(self) -> tuple[NodeView, ...]:
@@ -120,7 +120,7 @@ class Outlook:
         if self._provider is None:
             return False
         every_s = DESCRIBE_SOON_S if amiss or not self.all_answer else DESCRIBE_EVERY_S
-        if self._clock() - self._described_at < every_s or not self._calls.begin("describe", self._describe):
+        if self._clock() - self._described_at < every_s or not self.calls.begin("describe", self._describe):
             return False
         self._described_at = self._clock()
         return True
@@ -163,7 +163,7 @@ class Outlook:
         """Every agent that has not ended is told to, at once or as soon as it can be reached."""
         self._stop_level = level
         self._tell_to_stop()
-        self._calls.wait(self._session.timeouts.look_s)
+        self.calls.wait(self._session.timeouts.look_s)
 
     def _tell_to_stop(self) -> None:
         level = self._stop_level
@@ -171,7 +171,7 @@ class Outlook:
             # one that has nothing left but its uploads is left to them, unless the others wait for it
             told = eye.told >= level or (level < HURRY and self._phase(eye) is Phase.DRAINING)
             if not (told or eye.node.closed or self.has_ended(eye)):
-                self._calls.begin(("stop", eye.rank), lambda eye=eye: self._tell(eye, level))
+                self.calls.begin(("stop", eye.rank), lambda eye=eye: self._tell(eye, level))
 
     def _tell(self, eye: Eye, level: int) -> None:
         try:

@@ -99,6 +99,7 @@ class Record:
     fleet_name: str  # under which the provider lists the machines
     provider: str
     nodes: int
+    options: dict[str, str] = field(default_factory=dict)  # settings of the provider; nothing secret
     state: State = State.PROVISIONING
     attempt: int = 0
     recoveries: int = 0  # attempts after the first of this launch, whoever supervised them

@@ -15,19 +15,12 @@ from mgpu_train.timeouts import Timeouts
 from mgpu import paths
 from mgpu.errors import InputError
 from mgpu.iac.outputs import StackOutput
+from mgpu.providers.base import Provider
+from mgpu.run.reach import provider_of
+from mgpu.run.storekeys import StoreKeys
 from mgpu.spec.model import Checkpoint, RunSpec
 
 DEFAULT_EVERY_STEPS = 100
-# what the node's store client may need of the operator's environment; nothing else of it travels
-STORE_VARIABLES = (
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "AWS_REGION",
-    "AWS_DEFAULT_REGION",
-    "AWS_ENDPOINT_URL",
-    "AWS_ENDPOINT_URL_S3",
-)
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,8 @@ class Request:
         self, fleet: StackOutput, *, attempt: int, writer: str, port: int, resume: Resume | None
     ) -> tuple[Job, ...]:
         """One job a node, in rank order."""
-        spec, first = self.spec, fleet.nodes[0]
+        spec, first, provider = self.spec, fleet.nodes[0], provider_of(fleet)
+        notices = provider.caps.notices if provider else "file"
         return tuple(
             Job(
                 run_id=self.run_id,
@@ -73,6 +67,7 @@ class Request:
                 checkpoint=self.checkpoint,
                 resume=resume,
                 lease_file=str(LEASE),
+                notices=notices,
                 notice_file=str(NOTICE),
                 timeouts=self.timeouts,
             )
@@ -106,11 +101,22 @@ def default_store() -> str:
     return f"file://{paths.data_dir() / 'checkpoints'}"
 
 
-def secrets_of(spec: RunSpec, checkpoint: CheckpointTarget | None, environ: Mapping[str, str]) -> Secrets:
+def store_keys(
+    spec: RunSpec, checkpoint: CheckpointTarget | None, environ: Mapping[str, str], provider: Provider | None = None
+) -> StoreKeys:
+    """What opens the run's stores on the machines of this provider; None: machines that are not mgpu's."""
+    urls = [item.source for item in spec.data] + ([checkpoint.to] if checkpoint else [])
+    return StoreKeys(urls, environ, provider.opened_by_role) if provider else StoreKeys(urls, environ)
+
+
+def secrets_of(
+    spec: RunSpec, checkpoint: CheckpointTarget | None, environ: Mapping[str, str], provider: Provider | None = None
+) -> Secrets:
     """The values of the run's secrets and the store's credentials, from the operator's environment.
 
     Raises:
         InputError: a secret that the run file names is not set; all of them are named.
+        ProviderError: the provider cannot say what its machines' role opens.
     """
     missing = [name for name in spec.secrets if name not in environ]
     if missing:
@@ -119,33 +125,8 @@ def secrets_of(spec: RunSpec, checkpoint: CheckpointTarget | None, environ: Mapp
             "The run file names them, and their values come from the environment of this command.",
             f"Set them, e.g. `export {missing[0]}=...`, or take them out of `secrets:`.",
         )
-    uses_s3 = [item.source for item in spec.data] + ([checkpoint.to] if checkpoint else [])
-    store = _store_environment(environ) if any(url.startswith("s3://") for url in uses_s3) else {}
+    store = store_keys(spec, checkpoint, environ, provider).now()
     return Secrets(env={name: environ[name] for name in spec.secrets}, store=store)
-
-
-def _store_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    found = {name: environ[name] for name in STORE_VARIABLES if environ.get(name)}
-    if "AWS_ACCESS_KEY_ID" in found:
-        return found
-    # a profile, SSO or a role: boto3 knows how to ask; only the short-lived result travels
-    import boto3
-
-    session = boto3.Session()
-    credentials = session.get_credentials()
-    if credentials is None:
-        raise InputError(
-            "no credentials for the object store",
-            "The run uses an s3:// address, and neither AWS_ACCESS_KEY_ID nor a profile gives credentials.",
-            "Set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a file:// address.",
-        )
-    frozen = credentials.get_frozen_credentials()
-    found |= {"AWS_ACCESS_KEY_ID": frozen.access_key, "AWS_SECRET_ACCESS_KEY": frozen.secret_key}
-    if frozen.token:
-        found["AWS_SESSION_TOKEN"] = frozen.token
-    if session.region_name:
-        found.setdefault("AWS_REGION", session.region_name)
-    return found
 
 
 def writer_token(run_id: str, attempt: int) -> str:

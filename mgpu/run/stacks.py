@@ -21,7 +21,8 @@ from mgpu.events import Emit
 from mgpu.iac.engine import Stack
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
-from mgpu.run.conduct import handle_of
+from mgpu.providers.base import Provider
+from mgpu.run.reach import handle_of
 from mgpu.run.record import Folder, Record, every, write
 from mgpu.run.session import Session
 from mgpu.run.teardown import give_back
@@ -129,7 +130,7 @@ def _end_lost(session: Session, lost: tuple[int, ...]) -> None:
     try:
         with session.interrupts.leaving():
             acquire.destroy(
-                registry.get(fleet.provider),
+                registry.get(fleet.provider, fleet.options),
                 handle_of(fleet),
                 nodes=ids,
                 timeouts=session.timeouts,
@@ -185,7 +186,13 @@ def refuse_used(fleet: StackOutput, but: str = "") -> None:
 
 
 def give_back_fleet(
-    stack: Stack, provider: str, fleet: StackOutput | None, context: Context, *, remove: bool, name: str | None = None
+    stack: Stack,
+    provider: Provider,
+    fleet: StackOutput | None,
+    context: Context,
+    *,
+    remove: bool,
+    name: str | None = None,
 ) -> None:
     """Gives a stack's fleet back; `remove`: the empty stack goes too. `name` is the fleet's, where it is remembered.
 
@@ -194,7 +201,7 @@ def give_back_fleet(
     known = fleet.fleet if fleet else name
     give_back(
         stack,
-        registry.get(provider),
+        provider,
         fleet.owner if fleet else paths.owner(),
         context.timeouts,
         context.emit,

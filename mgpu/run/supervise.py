@@ -7,7 +7,7 @@ has been read is on this machine's disk before the next pass, so a supervisor th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,9 @@ from mgpu.remote.nodeset import NodeSet
 from mgpu.run import timeline
 from mgpu.run.outlook import HURRY, NOW, SAVE, Outlook
 from mgpu.run.record import Interruption, State
+from mgpu.run.renewal import Renewal
 from mgpu.run.session import Session
+from mgpu.run.storekeys import StoreKeys
 from mgpu.run.verdict import Action, Verdict, decide
 
 SETTLE_S = 5.0  # for the provider's word on a node that does not answer, before a program is blamed
@@ -50,13 +52,17 @@ class Supervisor:
         handle: Handle,
         deadline: float,
         processes_per_node: int = 1,
+        keys: StoreKeys | None = None,
+        sent: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`deadline` is on `clock`; `wall` is UNIX seconds; `provider` None: the machines are not ours to describe."""
+        """`deadline` is on `clock`; `wall` is UNIX seconds; `provider` None: the machines are not ours to describe.
+        `keys` are credentials of the store, `sent` those that the agents have."""
         self._session = session
         self._outlook = Outlook(session, nodes, provider, handle, processes_per_node, clock, wall)
+        self._renewal = Renewal(session, keys, sent, clock, self._outlook.once) if keys else None
         self._asks_provider = provider is not None
         self._deadline = deadline
         self._clock, self._wall, self._sleep = clock, wall, sleep
@@ -112,6 +118,8 @@ class Supervisor:
     def _look(self, logs_s: float) -> None:
         began = self._clock()
         self._outlook.round(logs_s, amiss=self._failing is not None)
+        if self._renewal is not None:
+            self._renewal.round(self._outlook.eyes, self._outlook.calls)
         if self._outlook.eyes[0].seen >= began:  # else nothing is new, and the record's age goes on growing
             self._report()
 

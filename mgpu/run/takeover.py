@@ -20,16 +20,18 @@ from mgpu.errors import InputError, RemoteError
 from mgpu.events import Note, Warned
 from mgpu.iac.engine import Stack
 from mgpu.iac.outputs import StackOutput
+from mgpu.providers.base import Provider
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run import agents
 from mgpu.run.aftermath import of_the_store, over
-from mgpu.run.conduct import targets, watch_again
+from mgpu.run.conduct import watch_again
 from mgpu.run.finish import Outcome, conclude, remembered
-from mgpu.run.launch import attempts, provider_of, rented, supervision, used
+from mgpu.run.launch import attempts, rented, supervision, used
 from mgpu.run.lock import Holder
+from mgpu.run.reach import provider_for, provider_of, targets
 from mgpu.run.record import Folder, Record, State, load, supervisor_of
-from mgpu.run.request import Request, resolve, secrets_of
+from mgpu.run.request import Request, resolve, secrets_of, store_keys
 from mgpu.run.session import Session
 from mgpu.run.stacks import Context, refuse_used, stack_of, standing
 from mgpu.run.supervise import Ended
@@ -110,7 +112,7 @@ class _Takeover:
     def _made(self) -> Callable[[], Ended]:
         """The fleet made, or repaired, and the next attempt on it. Raises InputError for a secret that is missing."""
         request = self._request(StackOutput.model_validate(self.record.fleet) if self.record.fleet else None)
-        secrets = secrets_of(self.spec, request.checkpoint, os.environ)
+        secrets = secrets_of(self.spec, request.checkpoint, os.environ, self._provider())
         go_on = self._repaired if self.record.state is State.REPAIRING else self._begun
 
         def made() -> Ended:
@@ -133,6 +135,11 @@ class _Takeover:
         lost = self.record.under_repair  # what the dead supervisor was about to replace
         plan = attempts(self.session, self.stack, request, secrets)
         return plan.run(lambda: plan.mended(tuple(lost.nodes) if lost else ()))
+
+    def _provider(self) -> Provider | None:
+        if self.record.fleet is None:
+            return provider_for(self.spec)
+        return provider_of(StackOutput.model_validate(self.record.fleet))
 
     def _hush(self) -> None:
         """Ends agents that the dead supervisor had started already: the next attempt begins on quiet nodes."""
@@ -170,16 +177,17 @@ class _Takeover:
         fleet = self._know_fleet()
         if fleet is None:
             return lambda: Ended(False, "the machines that it trained on are not known", Fault.INFRASTRUCTURE)
-        request, secrets = self._request(fleet), None
+        request, secrets, provider = self._request(fleet), None, provider_of(fleet)
+        keys = store_keys(self.spec, request.checkpoint, os.environ, provider)
         try:
-            secrets = secrets_of(self.spec, request.checkpoint, os.environ)
+            secrets = secrets_of(self.spec, request.checkpoint, os.environ, provider)
         except InputError as error:
             self.session.emit(Warned(f"{error.what}: this attempt is watched on, but no other can follow it"))
         self._claim(request)
-        ended = over(self.session, fleet, provider_of(fleet), request)
+        ended = over(self.session, fleet, provider, request)
 
         def watch() -> Ended:
-            return ended or watch_again(self.session, fleet, provider_of(fleet), request)
+            return ended or watch_again(self.session, fleet, provider, request, keys)
 
         if secrets is None:
             return lambda: _last(watch())

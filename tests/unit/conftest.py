@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from mgpu.iac.outputs import NodeOutput, StackOutput
 from mgpu.iac.project import project_name
 from mgpu.providers import registry
 from mgpu.providers.base import FleetState, Handle, NodePhase, NodeState
+from mgpu.providers.local.provider import LocalProvider
 from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.targets import Result, SyncReport, Target
 from mgpu.run import record, stacks
@@ -55,6 +56,7 @@ class Node:
         self.closed = False
         self.ends_when_stopped = True
         self.agent_lives = True
+        self.equipped = Result(0, b'{"python": "/bin/python3", "installed": false}', b"")
         self.faults: dict[str, list[Exception]] = {}  # method -> what its next calls raise
 
     # --- what a test does to it
@@ -110,16 +112,21 @@ class Node:
     def fetch(self, path: str, dest: Path) -> None:
         dest.write_bytes(self.read(path))
 
-    def sync(self, _folder: object, dest: str, *, python: str = "python3") -> SyncReport:
+    def sync(self, _folder: object, dest: str, *, python: str | None = None) -> SyncReport:
         self._fail("sync")
         self.world.calls.append(f"sync {dest.split('/')[0]}")
         return SyncReport(1, 1, 0, 1)
 
-    def run(self, argv: list[str], *, stdin: bytes = b"", timeout: float) -> Result:
+    def run(self, argv: list[str], *, stdin: bytes = b"", timeout: float, check: bool = True) -> Result:
         assert timeout > 0
         if argv[0] == "cat":
             return Result(0, b"1000.0 900.0\n", b"")
-        assert argv[2:5] == ["python3", "-m", "mgpu_train"], argv
+        if argv[1] == "-I":
+            assert argv[2].endswith("/mgpu_train/agent/equip.py"), argv
+            self._fail("equip")
+            return self.equipped
+        assert argv[2].endswith("/python"), argv
+        assert argv[3:5] == ["-m", "mgpu_train"], argv
         asked = argv[6:]
         self._fail(asked[0])
         self.agent.append(asked)
@@ -158,8 +165,10 @@ class Cloud:
     """A provider: machines by id, with the phase that it tells."""
 
     name = "local"
+    caps = LocalProvider.caps
 
     def __init__(self) -> None:
+        self.by_role: set[str] = set()  # addresses that the machines' own role opens
         self.handles: dict[str, Handle] = {}
         self.phases: dict[str, NodePhase] = {}
         self.stuck: set[str] = set()  # machines that no `destroy` ends
@@ -179,8 +188,15 @@ class Cloud:
     def billed(self) -> set[str]:
         return {name for name, phase in self.phases.items() if phase is not NodePhase.TERMINATED}
 
+    def configured(self) -> bool:
+        return True
+
     def check(self) -> None:
         self._refuse("check")
+
+    def opened_by_role(self, url: str) -> bool:
+        self._refuse("opened_by_role")
+        return url in self.by_role
 
     def describe(self, handle: Handle) -> FleetState:
         self.described += 1
@@ -190,6 +206,9 @@ class Cloud:
             for rank, name in enumerate(handle.ids)
         )
         return FleetState(nodes=tuple(nodes))
+
+    def describe_all(self, handles: Sequence[Handle]) -> tuple[FleetState, ...]:
+        return tuple(map(self.describe, handles))
 
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
         assert owner == paths.owner()

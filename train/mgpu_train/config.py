@@ -126,7 +126,7 @@ class Job(Model):
     resume: Resume | None = None
     lease_file: Text | None = Field(None, description="what the agent renews while it sees progress; None: no lease")
     notices: Literal["file", "ec2", "none"] = Field(
-        "file", description="where it stands that the machine is about to be taken; ec2: its metadata service"
+        default="file", description="where it stands that the machine is about to be taken; ec2: its metadata service"
     )
     notice_file: Text | None = Field(None, description="with `notices: file`: that file; None: there is none")
     timeouts: Timeouts = Field(default_factory=lambda: Timeouts())  # type: ignore[call-arg]

@@ -150,6 +150,10 @@ class LocalProvider:
         owned = (_left(gangs, gang) for gang in gangs.all() if gang.request.owner == owner)
         return tuple(handle for handle in owned if any(handle.ids))
 
+    def opened_by_role(self, url: str) -> bool:
+        """False: these machines have no role of their own."""
+        return False
+
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         """Asks the nodes to end; True when all are gone, folders and all."""
         gangs = Gangs(self.root)

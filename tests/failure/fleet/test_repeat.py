@@ -12,7 +12,7 @@ from mgpu_train.store import open_store
 
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run import agents
-from mgpu.run.conduct import targets
+from mgpu.run.reach import targets
 
 TIMES_ASKED = 5
 

@@ -39,6 +39,7 @@ class Attempt:
     def __init__(self, job: Job, secrets: Secrets, layout: RunLayout, stop: StopRequests) -> None:
         """`layout` has the node's home; the run's folder exists."""
         self.job, self.layout, self.secrets, self.stop = job, layout, secrets, stop
+        self._secret = {*secrets.env.values(), *secrets.store.values()}  # all that ever was
         self.times = job.timeouts
         self.log = Log(Path(layout.log))
         self.report = Report(job, layout)
@@ -64,6 +65,12 @@ class Attempt:
     def say(self, text: str) -> None:
         """Writes one line to the log, without secrets."""
         self.log.say(self.public(text))
+
+    def renewed(self, store: dict[str, str]) -> None:
+        """Takes fresh credentials of the store; whoever opens it next uses them. From any thread."""
+        self._secret = self._secret | set(store.values())
+        self.secrets = self.secrets.model_copy(update={"store": store})
+        self.say("fresh credentials of the store have come")
 
     def enter(self, phase: Phase, **changes: Any) -> None:
         """Begins a phase. A `reason` is made one line without secrets."""
@@ -123,7 +130,7 @@ class Attempt:
 
     def public(self, text: str) -> str:
         """The text without the secrets of the run and of the store."""
-        return hide(text, [*self.secrets.env.values(), *self.secrets.store.values()])
+        return hide(text, list(self._secret))
 
 
 def _source(job: Job, home: Path) -> Source | None:

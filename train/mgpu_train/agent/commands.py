@@ -41,6 +41,9 @@ def add_parser(commands: Any) -> None:
     parser = verbs.add_parser("status", help="print the agent's status, and whether it is alive")
     parser.add_argument("--run", required=True, metavar="ID")
     parser.set_defaults(call=_status)
+    parser = verbs.add_parser("renew", help="give the living agent fresh credentials of the store, by stdin")
+    parser.add_argument("--run", required=True, metavar="ID")
+    parser.set_defaults(call=_renew)
     parser = verbs.add_parser("free-port", help="print a TCP port that is free on this node")
     parser.set_defaults(call=_free_port)
 
@@ -85,6 +88,10 @@ def _secrets() -> Secrets:
 
 def _stop(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"asked": start.stop(_layout(arguments.run), now=arguments.now)}
+
+
+def _renew(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"renewed": start.renew(_layout(arguments.run), _secrets())}
 
 
 def _status(arguments: argparse.Namespace) -> dict[str, Any]:

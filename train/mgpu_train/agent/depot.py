@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ class StoreDepot:
         """Nothing is opened yet."""
         self._attempt, self._job, self._target = attempt, attempt.job, target
         self._store: Store | None = None
+        self._opened_by: Mapping[str, str] = {}
 
     def announce(self, said: Announced) -> None:
         """Overwrites the attempt's one announcement; nobody else writes it."""
@@ -145,12 +146,17 @@ class StoreDepot:
     def _folder(self) -> str:
         return f"{self._job.run_id}/attempts/{self._job.attempt}"
 
+    def _opened(self) -> Store:
+        keys = self._attempt.secrets.store
+        if self._store is None or keys is not self._opened_by:  # they may have been renewed
+            self._store = open_store(self._target.to, keys, timeouts=self._attempt.times)
+            self._opened_by = keys
+        return self._store
+
     @contextmanager
     def _translated(self) -> Iterator[Store]:
         try:
-            if self._store is None:
-                self._store = open_store(self._target.to, self._attempt.secrets.store, timeouts=self._attempt.times)
-            yield self._store
+            yield self._opened()
         except (DepotError, NewerAttempt):
             raise
         except (StoreError, OSError) as error:

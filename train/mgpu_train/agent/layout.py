@@ -50,6 +50,11 @@ class RunLayout:
         return self.root / "agent.json"
 
     @property
+    def renewal(self) -> PurePosixPath:
+        """The socket over which the living agent takes fresh credentials of the store."""
+        return self.root / "agent.sock"
+
+    @property
     def status(self) -> PurePosixPath:
         """The agent's status file (`AgentStatus`), replaced atomically."""
         return self.root / "status.json"

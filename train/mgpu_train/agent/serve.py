@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path, PurePosixPath
 
-from mgpu_train.agent import procs, report
+from mgpu_train.agent import procs, renewal, report
 from mgpu_train.agent.attempt import Attempt, StopRequests
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.life import live
@@ -32,6 +32,7 @@ def main() -> None:
     procs.become_subreaper()
     _identify(layout, job.attempt)
     attempt = Attempt(job, handover.secrets, layout, stop)
+    _listen(attempt, layout)
     attempt.enter(Phase.PREPARING)
     if report.read(Path(layout.status)) == attempt.report.status:
         os.write(handover.ready_fd, b"1")
@@ -39,6 +40,13 @@ def main() -> None:
     live(attempt)
     sys.stdout.flush()
     os._exit(0)  # threads that were given up must not hold the end up
+
+
+def _listen(attempt: Attempt, layout: RunLayout) -> None:
+    try:
+        renewal.listen(Path(layout.renewal), attempt.renewed)
+    except (OSError, RuntimeError) as error:
+        attempt.say(f"fresh credentials of the store cannot be taken: {error}")
 
 
 def _identify(layout: RunLayout, attempt: int) -> None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mgpu_train.agent import procs, report
+from mgpu_train.agent import procs, renewal, report
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.log import Log
 from mgpu_train.agent.status import AgentStatus, Fault, Phase
@@ -166,6 +166,17 @@ def stop(layout: RunLayout, *, now: bool) -> bool:
     """Asks the living agent to stop, `now` without grace; False: there is none to ask."""
     agent = identity(layout)
     return agent is not None and agent.process.send(signal.SIGUSR1 if now else signal.SIGTERM)
+
+
+def renew(layout: RunLayout, secrets: Secrets) -> bool:
+    """Gives the living agent fresh credentials of the store.
+
+    Raises:
+        Refused: no agent has taken them.
+    """
+    if not renewal.hand_over(Path(layout.renewal), secrets):
+        raise Refused(f"no agent of run {layout.run_id} took the credentials on this node")
+    return True
 
 
 def status(layout: RunLayout) -> dict[str, Any]:

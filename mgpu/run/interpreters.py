@@ -1,0 +1,77 @@
+"""What runs the agent on a node: the node's own interpreter, or an environment beside it that has what it lacks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mgpu_train.agent.equip import OLDEST, PROBLEM
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.errors import RemoteError
+from mgpu.events import Emit, Note
+from mgpu.remote.node import Node
+from mgpu.remote.nodeset import NodeSet
+from mgpu.remote.targets import Result
+from mgpu.run import agents
+from mgpu.spec.model import RunSpec
+
+_SPARE_S = 10.0  # for the node's answer to arrive, once it has given up by itself
+
+
+def equip(nodes: NodeSet, spec: RunSpec, timeouts: Timeouts, emit: Emit) -> None:
+    """Makes every node able to run the agent that `agents.send_library` has sent; quick where nothing is missing.
+
+    Raises:
+        RemoteError: an interpreter that is not there, is too old, or lacks torch; packages that cannot be had.
+    """
+    fresh = nodes.each(lambda node: _equip(node, spec, timeouts))
+    if count := sum(fresh):
+        emit(Note(f"the packages that the agent needs were installed on {count} of {len(fresh)} nodes"))
+
+
+def needs_torch(spec: RunSpec) -> bool:
+    """Whether the node's interpreter has to bring torch; the requirements of a program may."""
+    brings = spec.code is not None and spec.code.requirements is not None
+    return spec.launcher == "torchrun" and not brings
+
+
+def _equip(node: Node, spec: RunSpec, timeouts: Timeouts) -> bool:
+    """True when packages were installed."""
+    seconds = timeouts.prepare_s
+    script = f"{agents.library()[1]}/mgpu_train/agent/equip.py"
+    argv = [node.target.python, "-I", script, "ready", f"{seconds:g}", *(["torch"] if needs_torch(spec) else [])]
+    result = node.run(argv, timeout=seconds + _SPARE_S, check=False)
+    answer = _answer(result)
+    if result.status == 0 and answer:
+        return bool(answer.get("installed"))
+    if result.status == PROBLEM and "problem" in answer:
+        raise _problem(node, spec.provider, str(answer["problem"]), str(answer.get("why", "")))
+    why = result.stderr[-500:].decode("utf-8", "replace").strip() or f"It ended with status {result.status}."
+    raise RemoteError(f"{node.target.label}: {node.target.python} cannot run the agent", why, _another(spec.provider))
+
+
+def _answer(result: Result) -> dict[str, Any]:
+    try:
+        answer = json.loads(result.stdout)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _problem(node: Node, provider: str, kind: str, why: str) -> RemoteError:
+    name, oldest = node.target.label, ".".join(map(str, OLDEST))
+    if kind == "old":
+        return RemoteError(f"{name}: Python {oldest} or newer is needed", why, _another(provider))
+    if kind == "torch":
+        return RemoteError(f"{name}: PyTorch is needed", why, f"{_another(provider)} Or name torch in requirements.")
+    cure = "Give the nodes a way to a package index, or a machine image that has pydantic, boto3 and awscrt."
+    if kind == "pip":
+        cure = "Install its venv and pip on the machine image (Debian: python3-venv), or take another interpreter."
+    return RemoteError(f"{name}: what the agent needs cannot be installed", why, cure)
+
+
+def _another(provider: str) -> str:
+    key = f"`{provider}: {{python: /path/to/python}}`"
+    image = ", or a machine image that has one" if provider != "local" else ""
+    return f"Name an interpreter with torch, {key}{image}."

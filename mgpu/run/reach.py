@@ -1,0 +1,49 @@
+"""A fleet's stack output as others want it: targets of the remote layer, the handle of its provider, the provider."""
+
+from __future__ import annotations
+
+from mgpu.iac.outputs import StackOutput
+from mgpu.plan import rank
+from mgpu.providers import registry
+from mgpu.providers.base import Handle, Provider
+from mgpu.remote.targets import Jump, Target
+from mgpu.spec.model import RunSpec
+
+
+def targets(fleet: StackOutput) -> tuple[Target, ...]:
+    """The nodes as the remote layer wants them."""
+    return tuple(
+        Target(
+            node.rank,
+            node.address,
+            node.port,
+            node.user,
+            node.host_key,
+            Jump(node.via.address, node.via.port, node.via.user, node.via.host_key) if node.via else None,
+            node.python,
+        )
+        for node in fleet.nodes
+    )
+
+
+def handle_of(fleet: StackOutput) -> Handle:
+    """The provider's handle of the fleet that a stack output names."""
+    return Handle(
+        provider=fleet.provider,
+        region=fleet.region,
+        fleet=fleet.fleet,
+        generation=fleet.generation,
+        token=fleet.token,
+        ids=tuple(node.id for node in fleet.nodes),
+        made_at=fleet.made_at,
+    )
+
+
+def provider_of(fleet: StackOutput) -> Provider | None:
+    """Who describes the machines; None for a fleet that a program of the user's own made."""
+    return registry.get(fleet.provider, fleet.options) if fleet.owner else None
+
+
+def provider_for(spec: RunSpec) -> Provider:
+    """Whom the run file names, with its settings."""
+    return registry.get(spec.provider, rank.requirements(spec).provider_options)

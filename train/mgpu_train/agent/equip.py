@@ -1,0 +1,169 @@
+"""The interpreter that runs the agent on a machine. This file is run there: `<python> -I equip.py ready|lacks ...`.
+
+Standard library only, Python 3.8 or newer. An interpreter that has all that the agent needs is taken as it is. Else an
+environment is made in `~/.mgpu/base`, once for each interpreter and list of packages: it has the packages of
+`node-requirements.txt`, and behind them it sees all that the interpreter sees, torch above all. Either way `python`
+beside the package, a program of two lines, starts the one that was found: whoever comes later need not know which.
+
+A result is one line of JSON. So is a problem, {"problem": the kind of it, "why": ...}, with exit status 3.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator, List  # noqa: UP035 - for the Python 3.8 of older images
+
+NEEDS = {"awscrt": (0, 27), "boto3": (1, 40), "pydantic": (2, 11)}
+OLDEST = (3, 11)
+PROBLEM = 3  # exit status
+LIST = Path(__file__).resolve().with_name("node-requirements.txt")
+LIBRARY = Path(__file__).resolve().parents[2]  # ~/.mgpu/lib/<digest>
+_DONE = "installed"  # a file in a finished environment
+_LAST_LINES = 6
+
+
+class Problem(Exception):
+    """This machine cannot run the agent: `kind` is old, torch, pip or packages."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+def lacking() -> List[str]:  # noqa: UP006
+    """What this very interpreter lacks of `NEEDS`, with the version that is there."""
+    found = []
+    for name, least in NEEDS.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found.append(name)
+            continue
+        if tuple(int(part) for part in re.findall(r"\d+", version)[: len(least)]) < least:
+            found.append(f"{name} (has {version})")
+    return found
+
+
+def ready(seconds: float, *, torch: bool) -> Any:
+    """Finds or makes the interpreter, within so many seconds, and writes the program that starts it."""
+    until = time.monotonic() + seconds
+    if sys.version_info[:2] < OLDEST:
+        raise Problem("old", f"{sys.executable} is Python {sys.version.split()[0]}")
+    if torch and importlib.util.find_spec("torch") is None:
+        raise Problem("torch", f"{sys.executable} has no torch")
+    lacks = lacking()
+    python, fresh = environment(LIBRARY.parent.parent / "base", until) if lacks else (sys.executable, False)
+    program = LIBRARY / f".python.{os.getpid()}"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} "$@"\n')
+    program.chmod(0o700)
+    program.replace(LIBRARY / "python")
+    return {"python": python, "installed": fresh}
+
+
+def environment(base: Path, until: float) -> Any:
+    """The interpreter of an environment that has the list's packages, and whether it was made just now."""
+    text = LIST.read_text()
+    folder = base / hashlib.sha256("\0".join((text, sys.version, sys.prefix)).encode()).hexdigest()[:16]
+    python = folder / "bin" / "python"
+    with locked(folder.with_suffix(".lock"), until):
+        if (folder / _DONE).exists():
+            return str(python), False
+        # not made aside and renamed: programs in an environment name it by its path
+        shutil.rmtree(folder, ignore_errors=True)
+        make(folder)
+        install(python, until)
+        (folder / _DONE).touch()
+    return str(python), True
+
+
+def make(folder: Path) -> None:
+    """An empty environment that sees this interpreter's packages behind its own."""
+    try:
+        venv.EnvBuilder(symlinks=True, with_pip=importlib.util.find_spec("pip") is None).create(folder)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Problem("pip", f"{sys.executable} makes no environment with pip: {error}") from error
+    # --system-site-packages of an environment that was made from another one shows only the base
+    sites = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages") and Path(path).is_dir()]
+    for site in (folder / "lib").glob("python*/site-packages"):
+        lines = (f"import site; site.addsitedir({path!r})\n" for path in sites)
+        (site / "_machine_packages.pth").write_text("".join(lines))
+
+
+def install(python: Path, until: float) -> None:
+    """The list's packages, each with its hash, and nothing else."""
+    command = [
+        *(str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-color", "-q"),
+        *("--ignore-installed", "--no-deps", "--only-binary", ":all:", "--require-hashes", "-r", str(LIST)),
+    ]
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    try:
+        done = subprocess.run(
+            command,
+            env=clean,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=max(1.0, until - time.monotonic()),
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Problem("packages", "pip did not end in time") from error
+    if done.returncode:
+        raise Problem("packages", "\n".join(done.stdout.decode(errors="replace").splitlines()[-_LAST_LINES:]))
+    lacks = json.loads(
+        subprocess.run([str(python), "-I", __file__, "lacks"], stdout=subprocess.PIPE, check=True).stdout
+    )
+    if lacks:
+        raise Problem("packages", f"pip has installed them, and {python} still lacks {', '.join(lacks)}")
+
+
+@contextmanager
+def locked(path: Path, until: float) -> Iterator[None]:
+    """Holds the lock of one environment: two operators may come at once."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise Problem("packages", "somebody else has been installing them for too long") from None
+                time.sleep(0.2)
+        yield
+    finally:
+        os.close(lock)
+
+
+def main(verb: str, *arguments: str) -> int:
+    """Returns the exit status."""
+    if verb == "lacks":
+        sys.stdout.write(json.dumps(lacking()) + "\n")
+        return 0
+    try:
+        answer = ready(float(arguments[0]), torch="torch" in arguments[1:])
+    except Problem as problem:
+        answer = {"problem": problem.kind, "why": str(problem)}
+    except OSError as error:
+        answer = {"problem": "packages", "why": str(error)}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return PROBLEM if "problem" in answer else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
