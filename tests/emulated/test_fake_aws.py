@@ -9,7 +9,7 @@ from fakes.aws import FakeAws
 
 
 def test_machines_are_on_the_bill_until_the_reset(aws: FakeAws):
-    made = aws.client("ec2").run_instances(ImageId="ami-12345678", InstanceType="g5.xlarge", MinCount=1, MaxCount=1)
+    made = aws.client("ec2").run_instances(ImageId=aws.image(), InstanceType="g5.xlarge", MinCount=1, MaxCount=1)
     assert [row.id for row in aws.bill()] == [made["Instances"][0]["InstanceId"]]
     aws.reset()
     assert aws.bill() == []

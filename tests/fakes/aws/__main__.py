@@ -10,31 +10,34 @@ from pathlib import Path
 # before moto is imported: its thousands of public images cost a second a region, and none is one of ours
 os.environ["MOTO_EC2_LOAD_DEFAULT_AMIS"] = "false"
 
-from moto.moto_api._internal.models import moto_api_backend
-
-from fakes.aws import control, ledger
+from fakes.aws import control, ec2, fleets, images, world
+from fakes.aws.backing import Backing
 from fakes.aws.cloud import Cloud
 from fakes.aws.server import Front, bound, serve
+from fakes.aws.verbs import verbs
 
 
 def main() -> None:
     """Serves until the parent lets go of standard input, by dying too."""
-    folder = Path(sys.argv[1])
+    folder, machines = Path(sys.argv[1]), "--machines" in sys.argv
+    listeners = [bound("127.0.0.1")]
+    port = listeners[0].getsockname()[1]
+    if machines:
+        world.enter()  # before any thread starts
+        listeners.append(bound("0.0.0.0", port))
     cloud = Cloud()
-
-    def reset() -> None:
-        with cloud.lock:
-            cloud.clear()
-            moto_api_backend.reset()
-
-    def calls() -> list[dict]:
-        return [{"at": at, **vars(call)} for at, call in cloud.calls]
-
-    listener = bound("127.0.0.1")
-    serve(Front(cloud), listener)
-    control.listen(folder, {"reset": reset, "calls": calls, "bill": lambda: ledger.bill(cloud)})
-    print(json.dumps({"port": listener.getsockname()[1]}), flush=True)  # noqa: T201  the ready line
+    images.install()
+    ec2.install(cloud)
+    fleets.install(cloud)
+    if machines:
+        cloud.machines = Backing(cloud, folder, port)
+    for listener in listeners:
+        serve(Front(cloud), listener)
+    control.listen(folder, verbs(cloud))
+    print(json.dumps({"port": port}), flush=True)  # noqa: T201  the ready line
     sys.stdin.buffer.read()
+    cloud.machines.close()
+    os._exit(0)  # threads that still wait for a client shall not hold it
 
 
 main()

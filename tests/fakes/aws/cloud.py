@@ -1,4 +1,4 @@
-"""What the fake knows beyond moto: one lock, one clock of timers, the calls that came, and its rules."""
+"""What the fake knows beyond moto: one lock, its timers, the calls that came, the lives of machines, the rules."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from fakes.aws.faults import Faults
+from fakes.aws.life import Life, Lives
 from fakes.aws.protocol import Call
+from fakes.aws.rules import Rules
 
 
 class Timers:
-    """Runs functions at their time, one thread, under the lock that requests are answered under."""
+    """Runs functions at their time, in one thread, under the lock that requests are answered under."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
@@ -42,10 +44,8 @@ class Timers:
         """Makes everything due that much earlier; what is overdue then is run before this returns."""
         with self._wake:
             self._due = [(when - seconds, order, run) for when, order, run in self._due]
-            self._wake.notify()
         while run := self._overdue():
-            with self._lock:
-                run()
+            run()
 
     def _overdue(self) -> Callable[[], None] | None:
         with self._wake:
@@ -63,19 +63,79 @@ class Timers:
                     self._wake.wait(wait)
 
 
-@dataclass
+class Machines(Protocol):
+    """What stands behind the instances."""
+
+    def start(self, life: Life) -> None:
+        """Begins to boot; returns at once."""
+
+    def end(self, life: Life) -> None:
+        """Begins to take it down; returns at once."""
+
+    def busy(self, life: Life) -> bool:
+        """Whether something of it is left."""
+        ...
+
+    def notice(self, life: Life, kind: str, body: dict[str, Any] | None) -> None:
+        """Puts a notice where the machine can read it."""
+
+    def address(self, instance_id: str, public: str | None) -> None:
+        """Its public address has changed."""
+
+    def clear(self) -> None:
+        """Ends all; returns when nothing is left."""
+
+    def close(self) -> None:
+        """Ends all, and what serves them."""
+
+
+class NoMachines:
+    """Instances that are entries in moto and nothing else."""
+
+    def start(self, life: Life) -> None:
+        """Nothing boots."""
+
+    def end(self, life: Life) -> None:
+        """Nothing is taken down."""
+
+    def busy(self, life: Life) -> bool:
+        """Never."""
+        return False
+
+    def notice(self, life: Life, kind: str, body: dict[str, Any] | None) -> None:
+        """Nobody reads it."""
+
+    def address(self, instance_id: str, public: str | None) -> None:
+        """Nobody has it."""
+
+    def clear(self) -> None:
+        """There are none."""
+
+    def close(self) -> None:
+        """There are none."""
+
+
 class Cloud:
-    """The fake's own state; moto's is in moto."""
+    """The fake's own state; the rest is in moto."""
 
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    calls: list[tuple[float, Call]] = field(default_factory=list)
-    extras: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.timers = Timers(self.lock)
+        self.machines: Machines = NoMachines()
+        self.clear()
 
     def clear(self) -> None:
         """As new."""
         self.timers.clear()
-        self.calls.clear()
-        self.extras.clear()
+        self.calls: list[tuple[float, Call]] = []
+        self.rules = Rules()
+        self.faults = Faults()
+        self.lives = Lives(self)
+        self.tokens: dict[tuple[str, ...], tuple[str, Any]] = {}  # client token -> what was asked, the answer
+        self.addresses = itertools.count(1)
+        self.groups: dict[tuple[str, str, str], Any] = {}  # placement groups by account, region, name
+
+    def public_address(self) -> str:
+        """One that nobody has; the first 254 are of the range for documentation."""
+        number = next(self.addresses)
+        return f"198.51.100.{number}" if number < 255 else f"198.18.{number // 256}.{number % 256}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fakes.aws import control
+from fakes.aws import base, control, world
 
 READY_S = 60.0
 HOME_REGION = "us-east-1"
@@ -55,10 +55,11 @@ class Called:
 class FakeAws:
     """A running fake; `with FakeAws.start(folder) as aws:`."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen[bytes], port: int) -> None:
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes], port: int, machines: bool) -> None:
         self.folder, self._process, self._port = folder, process, port
-        self.prefix: list[str] = []
-        self.endpoint = f"http://127.0.0.1:{port}"
+        # the words before a command that run it where the machines are
+        self.prefix: list[str] = world.prefix(process.pid) if machines else []
+        self.endpoint = f"http://{world.GATEWAY if machines else '127.0.0.1'}:{port}"
 
     @classmethod
     def start(cls, folder: Path, machines: bool = False) -> FakeAws:
@@ -75,7 +76,7 @@ class FakeAws:
                 start_new_session=True,  # Ctrl-C is the test's, which closes the fake afterwards
             )
         try:
-            return cls(folder, process, _ready(process, folder)["port"])
+            return cls(folder, process, _ready(process, folder)["port"], machines)
         except BaseException:
             _end(process)
             raise
@@ -126,7 +127,7 @@ class FakeAws:
         return control.ask(self.folder, verb, **arguments)
 
     def reset(self) -> None:
-        """All of moto, the rules, the calls and the bill as new."""
+        """All of moto, the rules, the calls and the bill as new; machines end first."""
         self.ask("reset")
 
     def calls(self, action: str | None = None) -> list[Called]:
@@ -140,6 +141,113 @@ class FakeAws:
     def alive(self) -> list[str]:
         """The ids of all that is billed now."""
         return [row.id for row in self.bill() if row.ended_at is None]
+
+    def image(self, region: str = HOME_REGION) -> str:
+        """The id of a machine image that can be launched there; EC2 refuses unknown ones."""
+        name = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-22.04/latest/ami-id"
+        return self.client("ssm", region).get_parameter(Name=name)["Parameter"]["Value"]
+
+    def base(self, region: str = HOME_REGION) -> dict[str, str]:
+        """Makes what machines stand on in a region, by plain boto3; what it made, by name."""
+        return base.make(self.client, region)
+
+    # what goes wrong with requests
+
+    def errors(self, action: str, code: str, n: int | None = None, **more: Any) -> None:
+        """Has calls of an action fail: the next `n`, or all. `more`: see `Fault`."""
+        self.ask("fault", action=action, kind="error", code=code, left=n, **more)
+
+    def throttle(self, share: float = 1.0, action: str = "*", n: int | None = None) -> None:
+        """Has that share of calls refused as too many."""
+        self.errors(action, "Throttling", n, share=share)
+
+    def unavailable(self, action: str = "*", n: int | None = None, after: bool = False) -> None:
+        """Answers 503; `after`: although the call was carried out."""
+        self.errors(action, "Unavailable", n, after=after)
+
+    def deny(self, action: str) -> None:
+        """Takes the permission for an action away."""
+        self.errors(action, "Denied")
+
+    def expire(self) -> None:
+        """Has the credentials expire."""
+        self.errors("*", "Expired")
+
+    def lose_answers(self, action: str, n: int = 1, skip: int = 0) -> None:
+        """Carries the next `n` calls out and hangs up; `skip` calls go well before."""
+        self.ask("fault", action=action, kind="lose", left=n, skip=skip)
+
+    def hang(self, action: str, seconds: float, n: int | None = None) -> None:
+        """Has calls wait that long before anything is done."""
+        self.ask("fault", action=action, kind="hang", seconds=seconds, left=n)
+
+    def calm(self) -> None:
+        """Ends all faults of requests."""
+        self.ask("calm")
+
+    # what EC2 has, and its pace
+
+    def capacity(
+        self,
+        count: int | None = 0,
+        instance_type: str = "*",
+        zone: str = "*",
+        market: str = "*",
+        code: str = "InsufficientInstanceCapacity",
+    ) -> None:
+        """Lets at most `count` machines run in each of the pools named (None: any number); the newest word holds."""
+        self.ask("capacity", count=count, code=code, instance_type=instance_type, zone=zone, market=market)
+
+    def price(self, usd_per_hour: float, instance_type: str = "*", zone: str = "*", market: str = "*") -> None:
+        """Fixes the price of a machine in the pools named."""
+        self.ask("price", usd_per_hour=usd_per_hour, instance_type=instance_type, zone=zone, market=market)
+
+    def quota(self, code: str, vcpus: float) -> None:
+        """Sets an EC2 quota (`L-...`) in every region."""
+        self.ask("quota", code=code, vcpus=vcpus)
+
+    def fewer(self, machines: int = 1) -> None:
+        """Has the next fleet come with so many machines less than it promised."""
+        self.ask("set", name="fewer", value=machines)
+
+    def stubborn(self, times: int = 1) -> None:
+        """Has the next TerminateInstances say yes and do nothing."""
+        self.ask("set", name="stubborn", value=times)
+
+    def lag(self, seconds: float) -> None:
+        """Has DescribeInstances show what was that long ago."""
+        self.ask("set", name="lag_s", value=seconds)
+
+    def pages(self, size: int) -> None:
+        """Has DescribeInstances give at most so many machines a page."""
+        self.ask("set", name="page", value=size)
+
+    def pace(self, **seconds: float) -> None:
+        """Sets `pending_s`, `ending_s` (shutting-down), `forget_s` (how long terminated machines are shown)."""
+        for name, value in seconds.items():
+            self.ask("set", name=name, value=value)
+
+    def age(self, seconds: float) -> None:
+        """Makes all that there is that much older, and lets happen what is due by then."""
+        self.ask("age", seconds=seconds)
+
+    # what happens to machines
+
+    def kill(self, instance_id: str) -> None:
+        """The spot market takes a machine without a notice."""
+        self.ask("kill", instance_id=instance_id)
+
+    def interrupt(self, instance_id: str, seconds: float = 120.0) -> None:
+        """Gives a machine its interruption notice, and takes it after that time."""
+        self.ask("interrupt", instance_id=instance_id, seconds=seconds)
+
+    def rebalance(self, instance_id: str) -> None:
+        """Gives a machine a rebalance recommendation."""
+        self.ask("rebalance", instance_id=instance_id)
+
+    def stop(self, instance_id: str) -> None:
+        """A machine switches itself off, as its own clock would; its shutdown behaviour says what that means."""
+        self.ask("stop", instance_id=instance_id)
 
 
 def _own_environment() -> dict[str, str]:

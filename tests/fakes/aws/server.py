@@ -1,7 +1,8 @@
-"""moto behind a WSGI wrapper that reads every request once, notes it, and answers one at a time."""
+"""moto behind a WSGI wrapper: every request is read once, noted, met by faults, and answered one at a time."""
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -12,10 +13,13 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoReque
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
+from fakes.aws import faults
 from fakes.aws.cloud import Cloud
-from fakes.aws.protocol import read, understand
+from fakes.aws.protocol import Call, read, refusal, understand
 
 Start = Callable[..., Any]
+# what a token used before with other parameters is called
+MISMATCH = {"ec2": "IdempotentParameterMismatch", "scheduler": "ConflictException"}
 
 
 class Quiet(MotoRequestHandler):
@@ -37,8 +41,36 @@ class Front:
         call = understand(environ, read(environ))
         with self.cloud.lock:
             self.cloud.calls.append((time.time(), call))
-            response = Response.from_app(self.moto, environ, buffered=True)
+            met = self.cloud.faults.hit(call)
+        time.sleep(sum(rule.seconds for rule in met))
+        early = [rule for rule in met if rule.kind == "error" and not rule.after]
+        response = faults.answer(early[0], call) if early else self._once(call, environ)
+        if late := [rule for rule in met if rule.after]:
+            response = faults.answer(late[0], call)
+        if any(rule.kind == "lose" for rule in met):
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
         return response(environ, start)
+
+    def _once(self, call: Call, environ: dict[str, Any]) -> Response:
+        """A call with a client token is carried out once; the same again gets the same answer."""
+        with self.cloud.lock:
+            token = call.parameters.get("ClientToken")
+            if not token or call.service not in MISMATCH or call.parameters.get("DryRun"):
+                return self._carry_out(environ)
+            key = (call.service, call.region, call.action, token)
+            asked = json.dumps(call.parameters, sort_keys=True, default=str)
+            before, response = self.cloud.tokens.get(key, (asked, None))
+            if before != asked:
+                text = "The token has been used before with other parameters."
+                return refusal(call, MISMATCH[call.service], f"{text} ({call.action}, {token})")
+            if response is None:
+                response = self._carry_out(environ)
+                if response.status_code == 200:
+                    self.cloud.tokens[key] = (asked, response)
+            return response
+
+    def _carry_out(self, environ: dict[str, Any]) -> Response:
+        return Response.from_app(self.moto, environ, buffered=True)
 
 
 def bound(host: str, port: int = 0) -> socket.socket:

@@ -1,0 +1,56 @@
+"""What machines stand on in an account, made by plain boto3 as another program would have made it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+NODE_ROLE, REAPER_ROLE, SECURITY_GROUP = "mgpu-node", "mgpu-reaper", "mgpu-nodes"
+
+TAGS = [{"Key": "mgpu:base", "Value": "1"}]
+
+Clients = Callable[[str, str], Any]
+
+
+def make(clients: Clients, region: str) -> dict[str, str]:
+    """Security group in the region's default VPC, node role with its instance profile, reaper role; again is fine."""
+    iam = clients("iam", region)
+    _role(iam, NODE_ROLE, "ec2.amazonaws.com", [])
+    reaper = _role(iam, REAPER_ROLE, "scheduler.amazonaws.com", ["ec2:TerminateInstances"])
+    try:
+        iam.create_instance_profile(InstanceProfileName=NODE_ROLE, Tags=TAGS)
+        iam.add_role_to_instance_profile(InstanceProfileName=NODE_ROLE, RoleName=NODE_ROLE)
+    except iam.exceptions.EntityAlreadyExistsException:
+        pass  # of another region's base: IAM is global
+    group = _group(clients("ec2", region))
+    return {"security_group_id": group, "instance_profile": NODE_ROLE, "reaper_role": reaper}
+
+
+def _role(iam: Any, name: str, service: str, actions: list[str]) -> str:
+    trust = {"Effect": "Allow", "Principal": {"Service": service}, "Action": "sts:AssumeRole"}
+    try:
+        iam.create_role(RoleName=name, AssumeRolePolicyDocument=_document(trust), Tags=TAGS)
+    except iam.exceptions.EntityAlreadyExistsException:
+        pass
+    if actions:
+        allowed = _document({"Effect": "Allow", "Action": actions, "Resource": "*"})
+        iam.put_role_policy(RoleName=name, PolicyName=name, PolicyDocument=allowed)
+    return iam.get_role(RoleName=name)["Role"]["Arn"]
+
+
+def _document(statement: dict[str, Any]) -> str:
+    return json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+
+
+def _group(ec2: Any) -> str:
+    found = ec2.describe_security_groups(Filters=[{"Name": "group-name", "Values": [SECURITY_GROUP]}])["SecurityGroups"]
+    if found:
+        return found[0]["GroupId"]
+    tagged = [{"ResourceType": "security-group", "Tags": TAGS}]
+    made = ec2.create_security_group(GroupName=SECURITY_GROUP, Description="mgpu nodes", TagSpecifications=tagged)
+    group = made["GroupId"]
+    peers = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
+    ssh = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "203.0.113.7/32"}]}
+    ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[peers, ssh])
+    return group

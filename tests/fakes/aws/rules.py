@@ -1,0 +1,73 @@
+"""What a test has told the fake's EC2 about capacity, quotas, prices and pace."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from fakes.aws import market
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What a machine is taken from."""
+
+    instance_type: str
+    zone: str
+    market: str
+
+    @property
+    def region(self) -> str:
+        """That its zone is in."""
+        return self.zone[:-1]
+
+
+@dataclass(frozen=True)
+class About:
+    """Which pools a rule is about; `*` and `?` as in file names."""
+
+    instance_type: str = "*"
+    zone: str = "*"
+    market: str = "*"
+
+    def covers(self, pool: Pool) -> bool:
+        """Whether the pool is one of them."""
+        patterns = {"instance_type": self.instance_type, "zone": self.zone, "market": self.market}
+        return all(fnmatchcase(getattr(pool, name), pattern) for name, pattern in patterns.items())
+
+
+@dataclass
+class Rules:
+    """The newest rule about a pool is the one that holds."""
+
+    capacities: list[tuple[About, int | None, str]] = field(default_factory=list)
+    prices: list[tuple[About, float]] = field(default_factory=list)
+    quotas: dict[str, float] = field(default_factory=dict)
+    pending_s: float = 0.1
+    ending_s: float = 0.1
+    forget_s: float = 3600.0
+    lag_s: float = 0.0
+    page: int = 1000
+    fewer: list[int] = field(default_factory=list)
+    stubborn: int = 0
+
+    def capacity(self, pool: Pool) -> tuple[int | None, str]:
+        """How many machines of the pool can run at once (None: any), and the code that says there are no more."""
+        for about, count, code in reversed(self.capacities):
+            if about.covers(pool):
+                return count, code
+        return None, ""
+
+    def usd(self, pool: Pool, at: float | None = None) -> float:
+        """Per hour and machine."""
+        for about, usd in reversed(self.prices):
+            if about.covers(pool):
+                return usd
+        if pool.market == "spot":
+            return market.spot_usd(pool.instance_type, pool.zone, time.time() if at is None else at)
+        return market.on_demand_usd(pool.instance_type, pool.region)
+
+    def quota(self, code: str) -> float:
+        """In vCPUs."""
+        return self.quotas.get(code, market.DEFAULT_QUOTA_VCPUS)
