@@ -23,8 +23,9 @@ def sweep(
         ProviderError: something was not confirmed gone.
     """
     time.sleep(max(0.0, _lag_s(call, provider, fleet)))
+    kept = frozenset(keep)
     for handle in provider.list_owned(owner):
-        strays = tuple(machine for machine in handle.ids if machine and machine not in keep)
+        strays = tuple(machine for machine in handle.ids if machine and machine not in kept)
         if handle.fleet != fleet or not strays:
             continue
         call.emit(Warned(f"ending {', '.join(strays)}: an interrupted operation left them outside the state"))

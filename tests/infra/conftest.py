@@ -18,7 +18,7 @@ from mgpu_train.agent import procs
 from mgpu_train.timeouts import Timeouts
 from pulumi.runtime.proto import provider_pb2, provider_pb2_grpc
 
-from mgpu.errors import Conflict, MgpuError, ProviderError
+from mgpu.errors import Conflict, InputError, MgpuError, ProviderError
 from mgpu.events import Event
 from mgpu.iac import environment, install, operations, servicer
 from mgpu.iac.backend import state_file
@@ -148,11 +148,13 @@ class FakeProvider:
         self.on_create: Callable[[tuple[str, ...]], None] = lambda ids: None
         self.refuse_describe: ProviderError | None = None
         self.refuse_repair: ProviderError | None = None
+        self.zones: tuple[str | None, ...] = (None,)
+        self.options: list[dict[str, str]] = []  # of every call for this provider
 
     def check(self) -> None: ...
 
     def offers(self, requirements: Requirements) -> Offers:
-        markets = ("spot", "on-demand")
+        places = [(market, zone) for market in ("spot", "on-demand") for zone in self.zones]
         offers = tuple(
             Offer(
                 provider="fake",
@@ -160,9 +162,10 @@ class FakeProvider:
                 market=market,
                 price_usd_per_hour=self.price,
                 region="r1",
+                zone=zone,
                 fetched_at=time.time(),
             )
-            for market in markets
+            for market, zone in places
         )
         return Offers(offers=offers, source="a test")
 
@@ -242,7 +245,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeProvider:
     real = registry.get
 
     def get(name: str, options: Mapping[str, str] | None = None) -> Provider:
-        return provider if name == "fake" else real(name, options)
+        if name != "fake":
+            return real(name, options)
+        if "wrong" in (options or {}):
+            raise InputError("aws.wrong: there is no such key")
+        provider.options.append(dict(options or {}))
+        return provider
 
     monkeypatch.setattr(registry, "get", get)
     return provider

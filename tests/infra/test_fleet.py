@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import grpc
 import pytest
@@ -11,10 +12,10 @@ from pulumi.runtime.proto import provider_pb2, status_pb2
 
 from mgpu import acquire
 from mgpu.acquire import search
-from mgpu.errors import NoCapacity, Transient
-from mgpu.iac import plugin, schema
+from mgpu.errors import HostKeyMismatch, NoCapacity, Transient
+from mgpu.iac import contact, failures, plugin, schema
 from mgpu.iac.wire import UNKNOWN, from_struct
-from mgpu.providers.base import NodePhase
+from mgpu.providers.base import FleetState, JumpHost, NodePhase
 
 FLEET = schema.FLEET
 WANTED = {
@@ -93,6 +94,11 @@ def test_check_passes_over_what_is_not_known_yet(wire, here):
     inputs = wire.inputs(here, WANTED | {"sshPublicKey": UNKNOWN})
     assert inputs["sshPublicKey"] == UNKNOWN
     assert wire.check(here, WANTED | {"sshPublicKey": UNKNOWN, "nodes": -1}).failures
+
+
+def test_check_names_settings_that_are_wrong(wire, here):
+    (failure,) = wire.check(here, WANTED | {"options": {"wrong": "x"}}).failures
+    assert (failure.property, "there is no such key" in failure.reason) == ("options", True)
 
 
 def test_two_projects_stacks_of_one_name_are_two_fleets(wire, at):
@@ -188,6 +194,114 @@ def test_after_any_number_of_failed_creates_the_next_one_succeeds(wire, here, fa
     assert set(ids(from_struct(wire.create(here, inputs).properties))) == fake.running
 
 
+def test_every_call_of_the_provider_has_the_settings_of_the_fleet(wire, here, fake):
+    options = {"endpoint_url": "http://fake", "account": "1"}
+    wanted = wire.inputs(here, WANTED | {"options": options})
+    calls = {
+        "preview": lambda: wire.create(here, wanted, preview=True),
+        "create": lambda: wire.create(here, wanted),
+        "read": lambda: wire.read(here, "fake/dev", state, wanted),
+        "update": lambda: wire.update(here, "fake/dev", state, wanted | {"nodes": 3}),
+        "delete": lambda: wire.delete(here, "fake/dev", state),
+    }
+    state = {}
+    for name, call in calls.items():
+        fake.options.clear()
+        answer = call()
+        state = from_struct(answer.properties) if name == "create" else state
+        assert fake.options == [options], name
+
+
+def test_what_the_provider_says_of_a_machine_reaches_the_state(wire, here, fake, monkeypatch):
+    described = type(fake)._node
+    via = JumpHost(address="192.0.2.9", user="j", host_key="ssh-ed25519 J")
+    more = {"via": via, "python": "/opt/python"}
+    monkeypatch.setattr(type(fake), "_node", lambda *args: described(*args).model_copy(update=more))
+    (machine, _) = from_struct(wire.create(here, wire.inputs(here, WANTED)).properties)["machines"]
+    assert machine["python"] == "/opt/python"
+    assert machine["via"] == {"address": "192.0.2.9", "port": 22, "user": "j", "host_key": "ssh-ed25519 J"}
+
+
+def test_a_state_of_an_earlier_version_can_be_read(wire, here, made):
+    resource_id, inputs, outputs = made
+    old = {key: value for key, value in outputs.items() if key != "sshPrivateKeyFile"}
+    old["machines"] = [{k: v for k, v in m.items() if k not in ("python", "via")} for m in outputs["machines"]]
+    old["handle"] = {key: value for key, value in outputs["handle"].items() if key != "made_at"}
+    assert from_struct(wire.read(here, resource_id, old, inputs).properties) == outputs
+
+
+def test_of_thousands_of_offers_the_best_are_on_record(wire, here, fake):
+    fake.zones = tuple(f"z{number}" for number in range(2000))
+    outputs = from_struct(wire.create(here, wire.inputs(here, WANTED)).properties)
+    assert len(outputs["offersConsidered"]) == 21
+    assert outputs["offersConsidered"][-1] == "and 1980 more"
+
+
+def test_a_fleet_of_a_thousand_machines_is_made_read_and_repaired_in_seconds(wire, here, fake):
+    inputs = wire.inputs(here, WANTED | {"nodes": 1000, "maxPriceUsdPerHour": 1000})
+    began = time.process_time()
+    outputs = from_struct(wire.create(here, inputs).properties)
+    fake.phases |= dict.fromkeys(ids(outputs)[::2], NodePhase.TERMINATED)
+    seen = from_struct(wire.read(here, "fake/dev", outputs, inputs).properties)
+    repaired = wire.update(here, "fake/dev", seen, inputs)
+    assert (seen["nodes"], repaired["nodes"], len(fake.running)) == (500, 1000, 1000)
+    assert time.process_time() - began < 10
+
+
+# ---- machines whose host key is for one use
+
+
+@pytest.fixture
+def one_use(fake, monkeypatch):
+    """The provider's machines come so; what first contact was given, and when."""
+    monkeypatch.setattr(type(fake), "caps", fake.caps.model_copy(update={"one_use_host_keys": True}))
+    seen = []
+
+    class Contact:
+        def __init__(self, provider, key_file, timeouts, *, emit, cancelled):
+            seen.append(("made", key_file, len(fake.created)))
+
+        def meet(self, handle, state):
+            seen.append(("met", handle.ids))
+            fresh = [node.model_copy(update={"host_key": f"own {node.id}"}) for node in state.nodes]
+            return FleetState(nodes=tuple(fresh))
+
+    monkeypatch.setattr(contact, "Contact", Contact)
+    return seen
+
+
+def test_the_key_in_state_is_the_one_that_first_contact_has_made(wire, here, fake, one_use):
+    inputs = wire.inputs(here, WANTED | {"sshPrivateKeyFile": "/keys/id"})
+    outputs = from_struct(wire.create(here, inputs).properties)
+    assert one_use == [("made", Path("/keys/id"), 0), ("met", tuple(ids(outputs)))]
+    assert [machine["hostKey"] for machine in outputs["machines"]] == [f"own {name}" for name in ids(outputs)]
+    fake.phases[ids(outputs)[0]] = NodePhase.TERMINATED
+    repaired = wire.update(here, "fake/dev", outputs, inputs)
+    assert [machine["hostKey"] for machine in repaired["machines"]] == [f"own {name}" for name in ids(repaired)]
+
+
+def test_a_provider_whose_machines_make_their_own_key_needs_no_contact(wire, here, fake, monkeypatch):
+    monkeypatch.setattr(contact, "Contact", None)
+    wire.create(here, wire.inputs(here, WANTED))
+    assert len(fake.running) == 2
+
+
+def test_without_a_private_key_such_machines_are_not_asked_for(wire, here, one_use):
+    (failure,) = wire.check(here, WANTED).failures
+    assert failure.property == "sshPrivateKeyFile"
+    assert not wire.check(here, WANTED | {"sshPrivateKeyFile": UNKNOWN}).failures
+
+
+def test_another_place_of_the_private_key_is_no_change(wire, here, made):
+    diff, _ = again(wire, here, made, sshPrivateKeyFile="/elsewhere/id")
+    assert diff.changes == diff.DIFF_NONE
+
+
+def test_another_host_key_travels_through_the_engine_as_what_it_is():
+    found = failures.parse(failures.describe(HostKeyMismatch("node 0 shows another key", "Shown: x.", "Look.")))
+    assert (type(found), found.exit_code) == (HostKeyMismatch, 5)
+
+
 # ---- drift
 
 
@@ -246,6 +360,25 @@ def test_the_pinned_host_key_stays_whatever_is_described(wire, here, made, fake,
     monkeypatch.setattr(type(fake), "_node", impostor)
     seen = from_struct(wire.read(here, made[0], made[2], made[1]).properties)
     assert [m["hostKey"] for m in seen["machines"]] == [m["hostKey"] for m in made[2]["machines"]]
+
+
+def test_a_replacement_is_bought_in_the_zone_of_the_machines_that_live(wire, here, fake, monkeypatch):
+    asked, make = [], type(fake)._make
+    fake.zones = ("z2",)
+    outputs = from_struct(wire.create(here, wire.inputs(here, WANTED)).properties)
+    fake.zones = ("z1", "z2", "z3")
+
+    def repair(handle, missing, request, offer, token):
+        asked.append((offer.zone, offer.market))
+        if offer.market == "spot":
+            raise NoCapacity("none left", scope="zone")
+        return make(fake, request, token, missing, handle.ids)
+
+    fake.repair = repair
+    fake.phases[ids(outputs)[0]] = NodePhase.TERMINATED
+    wanted = wire.inputs(here, WANTED | {"market": "spot-then-on-demand"})
+    wire.update(here, "fake/dev", outputs, wanted)
+    assert asked == [("z2", "spot"), ("z2", "on-demand")]
 
 
 def test_a_repair_that_fails_leaves_state_with_what_lives(wire, here, made, fake):
@@ -387,7 +520,7 @@ def test_import_of_a_fleet_that_stands_is_refused(wire, here, made):
 @pytest.fixture
 def guard(wire, at):
     where = at(schema.FLEET_GUARD, name="fleet-guard")
-    inputs = wire.inputs(where, {"provider": "fake"})
+    inputs = wire.inputs(where, {"provider": "fake", "options": {"a": "b"}})
     answer = wire.create(where, inputs)
     return where, answer.id, from_struct(answer.properties)
 
@@ -441,3 +574,19 @@ def test_the_guard_of_another_fleet_comes_before_the_old_one_goes(wire, guard):
     assert list(diff.replaces) == ["fleet"]
     assert not diff.deleteBeforeReplace
     assert wire.diff(where, state, state, state).changes == diff.DIFF_NONE
+
+
+def test_the_guard_sweeps_with_the_settings_of_its_fleet(wire, guard, made, fake):
+    fake.options.clear()
+    wire.delete(*guard)
+    assert fake.options == [{"a": "b"}]
+
+
+def test_other_settings_make_no_other_guard(wire, guard):
+    """It would come before the fleet's replacement, and the old one, which goes last, would sweep that."""
+    where, _, state = guard
+    diff = wire.diff(where, state, state, state | {"options": {"a": "c"}})
+    assert (list(diff.diffs), list(diff.replaces)) == (["options"], [])
+    earlier = {key: value for key, value in state.items() if key != "options"}
+    assert wire.diff(where, earlier, earlier, earlier | {"options": {}}).changes == diff.DIFF_NONE
+    wire.delete(where, "fake/dev", earlier)

@@ -13,6 +13,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import HostKeyMismatch, RemoteError, Transient
 from mgpu.iac.contact import Contact
+from mgpu.providers.aws import userdata
 from mgpu.providers.base import FleetState, Handle, NodePhase, NodeState
 from mgpu.remote import rekey
 from mgpu.remote.node import Node, connect
@@ -129,6 +130,10 @@ def test_a_user_who_is_not_root_becomes_root_without_a_password(tmp_path):
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
     assert (tmp_path / "asked").read_text() == "-n"
     assert done.stdout.strip() in (tmp_path / "key.pub").read_text()
+
+
+def test_the_key_is_replaced_where_user_data_puts_it():
+    assert rekey.HOST_KEY_FILE == userdata.HOST_KEY_FILE
 
 
 # ---- first contact
