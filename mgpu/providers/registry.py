@@ -10,7 +10,10 @@ from mgpu.errors import InputError
 from mgpu.providers.base import Provider
 
 # name -> module and class; a test holds this table, the modules and the contract tests together
-_PROVIDERS = {"local": ("mgpu.providers.local.provider", "LocalProvider")}
+_PROVIDERS = {
+    "aws": ("mgpu.providers.aws.provider", "AwsProvider"),
+    "local": ("mgpu.providers.local.provider", "LocalProvider"),
+}
 
 
 def names() -> tuple[str, ...]:

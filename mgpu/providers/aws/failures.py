@@ -91,25 +91,6 @@ _QUOTA = re.compile(r"\w*LimitExceeded|Max\w+CountExceeded|ServiceQuotaExceededE
 _RETRY_S = 5.0  # the least that is waited after throttling; botocore has tried again by then
 _STATUS_SERVER = 500
 
-# vCPU quotas by family and market: code and AWS's own name
-_QUOTAS = (
-    (r"p5|p6", "spot", "L-C4BD4855", "All P5 Spot Instance Requests"),
-    (r"p", "spot", "L-7212CCBC", "All P4, P3 and P2 Spot Instance Requests"),
-    (r"g|vt", "spot", "L-3819A6DF", "All G and VT Spot Instance Requests"),
-    (r"p", "on-demand", "L-417A185B", "Running On-Demand P instances"),
-    (r"g|vt", "on-demand", "L-DB2E81BA", "Running On-Demand G and VT instances"),
-    (r"[acdhimrtz]\d", "spot", "L-34B43A08", "All Standard Spot Instance Requests"),
-    (r"[acdhimrtz]\d", "on-demand", "L-1216C47A", "Running On-Demand Standard instances"),
-)
-
-
-def quota_of(instance_type: str, market: str) -> tuple[str, str] | None:
-    """Code and name of the vCPU quota that machines of this type on this market count against, where known."""
-    for pattern, on, code, name in _QUOTAS:
-        if on == market and re.match(pattern, instance_type):
-            return code, name
-    return None
-
 
 def code_of(error: Exception) -> str:
     """The error code of a botocore ClientError, without the side (`Client.`) that old services put before it."""
@@ -156,7 +137,8 @@ def refusal(
     if code in _THROTTLING:
         return RateLimited(f"{place}: too many calls", why, "Wait a little.", scope=scope, retry_after=_RETRY_S)
     if _QUOTA.fullmatch(code):
-        return _quota(why, place, scope, quota)
+        step = "Raise it at Service Quotas in the AWS console."
+        return QuotaExceeded(f"{place}: an account limit is reached ({code})", why, step, scope=scope)
     if code in _AUTH:
         return _auth(code, why, place)
     if code in _ACCOUNT:
@@ -220,18 +202,6 @@ def _denied(why: str, message: str, place: str) -> PermissionDenied:
         action = named[1] if named else (re.findall(r"\((\w+)\)$", message) or ["this action"])[-1]
     step = f"Allow {action} to whom these credentials belong; `mgpu policy aws` prints all that is needed."
     return PermissionDenied(f"{place}: not allowed: {action}", why, step, scope="account")
-
-
-def _quota(why: str, place: str, scope: Scope, quota: tuple[str, str] | None) -> QuotaExceeded:
-    if quota is None:
-        step = "Raise it at Service Quotas in the AWS console."
-        return QuotaExceeded(f"{place}: an account limit is reached", why, step, scope=scope)
-    code, name = quota
-    step = (
-        f"Raise it: `aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {code}"
-        " --desired-value VCPUS --region REGION`, or use another family, market or region."
-    )
-    return QuotaExceeded(f"{place}: quota {code} ({name}) is reached", why, step, scope=scope)
 
 
 def _readable(message: str) -> str:

@@ -14,6 +14,8 @@ PRICE = "mgpu:usd-per-hour"  # of one machine, from its template: EC2 does not s
 HARD_CAP_AT = "mgpu:hard-cap-at"  # UNIX seconds
 HOST_KEY = "mgpu:host-key"  # OpenSSH public key line: the one that is pinned
 ONE_USE_KEY = "mgpu:one-use-host-key"  # the one that came with user data, as long as it may be met
+# on a launch template alone
+REQUEST = "mgpu:request"  # a digest of what was asked for: the same token for something else is a conflict
 # on what `mgpu bootstrap aws` makes
 BASE = "mgpu:base"
 

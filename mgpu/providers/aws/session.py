@@ -3,10 +3,12 @@ find them; nothing here stores them."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
 
 from mgpu.errors import InputError
 from mgpu.providers.aws.failures import EXPIRED, calling
@@ -17,6 +19,8 @@ READ_S = 40.0  # CreateFleet answers when all machines are placed
 ATTEMPTS = 3  # of one call, the first one counted; who asks has a backoff of its own
 _POOL = 32  # connections of one client: regions and nodes are asked in threads
 _FALLBACK_REGION = "us-east-1"
+_FRESH_S = 60.0  # for what `once` was told: a search asks for the same network at every offer
+_T = TypeVar("_T")
 
 
 class Account:
@@ -32,6 +36,7 @@ class Account:
         self._session: Any = None
         self._clients: dict[tuple[str, str], Any] = {}
         self._id = ""
+        self._told: dict[Hashable, tuple[float, Any]] = {}
 
     @property
     def home_region(self) -> str:
@@ -79,6 +84,14 @@ class Account:
         with calling("listing the regions", home, scope="provider"):
             answer = self.client("ec2", home).describe_regions()
         return tuple(sorted(region["RegionName"] for region in answer["Regions"]))
+
+    def once(self, question: Hashable, ask: Callable[[], _T]) -> _T:
+        """The answer to a question about what hardly changes, as it was up to a minute ago; errors are not kept."""
+        at, answer = self._told.get(question, (-math.inf, None))
+        if time.monotonic() - at >= _FRESH_S:
+            answer = ask()
+            self._told[question] = (time.monotonic(), answer)
+        return answer  # type: ignore[return-value]
 
     def pages(self, client: Any, operation: str, result_key: str, **arguments: Any) -> Iterator[Any]:
         """Every item of `result_key` in all pages of an operation's answer; errors are botocore's."""

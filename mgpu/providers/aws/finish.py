@@ -1,0 +1,111 @@
+"""What machines get once they exist: their ranks, public addresses where EC2 gives none, the kill switch at the hard
+cap. Every step may be made again, by whoever finds it undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mgpu.errors import QuotaExceeded, Transient
+from mgpu.providers.aws import listing, names, place, reaper
+from mgpu.providers.aws.failures import calling
+from mgpu.providers.aws.listing import Shown, tags_of
+from mgpu.providers.aws.order import Order, tags
+from mgpu.providers.aws.session import Account
+from mgpu.providers.base import Handle
+
+_AT_ONCE = 16  # calls in flight
+_ENDED = ("shutting-down", "terminated")
+
+
+def finish(account: Account, order: Order, handle: Handle, *, hard_cap_at: float) -> None:
+    """Gives the machines of this order what they lack; those that have ended are passed over. `hard_cap_at`: UNIX s.
+
+    Raises:
+        Transient: EC2 does not show a machine well enough yet; call again.
+        QuotaExceeded: the account may have no more public addresses.
+        ProviderError: AWS refused, or did not answer.
+    """
+    shown = listing.by_id(account, order.region, handle.ids)
+    ranks = {
+        rank: name
+        for rank, name in enumerate(handle.ids)
+        if name and not (name in shown and shown[name]["State"]["Name"] in _ENDED)
+    }
+    _tag(account, order, {rank: name for rank, name in ranks.items() if not _has_rank(shown.get(name), rank)})
+    if order.wants_address(place.kind(account, order.region, order.offer.instance_type)):
+        _give_addresses(account, order, ranks, shown)
+    if ranks:
+        reaper.arm(account, order.options, order.region, ranks.values(), hard_cap_at)
+
+
+def _has_rank(machine: Shown | None, rank: int) -> bool:
+    return machine is not None and tags_of(machine).get(names.RANK) == str(rank)
+
+
+def _tag(account: Account, order: Order, ranks: dict[int, str]) -> None:
+    from botocore.exceptions import ClientError
+
+    ec2 = account.client("ec2", order.region)
+
+    def tag(rank: int, name: str) -> None:
+        with calling(f"tagging {name}", order.region):
+            try:
+                ec2.create_tags(Resources=[name], Tags=tags({names.RANK: str(rank)}))
+            except ClientError as error:
+                _unless_new(error, name)
+
+    _each(tag, ranks.items())
+
+
+def _give_addresses(account: Account, order: Order, ranks: dict[int, str], shown: dict[str, Shown]) -> None:
+    ec2 = account.client("ec2", order.region)
+    rented = {
+        tags_of(each).get(names.RANK, ""): each
+        for each in listing.addresses(account, order.region, listing.tag_filters({names.TOKEN: order.token}))
+    }
+
+    def give(rank: int, name: str) -> None:
+        address = rented.get(str(rank)) or _rent(ec2, order, rank)
+        if not address.get("AssociationId"):
+            interface = _first_interface(order, name, shown)
+            with calling(f"giving {name} its address", order.region):
+                ec2.associate_address(
+                    AllocationId=address["AllocationId"], NetworkInterfaceId=interface, AllowReassociation=False
+                )
+
+    _each(give, ranks.items())
+
+
+def _rent(ec2: Any, order: Order, rank: int) -> dict[str, Any]:
+    marks = tags({**order.marks, names.RANK: str(rank)})  # found by them, should the answer be lost
+    try:
+        with calling("renting a public address", order.region):
+            return ec2.allocate_address(Domain="vpc", TagSpecifications=[{"ResourceType": "elastic-ip", "Tags": marks}])
+    except QuotaExceeded as error:
+        raise QuotaExceeded(
+            f"aws {order.region}: quota L-0263D0A3 (EC2-VPC Elastic IPs) is reached",
+            f"{error.why}\na machine with several network cards gets no public address by itself",
+            "Raise it, or set `aws: {address: private}` with a `jump_host`, or `network: plain`.",
+            scope="region",
+        ) from error
+
+
+def _first_interface(order: Order, name: str, shown: dict[str, Shown]) -> str:
+    for each in shown.get(name, {}).get("NetworkInterfaces", ()):
+        place_ = each.get("Attachment", {})
+        if place_.get("DeviceIndex") == 0 and place_.get("NetworkCardIndex", 0) == 0:
+            return each["NetworkInterfaceId"]
+    raise Transient(f"aws {order.region}: EC2 does not show the network of {name} yet", "", "Try again.")
+
+
+def _unless_new(error: Any, name: str) -> None:
+    if listing.is_absent(error):
+        raise Transient(f"EC2 does not know {name} yet", "it was made just now", "Try again.") from error
+    raise error
+
+
+def _each(call: Callable[[int, str], None], ranks: Iterable[tuple[int, str]]) -> None:
+    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
+        list(pool.map(lambda item: call(*item), list(ranks)))  # the list: an error is raised here

@@ -1,0 +1,186 @@
+"""The provider contract on EC2. Everything is known from AWS alone: tags, launch templates, and what EC2 shows.
+
+A fleet's machines are made by `launch`, described by `machines`, ended by `ending`; `offers` needs no network.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mgpu.errors import Transient
+from mgpu.plan.model import Offer, Requirements
+from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.session import Account
+from mgpu.providers.base import (
+    Capabilities,
+    FleetRequest,
+    FleetState,
+    Handle,
+    Intent,
+    NodePhase,
+    Offers,
+    Refreshed,
+)
+
+# any of these means that the user has AWS set up
+_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_PROFILE",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+_GOING = (NodePhase.STOPPING, NodePhase.TERMINATED)
+
+
+class AwsProvider:
+    """Rents machines with GPUs from EC2, on both markets, in every region of one account."""
+
+    name = "aws"
+    caps = Capabilities(
+        spot=True,
+        multi_node=True,
+        access=frozenset({"ssh"}),
+        runtime="vm",
+        labels="tags",
+        idempotent_create=True,
+        server_side_kill=True,
+        interruption_notice_s=120,
+        listing_lag_s=30,
+        shared_filesystem=False,
+        notices="ec2",
+        one_use_host_keys=True,
+    )
+
+    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+        """Raises InputError: an option that means nothing."""
+        self._given = dict(options or {})
+        self._options = Options.of(self._given)
+        self._account = Account(self._options)
+
+    def configured(self) -> bool:
+        """Whether there is anything that looks like credentials: a variable, or a file of AWS's tools."""
+        if self._options.profile or any(os.environ.get(name) for name in _VARIABLES):
+            return True
+        paths = (Path(os.environ.get(name) or default).expanduser() for name, default in _FILES.items())
+        return any(path.is_file() and path.stat().st_size > 0 for path in paths)
+
+    def check(self) -> None:
+        """Tests the credentials, whose they are, and that machines may be listed.
+
+        Raises:
+            AuthError: the credentials are missing, wrong or expired.
+            InputError: they are of another account than `aws.account`.
+            PermissionDenied: `ec2:DescribeInstances` is missing.
+        """
+        from botocore.exceptions import ClientError
+
+        from mgpu.providers.aws.failures import calling, code_of
+
+        self._account.id()
+        region = self._account.home_region
+        with calling("trying whether machines may be listed", region):
+            try:
+                self._account.client("ec2", region).describe_instances(DryRun=True)
+            except ClientError as error:
+                if code_of(error) != "DryRunOperation":  # the answer of one who may
+                    raise
+
+    def offers(self, requirements: Requirements) -> Offers:
+        """What is known to be on sale, from the snapshot or the newest refresh. Raises InputError, NoOffer."""
+        from mgpu.providers.aws.offers import offers
+
+        return offers(requirements, self._of(requirements))
+
+    def refresh_offers(self) -> Refreshed:
+        """Asks all regions for types, prices and quotas. Raises AuthError, InputError, ProviderError."""
+        from mgpu.providers.aws.refresh import refresh
+
+        return refresh(self._account)
+
+    def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
+        """Makes the whole gang, or nothing. Raises what `mgpu.providers.aws.launch.launch` raises."""
+        return self._launch(request, offer, token, tuple(range(request.requirements.nodes)))
+
+    def find(self, intent: Intent) -> Handle | None:
+        """The machines that carry the intent's token. Raises ProviderError."""
+        from mgpu.providers.aws import machines
+
+        return machines.find(self._account, intent)
+
+    def describe(self, handle: Handle) -> FleetState:
+        """The machines as EC2 shows them. Raises Transient: one that is too new to be shown; ProviderError."""
+        from mgpu.providers.aws import machines
+
+        return machines.describe(self._account, self._options, handle)
+
+    def describe_all(self, handles: Sequence[Handle]) -> tuple[FleetState, ...]:
+        """`describe` for many handles, in a few calls for each region. Raises what `describe` raises."""
+        from mgpu.providers.aws import machines
+
+        return machines.describe_all(self._account, self._options, handles)
+
+    def rekeyed(self, handle: Handle, node: str, host_key: str, *, used: bool) -> None:
+        """Writes the new host key into the machine's tags. Raises ProviderError."""
+        from mgpu.providers.aws import machines
+
+        machines.rekeyed(self._account, handle, node, host_key, used=used)
+
+    def repair(
+        self, handle: Handle, missing: tuple[int, ...], request: FleetRequest, offer: Offer, token: str
+    ) -> Handle:
+        """Replaces the machines of these ranks. Raises what `create` raises, and `Transient` until EC2 shows that the
+        lost ones are on their way out."""
+        from mgpu.providers.aws import machines
+
+        intent = Intent(
+            fleet=request.fleet, generation=request.generation, owner=request.owner, token=token, offer=offer
+        )
+        fresh = machines.find(self._account, intent)
+        ours = set(fresh.ids) if fresh else set[str]()
+        self._confirm_going(handle, tuple(handle.ids[rank] for rank in missing if handle.ids[rank] not in ours))
+        made = self._launch(request, offer, token, missing)
+        ids = tuple(made.ids[rank] if rank in missing else name for rank, name in enumerate(handle.ids))
+        changed = {"ids": ids, "generation": request.generation, "token": token, "made_at": made.made_at}
+        return handle.model_copy(update=changed)
+
+    def opened_by_role(self, url: str) -> bool:
+        """Whether the machines' own role reaches this address. Raises ProviderError."""
+        from mgpu.providers.aws.rolestore import opened_by_role
+
+        return opened_by_role(self._account, self._options, url)
+
+    def list_owned(self, owner: str) -> tuple[Handle, ...]:
+        """What carries this owner's tag, in all regions. Raises ProviderError: not all of them have answered."""
+        from mgpu.providers.aws import ending
+
+        return ending.list_owned(self._account, owner)
+
+    def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
+        """Ends machines and what only they used. Raises ProviderError: EC2 refused, or did not answer."""
+        from mgpu.providers.aws import ending
+
+        return ending.destroy(self._account, handle, nodes)
+
+    def _of(self, requirements: Requirements) -> Options:
+        return Options.of({**self._given, **requirements.provider_options})
+
+    def _launch(self, request: FleetRequest, offer: Offer, token: str, ranks: tuple[int, ...]) -> Handle:
+        from mgpu.providers.aws.launch import launch
+        from mgpu.providers.aws.order import Order
+
+        return launch(self._account, Order(request, offer, token, ranks, self._of(request.requirements)))
+
+    def _confirm_going(self, handle: Handle, lost: tuple[str, ...]) -> None:
+        """Asks EC2 to end these machines, and returns once it shows that they are ending."""
+        lost = tuple(filter(None, lost))
+        if not lost or self.destroy(handle, lost):
+            return
+        state = self.describe(handle.model_copy(update={"ids": lost}))
+        running = [node.id for node in state.nodes if node.phase not in _GOING]
+        if running:
+            names = ", ".join(running)
+            raise Transient("a lost machine is not ending yet", f"EC2 shows as running: {names}", "Call again.")
