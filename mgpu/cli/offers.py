@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mgpu.providers.base import Provider
 
 _ANY_PRICE = 1e9
+_SHOWN = 300  # rows of the table
 
 
 @click.command()
@@ -123,7 +124,10 @@ def _on_sale(console: Console, seller: Provider, wanted: _Wanted, *, alone: bool
 def _show(console: Console, found: list[Offer]) -> None:
     columns = ("provider", "machine", "GPUs", "GiB", "link", "vCPUs", "RAM GiB", "NVMe GiB", "Gbit/s", "where")
     prices = ("spot $/h", "on-demand $/h", "age")
-    console.table((*columns, *prices), [row for _, row in sorted(_rows(found), key=lambda pair: pair[0])])
+    rows = [row for _, row in sorted(_rows(found), key=lambda pair: pair[0])]
+    console.table((*columns, *prices), rows[:_SHOWN])
+    if len(rows) > _SHOWN:
+        console.text(f"and {len(rows) - _SHOWN} more: filter with --gpu, --gpus, --region, --market, or --json for all")
     if any(offer.price_is_limit for offer in found):
         console.say("<: the spot price is not known, but that it is not above this")
     old = common.old_prices(found)

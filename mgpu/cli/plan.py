@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mgpu.cli import common
 from mgpu.console import Console
+
+if TYPE_CHECKING:
+    from mgpu.plan.model import Offer
+
+_SHOWN = 20  # of those that will be asked for, and of those that will not; --json has all
 
 
 @click.command()
@@ -25,33 +31,25 @@ def plan(run_file: Path, as_json: bool) -> None:
         console.data(decided.model_dump(mode="json") | extra)
         return
     nodes = decided.requirements.nodes
-    rows = [
-        (
-            "take" if index == 0 else "then",
-            o.instance_type,
-            f"{o.gpus} x {o.gpu}" if o.gpu else "none",
-            o.market,
-            o.zone or o.region,
-            f"${o.price_usd_per_hour:.2f}",
-            f"${o.price_usd_per_hour * nodes:.2f}",
-            "",
-        )
-        for index, o in enumerate(decided.offers)
-    ]
-    rows += [
-        (
-            "no",
-            r.offer.instance_type,
-            f"{r.offer.gpus} x {r.offer.gpu}" if r.offer.gpu else "none",
-            r.offer.market,
-            r.offer.zone or r.offer.region,
-            f"${r.offer.price_usd_per_hour:.2f}",
-            f"${r.offer.price_usd_per_hour * nodes:.2f}",
-            r.reason,
-        )
-        for r in decided.refused
-    ]
+    rows = [_row("then" if index else "take", o, nodes) for index, o in enumerate(decided.offers[:_SHOWN])]
+    rows += [_row("no", r.offer, nodes, r.reason) for r in decided.refused[:_SHOWN]]
     columns = ("", "machine", "GPUs", "market", "where", "$/h a node", f"$/h all {nodes}", "why not")
     console.table(columns if decided.refused else columns[:-1], rows if decided.refused else [r[:-1] for r in rows])
+    hidden = len(decided.offers) + len(decided.refused) - len(rows)
+    if hidden:
+        console.text(f"and {hidden} more: `mgpu plan --json`")
     common.show_plan(console, decided)
     console.next(f"mgpu launch {run_file}")
+
+
+def _row(word: str, offer: Offer, nodes: int, reason: str = "") -> tuple[str, ...]:
+    return (
+        word,
+        offer.instance_type,
+        f"{offer.gpus} x {offer.gpu}" if offer.gpu else "none",
+        offer.market,
+        offer.zone or offer.region,
+        f"${offer.price_usd_per_hour:.2f}",
+        f"${offer.price_usd_per_hour * nodes:.2f}",
+        reason,
+    )

@@ -16,6 +16,7 @@ from mgpu.errors import AuthError
 from mgpu.plan.model import Headroom, Offer, Requirements
 from mgpu.providers import registry
 from mgpu.providers.aws import offers as aws_offers
+from mgpu.providers.aws import snapshot as snapshots
 from mgpu.providers.aws.options import Options
 from mgpu.providers.base import Offers, Refreshed
 from mgpu.providers.local.provider import LocalProvider
@@ -188,3 +189,20 @@ def test_a_plan_says_how_old_its_prices_are_and_where_none_are_known(seller: Sel
     assert done.exception is None
     assert "prices of 2026-01-19" in done.stderr
     assert "no prices are known in us-west-2" in done.stderr
+
+
+def test_a_long_list_is_cut_and_says_so(mgpu: Mgpu, seller: Seller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shipped = snapshots.current(Options())
+    region = shipped.regions["us-east-1"]
+    many = shipped.model_copy(update={"regions": {f"xx-{number}": region for number in range(12)}})
+    monkeypatch.setattr(snapshots, "current", lambda _: many)
+    done = mgpu("aws", "--market", "on-demand")
+    assert len(rows(done)) == 300
+    more = len(json.loads(mgpu("aws", "--market", "on-demand", "--json").stdout)) - 300
+    assert more > 300
+    assert f"and {more} more: filter with" in done.stdout
+    (tmp_path / "train.py").touch()
+    (tmp_path / "mgpu.yaml").write_text(PLAN.replace("regions: [us-east-1, us-west-2]\n", ""))
+    planned = CliRunner().invoke(cli, ["plan", str(tmp_path / "mgpu.yaml")], standalone_mode=False)
+    lines = [line for line in planned.stdout.splitlines() if "p4d.24xlarge" in line]
+    assert (len(lines), planned.stdout.splitlines()[-1]) == (20, "and 28 more: `mgpu plan --json`")

@@ -162,9 +162,11 @@ def _zone_ids(ec2: Any) -> dict[str, str]:
 
 def _zones(account: Account, ec2: Any, machines: dict[str, Machine], ids: set[str]) -> dict[str, tuple[str, ...]]:
     zones: dict[str, list[str]] = {}
+    if not machines:
+        return {}
     arguments = {
         "LocationType": "availability-zone-id",
-        "Filters": [{"Name": "instance-type", "Values": _GPU_FAMILIES}],
+        "Filters": [{"Name": "instance-type", "Values": sorted(machines)}],
     }
     for offering in account.pages(ec2, "describe_instance_type_offerings", "InstanceTypeOfferings", **arguments):
         if offering["InstanceType"] in machines and offering["Location"] in ids:
@@ -176,13 +178,13 @@ def _spot(
     account: Account, ec2: Any, machines: dict[str, Machine], zone_ids: dict[str, str], at: float
 ) -> dict[str, dict[str, float]]:
     """The newest price of each type and zone; a history that begins now has, of each, the one that holds now."""
+    if not machines:
+        return {}
     arguments = {
         "InstanceTypes": sorted(machines),
         "ProductDescriptions": ["Linux/UNIX"],
         "StartTime": datetime.fromtimestamp(at, UTC),
     }
-    if not machines:
-        return {}
     newest: dict[tuple[str, str], tuple[datetime, float]] = {}
     for entry in account.pages(ec2, "describe_spot_price_history", "SpotPriceHistory", **arguments):
         zone = zone_ids.get(entry["AvailabilityZone"])
