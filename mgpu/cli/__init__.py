@@ -14,6 +14,7 @@ from mgpu import __version__
 # Listing them here keeps `mgpu --help` from importing any of them.
 COMMANDS = {
     "init": "Make this folder a project: run file, Pulumi program, engine.",
+    "bootstrap": "Make what machines at a provider stand on: bucket, roles, security group.",
     "spec": "Print the JSON schema of the run file.",
     "offers": "List what providers sell, and the age of the prices.",
     "plan": "Show what a run file would rent, and the price. Rents nothing.",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import yaml
 from mgpu_train.agent.procs import Process
@@ -41,9 +41,10 @@ class Stack:
     """One stack of the Pulumi program in the folder `project`.
 
     With `own_config` the stack's configuration lies in `log_dir` and names `run_file`, and nothing is written into the
-    user's folder. Without, it is a stack of the user's, with the `Pulumi.<stack>.yaml` beside their program. What the
-    CLI prints goes to `log_dir/pulumi.log`. Every call has a deadline made of `timeouts`, and raises StackError, the
-    ProviderError that the plugin reported, or Interrupted.
+    user's folder; `config` is all of it where the program reads no run file. Without `own_config` it is a stack of the
+    user's, with the `Pulumi.<stack>.yaml` beside their program. What the CLI prints goes to `log_dir/pulumi.log`. Every
+    call has a deadline made of `timeouts`, and raises StackError, the ProviderError that the plugin reported, or
+    Interrupted.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Stack:
         emit: Emit,
         timeouts: Timeouts,
         own_config: bool = True,
+        config: Mapping[str, object] | None = None,
     ) -> None:
         self.project = project.resolve()
         self.name = name
@@ -64,6 +66,7 @@ class Stack:
         self._emit = emit
         self._timeouts = timeouts
         self._own_config = own_config
+        self._values = config
         self._cli = CliProcess(grace_s=timeouts.destroy_s)
         self._ousted: Process | None = None
 
@@ -136,10 +139,17 @@ class Stack:
         Raises:
             StackError: it is not what docs/formats.md says.
         """
-        if not self.exists():
-            return None
-        values = json.loads(self._run("stack", "output", "--json", "--stack", self.name))
+        values = self.values()
         return validated(values[_OUTPUT], self.name) if _OUTPUT in values else None
+
+    def values(self) -> dict[str, Any]:
+        """All outputs of the stack; none when it is not there."""
+        return json.loads(self._run("stack", "output", "--json", "--stack", self.name)) if self.exists() else {}
+
+    def unprotect(self) -> None:
+        """Takes the protection off all its resources, so that `destroy` may end them; the next `up` puts it back."""
+        self._make_way()
+        self._run("state", "unprotect", "--all", "--yes", "--stack", self.name)
 
     def interrupt(self) -> None:
         """Asks the CLI to cancel: what is under way is undone and saved. Later operations but `destroy` are refused."""
@@ -162,6 +172,9 @@ class Stack:
         (self._log_dir / "Pulumi.yaml").write_text(yaml.safe_dump(stub))
         if not self._config.exists():
             self._config.write_text(yaml.safe_dump({"config": {"mgpu:runFile": str(self._run_file)}}))
+        if self._values is not None:  # as it is wanted now; the salt of the stack's secrets stays
+            known = yaml.safe_load(self._config.read_text())
+            self._config.write_text(yaml.safe_dump({**known, "config": dict(self._values)}))
 
     @cached_property
     def _engine(self) -> install.Engine:
@@ -207,7 +220,7 @@ class Stack:
             raise Interrupted(f"stack {self.name}: interrupted before `pulumi {verb}`")
         # without a name: the raw stream carries secrets, and no crash may leave it behind
         with tempfile.TemporaryFile() as events, self._transcript(verb) as transcript:
-            log = EngineLog(events.fileno(), self._emit)
+            log = EngineLog(events.fileno(), self._emit, planned=verb == "preview")
             status = self._cli.run(
                 [
                     *(str(self._engine.pulumi), verb, "--stack", self.name, *_PLAIN, *flags, *self._config_flags()),

@@ -29,10 +29,11 @@ class Change:
 
 @dataclass
 class EngineLog:
-    """Follows the events in the file `fd`; emits progress, keeps errors and changes."""
+    """Follows the events in the file `fd`; emits progress, keeps errors and changes. `planned`: nothing is done."""
 
     fd: int
     emit: Emit
+    planned: bool = False
     errors: list[str] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     _offset: int = 0
@@ -67,7 +68,8 @@ class EngineLog:
             return  # a look, a step of a replacement, or the engine's own bookkeeping
         name = step["urn"].rpartition("::")[2]
         self.changes.append(Change(step["op"], step["type"], name, tuple(_properties(step))))
-        self.emit(Note(f"{_VERBS[step['op']]} {step['type'].rpartition(':')[2]} {name}"))
+        if not self.planned:
+            self.emit(Note(f"{_VERBS[step['op']]} {step['type'].rpartition(':')[2]} {name}"))
 
 
 def _properties(step: dict[str, Any]) -> Iterator[str]:

@@ -19,6 +19,8 @@ class Settings:
 
     state_dir: Path
     owner: str
+    aws: Mapping[str, str] = field(default_factory=dict)
+    """Where the resources of AWS are: `account`, `region`, and, where given, `profile` and `endpointUrl`."""
 
 
 @dataclass(frozen=True)

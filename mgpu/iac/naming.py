@@ -5,6 +5,9 @@ from __future__ import annotations
 PROJECT = "mgpu"
 """The name of the Pulumi project in a checkout of mgpu. A folder that `mgpu init` made has a name of its own."""
 
+BASE_PROJECT = "mgpu-base"
+"""The project of what machines stand on. One for all folders: its stacks are named by account and region."""
+
 
 def fleet_name(project: str, stack: str) -> str:
     """The fleet of a stack: the stack's own name. A project under another name puts it in front: two projects may both

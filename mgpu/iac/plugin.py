@@ -10,6 +10,8 @@ import time
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.iac import schema
+from mgpu.iac.aws.handler import BaseHandler
+from mgpu.iac.aws.kinds import KEEPERS
 from mgpu.iac.environment import HARD_CAP
 from mgpu.iac.fleet import FleetHandler
 from mgpu.iac.guard import FleetGuardHandler
@@ -26,6 +28,7 @@ def handlers(timeouts: Timeouts, hard_cap_at: float = 0.0) -> dict[str, Handler]
         schema.SSH_KEY: SshKeyHandler(),
         schema.FLEET_GUARD: FleetGuardHandler(timeouts),
         schema.FLEET: FleetHandler(timeouts, hard_cap_at),
+        **{token: BaseHandler(keeper, timeouts.destroy_s) for token, keeper in KEEPERS.items()},
     }
 
 

@@ -89,8 +89,14 @@ class Provider(pulumi.ProviderResource):
         owner: Input[str] | None = None,
         state_dir: Input[str] | None = None,
         opts: ResourceOptions | None = None,
+        *,
+        account: Input[str] | None = None,
+        region: Input[str] | None = None,
+        profile: Input[str] | None = None,
+        endpoint_url: Input[str] | None = None,
     ) -> None:
-        super().__init__("mgpu", resource_name, {"owner": owner, "stateDir": state_dir}, opts)
+        aws = {"account": account, "region": region, "profile": profile, "endpointUrl": endpoint_url}
+        super().__init__("mgpu", resource_name, {"owner": owner, "stateDir": state_dir, **aws}, opts)
 
 
 class _Resource(pulumi.CustomResource):

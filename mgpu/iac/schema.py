@@ -8,6 +8,7 @@ from typing import Any
 from pydantic.alias_generators import to_camel
 
 from mgpu import __version__
+from mgpu.iac.aws import schema as aws
 from mgpu.iac.fleetmodel import FleetInputs, FleetOutputs, Properties
 
 SSH_KEY = "mgpu:index:SshKey"
@@ -28,7 +29,7 @@ def package() -> dict[str, Any]:
         "license": "Apache-2.0",
         "config": {"variables": _CONFIG},
         "provider": {"description": "Whose machines, and where keys and journals lie", "inputProperties": _CONFIG},
-        "resources": {SSH_KEY: _SSH_KEY, FLEET_GUARD: _FLEET_GUARD, FLEET: _fleet()},
+        "resources": {SSH_KEY: _SSH_KEY, FLEET_GUARD: _FLEET_GUARD, FLEET: _fleet(), **aws.resources()},
     }
 
 
@@ -40,6 +41,10 @@ def to_json() -> str:
 _CONFIG = {
     "owner": {**_STRING, "description": "owner tag of everything that costs money (default: made once per user)"},
     "stateDir": {**_STRING, "description": "folder of keys and journals (default: mgpu's state folder)"},
+    "account": {**_STRING, "description": "AWS account of the resources mgpu:aws, 12 digits; others are refused"},
+    "region": {**_STRING, "description": "region of the resources mgpu:aws"},
+    "profile": {**_STRING, "description": "profile of ~/.aws (default: what AWS's own tools would take)"},
+    "endpointUrl": {**_STRING, "description": "address of all AWS services (default: AWS's own)"},
 }
 
 _PATH = {**_STRING, "description": "file of the private key (default: in mgpu's state folder)"}

@@ -26,6 +26,7 @@ from mgpu.iac import failures
 from mgpu.iac.handler import Call, Difference, Handler, Settings
 from mgpu.iac.wire import UNKNOWN, PartialFailure, from_struct, to_struct
 
+AWS_CONFIG = ("account", "region", "profile", "endpointUrl")
 _KIND = provider_pb2.PropertyDiff.Kind
 _MESSAGE_BYTES = 400 * 1024 * 1024  # the engine's own limit
 _THREADS = 16
@@ -98,7 +99,8 @@ class Servicer(provider_pb2_grpc.ResourceProviderServicer):
         # what the user left out is fixed at the first `up`, and stays what it was then
         defaults = {"owner": paths.owner(), "stateDir": str(paths.state_dir())}
         inputs = {key: new.get(key) or old.get(key) or default for key, default in defaults.items()}
-        unknown = [key for key in new if key not in defaults and key != "version"]
+        inputs |= {key: new[key] for key in AWS_CONFIG if new.get(key)}  # the program's own, always
+        unknown = [key for key in new if key not in (*defaults, *AWS_CONFIG, "version")]
         wrong = [provider_pb2.CheckFailure(property=key, reason="no such configuration") for key in unknown]
         return provider_pb2.CheckResponse(inputs=to_struct(inputs), failures=wrong)
 
@@ -111,7 +113,9 @@ class Servicer(provider_pb2_grpc.ResourceProviderServicer):
     def Configure(self, request: provider_pb2.ConfigureRequest) -> provider_pb2.ConfigureResponse:
         config = from_struct(request.args)
         self._settings = Settings(
-            state_dir=Path(config.get("stateDir") or paths.state_dir()), owner=config.get("owner") or paths.owner()
+            state_dir=Path(config.get("stateDir") or paths.state_dir()),
+            owner=config.get("owner") or paths.owner(),
+            aws={key: config[key] for key in AWS_CONFIG if config.get(key)},
         )
         return provider_pb2.ConfigureResponse(acceptSecrets=False, supportsPreview=True)
 

@@ -33,6 +33,11 @@ class Bucket(Thing):
     versioned: bool = fixed(True, "what a node deletes can be brought back")
     encryption: str = fixed("AES256", "how it is encrypted")
 
+    @property
+    def stays(self) -> bool:
+        """With `keep`, or one of the user's."""
+        return self.keep or super().stays
+
 
 class BucketKeeper:
     """Asks S3 for it."""
@@ -109,14 +114,22 @@ class BucketKeeper:
             self._tag(wanted.name)
 
     def delete(self, wanted: Bucket) -> None:
-        """Only with `keep` off, and only an empty one: checkpoints are deleted by nobody but their owner."""
-        if wanted.keep or not self._there(wanted.name):
+        """Only an empty one: checkpoints are deleted by nobody but their owner."""
+        if not self._there(wanted.name):
             return
-        if not self._empty(wanted.name):
-            raise self._full(wanted.name)
+        self.require_empty(wanted)
         unless(_NO_BUCKET, self._s3.delete_bucket, Bucket=wanted.name)
         if self._there(wanted.name):
             raise CleanupFailed(f"bucket {wanted.name} is still there", "S3 accepted the request.", "Try again.")
+
+    def require_empty(self, wanted: Bucket) -> None:
+        """Raises CleanupFailed when something lies in it, be it an old version; absent is empty."""
+        if self._there(wanted.name) and not self._empty(wanted.name):
+            raise CleanupFailed(
+                f"bucket {wanted.name} is not empty, and stays",
+                "Checkpoints, or old versions of them, lie in it: mgpu deletes no bucket that holds anything.",
+                f"`aws s3 ls s3://{wanted.name}` shows what is there; the S3 console empties it, versions too.",
+            )
 
     @property
     def _s3(self) -> Any:
@@ -160,13 +173,6 @@ class BucketKeeper:
 
     def _tag(self, name: str) -> None:
         self._s3.put_bucket_tagging(Bucket=name, Tagging={"TagSet": base_tags()})
-
-    def _full(self, name: str) -> CleanupFailed:
-        return CleanupFailed(
-            f"bucket {name} is not empty, and stays",
-            "Checkpoints, or old versions of them, lie in it: mgpu deletes no bucket that holds anything.",
-            f"Empty it in the S3 console (versions too), or leave it; `aws s3 ls s3://{name}` shows what is there.",
-        )
 
 
 def _anothers(name: str) -> InputError:

@@ -40,6 +40,11 @@ class Thing(BaseModel):
     )
     lacks: tuple[str, ...] = fixed((), "what one of yours lacks")
 
+    @property
+    def stays(self) -> bool:
+        """Whether it outlives its resource."""
+        return self.existing is not None
+
     @classmethod
     def fixed(cls) -> frozenset[str]:
         """The properties that nobody sets."""
@@ -98,7 +103,13 @@ class Keeper(Protocol[T]):
 
     kind: ClassVar[str]
     thing: ClassVar[type[Thing]]
-    site: Site
+
+    def __init__(self, site: Site) -> None: ...
+
+    @property
+    def site(self) -> Site:
+        """Where it is."""
+        ...
 
     def complete(self, wanted: T) -> T:
         """With its default name, and what follows from the properties that were given."""
@@ -136,28 +147,23 @@ def look(keeper: Keeper[T], wanted: T) -> Found[T] | None:
 
 
 def remove(keeper: Keeper[T], wanted: T) -> None:
-    """Ends the thing, and comes back when AWS says that it is gone; absent is success. One of the user's stays.
+    """Ends the thing, and comes back when AWS says that it is gone; absent is success, and so is one that `stays`.
 
     Raises:
         CleanupFailed: it is still there.
     """
-    if wanted.existing is None:
+    if not wanted.stays:
         with calling(f"deleting the {keeper.kind} of base", keeper.site.region):
             keeper.delete(wanted)
 
 
-def ensure(keeper: Keeper[T], wanted: T) -> Found[T]:
-    """The thing as it should be: found or made, and brought in line.
+def examined(keeper: Keeper[T], wanted: T) -> Found[T] | None:
+    """As `look`, with what is in the way of using it raised.
 
     Raises:
         InputError: one of the user's is not there or lacks something; or another one stands in its place.
     """
-    with calling(f"making the {keeper.kind} of base", keeper.site.region):
-        return _ensure(keeper, wanted)
-
-
-def _ensure(keeper: Keeper[T], wanted: T) -> Found[T]:
-    found = keeper.look(wanted)
+    found = look(keeper, wanted)
     if wanted.existing is not None:
         return _usable(keeper, wanted, found)
     if found is not None and not found.ours:
@@ -166,9 +172,16 @@ def _ensure(keeper: Keeper[T], wanted: T) -> Found[T]:
             f"It has no tag {names.BASE}.",
             "Give it as an existing one to use it as it is, tag it to hand it over, or rename it.",
         )
-    found = found or keeper.make(wanted)
-    if found.state != wanted:
-        keeper.align(found, wanted)
+    return found
+
+
+def ensure(keeper: Keeper[T], wanted: T) -> Found[T]:
+    """The thing as it should be: found or made, and brought in line. Raises what `examined` raises."""
+    found = examined(keeper, wanted)
+    if found is None or found.state != wanted:
+        with calling(f"making the {keeper.kind} of base", keeper.site.region):
+            found = found or keeper.make(wanted)
+            keeper.align(found, wanted)
     return Found(found.id, wanted, found.facts)
 
 

@@ -1,0 +1,174 @@
+"""`mgpu bootstrap`: what machines at a provider stand on, made once for each account and region."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mgpu.cli import common
+from mgpu.console import Console
+from mgpu.errors import InputError
+
+if TYPE_CHECKING:
+    from mgpu.iac.enginelog import Change
+    from mgpu.providers.aws.session import Account
+    from mgpu.run.base import Base, Wanted
+
+_FREE = "none of it costs anything by itself: S3 and ECR bill what will be stored in them"
+_KINDS = {
+    "Bucket": "checkpoints: closed to the public, TLS only, versioned; stays when the rest goes",
+    "Repository": "images: scanned on push, tags that never move",
+    "NodeRole": "what nodes may do: checkpoints in that bucket, images of that repository",
+    "ReaperRole": "lets EventBridge Scheduler end machines of mgpu's at their hard cap",
+    "SecurityGroup": "SSH from the addresses named, everything between nodes, everything out",
+}
+_SHOWN = ("checkpoints", "repository", "instance_profile", "reaper_role", "security_group", "vpc")
+_REGIONAL = ("vpc", "bucket", "repository", "security_group")
+
+
+@click.group()
+def bootstrap() -> None:
+    """Make what machines at a provider stand on: once for each account and region."""
+
+
+@bootstrap.command()
+@click.option("--region", "regions", multiple=True, help="Region; several times for several (default: AWS_REGION).")
+@click.option("--allow-ssh", "ssh", multiple=True, metavar="CIDR", help="Who may log in (default: this machine).")
+@click.option("--force-public-ssh", "allow_world", is_flag=True, help="Let `--allow-ssh` be the whole world.")
+@click.option("--vpc", default="", help="Network of the security group (default: the default VPC).")
+@click.option("--bucket", default="", help="A bucket of yours instead.")
+@click.option("--repository", default="", help="A repository of yours instead.")
+@click.option("--instance-profile", default="", help="An instance profile of yours instead.")
+@click.option("--reaper-role", default="", help="A role of yours instead, its ARN.")
+@click.option("--security-group", default="", help="A security group of yours instead, its id.")
+@click.option("--account", default="", help="Refuse credentials of another account than this, 12 digits.")
+@click.option("--profile", default="", help="Profile of ~/.aws.")
+@click.option("--endpoint-url", default="", help="Address of all AWS services, for a VPC endpoint or a fake.")
+@click.option("--destroy", is_flag=True, help="Take it all down again; the bucket stays.")
+@click.option("--delete-bucket", is_flag=True, help="With --destroy: the bucket too, if it is empty.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask; what changes is still shown.")
+@common.json_option
+def aws(
+    regions: tuple[str, ...],
+    account: str,
+    profile: str,
+    endpoint_url: str,
+    destroy: bool,
+    delete_bucket: bool,
+    yes: bool,
+    as_json: bool,
+    **wanted: Any,
+) -> None:
+    """Make bucket, repository, roles and security group at AWS, or bring them in line. Costs nothing until used.
+
+    What is there already, made by mgpu from whatever machine, is taken over. Anything of yours that you name is
+    checked and used as it is.
+    """
+    from mgpu.run import base
+
+    console = Console(as_json=as_json)
+    _require_sense(regions, destroy, delete_bucket, wanted)
+    found = base.account_of(account, profile, endpoint_url)
+    places = tuple(dict.fromkeys(regions)) or (found.home_region,)
+    base.require_regions(found, places)
+    if destroy:
+        _take_down(console, found, places, delete_bucket, yes)
+    else:
+        _bring_up(console, found, places, base.Wanted(**wanted), yes)
+
+
+def _require_sense(regions: tuple[str, ...], destroy: bool, delete_bucket: bool, wanted: dict[str, Any]) -> None:
+    if delete_bucket and not destroy:
+        raise InputError("--delete-bucket belongs to --destroy", "", "Add `--destroy`, or leave it out.")
+    given = [f"--{key.replace('_', '-')}" for key in _REGIONAL if wanted[key]]
+    if given and len(set(regions)) > 1:
+        raise InputError(f"{given[0]} is in one region, and {len(set(regions))} were named", "", "Do one at a time.")
+    if wanted["security_group"] and wanted["ssh"]:
+        why = "mgpu changes no security group of yours."
+        raise InputError("--allow-ssh and --security-group exclude each other", why, "Leave one of them out.")
+
+
+def _bring_up(console: Console, account: Account, regions: tuple[str, ...], wanted: Wanted, yes: bool) -> None:
+    from mgpu.run import base
+
+    if not wanted.ssh and not wanted.security_group:
+        wanted = replace(wanted, ssh=(base.own_address(),))
+        console.say(f"SSH is let in from {wanted.ssh[0]}, this machine's address; `--allow-ssh` names others")
+    context = common.context(console)
+    bases = [base.Base(account, region, context, wanted) for region in regions]  # all mistakes before any change
+    plans = [(each, each.preview()) for each in bases]
+    _show(console, account, plans)
+    if any(changes for _, changes in plans) and not _agreed(yes, console, "make it so?"):
+        for each in bases:
+            each.forget()
+        raise _not_agreed("Nothing was made or changed.")
+    results = [{**each.up(), "changes": [_line(change) for change in changes]} for each, changes in plans]
+    console.done()
+    _report(console, results)
+
+
+def _take_down(console: Console, account: Account, regions: tuple[str, ...], and_bucket: bool, yes: bool) -> None:
+    from mgpu.run import base
+
+    context = common.context(console)
+    bases = [base.Base(account, region, context) for region in regions]
+    for each in bases:
+        each.require_removable(and_bucket=and_bucket)
+    bucket = "with the bucket, which is empty" if and_bucket else "the bucket stays as it is"
+    console.say(
+        f"takes down the base of account {account.id()} in {', '.join(regions)}: the repository with its images, "
+        f"the security group, and the roles where no other region's base uses them; {bucket}"
+    )
+    if not _agreed(yes, console, "take it down?"):
+        raise _not_agreed("Nothing was deleted.")
+    for each in bases:
+        each.down(and_bucket=and_bucket)
+    console.done()
+    if console.as_json:
+        console.data([{"account": account.id(), "region": region, "destroyed": True} for region in regions])
+    else:
+        console.text(f"taken down, confirmed by AWS: {', '.join(regions)}; {bucket if not and_bucket else 'all of it'}")
+
+
+def _show(console: Console, account: Account, plans: list[tuple[Base, tuple[Change, ...]]]) -> None:
+    """What would change, before it does. On stderr: the result has the same place on stdout."""
+    for base, changes in plans:
+        console.say(f"account {account.id()}, {base.region}:" + ("" if changes else " nothing to change"), "bold")
+        for change in changes:
+            kind = change.type.rpartition(":")[2]
+            console.say(f"  {change.op} {kind}: {'; '.join(change.properties) or _KINDS.get(kind, change.name)}")
+    if any(change.op == "create" for _, changes in plans for change in changes):
+        console.say(_FREE)
+
+
+def _line(change: Change) -> str:
+    return " ".join([change.op, change.type.rpartition(":")[2], *change.properties])
+
+
+def _agreed(yes: bool, console: Console, question: str) -> bool:
+    return yes or console.confirm(question)
+
+
+def _not_agreed(nothing: str) -> InputError:
+    if sys.stdin.isatty():
+        return InputError("not agreed", nothing)
+    return InputError(
+        "this command changes your account and nobody can be asked",
+        f"Standard input is not a terminal. {nothing}",
+        "Add `--yes` to agree to what is shown above.",
+    )
+
+
+def _report(console: Console, results: list[dict[str, Any]]) -> None:
+    if console.as_json:
+        console.data(results)
+        return
+    for result in results:
+        rows = [(name.replace("_", " "), result.get(name, "")) for name in _SHOWN]
+        console.table((f"base of {result['account']}", result["region"]), rows)
+    console.next(
+        "mgpu plan    what a run file with `provider: aws` would rent", "mgpu bootstrap aws --destroy    undo it"
+    )

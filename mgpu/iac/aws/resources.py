@@ -1,0 +1,166 @@
+"""The SDK of stack `base`: what `infra/base` imports. Every property is documented in the plugin's schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pulumi
+from pulumi import Input, Output, ResourceOptions
+from pydantic.alias_generators import to_camel, to_snake
+
+from mgpu.iac.aws import kinds
+
+
+class _Thing(pulumi.CustomResource):
+    """Camel case on the wire; there is no map of a user's among our properties."""
+
+    def __init__(self, token: str, resource_name: str, given: Mapping[str, Any], opts: ResourceOptions | None) -> None:
+        super().__init__(token, resource_name, {**dict.fromkeys(type(self).__annotations__), **given}, opts)
+
+    def translate_input_property(self, prop: str) -> str:
+        """Python's name -> the wire's."""
+        return to_camel(prop)
+
+    def translate_output_property(self, prop: str) -> str:
+        """The wire's name -> Python's."""
+        return to_snake(prop)
+
+
+class Bucket(_Thing):
+    """A bucket for checkpoints: closed to the public, TLS only, versioned. With `keep` it outlives the stack."""
+
+    existing: Output[str | None]
+    lacks: Output[list[str]]
+    name: Output[str]
+    keep: Output[bool]
+    abort_uploads_days: Output[int]
+    old_versions_days: Output[int]
+    public_access_blocked: Output[bool]
+    tls_only: Output[bool]
+    versioned: Output[bool]
+    encryption: Output[str]
+    arn: Output[str]
+    url: Output[str]
+
+    def __init__(
+        self,
+        resource_name: str,
+        *,
+        existing: Input[str] | None = None,
+        name: Input[str] | None = None,
+        keep: Input[bool] | None = None,
+        abort_uploads_days: Input[int] | None = None,
+        old_versions_days: Input[int] | None = None,
+        opts: ResourceOptions | None = None,
+    ) -> None:
+        given = {
+            "existing": existing,
+            "name": name,
+            "keep": keep,
+            "abort_uploads_days": abort_uploads_days,
+            "old_versions_days": old_versions_days,
+        }
+        super().__init__(kinds.BUCKET, resource_name, given, opts)
+
+
+class Repository(_Thing):
+    """An image repository: scanned on push, tags that never move, old images expire."""
+
+    existing: Output[str | None]
+    lacks: Output[list[str]]
+    name: Output[str]
+    untagged_days: Output[int]
+    keep_images: Output[int]
+    scan_on_push: Output[bool]
+    immutable_tags: Output[bool]
+    lifecycle: Output[str]
+    arn: Output[str]
+    uri: Output[str]
+
+    def __init__(
+        self,
+        resource_name: str,
+        *,
+        existing: Input[str] | None = None,
+        name: Input[str] | None = None,
+        untagged_days: Input[int] | None = None,
+        keep_images: Input[int] | None = None,
+        opts: ResourceOptions | None = None,
+    ) -> None:
+        given = {"existing": existing, "name": name, "untagged_days": untagged_days, "keep_images": keep_images}
+        super().__init__(kinds.REPOSITORY, resource_name, given, opts)
+
+
+class NodeRole(_Thing):
+    """What nodes may do: checkpoints under `runs/` of a bucket, images of a repository. `existing`: a profile."""
+
+    existing: Output[str | None]
+    lacks: Output[list[str]]
+    bucket: Output[str]
+    repository: Output[str]
+    trust: Output[str]
+    policy: Output[str]
+    other_policies: Output[list[str]]
+    in_profile: Output[bool]
+    arn: Output[str]
+    profile: Output[str]
+    profile_arn: Output[str]
+
+    def __init__(
+        self,
+        resource_name: str,
+        *,
+        bucket: Input[str],
+        repository: Input[str],
+        existing: Input[str] | None = None,
+        opts: ResourceOptions | None = None,
+    ) -> None:
+        given = {"existing": existing, "bucket": bucket, "repository": repository}
+        super().__init__(kinds.NODE_ROLE, resource_name, given, opts)
+
+
+class ReaperRole(_Thing):
+    """What EventBridge Scheduler takes on to end machines at their hard cap. `existing`: an ARN."""
+
+    existing: Output[str | None]
+    lacks: Output[list[str]]
+    trust: Output[str]
+    policy: Output[str]
+    other_policies: Output[list[str]]
+    arn: Output[str]
+
+    def __init__(
+        self, resource_name: str, *, existing: Input[str] | None = None, opts: ResourceOptions | None = None
+    ) -> None:
+        super().__init__(kinds.REAPER_ROLE, resource_name, {"existing": existing}, opts)
+
+
+class SecurityGroup(_Thing):
+    """The nodes' security group: SSH from `ssh` alone, everything between its members, everything out."""
+
+    existing: Output[str | None]
+    lacks: Output[list[str]]
+    name: Output[str]
+    vpc_id: Output[str]
+    ssh: Output[list[str]]
+    allow_world: Output[bool]
+    within: Output[bool]
+    out: Output[bool]
+    others: Output[list[str]]
+    group_id: Output[str]
+    vpc: Output[str]
+
+    def __init__(
+        self,
+        resource_name: str,
+        *,
+        ssh: Input[Sequence[str]] | None = None,
+        existing: Input[str] | None = None,
+        name: Input[str] | None = None,
+        vpc_id: Input[str] | None = None,
+        allow_world: Input[bool] | None = None,
+        opts: ResourceOptions | None = None,
+    ) -> None:
+        given = {"existing": existing, "name": name, "vpc_id": vpc_id, "ssh": ssh, "allow_world": allow_world}
+        super().__init__(kinds.SECURITY_GROUP, resource_name, given, opts)

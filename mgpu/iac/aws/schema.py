@@ -1,0 +1,40 @@
+"""The schema of the kinds of stack `base`, derived from the values that say what they should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic.alias_generators import to_camel
+
+from mgpu.iac.aws.kinds import KEEPERS
+from mgpu.providers.aws.base.thing import Thing
+
+_WORDS = {"type": "array", "items": {"type": "string"}}
+
+
+def resources() -> dict[str, Any]:
+    """Every kind, by its token."""
+    return {token: _resource(keeper.thing) for token, keeper in KEEPERS.items()}
+
+
+def settable(thing: type[Thing]) -> dict[str, str]:
+    """What a program may say of a thing: the wire's name -> ours."""
+    return {to_camel(name): name for name in thing.model_fields if name not in thing.fixed()}
+
+
+def _resource(thing: type[Thing]) -> dict[str, Any]:
+    fields = thing.model_json_schema(by_alias=True)["properties"]
+    properties = {name: _type(field) | {"description": field["description"]} for name, field in fields.items()}
+    facts = {name: {"type": "string", "description": text} for name, text in thing.facts.items()}
+    return {
+        "description": (thing.__doc__ or "").partition("\n")[0],
+        "inputProperties": {name: properties[name] for name in settable(thing)},
+        "properties": properties | facts,
+        "required": [name for name in (*properties, *facts) if name != "existing"],
+    }
+
+
+def _type(field: dict[str, Any]) -> dict[str, Any]:
+    """Ours are texts, numbers, yes or no, and lists of texts; one that may be absent is a text."""
+    kind = field.get("type", "string")
+    return dict(_WORDS) if kind == "array" else {"type": kind}
