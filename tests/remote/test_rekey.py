@@ -65,6 +65,8 @@ def test_the_server_shows_the_new_key_and_connections_that_stand_go_on(sshd, ope
     assert soon(lambda: shows(new))
     assert not shows(sshd.host_key), "the key that others may know is dead"
     assert node.run(["echo", "here"], timeout=T).stdout == b"here\n"
+    said = (sshd.folder / "stderr").read_text()  # newer servers read their keys at their start alone
+    assert "SIGHUP" in said, said
 
 
 def test_the_files_are_the_new_pair_for_root_alone(sshd, open_node, file):
