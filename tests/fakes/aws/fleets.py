@@ -94,7 +94,7 @@ def _grant(cloud: Cloud, backend: Any, tries: list[Try], total: int, options: Da
             return
         try:
             one.pool, one.subnet = launch.pool(backend, one.data, one.market)
-            launch.check(backend, one.data, one.subnet)
+            launch.check(cloud, backend, one.data, one.subnet)
             _permitted(cloud)
         except EC2ClientError as refusal:
             one.refusal = refusal
@@ -171,7 +171,7 @@ def _run(cloud: Cloud, response: Any) -> Any:
     spot = options.get("MarketType") == "spot"
     bid = (options.get("SpotOptions") or {}).get("MaxPrice")
     pool, subnet = launch.pool(backend, data, "spot" if spot else "on-demand")
-    launch.check(backend, data, subnet)
+    launch.check(cloud, backend, data, subnet)
     response.error_on_dryrun()
     most, least = int(asked["MaxCount"]), int(asked["MinCount"])
     count, refusal = launch.granted(cloud, pool, subnet, most, float(bid) if bid else None)

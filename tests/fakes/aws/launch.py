@@ -41,7 +41,7 @@ def pool(backend: Any, data: Data, market_name: str) -> tuple[Pool, Any]:
         raise refuse("InvalidParameterValue", f"The following supplied instance types do not exist: [{kind}]")
     subnet = _subnet(backend, data)
     zone = subnet.availability_zone
-    if not market.offered(kind, zone, backend.region_name):
+    if zone not in market.zones(kind, backend.region_name):
         text = f"Your requested instance type ({kind}) is not supported in your requested Availability Zone ({zone})."
         raise refuse("Unsupported", text)
     return Pool(kind, zone, market_name), subnet
@@ -60,7 +60,7 @@ def _subnet(backend: Any, data: Data) -> Any:
     return ours[zone or min(ours)]
 
 
-def check(backend: Any, data: Data, subnet: Any) -> None:
+def check(cloud: Cloud, backend: Any, data: Data, subnet: Any) -> None:
     """Raises what EC2 says about a template that cannot be launched."""
     interfaces = data.get("NetworkInterfaces") or []
     if interfaces and (data.get("SecurityGroupIds") or data.get("SecurityGroups")):
@@ -76,6 +76,9 @@ def check(backend: Any, data: Data, subnet: Any) -> None:
             raise refuse("InvalidGroup.NotFound", f"The security group '{group}' does not exist in {subnet.vpc_id}")
     if data.get("ImageId") not in backend.amis:
         raise refuse("InvalidAMIID.NotFound", f"The image id '[{data.get('ImageId')}]' does not exist")
+    group = (data.get("Placement") or {}).get("GroupName")
+    if group and (backend.account_id, backend.region_name, group) not in cloud.groups:
+        raise refuse("InvalidPlacementGroup.Unknown", f"The Placement Group '{group}' is unknown.")
     profile(backend, data)
 
 
@@ -140,7 +143,7 @@ def _by_addresses(subnet: Any) -> tuple[float, Any]:
 
 def launch(cloud: Cloud, backend: Any, wanted: Pool, subnet: Any, data: Data, count: int, **marks: Any) -> Any:
     """Makes the machines; moto's reservation of them. `marks`: client_token, tags of instances on top."""
-    check(backend, data, subnet)
+    check(cloud, backend, data, subnet)
     tags = convert_tag_spec(data.get("TagSpecifications") or [])
     tags["instance"] = {**tags.get("instance", {}), **marks.pop("tags", {})}
     interfaces = [_interface(number, each, subnet) for number, each in enumerate(data.get("NetworkInterfaces") or [])]

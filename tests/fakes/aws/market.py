@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import cache
 from typing import Any
 
 from moto.ec2.models.instance_types import INSTANCE_TYPE_OFFERINGS, INSTANCE_TYPES
@@ -53,10 +54,24 @@ def known(instance_type: str) -> bool:
     return instance_type in INSTANCE_TYPES
 
 
-def offered(instance_type: str, zone: str, region: str) -> bool:
-    """Whether the zone has it."""
+@cache
+def _offered(region: str) -> dict[str, list[str]]:
     rows = INSTANCE_TYPE_OFFERINGS["availability-zone"].get(region, ())
-    return any(row["InstanceType"] == instance_type and row["Location"] == zone for row in rows)
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row["InstanceType"], []).append(row["Location"])
+    return found
+
+
+def zones(instance_type: str, region: str) -> list[str]:
+    """The zones of a region that have the type."""
+    return sorted(_offered(region).get(instance_type, []))
+
+
+@cache
+def gpu_types() -> list[str]:
+    """All that have a GPU."""
+    return sorted(name for name in INSTANCE_TYPES if gpus(name))
 
 
 def vcpus(instance_type: str) -> int:

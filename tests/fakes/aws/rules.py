@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from moto.ec2.models.availability_zones_and_regions import RegionsAndZonesBackend
+
 from fakes.aws import market
 
 
@@ -22,10 +24,16 @@ class Pool:
         """That its zone is in."""
         return self.zone[:-1]
 
+    @property
+    def zone_id(self) -> str:
+        """The same zone, as all accounts call it."""
+        zones = RegionsAndZonesBackend.zones.get(self.region, [])
+        return next((zone.zone_id for zone in zones if zone.name == self.zone), "")
+
 
 @dataclass(frozen=True)
 class About:
-    """Which pools a rule is about; `*` and `?` as in file names."""
+    """Which pools a rule is about; `*` and `?` as in file names; a zone by its name or its id."""
 
     instance_type: str = "*"
     zone: str = "*"
@@ -33,8 +41,8 @@ class About:
 
     def covers(self, pool: Pool) -> bool:
         """Whether the pool is one of them."""
-        patterns = {"instance_type": self.instance_type, "zone": self.zone, "market": self.market}
-        return all(fnmatchcase(getattr(pool, name), pattern) for name, pattern in patterns.items())
+        zone = fnmatchcase(pool.zone, self.zone) or fnmatchcase(pool.zone_id, self.zone)
+        return zone and fnmatchcase(pool.instance_type, self.instance_type) and fnmatchcase(pool.market, self.market)
 
 
 @dataclass

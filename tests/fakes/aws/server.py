@@ -13,7 +13,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoReque
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
-from fakes.aws import faults
+from fakes.aws import faults, prices
 from fakes.aws.cloud import Cloud
 from fakes.aws.protocol import Call, read, refusal, understand
 
@@ -56,7 +56,7 @@ class Front:
         with self.cloud.lock:
             token = call.parameters.get("ClientToken")
             if not token or call.service not in MISMATCH or call.parameters.get("DryRun"):
-                return self._carry_out(environ)
+                return self._carry_out(call, environ)
             key = (call.service, call.region, call.action, token)
             asked = json.dumps(call.parameters, sort_keys=True, default=str)
             before, response = self.cloud.tokens.get(key, (asked, None))
@@ -64,13 +64,20 @@ class Front:
                 text = "The token has been used before with other parameters."
                 return refusal(call, MISMATCH[call.service], f"{text} ({call.action}, {token})")
             if response is None:
-                response = self._carry_out(environ)
+                response = self._carry_out(call, environ)
                 if response.status_code == 200:
                     self.cloud.tokens[key] = (asked, response)
             return response
 
-    def _carry_out(self, environ: dict[str, Any]) -> Response:
-        return Response.from_app(self.moto, environ, buffered=True)
+    def _carry_out(self, call: Call, environ: dict[str, Any]) -> Response:
+        handler = prices.HANDLERS.get((call.service, call.action))
+        if handler is None:
+            return Response.from_app(self.moto, environ, buffered=True)
+        try:
+            answer = handler(self.cloud, call)
+        except prices.Refusal as error:
+            return refusal(call, error.code, str(error))
+        return Response(json.dumps(answer), content_type="application/x-amz-json-1.1")
 
 
 def bound(host: str, port: int = 0) -> socket.socket:
