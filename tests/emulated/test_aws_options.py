@@ -1,0 +1,100 @@
+"""The `aws:` block as the provider gets it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from mgpu.errors import InputError
+from mgpu.plan import rank
+from mgpu.providers.aws.options import Options
+from mgpu.spec.model import AwsBlock, RunSpec
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFvi7L40q/vYaVhACb5d0TRFZqE5AALq7nnbIRJJODYY"
+BLOCK = {
+    "account": "123456789012",
+    "profile": "work",
+    "endpoint_url": "http://127.0.0.1:4566",
+    "subnet_ids": ["subnet-1", "subnet-2"],
+    "security_group_id": "sg-1",
+    "instance_profile": "my-nodes",
+    "reaper_role": "arn:aws:iam::123456789012:role/path/reaper",
+    "machine_image": "ami-0123456789abcdef0",
+    "python": "/opt/conda/bin/python",
+    "address": "private",
+    "jump_host": "me@bastion.example.org:2222",
+    "jump_host_key": KEY,
+    "network": "plain",
+}
+
+
+def flattened(block: dict[str, object]) -> dict[str, str]:
+    spec = RunSpec.model_validate(
+        {"name": "a", "provider": "aws", "max_price_usd_per_hour": 1, "max_hours": 1, "command": ["x"], "aws": block}
+    )
+    return rank.requirements(spec).provider_options
+
+
+def test_every_key_of_the_run_files_block_is_an_option_and_no_other():
+    assert {field.name for field in fields(Options)} == set(AwsBlock.model_fields)
+
+
+def test_a_run_files_block_arrives_whole():
+    options = Options.of(flattened(BLOCK))
+    assert {name: getattr(options, name) for name in BLOCK} == {**BLOCK, "subnet_ids": ("subnet-1", "subnet-2")}
+
+
+def test_nothing_set_is_the_block_of_an_empty_run_file():
+    assert Options.of({}) == Options.of(flattened({})) == Options.of({"profile": "", "subnet_ids": ""}) == Options()
+
+
+def test_a_jump_host_is_pinned():
+    via = Options.of(flattened(BLOCK)).via
+    assert via is not None
+    assert (via.user, via.address, via.port, via.host_key) == ("me", "bastion.example.org", 2222, KEY)
+
+
+@pytest.mark.parametrize(
+    ("written", "address", "port"), [("me@10.0.0.1", "10.0.0.1", 22), ("me@[2001:db8::1]:23", "2001:db8::1", 23)]
+)
+def test_a_jump_host_has_port_22_unless_it_says_so(written: str, address: str, port: int):
+    via = Options.of({"jump_host": written, "jump_host_key": KEY}).via
+    assert via is not None
+    assert (via.address, via.port) == (address, port)
+
+
+@pytest.mark.parametrize("one", ["jump_host", "jump_host_key"])
+def test_a_jump_host_whose_key_is_not_known_is_refused(one: str):
+    with pytest.raises(InputError, match="belong together"):
+        Options.of({one: str(BLOCK[one])})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("account", "12345"),
+        ("endpoint_url", "ftp://x"),
+        ("endpoint_url", "https://user:secret@host"),
+        ("subnet_ids", "subnet-1,vpc-2"),
+        ("security_group_id", "default"),
+        ("instance_profile", "-x"),
+        ("profile", "a b"),
+        ("reaper_role", "reaper"),
+        ("machine_image", "ubuntu"),
+        ("python", "python3"),
+        ("python", "/bin/x\n/bin/y"),
+        ("address", "both"),
+        ("jump_host", "-oProxyCommand=x@host"),
+        ("jump_host", "me@-oProxyCommand=x"),
+        ("jump_host", "bastion"),
+        ("jump_host_key", "ssh-ed25519"),
+        ("network", "efa"),
+        ("machine_images", "ami-1"),
+    ],
+)
+def test_what_means_nothing_is_refused_by_name(key: str, value: str):
+    with pytest.raises(InputError) as caught:
+        Options.of({key: value})
+    assert key in str(caught.value)
+    assert caught.value.next_step
