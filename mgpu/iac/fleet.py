@@ -207,7 +207,8 @@ def _plan_like(provider: Provider, fleet: FleetOutputs, wanted: FleetInputs, cou
     needed = wanted.requirements().model_copy(update={"nodes": count, "max_price_usd_per_hour": cap})
     offers = provider.offers(needed).offers
     same = (fleet.offer.instance_type, fleet.region, fleet.offer.zone)
-    return rank.plan(needed, [o for o in offers if (o.instance_type, o.region, o.zone) == same])
+    here = [o for o in offers if (o.instance_type, o.region, o.zone) == same]
+    return rank.plan(needed, here or [fleet.offer])  # what is not on the list any more may still be had
 
 
 def _preview(call: Call, inputs: Properties) -> Properties:

@@ -381,6 +381,15 @@ def test_a_replacement_is_bought_in_the_zone_of_the_machines_that_live(wire, her
     assert asked == [("z2", "spot"), ("z2", "on-demand")]
 
 
+def test_a_replacement_is_asked_for_although_it_is_not_on_the_list_any_more(wire, here, made, fake):
+    resource_id, inputs, outputs = made
+    fake.phases[ids(outputs)[0]] = NodePhase.TERMINATED
+    fake.zones = ("z9",)
+    repaired = wire.update(here, resource_id, outputs, inputs)
+    assert set(ids(repaired)) == fake.running
+    assert repaired["offer"]["zone"] is None
+
+
 def test_a_repair_that_fails_leaves_state_with_what_lives(wire, here, made, fake):
     resource_id, inputs, outputs = made
     fake.phases[ids(outputs)[1]] = NodePhase.TERMINATED

@@ -396,6 +396,15 @@ def test_a_child_process_gets_the_users_path_last(monkeypatch):
     assert env["PATH"] == "/v/bin:/e:/usr/bin"
 
 
+def test_what_the_operators_shell_says_of_aws_reaches_the_plugin_as_it_is(monkeypatch):
+    said = {"AWS_PROFILE": "work", "AWS_ENDPOINT_URL": "http://127.0.0.1:1", "AWS_SESSION_TOKEN": "t"}
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    ours = environment.engine_env([Path("/e")])
+    assert not any(name.startswith("AWS_") for name in ours)
+    assert said.items() <= environment.process_env(ours).items()
+
+
 def test_a_second_write_of_the_same_env_touches_nothing(tmp_path):
     variables = environment.engine_env([Path("/e")])
     before = environment.write_env(tmp_path, variables).stat()
