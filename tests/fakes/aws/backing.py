@@ -6,13 +6,14 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from moto.iam.models import iam_backends
 
-from fakes.aws import launch, world
+from fakes.aws import launch, permissions, world
 from fakes.aws.cloud import Cloud
 from fakes.aws.life import STARTED_NOT, Life
 from fakes.aws.machines import Machine, Machines
@@ -26,7 +27,7 @@ class Backing:
     def __init__(self, cloud: Cloud, folder: Path, port: int) -> None:
         environment = {"AWS_ENDPOINT_URL": f"http://{world.GATEWAY}:{port}", "AWS_REGION": "us-east-1"}
         self._cloud = cloud
-        self._machines = Machines(folder, self._powered_off, environment=environment)
+        self._machines = Machines(folder, self._powered_off, environment=environment, credentials=self._credentials)
         self._pool = ThreadPoolExecutor(AT_ONCE, "machines")
         self._lock = threading.Lock()  # of `_ending`
         self._ending: set[str] = set()
@@ -79,6 +80,10 @@ class Backing:
         """Its public address has changed."""
         if instance_id in self._machines.running():
             self._machines.address(instance_id, public)
+
+    def _credentials(self, wanted: Machine) -> Mapping[str, str]:
+        with self._cloud.lock:
+            return permissions.credentials(wanted)
 
     def _powered_off(self, instance_id: str) -> None:
         with self._cloud.lock:

@@ -133,6 +133,8 @@ class Cloud:
         self.lives = Lives(self)
         self.tokens: dict[tuple[str, ...], tuple[str, Any]] = {}  # client token -> what was asked, the answer
         self.addresses = itertools.count(1)
+        self.enforced = False  # permissions
+        self.failed_schedules: list[str] = []
         self.groups: dict[tuple[str, str, str], Any] = {}  # placement groups by account, region, name
 
     def public_address(self) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 
 from moto.core.responses import ActionResult
 from moto.ec2 import utils
-from moto.ec2.exceptions import InvalidInstanceIdError, InvalidParameterCombination
+from moto.ec2.exceptions import EC2ClientError, InvalidInstanceIdError, InvalidParameterCombination
 from moto.ec2.models import elastic_ip_addresses, elastic_network_interfaces
 from moto.ec2.models.core import TaggedEC2Resource
+from moto.ec2.models.elastic_ip_addresses import ElasticAddressBackend
 from moto.ec2.models.elastic_network_interfaces import Attachment
 from moto.ec2.models.instances import Instance, InstanceBackend, Reservation
 from moto.ec2.responses.instances import InstanceResponse
@@ -34,6 +35,23 @@ def install(cloud: Cloud) -> None:
 def _install_addresses(cloud: Cloud) -> None:
     replace(elastic_network_interfaces, "random_public_ip", cloud.public_address)
     replace(elastic_ip_addresses, "random_ip", cloud.public_address)
+    associate = existing(ElasticAddressBackend, "associate_address")
+    release = existing(ElasticAddressBackend, "release_address")
+
+    def associate_address(self: Any, **asked: Any) -> Any:
+        address = associate(self, **asked)
+        if machine := address.instance or (address.eni and address.eni.instance):
+            cloud.machines.address(machine.id, address.public_ip)
+        return address
+
+    def release_address(self: Any, address: str | None = None, allocation_id: str | None = None) -> None:
+        found = self.address_by_ip([address]) if address else self.address_by_allocation([allocation_id])
+        if found[0].association_id:
+            raise EC2ClientError("InvalidIPAddress.InUse", f"Address {found[0].public_ip} is in use.")
+        release(self, address=address, allocation_id=allocation_id)
+
+    replace(ElasticAddressBackend, "associate_address", associate_address)
+    replace(ElasticAddressBackend, "release_address", release_address)
     started = existing(Attachment, "__init__")
 
     def begin(self: Any, eni: Any) -> None:

@@ -151,6 +151,14 @@ class FakeAws:
         """Makes what machines stand on in a region, by plain boto3; what it made, by name."""
         return base.make(self.client, region)
 
+    def enforce(self, on: bool = True) -> None:
+        """Asks policies about every caller but `client`'s own root user; moto judges actions and resources alone."""
+        self.ask("enforce", on=on)
+
+    def failed_schedules(self) -> list[str]:
+        """What EventBridge Scheduler tried in vain."""
+        return self.ask("failed")
+
     # what goes wrong with requests
 
     def errors(self, action: str, code: str, n: int | None = None, **more: Any) -> None:

@@ -72,7 +72,10 @@ class Front:
     def _carry_out(self, call: Call, environ: dict[str, Any]) -> Response:
         handler = prices.HANDLERS.get((call.service, call.action))
         if handler is None:
-            return Response.from_app(self.moto, environ, buffered=True)
+            response = Response.from_app(self.moto, environ, buffered=True)
+            if response.status_code == 403 and call.service == "ec2":  # moto's IAM words it as S3 does
+                return refusal(call, "UnauthorizedOperation", faults.denial("ec2", call.action), 403)
+            return response
         try:
             answer = handler(self.cloud, call)
         except prices.Refusal as error:

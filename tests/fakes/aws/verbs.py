@@ -113,7 +113,13 @@ class _Account:
         self.cloud = cloud
 
     def verbs(self) -> dict[str, Verb]:
-        return {"reset": self.reset, "bill": self.bill, "age": self.age}
+        return {"reset": self.reset, "bill": self.bill, "age": self.age, "enforce": self.enforce, "failed": self.failed}
+
+    def enforce(self, on: bool) -> None:
+        self.cloud.enforced = on
+
+    def failed(self) -> list[str]:
+        return self.cloud.failed_schedules
 
     def reset(self) -> None:
         self.cloud.machines.clear()
