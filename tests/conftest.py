@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ def namespaces(require: Require) -> None:
     reason = world.missing()
     require("namespaces", reason is None, reason or "")
     require("sshd", Path("/usr/sbin/sshd").exists(), "OpenSSH's server is not installed")
+    require("ssh", shutil.which("ssh") is not None, "OpenSSH's client is not installed")
 
 
 @pytest.fixture

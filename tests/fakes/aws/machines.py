@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -35,7 +36,7 @@ END_S = 20.0
 _INSIDE = Path(__file__).with_name("inside")
 _CHECKOUT = Path(__file__).parents[3]
 _COVERED = ("/root", "/home", "/tmp", "/run", "/var/tmp", "/mnt", "/media")
-_CRASHED = 70  # inside/init.py
+_CRASHED, _HANG = 70, signal.SIGUSR2  # as inside/init.py has them
 
 
 @dataclass(frozen=True)
@@ -88,34 +89,34 @@ class Machines:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._on_poweroff = on_poweroff
         self._environment = dict(environment or {})
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._running: dict[str, _Running] = {}
+        self._starting: set[str] = set()
         self._made = 0
         self._metadata = metadata.Metadata(world.METADATA, credentials=credentials)
 
     def start(self, machine: Machine) -> None:
         """Starts a machine. RuntimeError: it could not be; nothing of it is left."""
         with self._lock:
-            if machine.id in self._running:
+            if machine.id in self._running or machine.id in self._starting:
                 raise RuntimeError(f"{machine.id} runs already")
+            self._starting.add(machine.id)
             self._made += 1
             link = f"m{self._made}"
-        entry = self._metadata.add(machine)
-        process = self._spawn(machine)
         try:
-            running = self._connect(machine, process, link, entry)
-        except BaseException:
-            process.kill()  # and process 1 with it
-            process.wait(timeout=END_S)
-            self._metadata.remove(machine)
-            raise
-        with self._lock:
-            self._running[machine.id] = running
+            running = self._start(machine, link)
+            with self._lock:
+                self._running[machine.id] = running
+        finally:
+            with self._lock:
+                self._starting.discard(machine.id)
+                self._lock.notify_all()
         threading.Thread(target=self._watch, args=(running,), name=machine.id, daemon=True).start()
 
     def end(self, instance_id: str) -> None:
         """Takes a machine away, silently; returns when nothing of it is left. An unknown one is gone already."""
         with self._lock:
+            self._lock.wait_for(lambda: instance_id not in self._starting, START_S)
             running = self._running.pop(instance_id, None)
             if running is None:
                 return
@@ -166,19 +167,16 @@ class Machines:
 
     def hang(self, instance_id: str) -> None:
         """Stops every process of a machine but the first, as a kernel that hangs would: it stays, and does nothing."""
-        inside = Path(f"/proc/{self._running[instance_id].pid}/ns/pid").readlink()
-        for stat in Path("/proc").glob("[0-9]*/ns/pid"):
-            try:
-                pid = int(stat.parts[2])
-                if stat.readlink() == inside and pid != self._running[instance_id].pid:
-                    os.kill(pid, signal.SIGSTOP)
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it ended by itself
+        os.kill(self._running[instance_id].pid, _HANG)
 
     def running(self) -> list[str]:
         """The ids of the machines that are on."""
         with self._lock:
             return list(self._running)
+
+    def pid(self, instance_id: str) -> int:
+        """The host's number of a machine's process 1. KeyError: no such machine."""
+        return self._running[instance_id].pid
 
     def clear(self) -> None:
         """Ends all machines."""
@@ -189,6 +187,20 @@ class Machines:
         """Ends all machines and the metadata service."""
         self.clear()
         self._metadata.close()
+
+    def _start(self, machine: Machine, link: str) -> _Running:
+        entry = self._metadata.add(machine)
+        try:
+            process = self._spawn(machine)
+            try:
+                return self._connect(machine, process, link, entry)
+            except BaseException:
+                process.kill()  # and process 1 with it
+                process.wait(timeout=END_S)
+                raise
+        except BaseException:
+            self._metadata.remove(machine)
+            raise
 
     def _spawn(self, machine: Machine) -> subprocess.Popen[bytes]:
         folder = self._folder / machine.id
@@ -211,7 +223,8 @@ class Machines:
         assert process.stdin
         assert process.stdout
         with process.stdout:
-            number = process.stdout.readline()
+            ready = select.select([process.stdout], [], [], START_S)[0]
+            number = process.stdout.readline() if ready else b""
         if not number:
             raise RuntimeError(f"{machine.id} did not start: {self._console(machine)}")
         running = _Running(machine, process, int(number), link, entry)

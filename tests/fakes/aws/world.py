@@ -42,7 +42,7 @@ _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 def missing() -> str | None:
     """Why no machines can run here, or None: tries once what each of them needs."""
-    if os.geteuid() != 0:
+    if os.geteuid() != 0:  # within a user's own namespace the kernel refuses an overlay over the host's root
         return "fake machines need root (namespaces, an overlay over the root file system)"
     absent = [name for name in _PROGRAMS if shutil.which(name) is None]
     if absent:

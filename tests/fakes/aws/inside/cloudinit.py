@@ -117,7 +117,7 @@ def main() -> None:
     config: dict[str, Any] = {}
     for number, part in enumerate(found, 1):
         if part.startswith(b"#cloud-boothook"):
-            execute(number, part.split(b"\n", 1)[1] if b"\n#!" in part[:32] else part)
+            execute(number, part.removeprefix(b"#cloud-boothook").lstrip())
         elif part.startswith(b"#cloud-config"):
             config |= yaml.safe_load(part) or {}
         elif part.startswith(b"#!"):

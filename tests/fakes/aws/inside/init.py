@@ -5,7 +5,8 @@ and then stays open as long as the server lives: its end is the machine's end, s
 was killed. Standard output carries one line, this process's number in the host's eyes; standard error is the console.
 
 What boots, in cloud-init's order: cloudinit.py reads the user data and prepares the host keys, then sshd starts and is
-started again whenever it ends, and cloudinit.py goes on with the scripts. SIGRTMIN+4 powers off, as with systemd.
+started again whenever it ends, and cloudinit.py goes on with the scripts. SIGRTMIN+4 powers off, as with systemd, and
+SIGUSR2 stops everything for good.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import rootfs
 CRASHED = 70  # any other end of this process is a machine that was switched off
 POWER_OFF = signal.SIGRTMIN + 4
 HOST_KEYS_READY = signal.SIGUSR1
+HANG = signal.SIGUSR2
 GRACE_S = 1.0  # from SIGTERM to the end of everything
 RESTART_S = 0.2
 
@@ -42,7 +44,7 @@ class Init:
         self._sshd_at: float | None = None  # when it is to start (again)
         self._wake, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake)
-        for number in (signal.SIGCHLD, HOST_KEYS_READY, POWER_OFF):
+        for number in (signal.SIGCHLD, HOST_KEYS_READY, HANG, POWER_OFF):
             signal.signal(number, lambda *_: None)
 
     def run(self) -> None:
@@ -58,6 +60,8 @@ class Init:
             if POWER_OFF in signals:
                 self._shut_down()
                 return
+            if HANG in signals:
+                self._hang()
             if HOST_KEYS_READY in signals:
                 self._sshd_at = time.monotonic()
             self._reap()
@@ -65,7 +69,7 @@ class Init:
                 self._sshd, self._sshd_at = self._start(*SSHD), None
 
     def _start(self, *command: str) -> int:
-        default = [signal.SIGCHLD, HOST_KEYS_READY, POWER_OFF, signal.SIGPIPE]
+        default = [signal.SIGCHLD, HOST_KEYS_READY, HANG, POWER_OFF, signal.SIGPIPE]
         return os.posix_spawn(command[0], command, self._environment, setsid=True, setsigdef=default)
 
     def _reap(self) -> None:
@@ -78,6 +82,12 @@ class Init:
                 return
             if pid == self._sshd:
                 self._sshd_at = time.monotonic() + RESTART_S
+
+    def _hang(self) -> None:
+        os.kill(-1, signal.SIGSTOP)
+        while os.read(self._alive, 1):
+            pass
+        os._exit(0)
 
     def _shut_down(self) -> None:
         os.kill(-1, signal.SIGTERM)

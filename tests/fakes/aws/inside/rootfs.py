@@ -130,7 +130,8 @@ def _kernel(root: Path) -> None:
     ):
         (root / "dev" / name).mkdir()
         mount(name, f"{root}/dev/{name}", kind, _NOSUID, data)
-    for name, target in {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1"}.items():
+    links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
+    for name, target in links.items():
         (root / "dev" / name).symlink_to(target)
     for folder in ("run/sshd", "run/lock"):
         (root / folder).mkdir(parents=True, exist_ok=True)
