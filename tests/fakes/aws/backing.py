@@ -24,6 +24,8 @@ AT_ONCE = 4  # boots side by side; more only slow each other down
 class Backing:
     """`cloud.machines` where there are some."""
 
+    real = True
+
     def __init__(self, cloud: Cloud, folder: Path, port: int) -> None:
         environment = {"AWS_ENDPOINT_URL": f"http://{world.GATEWAY}:{port}", "AWS_REGION": "us-east-1"}
         self._cloud = cloud

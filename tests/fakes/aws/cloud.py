@@ -66,6 +66,8 @@ class Timers:
 class Machines(Protocol):
     """What stands behind the instances."""
 
+    real: bool  # whether there are any
+
     def start(self, life: Life) -> None:
         """Begins to boot; returns at once."""
 
@@ -91,6 +93,8 @@ class Machines(Protocol):
 
 class NoMachines:
     """Instances that are entries in moto and nothing else."""
+
+    real = False
 
     def start(self, life: Life) -> None:
         """Nothing boots."""

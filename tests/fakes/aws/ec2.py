@@ -13,6 +13,7 @@ from moto.ec2.models.core import TaggedEC2Resource
 from moto.ec2.models.elastic_ip_addresses import ElasticAddressBackend
 from moto.ec2.models.elastic_network_interfaces import Attachment
 from moto.ec2.models.instances import Instance, InstanceBackend, Reservation
+from moto.ec2.models.subnets import Subnet
 from moto.ec2.responses.instances import InstanceResponse
 
 from fakes.aws.cloud import Cloud
@@ -59,6 +60,16 @@ def _install_addresses(cloud: Cloud) -> None:
         self.network_card_index = getattr(eni, "network_card", 0)
 
     replace(Attachment, "__init__", begin)
+    pick = existing(Subnet, "get_available_subnet_ip")
+
+    def pick_another(self: Any, instance: Any) -> str:
+        """Default VPCs have the same range everywhere, but all machines of the fake are in one network."""
+        taken = {life.instance.private_ip_address for life in cloud.lives.alive()} if cloud.machines.real else set()
+        while (address := pick(self, instance)) in taken:
+            pass
+        return address
+
+    replace(Subnet, "get_available_subnet_ip", pick_another)
     replace(Instance, "__del__", lambda self: None)  # it would give back the address of a mere copy's original
 
 
