@@ -24,6 +24,7 @@ from mgpu.iac.project import project_name
 from mgpu.plan import rank
 from mgpu.run.conduct import conduct
 from mgpu.run.finish import Outcome, conclude
+from mgpu.run.patience import Patience
 from mgpu.run.reach import provider_for, provider_of
 from mgpu.run.record import Folder, Record, busy, load, new_run_id, opening, save, supervising
 from mgpu.run.recover import Attempts
@@ -175,9 +176,10 @@ def supervision(
 
 
 def rented(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Ended:
-    """The run on a fleet that is made for it; what an earlier process made of it is adopted."""
+    """The run on a fleet that is made for it; what an earlier process made of it is adopted. Where there is no capacity
+    now, it is asked for again until `recovery.wait_minutes`."""
     with session.phase("provisioning", f"{request.spec.nodes} nodes of {request.spec.provider}"):
-        fleet = bring_up(session, stack)
+        fleet = Patience(session, request.spec.recovery.wait_minutes).granted(lambda: bring_up(session, stack))
     session.check()
     return used(session, stack, request, secrets, fleet)
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 
 from mgpu_train.agent.status import Fault
 
-from mgpu.errors import BidTooLow, ConnectionFailed, NoCapacity, NoOffer
-from mgpu.events import Note, Warned
+from mgpu.errors import ConnectionFailed, NoOffer
+from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.run import timeline
+from mgpu.run.patience import SOLD_OUT, Patience
 from mgpu.run.record import Interruption, Record, State
 from mgpu.run.session import Session
 from mgpu.run.supervise import Ended
 from mgpu.spec.model import Recovery
 
 WITHOUT_PROGRESS = 3  # attempts in a row that committed nothing new
-ASK_AGAIN_S = 15.0
 MENDED = (Fault.INFRASTRUCTURE, Fault.PROVIDER)  # by another machine, perhaps
 
 
@@ -79,20 +79,8 @@ class Attempts:
 
     def _repaired(self, lost: tuple[int, ...]) -> StackOutput:
         """The fleet as asked for; where there is no capacity now, it is asked for again until `wait_minutes`."""
-        until = self.clock() + self.recovery.wait_minutes * 60
-        while True:
-            try:
-                return self.repair(lost)
-            except (NoCapacity, NoOffer, BidTooLow) as refusal:
-                if self.clock() + ASK_AGAIN_S > until or self.session.asked_to_end:
-                    raise
-                self.session.emit(Note(f"{refusal.what}; asking again in {ASK_AGAIN_S:.0f} s"))
-                self._pause()
-
-    def _pause(self) -> None:
-        for _ in range(int(ASK_AGAIN_S)):  # a second at a time: who asks for the end does not wait for it
-            self.session.check()
-            self.sleep(1.0)
+        patience = Patience(self.session, self.recovery.wait_minutes, (*SOLD_OUT, NoOffer), self.clock, self.sleep)
+        return patience.granted(lambda: self.repair(lost))
 
     def _tried(self, attempt: Callable[[], Ended]) -> Ended:
         """A node that is lost before anything was started is a lost node too, where another attempt is allowed."""

@@ -15,11 +15,14 @@ from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.errors import (
     AuthError,
+    BidTooLow,
     ConnectionFailed,
     HostKeyMismatch,
     InputError,
     Interrupted,
     NoCapacity,
+    NoOffer,
+    QuotaExceeded,
     RemoteError,
     StackError,
     Stopped,
@@ -27,7 +30,7 @@ from mgpu.errors import (
     TrainingFailed,
     Transient,
 )
-from mgpu.events import Warned
+from mgpu.events import Note, Warned
 from mgpu.providers.base import NodePhase
 from mgpu.run import down as downs
 from mgpu.run import launch as runs
@@ -156,6 +159,7 @@ def machine_is_lost(world):
     world.program = lose
 
 
+AT_ONCE = "recovery: {wait_minutes: 0}\n"
 FAILURES = [
     (fails_to_provision, 3, "no capacity"),
     (fails_before_machines, 4, "engine is broken"),
@@ -174,7 +178,7 @@ def test_after_every_kind_of_failure_nothing_is_left(project, cause, code, why, 
     monkeypatch.setattr("mgpu.run.outlook.DESCRIBE_EVERY_S", 0.0)
     project.spec(nodes=2)
     cause(project.world)
-    outcome = project.launch(nodes=2)
+    outcome = project.launch(AT_ONCE, nodes=2)
     assert outcome.exit_code == code
     assert why in str(outcome.error)
     done = record.load("last")
@@ -190,11 +194,66 @@ def test_a_teardown_that_is_incomplete_beats_every_other_error(project, cause, m
     cause(project.world)
     project.world.cloud.rent("elsewhere")
     project.world.hooks["destroy"] = StackError("the state is locked")
-    outcome = project.launch(nodes=2)
+    outcome = project.launch(AT_ONCE, nodes=2)
     assert outcome.exit_code == 7
     assert record.load("last").exit_code == 7
     assert record.load("last").teardown == "asked"
     assert project.world.cloud.billed == {"elsewhere-0"}, "what is not of this run is not touched"
+
+
+# --- no capacity ------------------------------------------------------------------------------------------------------
+
+
+def refused(world, *refusals):
+    """What the next `up`s come to."""
+    left = list(refusals)
+
+    def up():
+        if left:
+            raise left.pop(0)
+
+    world.hooks["up"] = up
+
+
+@pytest.mark.parametrize("refusal", [NoCapacity("none of the offers was granted"), BidTooLow("the bid is too low")])
+def test_the_first_machines_are_waited_for_as_well(project, refusal, monkeypatch):
+    """F12"""
+    monkeypatch.setattr("mgpu.run.patience.PAUSE_S", 0.0)
+    refused(project.world, refusal, refusal)
+    assert project.launch().exit_code == 0
+    assert project.world.calls.count("up") == 3
+    told = [note.text for note in project.world.of(Note) if "asking again" in note.text]
+    assert len(told) == 2
+    assert told[0].startswith(refusal.what)
+    assert "10 min at most" in told[0]
+    project.nothing_is_left()
+
+
+@pytest.mark.parametrize("refusal", [QuotaExceeded("L-1 is 0"), AuthError("expired"), NoOffer("no such GPU")])
+def test_what_waiting_does_not_mend_ends_at_once(project, refusal):
+    """F13"""
+    refused(project.world, refusal)
+    outcome = project.launch()
+    assert (outcome.exit_code, outcome.error) == (3, refusal)
+    assert project.world.calls.count("up") == 1
+    project.nothing_is_left()
+
+
+def test_who_stops_while_there_is_no_capacity_does_not_wait(project):
+    refused(project.world, *[NoCapacity("none")] * 9)
+    emit = project.world.events.append
+
+    def stop(event):
+        emit(event)
+        if isinstance(event, Note) and "asking again" in event.text:
+            Folder(record.load("last").run_id).stop.touch()
+
+    project.world.events = type("Events", (list,), {"append": lambda _self, event: stop(event)})()
+    began = time.monotonic()
+    assert project.launch().exit_code == 130
+    assert time.monotonic() - began < 5
+    assert project.world.calls.count("up") == 1
+    project.nothing_is_left()
 
 
 def test_success_is_not_success_while_a_machine_may_be_billed(project):
@@ -452,7 +511,7 @@ def test_a_lease_that_cannot_be_renewed_is_told(project):
 def test_a_fleet_that_never_came_up_is_never_kept(project, cause):
     project.spec()
     cause(project.world)
-    assert project.launch("teardown: keep\n").exit_code != 0
+    assert project.launch(AT_ONCE + "teardown: keep\n").exit_code != 0
     project.nothing_is_left()
 
 

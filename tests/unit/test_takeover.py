@@ -360,7 +360,7 @@ def test_a_repair_waits_for_capacity_also_where_another_one_began_it(project, de
         if refusal is not None:
             raise refusal
 
-    monkeypatch.setattr("mgpu.run.recover.ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("mgpu.run.patience.PAUSE_S", 0.0)
     project.world.hooks["up"] = up
     assert attach(project, found).exit_code == 0
     assert refusals == []
