@@ -161,7 +161,7 @@ def _price(offer: Offer | None) -> str:
 
 def _age(at: float) -> str:
     hours = max(0.0, time.time() - at) / 3600
-    return f"{hours / 24:.0f} d" if hours >= 48 else f"{hours:.0f} h" if hours >= 1 else "now"
+    return f"{hours // 24:.0f} d" if hours >= 48 else f"{hours // 1:.0f} h" if hours >= 1 else "now"
 
 
 def _show_quotas(console: Console, found: Iterable[Offer]) -> None:

@@ -257,7 +257,6 @@ def test_a_newer_shipped_region_beats_an_older_refresh(cache: Path):
         b"not gzip",
         gzip.compress(b"not json"),
         gzip.compress(b'{"regions": 3}'),
-        gzip.compress(b'{"version": 99}'),
         gzip.compress(b"{}" * 1000)[:-9],
     ],
 )
@@ -265,6 +264,12 @@ def test_a_cache_that_cannot_be_read_counts_as_absent(cache: Path, broken: bytes
     without = found()
     cache.parent.mkdir(parents=True)
     cache.write_bytes(broken)
+    assert found() == without
+
+
+def test_a_cache_of_another_version_of_mgpu_counts_as_absent(cache: Path):
+    without = found()
+    snapshots.save(kept(cache, us_west_2=p4d()).model_copy(update={"version": 99}), cache)
     assert found() == without
 
 

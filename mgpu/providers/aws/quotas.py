@@ -34,7 +34,6 @@ QUOTAS = (
     Quota("L-C4BD4855", "All P5 Spot Instance Requests", "P5", "spot", r"p5"),
     Quota("L-3819A6DF", "All G and VT Spot Instance Requests", "G and VT", "spot", r"(gr?|vt)\d"),
 )
-_COUNTED_TYPES = ("p*", "g*", "vt*")
 
 
 class Headroom(NamedTuple):
@@ -90,10 +89,7 @@ def headroom(
 
 def _used(account: Account, region: str, vcpus_of: Callable[[str], int | None]) -> dict[str, int]:
     """vCPUs of machines that run or start, by quota code."""
-    filters = [
-        {"Name": "instance-state-name", "Values": ["pending", "running"]},
-        {"Name": "instance-type", "Values": list(_COUNTED_TYPES)},
-    ]
+    filters = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
     used: dict[str, int] = {}
     with calling("counting the machines that run", region, scope="region"):
         client = account.client("ec2", region)

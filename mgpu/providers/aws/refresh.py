@@ -1,7 +1,9 @@
 """What AWS sells now: asked of every region at once, kept in the cache folder for `offers`.
 
-A region that does not answer in time, or not fully, keeps what was known of it, and is named. Quotas are asked for too;
-a user who may not read them still gets the prices.
+    each region          machine types, zones, spot prices, quotas
+    the price list       on-demand prices: one question a machine type, for all regions
+
+What does not answer in time keeps what was known of it, and is named.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from mgpu.errors import ProviderError, Transient
 from mgpu.providers.aws import quotas
@@ -24,18 +26,19 @@ from mgpu.providers.base import Refreshed
 if TYPE_CHECKING:
     from mgpu.providers.aws.session import Account
 
-DEADLINE_S = 120.0  # for all regions together
+DEADLINE_S = 120.0  # for everything together
 PRICING_REGION = "us-east-1"  # the price list has endpoints in a few regions only; each knows all
+PRICES = "on-demand prices"  # in the place of a region, where the price list did not answer
 _AT_ONCE = 12
 _GPU_FAMILIES = ["p*", "g*"]
 _PRODUCT = {
-    "productFamily": "Compute Instance",
-    "instanceFamily": "GPU instance",
     "operatingSystem": "Linux",
     "preInstalledSw": "NA",
     "tenancy": "Shared",
     "capacitystatus": "Used",
+    "locationType": "AWS Region",
 }
+_T = TypeVar("_T")
 
 
 class _Found(NamedTuple):
@@ -54,60 +57,42 @@ def refresh(account: Account, *, deadline_s: float = DEADLINE_S, now: Callable[[
         ProviderError: the regions could not be listed, or not one of them answered.
     """
     whose, names = account.id(), account.regions()
-    answers = _ask_all(names, lambda name: _ask(account, name, now), deadline_s)
-    found = {name: answer for name, answer in answers.items() if isinstance(answer, _Found)}
-    failed = {name: answer for name, answer in answers.items() if isinstance(answer, ProviderError)}
+    end = time.monotonic() + deadline_s
+    found, failed = _ask_all(names, lambda name: _ask(account, name, now), end)
     if not found:
         raise next(iter(failed.values()))
+    kinds = sorted({kind for each in found.values() for kind in each.region.zones})
+    prices, unpriced = _ask_all(kinds, lambda kind: _on_demand(account, kind), end)
+    reasons = {name: _line(error) for name, error in failed.items()}
+    reasons |= {name: f"quotas: {each.no_quotas}" for name, each in found.items() if each.no_quotas}
+    if unpriced:
+        reasons[PRICES] = _line(next(iter(unpriced.values())))
     known = snapshots.current(account.options)
-    snapshots.save(_merged(known, found, whose), snapshots.cache_file(account.options))
-    unread = {name: f"quotas: {each.no_quotas}" for name, each in found.items() if each.no_quotas}
-    return Refreshed(regions=tuple(found), failed={name: _line(error) for name, error in failed.items()} | unread)
+    fresh = {
+        name: _priced(name, each.region, known.regions.get(name, Region()), None if unpriced else prices, now())
+        for name, each in found.items()
+    }
+    machines = {kind: machine for each in found.values() for kind, machine in each.machines.items()}
+    snapshots.save(_merged(known, fresh, machines, whose, now()), snapshots.cache_file(account.options))
+    return Refreshed(regions=tuple(found), failed=reasons)
 
 
-def _ask_all(
-    names: tuple[str, ...], ask: Callable[[str], _Found], deadline_s: float
-) -> dict[str, _Found | ProviderError]:
-    """The answers of all regions; daemon threads, because a process does not wait for who is late."""
-    answers: dict[str, _Found | Exception] = {}
-    gate = threading.Semaphore(_AT_ONCE)
-
-    def work(name: str) -> None:
-        with gate:
-            try:
-                answers[name] = ask(name)
-            except Exception as error:  # noqa: BLE001  raised again by who waits for it
-                answers[name] = error
-
-    threads = [threading.Thread(target=work, args=(name,), daemon=True, name=f"offers {name}") for name in names]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + deadline_s
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    late = {name: Transient(f"aws {name}: no full answer within {deadline_s:.0f} s", scope="region") for name in names}
-    return {name: _expected(answers.get(name, late[name])) for name in names}
+def _priced(name: str, region: Region, old: Region, prices: dict[str, dict[str, float]] | None, at: float) -> Region:
+    """With the on-demand prices that are new, or else all that were known: one region's prices are of one day."""
+    if prices is None:
+        return region.model_copy(update={"on_demand": old.on_demand, "on_demand_at": old.on_demand_at})
+    listed = {kind: prices[kind][name] for kind in region.zones if name in prices[kind]}
+    return region.model_copy(update={"on_demand": listed, "on_demand_at": at})
 
 
-def _expected(answer: _Found | Exception) -> _Found | ProviderError:
-    if isinstance(answer, (_Found, ProviderError)):
-        return answer
-    raise answer
-
-
-def _merged(known: Snapshot, found: dict[str, _Found], whose: str) -> Snapshot:
-    machines = dict(known.machines)
-    for each in found.values():
-        machines |= each.machines
-    day = datetime.fromtimestamp(max(each.region.at for each in found.values()), UTC).date()
-    source = f"AWS, asked on {day}"
+def _merged(known: Snapshot, fresh: dict[str, Region], machines: dict[str, Machine], whose: str, at: float) -> Snapshot:
+    source = f"AWS, asked on {datetime.fromtimestamp(at, UTC).date()}"
     others = [each for each in known.sources if not each.startswith("AWS, asked")]
-    regions = known.regions | {name: each.region for name, each in found.items()}
     return Snapshot(
-        sources=(source, *(others if set(known.regions) - set(found) else ())),
+        sources=(source, *(others if set(known.regions) - set(fresh) else ())),
         account=whose,
-        machines=machines,
-        regions=regions,
+        machines=known.machines | machines,
+        regions=known.regions | fresh,
     )
 
 
@@ -115,22 +100,50 @@ def _line(error: ProviderError) -> str:
     return "; ".join(part for part in (error.what, error.why) if part)
 
 
+# --- many questions at once
+
+
+def _ask_all(
+    names: Collection[str], ask: Callable[[str], _T], end: float
+) -> tuple[dict[str, _T], dict[str, ProviderError]]:
+    """Answers and refusals by name, until `end` (monotonic); daemon threads: no process waits for who is late."""
+    answers: dict[str, _T] = {}
+    errors: dict[str, Exception] = {}
+    gate = threading.Semaphore(_AT_ONCE)
+
+    def work(name: str) -> None:
+        with gate:
+            try:
+                answers[name] = ask(name)
+            except Exception as error:  # noqa: BLE001  raised again by who waits for it
+                errors[name] = error
+
+    threads = [threading.Thread(target=work, args=(name,), daemon=True, name=f"offers {name}") for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    there = {name: answers[name] for name in names if name in answers}
+    late = Transient("no full answer in time", scope="region")
+    return there, {name: _refusal(errors.get(name, late)) for name in names if name not in there}
+
+
+def _refusal(error: Exception) -> ProviderError:
+    if isinstance(error, ProviderError):
+        return error
+    raise error
+
+
 # --- one region
 
 
 def _ask(account: Account, name: str, now: Callable[[], float]) -> _Found:
-    ec2 = account.client("ec2", name)
-    at = now()
+    ec2, at = account.client("ec2", name), now()
     with calling("asking what is on sale", name, scope="region"):
         machines = dict(_machines(account, ec2))
         zone_ids = _zone_ids(ec2)
-        region = Region(
-            zones=_zones(account, ec2, machines, set(zone_ids.values())),
-            spot=_spot(account, ec2, machines, zone_ids, at),
-            spot_at=at,
-            on_demand=_on_demand(account, name, machines),
-            on_demand_at=at,
-        )
+        zones = _zones(account, ec2, machines, set(zone_ids.values()))
+        region = Region(zones=zones, spot=_spot(account, ec2, machines, zone_ids, at), spot_at=at)
     try:
         found = quotas.headroom(account, name, lambda kind: machines[kind].vcpus if kind in machines else None)
     except ProviderError as error:
@@ -161,15 +174,15 @@ def _zone_ids(ec2: Any) -> dict[str, str]:
 
 
 def _zones(account: Account, ec2: Any, machines: dict[str, Machine], ids: set[str]) -> dict[str, tuple[str, ...]]:
-    zones: dict[str, list[str]] = {}
     if not machines:
         return {}
+    zones: dict[str, list[str]] = {}
     arguments = {
         "LocationType": "availability-zone-id",
         "Filters": [{"Name": "instance-type", "Values": sorted(machines)}],
     }
     for offering in account.pages(ec2, "describe_instance_type_offerings", "InstanceTypeOfferings", **arguments):
-        if offering["InstanceType"] in machines and offering["Location"] in ids:
+        if offering["Location"] in ids:
             zones.setdefault(offering["InstanceType"], []).append(offering["Location"])
     return {kind: tuple(sorted(found)) for kind, found in zones.items()}
 
@@ -188,34 +201,37 @@ def _spot(
     newest: dict[tuple[str, str], tuple[datetime, float]] = {}
     for entry in account.pages(ec2, "describe_spot_price_history", "SpotPriceHistory", **arguments):
         zone = zone_ids.get(entry["AvailabilityZone"])
-        if zone is None or entry["InstanceType"] not in machines:
-            continue
-        key, price = (entry["InstanceType"], zone), (entry["Timestamp"], float(entry["SpotPrice"]))
-        newest[key] = max(price, newest.get(key, price))
+        if zone is not None:
+            key, price = (entry["InstanceType"], zone), (entry["Timestamp"], float(entry["SpotPrice"]))
+            newest[key] = max(price, newest.get(key, price))
     prices: dict[str, dict[str, float]] = {}
     for (kind, zone), (_, usd) in sorted(newest.items()):
         prices.setdefault(kind, {})[zone] = usd
     return prices
 
 
-def _on_demand(account: Account, region: str, machines: dict[str, Machine]) -> dict[str, float]:
-    terms = _PRODUCT | {"regionCode": region}
+# --- the price list
+
+
+def _on_demand(account: Account, kind: str) -> dict[str, float]:
+    """Region -> US dollars per hour of one machine type."""
+    terms = _PRODUCT | {"instanceType": kind}
     filters = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in terms.items()]
-    client = account.client("pricing", PRICING_REGION)
     prices: dict[str, float] = {}
-    for text in account.pages(client, "get_products", "PriceList", ServiceCode="AmazonEC2", Filters=filters):
-        product = json.loads(text)
-        kind, usd = product["product"]["attributes"].get("instanceType"), _usd(product)
-        if kind in machines and usd:
-            prices[kind] = usd
+    with calling(f"asking for the price of {kind}", PRICING_REGION, scope="provider"):
+        client = account.client("pricing", PRICING_REGION)
+        for text in account.pages(client, "get_products", "PriceList", ServiceCode="AmazonEC2", Filters=filters):
+            product = json.loads(text)
+            usd = _usd(product)
+            if usd:
+                prices[product["product"]["attributes"]["regionCode"]] = usd
     return prices
 
 
 def _usd(product: dict[str, Any]) -> float:
     """Dollars per hour of one product of the price list; 0 where it has no hourly price."""
-    dimensions: Sequence[dict[str, Any]] = [
-        dimension
-        for term in product.get("terms", {}).get("OnDemand", {}).values()
-        for dimension in term["priceDimensions"].values()
-    ]
-    return next((float(each["pricePerUnit"].get("USD", 0)) for each in dimensions if each.get("unit") == "Hrs"), 0.0)
+    for term in product.get("terms", {}).get("OnDemand", {}).values():
+        for dimension in term["priceDimensions"].values():
+            if dimension.get("unit") == "Hrs":
+                return float(dimension["pricePerUnit"].get("USD", 0))
+    return 0.0

@@ -137,7 +137,7 @@ def cache_file(options: Options, environment: Mapping[str, str] = os.environ) ->
 
 
 def _read(path: Path) -> Snapshot:
-    found = Snapshot.model_validate_json(gzip.decompress(path.read_bytes()), strict=False)
+    found = Snapshot.model_validate_json(gzip.decompress(path.read_bytes()))
     if found.version != VERSION:
         raise OSError(f"{path}: version {found.version}, not {VERSION}")
     return found
