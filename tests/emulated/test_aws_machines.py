@@ -6,7 +6,7 @@ import time
 
 import pytest
 from fakes import fleets
-from fakes.fleets import HOST_KEY, fail, rent, rule
+from fakes.fleets import HOST_KEY, rent
 
 from mgpu.errors import AuthError, PermissionDenied, ProviderError, Transient
 from mgpu.providers.aws import machines, names
@@ -17,10 +17,16 @@ from mgpu.providers.base import NodePhase, NodeState
 JUMP = {"jump_host": "me@198.51.100.9:2222", "jump_host_key": HOST_KEY}
 
 
+@pytest.fixture(scope="module")
+def reached(aws_server):
+    """One for all tests: to make a client takes longer than most of them."""
+    return Account(Options.of(aws_server.options), attempts=1)
+
+
 @pytest.fixture
-def account(aws):
-    rule(aws, pending_s=0, ending_s=0)
-    return Account(Options.of(aws.options))
+def account(aws, reached):
+    aws.pace(pending_s=0, ending_s=0)
+    return reached
 
 
 @pytest.fixture
@@ -41,7 +47,7 @@ def test_a_machine_is_described_with_all_that_its_tags_say(aws, account):
     state = describe(account, fleet.handle)
     assert state.ready
     node = state.nodes[1]
-    shown = aws.client("ec2").describe_instances(InstanceIds=[fleet.ids[1]])["Reservations"][0]["Instances"][0]
+    shown = fleets.client(aws).describe_instances(InstanceIds=[fleet.ids[1]])["Reservations"][0]["Instances"][0]
     assert node == NodeState(
         rank=1,
         id=fleet.ids[1],
@@ -68,7 +74,7 @@ def test_a_private_address_is_reached_through_the_jump_host(aws, account):
 
 def test_a_machine_without_a_host_key_is_not_ready(aws, account):
     fleet = rent(aws, 2)
-    aws.client("ec2").delete_tags(Resources=[fleet.ids[0]], Tags=[{"Key": names.HOST_KEY}])
+    fleets.client(aws).delete_tags(Resources=[fleet.ids[0]], Tags=[{"Key": names.HOST_KEY}])
     assert not describe(account, fleet.handle).ready
 
 
@@ -95,7 +101,7 @@ def test_each_state_of_ec2_is_a_phase(state, phase):
 
 def test_a_stopped_machine_is_still_billed_and_it_says_so(aws, account):
     fleet = rent(aws, 1)
-    aws.client("ec2").stop_instances(InstanceIds=list(fleet.ids))
+    fleets.client(aws).stop_instances(InstanceIds=list(fleet.ids))
     (node,) = describe(account, fleet.handle).nodes
     assert node.phase is NodePhase.STOPPING
     assert "its disk is still billed" in node.reason
@@ -103,7 +109,7 @@ def test_a_stopped_machine_is_still_billed_and_it_says_so(aws, account):
 
 def test_a_machine_that_the_spot_market_took_says_so(aws, account):
     fleet = rent(aws, 2)
-    aws.ask("kill", instance_id=fleet.ids[0])
+    aws.kill(fleet.ids[0])
     state = describe(account, fleet.handle)
     assert state.lost == (0,)
     assert state.nodes[0].reason == "taken by the spot market"
@@ -122,14 +128,14 @@ def test_a_rank_without_a_machine_is_terminated(aws, account):
 def test_a_machine_that_is_not_shown_yet_is_not_lost(aws, account):
     """F9: by the handle's own age, whatever became of the template."""
     fleet = rent(aws, 1, template=False)
-    rule(aws, lag_s=30)
+    aws.lag(30)
     with pytest.raises(Transient, match=fleet.ids[0]):
         describe(account, fleet.handle)
 
 
 def test_by_its_template_a_create_is_young_where_the_handle_does_not_say(aws, account):
     fleet = rent(aws, 1)
-    rule(aws, lag_s=30)
+    aws.lag(30)
     with pytest.raises(Transient):
         describe(account, fleet.handle.model_copy(update={"made_at": 0}))
 
@@ -137,7 +143,7 @@ def test_by_its_template_a_create_is_young_where_the_handle_does_not_say(aws, ac
 def test_a_clock_that_is_fast_makes_no_create_old(aws, account, monkeypatch):
     """F34: the template's age is told by AWS's clock alone."""
     fleet = rent(aws, 1)
-    rule(aws, lag_s=30)
+    aws.lag(30)
     now = time.time
     monkeypatch.setattr(machines.time, "time", lambda: now() + 1200)
     with pytest.raises(Transient):
@@ -165,7 +171,7 @@ def test_without_a_template_an_old_machine_is_gone(aws, account):
 def test_an_error_concludes_nothing(aws, account, old, action, code, error):
     fleet = rent(aws, 1)
     handle = fleet.handle.model_copy(update={"ids": (*fleet.ids, "i-0123456789abcdef0")})
-    fail(aws, action, code)
+    aws.errors(action, code)
     with pytest.raises(error):
         describe(account, handle)
 
@@ -179,7 +185,7 @@ def test_many_handles_cost_as_many_calls_as_their_machines_need(aws, account):
 
 def test_more_machines_than_a_filter_takes_and_than_a_page_shows(aws, account):
     fleet = rent(aws, 230, ranked=False)
-    rule(aws, page=50)
+    aws.pages(50)
     assert [node.id for node in describe(account, fleet.handle).nodes] == list(fleet.ids)
 
 
@@ -188,8 +194,8 @@ def test_an_address_and_a_disk_are_shown_until_they_are_gone(aws, account):
     loose = (fleets.address(aws, fleet), fleets.disk(aws, fleet))
     handle = fleet.handle.model_copy(update={"ids": loose})
     assert [node.phase for node in describe(account, handle).nodes] == [NodePhase.STOPPING] * 2
-    aws.client("ec2").release_address(AllocationId=loose[0])
-    aws.client("ec2").delete_volume(VolumeId=loose[1])
+    fleets.client(aws).release_address(AllocationId=loose[0])
+    fleets.client(aws).delete_volume(VolumeId=loose[1])
     assert [node.phase for node in describe(account, handle).nodes] == [NodePhase.TERMINATED] * 2
 
 
@@ -198,7 +204,7 @@ def test_an_address_and_a_disk_are_shown_until_they_are_gone(aws, account):
 
 def test_what_a_create_made_is_found_in_rank_order(aws, account):
     fleet = rent(aws, 3)
-    ec2 = aws.client("ec2")
+    ec2 = fleets.client(aws)
     for rank, name in zip((2, 0, 1), fleet.ids, strict=True):
         ec2.create_tags(Resources=[name], Tags=fleets.pairs({names.RANK: str(rank)}))
     found = machines.find(account, fleet.intent)
@@ -242,7 +248,7 @@ def test_a_wildcard_finds_nothing(aws, account, token):
 
 def test_a_create_whose_machines_are_terminated_has_made_them(aws, account):
     fleet = rent(aws, 2)
-    aws.client("ec2").terminate_instances(InstanceIds=list(fleet.ids))
+    fleets.client(aws).terminate_instances(InstanceIds=list(fleet.ids))
     found = machines.find(account, fleet.intent)
     assert found is not None
     assert found.ids == fleet.ids
@@ -252,13 +258,13 @@ def test_a_create_whose_machines_are_terminated_has_made_them(aws, account):
 def test_nothing_is_found_of_what_is_not_there_or_not_shown_yet(aws, account):
     fleet = rent(aws, 1)
     assert machines.find(account, fleet.intent.model_copy(update={"token": "token-2"})) is None
-    rule(aws, lag_s=30)
+    aws.lag(30)
     assert machines.find(account, fleet.intent) is None
 
 
 def test_a_find_that_fails_is_not_nothing(aws, account):
     fleet = rent(aws, 1)
-    fail(aws, "DescribeInstances", "Unavailable")
+    aws.errors("DescribeInstances", "Unavailable")
     with pytest.raises(ProviderError):
         machines.find(account, fleet.intent)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterable
@@ -62,7 +63,7 @@ def rent(
         names.OWNER: owner, names.FLEET: fleet, names.GENERATION: str(generation), names.TOKEN: token,
         names.RANKS: ranks_tag(asked), names.HOST_KEY: HOST_KEY, **more,
     }  # fmt: skip
-    ec2 = aws.client("ec2", region)
+    ec2 = client(aws, "ec2", region)
     if template:
         ec2.create_launch_template(LaunchTemplateName=names.template(token), LaunchTemplateData={"InstanceType": KIND})
     ids = _run(ec2, nodes, tags)
@@ -77,15 +78,26 @@ def rent(
 
 
 def _run(ec2: Any, nodes: int, tags: dict[str, str]) -> list[str]:
-    image = ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
     specs = [{"ResourceType": kind, "Tags": pairs(tags)} for kind in ("instance", "volume")]
-    made = ec2.run_instances(ImageId=image, InstanceType=KIND, MinCount=nodes, MaxCount=nodes, TagSpecifications=specs)
+    made = ec2.run_instances(
+        ImageId=_image(ec2), InstanceType=KIND, MinCount=nodes, MaxCount=nodes, TagSpecifications=specs
+    )
     return sorted(each["InstanceId"] for each in made["Instances"])
+
+
+_IMAGES: dict[Any, str] = {}
+
+
+def _image(ec2: Any) -> str:
+    """A machine image of that client's region; the fake has the same ones after a reset."""
+    if ec2 not in _IMAGES:
+        _IMAGES[ec2] = ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
+    return _IMAGES[ec2]
 
 
 def address(aws: FakeAws, rented: Rented, machine: str = "") -> str:
     """An Elastic IP of that create, with this machine."""
-    ec2 = aws.client("ec2", rented.handle.region)
+    ec2 = client(aws, "ec2", rented.handle.region)
     spec = [{"ResourceType": "elastic-ip", "Tags": pairs(rented.tags)}]
     name = ec2.allocate_address(Domain="vpc", TagSpecifications=spec)["AllocationId"]
     if machine:
@@ -95,7 +107,7 @@ def address(aws: FakeAws, rented: Rented, machine: str = "") -> str:
 
 def disk(aws: FakeAws, rented: Rented) -> str:
     """A disk of that create that no machine has."""
-    ec2 = aws.client("ec2", rented.handle.region)
+    ec2 = client(aws, "ec2", rented.handle.region)
     zone = ec2.describe_availability_zones()["AvailabilityZones"][0]["ZoneName"]
     spec = [{"ResourceType": "volume", "Tags": pairs(rented.tags)}]
     return ec2.create_volume(AvailabilityZone=zone, Size=10, TagSpecifications=spec)["VolumeId"]
@@ -104,26 +116,48 @@ def disk(aws: FakeAws, rented: Rented) -> str:
 def templates(aws: FakeAws, region: str = HERE) -> set[str]:
     """Names of all launch templates."""
     return {
-        each["LaunchTemplateName"] for each in aws.client("ec2", region).describe_launch_templates()["LaunchTemplates"]
+        each["LaunchTemplateName"] for each in client(aws, "ec2", region).describe_launch_templates()["LaunchTemplates"]
     }
 
 
 def schedules(aws: FakeAws, region: str = HERE) -> dict[str, list[str]]:
     """Name of each schedule, and the machines that it ends."""
-    scheduler = aws.client("scheduler", region)
-    found = [scheduler.get_schedule(Name=each["Name"]) for each in scheduler.list_schedules()["Schedules"]]
+    scheduler = client(aws, "scheduler", region)
+    pages = scheduler.get_paginator("list_schedules").paginate()
+    found = [scheduler.get_schedule(Name=each["Name"]) for page in pages for each in page["Schedules"]]
     return {each["Name"]: json.loads(each["Target"]["Input"])["InstanceIds"] for each in found}
 
 
-def rule(aws: FakeAws, **rules: float) -> None:
-    """Tells the fake's EC2 its pace: `ending_s`, `lag_s`, `page` ..."""
-    for name, value in rules.items():
-        aws.ask("set", name=name, value=value)
+def client(aws: FakeAws, service: str = "ec2", region: str = HERE) -> Any:
+    """A client of the fake, made once: to make one takes longer than most calls."""
+    return _client(aws.endpoint, service, region)
 
 
-def fail(aws: FakeAws, action: str, code: str, times: int | None = None, **more: Any) -> None:
-    """Calls of this action end with this error (default: all of them)."""
-    aws.ask("fault", action=action, kind="error", code=code, left=times, **more)
+@functools.cache
+def _client(endpoint: str, service: str, region: str) -> Any:
+    keys = {"aws_access_key_id": "AKIAFAKE", "aws_secret_access_key": "fake"}
+    return _session().create_client(service, region, endpoint_url=endpoint, **keys)
+
+
+@functools.cache
+def _session() -> Any:
+    from botocore.session import Session
+
+    return Session(session_vars={"profile": (None, None, None, None)})
+
+
+def reaper(aws: FakeAws, name: str = names.REAPER_ROLE) -> str:
+    """The ARN of a role that Scheduler may take on and that may end machines."""
+    iam = client(aws, "iam")
+    trust = {"Effect": "Allow", "Principal": {"Service": "scheduler.amazonaws.com"}, "Action": "sts:AssumeRole"}
+    made = iam.create_role(RoleName=name, AssumeRolePolicyDocument=_document(trust))
+    ending = {"Effect": "Allow", "Action": "ec2:TerminateInstances", "Resource": "*"}
+    iam.put_role_policy(RoleName=name, PolicyName=name, PolicyDocument=_document(ending))
+    return made["Role"]["Arn"]
+
+
+def _document(statement: dict[str, Any]) -> str:
+    return json.dumps({"Version": "2012-10-17", "Statement": [statement]})
 
 
 def pairs(tags: dict[str, str]) -> list[dict[str, str]]:
