@@ -107,7 +107,7 @@ def _bring_up(console: Console, account: Account, regions: tuple[str, ...], want
         raise _not_agreed("Nothing was made or changed.")
     results = [{**each.up(), "changes": [_line(change) for change in changes]} for each, changes in plans]
     console.done()
-    _report(console, results)
+    _report(console, results, wanted)
 
 
 def _take_down(console: Console, account: Account, regions: tuple[str, ...], and_bucket: bool, yes: bool) -> None:
@@ -162,13 +162,23 @@ def _not_agreed(nothing: str) -> InputError:
     )
 
 
-def _report(console: Console, results: list[dict[str, Any]]) -> None:
+def _report(console: Console, results: list[dict[str, Any]], wanted: Wanted) -> None:
     if console.as_json:
         console.data(results)
         return
     for result in results:
         rows = [(name.replace("_", " "), result.get(name, "")) for name in _SHOWN]
         console.table((f"base of {result['account']}", result["region"]), rows)
+    theirs = {
+        "instance_profile": wanted.instance_profile,
+        "reaper_role": wanted.reaper_role,
+        "security_group_id": wanted.security_group,
+    }
+    named = ", ".join(f"{key}: {value}" for key, value in theirs.items() if value)
+    if named:  # everything else is found by its name
+        console.say(f"run files that are to use what you gave need  aws: {{{named}}}", "yellow")
+    if wanted.vpc:
+        console.say(f"run files need  aws: {{subnet_ids: [...]}}  with subnets of {wanted.vpc}", "yellow")
     console.next(
         "mgpu plan    what a run file with `provider: aws` would rent", "mgpu bootstrap aws --destroy    undo it"
     )

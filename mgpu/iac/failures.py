@@ -9,7 +9,8 @@ from mgpu.errors import HostKeyMismatch, MgpuError, ProviderError, StackError, T
 
 _KEPT = (ProviderError, TeardownIncomplete, HostKeyMismatch)
 _MARK = re.compile(r"\n\s*\[mgpu:(\w+)\]")
-_LIST = re.compile(r"\A\s*\d+ errors? occurred:\s*\* ")  # how the engine shows the reasons of a partial failure
+# how the engine shows the reasons of a partial failure, and of one in a preview
+_LIST = re.compile(r"\A\s*(\d+ errors? occurred:\s*\* |Preview failed: )")
 
 
 def describe(error: MgpuError) -> str:

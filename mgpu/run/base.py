@@ -16,8 +16,13 @@ from mgpu.iac.engine import Stack
 from mgpu.iac.enginelog import Change
 from mgpu.iac.naming import BASE_PROJECT
 from mgpu.iac.project import base_program
-from mgpu.providers.aws.base import bucket, group, role, thing
-from mgpu.providers.aws.base.thing import Site
+from mgpu.providers.aws.base import role, thing
+from mgpu.providers.aws.base.bucket import Bucket, BucketKeeper
+from mgpu.providers.aws.base.group import GroupKeeper, SecurityGroup, network
+from mgpu.providers.aws.base.repository import Repository, RepositoryKeeper
+from mgpu.providers.aws.base.roles import NodeKeeper, NodeRole, ReaperKeeper, ReaperRole
+from mgpu.providers.aws.base.thing import Keeper, Site
+from mgpu.providers.aws.base.ways import cidr
 from mgpu.providers.aws.failures import calling
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
@@ -105,7 +110,7 @@ class Base:
             why = f"Machines of mgpu's live there: {', '.join(used_by)}."
             raise InputError(f"the base in {self.region} is in use", why, "End them first: `mgpu ls`, `mgpu gc`.")
         if and_bucket:
-            bucket.BucketKeeper(self.site).require_empty(self._bucket())
+            BucketKeeper(self.site).require_empty(self._bucket())
 
     def down(self, *, and_bucket: bool) -> None:
         """Takes it down, all but the bucket; with `and_bucket` that, too.
@@ -117,12 +122,12 @@ class Base:
         self.stack.unprotect()
         self.stack.destroy()
         if ours is not None:
-            thing.remove(bucket.BucketKeeper(self.site), ours)
+            thing.remove(BucketKeeper(self.site), ours)
         self.stack.remove()
 
-    def _bucket(self) -> bucket.Bucket:
+    def _bucket(self) -> Bucket:
         """The base's own: one of the user's is never deleted."""
-        return bucket.BucketKeeper(self.site).complete(bucket.Bucket(keep=False))
+        return BucketKeeper(self.site).complete(Bucket(keep=False))
 
 
 def own_address() -> str:
@@ -134,7 +139,7 @@ def own_address() -> str:
     try:
         with urllib.request.urlopen(WHO_AM_I, timeout=_ANSWER_S) as answer:  # noqa: S310  a constant
             text = answer.read(_ADDRESS_BYTES).decode("ascii", "replace").strip()
-        return group.cidr(str(ipaddress.ip_address(text)))
+        return cidr(str(ipaddress.ip_address(text)))
     except (OSError, ValueError, urllib.error.URLError) as error:
         raise InputError(
             "from which address this machine reaches the internet cannot be found out",
@@ -154,16 +159,23 @@ def require_regions(account: Account, regions: tuple[str, ...]) -> None:
 
 
 def _checked(site: Site, wanted: Wanted) -> Wanted:
-    """With networks as AWS writes them, and the default VPC named."""
+    """With networks as AWS writes them, and the default VPC named; what is the user's is looked at."""
+    _use(BucketKeeper(site), Bucket(existing=wanted.bucket or None))
+    _use(RepositoryKeeper(site), Repository(existing=wanted.repository or None))
+    _use(NodeKeeper(site), NodeRole(existing=wanted.instance_profile or None))
+    _use(ReaperKeeper(site), ReaperRole(existing=wanted.reaper_role or None))
+    group = SecurityGroup(existing=wanted.security_group or None, allow_world=wanted.allow_world)
+    _use(GroupKeeper(site), group)
     if wanted.security_group:
         return wanted
-    asked = group.SecurityGroup(ssh=wanted.ssh, allow_world=wanted.allow_world, vpc_id=wanted.vpc)
-    ssh = group.GroupKeeper(site).complete(asked).ssh
-    with calling("looking for the default VPC", site.region):
-        vpc = wanted.vpc or group.default_vpc(site)
-    if not vpc:
-        raise group.no_default_vpc(site.region)
-    return replace(wanted, ssh=ssh, vpc=vpc)
+    ssh = GroupKeeper(site).complete(group.model_copy(update={"ssh": wanted.ssh})).ssh
+    with calling("looking for the network", site.region):
+        return replace(wanted, ssh=ssh, vpc=network(site, wanted.vpc))
+
+
+def _use(keeper: Keeper[Any], asked: thing.Thing) -> None:
+    if asked.existing:
+        thing.examined(keeper, keeper.complete(asked))
 
 
 def account_of(account: str, profile: str, endpoint_url: str) -> Account:

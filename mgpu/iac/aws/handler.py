@@ -95,7 +95,7 @@ class BaseHandler:
         keeper, wanted = self._keeper(call), self._value(old)
         thing.remove(keeper, wanted)
         if wanted.stays:
-            call.emit(Note(f"{keeper.kind} {resource_id} stays as it is"))
+            call.emit(Note(f"{keeper.kind} {resource_id} is left as it is"))
 
     def _keeper(self, call: Call) -> Keeper[Any]:
         def sleep(seconds: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from mgpu.errors import CleanupFailed, InputError
+from mgpu.errors import CleanupFailed, InputError, PermissionDenied
 from mgpu.providers.aws import names, policies
 from mgpu.providers.aws.base.thing import Found, Site, Thing, base_tags, fixed, tags_of, unless
 
@@ -142,7 +142,7 @@ class BucketKeeper:
             answer = unless(_NO_BUCKET, self._s3.head_bucket, Bucket=name, ExpectedBucketOwner=self.site.account.id())
         except ClientError as error:
             if error.response["Error"]["Code"] in ("403", "AccessDenied", "Forbidden"):
-                raise _anothers(name) from error
+                raise _closed(name) from error
             raise
         return answer is not None
 
@@ -176,10 +176,16 @@ class BucketKeeper:
 
 
 def _anothers(name: str) -> InputError:
-    return InputError(
-        f"the bucket {name} belongs to another account, or may not be looked at",
-        "Names of buckets are taken for all accounts of AWS.",
-        "Name a bucket of yours, or allow s3:ListBucket on it.",
+    why = "Names of buckets are taken for all accounts of AWS."
+    return InputError(f"the bucket {name} belongs to another account", why, "Name a bucket of yours: `--bucket NAME`.")
+
+
+def _closed(name: str) -> PermissionDenied:
+    return PermissionDenied(
+        f"the bucket {name} is closed to these credentials",
+        "S3 says no more than 403: it is another account's, or s3:ListBucket is not allowed.",
+        "Name a bucket of yours (`--bucket NAME`), or allow s3:ListBucket on it.",
+        scope="account",
     )
 
 

@@ -13,6 +13,7 @@ from mgpu.providers.aws.base.thing import Found, Site, Thing, fixed, tags_of, un
 from mgpu.providers.aws.base.ways import cidr, everything, is_all, is_ssh, is_within, is_world, ports_of, ssh_from, ways
 
 _NONE = ("InvalidGroup.NotFound", "InvalidGroupId.NotFound", "InvalidGroupId.Malformed")
+_NO_VPC = ("InvalidVpcID.NotFound", "InvalidVpcID.Malformed")
 _DONE = ("InvalidPermission.Duplicate", "InvalidPermission.NotFound")
 _USED = ("DependencyViolation", "InvalidGroup.InUse")
 _SETTLE_S = 30.0  # until EC2 knows everywhere what it has just made
@@ -39,13 +40,24 @@ def default_vpc(site: Site) -> str | None:
     return found[0]["VpcId"] if found else None
 
 
-def no_default_vpc(region: str) -> InputError:
-    """The error for a region without a default network."""
-    return InputError(
-        f"there is no default VPC in {region}",
-        "The security group has to be in the network that machines will be in.",
-        f"Name one (`--vpc vpc-...`), or make one: `aws ec2 create-default-vpc --region {region}`.",
-    )
+def network(site: Site, vpc_id: str) -> str:
+    """The network of this id; of none: the default one.
+
+    Raises:
+        InputError: there is no such network.
+    """
+    if not vpc_id:
+        found = default_vpc(site)
+        if found:
+            return found
+        raise InputError(
+            f"there is no default VPC in {site.region}",
+            "The security group has to be in the network that machines will be in.",
+            f"Name one (`--vpc vpc-...`), or make one: `aws ec2 create-default-vpc --region {site.region}`.",
+        )
+    if unless(_NO_VPC, site.client("ec2").describe_vpcs, VpcIds=[vpc_id]) is None:
+        raise InputError(f"there is no network {vpc_id} in {site.region}", "", "Check its id, the account and region.")
+    return vpc_id
 
 
 class GroupKeeper:
@@ -71,7 +83,8 @@ class GroupKeeper:
         wide = [each for each in networks if is_world(each)]
         if wide and not wanted.allow_world:
             why = "Port 22 of every machine would be open to everybody."
-            raise InputError(f"{', '.join(wide)} is the whole world", why, "Name your own addresses.")
+            step = "Name your own addresses; `allow_world` (`--force-public-ssh`) lets it be so."
+            raise InputError(f"{', '.join(wide)} is the whole world", why, step)
         return wanted.model_copy(update={"ssh": networks})
 
     def expected(self, wanted: SecurityGroup) -> dict[str, str]:
@@ -104,9 +117,7 @@ class GroupKeeper:
 
     def make(self, wanted: SecurityGroup) -> Found[SecurityGroup]:
         """One that lets nobody in yet, with our tag."""
-        vpc = wanted.vpc_id or default_vpc(self.site)
-        if not vpc:
-            raise no_default_vpc(self.site.region)
+        vpc = network(self.site, wanted.vpc_id)
         tags = [{"Key": "Name", "Value": wanted.name}, {"Key": names.BASE, "Value": "1"}]
         answer = self._ec2.create_security_group(
             GroupName=wanted.name,

@@ -1,0 +1,226 @@
+"""Every policy and every group that mgpu can put into an account, read: nothing is wider than it has to be."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from mgpu.errors import InputError
+from mgpu.providers.aws import names, policies
+from mgpu.providers.aws.base import ways
+from mgpu.providers.aws.base.group import GroupKeeper, SecurityGroup
+from mgpu.providers.aws.base.thing import Site
+from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.session import Account
+
+ACCOUNT, REGION = "123456789012", "eu-west-1"
+SAMPLES = {"region": REGION, "account": ACCOUNT, "bucket": "mgpu-1", "repository": "mgpu/trainer"}
+# what changes nothing and shows nothing of anybody's: AWS knows no narrower resource for these
+HARMLESS = re.compile(r"ecr:GetAuthorizationToken|ec2:Describe\w+|sts:GetCallerIdentity|pricing:\w+")
+
+
+def emitted():
+    """Every document that a function of the module makes of plain arguments, by the function's name."""
+    found = {}
+    for name, function in inspect.getmembers(policies, inspect.isfunction):
+        wanted = inspect.signature(function).parameters
+        makes = inspect.signature(function).return_annotation == "Document" and not name.startswith("_")
+        if makes and wanted.keys() <= SAMPLES.keys():
+            found[name] = function(**{key: SAMPLES[key] for key in wanted})
+    return found
+
+
+def listed(value):
+    return value if isinstance(value, list) else [value]
+
+
+def too_wide(document):
+    """What is wider in a document than it may be."""
+    for each in document["Statement"]:
+        if each["Effect"] == "Deny":
+            continue
+        if "*" in listed(each.get("Principal", "")) or each.get("Principal") == {"AWS": "*"}:
+            yield "anybody"
+        if each.keys() & {"NotAction", "NotResource", "NotPrincipal"}:
+            yield "all but something"
+        for action in listed(each["Action"]):
+            if "*" in action:
+                yield action
+            for resource in listed(each.get("Resource", [])):
+                yield from _wide_resource(action, resource, each.get("Condition", {}))
+
+
+def _wide_resource(action, resource, condition):
+    if HARMLESS.fullmatch(action):
+        return
+    head, _, tail = resource.partition("*")
+    if tail or not head.endswith("/"):
+        if "*" in resource:
+            yield f"{action} on {resource}"
+    elif ":instance/" in head and "*" in resource and not _by_tag(condition):
+        yield f"{action} on all instances"
+
+
+def _by_tag(condition):
+    return {"Null": {f"aws:ResourceTag/{names.OWNER}": "false"}} == condition
+
+
+def test_every_document_is_looked_at():
+    assert emitted().keys() >= {"node", "node_trust", "reaper", "reaper_trust", "tls_only"}
+
+
+@pytest.mark.parametrize("name", emitted())
+def test_nothing_is_wider_than_it_has_to_be(name):
+    assert list(too_wide(emitted()[name])) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        {"Effect": "Allow", "Action": "s3:*", "Resource": "arn:aws:s3:::b"},
+        {"Effect": "Allow", "Action": ["s3:GetObject", "s3:Put*"], "Resource": "arn:aws:s3:::b/runs/*"},
+        {"Effect": "Allow", "Action": "s3:DeleteObject", "Resource": "*"},
+        {"Effect": "Allow", "Action": "s3:PutObject", "Resource": "arn:aws:s3:::b*"},
+        {"Effect": "Allow", "Action": "iam:PassRole", "Resource": "arn:aws:iam::*:role/mgpu-node"},
+        {"Effect": "Allow", "Action": "ec2:TerminateInstances", "Resource": "arn:aws:ec2:r:1:instance/*"},
+        {"Effect": "Allow", "Principal": "*", "Action": "sts:AssumeRole"},
+        {"Effect": "Allow", "NotAction": "iam:CreateUser", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::b/c"},
+    ],
+)
+def test_a_document_that_is_too_wide_is_seen(statement):
+    assert list(too_wide({"Statement": [statement]}))
+
+
+def test_a_node_ends_nothing_passes_nothing_on_and_deletes_no_version():
+    actions = [action for each in emitted()["node"]["Statement"] for action in listed(each["Action"])]
+    assert {action.partition(":")[0] for action in actions} == {"s3", "ecr"}
+    assert "s3:DeleteObjectVersion" not in actions
+    assert [action for action in actions if "Delete" in action or "Put" in action] == [
+        "s3:PutObject",
+        "s3:DeleteObject",
+    ]
+
+
+def test_a_node_writes_under_runs_of_its_bucket_alone():
+    writes = [each for each in emitted()["node"]["Statement"] if "s3:PutObject" in listed(each["Action"])]
+    assert [each["Resource"] for each in writes] == ["arn:aws:s3:::mgpu-1/runs/*"]
+
+
+def test_a_node_lists_nothing_but_runs_and_still_hears_that_a_key_is_not_there():
+    listing = next(each for each in emitted()["node"]["Statement"] if each["Action"] == "s3:ListBucket")
+    # without IfExists, S3 answers 403 instead of 404 for a key that is not there
+    assert listing["Condition"] == {"StringLikeIfExists": {"s3:prefix": ["runs", "runs/*"]}}
+
+
+def test_the_reaper_ends_machines_of_ours_in_this_region_and_account_and_does_nothing_else():
+    (only,) = emitted()["reaper"]["Statement"]
+    assert only["Action"] == "ec2:TerminateInstances"
+    assert only["Resource"] == f"arn:aws:ec2:{REGION}:{ACCOUNT}:instance/*"
+    assert _by_tag(only["Condition"])
+
+
+def test_the_reaper_is_taken_on_for_schedules_of_this_account_alone():
+    (only,) = emitted()["reaper_trust"]["Statement"]
+    assert only["Principal"] == {"Service": "scheduler.amazonaws.com"}
+    assert only["Condition"] == {"StringEquals": {"aws:SourceAccount": ACCOUNT}}
+
+
+def test_without_tls_everything_is_denied():
+    (only,) = emitted()["tls_only"]["Statement"]
+    assert (only["Effect"], only["Principal"], only["Action"]) == ("Deny", "*", "s3:*")
+    assert only["Resource"] == ["arn:aws:s3:::mgpu-1", "arn:aws:s3:::mgpu-1/*"]
+    assert only["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
+
+
+@pytest.mark.parametrize(
+    ("region", "first"), [("us-east-1", "aws"), ("cn-north-1", "aws-cn"), ("us-gov-west-1", "aws-us-gov")]
+)
+def test_arns_begin_as_they_do_in_that_part_of_aws(region, first):
+    document = policies.node(region, ACCOUNT, "b", "r")
+    arns = [each["Resource"] for each in document["Statement"] if each["Resource"] != "*"]
+    assert {arn.split(":")[1] for arn in arns} == {first}
+
+
+# ---- documents of others
+
+
+def test_our_statement_joins_others_and_replaces_an_older_one_of_ours():
+    other = {"Sid": "Theirs", "Effect": "Allow", "Principal": {"AWS": "arn:aws:iam::1:root"}, "Action": "s3:GetObject"}
+    old = {"Sid": policies.TLS_ONLY, "Effect": "Deny", "Principal": "*", "Action": "s3:GetObject"}
+    ours = policies.tls_only(REGION, "b")
+    merged = policies.merged({"Statement": [other, old]}, ours)
+    assert merged["Statement"] == [other, *ours["Statement"]]
+    assert policies.holds(merged, ours)
+    assert not policies.holds({"Statement": [other, old]}, ours)
+    assert not policies.holds(None, ours)
+
+
+def test_two_ways_to_write_a_document_are_one():
+    one = {"Statement": [{"Action": ["s3:GetObject"], "Resource": ["b", "a"]}]}
+    assert policies.canonical(one) == policies.canonical(
+        {"Statement": {"Resource": ["a", "b"], "Action": "s3:GetObject"}}
+    )
+    assert policies.canonical(one) != policies.canonical({"Statement": {"Resource": "a", "Action": "s3:GetObject"}})
+
+
+@pytest.mark.parametrize(
+    ("statement", "may"),
+    [
+        (policies.node_trust()["Statement"][0], True),
+        ({"Effect": "Allow", "Principal": {"Service": ["x", "ec2.amazonaws.com"]}, "Action": ["sts:AssumeRole"]}, True),
+        ({"Effect": "Deny", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}, False),
+        ({"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}, False),
+        ({"Effect": "Allow", "Principal": {"AWS": "arn:aws:iam::1:root"}, "Action": "sts:AssumeRole"}, False),
+        ({"Effect": "Allow", "Principal": "*", "Action": "sts:AssumeRole"}, False),
+    ],
+)
+def test_who_may_take_a_role_on_is_read_from_it(statement, may):
+    assert policies.trusts({"Statement": statement}, "ec2.amazonaws.com") is may
+
+
+# ---- groups
+
+
+def completed(**properties):
+    site = Site(Account(Options()), REGION)
+    return GroupKeeper(site).complete(SecurityGroup(**properties))
+
+
+@pytest.mark.parametrize(
+    "world", ["0.0.0.0/0", "::/0", "0.0.0.0/1", "128.0.0.0/1", "2000::/3", "1.2.3.4/0", " 0.0.0.0/0 "]
+)
+def test_no_group_is_open_to_the_world_unless_forced(world):
+    with pytest.raises(InputError, match="whole world"):
+        completed(ssh=("203.0.113.7/32", world))
+    assert completed(ssh=(world,), allow_world=True).ssh == (ways.cidr(world),)
+
+
+def test_a_group_that_nobody_could_log_in_through_is_refused():
+    with pytest.raises(InputError, match="nobody"):
+        completed()
+
+
+@pytest.mark.parametrize("text", ["", "here", "1.2.3", "1.2.3.4/33", "1.2.3.4;id", "$(id)"])
+def test_an_address_that_is_none_is_refused(text):
+    with pytest.raises(InputError, match="no network"):
+        completed(ssh=(text,))
+
+
+def test_networks_are_written_as_aws_does_and_each_once():
+    assert completed(ssh=("203.0.113.7", "10.1.2.3/8", "203.0.113.7/32", "2001:DB8::1")).ssh == (
+        "10.0.0.0/8",
+        "2001:db8::1/128",
+        "203.0.113.7/32",
+    )
+
+
+def test_the_ways_in_that_mgpu_can_make_are_ssh_and_its_own_members():
+    assert ways.ssh_from("203.0.113.7/32") == {
+        "IpProtocol": "tcp",
+        "FromPort": 22,
+        "ToPort": 22,
+        "IpRanges": [{"CidrIp": "203.0.113.7/32"}],
+    }
+    assert ways.everything("sg-1") == {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "sg-1"}]}
