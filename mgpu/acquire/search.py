@@ -152,7 +152,9 @@ class Search:
         for pause in pauses(self.timeouts.describe_every_s):
             state = self._insist(lambda: self.provider.describe(handle), trouble)
             if self._asked_of(state).ready:
-                state = self._met(handle, state)
+                if self.meet is None:
+                    return state
+                state = self._met(self.meet, handle, state)
                 silent = [node for node in self._asked_of(state).nodes if node.one_use_key]
                 if not silent:
                     return state
@@ -170,9 +172,8 @@ class Search:
             raise Lost(f"{len(asked)} of {len(self.ranks)} nodes were granted")
         return FleetState(nodes=asked)
 
-    def _met(self, handle: Handle, state: FleetState) -> FleetState:
-        meet = self.meet
-        return self._insist(lambda: meet(handle, state)) if meet else state
+    def _met(self, meet: Meet, handle: Handle, state: FleetState) -> FleetState:
+        return self._insist(lambda: meet(handle, state))
 
     def _insist(self, call: Callable[[], _T], last: str = "") -> _T:
         """The call's answer; again and again while the provider is busy or does not answer. `last`: as in `_go_on`."""

@@ -3,7 +3,6 @@
 #   install FILE NEW    the new key in FILE's place; the server reads it. Harmless when it is done already.
 # FILE is the server's private host key; OLD and NEW are public halves, `<type> <base64>`.
 set -eu
-umask 077
 
 public() { # without the comment
     set -- $(ssh-keygen -y -f "$1")
@@ -44,7 +43,6 @@ install)
     # some servers read the file at each connection: it holds no key that nobody has heard of, not for a moment
     if [ -s "$file.next" ] && [ "$(public "$file.next")" = "$key" ]; then
         public "$file.next" > "$file.pub.next"
-        chmod 644 "$file.pub.next"
         mv "$file.pub.next" "$file.pub"
         mv "$file.next" "$file"
     fi

@@ -963,17 +963,41 @@ def test_a_repair_meets_its_own_machines_and_waits_for_no_other(bench: Bench):
     assert made.state.nodes[0].host_key == "new i-2"
 
 
-def test_a_repair_finds_its_machine_in_a_handle_with_too_few_places(bench: Bench):
-    handle = bench.acquire(offer(), wanted=request(3)).handle
-    bench.double.machines["i-1"].phase = NodePhase.TERMINATED
-    bench.double.after_create = [AmbiguousCreate("no answer")]
+def test_machines_whose_key_nobody_has_to_replace_count_when_they_run(bench: Bench):
+    bench.double.one_use = "ssh-ed25519 AAAA"
+    assert bench.acquire(offer()).handle.ids == ("i-0", "i-1")
+
+
+def short_of(bench: Bench) -> None:
+    """Handles have no places after the last machine that was made."""
     original = bench.double._handle
 
     def short(token: str) -> Handle:
         made = original(token)
-        return made.model_copy(update={"ids": made.ids[:2], "made_at": 7.0})
+        last = max(rank for rank, name in enumerate(made.ids) if name)
+        return made.model_copy(update={"ids": made.ids[: last + 1], "made_at": 7.0})
 
     bench.double._handle = short
+
+
+def test_a_repair_finds_its_machine_in_a_handle_with_too_few_places(bench: Bench):
+    handle = bench.acquire(offer(), wanted=request(3)).handle
+    bench.double.machines["i-1"].phase = NodePhase.TERMINATED
+    bench.double.after_create = [AmbiguousCreate("no answer")]
+    short_of(bench)
     made = bench.repair(handle, (1,), offer())
     assert made.handle.ids == ("i-0", "i-3", "i-2")
     assert made.handle.made_at == 7
+
+
+def test_a_repair_that_finds_fewer_than_it_asked_for_ends_them_and_no_other(bench: Bench):
+    handle = bench.acquire(offer(), wanted=request(3)).handle
+    for name in ("i-1", "i-2"):
+        bench.double.machines[name].phase = NodePhase.TERMINATED
+    bench.double.granted = 1
+    bench.double.caps = CAPS.model_copy(update={"idempotent_create": False})
+    bench.double.after_create = [AmbiguousCreate("no answer")] * 3
+    short_of(bench)
+    with pytest.raises(NoCapacity):
+        bench.repair(handle, (1, 2), offer())
+    assert [machine.id for machine in bench.double.billed] == ["i-0"]
