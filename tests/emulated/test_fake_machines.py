@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from email.mime.multipart import MIMEMultipart
 from email.mime.text import MIMEText
 from pathlib import Path
@@ -21,29 +20,15 @@ from typing import Any
 
 import pytest
 from fakes.aws import world
+from fakes.aws.leftovers import mounts_below, processes_of
 from fakes.aws.metadata import FAULTS
+from fakes.aws.visitor import Node, Visitor, until
 
 HERE = Path(__file__).parent
-LOGIN_S = 20
-NO_SSH = 255  # the exit status of a client that has no session
-Answer = subprocess.CompletedProcess[str]
 PYTHON = "/opt/pytorch/bin/python"
-METADATA = """
-import sys, urllib.error, urllib.request
-def ask(method, path, **headers):
-    names = {key.replace("_", "-"): value for key, value in headers.items()}
-    asked = urllib.request.Request("http://169.254.169.254/latest/" + path, method=method, headers=names)
-    try:
-        return urllib.request.urlopen(asked, timeout=2).read().decode()
-    except urllib.error.HTTPError as error:
-        return str(error.code)
-    except OSError as error:
-        return "no answer"
-token = ask("PUT", "api/token", X_aws_ec2_metadata_token_ttl_seconds="60")
-for path in sys.argv[1:]:
-    print(ask("GET", path, X_aws_ec2_metadata_token=token))
-"""
 GLOO = """
+import faulthandler
+faulthandler.dump_traceback_later(50, exit=True)
 import datetime, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2,
                         timeout=datetime.timedelta(seconds=60))
@@ -61,6 +46,7 @@ class Bench:
     """A world with machines, and SSH from inside it."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder, self._numbers = folder, itertools.count(4)
         path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
@@ -70,11 +56,7 @@ class Bench:
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        folder.mkdir(exist_ok=True)
-        self.key = folder / "key"
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key], check=True)
-        self.public_key = self.key.with_suffix(".pub").read_text().strip()
-        self.pid = self("pid")
+        self.visitor = Visitor(self("pid"), folder)
 
     def __call__(self, do: str, **arguments: Any) -> Any:
         assert self.process.stdin
@@ -102,75 +84,15 @@ class Bench:
             "hop_limit": 2,
             **facts,
         }
-        text = self.letting_in if user_data is None else user_data
+        text = self.visitor.letting_in if user_data is None else user_data
         data = text.encode() if isinstance(text, str) else text
         self("start", user_data=base64.b64encode(data).decode(), **given)
-        return Node(self, given)
-
-    @property
-    def letting_in(self) -> str:
-        folder = "/home/ubuntu/.ssh"
-        return (
-            f"#cloud-boothook\n#!/bin/sh\nset -eu\nmkdir -p -m 700 {folder}\n"
-            f"echo '{self.public_key}' >{folder}/authorized_keys\nchown -R ubuntu: {folder}\n"
-        )
-
-    def inside(self, *command: str, seconds: float = 60) -> Answer:
-        """Runs a command in the world's network, as an operator does."""
-        words = [*world.prefix(self.pid), *command]
-        return subprocess.run(words, capture_output=True, text=True, timeout=seconds)
+        return Node(self.visitor, given)
 
     def close(self) -> None:
         assert self.process.stdin
         self.process.stdin.close()
         self.process.wait(timeout=60)
-
-
-@dataclass
-class Node:
-    """One machine of a bench."""
-
-    bench: Bench
-    facts: dict[str, Any]
-
-    def __getattr__(self, name: str) -> Any:
-        return self.facts[name]
-
-    def run(self, *words: str, address: str = "", seconds: float = LOGIN_S) -> str:
-        """What a command prints, by SSH; the words go through the machine's shell one by one."""
-        answer = self.ssh(" ".join(map(quoted, words)), address=address, seconds=seconds)
-        assert answer.returncode == 0, answer
-        return answer.stdout.strip()
-
-    def ssh(self, command: str, address: str = "", seconds: float = LOGIN_S) -> Answer:
-        """Runs a command; a machine that boots refuses connections first, so it is asked until `seconds` are over."""
-        to = address or self.public_address or self.private_address
-        options = [
-            *("BatchMode=yes", "IdentitiesOnly=yes", "IdentityAgent=none", "LogLevel=ERROR", "ConnectTimeout=2"),
-            *("StrictHostKeyChecking=accept-new", f"UserKnownHostsFile={self.known_hosts}", "HashKnownHosts=no"),
-        ]
-        words = ["ssh", "-n", "-F", "none", "-i", str(self.bench.key), *(f"-o{each}" for each in options)]
-        end = time.monotonic() + seconds
-        while (done := self.bench.inside(*words, f"ubuntu@{to}", command)).returncode == NO_SSH:
-            if time.monotonic() >= end:
-                raise ConnectionError(done.stderr.strip())
-            time.sleep(0.02)
-        return done
-
-    def metadata(self, *paths: str) -> list[str]:
-        return self.run("python3", "-c", METADATA, *paths).split("\n")
-
-    @property
-    def known_hosts(self) -> Path:
-        return self.bench.folder / f"{self.id}.known-hosts"
-
-    @property
-    def console(self) -> str:
-        return (self.bench.folder / "machines" / self.id / "console.log").read_text()
-
-
-def quoted(word: str) -> str:
-    return "'" + word.replace("'", "'\\''") + "'"
 
 
 @pytest.fixture(scope="module")
@@ -192,37 +114,6 @@ def machine(bench: Bench) -> Iterator[Callable[..., Node]]:
     yield start
     for each in made:
         bench("end", instance_id=each.id)
-
-
-def until(true: Callable[[], Any], seconds: float = 15) -> Any:
-    end = time.monotonic() + seconds
-    while not (seen := true()):
-        assert time.monotonic() < end, "it did not become true"
-        time.sleep(0.02)
-    return seen
-
-
-def processes_of(namespace: str) -> list[int]:
-    """The processes whose pid namespace this is."""
-    found = []
-    for link in Path("/proc").glob("[0-9]*/ns/pid"):
-        try:
-            if str(link.readlink()) == namespace:
-                found.append(int(link.parts[2]))
-        except OSError:
-            continue
-    return found
-
-
-def mounts_below(folder: Path) -> list[str]:
-    """What is mounted there, in the eyes of any process."""
-    found = []
-    for table in Path("/proc").glob("[0-9]*/mountinfo"):
-        try:
-            found += [line for line in table.read_text().splitlines() if str(folder) in line]
-        except OSError:
-            continue
-    return found
 
 
 def test_a_machine_boots_and_is_one_of_its_own(machine, bench):
@@ -259,7 +150,7 @@ def test_user_data_of_many_parts_in_the_order_of_cloud_init(machine, bench, tmp_
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", key], check=True)
     config = {
         "ssh_keys": {"ed25519_private": key.read_text(), "ed25519_public": key.with_suffix(".pub").read_text()},
-        "ssh_authorized_keys": [bench.public_key],
+        "ssh_authorized_keys": [bench.visitor.public_key],
         "runcmd": ["echo runcmd $(pgrep -c -x sshd) >>/order"],
     }
     message = MIMEMultipart()
@@ -284,7 +175,7 @@ def test_without_user_data_it_makes_host_keys_of_its_own(machine, bench):
     node = machine("")
     until(lambda: "cloud-init finished" in node.console)
     scan = ["ssh-keyscan", "-t", "ed25519", node.public_address]
-    assert "ssh-ed25519" in until(lambda: bench.inside(*scan).stdout)
+    assert "ssh-ed25519" in until(lambda: bench.visitor.inside(*scan).stdout)
 
 
 def test_sshd_comes_back(machine):
@@ -370,11 +261,7 @@ def test_power_off_inside_is_told_and_leaves_nothing(machine, bench, command):
     node = machine()
     namespace = bench("namespace", instance_id=node.id)
     assert processes_of(namespace)
-    node.run("true")
-    try:
-        node.ssh(command, seconds=0)
-    except ConnectionError:
-        pass  # it was quicker than its answer
+    node.ssh(f"(sleep 0.2; {command}) >/dev/null 2>&1 &")  # its answer comes before it
     assert bench("wait_off", instance_id=node.id, seconds=15)
     assert node.id not in bench("running")
     until(lambda: not processes_of(namespace))
@@ -397,7 +284,7 @@ def wire(bench: Bench, node: Node, seconds: float = 3) -> subprocess.Popen[str]:
         "try:\n    print('heard', link.recv(9))\nexcept TimeoutError:\n    print('silence')\nexcept OSError as error:\n"
         "    print('heard', error)\n"
     )
-    words = [*world.prefix(bench.pid), sys.executable, "-c", program]
+    words = [*world.prefix(bench.visitor.pid), sys.executable, "-c", program]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout
     assert process.stdout.readline() == "up\n"
@@ -414,7 +301,7 @@ def test_one_that_is_taken_away_says_nothing(machine, bench):
     assert not processes_of(namespace)
     assert link.communicate("go\n", timeout=30)[0] == "silence\n"
     connecting = f"import socket; socket.create_connection(('{node.public_address}', 22), 1)"
-    assert "timed out" in bench.inside(sys.executable, "-c", connecting).stderr
+    assert "timed out" in bench.visitor.inside(sys.executable, "-c", connecting).stderr
     assert not (bench.folder / "machines" / node.id / "disk").exists()
     assert node.id not in bench("off")
     bench("end", instance_id=node.id)  # again: it is gone already
