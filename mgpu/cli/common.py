@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from mgpu.console import Console
-from mgpu.errors import InputError, MgpuError
+from mgpu.errors import InputError, MgpuError, ProviderError
 from mgpu.run.record import Interruption, Record, State
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from mgpu.plan.model import Offer, Plan
     from mgpu.run.finish import Outcome
-    from mgpu.run.fleets import Fleet
+    from mgpu.run.fleets import Fleet, Survey
     from mgpu.run.stacks import Context
     from mgpu.spec.model import RunSpec
 
@@ -235,6 +235,13 @@ def _reason(record: Record) -> str:
 def user_of(fleet: Fleet) -> str:
     """What uses a fleet, in words."""
     return fleet.used_by or (f"nothing: left by run {fleet.left_by}" if fleet.left_by else "nothing")
+
+
+def not_asked(console: Console, survey: Survey) -> int:
+    """Shows who could not be asked what is billed; returns the exit code that follows."""
+    for error in survey.failures:
+        console.error(error)
+    return ProviderError.exit_code if survey.failures else 0
 
 
 def count(number: int, thing: str) -> str:

@@ -21,7 +21,8 @@ def gc(as_json: bool, yes: bool) -> int:
     from mgpu.run import fleets
 
     console = Console(as_json=as_json)
-    found = fleets.alive()
+    survey = fleets.survey()
+    found = survey.fleets
     lost = [fleet for fleet in found if not fleet.used_by]
     if as_json:
         console.data([fleet.to_json() for fleet in found])
@@ -29,7 +30,7 @@ def gc(as_json: bool, yes: bool) -> int:
         rows = [(f.name, f.provider, len(f.ids), f"${f.usd_per_hour:.2f}", common.user_of(f)) for f in found]
         console.table(("fleet", "provider", "nodes", "$/h", "used by"), rows)
     else:
-        console.text("no machines of yours at any provider")
+        console.text("no machines of yours at any provider" + (" that could be asked" if survey.failures else ""))
     if lost and not yes:
         console.next("mgpu gc --yes    end what nothing uses")
     failures: list[MgpuError] = []
@@ -42,6 +43,7 @@ def gc(as_json: bool, yes: bool) -> int:
         console.say(f"fleet {fleet.name}: ended, confirmed by the provider")
     for error in failures[1:]:
         console.error(error)
+    code = common.not_asked(console, survey)
     if failures:
         raise failures[0]
-    return 0
+    return code

@@ -14,16 +14,17 @@ from mgpu.run.record import Record, every
 @click.command()
 @common.json_option
 @click.option("--all", "all_runs", is_flag=True, help="All runs, not only the newest 20.")
-def ls(as_json: bool, all_runs: bool) -> None:
+def ls(as_json: bool, all_runs: bool) -> int:
     """List runs, newest last, and ask the providers what is billed now."""
-    from mgpu.run.fleets import alive
+    from mgpu.run.fleets import survey
 
     console = Console(as_json=as_json)
     records = every() if all_runs else every()[-20:]
-    fleets = alive()
+    seen = survey()
+    fleets = seen.fleets
     if as_json:
         console.data({"runs": [common.result_of(r) for r in records], "fleets": [f.to_json() for f in fleets]})
-        return
+        return common.not_asked(console, seen)
     billed = {each for fleet in fleets for each in fleet.ids}
     rows = [
         (
@@ -32,7 +33,7 @@ def ls(as_json: bool, all_runs: bool) -> None:
             "" if r.step < 0 else f"{r.step}/{r.steps}" if r.steps else r.step,
             f"step {r.checkpoint_step}" if r.checkpoint_id else "",
             _ago(r.created_at),
-            _machines(r, billed),
+            _machines(r, None if seen.failures else billed),
         )
         for r in records
     ]
@@ -46,16 +47,20 @@ def ls(as_json: bool, all_runs: bool) -> None:
             f"${fleet.usd_per_hour:.2f} per hour, used by {common.user_of(fleet)}"
         )
     nodes, dollars = sum(len(f.ids) for f in fleets), sum(f.usd_per_hour for f in fleets)
-    console.text(f"billed now: {common.count(nodes, 'node')}, ${dollars:.2f} per hour")
+    rest = ", and what those have that could not be asked" if seen.failures else ""
+    console.text(f"billed now: {common.count(nodes, 'node')}, ${dollars:.2f} per hour{rest}")
     if any(not fleet.used_by for fleet in fleets):
         console.next("mgpu gc --yes    end what nothing uses")
     else:
         console.next("mgpu status RUN" if rows else "mgpu launch")
+    return common.not_asked(console, seen)
 
 
-def _machines(record: Record, billed: set[str]) -> str:
+def _machines(record: Record, billed: set[str] | None) -> str:
+    """`billed` None: not all of it is known."""
     # `pulumi destroy` and the end of a lease tell no record
-    if record.teardown == "kept" and not billed & {node.get("id") for node in (record.fleet or {}).get("nodes", ())}:
+    ids = {node.get("id") for node in (record.fleet or {}).get("nodes", ())}
+    if record.teardown == "kept" and billed is not None and not billed & ids:
         return "kept, and gone since"
     return common.machines(record)
 

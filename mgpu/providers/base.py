@@ -28,6 +28,9 @@ class Capabilities(Value):
     notices: Literal["file", "ec2", "none"] = Field(
         default="none", description="where a node finds its interruption notice"
     )
+    account_options: frozenset[str] = Field(
+        default=frozenset(), description="settings that say whose account it is and where; others change no listing"
+    )
     one_use_host_keys: bool = Field(
         default=False, description="a host key comes with user data: replaced at first contact"
     )

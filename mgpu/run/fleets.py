@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu import acquire, paths
+from mgpu.errors import MgpuError
 from mgpu.iac import schema
 from mgpu.iac.environment import backend_dir
 from mgpu.iac.naming import fleet_name
@@ -37,17 +39,38 @@ class Fleet:
     used_by: str
     handle: Handle
     left_by: str = ""  # the run whose supervisor died before it gave them back: `mgpu down` on it is their end
+    options: Mapping[str, str] = field(default_factory=dict)  # by which the provider is reached
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
-        return {k: v for k, v in asdict(self).items() if k != "handle"}
+        return {k: v for k, v in asdict(self).items() if k not in ("handle", "options")}
 
 
-def alive() -> list[Fleet]:
-    """All machines of this user at every provider, by fleet."""
-    owner, users, found = paths.owner(), _Users(every()[::-1]), list[Fleet]()
-    for name in registry.names():
-        provider = registry.get(name)
+@dataclass(frozen=True)
+class Survey:
+    """All that could be seen. `failures`: of who could not be asked; what they have is not among the fleets."""
+
+    fleets: tuple[Fleet, ...]
+    failures: tuple[MgpuError, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Access:
+    """A provider with the settings by which it is reached."""
+
+    provider: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, provider: str, options: Mapping[str, str]) -> _Access:
+        """Without the settings that do not say whose account it is, and where."""
+        matter = registry.get(provider, options).caps.account_options
+        return cls(provider, tuple(sorted((key, value) for key, value in options.items() if key in matter)))
+
+    def fleets(self, owner: str, users: _Users) -> list[Fleet]:
+        """What the owner has there. Raises MgpuError."""
+        options = dict(self.options)
+        provider, found = registry.get(self.provider, options), list[Fleet]()
         handles = provider.list_owned(owner)
         for handle, state in zip(handles, provider.describe_all(handles), strict=True):
             nodes = [n for n in state.nodes if n.phase is not NodePhase.TERMINATED]
@@ -55,8 +78,36 @@ def alive() -> list[Fleet]:
                 price = sum(n.price_usd_per_hour for n in nodes)
                 used_by, left_by = users.of(handle)
                 ids = tuple(n.id for n in nodes)
-                found.append(Fleet(handle.fleet, name, ids, price, used_by, handle, left_by))
-    return found
+                found.append(Fleet(handle.fleet, self.provider, ids, price, used_by, handle, left_by, options))
+        return found
+
+
+def survey() -> Survey:
+    """All machines of this user at every provider that is set up, or that a run or a stack names, by fleet. One that
+    cannot be asked hides nothing of the others."""
+    owner, users = paths.owner(), _Users(every()[::-1])
+    accesses, failures = _accesses(users)
+    found: dict[tuple[str, ...], Fleet] = {}
+    with ThreadPoolExecutor(max(1, len(accesses)), thread_name_prefix="mgpu-survey") as pool:
+        for asked in [pool.submit(access.fleets, owner, users) for access in accesses]:
+            try:
+                for fleet in asked.result():  # two ways may lead to one account
+                    found.setdefault((fleet.provider, fleet.handle.region, fleet.handle.token, *fleet.ids), fleet)
+            except MgpuError as error:
+                failures.append(error)
+    return Survey(tuple(found.values()), tuple(failures))
+
+
+def _accesses(users: _Users) -> tuple[list[_Access], list[MgpuError]]:
+    """Each once; and the errors of those that mean nothing to this version."""
+    wanted = [(name, {}) for name in registry.names() if registry.get(name).configured()]
+    found, failures = dict[_Access, None](), list[MgpuError]()
+    for provider, options in [*wanted, *users.named]:
+        try:
+            found[_Access.of(provider, options)] = None
+        except MgpuError as error:
+            failures.append(error)
+    return list(found), failures
 
 
 class _Users:
@@ -68,6 +119,14 @@ class _Users:
         for place, record in enumerate(runs):
             for key in _keys(record):
                 self._by_key.setdefault(key, []).append(place)
+
+    @property
+    def named(self) -> list[tuple[str, dict[str, str]]]:
+        """Providers, with their settings, that may have machines of a run or a stack."""
+        owing = [run for run in self._runs if run.teardown not in ("confirmed", "not ours")]
+        found = [(run.provider, _settings((run.fleet or {}).get("options")) or run.options) for run in owing]
+        inputs = [each for each in self._inputs if "provider" in each]
+        return found + [(str(each["provider"]), _settings(each.get("options"))) for each in inputs]
 
     def of(self, handle: Handle) -> tuple[str, str]:
         """What uses these machines, and, where nothing does, the run that has left them behind."""
@@ -88,12 +147,23 @@ class _Users:
         return (self._runs[place] for place in sorted(places))
 
     @cached_property
+    def _states(self) -> list[tuple[str, str, list[dict[str, Any]]]]:
+        """Project, stack and the fleets' inputs of every stack that the engine still has a state for."""
+        states = backend_dir().glob(".pulumi/stacks/*/*.json*")
+        return [(state.parent.name, state.name.partition(".json")[0], _fleets_in(state)) for state in states]
+
+    @property
+    def _inputs(self) -> list[dict[str, Any]]:
+        return [inputs for _, _, fleets in self._states for inputs in fleets]
+
+    @cached_property
     def _stacks(self) -> dict[str, str]:
-        """By fleet, the stack that the engine still has a state for: `pulumi destroy` or `mgpu down` is its way out."""
+        """By fleet, its stack: `pulumi destroy` or `mgpu down` is its way out. A program of the user's may name its
+        fleets as it likes, and make several."""
         found: dict[str, str] = {}
-        for state in backend_dir().glob(".pulumi/stacks/*/*.json*"):
-            stack = state.name.partition(".json")[0]
-            for fleet in (fleet_name(state.parent.name, stack), *_named_in(state)):
+        for project, stack, fleets in self._states:
+            names = (str(inputs.get("fleet") or inputs.get("name")) for inputs in fleets)
+            for fleet in (fleet_name(project, stack), *names):
                 found.setdefault(fleet, stack)
         return found
 
@@ -118,16 +188,21 @@ def _left_behind(record: Record) -> bool:
     return record.own_stack or record.teardown == "asked"  # a stack of the user's own stands for itself until then
 
 
-def _named_in(state: Path) -> set[str]:
-    """The fleets of a stack's state: a program of the user's may name them as it likes, and make several."""
+def _settings(options: Any) -> dict[str, str]:
+    """Of a state that anybody may have written."""
+    return {str(key): str(value) for key, value in options.items()} if isinstance(options, dict) else {}
+
+
+def _fleets_in(state: Path) -> list[dict[str, Any]]:
+    """The inputs of a stack's fleets and guards."""
     try:
         data = state.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
         resources = json.loads(data)["checkpoint"]["latest"]["resources"]
         found = [each["inputs"] for each in resources if each["type"] in (schema.FLEET, schema.FLEET_GUARD)]
-        return {str(inputs.get("fleet") or inputs.get("name")) for inputs in found}
+        return [dict(inputs) for inputs in found]
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError):
-        return set()  # nothing is in it yet, or it is being written
+        return []  # nothing is in it yet, or it is being written
 
 
 def end(fleet: Fleet, context: Context) -> None:
@@ -138,7 +213,8 @@ def end(fleet: Fleet, context: Context) -> None:
         TeardownIncomplete: something may still be billed.
     """
     if not fleet.left_by:
-        acquire.destroy(registry.get(fleet.provider), fleet.handle, timeouts=context.timeouts, emit=context.emit)
+        provider = registry.get(fleet.provider, fleet.options)
+        acquire.destroy(provider, fleet.handle, timeouts=context.timeouts, emit=context.emit)
         return
     from mgpu.run.down import down
 

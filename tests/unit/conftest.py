@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,7 @@ class Cloud:
     caps = LocalProvider.caps
 
     def __init__(self) -> None:
+        self.is_configured = True
         self.by_role: set[str] = set()  # addresses that the machines' own role opens
         self.handles: dict[str, Handle] = {}
         self.phases: dict[str, NodePhase] = {}
@@ -189,7 +190,7 @@ class Cloud:
         return {name for name, phase in self.phases.items() if phase is not NodePhase.TERMINATED}
 
     def configured(self) -> bool:
-        return True
+        return self.is_configured
 
     def check(self) -> None:
         self._refuse("check")
@@ -306,8 +307,14 @@ class World:
         (self.folder / "Pulumi.yaml").write_text("name: mine\nruntime: python\n")
         self.timeouts = Timeouts(poll_s=0.01, describe_every_s=0.01, destroy_s=0.3, stop_grace_s=0.2, drain_s=0.2)
         self.cloud = Cloud()
+        self.elsewhere: dict[str, Cloud] = {}  # other providers, by name
+        self.reached: list[tuple[str, dict[str, str]]] = []  # with which settings providers were reached
         self.nodes = [Node(self, 0)]
         self.program: Callable[[Node, Job], None] = self.succeed
+
+    def provider(self, name: str, options: Mapping[str, str] | None = None) -> Cloud:
+        self.reached.append((name, dict(options or {})))
+        return self.elsewhere.get(name, self.cloud)
 
     @property
     def run_file(self) -> Path:
@@ -398,7 +405,8 @@ def world(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(stacks, "Stack", functools.partial(Stack, made))
     monkeypatch.setattr(NodeSet, "connect", made.connect)
     monkeypatch.setattr(NodeSet, "reach", made.reach)
-    monkeypatch.setattr(registry, "get", lambda *_: made.cloud)
+    monkeypatch.setattr(registry, "get", made.provider)
+    monkeypatch.setattr(registry, "names", lambda: ("local", *sorted(made.elsewhere)))
     monkeypatch.setattr(common, "context", lambda console: stacks.Context(console.emit, made.timeouts))
     return made
 

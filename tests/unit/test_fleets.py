@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from mgpu.cli import cli
-from mgpu.errors import InputError, Transient
+from mgpu.errors import AuthError, InputError, Transient
+from mgpu.iac import schema
 from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
 from mgpu.run import fleets, record, stacks
@@ -41,7 +42,7 @@ def four(world):
 
 
 def test_every_fleet_is_told_with_its_price_and_what_stands_for_it(four):
-    found = {fleet.name: fleet for fleet in fleets.alive()}
+    found = {fleet.name: fleet for fleet in fleets.survey().fleets}
     assert {name: fleet.used_by for name, fleet in found.items()} == {
         "mine-run-1": "run run-1",
         "mine-dev": "stack dev",
@@ -132,7 +133,7 @@ def test_what_somebody_supervises_is_left_to_them(world, state):
     """A final run is supervised while `mgpu down` gives its machines back."""
     left_behind(world, state, teardown="asked")
     with record.supervising("run-1"):
-        assert [fleet.used_by for fleet in fleets.alive()] == ["run run-1"]
+        assert [fleet.used_by for fleet in fleets.survey().fleets] == ["run run-1"]
         gc("--yes")
     assert world.cloud.billed == {"mine-run-1-0"}
 
@@ -147,7 +148,7 @@ def test_what_somebody_supervises_is_left_to_them(world, state):
 )
 def test_a_fleet_that_was_kept_or_is_a_users_own_stands_for_itself(world, state, more):
     left_behind(world, state, **more)
-    assert [(fleet.used_by, fleet.left_by) for fleet in fleets.alive()] == [("stack run-1", "")]
+    assert [(fleet.used_by, fleet.left_by) for fleet in fleets.survey().fleets] == [("stack run-1", "")]
 
 
 def test_a_users_stack_that_was_brought_up_again_is_not_the_last_runs(world):
@@ -155,12 +156,12 @@ def test_a_users_stack_that_was_brought_up_again_is_not_the_last_runs(world):
     left_behind(world, State.FAILED, own_stack=False, teardown="asked", fleet_name="mine-run-1")
     world.cloud.handles["mine-run-1"] = world.cloud.handles["mine-run-1"].model_copy(update={"ids": ("new-0",)})
     world.cloud.phases["new-0"] = NodePhase.RUNNING
-    assert [(fleet.used_by, fleet.left_by) for fleet in fleets.alive()] == [("stack run-1", "")]
+    assert [(fleet.used_by, fleet.left_by) for fleet in fleets.survey().fleets] == [("stack run-1", "")]
 
 
 def test_a_run_that_is_taken_over_between_the_look_and_the_end_is_not_ended(world):
     left_behind(world, State.REPAIRING)
-    (fleet,) = fleets.alive()
+    (fleet,) = fleets.survey().fleets
     again = record.load("run-1")
     again.to(State.RUNNING)
     record.save(again)
@@ -172,28 +173,92 @@ def test_a_run_that_is_taken_over_between_the_look_and_the_end_is_not_ended(worl
 def test_machines_that_are_named_like_no_run_and_no_stack_are_nobodys(world):
     world.cloud.rent("mine-run-2")
     world.record("run-1", state=State.FAILED)
-    assert [(fleet.used_by, fleet.left_by) for fleet in fleets.alive()] == [("", "")]
+    assert [(fleet.used_by, fleet.left_by) for fleet in fleets.survey().fleets] == [("", "")]
 
 
 def test_a_stack_of_another_project_does_not_stand_for_ours(world):
     world.cloud.rent("mine-dev")
     stack_file("theirs", "dev")
-    assert [fleet.used_by for fleet in fleets.alive()] == [""]
+    assert [fleet.used_by for fleet in fleets.survey().fleets] == [""]
 
 
 def test_machines_that_are_terminated_are_no_fleet_and_a_partly_lost_one_is(world):
     world.cloud.rent("mine-a"), world.cloud.rent("mine-b", 2)
     world.cloud.phases |= {"mine-a-0": NodePhase.TERMINATED, "mine-b-0": NodePhase.TERMINATED}
-    (fleet,) = fleets.alive()
+    (fleet,) = fleets.survey().fleets
     assert (fleet.name, fleet.ids, fleet.usd_per_hour) == ("mine-b", ("mine-b-1",), 0.5)
 
 
 def test_a_provider_that_cannot_be_asked_is_not_taken_for_an_empty_one(world):
-    world.cloud.refuses["list_owned"] = [Transient("503")]
+    world.cloud.refuses["list_owned"] = [Transient("503 from local")]
     done = gc()
-    assert done.exception is not None
-    assert done.exception.exit_code == 3
-    assert "no machines" not in done.stdout
+    assert done.return_value == 3
+    assert "503 from local" in done.stderr
+    assert "no machines of yours at any provider that could be asked" in done.stdout
+
+
+@pytest.fixture
+def far(world):
+    """A second provider, which is set up."""
+    world.elsewhere["far"] = type(world.cloud)()
+    return world.elsewhere["far"]
+
+
+def test_a_provider_that_cannot_be_asked_hides_nothing_of_the_others(world, far):
+    world.cloud.rent("mine-lost", 2)
+    far.refuses["list_owned"] = [AuthError("far: the credentials have expired")]
+    listed, swept = CliRunner().invoke(cli, ["ls"], standalone_mode=False), gc("--yes")
+    for done in (listed, swept):
+        assert done.return_value == 3
+        assert "mine-lost" in done.stdout
+        assert "far: the credentials have expired" in done.stderr
+    assert "billed now: 2 nodes, $1.00 per hour, and what those have that could not be asked" in listed.stdout
+    assert world.cloud.billed == set(), "what is seen is ended all the same"
+
+
+def test_a_kept_fleet_is_not_said_to_be_gone_while_its_provider_cannot_be_asked(world, far):
+    output = world.output(world.cloud.rent("mine-run-1")).model_dump(mode="json")
+    world.record("run-1", state=State.SUCCEEDED, fleet=output, teardown="kept")
+    world.cloud.refuses["list_owned"] = [Transient("503")]
+    assert "gone since" not in CliRunner().invoke(cli, ["ls"], standalone_mode=False).stdout
+
+
+def test_a_provider_that_is_not_set_up_is_not_asked(world, far):
+    far.is_configured = False
+    far.refuses["list_owned"] = [AuthError("no credentials")]
+    assert gc().return_value == 0
+
+
+@pytest.mark.parametrize("teardown", ["none", "kept", "asked"])
+def test_it_is_asked_where_a_run_has_machines_of_it(world, far, teardown):
+    far.is_configured = False
+    far.rent("mine-run-1")
+    world.record("run-1", provider="far", state=State.FAILED, teardown=teardown)
+    assert "mine-run-1" in gc().stdout
+
+
+def test_it_is_asked_where_a_stack_has_machines_of_it(world, far):
+    far.is_configured = False
+    far.rent("theirs")
+    inputs = {"name": "theirs", "provider": "far", "options": {"account": "1"}}
+    state = {"checkpoint": {"latest": {"resources": [{"type": schema.FLEET, "inputs": inputs}]}}}
+    stack_file("mine", "dev").write_text(json.dumps(state))
+    assert [(fleet.name, fleet.used_by) for fleet in fleets.survey().fleets] == [("theirs", "stack dev")]
+
+
+def test_each_account_is_asked_once_with_the_settings_that_lead_there(world, far):
+    far.caps = far.caps.model_copy(update={"account_options": frozenset({"account"})})
+    far.rent("mine-run-1")
+    for number, options in enumerate([{"account": "1", "python": "/a"}, {"account": "1"}, {"account": "2"}, {}]):
+        world.record(f"run-{number}", provider="far", state=State.FAILED, teardown="kept", options=options)
+    world.record("over", provider="far", state=State.FAILED, teardown="confirmed", options={"account": "3"})
+    asked = []
+    far.list_owned = lambda owner, listed=far.list_owned: asked.append(1) or listed(owner)
+    (fleet,) = fleets.survey().fleets
+    assert len(asked) == 3, "with nothing, for account 1, and for account 2"
+    assert {dict(options).get("account") for name, options in world.reached if name == "far"} == {None, "1", "2"}
+    fleets.end(fleet, stacks.Context(world.events.append, world.timeouts))
+    assert world.reached[-1] == ("far", dict(fleet.options))
 
 
 def test_nothing_is_billed_and_it_says_so(world):
@@ -209,11 +274,11 @@ def test_many_fleets_cost_one_look_at_each_thing(world, monkeypatch):
     for number in range(5):
         stack_file("mine", str(number))
         world.record(f"run-{number}", state=State.FAILED)
-    describe_all, named_in = world.cloud.describe_all, fleets._named_in
+    describe_all, fleets_in = world.cloud.describe_all, fleets._fleets_in
     monkeypatch.setattr(
         world.cloud, "describe_all", lambda handles: asked.append(len(handles)) or describe_all(handles)
     )
-    monkeypatch.setattr(fleets, "_named_in", lambda state: read.append(state.name) or named_in(state))
-    used = [fleet for fleet in fleets.alive() if fleet.used_by]
+    monkeypatch.setattr(fleets, "_fleets_in", lambda state: read.append(state.name) or fleets_in(state))
+    used = [fleet for fleet in fleets.survey().fleets if fleet.used_by]
     assert sorted(fleet.used_by for fleet in used) == [f"stack {number}" for number in range(5)]
     assert (asked, sorted(read)) == ([300], [f"{number}.json" for number in range(5)])

@@ -775,7 +775,7 @@ def test_a_fleet_of_another_name_than_its_stack_is_used_all_the_same(world, pack
     data = json.dumps({"version": 3, "checkpoint": {"latest": {"resources": resources}}}).encode()
     state.write_bytes(gzip.compress(data) if packed else data)
     (state.parent / "other.json").write_bytes(data[:50])
-    found = {fleet.name: fleet.used_by for fleet in fleets.alive()}
+    found = {fleet.name: fleet.used_by for fleet in fleets.survey().fleets}
     assert found == {"theirs": "stack dev", "half-made": "stack dev", "lost": ""}
 
 

@@ -52,6 +52,7 @@ class AwsProvider:
         listing_lag_s=30,
         shared_filesystem=False,
         notices="ec2",
+        account_options=frozenset({"account", "profile", "endpoint_url"}),
         one_use_host_keys=True,
     )
 
