@@ -75,3 +75,25 @@ def test_a_killed_fake_leaves_no_machine(aws, tmp_path):
     os.kill(aws.pid, signal.SIGKILL)
     until(lambda: not processes_of(init))
     until(lambda: not mounts_below(tmp_path))
+
+
+def test_troubles_of_one_machine(aws, tmp_path):
+    """Its metadata service fails, its wire is cut, its kernel hangs: EC2 says that it runs, and ends it, too."""
+    node = rented(aws, Visitor(aws.pid, tmp_path))
+    node.run("true")
+    aws.metadata(node.id, "500")
+    assert node.metadata("meta-data/instance-id") == ["500"]
+    aws.metadata(node.id, None)
+    aws.interrupt(node.id, 600)
+    assert json.loads(node.metadata("meta-data/spot/instance-action")[0])["action"] == "terminate"
+    aws.cut(node.id)
+    with pytest.raises(ConnectionError):
+        node.run("true", seconds=0)
+    aws.mend(node.id)
+    assert node.run("hostname")
+    aws.freeze(node.id)
+    with pytest.raises(ConnectionError):
+        node.run("true", seconds=0)
+    assert state(aws, node) == "running"
+    aws.kill(node.id)
+    until(lambda: state(aws, node) == "terminated")

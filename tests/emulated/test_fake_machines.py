@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -220,6 +221,22 @@ def test_notices_and_a_service_that_fails(machine, bench):
     assert node.metadata(path) == ["404"]
     with pytest.raises(Refused, match="not one of"):
         bench("notice", instance_id=node.id, kind="spot/termination-time", body="")
+
+
+def test_a_boot_waits_for_a_metadata_service_that_fails(monkeypatch):
+    cloudinit = runpy.run_path(str(Path(world.__file__).with_name("inside") / "cloudinit.py"))
+    known = cloudinit["user_data"].__globals__
+    answers = iter([OSError("500"), b"token", b"#!/bin/sh\n"])
+
+    def ask(*_: object) -> bytes:
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setitem(known, "ask", ask)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert cloudinit["user_data"]() == b"#!/bin/sh\n"
 
 
 def test_two_machines_meet(machine):

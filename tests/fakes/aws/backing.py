@@ -83,6 +83,16 @@ class Backing:
         if instance_id in self._machines.running():
             self._machines.address(instance_id, public)
 
+    def trouble(self, life: Life, what: str, value: Any) -> None:
+        """Something that a machine alone can have; one that boots is waited for."""
+        self._started[life.instance.id].wait(60)
+        if what == "wire":
+            self._machines.connect(life.instance.id, value)
+        elif what == "hang":
+            self._machines.hang(life.instance.id)
+        else:
+            self._machines.trouble(life.instance.id, value)
+
     def _credentials(self, wanted: Machine) -> Mapping[str, str]:
         with self._cloud.lock:
             return permissions.credentials(wanted)

@@ -84,6 +84,9 @@ class Machines(Protocol):
     def address(self, instance_id: str, public: str | None) -> None:
         """Its public address has changed."""
 
+    def trouble(self, life: Life, what: str, value: Any) -> None:
+        """Something that a machine alone can have: `wire`, `hang` or `metadata`."""
+
     def clear(self) -> None:
         """Ends all; returns when nothing is left."""
 
@@ -111,6 +114,10 @@ class NoMachines:
 
     def address(self, instance_id: str, public: str | None) -> None:
         """Nobody has it."""
+
+    def trouble(self, life: Life, what: str, value: Any) -> None:
+        """A test that wants it would prove nothing."""
+        raise RuntimeError("this fake has no machines: FakeAws.start(..., machines=True)")
 
     def clear(self) -> None:
         """There are none."""

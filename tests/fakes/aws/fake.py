@@ -257,6 +257,24 @@ class FakeAws:
         """A machine switches itself off, as its own clock would; its shutdown behaviour says what that means."""
         self.ask("stop", instance_id=instance_id)
 
+    # what only a machine can have (machines=True)
+
+    def cut(self, instance_id: str) -> None:
+        """A machine's wire is cut, silently; it runs on."""
+        self.ask("trouble", instance_id=instance_id, what="wire", value=False)
+
+    def mend(self, instance_id: str) -> None:
+        """A cut wire is whole again."""
+        self.ask("trouble", instance_id=instance_id, what="wire", value=True)
+
+    def freeze(self, instance_id: str) -> None:
+        """A machine's kernel hangs: it runs on, and nothing in it does, its own clocks neither."""
+        self.ask("trouble", instance_id=instance_id, what="hang", value=True)
+
+    def metadata(self, instance_id: str, fault: str | None) -> None:
+        """A machine's metadata service fails: `hang`, `500`, `refused`, `malformed`; None: it works again."""
+        self.ask("trouble", instance_id=instance_id, what="metadata", value=fault)
+
 
 def _own_environment() -> dict[str, str]:
     """Of the fake's process: moto uses botocore, and shall not find the user's configuration either."""

@@ -81,7 +81,8 @@ class _Machines:
         self.cloud = cloud
 
     def verbs(self) -> dict[str, Verb]:
-        return {"kill": self.kill, "interrupt": self.interrupt, "rebalance": self.rebalance, "stop": self.stop}
+        told = {"kill": self.kill, "interrupt": self.interrupt, "rebalance": self.rebalance, "stop": self.stop}
+        return {**told, "trouble": self.trouble}
 
     def life(self, instance_id: str) -> Life:
         if instance_id not in self.cloud.lives.by_id:
@@ -106,6 +107,10 @@ class _Machines:
     def rebalance(self, instance_id: str) -> None:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.cloud.machines.notice(self.life(instance_id), "events/recommendations/rebalance", {"noticeTime": at})
+
+    def trouble(self, instance_id: str, what: str, value: Any) -> None:
+        """What only a machine can have: see Machines.connect, .hang, .trouble."""
+        self.cloud.machines.trouble(self.life(instance_id), what, value)
 
 
 class _Account:

@@ -15,6 +15,7 @@ import pwd
 import signal
 import subprocess
 import sys
+import time
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,13 @@ CONSOLE = "/var/log/cloud-init-output.log"
 FOLDER = Path("/var/lib/cloud/instance")
 SSH = Path("/etc/ssh")
 USER = "ubuntu"
+PATIENCE_S = 120.0
 KNOWN = {"ssh_keys", "ssh_authorized_keys", "ssh_deletekeys", "ssh_genkeytypes", "bootcmd", "runcmd"}
 
 
 def ask(method: str, path: str, headers: dict[str, str]) -> bytes | None:
     """One answer of the metadata service; None where it has nothing. OSError."""
-    connection = http.client.HTTPConnection(METADATA, timeout=10)
+    connection = http.client.HTTPConnection(METADATA, timeout=5)
     connection.request(method, f"/latest/{path}", headers=headers)
     answer = connection.getresponse()
     body = answer.read()
@@ -43,7 +45,20 @@ def ask(method: str, path: str, headers: dict[str, str]) -> bytes | None:
 
 
 def user_data() -> bytes:
-    """What this machine was started with, unpacked."""
+    """What this machine was started with, unpacked; a metadata service that fails is asked again for a while."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return fetched()
+        except (OSError, http.client.HTTPException) as error:
+            print(f"no user data yet: {error}", flush=True)  # noqa: T201
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+
+
+def fetched() -> bytes:
+    """The user data, if the service gives it now."""
     token = ask("PUT", "api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}) or b""
     return unpacked(ask("GET", "user-data", {"X-aws-ec2-metadata-token": token.decode()}) or b"")
 
