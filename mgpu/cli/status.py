@@ -9,6 +9,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
+from mgpu.errors import MgpuError
 from mgpu.run.lock import Holder
 from mgpu.run.record import Record, State, load, supervised, supervisor_of
 
@@ -17,16 +18,16 @@ from mgpu.run.record import Record, State, load, supervised, supervisor_of
 @common.run_argument
 @common.json_option
 @click.option("--live", is_flag=True, help="Ask the provider and the nodes now.")
-def status(run: str, as_json: bool, live: bool) -> None:
+def status(run: str, as_json: bool, live: bool) -> int:
     """Show RUN (default: the newest): phase, progress, price, machines."""
     console = Console(as_json=as_json)
     record = load(run)
     watched = not record.state.final and supervised(record.run_id)
     who = supervisor_of(record.run_id)
-    now = _live(record) if live else None
+    now, problem = _live(record) if live else (None, None)
     if as_json:
         console.data(common.result_of(record) | {"supervised": watched, "live": now})
-        return
+        return common.exit_with(console, problem) if problem else 0
     rows = common.summary(record)
     if not record.state.final:
         age = f"{time.time() - record.updated_at:.0f} s ago"
@@ -35,9 +36,10 @@ def status(run: str, as_json: bool, live: bool) -> None:
         rows.append(("supervisor", _watching(who) if watched else _unwatched(record)))
         rows.append(("seen", age))
     for node in now or []:
-        rows.append((f"node {node['rank']} now", f"{node['phase']} {node['reason']}".strip()))
+        rows.append((f"node {node['rank']} now", _words(node, record)))
     console.table(("run", record.run_id), rows)
     console.next(*_next(record, watched, stuck=who is not None and who.suspended))
+    return common.exit_with(console, problem) if problem else 0
 
 
 def _watching(who: Holder | None) -> str:
@@ -69,15 +71,19 @@ def _next(record: Record, watched: bool, *, stuck: bool) -> list[str]:
     return [f"mgpu attach {run}    take it over, and go on", f"mgpu stop {run}    end it"]
 
 
-def _live(record: Record) -> list[dict[str, Any]]:
-    if not record.fleet:
-        return []
-    from mgpu.iac.outputs import StackOutput
-    from mgpu.providers import registry
-    from mgpu.run.conduct import handle_of
+def _live(record: Record) -> tuple[list[dict[str, Any]], MgpuError | None]:
+    from mgpu.run.live import look
 
-    fleet = StackOutput.model_validate(record.fleet)
-    if not fleet.owner:
-        return []
-    state = registry.get(fleet.provider).describe(handle_of(fleet))
-    return [node.model_dump(mode="json") for node in state.nodes]
+    return look(record, common.timeouts())
+
+
+def _words(node: dict[str, Any], record: Record) -> str:
+    """A node now, in words."""
+    machine = f"{node.get('phase', 'machine unknown')} {node.get('reason', '')}".strip()
+    agent = node["agent"]
+    if agent is None:
+        answers = node.get("phase") in ("stopping", "terminated") or record.state.final
+        return machine + ("" if answers else ", no answer over SSH in time")
+    risk = ", the provider may take it soon" if agent["at_risk_since"] else ""
+    step = f", step {agent['step']}" if isinstance(agent["step"], int) and agent["step"] >= 0 else ""
+    return f"{machine}, {agent['phase']}{step}{risk}"

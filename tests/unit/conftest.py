@@ -95,6 +95,12 @@ class Node:
     def close(self) -> None:
         self.closed = True
 
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def read(self, path: str) -> bytes:
         self._fail("read")
         if path not in self.files:
@@ -359,6 +365,11 @@ class World:
             node.closed = not node.reachable
         return nodes
 
+    def connect_one(self, target: Target, _key: Path, _timeouts: Timeouts) -> Node:
+        node = self.nodes[target.rank]
+        node.reconnect()
+        return node
+
     # --- programs
 
     def succeed(self, node: Node, job: Job) -> None:
@@ -405,6 +416,7 @@ def world(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(stacks, "Stack", functools.partial(Stack, made))
     monkeypatch.setattr(NodeSet, "connect", made.connect)
     monkeypatch.setattr(NodeSet, "reach", made.reach)
+    monkeypatch.setattr("mgpu.remote.node.connect", made.connect_one)
     monkeypatch.setattr(registry, "get", made.provider)
     monkeypatch.setattr(registry, "names", lambda: ("local", *sorted(made.elsewhere)))
     monkeypatch.setattr(common, "context", lambda console: stacks.Context(console.emit, made.timeouts))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -16,6 +17,8 @@ from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.store import open_store
 
 from mgpu.cli import main
+from mgpu.errors import AuthError
+from mgpu.providers.base import NodePhase
 from mgpu.run import record
 from mgpu.run.lock import taken_from
 from mgpu.run.record import Folder, State
@@ -147,6 +150,53 @@ def test_status_live_asks_the_provider(mgpu, running, world):
     assert mgpu("status", "--json").json["live"] is None
     live = mgpu("status", "--json", "--live").json["live"]
     assert [node["phase"] for node in live] == ["running", "terminated"]
+
+
+def test_status_live_asks_the_nodes(mgpu, running, world):
+    world.nodes[0].says(Phase.TRAINING, step=7, at_risk_since=5.0)
+    world.nodes[1].says(Phase.DRAINING)
+    done = mgpu("status", "--live")
+    assert "running, training, step 7, the provider may take it soon" in done.out
+    assert "running, draining" in done.out
+    said = [node["agent"]["phase"] for node in mgpu("status", "--json", "--live").json["live"]]
+    assert said == ["training", "draining"]
+
+
+def test_nodes_that_do_not_answer_cost_no_more_than_the_deadline(mgpu, running, world, monkeypatch):
+    monkeypatch.setattr("mgpu.run.live.NODES_S", 0.3)
+    hang = threading.Event()
+    world.nodes[0].read = lambda _path: str(hang.wait(20))
+    world.nodes[1].reachable = False
+    began = time.monotonic()
+    done = mgpu("status", "--live")
+    hang.set()
+    assert time.monotonic() - began < 3
+    assert done.out.count("running, no answer over SSH in time") == 2
+    assert done.code == 0
+
+
+def test_a_machine_that_is_gone_is_not_waited_for(mgpu, running, world):
+    world.cloud.phases["mine-run-1-1"] = NodePhase.TERMINATED
+    world.nodes[1].read = lambda _path: str(time.sleep(5))
+    began = time.monotonic()
+    assert "terminated\n" in mgpu("status", "--live").out
+    assert time.monotonic() - began < 4
+
+
+def test_where_the_provider_cannot_be_asked_the_nodes_still_are(mgpu, running, world):
+    world.cloud.refuses["describe"] = [AuthError("the credentials have expired")]
+    done = mgpu("status", "--live")
+    assert done.code == 3
+    assert "the credentials have expired" in done.err
+    assert "machine unknown, training" in done.out
+
+
+def test_of_a_run_that_is_over_no_node_is_asked(mgpu, running, world):
+    world.record("run-2", state=State.SUCCEEDED, teardown="kept", fleet=running.fleet, created_at=9.0)
+    asked = []
+    world.nodes[0].read = lambda path: asked.append(path) or b"{}"
+    assert "running\n" in mgpu("status", "run-2", "--live").out
+    assert asked == []
 
 
 def test_ls_json_has_runs_and_what_is_billed(mgpu, running, world):
