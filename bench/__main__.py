@@ -1,12 +1,18 @@
-"""`python -m bench [startup] [overhead] [recovery] [size]`: all of them by default. Prints medians and ratios."""
+"""`python -m bench [startup] [overhead] [recovery] [size] [aws]`: all of them by default. Prints medians and ratios."""
 
 from __future__ import annotations
 
 import sys
 
-from bench import overhead, recovery, size, startup
+from bench import aws_scale, overhead, recovery, size, startup
 
-BENCHES = {"startup": startup.main, "overhead": overhead.main, "recovery": recovery.main, "size": size.main}
+BENCHES = {
+    "startup": startup.main,
+    "overhead": overhead.main,
+    "recovery": recovery.main,
+    "size": size.main,
+    "aws": aws_scale.main,
+}
 
 
 def main() -> int:
