@@ -2,16 +2,19 @@
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo demo-aws test check bench clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 16
 
 setup:  ## uv, the packages of the lock file, the Pulumi engine, .mgpu/env; again: under a second
 	@sh scripts/setup.sh
 
 demo: setup  ## the main job on real data on this machine: no account, no Docker, no GPU
 	@$(PYTHON) demo.py
+
+demo-aws: setup  ## the same on a fake AWS with Linux machines behind it, one taken with a notice; as root
+	@$(PYTHON) demo_aws.py
 
 test: setup  ## all tests
 	@$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -91,9 +91,23 @@ class Accident:
         control.kill(Instance(state_dir() / "local", node["id"]))
 
 
-def way_back(record: Record, killed_at: float | None) -> list[tuple[str, str]]:
-    """What the accident cost, as rows of the table, in seconds after the kill."""
-    if not record.interruptions or killed_at is None:
+def training(record: Record) -> list[tuple[str, str]]:
+    """What was trained, as rows of the table."""
+    return [
+        ("run", record.run_id),
+        ("state", str(record.state)),
+        ("steps", f"{record.step} of {record.steps}"),
+        ("validation loss, first", _loss(record.first_validation_loss)),
+        ("validation loss, final", _loss(record.validation_loss)),
+        ("  the text's unigram entropy", _loss(record.unigram_entropy)),
+        ("  the text's bigram entropy", _loss(record.bigram_entropy)),
+    ]
+
+
+def way_back(record: Record, since: float | None, what: str, floor: dict[str, float]) -> list[tuple[str, str]]:
+    """What the accident cost, as rows of the table, in seconds after `what`, which was at `since` (UNIX seconds).
+    `floor`: what no recovery could do without, in seconds."""
+    if not record.interruptions or since is None:
         return [("interruptions", "none")]
     way = record.interruptions[0]
     moments = {
@@ -103,12 +117,11 @@ def way_back(record: Record, killed_at: float | None) -> list[tuple[str, str]]:
         "agents started": way.started_at,
         "first new step": way.resumed_at,
     }
-    floor = floor_s(record)
     return [
         ("interruptions", f"{len(record.interruptions)}: {way.reason}"),
         ("  steps done again", f"{way.steps_lost} (from step {way.resumed_step}, was at {way.step})"),
-        ("  seconds after the kill", ", ".join(f"{what} {at - killed_at:.1f}" for what, at in moments.items() if at)),
-        ("  of that, unavoidable", ", ".join(f"{what} {seconds:.1f}" for what, seconds in floor.items())),
+        (f"  seconds after {what}", ", ".join(f"{name} {at - since:.1f}" for name, at in moments.items() if at)),
+        *([("  of that, unavoidable", ", ".join(f"{name} {s:.1f}" for name, s in floor.items()))] if floor else []),
     ]
 
 
@@ -171,14 +184,8 @@ def main() -> int:
 
     ledger = bill.read(state_dir() / "local")
     rows = [
-        ("run", record.run_id),
-        ("state", str(record.state)),
-        ("steps", f"{record.step} of {record.steps}"),
-        ("validation loss, first", _loss(record.first_validation_loss)),
-        ("validation loss, final", _loss(record.validation_loss)),
-        ("  the text's unigram entropy", _loss(record.unigram_entropy)),
-        ("  the text's bigram entropy", _loss(record.bigram_entropy)),
-        *way_back(record, accident.at),
+        *training(record),
+        *way_back(record, accident.at, "the kill", floor_s(record)),
         ("wall time", f"{time.monotonic() - began:.1f} s"),
         ("  by phase, s", common.phases(record)),
         ("simulated cost", f"${ledger.cost_usd(record.fleet['fleet'] if record.fleet else record.stack):.5f}"),

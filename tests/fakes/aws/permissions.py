@@ -9,8 +9,9 @@ from typing import Any
 
 from moto import settings
 from moto.core.authorization import ActionAuthenticatorMixin
-from moto.iam.access_control import AssumedRoleAccessKey
+from moto.iam.access_control import AssumedRoleAccessKey, PermissionResult
 from moto.iam.models import iam_backends
+from moto.s3.models import FakeBucket
 from moto.sts.models import sts_backends
 
 from fakes.aws.cloud import Cloud
@@ -35,6 +36,20 @@ def install(cloud: Cloud) -> None:
 
     replace(settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
     replace(ActionAuthenticatorMixin, "_authenticate_and_authorize_action", authorized)
+    replace(FakeBucket, "get_permission", _bucket_says)
+
+
+def _bucket_says(bucket: FakeBucket, action: str, resource: str) -> PermissionResult:
+    """What a bucket's policy says; moto's own reading knows no conditions, and would deny all for want of TLS."""
+    facts = {"aws:SecureTransport": "true"}  # the fake's plain HTTP stands for what AWS has
+    said = [
+        each["Effect"]
+        for each in (_statements(bucket.policy.decode()) if bucket.policy else ())
+        if _about(each, action, resource) and _holds(each.get("Condition", {}), facts)
+    ]
+    if "Deny" in said:
+        return PermissionResult.DENIED
+    return PermissionResult.PERMITTED if "Allow" in said else PermissionResult.NEUTRAL
 
 
 def trusts(role_arn: str, service: str) -> bool:
@@ -87,7 +102,7 @@ def _holds(conditions: Mapping[str, Mapping[str, Any]], facts: Mapping[str, str]
 def _one_holds(kind: str, actual: str | None, wanted: list[str]) -> bool:
     if kind == "Null":
         return wanted == [str(actual is None).lower()]
-    if kind in ("StringEquals", "ArnEquals"):
+    if kind in ("StringEquals", "ArnEquals", "Bool"):
         return actual in wanted
     if kind in ("StringLike", "ArnLike"):
         return actual is not None and any(fnmatchcase(actual, pattern) for pattern in wanted)

@@ -1,0 +1,195 @@
+"""`make demo-aws`: the main job on AWS, without an account: a fake of its services, with Linux machines behind them.
+
+What a user would type is run as it is (`mgpu bootstrap aws`, `mgpu launch`), in a network that is the fake's own: the
+Pulumi engine, SSH, the machines' boot script, their clocks and their metadata service are real. The first zone has no
+capacity, and in the middle of the training one machine is taken with the notice that EC2 gives. At the end AWS's own
+record of what is billed is read: it has to be empty.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tests"))  # for `fakes`
+
+from fakes.aws import world  # noqa: E402
+from fakes.aws.fake import FOREIGN, FakeAws  # noqa: E402
+
+import demo  # noqa: E402
+
+if TYPE_CHECKING:
+    from mgpu.console import Console
+    from mgpu.run.record import Record
+
+# the runs of this demo are seen with XDG_STATE_HOME set to this folder; the user's own runs and stacks are elsewhere
+STATE = ROOT / ".mgpu" / "demo-aws"
+RUN_FILE = ROOT / ".mgpu" / "demo-aws.yaml"
+REGION = "us-east-1"
+NOTICE_S = 30.0  # EC2 gives two minutes: nobody wants to watch them
+TAKE_AFTER = 100  # the committed step, of 200, after which a machine is taken,
+TAKE_LATE = 12  # and as many steps later: in the middle between two checkpoints
+
+
+def write_run_file(aws: FakeAws, bucket: str) -> None:
+    """The run file of the demo: two spot machines, the bundled trainer, checkpoints in the bucket of `base`."""
+    import yaml
+
+    run = {
+        "name": "demo-aws",
+        "provider": "aws",
+        "regions": [REGION],
+        "nodes": 2,
+        "gpus_per_node": 1,
+        "gpu": ["T4"],
+        "market": "spot",
+        "max_price_usd_per_hour": 2,
+        "max_hours": 0.5,
+        "train": {"task": "lm", "strategy": "fsdp", "steps": 200, "global_batch": 32, "precision": "fp32", "seed": 1},
+        "checkpoint": {"to": f"s3://{bucket}/runs", "every_steps": 25, "keep_last": 3},
+        "recovery": {"attempts": 5, "wait_minutes": 2},
+        # the machine image of the fake is this machine: its Python has torch
+        "aws": {"endpoint_url": aws.endpoint, "python": sys.executable},
+    }
+    RUN_FILE.parent.mkdir(exist_ok=True)
+    RUN_FILE.write_text(yaml.safe_dump(run, sort_keys=False))
+
+
+class Shell:
+    """Types commands into the fake's network, and shows them."""
+
+    def __init__(self, aws: FakeAws, console: Console) -> None:
+        kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+        path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
+        self._env = {**kept, **aws.env, "PATH": path}
+        self._prefix, self._console = aws.prefix, console
+
+    def begin(self, *words: str) -> subprocess.Popen[bytes]:
+        """Starts a command; its output is this program's."""
+        self._console.say(f"$ {' '.join(words)}")
+        return subprocess.Popen([*self._prefix, *words], cwd=ROOT, env=self._env)
+
+    def run(self, *words: str) -> None:
+        """Runs a command; ends the demo with its exit code if it fails."""
+        status = self.begin(*words).wait()
+        if status:
+            raise SystemExit(status)
+
+
+class Accident:
+    """Has EC2 take the last node of the run, with a notice, in the middle between two checkpoints."""
+
+    def __init__(self, aws: FakeAws, console: Console) -> None:
+        self._aws, self._console = aws, console
+        self.at: float | None = None  # of the notice, UNIX seconds
+
+    def look(self, record: Record) -> None:
+        """Does it once it is time."""
+        committed = record.checkpoint_step
+        if self.at is None and committed >= TAKE_AFTER and record.step >= committed + TAKE_LATE:
+            node = (record.fleet or {})["nodes"][-1]
+            self._console.say(f"now EC2 takes node {node['rank']} ({node['id']}), with a notice of {NOTICE_S:.0f} s")
+            self.at = time.time()
+            self._aws.interrupt(node["id"], NOTICE_S)
+
+
+def no_capacity_where_it_is_cheapest(aws: FakeAws, console: Console) -> None:
+    """The zone that the plan would ask first has nothing."""
+    from mgpu.cli.common import make_plan
+    from mgpu.spec.load import load
+
+    zones = aws.client("ec2", REGION).describe_availability_zones()["AvailabilityZones"]
+    names = {zone["ZoneId"]: zone["ZoneName"] for zone in zones}
+    first = make_plan(load(RUN_FILE)).best.zone or ""
+    aws.capacity(0, zone=names.get(first, first))
+    console.say(f"the fake has no machines in {names.get(first, first)} ({first}), which is the cheapest zone")
+
+
+def main() -> int:
+    """Runs the demo; the exit code is the run's, or 7 when something is still billed."""
+    from mgpu.console import Console
+
+    console = Console()
+    if reason := world.missing() or no_sshd():
+        console.say(f"this demo cannot run here: {reason}", "red")
+        return 3
+    began = time.monotonic()
+    shutil.rmtree(STATE, ignore_errors=True)  # of an AWS that is no more
+    for kind in ("STATE", "CONFIG", "DATA"):
+        os.environ[f"XDG_{kind}_HOME"] = str(STATE / kind.lower())
+    with tempfile.TemporaryDirectory(prefix="mgpu-demo-aws-") as folder, FakeAws.start(Path(folder), True) as aws:
+        return run(aws, console, began)
+
+
+def no_sshd() -> str | None:
+    """Why no machine could be logged in to, or None."""
+    if shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin"):
+        return None
+    return "not installed: OpenSSH's server (Debian, Ubuntu: apt install openssh-server)"
+
+
+def run(aws: FakeAws, console: Console, began: float) -> int:
+    """The demo on a fake that stands."""
+    from mgpu.cli import common
+    from mgpu.providers.aws import names
+    from mgpu.run.record import load
+
+    shell, accident = Shell(aws, console), Accident(aws, console)
+    console.say(f"a fake AWS for the demo: {aws.endpoint}, in a network of its own")
+    account = aws.client("sts").get_caller_identity()["Account"]
+    write_run_file(aws, names.bucket(account, REGION))
+    where = ("--region", REGION, "--endpoint-url", aws.endpoint, "--allow-ssh", f"{world.GATEWAY}/32")
+    shell.run("mgpu", "bootstrap", "aws", *where, "--yes")
+    no_capacity_where_it_is_cheapest(aws, console)
+    launched_at = time.time()
+    launch = shell.begin("mgpu", "launch", str(RUN_FILE.relative_to(ROOT)), "--yes")
+    while launch.poll() is None:
+        time.sleep(0.2)
+        if (record := newest(launched_at)) is not None:
+            accident.look(record)
+    record = load("last")
+    rows = [
+        *demo.training(record),
+        *demo.way_back(record, accident.at, "the notice", {}),
+        ("wall time", f"{time.monotonic() - began:.1f} s"),
+        ("  by phase, s", common.phases(record)),
+        ("AWS's bill", bill(aws)),
+    ]
+    console.table(("mgpu demo-aws", ""), rows)
+    alive = aws.alive()
+    console.text(f"still billed: {len(alive)}{': ' if alive else ''}{', '.join(alive)}")
+    if launch.returncode:
+        return launch.returncode
+    return 7 if alive else 0
+
+
+def newest(since: float) -> Record | None:
+    """The record of the run that was begun after `since`, once there is one."""
+    from mgpu.errors import MgpuError
+    from mgpu.run.record import load
+
+    try:
+        record = load("last")
+    except MgpuError:
+        return None
+    return record if record.created_at >= since else None
+
+
+def bill(aws: FakeAws) -> str:
+    """What AWS's own record says of the machines."""
+    rows = [row for row in aws.bill() if row.id.startswith("i-")]
+    now = time.time()
+    cost = sum(((row.ended_at or now) - row.launched_at) / 3600 * row.usd_per_hour for row in rows)
+    zones = ", ".join(sorted({row.zone for row in rows}))
+    return f"{len(rows)} machines in {zones}, ${cost:.5f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
