@@ -1,0 +1,305 @@
+"""What a machine does at its boot: the script itself, as root, in namespaces and on an overlay of this system's root.
+
+Programs that would switch a machine off are replaced by ones that write down how they were called.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes.aws import world
+
+from mgpu.errors import InvalidRequest
+from mgpu.providers.aws import userdata
+from mgpu.providers.aws.userdata import HostKey, user_data
+from mgpu.remote import rekey
+
+HOST_KEY = HostKey.make()
+LOGIN = HostKey.make().public + " it's $(touch /tmp/hacked) mine"
+LEASE_S, HARD_CAP_S = 300, 3600
+
+_BUILD = """\
+set -e
+mount -t tmpfs none "$1"
+cp -a "$2" "$1/given"
+cd "$1"
+mkdir u w r
+mount -t overlay overlay -o lowerdir=/,upperdir=u,workdir=w r
+for folder in run home root tmp mnt; do mount -t tmpfs none r/$folder; done
+mount -t proc proc r/proc
+mount --rbind /dev r/dev
+rm -f r/etc/ssh/sshd_config.d/*
+for name in systemctl poweroff shutdown; do
+    printf '#!/bin/sh\\necho "%s $*" >>/tmp/called\\n' $name >r/usr/local/sbin/$name
+    chmod 755 r/usr/local/sbin/$name
+done
+cp given r/tmp/user-data
+printf %s "$3" >r/tmp/steps
+exec chroot r /bin/sh -eu /tmp/steps
+"""
+
+Boot = Callable[..., str]
+
+
+def script(**changed: float) -> str:
+    settings = {"lease_s": LEASE_S, "hard_cap_s": HARD_CAP_S, "hard_cap_at": time.time() + HARD_CAP_S, **changed}
+    return user_data("ubuntu", LOGIN, HOST_KEY, **settings)
+
+
+@pytest.fixture
+def boot(namespaces: None, tmp_path: Path) -> Boot:
+    """Runs shell steps on a machine of its own, whose user data is `/tmp/user-data`; what they print."""
+
+    def run(steps: str, given: str | None = None) -> str:
+        (tmp_path / "root").mkdir(exist_ok=True)
+        (tmp_path / "given").write_text(given if given is not None else script())
+        command = [*world.NAMESPACES, "sh", "-c", _BUILD, "sh", tmp_path / "root", tmp_path / "given"]
+        done = subprocess.run([*command, textwrap.dedent(steps)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_the_user_logs_in_with_one_key_and_may_become_root(boot: Boot):
+    out = boot("""
+        sh /tmp/user-data
+        stat -c '%U %a' /home/ubuntu /home/ubuntu/.ssh /home/ubuntu/.ssh/authorized_keys /home/ubuntu/.mgpu
+        cat /home/ubuntu/.ssh/authorized_keys /etc/sudoers.d/90-mgpu
+        ls /etc/sudoers.d /tmp
+    """)
+    owners = out.splitlines()[:4]
+    assert [line.split()[0] for line in owners] == ["ubuntu"] * 4
+    assert [line.split()[1] for line in owners][1:3] == ["700", "600"]
+    assert LOGIN in out.splitlines(), "as it was given, and nothing of it was run"
+    assert "hacked" not in out.split("NOPASSWD")[1]
+    assert "ubuntu ALL=(ALL) NOPASSWD:ALL" in out
+
+
+def test_sshd_shows_the_one_use_key_and_no_other(boot: Boot, require):
+    require("sshd", Path("/usr/sbin/sshd").exists(), "OpenSSH's server is not installed")
+    out = boot("""
+        mkdir -p /run/sshd
+        touch /etc/ssh/ssh_host_ed25519_key /etc/ssh/ssh_host_ed25519_key.pub
+        printf 'HostKey /etc/ssh/ssh_host_rsa_key\\nPasswordAuthentication yes\\n' >/etc/ssh/sshd_config
+        sh /tmp/user-data
+        /usr/sbin/sshd -T | grep -E '^(hostkey|passwordauthentication|kbdinteractive)'
+        ssh-keygen -y -f /etc/ssh/mgpu_host_ed25519_key
+        stat -c %a /etc/ssh/mgpu_host_ed25519_key
+        ls /etc/ssh
+    """)
+    assert [line for line in out.splitlines() if line.startswith("hostkey ")] == [f"hostkey {userdata.HOST_KEY_FILE}"]
+    assert "passwordauthentication no" in out
+    assert HOST_KEY.public in out
+    assert "600" in out.splitlines()
+    assert "ssh_host_ed25519_key" not in out, "the image's own are gone"
+
+
+def test_the_clocks_run_with_the_lease_and_the_hard_cap(boot: Boot):
+    out = boot("""
+        read -r up _ </proc/uptime
+        sh /tmp/user-data
+        echo "${up%%.*} $(cat /home/ubuntu/.mgpu/lease) $(cat /run/mgpu/hard-cap)"
+        tr '\\0' ' ' </proc/$(cat /run/mgpu/lease.pid)/cmdline
+    """)
+    up, lease, cap = map(int, out.splitlines()[0].split())
+    assert lease - up in (LEASE_S, LEASE_S + 1, LEASE_S + 2)
+    assert cap - up in range(HARD_CAP_S - 1, HARD_CAP_S + 3)
+    assert f"/usr/local/lib/mgpu/lease.sh /home/ubuntu/.mgpu/lease {cap} " in out
+
+
+@pytest.mark.parametrize(
+    ("changed", "left_s"),
+    [({"hard_cap_at": 4e9}, HARD_CAP_S), ({"hard_cap_at": 1e9}, 0), ({"hard_cap_s": 9e8}, HARD_CAP_S)],
+    ids=["a clock that is behind", "a cap that has passed", "a cap on the wall clock"],
+)
+def test_the_earlier_of_the_two_hard_caps_holds(boot: Boot, changed: dict[str, float], left_s: int):
+    out = boot(
+        """
+        sh /tmp/user-data
+        read -r up _ </proc/uptime
+        echo "${up%%.*} $(cat /run/mgpu/hard-cap)"
+        """,
+        script(**changed),
+    )
+    up, cap = map(int, out.split())
+    assert abs(cap - up - left_s) <= 3
+
+
+def test_the_end_of_the_lease_powers_the_machine_off_in_more_than_one_way(boot: Boot):
+    out = boot(
+        """
+        sed -i 's/sleep 10/sleep 0.2/' /tmp/user-data
+        sh /tmp/user-data
+        for i in 1 2 3 4 5 6 7 8 9 10; do grep -q shutdown /tmp/called 2>/dev/null && break; sleep 1; done
+        cat /tmp/called
+        """,
+        script(lease_s=1),
+    )
+    assert out.splitlines()[:3] == ["systemctl poweroff -ff", "poweroff -f", "shutdown -P now"]
+
+
+def test_a_renewed_lease_is_heeded(boot: Boot):
+    out = boot(
+        """
+        sh /tmp/user-data
+        read -r up _ </proc/uptime
+        echo $((${up%%.*} + 100)) >/home/ubuntu/.mgpu/lease
+        sleep 4
+        ls /tmp
+        """,
+        script(lease_s=2),
+    )
+    assert "called" not in out.split()
+
+
+def test_the_clocks_run_also_where_the_rest_fails(boot: Boot):
+    out = boot(
+        """
+        printf '#!/bin/sh\\nexit 1\\n' >/usr/local/sbin/useradd
+        chmod 755 /usr/local/sbin/useradd
+        sed -i '/^ubuntu:/d' /etc/passwd
+        sh /tmp/user-data && echo went well
+        kill -0 $(cat /run/mgpu/lease.pid) && echo armed
+        cat /home/ubuntu/.mgpu/lease
+    """.replace("sh /tmp/user-data && echo went well", "! sh /tmp/user-data")
+    )
+    assert out.splitlines()[0] == "armed"
+    assert int(out.splitlines()[1]) > 0
+
+
+def test_a_second_run_changes_nothing_that_was_done(boot: Boot):
+    out = boot("""
+        sh /tmp/user-data
+        pid=$(cat /run/mgpu/lease.pid) cap=$(cat /run/mgpu/hard-cap)
+        echo 123456789 >/home/ubuntu/.mgpu/lease
+        echo replaced >/etc/ssh/mgpu_host_ed25519_key
+        sleep 1.1
+        sh /tmp/user-data
+        [ "$pid" = "$(cat /run/mgpu/lease.pid)" ] && [ "$cap" = "$(cat /run/mgpu/hard-cap)" ] && echo same
+        cat /home/ubuntu/.mgpu/lease /etc/ssh/mgpu_host_ed25519_key
+        grep -c . /home/ubuntu/.ssh/authorized_keys
+    """)
+    assert out.split() == ["same", "123456789", "replaced", "1"]
+
+
+def test_after_a_reboot_the_lease_counts_anew_and_the_replaced_key_stays(boot: Boot):
+    out = boot("""
+        sh /tmp/user-data
+        kill $(cat /run/mgpu/lease.pid)
+        rm -r /run/mgpu
+        echo 5 >/home/ubuntu/.mgpu/lease
+        echo replaced >/etc/ssh/mgpu_host_ed25519_key
+        sh /tmp/user-data
+        read -r up _ </proc/uptime
+        echo $(($(cat /home/ubuntu/.mgpu/lease) - ${up%%.*}))
+        cat /etc/ssh/mgpu_host_ed25519_key
+        stat -c %U /home/ubuntu/.mgpu/lease
+        kill -0 $(cat /run/mgpu/lease.pid) && echo armed
+    """)
+    left, key, owner, armed = out.split()
+    assert abs(int(left) - LEASE_S) <= 2
+    assert (key, owner, armed) == ("replaced", "ubuntu", "armed")
+
+
+def test_with_systemd_the_clocks_are_a_unit_that_comes_back_and_sshd_waits_for_the_disks(boot: Boot):
+    out = boot("""
+        mkdir -p /run/systemd/system
+        sh /tmp/user-data
+        cat /tmp/called
+        cat /run/systemd/system/mgpu-lease.service /run/systemd/system/mgpu-disks.service
+        ls /run/mgpu
+    """)
+    lines = out.splitlines()
+    assert lines[:2] == ["systemctl daemon-reload", "systemctl restart --no-block mgpu-lease.service"]
+    assert "systemctl start --no-block mgpu-disks.service" in lines
+    assert "Restart=always" in lines
+    assert re.search(
+        r"^ExecStart=/bin/sh /usr/local/lib/mgpu/lease.sh /home/ubuntu/.mgpu/lease \d+ 5 /bin/sh", out, re.M
+    )
+    assert "Before=ssh.service sshd.service" in lines
+    assert "After=dlami-nvme.service" in lines
+    assert "lease.pid" not in lines, "not a second time by hand"
+
+
+def test_where_systemd_refuses_the_clocks_run_by_hand(boot: Boot):
+    out = boot("""
+        mkdir -p /run/systemd/system
+        printf '#!/bin/sh\\nexit 1\\n' >/usr/local/sbin/systemctl
+        sh /tmp/user-data || true
+        kill -0 $(cat /run/mgpu/lease.pid) && echo armed
+    """)
+    assert "armed" in out
+
+
+def test_runs_lie_on_the_disks_that_the_image_has_mounted(boot: Boot):
+    out = boot("""
+        mkdir -p /opt/dlami/nvme
+        mount -t tmpfs none /opt/dlami/nvme
+        sh /tmp/user-data
+        sh /tmp/user-data
+        touch /home/ubuntu/runs/here
+        ls /opt/dlami/nvme/mgpu-runs
+        stat -c %U /home/ubuntu/runs
+        grep -c ' /home/ubuntu/runs ' /proc/mounts
+    """)
+    assert out.split() == ["here", "ubuntu", "1"]
+
+
+def test_several_bare_disks_become_one_file_system(boot: Boot):
+    out = boot("""
+        mkdir -p /dev/shm/by-id
+        cd /usr/local/sbin
+        printf '#!/bin/sh\\necho /dev/nvme2n1; echo /dev/nvme1n1; echo /dev/nvme1n1; echo /dev/nvme1n1p1\\n' >readlink
+        printf '#!/bin/sh\\necho mdadm "$@"\\n' >mdadm
+        printf '#!/bin/sh\\necho mkfs "$@"\\n' >mkfs.ext4
+        printf '#!/bin/sh\\nexit 2\\n' >blkid
+        printf '#!/bin/sh\\nexit 1\\n' >mountpoint
+        printf '#!/bin/sh\\necho mount "$@"\\n' >mount
+        chmod 755 *
+        sh /tmp/user-data
+    """)
+    lines = out.splitlines()
+    assert lines[0].startswith("mdadm --create /dev/md/mgpu")
+    assert lines[0].endswith("--raid-devices=2 /dev/nvme1n1 /dev/nvme2n1")
+    assert lines[1].startswith("mkfs")
+    assert lines[1].endswith("/dev/md/mgpu")
+    assert lines[2:] == [
+        "mount -o noatime /dev/md/mgpu /mnt/mgpu",
+        "mount --bind /mnt/mgpu/mgpu-runs /home/ubuntu/runs",
+    ]
+
+
+def test_it_is_a_boothook_that_fits_and_that_shells_can_read(tmp_path: Path):
+    text = script()
+    assert text.startswith("#cloud-boothook\n#!/bin/sh\n")
+    assert len(text.encode()) < userdata.MAX_BYTES - 2000
+    (tmp_path / "script").write_text(text)
+    for shell in filter(shutil.which, ("dash", "bash", "busybox")):
+        subprocess.run([shell, *(["sh"] if shell == "busybox" else []), "-n", tmp_path / "script"], check=True)
+
+
+def test_whoever_replaces_the_host_key_knows_where_it_lies():
+    assert rekey.HOST_KEY_FILE == userdata.HOST_KEY_FILE
+    assert f"key={userdata.HOST_KEY_FILE}\n" in script()
+
+
+@pytest.mark.parametrize(
+    "key", ["", "not a key", "ssh-ed25519 AAAA\nssh-ed25519 BBBB", "ssh-ed25519 AAAA " + "x" * 20000]
+)
+def test_what_is_no_key_or_too_large_is_refused(key: str):
+    with pytest.raises(InvalidRequest):
+        user_data("ubuntu", key, HOST_KEY, lease_s=1, hard_cap_s=1, hard_cap_at=1)
+
+
+def test_a_host_keys_private_half_is_not_shown():
+    key = HostKey.make()
+    assert key.private not in repr(key)
+    assert key.public != HostKey.make().public
