@@ -98,19 +98,19 @@ class Wire:
         self.stub.Delete(provider_pb2.DeleteRequest(urn=where, id=resource_id, properties=to_struct(old)))
 
 
-Serve = Callable[[dict[str, Handler]], Wire]
+Serve = Callable[..., Wire]
 
 
 @pytest.fixture
 def serve(xdg: Path) -> Iterator[Serve]:
-    """`serve({token: handler})`: a configured plugin with these resource types."""
+    """`serve({token: handler})`: a plugin with these resource types, configured with what else is named."""
     servers: list[grpc.Server] = []
 
-    def start(handlers: dict[str, Handler]) -> Wire:
+    def start(handlers: dict[str, Handler], **named: str) -> Wire:
         server, port = servicer.serve(servicer.Servicer(handlers, "{}"))
         servers.append(server)
         stub = provider_pb2_grpc.ResourceProviderStub(grpc.insecure_channel(f"127.0.0.1:{port}"))
-        config = stub.CheckConfig(provider_pb2.CheckRequest(news=to_struct({}))).inputs
+        config = stub.CheckConfig(provider_pb2.CheckRequest(news=to_struct(named))).inputs
         stub.Configure(provider_pb2.ConfigureRequest(args=config))
         return Wire(stub)
 

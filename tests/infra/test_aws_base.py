@@ -1,0 +1,481 @@
+"""Stack `base` as the engine meets it: previews, diffs by property, drift, updates in place, a true end."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pulumi
+import pytest
+from fakes.aws import FOREIGN, FakeAws
+from mgpu_train.timeouts import Timeouts
+from pulumi.runtime.proto import provider_pb2
+from pydantic.alias_generators import to_camel
+
+from mgpu.iac import install, plugin, schema
+from mgpu.iac.aws import kinds, resources
+from mgpu.iac.wire import UNKNOWN, from_struct
+
+ACCOUNT, HERE, THERE = "123456789012", "us-east-1", "us-west-2"
+PROGRAM = Path(__file__).parents[2] / "infra" / "base" / "__main__.py"
+WANTED = {
+    kinds.BUCKET: {"keep": False},
+    kinds.REPOSITORY: {},
+    kinds.NODE_ROLE: {"bucket": "mgpu-1", "repository": "mgpu/trainer"},
+    kinds.REAPER_ROLE: {},
+    kinds.SECURITY_GROUP: {"ssh": ["203.0.113.7"]},
+}
+every = pytest.mark.parametrize("token", WANTED)
+
+
+@pytest.fixture(scope="module")
+def aws_server(tmp_path_factory):
+    with FakeAws.start(tmp_path_factory.mktemp("aws")) as aws:
+        yield aws
+
+
+@pytest.fixture
+def aws(aws_server, monkeypatch):
+    aws_server.reset()
+    for name in FOREIGN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in aws_server.env.items():
+        monkeypatch.setenv(name, value)
+    return aws_server
+
+
+@pytest.fixture
+def handlers():
+    from mgpu.iac.aws.handler import _account
+
+    _account.cache_clear()
+    return plugin.handlers(Timeouts().scaled(0.02))
+
+
+@pytest.fixture
+def wire(serve, aws, handlers):
+    return serve(handlers, account=ACCOUNT, region=HERE)
+
+
+@pytest.fixture
+def make(wire, at):
+    def create(token, **given):
+        inputs = wire.inputs(at(token), WANTED[token] | given)
+        answer = wire.create(at(token), inputs)
+        return answer.id, inputs, from_struct(answer.properties)
+
+    return create
+
+
+def changes(aws):
+    reads = ("Describe", "Get", "List", "Head")
+    return [call.action for call in aws.calls() if not call.action.startswith(reads)]
+
+
+# ---- check and preview
+
+
+@every
+def test_what_nobody_sets_and_what_does_not_exist_is_refused(wire, at, token):
+    answer = wire.check(at(token), WANTED[token] | {"lacks": [], "noSuch": 1})
+    assert {failure.property for failure in answer.failures} == {"lacks", "noSuch"}
+
+
+@pytest.mark.parametrize("name", ["publicAccessBlocked", "tlsOnly", "versioned"])
+def test_the_buckets_guards_cannot_be_turned_off(wire, at, name):
+    answer = wire.check(at(kinds.BUCKET), {name: False})
+    assert [failure.property for failure in answer.failures] == [name]
+
+
+def test_a_value_of_the_wrong_kind_names_its_property(wire, at):
+    answer = wire.check(at(kinds.BUCKET), {"oldVersionsDays": 0})
+    assert [failure.property for failure in answer.failures] == ["oldVersionsDays"]
+
+
+@every
+def test_without_account_and_region_nothing_is_made(serve, handlers, at, token):
+    answer = serve(handlers).check(at(token), WANTED[token])
+    assert {failure.property for failure in answer.failures} == {"account", "region"}
+
+
+def test_the_world_is_refused_unless_it_is_forced(wire, at):
+    with pytest.raises(grpc.RpcError, match="whole world"):
+        wire.check(at(kinds.SECURITY_GROUP), {"ssh": ["0.0.0.0/0"]})
+    assert wire.inputs(at(kinds.SECURITY_GROUP), {"ssh": ["0.0.0.0/0"], "allowWorld": True})["ssh"] == ["0.0.0.0/0"]
+
+
+@every
+def test_credentials_of_another_account_are_refused(serve, aws, handlers, at, token):
+    wire = serve(handlers, account="999999999999", region=HERE)
+    with pytest.raises(grpc.RpcError, match="belong to account 123456789012"):
+        wire.create(at(token), wire.inputs(at(token), WANTED[token]))
+    assert changes(aws) == []
+
+
+@every
+def test_a_preview_makes_nothing_and_knows_the_names(wire, aws, at, token):
+    inputs = wire.inputs(at(token), WANTED[token])
+    answer = wire.create(at(token), inputs, preview=True)
+    shown = from_struct(answer.properties)
+    assert answer.id == ""
+    assert changes(aws) == []
+    facts = {key: shown[key] for key in _facts(token)}
+    if token == kinds.SECURITY_GROUP:
+        assert facts == {"groupId": UNKNOWN, "vpc": UNKNOWN}
+    else:
+        made = from_struct(wire.create(at(token), inputs).properties)
+        assert facts == {key: made[key] for key in facts}
+
+
+def test_a_preview_goes_on_where_another_resource_is_not_known_yet(wire, aws, at):
+    inputs = wire.inputs(at(kinds.NODE_ROLE), {"bucket": UNKNOWN, "repository": "r"})
+    shown = from_struct(wire.create(at(kinds.NODE_ROLE), inputs, preview=True).properties)
+    assert shown["bucket"] == shown["arn"] == UNKNOWN
+    assert changes(aws) == []
+
+
+def test_a_preview_refuses_what_another_has_made(wire, aws, at):
+    aws.client("ecr").create_repository(repositoryName="mgpu/trainer")
+    inputs = wire.inputs(at(kinds.REPOSITORY), {})
+    with pytest.raises(grpc.RpcError, match="mgpu did not make it"):
+        wire.create(at(kinds.REPOSITORY), inputs, preview=True)
+
+
+# ---- the life of a resource
+
+
+@every
+def test_a_second_up_changes_nothing(wire, aws, at, make, token):
+    resource_id, inputs, state = make(token)
+    before = changes(aws)
+    read = wire.read(at(token), resource_id, state, inputs)
+    assert read.id == resource_id
+    assert from_struct(read.inputs) == inputs
+    assert from_struct(read.properties) == state
+    diff = wire.diff(at(token), from_struct(read.inputs), state, wire.inputs(at(token), WANTED[token], inputs))
+    assert diff.changes == diff.DIFF_NONE
+    assert changes(aws) == before
+
+
+@every
+def test_an_up_looks_before_it_compares(wire, at, token):
+    inputs = wire.inputs(at(token), WANTED[token])
+    assert wire.create(at(token), inputs).refresh_before_update
+
+
+@every
+def test_one_that_is_gone_is_gone_and_one_that_cannot_be_asked_for_is_not(wire, aws, at, make, token):
+    resource_id, inputs, state = make(token)
+    aws.unavailable()
+    with pytest.raises(grpc.RpcError, match="Transient"):
+        wire.read(at(token), resource_id, state, inputs)
+    aws.calm()
+    wire.delete(at(token), resource_id, state)
+    assert wire.read(at(token), resource_id, state, inputs).id == ""
+    wire.delete(at(token), resource_id, state)
+
+
+def test_somebody_opened_22_to_the_world_it_shows_and_up_closes_it(wire, aws, at, make):
+    here = at(kinds.SECURITY_GROUP)
+    group, inputs, state = make(kinds.SECURITY_GROUP)
+    way = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
+    aws.client("ec2").authorize_security_group_ingress(GroupId=group, IpPermissions=[way])
+    read = wire.read(here, group, state, inputs)
+    seen = from_struct(read.inputs)
+    assert seen["ssh"] == ["0.0.0.0/0", "203.0.113.7/32"]
+    diff = wire.diff(here, seen, from_struct(read.properties), inputs)
+    assert (list(diff.detailedDiff), list(diff.replaces)) == (["ssh"], [])
+    assert diff.detailedDiff["ssh"].kind == provider_pb2.PropertyDiff.UPDATE
+    wire.update(here, group, from_struct(read.properties), inputs)
+    found = aws.client("ec2").describe_security_groups(GroupIds=[group])["SecurityGroups"][0]
+    assert [each["CidrIp"] for way in found["IpPermissions"] for each in way["IpRanges"]] == ["203.0.113.7/32"]
+
+
+def test_a_preview_of_an_update_changes_nothing(wire, aws, at, make):
+    here = at(kinds.BUCKET)
+    name, _, state = make(kinds.BUCKET)
+    before = changes(aws)
+    new = wire.inputs(here, {"keep": False, "oldVersionsDays": 5})
+    assert wire.update(here, name, state, new, preview=True)["oldVersionsDays"] == 5
+    assert changes(aws) == before
+
+
+@pytest.mark.parametrize(
+    ("token", "change"),
+    [
+        (kinds.BUCKET, {"name": "other-bucket"}),
+        (kinds.BUCKET, {"existing": "other-bucket"}),
+        (kinds.REPOSITORY, {"name": "other"}),
+        (kinds.SECURITY_GROUP, {"vpcId": "vpc-1"}),
+        (kinds.NODE_ROLE, {"existing": "theirs"}),
+    ],
+)
+def test_another_name_or_network_is_another_thing(wire, at, make, token, change):
+    _, inputs, state = make(token)
+    diff = wire.diff(at(token), inputs, state, wire.inputs(at(token), WANTED[token] | change))
+    assert set(change) <= set(diff.replaces)
+
+
+def test_a_bucket_is_kept_by_default(wire, aws, at, make):
+    name, _, state = make(kinds.BUCKET, keep=True)
+    wire.delete(at(kinds.BUCKET), name, state)
+    assert name in [each["Name"] for each in aws.client("s3").list_buckets()["Buckets"]]
+
+
+def test_a_group_in_use_fails_its_delete_and_stays_in_state(wire, aws, at, make):
+    group, inputs, state = make(kinds.SECURITY_GROUP)
+    aws.errors("DeleteSecurityGroup", "DependencyViolation")
+    with pytest.raises(grpc.RpcError, match="CleanupFailed"):
+        wire.delete(at(kinds.SECURITY_GROUP), group, state)
+    assert wire.read(at(kinds.SECURITY_GROUP), group, state, inputs).id == group
+
+
+def test_one_of_the_users_that_went_bad_shows_and_stops_the_up(wire, aws, at):
+    here, group = at(kinds.SECURITY_GROUP), None
+    ec2 = aws.client("ec2")
+    group = ec2.create_security_group(GroupName="theirs", Description="theirs")["GroupId"]
+    everything = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
+    ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[everything])
+    inputs = wire.inputs(here, {"existing": group})
+    made = wire.create(here, inputs)
+    ec2.revoke_security_group_ingress(GroupId=group, IpPermissions=[everything])
+    read = wire.read(here, group, from_struct(made.properties), inputs)
+    diff = wire.diff(here, from_struct(read.inputs), from_struct(read.properties), inputs)
+    assert list(diff.detailedDiff) == ["lacks"]
+    with pytest.raises(grpc.RpcError, match="cannot be used"):
+        wire.update(here, group, from_struct(read.properties), inputs)
+
+
+@every
+def test_an_import_is_refused_with_what_does_the_same(wire, at, token):
+    with pytest.raises(grpc.RpcError, match="bootstrap"):
+        wire.read(at(token), "anything")
+
+
+# ---- the program, and the SDK
+
+
+@every
+def test_the_sdk_has_what_the_schema_says(token):
+    described = schema.package()["resources"][token]
+    cls = getattr(resources, token.rpartition(":")[2])
+    assert {to_camel(name) for name in cls.__annotations__} == described["properties"].keys()
+    arguments = set(cls.__init__.__annotations__) - {"resource_name", "opts", "return"}
+    assert {to_camel(name) for name in arguments} == described["inputProperties"].keys()
+
+
+def _facts(token):
+    return kinds.KEEPERS[token].thing.facts
+
+
+class Mocks(pulumi.runtime.Mocks):
+    def __init__(self):
+        self.made = {}
+
+    def new_resource(self, args):
+        self.made[args.name] = args
+        facts = {name: f"{args.name}-{name}" for name in (*_facts(args.typ), "name")} if args.typ in WANTED else {}
+        return f"{args.name}-id", {**args.inputs, **facts}
+
+    def call(self, args):
+        return {}
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """Runs infra/base/__main__.py; what was asked for, by name, and what was exported."""
+
+    def run(**config):
+        from pulumi.runtime.mocks import MockMonitor
+
+        asked, exported, mocks = {}, {}, Mocks()
+        pulumi.runtime.set_mocks(mocks, project="mgpu-base", stack="s")
+        monkeypatch.setattr(pulumi, "export", exported.__setitem__)
+        register = MockMonitor.RegisterResource
+
+        def spy(self, request):
+            asked[request.name] = request
+            return register(self, request)
+
+        monkeypatch.setattr(MockMonitor, "RegisterResource", spy)
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in config.items()}
+        pulumi.runtime.set_all_config({f"mgpu-base:{key}": value for key, value in texts.items()})
+        runpy.run_path(str(PROGRAM))
+        import asyncio
+
+        values = {key: asyncio.get_event_loop().run_until_complete(out.future()) for key, out in exported.items()}
+        return mocks.made, asked, values
+
+    return run
+
+
+def test_the_program_makes_all_five_protected_and_the_group_last(program):
+    made, asked, exported = program(account=ACCOUNT, region=HERE, ssh=["203.0.113.7/32"])
+    assert {args.typ for args in made.values()} >= WANTED.keys()
+    assert all(request.protect for request in asked.values() if request.type in WANTED)
+    after = {urn.rpartition("::")[2] for urn in asked["group"].dependencies}
+    assert after == {"nodes", "reaper"}, "what comes last goes first: nothing goes while a machine is in the group"
+    assert dict(made["nodes"].inputs) == {"bucket": "bucket-name", "repository": "repository-name"}
+    assert dict(made["group"].inputs) == {"ssh": ["203.0.113.7/32"]}
+    assert exported == {
+        "bucket": "bucket-name",
+        "checkpoints": "bucket-url",
+        "repository": "repository-uri",
+        "instance_profile": "nodes-profile",
+        "reaper_role": "reaper-arn",
+        "security_group": "group-groupId",
+        "vpc": "group-vpc",
+    }
+
+
+def test_the_program_hands_on_what_exists(program):
+    given = {"bucket": "b", "repository": "r", "instanceProfile": "p", "reaperRole": "a", "securityGroup": "sg-1"}
+    made, _, _ = program(account=ACCOUNT, region=HERE, **given)
+    existing = {name: args.inputs.get("existing") for name, args in made.items() if name != "aws"}
+    assert existing == {"bucket": "b", "repository": "r", "nodes": "p", "reaper": "a", "group": "sg-1"}
+
+
+# ---- the real engine, by the command that users type
+
+
+class Operator:
+    """A machine that `mgpu` runs on: its own state folder."""
+
+    def __init__(self, folder: Path, xdg: str = "a") -> None:
+        self.folder = folder
+        names = ("STATE", "CONFIG", "DATA")
+        self.env = {**os.environ, **{f"XDG_{kind}_HOME": str(folder / xdg / kind.lower()) for kind in names}}
+
+    def bootstrap(self, *arguments, code=0):
+        command = [sys.executable, "-m", "mgpu", "bootstrap", "aws", *arguments]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            timeout=120,
+        )
+        assert done.returncode == code, done.stderr
+        return done
+
+    def up(self, *arguments):
+        """The results of the regions."""
+        return json.loads(self.bootstrap("--yes", "--json", "--allow-ssh", "203.0.113.7", *arguments).stdout)
+
+
+@pytest.fixture
+def operator(require, aws, tmp_path):
+    require("engine", install.find_engine() is not None, "no Pulumi engine; `make setup` installs one")
+    return Operator(tmp_path)
+
+
+def test_base_is_made_kept_in_line_taken_over_and_taken_down(operator, aws, tmp_path):
+    iam, ec2, s3 = (aws.client(service) for service in ("iam", "ec2", "s3"))
+
+    done = operator.bootstrap("--allow-ssh", "203.0.113.7", code=2)  # nobody agreed
+    assert "create SecurityGroup" in done.stderr
+    assert "costs" in done.stderr
+    assert changes(aws) == []
+
+    (made,) = operator.up()
+    assert len(made["changes"]) == 5
+    assert made["checkpoints"] == "s3://mgpu-123456789012-us-east-1/runs"
+    assert operator.up()[0]["changes"] == []
+
+    way = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
+    ec2.authorize_security_group_ingress(GroupId=made["security_group"], IpPermissions=[way])
+    done = operator.bootstrap("--allow-ssh", "203.0.113.7", code=2)
+    assert 'ssh: ["0.0.0.0/0", "203.0.113.7/32"] => ["203.0.113.7/32"]' in done.stderr
+    assert len(operator.up()[0]["changes"]) == 1
+    assert operator.up()[0]["changes"] == []
+
+    other = Operator(tmp_path, "b")  # knows nothing, and takes over what is there
+    (taken,) = other.up("--region", HERE)
+    assert taken["security_group"] == made["security_group"]
+    other.up("--region", THERE)
+
+    operator.bootstrap("--destroy", "--yes")
+    assert not ec2.describe_security_groups(Filters=[{"Name": "group-name", "Values": ["mgpu-nodes"]}])[
+        "SecurityGroups"
+    ]
+    assert iam.list_role_policies(RoleName="mgpu-node")["PolicyNames"] == ["mgpu-base-us-west-2"]
+    assert [each["Name"] for each in s3.list_buckets()["Buckets"]] == [
+        "mgpu-123456789012-us-east-1",
+        "mgpu-123456789012-us-west-2",
+    ]
+    other.bootstrap("--region", THERE, "--destroy", "--delete-bucket", "--yes")
+    assert [each["Name"] for each in s3.list_buckets()["Buckets"]] == ["mgpu-123456789012-us-east-1"]
+    assert iam.list_roles()["Roles"] == []
+
+
+def test_base_in_use_is_not_taken_down(operator, aws):
+    operator.up()
+    tags = [{"ResourceType": "instance", "Tags": [{"Key": "mgpu:owner", "Value": "o-1"}]}]
+    machine = aws.client("ec2").run_instances(
+        ImageId=aws.image(), InstanceType="g4dn.xlarge", MinCount=1, MaxCount=1, TagSpecifications=tags
+    )["Instances"][0]["InstanceId"]
+    before = changes(aws)
+    done = operator.bootstrap("--destroy", "--yes", code=2)
+    assert machine in done.stderr
+    assert changes(aws) == before
+
+
+def test_plain_pulumi_destroy_is_refused(operator, aws, monkeypatch):
+    from mgpu.iac import environment
+
+    operator.up()
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, operator.env[name])
+    engine = install.find_engine()
+    env = environment.process_env(environment.engine_env(engine.path))
+    program = Path(operator.env["XDG_STATE_HOME"]) / "mgpu" / "base" / "program"
+    command = [
+        engine.pulumi,
+        "destroy",
+        "--yes",
+        "--skip-preview",
+        "--non-interactive",
+        "--stack",
+        "123456789012-us-east-1",
+    ]
+    done = subprocess.run(command, cwd=program, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode != 0
+    assert "protected" in done.stdout + done.stderr
+    assert aws.client("iam").get_role(RoleName="mgpu-node")
+
+
+BAD = {
+    "a region that is none": (["--region", "us-est-1"], "us-est-1"),
+    "another account": (["--account", "999999999999"], "123456789012"),
+    "the whole world": (["--allow-ssh", "0.0.0.0/0"], "whole world"),
+    "no address": (["--allow-ssh", "here"], "no network"),
+    "no such group": (["--security-group", "sg-00000000"], "sg-00000000"),
+    "no such bucket": (["--allow-ssh", "203.0.113.7", "--bucket", "nobodys"], "nobodys"),
+    "no such network": (["--allow-ssh", "203.0.113.7", "--vpc", "vpc-00000000"], "vpc-00000000"),
+    "a bucket that goes alone": (["--delete-bucket"], "--destroy"),
+    "one network for two regions": (["--vpc", "vpc-1", "--region", HERE, "--region", THERE], "--vpc"),
+    "addresses for a group of theirs": (["--security-group", "sg-1", "--allow-ssh", "203.0.113.7"], "--allow-ssh"),
+    "nothing to take down": (["--destroy"], "knows no base"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD.values(), ids=BAD)
+def test_bad_input_is_told_before_anything_is_made(aws, tmp_path, arguments, says):
+    done = Operator(tmp_path).bootstrap("--yes", *arguments, code=2)
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert changes(aws) == []
+
+
+def test_credentials_that_have_expired_are_told(aws, tmp_path):
+    aws.expire()
+    done = Operator(tmp_path).bootstrap("--yes", "--allow-ssh", "203.0.113.7", code=3)
+    assert "expired" in done.stderr
