@@ -34,13 +34,11 @@ def gc(as_json: bool, yes: bool) -> int:
     if lost and not yes:
         console.next("mgpu gc --yes    end what nothing uses")
     failures: list[MgpuError] = []
-    for fleet in lost if yes else ():
-        try:
-            fleets.end(fleet, common.context(console))
-        except MgpuError as error:  # the others go all the same
+    for fleet, error in fleets.end_all(lost if yes else [], common.context(console)):
+        if error is not None:  # the others go all the same
             failures.append(error)
-            continue
-        console.say(f"fleet {fleet.name}: ended, confirmed by the provider")
+        else:
+            console.say(f"fleet {fleet.name}: ended, confirmed by the provider")
     for error in failures[1:]:
         console.error(error)
     code = common.not_asked(console, survey)

@@ -7,12 +7,15 @@ no fault of it. A run that neither trains nor is supervised has left them behind
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from mgpu import acquire, paths
@@ -26,6 +29,8 @@ from mgpu.run.record import Record, State, every, load, supervised
 
 if TYPE_CHECKING:
     from mgpu.run.stacks import Context
+
+_AT_ONCE = 16  # fleets that are ended at the same time
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,42 @@ def _fleets_in(state: Path) -> list[dict[str, Any]]:
         return [dict(inputs) for inputs in found]
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError):
         return []  # nothing is in it yet, or it is being written
+
+
+def end_all(found: Sequence[Fleet], context: Context) -> Iterator[tuple[Fleet, MgpuError | None]]:
+    """Ends fleets, many at a time, since each waits for its provider; of each, once it is known, why it did not end
+    (None: it did). Runs are closed one after the other: the engine is in it."""
+    waiting, done = SimpleQueue[Fleet](), SimpleQueue[_Ended]()
+    loose = [fleet for fleet in found if not fleet.left_by]
+    for fleet in loose:
+        waiting.put(fleet)
+    for _ in loose[:_AT_ONCE]:  # daemons: nobody who interrupts this waits for them
+        threading.Thread(target=_end_each, args=(waiting, done, context), name="mgpu-end", daemon=True).start()
+    ended = itertools.chain((done.get() for _ in loose), (_end(fleet, context) for fleet in found if fleet.left_by))
+    for fleet, error in ended:
+        if error is not None and not isinstance(error, MgpuError):
+            raise error
+        yield fleet, error
+
+
+_Ended = tuple[Fleet, BaseException | None]
+
+
+def _end_each(waiting: SimpleQueue[Fleet], done: SimpleQueue[_Ended], context: Context) -> None:
+    while True:
+        try:
+            fleet = waiting.get_nowait()
+        except Empty:
+            return
+        done.put(_end(fleet, context))
+
+
+def _end(fleet: Fleet, context: Context) -> _Ended:
+    try:
+        end(fleet, context)
+    except BaseException as error:  # noqa: BLE001 - end_all raises what is no MgpuError
+        return fleet, error
+    return fleet, None
 
 
 def end(fleet: Fleet, context: Context) -> None:

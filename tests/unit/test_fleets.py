@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 from click.testing import CliRunner
@@ -282,3 +283,19 @@ def test_many_fleets_cost_one_look_at_each_thing(world, monkeypatch):
     used = [fleet for fleet in fleets.survey().fleets if fleet.used_by]
     assert sorted(fleet.used_by for fleet in used) == [f"stack {number}" for number in range(5)]
     assert (asked, sorted(read)) == ([300], [f"{number}.json" for number in range(5)])
+
+
+def test_orphans_are_ended_side_by_side(world, monkeypatch):
+    """Each waits for its provider: one after the other, twenty of them would take as many times as long."""
+    for number in range(4):
+        world.cloud.rent(f"lost-{number}")
+    together, destroy = threading.Barrier(4, timeout=20), world.cloud.destroy
+    monkeypatch.setattr(world.cloud, "destroy", lambda *asked: together.wait() >= 0 and destroy(*asked))
+    assert gc("--yes").return_value == 0
+    assert world.cloud.billed == set()
+
+
+def test_a_bug_while_one_is_ended_is_no_providers_refusal(world, monkeypatch):
+    world.cloud.rent("lost")
+    monkeypatch.setattr(world.cloud, "destroy", lambda *_: {}["a bug"])
+    assert isinstance(gc("--yes").exception, KeyError)
