@@ -10,7 +10,7 @@ from pathlib import Path
 # before moto is imported: its thousands of public images cost a second a region, and none is one of ours
 os.environ["MOTO_EC2_LOAD_DEFAULT_AMIS"] = "false"
 
-from fakes.aws import control, ec2, fleets, images, permissions, placement, prices, schedules, world
+from fakes.aws import control, ec2, fleets, images, permissions, placement, prices, reading, schedules, world
 from fakes.aws.backing import Backing
 from fakes.aws.cloud import Cloud
 from fakes.aws.server import Front, bound, serve
@@ -28,6 +28,7 @@ def main() -> None:
     cloud = Cloud()
     images.install()
     ec2.install(cloud)
+    reading.install(cloud)
     fleets.install(cloud)
     placement.install(cloud)
     prices.install(cloud)

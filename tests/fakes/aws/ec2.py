@@ -1,18 +1,17 @@
-"""moto's EC2 where it reads and ends machines: life cycle, read lag, pages, and lookups that are not quadratic."""
+"""moto's EC2 where it ends machines and gives addresses, with lookups that are not quadratic."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from moto.core.responses import ActionResult
 from moto.ec2 import utils
-from moto.ec2.exceptions import EC2ClientError, InvalidInstanceIdError, InvalidParameterCombination
+from moto.ec2.exceptions import EC2ClientError, InvalidInstanceIdError
 from moto.ec2.models import elastic_ip_addresses, elastic_network_interfaces
 from moto.ec2.models.core import TaggedEC2Resource
 from moto.ec2.models.elastic_ip_addresses import ElasticAddressBackend
 from moto.ec2.models.elastic_network_interfaces import Attachment
-from moto.ec2.models.instances import Instance, InstanceBackend, Reservation
+from moto.ec2.models.instances import Instance, InstanceBackend
 from moto.ec2.models.subnets import Subnet
 from moto.ec2.responses.instances import InstanceResponse
 
@@ -20,16 +19,13 @@ from fakes.aws.cloud import Cloud
 from fakes.aws.life import BY_USER
 from fakes.aws.patching import existing, replace
 
-MORE_FILTERS = {"client-token": "client_token", "instance-lifecycle": "lifecycle", "placement-group-name": "group_name"}
 SHUTTING_DOWN = {"Code": 32, "Name": "shutting-down"}
 
 
 def install(cloud: Cloud) -> None:
     """From now on."""
-    existing(utils, "filter_dict_attribute_mapping").update(MORE_FILTERS)
     _install_addresses(cloud)
     _install_lookups(cloud)
-    _install_reading(cloud)
     _install_ending(cloud)
 
 
@@ -42,6 +38,7 @@ def _install_addresses(cloud: Cloud) -> None:
     def associate_address(self: Any, **asked: Any) -> Any:
         address = associate(self, **asked)
         if machine := address.instance or (address.eni and address.eni.instance):
+            address.instance = machine  # EC2 shows it, also where an interface was named
             cloud.machines.address(machine.id, address.public_ip)
         return address
 
@@ -93,50 +90,6 @@ def _install_lookups(cloud: Cloud) -> None:
     replace(TaggedEC2Resource, "get_tags", get_tags)
     replace(InstanceBackend, "get_instance_by_id", get_instance_by_id)
     replace(InstanceBackend, "get_instance", get_instance)
-
-
-def _install_reading(cloud: Cloud) -> None:
-    def describe_instances(self: Any) -> ActionResult:
-        self.error_on_dryrun()
-        ids = self._get_param("InstanceIds", [])
-        if ids and self._get_param("MaxResults"):
-            raise InvalidParameterCombination("The parameter instancesSet cannot be used with the parameter maxResults")
-        seen = _seen(cloud, self.ec2_backend, self._filters_from_querystring(), set(ids))
-        limit = min(int(self._get_param("MaxResults") or 1000), cloud.rules.page)
-        rows, token = _page(seen, self._get_param("NextToken"), limit)
-        return ActionResult({"Reservations": _reservations(rows), "NextToken": token})
-
-    replace(InstanceResponse, "describe_instances", describe_instances)
-
-
-def _seen(cloud: Cloud, backend: Any, filters: dict[str, Any], ids: set[str]) -> list[tuple[Reservation, Any]]:
-    """What a reader sees now: the state of `lag_s` ago."""
-    at = time.time() - cloud.rules.lag_s
-    rows = [
-        (reservation, instance)
-        for reservation in list(backend.reservations.values())
-        for each in reservation.instances
-        if (not ids or each.id in ids)
-        and (instance := cloud.lives.by_id[each.id].seen(at) if each.id in cloud.lives.by_id else each)
-    ]
-    if unknown := ids - {instance.id for _, instance in rows}:
-        raise InvalidInstanceIdError(sorted(unknown) if len(unknown) > 1 else unknown.pop())
-    return [row for row in rows if utils.passes_filter_dict(row[1], filters)] if filters else rows
-
-
-def _page(rows: list[Any], token: str | None, limit: int) -> tuple[list[Any], str | None]:
-    start = int(token) if token else 0
-    more = len(rows) > start + limit
-    return rows[start : start + limit], str(start + limit) if more else None
-
-
-def _reservations(rows: list[tuple[Reservation, Any]]) -> list[Reservation]:
-    """Reservations with the instances of this page alone."""
-    pages: dict[str, Reservation] = {}
-    for reservation, instance in rows:
-        page = pages.setdefault(reservation.id, Reservation(reservation.id, reservation.owner_id))
-        page.instances.append(instance)
-    return list(pages.values())
 
 
 def _install_ending(cloud: Cloud) -> None:

@@ -7,6 +7,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class FakeAws:
 
     def __init__(self, folder: Path, process: subprocess.Popen[bytes], port: int, machines: bool) -> None:
         self.folder, self._process, self._port = folder, process, port
+        self._lock, self._session, self._clients = threading.Lock(), None, dict[tuple[Any, ...], Any]()
         # the words before a command that run it where the machines are
         self.prefix: list[str] = world.prefix(process.pid) if machines else []
         self.endpoint = f"http://{world.GATEWAY if machines else '127.0.0.1'}:{port}"
@@ -109,18 +111,25 @@ class FakeAws:
 
     def client(self, service: str, region: str = HOME_REGION, **credentials: str) -> Any:
         """A boto3 client of this process; `credentials` as boto3.client takes them."""
+        key = (service, region, *sorted(credentials.items()))
+        with self._lock:  # botocore makes clients in one thread at a time
+            if key not in self._clients:
+                self._clients[key] = self._client(service, region, credentials)
+            return self._clients[key]
+
+    def _client(self, service: str, region: str, credentials: dict[str, str]) -> Any:
         from botocore.config import Config
         from botocore.session import Session
 
-        given = {
+        self._session = self._session or Session(session_vars={"profile": (None, None, None, None)})
+        given: dict[str, Any] = {
             "aws_access_key_id": CREDENTIALS["AWS_ACCESS_KEY_ID"],
             "aws_secret_access_key": CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
             **credentials,
         }
         config = Config(retries={"total_max_attempts": 1}, proxies={})
         endpoint = f"http://127.0.0.1:{self._port}"
-        unconfigured = Session(session_vars={"profile": (None, None, None, None)})
-        return unconfigured.create_client(service, region, endpoint_url=endpoint, config=config, **given)
+        return self._session.create_client(service, region, endpoint_url=endpoint, config=config, **given)
 
     def ask(self, verb: str, **arguments: Any) -> Any:
         """A verb of the control API; `control.Refused` if it cannot be done."""
@@ -161,9 +170,13 @@ class FakeAws:
 
     # what goes wrong with requests
 
+    def fault(self, action: str, kind: str = "error", **more: Any) -> None:
+        """A rule in full; `kind` is error, lose or hang, the rest is faults.Fault's."""
+        self.ask("fault", action=action, kind=kind, **more)
+
     def errors(self, action: str, code: str, n: int | None = None, **more: Any) -> None:
         """Has calls of an action fail: the next `n`, or all. `more`: see `Fault`."""
-        self.ask("fault", action=action, kind="error", code=code, left=n, **more)
+        self.fault(action, code=code, left=n, **more)
 
     def throttle(self, share: float = 1.0, action: str = "*", n: int | None = None) -> None:
         """Has that share of calls refused as too many."""
@@ -183,11 +196,11 @@ class FakeAws:
 
     def lose_answers(self, action: str, n: int = 1, skip: int = 0) -> None:
         """Carries the next `n` calls out and hangs up; `skip` calls go well before."""
-        self.ask("fault", action=action, kind="lose", left=n, skip=skip)
+        self.fault(action, "lose", left=n, skip=skip)
 
     def hang(self, action: str, seconds: float, n: int | None = None) -> None:
         """Has calls wait that long before anything is done."""
-        self.ask("fault", action=action, kind="hang", seconds=seconds, left=n)
+        self.fault(action, "hang", seconds=seconds, left=n)
 
     def calm(self) -> None:
         """Ends all faults of requests."""

@@ -61,9 +61,10 @@ def image_id(region: str, kind: str, date: str) -> str:
 
 
 def _register(backend: Any, kind: str, name: str, date: str) -> None:
-    image = Ami(
+    known = image_id(backend.region_name, kind, date)
+    backend.amis[known] = Ami(
         backend,
-        image_id(backend.region_name, kind, date),
+        known,
         name=name,
         description=name,
         owner_id=AMAZON,
@@ -76,7 +77,6 @@ def _register(backend: Any, kind: str, name: str, date: str) -> None:
         root_device_type="ebs",
         region_name=f"{backend.region_name}a",
     )
-    backend.amis[image.id] = image
 
 
 def _name(parameters: Any, kind: str) -> None:

@@ -69,7 +69,8 @@ def permits(role_arn: str, action: str, resource: str, facts: Mapping[str, str])
     role = next((each for each in iam.roles.values() if each.arn == role_arn), None)
     if role is None:
         return False
-    attached = [policy.default_version.document for policy in role.managed_policies.values()]
+    versions = [version for policy in role.managed_policies.values() for version in policy.versions]
+    attached = [version.document for version in versions if version.is_default]
     said = [
         each["Effect"]
         for document in [*role.policies.values(), *attached]

@@ -63,7 +63,7 @@ def _action(request: Request, service: str) -> tuple[str, dict[str, Any]]:
     if action := request.values.get("Action"):
         return action, {}
     operation, uri = get_service_router(MODELS.get(service, service)).match(request)
-    return operation.name, uri
+    return str(operation.name), uri
 
 
 def _parsed(model: Any, action: str, request: Request, uri: dict[str, Any]) -> dict[str, Any]:
