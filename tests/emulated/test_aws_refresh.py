@@ -87,8 +87,13 @@ def test_on_demand_prices_are_of_their_region_and_of_shared_machines_with_linux(
     assert listed["eu-west-1"] > listed["us-west-2"]
 
 
-def test_a_spot_price_is_the_newest_of_its_zone(aws: FakeAws, account: Account):
+def test_what_the_price_list_gives_away_is_no_price(account: Account, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(refreshing._PRODUCT, "capacitystatus")  # machines in a reservation are listed for 0
     refresh(account)
+    assert kept(account).regions["us-west-2"].on_demand["g5.xlarge"] == 1.006
+
+
+def test_a_spot_price_is_the_newest_of_its_zone(aws: FakeAws, account: Account):
     pages = (
         aws.client("ec2", "us-west-2")
         .get_paginator("describe_spot_price_history")
@@ -100,6 +105,7 @@ def test_a_spot_price_is_the_newest_of_its_zone(aws: FakeAws, account: Account):
     for row in sorted(history, key=lambda row: row["Timestamp"]):
         newest[ids[row["AvailabilityZone"]]] = float(row["SpotPrice"])
     assert len({row["SpotPrice"] for row in history}) > len(newest) > 1
+    refresh(account, now=lambda: time.time() - 36 * 3600)  # a history of 36 hours, newest first
     assert kept(account).regions["us-west-2"].spot["g5.xlarge"] == newest
 
 
@@ -229,18 +235,20 @@ def test_machines_that_run_count_against_their_quota(aws: FakeAws, account: Acco
     image = aws.image("us-west-2")
     for kind, count in (("g5.xlarge", 3), ("g4dn.12xlarge", 1), ("t3.micro", 2)):
         ec2.run_instances(ImageId=image, InstanceType=kind, MinCount=count, MaxCount=count)
-    spot = ec2.run_instances(
+    resting = ec2.run_instances(ImageId=image, InstanceType="p4d.24xlarge", MinCount=1, MaxCount=1)
+    ec2.run_instances(
         ImageId=image, InstanceType="g5.xlarge", MinCount=2, MaxCount=2, InstanceMarketOptions={"MarketType": "spot"}
     )
-    left = quotas.headroom(account, "us-west-2", {"g5.xlarge": 4, "g4dn.12xlarge": 48}.get)
+    sizes = {"g5.xlarge": 4, "g4dn.12xlarge": 48, "p4d.24xlarge": 96}.get
+    left = quotas.headroom(account, "us-west-2", sizes)
     assert left["G and VT on-demand"].used_vcpus == 3 * 4 + 48
     assert left["G and VT spot"].used_vcpus == 2 * 4
-    assert left["P on-demand"] == quotas.Headroom(200_000, 0, "L-417A185B")
-    ec2.terminate_instances(InstanceIds=[each["InstanceId"] for each in spot["Instances"]])
+    assert left["P on-demand"] == quotas.Headroom(200_000, 96, "L-417A185B")
+    ec2.stop_instances(InstanceIds=[each["InstanceId"] for each in resting["Instances"]])
     deadline = time.monotonic() + 10
-    while quotas.headroom(account, "us-west-2")["G and VT spot"].used_vcpus and time.monotonic() < deadline:
+    while quotas.headroom(account, "us-west-2", sizes)["P on-demand"].used_vcpus and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert quotas.headroom(account, "us-west-2")["G and VT spot"].used_vcpus == 0
+    assert quotas.headroom(account, "us-west-2", sizes)["P on-demand"].used_vcpus == 0
 
 
 def _zones(aws: FakeAws, region: str) -> list[dict[str, str]]:
