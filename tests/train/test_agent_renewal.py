@@ -1,0 +1,110 @@
+"""F16: fresh credentials of the store reach an agent that lives, are used at once, and stand on no disk."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path, PurePosixPath
+
+import pytest
+from mgpu_train.agent import depot, renewal
+from mgpu_train.agent.attempt import Attempt, StopRequests
+from mgpu_train.agent.depot import StoreDepot
+from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.uploads import Announced, DepotError
+from mgpu_train.config import Job, Secrets
+from mgpu_train.store import Denied, open_store
+
+CANARY = "canary-91c4"
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    job = {
+        "run_id": "r", "attempt": 1, "writer": "w", "node_rank": 0, "nodes": 1, "processes_per_node": 1,
+        "master_addr": "127.0.0.1", "master_port": 1, "command": ["x.py"],
+        "checkpoint": {"to": f"file://{tmp_path}/store", "writers": "all"},
+    }  # fmt: skip
+    layout = RunLayout("r", PurePosixPath(tmp_path))
+    Path(layout.root).mkdir(parents=True)
+    return Attempt(Job.model_validate(job), Secrets(store={"AWS_SESSION_TOKEN": "old-token"}), layout, StopRequests())
+
+
+def test_the_next_use_of_the_store_has_them(attempt, tmp_path, monkeypatch):
+    opened = []
+
+    def open_with(url, env, *, timeouts):
+        opened.append(dict(env))
+        if env["AWS_SESSION_TOKEN"] == "old-token":
+            raise Denied("the credentials have expired (ExpiredToken)")
+        return open_store(url)
+
+    monkeypatch.setattr(depot, "open_store", open_with)
+    assert attempt.job.checkpoint is not None
+    store = StoreDepot(attempt, attempt.job.checkpoint)
+    with pytest.raises(DepotError, match="have expired"):
+        store.announce(Announced(1, False))
+    attempt.renewed({"AWS_SESSION_TOKEN": "new-token"})
+    for step in (2, 3):
+        store.announce(Announced(step, False))
+    assert store.announced() == Announced(3, False)
+    assert [env["AWS_SESSION_TOKEN"] for env in opened] == ["old-token", "new-token"], "opened once for each"
+
+
+def test_old_ones_and_new_ones_are_hidden_in_what_is_said(attempt):
+    attempt.renewed({"AWS_SESSION_TOKEN": "new-token"})
+    assert attempt.public("old-token new-token") == attempt.public("old-token") + " " + attempt.public("new-token")
+    assert "token" not in attempt.public("old-token new-token")
+
+
+@pytest.fixture
+def listening(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, taken = tmp_path / "agent.sock", []
+    renewal.listen(path, taken.append)
+    return path, taken
+
+
+def test_only_the_stores_part_is_taken(listening):
+    path, taken = listening
+    assert renewal.hand_over(path, Secrets(env={"TOKEN": "of the run"}, store={"AWS_SESSION_TOKEN": "t"}))
+    assert taken == [{"AWS_SESSION_TOKEN": "t"}]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("said", [b"", b"{", b"x" * 200_000, b'{"store": {"AWS_X": 1}}'])
+def test_nonsense_is_not_taken_and_does_not_end_it(listening, said):
+    path, taken = listening
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(os.path.relpath(path))
+        try:
+            peer.sendall(said)
+            peer.shutdown(socket.SHUT_WR)
+            assert peer.recv(1) == b""
+        except OSError:  # it has hung up on so much
+            pass
+    assert renewal.hand_over(path, Secrets(store={"AWS_X": "1"}))
+    assert taken == [{"AWS_X": "1"}]
+
+
+def test_without_an_agent_nobody_takes_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not renewal.hand_over(tmp_path / "agent.sock", Secrets())
+    (tmp_path / "agent.sock").touch()
+    assert not renewal.hand_over(tmp_path / "agent.sock", Secrets())
+
+
+def test_an_agent_in_a_deep_home_takes_them_and_no_file_has_them(node, tmp_path):
+    node = type(node)(tmp_path / ("deep" * 25), node.store)  # longer than the address of a socket may be
+    node.program("import time\nprint('running', flush=True)\ntime.sleep(60)\n")
+    node.job(checkpoint=None)
+    node.start()
+    node.until(lambda: "running" in node.log)
+    stdin = {"store": {"AWS_SESSION_TOKEN": CANARY, "AWS_REGION": "us-east-1"}}
+    assert node.call("renew", "--run", "r", stdin=stdin) == {"renewed": True}
+    assert "fresh credentials of the store have come" in node.log
+    node.stop("--now")
+    node.ended()
+    found = [path for path in node.home.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+    assert found == []
+    assert "took the credentials" in node.call("renew", "--run", "r", stdin=stdin, code=1)["error"]
