@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import re
 import subprocess
@@ -84,6 +85,16 @@ def test_the_shipped_snapshot_says_where_it_comes_from_and_of_which_day_its_pric
         if region.on_demand:
             assert any(f"prices of {name}: " in source for source in SHIPPED.sources)
             assert time.gmtime(region.on_demand_at).tm_year >= 2026
+
+
+def test_the_shipped_snapshot_is_what_its_builder_writes():
+    path = Path(__file__).parents[2] / "scripts" / "write_aws_offers.py"
+    spec = importlib.util.spec_from_file_location("write_aws_offers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    builder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(builder)
+    assert builder._built() == SHIPPED
 
 
 def test_the_shipped_snapshot_belongs_to_no_account():
