@@ -296,6 +296,16 @@ def test_machines_that_ec2_does_not_show_yet_are_not_made_twice(aws: FakeAws, pr
     assert sorted(aws.alive()) == sorted(first.ids)
 
 
+def test_a_lost_answer_and_machines_not_shown_yet_are_one_gang_all_the_same(aws: FakeAws, provider: AwsProvider):
+    aws.lag(60.0)
+    aws.lose_answers("CreateFleet", n=3)  # as often as one call is tried
+    with pytest.raises(Transient):
+        provider.create(request(), offer(), token(offer()))
+    made = sorted(aws.alive())
+    handle = insist(lambda: AwsProvider(aws.options).create(request(), offer(), token(offer())))
+    assert sorted(aws.alive()) == made == sorted(handle.ids)
+
+
 def test_another_price_is_the_same_request_and_another_lease_is_not(aws: FakeAws, provider: AwsProvider):
     first = provider.create(request(), offer(), token(offer()))
     dearer = offer().model_copy(update={"price_usd_per_hour": 2.0})
