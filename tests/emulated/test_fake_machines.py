@@ -296,7 +296,7 @@ def test_whoever_may_not_power_off_does_not(machine, bench):
 def wire(bench: Bench, node: Node, seconds: float = 3) -> subprocess.Popen[str]:
     """A connection from the world to a machine's sshd, which says what it hears next: `heard ...` or `silence`."""
     program = (
-        f"import socket\nlink = socket.create_connection(('{node.public_address}', 22), 10)\nlink.recv(100)\n"
+        f"import socket\nlink = socket.create_connection(('{node.private_address}', 22), 10)\nlink.recv(100)\n"
         f"print('up', flush=True)\ninput()\nlink.settimeout({seconds})\nlink.sendall(b'SSH-2.0-x\\r\\n')\n"
         "try:\n    print('heard', link.recv(9))\nexcept TimeoutError:\n    print('silence')\nexcept OSError as error:\n"
         "    print('heard', error)\n"
@@ -310,14 +310,14 @@ def wire(bench: Bench, node: Node, seconds: float = 3) -> subprocess.Popen[str]:
 
 def test_one_that_is_taken_away_says_nothing(machine, bench):
     """No peer is told: neither that a socket was closed nor that nobody is there; and nothing of it is left."""
-    node = machine()
+    node = machine(private_address="10.50.0.9", public_address=None)
     namespace = bench("namespace", instance_id=node.id)
     node.run("true")
     link = wire(bench, node)
     bench("end", instance_id=node.id)
     assert not processes_of(namespace)
     assert link.communicate("go\n", timeout=30)[0] == "silence\n"
-    connecting = f"import socket; socket.create_connection(('{node.public_address}', 22), 1)"
+    connecting = f"import socket; socket.create_connection(('{node.private_address}', 22), 1)"
     assert "timed out" in bench.visitor.inside(sys.executable, "-c", connecting).stderr
     assert not (bench.folder / "machines" / node.id / "disk").exists()
     assert node.id not in bench("off")

@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fakes.aws import metadata
@@ -122,13 +123,14 @@ def test_an_address_that_is_no_machines_is_told_nothing(service):
 
 
 def test_a_service_that_hangs_lets_go_when_its_machine_does(service):
-    entry = service.entry("127.0.0.1")
-    entry.fault = "hang"
-    with pytest.raises(TimeoutError):
-        ask(service, "PUT", "api/token", timeout=0.3, **{TTL: "60"})
-    entry.gone.set()
-    with pytest.raises(http.client.RemoteDisconnected):
-        ask(service, "PUT", "api/token", **{TTL: "60"})
+    service.entry("127.0.0.1").fault = "hang"
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, service, "PUT", "api/token", **{TTL: "60"})
+        with pytest.raises(TimeoutError):
+            asked.result(0.3)
+        service.remove(MACHINE)
+        with pytest.raises(http.client.RemoteDisconnected):
+            asked.result()
 
 
 @pytest.mark.parametrize(("hop_limit", "arrives"), [(1, False), (2, True)])

@@ -13,7 +13,6 @@ Machines see the host's programs, but nothing under /root, /home, /tmp, /run, th
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import shutil
@@ -21,39 +20,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fakes.aws import metadata, world
+from fakes.aws.blueprint import INSIDE, Machine, blueprint
 
-DISK_MIB = 2048  # a limit, in memory; what is not written costs nothing
 START_S = 20.0
 END_S = 20.0
 
-_INSIDE = Path(__file__).with_name("inside")
-_CHECKOUT = Path(__file__).parents[3]
-_COVERED = ("/root", "/home", "/tmp", "/run", "/var/tmp", "/mnt", "/media")
 _CRASHED, _HANG = 70, signal.SIGUSR2  # as inside/init.py has them
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a machine is, as EC2 knows it."""
-
-    id: str
-    private_address: str
-    public_address: str | None
-    user_data: bytes
-    region: str
-    zone: str
-    instance_type: str
-    account: str
-    role: str | None
-    market: str  # "spot" or "on-demand"
-    hop_limit: int
 
 
 @dataclass
@@ -207,7 +185,7 @@ class Machines:
         (folder / "disk").mkdir(parents=True, exist_ok=True)
         with (folder / "console.log").open("ab") as console:
             return subprocess.Popen(
-                [*world.NAMESPACES, sys.executable, "-E", "-s", "-S", "-B", str(_INSIDE / "init.py")],
+                [*world.NAMESPACES, sys.executable, "-E", "-s", "-S", "-B", str(INSIDE / "init.py")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=console,
@@ -231,27 +209,9 @@ class Machines:
         world.attach(link, running.pid, machine.private_address)
         if machine.public_address:
             world.lead(machine.public_address, link)
-        process.stdin.write(json.dumps(self._config(machine)).encode() + b"\n")
+        process.stdin.write(blueprint(machine, self._folder, self._environment).encode())
         process.stdin.flush()
         return running
-
-    def _config(self, machine: Machine) -> dict[str, Any]:
-        folder = self._folder / machine.id
-        masked = {*_COVERED, str(Path.home()), str(_CHECKOUT), str(self._folder.parent)}
-        known = asdict(machine)
-        return {
-            **{name: known[name] for name in ("id", "private_address", "public_address")},
-            "hostname": metadata.hostname(machine.private_address),
-            "gateway": world.GATEWAY,
-            "scratch": str(folder / "disk"),
-            "console": str(folder / "console.log"),
-            "disk_mib": DISK_MIB,
-            "masked": sorted(masked),
-            "shared": interpreters(masked),
-            "python": sys.executable,
-            "environment": self._environment,
-            "cloud_init": (_INSIDE / "cloudinit.py").read_text(),
-        }
 
     def _console(self, machine: Machine) -> str:
         return (self._folder / machine.id / "console.log").read_text(errors="replace")[-2000:]
@@ -265,15 +225,17 @@ class Machines:
             self._running.pop(running.machine.id, None)
         self._cut(running)
         self._forget(running)
-        if status != _CRASHED:
+        if status == _CRASHED:
+            print(f"{running.machine.id}: {self._console(running.machine)}", file=sys.stderr, flush=True)  # noqa: T201
+        else:
             self._on_poweroff(running.machine.id)
 
     def _cut(self, running: _Running, keep: bool = False) -> None:
         world.lose(*running.addresses)
         try:
             world.ip(f"link set {running.link} down" if keep else f"link del {running.link}")
-        except RuntimeError:
-            if running.process.poll() is None:  # else it went with the machine's own network
+        except RuntimeError as error:
+            if "Cannot find device" not in str(error):  # it went with the machine's own network
                 raise
 
     def _forget(self, running: _Running) -> None:
@@ -281,14 +243,6 @@ class Machines:
         running.process.stdin.close()
         self._metadata.remove(running.machine)
         shutil.rmtree(self._folder / running.machine.id / "disk", ignore_errors=True)
-
-
-def interpreters(masked: Iterable[str]) -> list[tuple[str, str]]:
-    """(folder, where a machine sees it): this environment as the image's, and what of it is covered otherwise."""
-    covered = tuple(masked)
-    base = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))  # noqa: PTH120
-    own = [folder for folder in (sys.prefix, base) if any(Path(folder).is_relative_to(mask) for mask in covered)]
-    return [(folder, folder) for folder in dict.fromkeys(own)] + [(sys.prefix, "/opt/pytorch")]
 
 
 def _kill(pid: int) -> None:

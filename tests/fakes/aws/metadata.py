@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fakes.aws.machines import Machine
+    from fakes.aws.blueprint import Machine
 
 NOTICES = ("spot/instance-action", "events/recommendations/rebalance")
 FAULTS = ("hang", "500", "refused", "malformed")  # no answer; an error; no tokens; bodies that are no JSON

@@ -36,10 +36,11 @@ SSHD = ("/usr/sbin/sshd", "-D", "-E", "/var/log/sshd.log")
 
 
 class Init:
-    """The life of a machine from the moment that its root stands."""
+    """The life of a machine. Signals count from the moment that it is made; `run` comes once the root stands."""
 
-    def __init__(self, alive: int, python: str, environment: dict[str, str]) -> None:
-        self._alive, self._python, self._environment = alive, python, environment
+    def __init__(self, alive: int) -> None:
+        self._alive = alive
+        self._environment: dict[str, str] = {}
         self._sshd = 0
         self._sshd_at: float | None = None  # when it is to start (again)
         self._wake, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -47,9 +48,10 @@ class Init:
         for number in (signal.SIGCHLD, HOST_KEYS_READY, HANG, POWER_OFF):
             signal.signal(number, lambda *_: None)
 
-    def run(self) -> None:
+    def run(self, python: str, environment: dict[str, str]) -> None:
         """Boots, and returns when the machine is switched off or its server is gone."""
-        self._start(self._python, "-B", rootfs.CLOUD_INIT)
+        self._environment = environment
+        self._start(python, "-B", rootfs.CLOUD_INIT)
         sysrq = [os.open(rootfs.SYSRQ, os.O_RDWR | os.O_CLOEXEC)] if os.path.exists(rootfs.SYSRQ) else []  # noqa: PTH110
         while True:
             due = None if self._sshd_at is None else max(0.0, self._sshd_at - time.monotonic())
@@ -129,15 +131,15 @@ def connect(config: dict[str, Any]) -> None:
 
 def main() -> None:
     """A machine's whole life."""
+    alive = os.dup(0)  # not inherited
+    init = Init(alive)
     os.write(1, bytes(Path("/proc/self").readlink()) + b"\n")  # the host's /proc still, so the host's number
     os.dup2(2, 1)
-    alive = os.dup(0)  # not inherited
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     config = json.loads(read_line(alive))
     socket.sethostname(config["hostname"])
     connect(config)
-    environment = rootfs.build(config)
-    Init(alive, config["python"], environment).run()
+    init.run(config["python"], rootfs.build(config))
 
 
 if __name__ == "__main__":
