@@ -18,7 +18,7 @@ make() {
 }
 
 listener() { # the pid of the server that this connection came through: the uppermost among our own ancestors
-    pid=$$
+    pid=$$ found=
     while [ "$pid" -gt 0 ]; do
         case $(cat "/proc/$pid/comm") in sshd*) found=$pid ;; esac
         while read -r name value; do
