@@ -373,3 +373,12 @@ def test_nothing_outlives_a_server_that_was_killed(namespaces, tmp_path):
     bench.process.wait()
     until(lambda: not any(map(processes_of, spaces)))
     until(lambda: not mounts_below(tmp_path))
+
+
+def test_one_that_cannot_start_leaves_nothing(bench):
+    wires = bench.visitor.inside("ip", "-br", "link").stdout
+    with pytest.raises(Refused, match="RuntimeError"):
+        bench.machine(id="i-misfit", private_address="10.99.1.999")
+    assert "i-misfit" not in bench("running")
+    until(lambda: bench.visitor.inside("ip", "-br", "link").stdout == wires)
+    assert not mounts_below(bench.folder / "machines" / "i-misfit")
