@@ -39,8 +39,9 @@ class Renewal:
         if self._clock() - self._asked_at >= EVERY_S and calls.begin("keys", lambda: self._ask(eyes)):
             self._asked_at = self._clock()
         for eye in [eye for eye in eyes if eye.rank in self._due and not eye.node.closed]:
-            if calls.begin(("keys", eye.rank), lambda eye=eye: self._send(eye)):
-                self._due.discard(eye.rank)
+            self._due.discard(eye.rank)  # first: a call that fails puts it back
+            if not calls.begin(("keys", eye.rank), lambda eye=eye: self._send(eye)):
+                self._due.add(eye.rank)
 
     def _ask(self, eyes: list[Eye]) -> None:
         try:

@@ -188,6 +188,9 @@ class Supervisor:
 
     def _report(self) -> None:
         record, eyes = self._session.record, self._outlook.eyes
+        for eye in eyes:
+            if eye.status is not None and eye.status.attempt == record.attempt and eye.status.at_risk_since is not None:
+                self._outlook.once(f"node {eye.rank}: its provider may take it soon (a hint); the run goes on")
         record.node_phases = self._outlook.phases()
         status = eyes[0].status
         if status is None or status.attempt != record.attempt:

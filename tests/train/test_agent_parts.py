@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path, PurePosixPath
 
 import pytest
-from mgpu_train.agent import launcher, procs, requirements, saves
+from mgpu_train.agent import launcher, network, procs, requirements, saves
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.lease import Lease
 from mgpu_train.agent.log import Log, clean, hide, last_words
+from mgpu_train.agent.network import interface_to
 from mgpu_train.agent.tail import MetricsTail, Progress
 from mgpu_train.config import Job, TrainConfig
 
@@ -329,3 +331,45 @@ def test_environments_are_shared_only_where_that_is_safe():
     assert requirements.key(TEXT, "run-1") != requirements.key(TEXT + "x", "run-1")
     for local in ("-r more.txt", "-e .", "./wheel.whl", "x @ file:///y"):
         assert requirements.key(local, "run-1") != requirements.key(local, "run-2"), local
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+JOB = {
+    "run_id": "r", "attempt": 1, "writer": "w", "node_rank": 0, "processes_per_node": 1, "master_port": 1,
+    "command": ["x.py"],
+}  # fmt: skip
+
+
+def test_between_nodes_of_one_machine_no_interface_is_named():
+    assert interface_to("127.0.0.1") is None
+    assert interface_to("no such host.invalid") is None
+
+
+def test_the_interface_is_the_one_whose_address_speaks_to_node_0(monkeypatch):
+    monkeypatch.setattr(network.socket, "if_nameindex", lambda: [(1, "lo"), (2, "docker0"), (3, "ens5")])
+    addresses = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "ens5": "10.99.0.4"}
+    monkeypatch.setattr(network, "_address_of", lambda _probe, name: addresses[name])
+
+    class Probe(socket.socket):
+        def connect(self, _address):
+            pass
+
+        def getsockname(self):
+            return ("10.99.0.4", 1)
+
+    monkeypatch.setattr(network.socket, "socket", Probe)
+    assert interface_to("10.99.0.7") == "ens5"
+    job = Job.model_validate(JOB | {"nodes": 2, "master_addr": "10.99.0.7"})
+    layout = RunLayout("r", PurePosixPath("/home"))
+    assert launcher.environment(job, {}, layout, {})["GLOO_SOCKET_IFNAME"] == "ens5"
+    assert launcher.environment(job, {}, layout, {"GLOO_SOCKET_IFNAME": "eth1"})["GLOO_SOCKET_IFNAME"] == "eth1"
+    alone = Job.model_validate(JOB | {"nodes": 1, "master_addr": "10.99.0.7"})
+    assert "GLOO_SOCKET_IFNAME" not in launcher.environment(alone, {}, layout, {})
+
+
+def test_the_kernel_says_which_address_an_interface_has():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        assert network._address_of(probe, "lo") == "127.0.0.1"
+        assert network._address_of(probe, "none-such") is None

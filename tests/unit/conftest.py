@@ -52,6 +52,7 @@ class Node:
         self.files: dict[str, bytes] = {}
         self.agent: list[list[str]] = []  # what the agent was asked, without the program's name
         self.secrets = b""
+        self.renewed: dict[str, str] = {}
         self.reachable = True  # False: every call fails, and so does a new connection
         self.closed = False
         self.ends_when_stopped = True
@@ -145,6 +146,10 @@ class Node:
         self.secrets = stdin
         self.world.program(self, Job.model_validate_json(self.files[str(self.layout.job)]))
         return {}
+
+    def _renew(self, stdin: bytes) -> dict[str, Any]:
+        self.renewed = json.loads(stdin)["store"]
+        return {"renewed": True}
 
     def _status(self, _stdin: bytes) -> dict[str, Any]:
         return {**json.loads(self.files[str(self.layout.status)]), "alive": self.agent_lives}

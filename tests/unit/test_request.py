@@ -88,3 +88,15 @@ def test_all_missing_secrets_are_named_at_once():
 def test_a_file_store_takes_no_credentials_along():
     run_spec = spec(command=["t.py"], checkpoint={"to": "file:///x"})
     assert secrets_of(run_spec, jobs(run_spec)[0].checkpoint, {"AWS_ACCESS_KEY_ID": "k"}).store == {}
+
+
+def test_the_nodes_look_for_notices_where_the_provider_puts_them(world):
+    request = resolve(spec(train={}), "a-1", Path("/base"), timeouts=Timeouts())
+    told = request.jobs(fleet(1).model_copy(update={"owner": "o"}), attempt=1, writer="w", port=1, resume=None)
+    assert told[0].notices == "file"
+    world.cloud.caps = world.cloud.caps.model_copy(update={"notices": "ec2"})
+    options = {"account": "123456789012"}
+    theirs = fleet(1).model_copy(update={"owner": "o", "options": options})
+    assert request.jobs(theirs, attempt=1, writer="w", port=1, resume=None)[0].notices == "ec2"
+    assert world.reached[-1] == ("local", options)
+    assert jobs(spec(train={}))[0].notices == "file", "of a program of the user's own nothing else is known"

@@ -717,3 +717,12 @@ def test_whatever_a_program_writes_as_metrics_it_is_no_crash(watch, data):
     metrics(watch, 0, data)
     collect(watch.session, watch.nodeset, watch.handle, 1)
     assert watch.saved.unigram_entropy is None
+
+
+def test_a_hint_of_the_provider_is_told_once_and_ends_nothing(watch):
+    watch.at(2, lambda: watch.world.nodes[1].says(Phase.TRAINING, at_risk_since=5.0)).done_at(30)
+    assert watch.run().succeeded
+    told = [event.text for event in watch.world.of(Warned) if "may take it soon" in event.text]
+    assert len(told) == 1
+    assert told[0].startswith("node 1")
+    assert watch.world.nodes[1].stops == 0

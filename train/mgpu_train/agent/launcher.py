@@ -15,6 +15,7 @@ from pathlib import Path
 import mgpu_train
 from mgpu_train.agent import procs
 from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.network import interface_to
 from mgpu_train.config import Job
 
 
@@ -78,6 +79,8 @@ def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: M
         # the agent's own grace is to end first: torchrun's 30 s would cut off a save
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(job.timeouts.stop_grace_s) + 10),
     }
+    if job.nodes > 1 and (interface := interface_to(job.master_addr)):
+        given.setdefault("GLOO_SOCKET_IFNAME", interface)
     given |= _how_often(job)
     given.pop("MGPU_RESUME_DIR", None)
     if job.resume is not None:

@@ -1,4 +1,4 @@
-"""Fresh credentials of the store for an agent that lives: over a socket in the run's folder, so that no disk has them."""
+"""Fresh credentials of the store for a living agent: over a socket in the run's folder, so that no disk has them."""
 
 from __future__ import annotations
 

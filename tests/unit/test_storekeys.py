@@ -1,0 +1,215 @@
+"""What opens the store on the nodes: nothing of ours where their role does, and fresh keys where keys expire (F16)."""
+
+from __future__ import annotations
+
+import pytest
+from mgpu_train.agent.status import Phase
+from mgpu_train.config import Secrets
+
+from mgpu.errors import ConnectionFailed, InputError, Transient
+from mgpu.events import Warned
+from mgpu.run.calls import Calls
+from mgpu.run.renewal import EVERY_S, Renewal
+from mgpu.run.request import secrets_of, store_keys
+from mgpu.run.storekeys import StoreKeys
+from mgpu.spec.model import RunSpec
+
+STATIC = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "eu-west-1", "AWS_PROFILE": "p"}
+PLACE = {"AWS_REGION": "eu-west-1"}
+
+
+class Session:
+    """What boto3 finds, with keys that change when they are renewed."""
+
+    region_name = "eu-north-1"
+
+    def __init__(self) -> None:
+        self.serial = 1
+        self.error: Exception | None = None
+        self.made = 0
+
+    def __call__(self) -> Session:
+        self.made += 1
+        return self
+
+    def get_credentials(self) -> Session | None:
+        return self
+
+    def get_frozen_credentials(self) -> Session:
+        if self.error:
+            raise self.error
+        return self
+
+    @property
+    def access_key(self) -> str:
+        return f"id-{self.serial}"
+
+    secret_key, token = "secret", "token"
+
+
+@pytest.fixture
+def session(monkeypatch) -> Session:
+    made = Session()
+    monkeypatch.setattr("boto3.Session", made)
+    return made
+
+
+def spec(to="s3://bucket/runs", data=()) -> RunSpec:
+    more = {"command": ["t.py"], "checkpoint": {"to": to}, "data": [{"from": url, "to": "d"} for url in data]}
+    return RunSpec.model_validate({"name": "a", "provider": "aws", "max_hours": 1, "max_price_usd_per_hour": 1} | more)
+
+
+def keys(*urls, environ=None, by_role=()) -> StoreKeys:
+    return StoreKeys(urls, STATIC if environ is None else environ, lambda url: url in by_role)
+
+
+def test_the_operators_keys_travel_and_nothing_else_of_the_environment():
+    assert keys("s3://b/x").now() == {name: value for name, value in STATIC.items() if name != "AWS_PROFILE"}
+    assert keys("file:///x").now() == {}
+
+
+def test_where_the_machines_role_opens_all_nothing_secret_travels(session):
+    assert keys("s3://b/x", by_role={"s3://b/x"}).now() == PLACE
+    assert keys("s3://b/x", environ=PLACE, by_role={"s3://b/x"}).now() == PLACE
+    assert session.made == 0, "nobody is asked for keys that are not needed"
+    assert "AWS_SECRET_ACCESS_KEY" in keys("s3://b/x", "s3://other/x", by_role={"s3://b/x"}).now()
+
+
+def test_the_provider_says_what_its_role_opens(world):
+    run_spec = spec(data=["s3://bucket/tokens"])
+    target = type("T", (), {"to": "s3://bucket/runs"})
+    world.cloud.by_role = {"s3://bucket/runs", "s3://bucket/tokens"}
+    assert secrets_of(run_spec, target, STATIC, world.cloud).store == PLACE
+    world.cloud.by_role = {"s3://bucket/runs"}
+    assert "AWS_ACCESS_KEY_ID" in secrets_of(run_spec, target, STATIC, world.cloud).store
+    assert "AWS_ACCESS_KEY_ID" in secrets_of(run_spec, target, STATIC).store, "of others' machines nothing is known"
+    world.cloud.refuses["opened_by_role"] = [Transient("503")]
+    with pytest.raises(Transient):
+        store_keys(run_spec, target, STATIC, world.cloud).now()
+
+
+def test_keys_of_a_profile_are_asked_for_again_from_the_session_that_renews_them(session):
+    kept = keys("s3://b/x", environ={})
+    assert kept.now() == {
+        "AWS_ACCESS_KEY_ID": "id-1", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_SESSION_TOKEN": "token",
+        "AWS_REGION": "eu-north-1",
+    }  # fmt: skip
+    session.serial = 2
+    assert kept.now()["AWS_ACCESS_KEY_ID"] == "id-2"
+    assert session.made == 1
+
+
+def test_keys_that_cannot_be_renewed_are_an_input_error_without_a_traceback(session):
+    from botocore.exceptions import UnauthorizedSSOTokenError
+
+    session.error = UnauthorizedSSOTokenError()
+    with pytest.raises(InputError, match="cannot be used") as caught:
+        keys("s3://b/x", environ={}).now()
+    assert "aws sso login" in caught.value.next_step
+
+
+# --- sent to agents that live -----------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Two nodes that train, and a renewal whose clock the test sets."""
+
+    def __init__(self, world, keys, sent):
+        world.has_nodes(2)
+        record = world.record("run-1")
+        self.world, self.now, self.calls, self.said = world, 0.0, Calls(), []
+        self.eyes = [Eye(node) for node in world.nodes]
+        for node in world.nodes:
+            node.says(Phase.TRAINING)
+        session = type("S", (), {"record": record, "timeouts": world.timeouts})()
+        self.renewal = Renewal(session, keys, sent, lambda: self.now, self.said.append)
+
+    def passes(self, seconds=0.0, count=2):
+        self.now += seconds
+        for _ in range(count):
+            self.renewal.round(self.eyes, self.calls)
+            self.calls.wait(5)
+
+    @property
+    def given(self):
+        """How often each node was given keys, and which they were last."""
+        asked = [sum(argv[0] == "renew" for argv in node.agent) for node in self.world.nodes]
+        return asked, [node.renewed.get("AWS_ACCESS_KEY_ID") for node in self.world.nodes]
+
+
+class Eye:
+    def __init__(self, node):
+        self.node, self.rank, self.dead, self.status = node, node.target.rank, False, None
+
+
+@pytest.fixture
+def bench(world, session):
+    def make(sent):
+        return Bench(world, keys("s3://b/x", environ={}), sent)
+
+    return make
+
+
+def test_new_keys_are_sent_to_every_agent_before_the_old_ones_end(bench, session):
+    sent = keys("s3://b/x", environ={}).now()
+    made = bench(sent)
+    made.passes()
+    made.passes(EVERY_S)
+    assert made.given == ([0, 0], [None, None]), "they have these"
+    session.serial = 2
+    made.passes(EVERY_S - 1)
+    assert made.given == ([0, 0], [None, None])
+    made.passes(1)
+    made.passes(EVERY_S)
+    assert made.given == ([1, 1], ["id-2", "id-2"])
+
+
+def test_who_attaches_sends_them_at_once(bench):
+    made = bench(None)
+    made.passes()
+    assert made.given == ([1, 1], ["id-1", "id-1"])
+
+
+def test_a_node_that_cannot_be_reached_gets_them_when_it_can(bench):
+    made = bench(None)
+    made.world.nodes[1].closed = True
+    made.passes(count=4)
+    assert made.given[0] == [1, 0]
+    made.world.nodes[1].closed = False
+    made.world.nodes[1].faults["renew"] = [ConnectionFailed("lost")]
+    made.passes(count=1)
+    assert "node 1 could not be given" in made.said[0]
+    made.passes(count=3)
+    assert made.given == ([1, 1], ["id-1", "id-1"])
+
+
+def test_keys_that_cannot_be_had_are_told_and_the_nodes_keep_theirs(bench, session):
+    made = bench(None)
+    session.get_credentials = lambda: None
+    made.passes()
+    assert made.given[0] == [0, 0]
+    assert "no credentials" in made.said[0]
+    del session.get_credentials
+    made.passes(EVERY_S)
+    assert made.given[0] == [1, 1]
+
+
+def test_an_agent_that_has_ended_is_left_alone(bench):
+    made = bench(None)
+    made.eyes[0].dead = True
+    made.passes(count=4)
+    assert made.given[0] == [0, 1]
+
+
+def test_a_later_attempt_has_the_keys_of_its_time(world, session):
+    from mgpu.run.launch import _fresh
+
+    kept = keys("s3://b/x", environ={})
+    before = Secrets(env={"TOKEN": "t"}, store=kept.now())
+    session.serial = 2
+    run = type("S", (), {"emit": world.events.append})()
+    assert _fresh(run, before, kept).store["AWS_ACCESS_KEY_ID"] == "id-2"
+    session.get_credentials = lambda: None
+    fresh = keys("s3://b/x", environ={})
+    assert _fresh(run, before, fresh) == before
+    assert "no credentials" in world.of(Warned)[0].text
