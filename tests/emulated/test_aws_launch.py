@@ -330,8 +330,12 @@ def test_no_capacity_names_the_code_and_leaves_nothing(aws: FakeAws, provider: A
     assert len(aws.calls("CreateFleet")) == 1, "no retry storm"
 
 
-def test_a_quota_is_named_with_the_way_to_raise_it(aws: FakeAws, provider: AwsProvider):
-    aws.quota("L-DB2E81BA", 4)
+@pytest.mark.parametrize("listed", [True, False], ids=["in the fleet's list", "as the answer"])
+def test_a_quota_is_named_with_the_way_to_raise_it(aws: FakeAws, provider: AwsProvider, listed: bool):
+    if listed:
+        aws.quota("L-DB2E81BA", 4)
+    else:
+        aws.errors("CreateFleet", "VcpuLimitExceeded")
     chosen = offer(market="on-demand")
     with pytest.raises(QuotaExceeded) as caught:
         provider.create(request(), chosen, token(chosen))
