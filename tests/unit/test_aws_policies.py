@@ -55,12 +55,13 @@ def too_wide(document):
 def _wide_resource(action, resource, condition):
     if HARMLESS.fullmatch(action):
         return
+    if re.fullmatch(r"arn:aws:ec2:[a-z0-9*-]+:\d{12}:instance/\*", resource):
+        if not _by_tag(condition):
+            yield f"{action} on all instances"
+        return
     head, _, tail = resource.partition("*")
-    if tail or not head.endswith("/"):
-        if "*" in resource:
-            yield f"{action} on {resource}"
-    elif ":instance/" in head and "*" in resource and not _by_tag(condition):
-        yield f"{action} on all instances"
+    if "*" in resource and (tail or not head.endswith("/")):
+        yield f"{action} on {resource}"
 
 
 def _by_tag(condition):
@@ -84,7 +85,8 @@ def test_nothing_is_wider_than_it_has_to_be(name):
         {"Effect": "Allow", "Action": "s3:DeleteObject", "Resource": "*"},
         {"Effect": "Allow", "Action": "s3:PutObject", "Resource": "arn:aws:s3:::b*"},
         {"Effect": "Allow", "Action": "iam:PassRole", "Resource": "arn:aws:iam::*:role/mgpu-node"},
-        {"Effect": "Allow", "Action": "ec2:TerminateInstances", "Resource": "arn:aws:ec2:r:1:instance/*"},
+        {"Effect": "Allow", "Action": "ec2:TerminateInstances", "Resource": "arn:aws:ec2:*:123456789012:instance/*"},
+        {"Effect": "Allow", "Action": "ec2:TerminateInstances", "Resource": "arn:aws:ec2:*:*:instance/*"},
         {"Effect": "Allow", "Principal": "*", "Action": "sts:AssumeRole"},
         {"Effect": "Allow", "NotAction": "iam:CreateUser", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::b/c"},
     ],
@@ -114,10 +116,10 @@ def test_a_node_lists_nothing_but_runs_and_still_hears_that_a_key_is_not_there()
     assert listing["Condition"] == {"StringLikeIfExists": {"s3:prefix": ["runs", "runs/*"]}}
 
 
-def test_the_reaper_ends_machines_of_ours_in_this_region_and_account_and_does_nothing_else():
+def test_the_reaper_ends_machines_of_ours_in_this_account_and_does_nothing_else():
     (only,) = emitted()["reaper"]["Statement"]
     assert only["Action"] == "ec2:TerminateInstances"
-    assert only["Resource"] == f"arn:aws:ec2:{REGION}:{ACCOUNT}:instance/*"
+    assert only["Resource"] == f"arn:aws:ec2:*:{ACCOUNT}:instance/*"
     assert _by_tag(only["Condition"])
 
 

@@ -94,13 +94,14 @@ def node(region: str, account: str, bucket: str, repository: str) -> Document:
 
 
 def reaper(region: str, account: str) -> Document:
-    """What the reaper may do: end machines of this region that carry an owner tag of mgpu's."""
+    """What the reaper may do: end machines that carry an owner tag of mgpu's. In all regions: a fleet may be where the
+    user named ids and no base was made, and its kill switch has to work there, too."""
     return _document(
         {
             "Sid": "EndMachines",
             "Effect": "Allow",
             "Action": "ec2:TerminateInstances",
-            "Resource": f"arn:{partition(region)}:ec2:{region}:{account}:instance/*",
+            "Resource": f"arn:{partition(region)}:ec2:*:{account}:instance/*",
             "Condition": {"Null": {f"aws:ResourceTag/{names.OWNER}": "false"}},
         }
     )
