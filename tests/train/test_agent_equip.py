@@ -160,6 +160,13 @@ def test_a_package_with_another_hash_is_not_installed(machine):
     assert not (machine.home / LIBRARY / "python").exists()
 
 
+def test_a_package_without_a_hash_is_not_installed(machine):
+    plain = (line.partition(" --hash")[0] for line in machine.requirements.read_text().splitlines())
+    machine.requirements.write_text("\n".join(plain) + "\n")
+    answer = machine.ready(code=equip.PROBLEM)
+    assert (answer["problem"], "hash" in answer["why"].lower()) == ("packages", True)
+
+
 def test_a_package_that_cannot_be_had_is_named(machine):
     (machine.wheels / "boto3-1.99.1-py3-none-any.whl").unlink()
     answer = machine.ready(code=equip.PROBLEM)
@@ -188,7 +195,7 @@ def test_an_interpreter_that_is_too_old_is_a_problem(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("version", "lacks"), [("2.11", []), ("2.11.0rc1", []), ("3", []), ("2.10.9", [1]), ("1", [1])]
+    ("version", "lacks"), [("2.11", []), ("2.11.0rc1", []), ("3", []), ("2.10.9", [1]), ("1", [1]), ("2.9", [1])]
 )
 def test_a_version_is_compared_as_numbers(monkeypatch, version, lacks):
     monkeypatch.setattr(equip, "NEEDS", {"pydantic": (2, 11)})

@@ -33,11 +33,13 @@ def attempt(tmp_path: Path) -> Attempt:
 def test_the_next_use_of_the_store_has_them(attempt, tmp_path, monkeypatch):
     opened = []
 
+    class Expired:
+        def put(self, _key, _data):
+            raise Denied("the credentials have expired (ExpiredToken)")
+
     def open_with(url, env, *, timeouts):
         opened.append(dict(env))
-        if env["AWS_SESSION_TOKEN"] == "old-token":
-            raise Denied("the credentials have expired (ExpiredToken)")
-        return open_store(url)
+        return Expired() if env["AWS_SESSION_TOKEN"] == "old-token" else open_store(url)
 
     monkeypatch.setattr(depot, "open_store", open_with)
     assert attempt.job.checkpoint is not None

@@ -258,8 +258,18 @@ def test_each_account_is_asked_once_with_the_settings_that_lead_there(world, far
     (fleet,) = fleets.survey().fleets
     assert len(asked) == 3, "with nothing, for account 1, and for account 2"
     assert {dict(options).get("account") for name, options in world.reached if name == "far"} == {None, "1", "2"}
+    assert fleet.used_by == ""
+
+
+def test_a_fleet_is_ended_with_the_settings_by_which_it_was_found(world, far):
+    far.caps = far.caps.model_copy(update={"account_options": frozenset({"account"})})
+    far.is_configured = False
+    far.rent("mine-run-1")
+    world.record("run-1", provider="far", state=State.FAILED, teardown="kept", options={"account": "1", "python": "/a"})
+    (fleet,) = fleets.survey().fleets
     fleets.end(fleet, stacks.Context(world.events.append, world.timeouts))
-    assert world.reached[-1] == ("far", dict(fleet.options))
+    assert world.reached[-1] == ("far", {"account": "1"})
+    assert far.billed == set()
 
 
 def test_nothing_is_billed_and_it_says_so(world):

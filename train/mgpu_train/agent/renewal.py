@@ -26,12 +26,12 @@ def listen(path: Path, take: Callable[[dict[str, str]], None]) -> None:
 
 
 def hand_over(path: Path, secrets: Secrets) -> bool:
-    """Gives the living agent the store's part of these; False: nobody has taken it."""
+    """Gives the living agent these, of which it takes the store's part; False: nobody has taken it."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
             peer.settimeout(_PEER_S)
             peer.connect(_address(path))
-            peer.sendall(Secrets(store=secrets.store).model_dump_json().encode())
+            peer.sendall(secrets.model_dump_json().encode())
             peer.shutdown(socket.SHUT_WR)
             return peer.recv(1) == b"1"
     except OSError:
