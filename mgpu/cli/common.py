@@ -103,9 +103,11 @@ def old_prices(offers: Iterable[Offer]) -> str:
 def show_plan(console: Console, plan: Plan) -> None:
     """The price of all nodes, before anything is rented."""
     need, best = plan.requirements, plan.best
+    price, dearest = (f"${usd:.2f}" for usd in (plan.best_price_usd_per_hour, plan.price_usd_per_hour))
+    instead = "" if price == dearest else f", up to {dearest} if another offer has to be taken"
     console.say(
         f"{need.nodes} x {best.instance_type} ({best.market}) at {best.provider} {best.zone or best.region}: "
-        f"${plan.price_usd_per_hour:.2f} per hour for all nodes, "
+        f"{price} per hour for all nodes{instead}; "
         f"at most ${plan.max_cost_usd:.2f} until the hard cap of {need.max_hours:g} h"
     )
     for note in (*plan.notes, old_prices(plan.offers)):

@@ -95,6 +95,11 @@ class Plan(Value):
         return self.offers[0]
 
     @property
+    def best_price_usd_per_hour(self) -> float:
+        """Of the whole fleet, at the offer that is asked for first."""
+        return self.best.price_usd_per_hour * self.requirements.nodes
+
+    @property
     def price_usd_per_hour(self) -> float:
         """Of the whole fleet, at the dearest offer that may be taken: what the user agrees to."""
         return max(offer.price_usd_per_hour for offer in self.offers) * self.requirements.nodes

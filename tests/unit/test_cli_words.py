@@ -7,6 +7,8 @@ import json
 import pytest
 
 from mgpu.cli import common, ls
+from mgpu.console import Console
+from mgpu.plan.model import Offer, Plan, Requirements
 from mgpu.run.record import Interruption, Record, State
 
 
@@ -131,3 +133,21 @@ def test_the_json_has_the_interruptions_and_no_token():
     assert found["interruptions"][0]["resumed_step"] == 100
     assert not {"writer", "supervisor"} & set(found)
     json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("prices", "said"),
+    [
+        ([0.195, 0.75], "$0.39 per hour for all nodes, up to $1.50 if another offer has to be taken; at most $0.75"),
+        ([0.195], "$0.39 per hour for all nodes; at most $0.20"),
+        ([0.195, 0.195], "$0.39 per hour for all nodes; at most $0.20"),
+    ],
+)
+def test_a_plan_says_what_the_first_offer_costs_and_the_most_that_is_agreed_to(prices, said, capsys):
+    places = [
+        Offer(provider="p", instance_type="m", market="spot", price_usd_per_hour=usd, region=f"r{i}", fetched_at=1)
+        for i, usd in enumerate(prices)
+    ]
+    needed = Requirements(provider="p", nodes=2, max_price_usd_per_hour=2, max_hours=0.5)
+    common.show_plan(Console(), Plan(requirements=needed, offers=tuple(places)))
+    assert said in " ".join(capsys.readouterr().err.split())
