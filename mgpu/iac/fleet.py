@@ -77,16 +77,20 @@ class FleetHandler:
         return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
 
     def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> Found | None:
-        """The machines as the provider sees them now; gone only when it says of every one that it is terminated.
+        """The machines as the provider sees them now; gone only when it says of every one that it is terminated, and
+        of what they had beside them (addresses, say) that it is released: the state forgets where to look for it.
 
         Raises:
             ProviderError: the provider did not answer: nothing is concluded from that.
+            TeardownIncomplete: something that the machines had could not be released.
         """
         if not old:
             return _refuse_import(call, resource_id)
         fleet = FleetOutputs.model_validate(old)
-        state = fleet.rented_from().describe(fleet.handle)
+        provider = fleet.rented_from()
+        state = provider.describe(fleet.handle)
         if all(node.phase is NodePhase.TERMINATED for node in state.nodes):
+            acquire.destroy(provider, fleet.handle, timeouts=self._timeouts, emit=call.emit)
             generations.used(call.settings.state_dir, fleet.name, fleet.generation)
             return None
         seen = fleet.seen(fleet.handle, state)

@@ -48,9 +48,10 @@ def give_back(
         failure = error if isinstance(error, MgpuError) else StackError(str(error))
         emit(Warned(f"pulumi destroy failed, ending the machines directly: {failure.what}"))
     try:
-        for handle in _owned(provider, owner, names):
-            acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
         left = _owned(provider, owner, names)
+        for handle in left:
+            acquire.destroy(provider, handle, timeouts=timeouts, emit=emit)
+        left = _owned(provider, owner, names) if left else left  # all regions: not asked twice for nothing
     except ProviderError as error:
         raise TeardownIncomplete(
             f"fleet {', '.join(sorted(names))} may still be billed: the provider cannot be asked",

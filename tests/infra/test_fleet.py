@@ -12,7 +12,7 @@ from pulumi.runtime.proto import provider_pb2, status_pb2
 
 from mgpu import acquire
 from mgpu.acquire import search
-from mgpu.errors import HostKeyMismatch, NoCapacity, Transient
+from mgpu.errors import HostKeyMismatch, NoCapacity, TeardownIncomplete, Transient
 from mgpu.iac import contact, failures, plugin, schema
 from mgpu.iac.wire import UNKNOWN, from_struct
 from mgpu.providers.base import FleetState, JumpHost, NodePhase
@@ -342,6 +342,23 @@ def test_gone_only_when_every_machine_is_terminated(wire, here, made, fake):
         fake.phases[name] = NodePhase.TERMINATED
     assert wire.read(here, made[0], made[2], made[1]).id == ""
     assert from_struct(wire.create(here, made[1]).properties)["generation"] == 2
+
+
+def test_state_forgets_a_fleet_once_what_its_machines_had_is_released(wire, here, made, fake):
+    """Its addresses, say: nobody would look for them any more."""
+    fake.phases |= dict.fromkeys(ids(made[2]), NodePhase.TERMINATED)
+    answers, asked = [False, False, True], []
+    fake.destroy = lambda handle, nodes=None: asked.append((handle.ids, nodes)) or answers.pop(0)
+    assert wire.read(here, made[0], made[2], made[1]).id == ""
+    assert asked == [(tuple(ids(made[2])), None)] * 3
+
+
+def test_a_fleet_whose_left_overs_cannot_be_released_stays_in_state(wire, here, made, fake):
+    fake.phases |= dict.fromkeys(ids(made[2]), NodePhase.TERMINATED)
+    fake.destroy = lambda handle, nodes=None: False
+    with pytest.raises(grpc.RpcError) as failed:
+        wire.read(here, made[0], made[2], made[1])
+    assert isinstance(failures.parse(failed.value.details()), TeardownIncomplete)
 
 
 def test_a_provider_that_does_not_answer_concludes_nothing(wire, here, made, fake):

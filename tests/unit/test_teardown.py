@@ -55,6 +55,14 @@ def test_machines_that_the_stack_does_not_know_are_swept(world, stack):
     assert world.cloud.billed == {"mine-dev-0"}
 
 
+def test_where_nothing_is_left_the_provider_is_asked_once(world, stack):
+    """It is a question to every region."""
+    asked, listed = [], world.cloud.list_owned
+    world.cloud.list_owned = lambda owner: asked.append(owner) or listed(owner)
+    back(world, stack)
+    assert len(asked) == 1
+
+
 def test_a_machine_that_the_provider_still_lists_is_named_and_the_stack_is_kept(world, stack):
     world.cloud.stuck.add("mine-run-1-1")
     with pytest.raises(TeardownIncomplete, match="mine-run-1-1"):
