@@ -1,0 +1,120 @@
+"""A user of the fake AWS with machines: a folder made by `mgpu init`, and commands typed in the fake's network.
+
+Nothing of it is in this process's own environment, so that many may live at once, beside each other and on one fake.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fakes.aws.fake import FOREIGN, HOME_REGION, FakeAws
+
+MGPU = str(Path(sys.executable).with_name("mgpu"))
+BUCKET = "mgpu-of-this-test"
+_KINDS = ("state", "config", "data")
+_AMBIENT = ("PULUMI_", "AWS_", "MGPU_")
+Done = subprocess.CompletedProcess[str]
+
+
+def environment(aws: FakeAws) -> dict[str, str]:
+    """This process's, but that AWS means the fake alone."""
+    return {name: value for name, value in os.environ.items() if name not in FOREIGN} | aws.env
+
+
+class Operator:
+    """One user with a project of their own under `root`; `variables` are in the environment of all their commands."""
+
+    def __init__(self, aws: FakeAws, root: Path, program: Path, **variables: str) -> None:
+        """`program` becomes train.py. Raises subprocess.CalledProcessError: `mgpu init` has failed."""
+        self.aws, self.root, self.folder = aws, root, root / "mine"
+        kept = {name: value for name, value in environment(aws).items() if not name.startswith(_AMBIENT)}
+        folders = {f"XDG_{kind.upper()}_HOME": str(root / kind) for kind in _KINDS}
+        self.env = {**kept, **aws.env, **folders, "TMPDIR": str(root / "tmp"), **variables}
+        for folder in (self.folder, root / "tmp"):
+            folder.mkdir(parents=True)
+        self.mgpu("init").check_returncode()
+        shutil.copy(program, self.folder / "train.py")
+
+    @property
+    def state(self) -> Path:
+        """The folder of all that mgpu remembers of this user."""
+        return self.root / "state" / "mgpu"
+
+    def write(self, **run_file: Any) -> None:
+        """The run file: two quick spot nodes without torch, but for what is given."""
+        keys = {
+            "name": "w",
+            "provider": "aws",
+            "regions": [HOME_REGION],
+            "nodes": 2,
+            "gpus_per_node": 1,
+            "gpu": ["T4"],
+            "market": "spot",
+            "max_price_usd_per_hour": 2,
+            "max_hours": 0.5,
+            "launcher": "python",
+            "command": ["train.py", "20", "0.05"],
+            "checkpoint": {"to": f"s3://{BUCKET}/runs", "every_steps": 10},
+            "aws": {"endpoint_url": self.aws.endpoint, "python": sys.executable},  # the machines see this interpreter
+            **run_file,
+        }
+        (self.folder / "mgpu.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Begins `mgpu` with these arguments."""
+        return subprocess.Popen(
+            [*self.aws.prefix, MGPU, *words],
+            cwd=self.folder,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def mgpu(self, *words: str, seconds: float = 180) -> Done:
+        """`mgpu` with these arguments, to its end. Raises subprocess.TimeoutExpired."""
+        process = self.start(*words)
+        try:
+            out, err = process.communicate(timeout=seconds)
+        finally:
+            process.kill()
+        return Done(words, process.returncode, out, err)
+
+    def run(self) -> dict[str, Any]:
+        """The newest record; empty: there is none."""
+        records = [json.loads(path.read_text()) for path in (self.state / "runs").glob("[!.]*/record.json")]
+        return max(records, key=lambda record: record["created_at"], default={})
+
+    def commits(self) -> list[dict[str, Any]]:
+        """The entries of the newest run's commit log, in order."""
+        s3, prefix = self.aws.client("s3"), f"runs/{self.run()['run_id']}/commits/"
+        keys = [each["Key"] for each in s3.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())]
+        return [json.loads(s3.get_object(Bucket=BUCKET, Key=key)["Body"].read()) for key in sorted(keys)]
+
+
+def left_behind(aws: FakeAws, region: str = HOME_REGION) -> dict[str, list[str]]:
+    """What fleets have left in a region, by kind; empty is as it should be. By the fake's own word."""
+    ec2, kinds = aws.client("ec2", region), ("LaunchTemplates", "PlacementGroups", "Addresses", "Schedules")
+    templates = [each["LaunchTemplateName"] for each in ec2.describe_launch_templates()["LaunchTemplates"]]
+    groups = [each["GroupName"] for each in ec2.describe_placement_groups()["PlacementGroups"]]
+    addresses = [each["AllocationId"] for each in ec2.describe_addresses()["Addresses"]]
+    schedules = [each["Name"] for each in aws.client("scheduler", region).list_schedules()["Schedules"]]
+    found: Mapping[str, list[str]] = dict(zip(kinds, (templates, groups, addresses, schedules), strict=True))
+    return {"billed": aws.alive(), **found}
+
+
+def until(what: Callable[[], object], seconds: float = 60, why: str = "it did not happen in time") -> None:
+    """Waits for something to be true. Raises AssertionError."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, why
+        time.sleep(0.1)
