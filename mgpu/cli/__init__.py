@@ -15,6 +15,8 @@ from mgpu import __version__
 COMMANDS = {
     "init": "Make this folder a project: run file, Pulumi program, engine.",
     "bootstrap": "Make what machines at a provider stand on: bucket, roles, security group.",
+    "check": "Test what a provider needs: credentials, permissions, network, quotas. Names a cure for each red line.",
+    "policy": "Print the least permissions that mgpu needs at a provider.",
     "spec": "Print the JSON schema of the run file.",
     "offers": "List what providers sell, and the age of the prices.",
     "plan": "Show what a run file would rent, and the price. Rents nothing.",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
+from mgpu.errors import MgpuError
 from mgpu.plan.model import Offer, Requirements, Value
 
 
@@ -49,6 +50,21 @@ class Refreshed(Value):
 
     regions: tuple[str, ...] = Field(description="that answered")
     failed: dict[str, str] = Field(default={}, description="region -> why it keeps its old prices")
+
+
+class Finding(Value):
+    """One line of `Provider.findings`: something that renting needs, and whether it is there."""
+
+    subject: str
+    status: Literal["ok", "warning", "failed"]
+    detail: str
+    cure: str = Field(default="", description="what to do, where it is not ok")
+    document: dict[str, Any] | None = Field(default=None, description="what the cure says to paste")
+
+    @classmethod
+    def of(cls, subject: str, error: MgpuError) -> Finding:
+        """A finding that failed by this error."""
+        return cls(subject=subject, status="failed", detail=error.what, cure=error.next_step or error.why)
 
 
 class FleetRequest(Value):
@@ -152,6 +168,11 @@ class Provider(Protocol):
 
     def check(self) -> None:
         """Tests the credentials and one cheap permission. Raises what is missing."""
+        ...
+
+    def findings(self, requirements: Requirements | None, here: Callable[[], str]) -> tuple[Finding, ...]:
+        """All that renting needs, looked at; for these requirements where there are any. `here` says which address
+        others see this machine at, CIDR, and raises InputError where that is not known. Raises no ProviderError."""
         ...
 
     def offers(self, requirements: Requirements) -> Offers:

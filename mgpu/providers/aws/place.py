@@ -48,13 +48,28 @@ def find(account: Account, options: Options, offer: Offer, nodes: int) -> Place:
     if region not in account.once("regions", account.regions):
         raise _missing(f"region {region}", "it is not enabled for this account", "Enable it in the AWS console.")
     subnet = _subnet(account, options, offer, nodes)
-    vpc = subnet["VpcId"]
-    group = options.security_group_id or account.once(("group", region, vpc), lambda: _group(account, region, vpc))
+    group = group_of(account, options, region, subnet["VpcId"])
+    profile = require_roles(account, options, region)
+    return Place(region, subnet["AvailabilityZone"], subnet["SubnetId"], group, profile)
+
+
+def subnets(account: Account, options: Options, region: str) -> list[dict[str, Any]]:
+    """The subnets that machines may go to, as EC2 shows them. Raises NoOffer: no default VPC; ProviderError."""
+    return account.once(("subnets", options, region), lambda: _subnets(account, options, region))
+
+
+def group_of(account: Account, options: Options, region: str, vpc: str) -> str:
+    """The id of the nodes' security group in this network. Raises NoOffer: there is none; ProviderError."""
+    return options.security_group_id or account.once(("group", region, vpc), lambda: _group(account, region, vpc))
+
+
+def require_roles(account: Account, options: Options, region: str) -> str:
+    """The name of the nodes' instance profile. Raises NoOffer: it or the reaper's role is missing; ProviderError."""
     profile = options.instance_profile or names.NODE_ROLE
     account.once(("profile", profile), lambda: _require_role(account, region, "instance profile", profile))
     if not options.reaper_role:
         account.once("reaper", lambda: _require_role(account, region, "role", names.REAPER_ROLE))
-    return Place(region, subnet["AvailabilityZone"], subnet["SubnetId"], group, profile)
+    return profile
 
 
 def kind(account: Account, region: str, instance_type: str) -> Kind:
@@ -74,7 +89,7 @@ def _kind(account: Account, region: str, instance_type: str) -> Kind:
 
 def _subnet(account: Account, options: Options, offer: Offer, nodes: int) -> dict[str, Any]:
     """The subnet in the offer's zone with the most addresses left."""
-    here = account.once(("subnets", options, offer.region), lambda: _subnets(account, options, offer.region))
+    here = subnets(account, options, offer.region)
     in_zone = [each for each in here if offer.zone in (None, each["AvailabilityZone"], each.get("AvailabilityZoneId"))]
     if not in_zone:
         which = "none of `aws.subnet_ids` is" if options.subnet_ids else "no default subnet is"

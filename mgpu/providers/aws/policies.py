@@ -18,7 +18,7 @@ RUNS = "runs"
 TLS_ONLY = "MgpuTlsOnly"
 """The `Sid` of our statement in a bucket's policy, which may hold others."""
 
-_VERSION = "2012-10-17"
+VERSION = "2012-10-17"
 
 
 def partition(region: str) -> str:
@@ -171,4 +171,4 @@ def _several(value: Any) -> list[Any]:
 
 
 def _document(*found: Document) -> Document:
-    return {"Version": _VERSION, "Statement": list(found)}
+    return {"Version": VERSION, "Statement": list(found)}

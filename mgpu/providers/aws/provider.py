@@ -6,7 +6,7 @@ A fleet's machines are made by `launch`, described by `machines`, ended by `endi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mgpu.errors import Transient
@@ -15,6 +15,7 @@ from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import (
     Capabilities,
+    Finding,
     FleetRequest,
     FleetState,
     Handle,
@@ -89,6 +90,12 @@ class AwsProvider:
             except ClientError as error:
                 if code_of(error) != "DryRunOperation":  # the answer of one who may
                     raise
+
+    def findings(self, requirements: Requirements | None, here: Callable[[], str]) -> tuple[Finding, ...]:
+        """Credentials, clock, permissions, and in each region base, network, SSH and quotas."""
+        from mgpu.providers.aws.check import findings
+
+        return findings(self._account, self._of(requirements) if requirements else self._options, requirements, here)
 
     def offers(self, requirements: Requirements) -> Offers:
         """What is known to be on sale, from the snapshot or the newest refresh. Raises InputError, NoOffer."""

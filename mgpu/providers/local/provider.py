@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mgpu import paths
-from mgpu.errors import InvalidRequest, NoCapacity, Transient
+from mgpu.errors import InvalidRequest, MgpuError, NoCapacity, Transient
 from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers.base import (
     Capabilities,
+    Finding,
     FleetRequest,
     FleetState,
     Handle,
@@ -86,6 +87,14 @@ class LocalProvider:
             )
         control.check(self.root)
         interpreter.require_torch(interpreter.find(self._options))
+
+    def findings(self, requirements: Requirements | None, here: Callable[[], str]) -> tuple[Finding, ...]:
+        """This machine, as far as nodes need it."""
+        try:
+            self.check()
+        except MgpuError as error:
+            return (Finding.of("this machine", error),)
+        return (Finding(subject="this machine", status="ok", detail=f"its Python has torch; nodes lie in {self.root}"),)
 
     def offers(self, requirements: Requirements) -> Offers:
         """This machine's price list; it has no GPUs to offer and one region, `here`."""

@@ -90,6 +90,9 @@ def answer(rule: Fault, call: Call) -> Response:
         text = denial(call.service, call.action)
     if code == "Throttling" and call.service == "ec2":
         status = 503
-    if code in SPELLED:
-        code = SPELLED[code][0 if call.service == "ec2" else 1 if call.service in QUERY else 2]
-    return refusal(call, code, text, status)
+    return refusal(call, spelled(code, call.service), text, status)
+
+
+def spelled(code: str, service: str) -> str:
+    """The name that a service has for this error."""
+    return SPELLED[code][0 if service == "ec2" else 1 if service in QUERY else 2] if code in SPELLED else code

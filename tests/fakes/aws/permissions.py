@@ -14,6 +14,7 @@ from moto.iam.models import iam_backends
 from moto.s3.models import FakeBucket
 from moto.sts.models import sts_backends
 
+from fakes.aws import simulation
 from fakes.aws.cloud import Cloud
 from fakes.aws.faults import ACCOUNT
 from fakes.aws.metadata import lasting
@@ -37,6 +38,7 @@ def install(cloud: Cloud) -> None:
     replace(settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
     replace(ActionAuthenticatorMixin, "_authenticate_and_authorize_action", authorized)
     replace(FakeBucket, "get_permission", _bucket_says)
+    simulation.install()
 
 
 def _bucket_says(bucket: FakeBucket, action: str, resource: str) -> PermissionResult:
@@ -69,11 +71,17 @@ def permits(role_arn: str, action: str, resource: str, facts: Mapping[str, str])
     role = next((each for each in iam.roles.values() if each.arn == role_arn), None)
     if role is None:
         return False
-    versions = [version for policy in role.managed_policies.values() for version in policy.versions]
+    return allowed(role, action, resource, facts)
+
+
+def allowed(who: Any, action: str, resource: str, facts: Mapping[str, str]) -> bool:
+    """Whether the policies of moto's role or user allow this."""
+    versions = [version for policy in who.managed_policies.values() for version in policy.versions]
     attached = [version.document for version in versions if version.is_default]
+    inline = who.policies.values()
     said = [
         each["Effect"]
-        for document in [*role.policies.values(), *attached]
+        for document in [*inline, *attached]
         for each in _statements(document)
         if _about(each, action, resource) and _holds(each.get("Condition", {}), facts)
     ]

@@ -73,8 +73,10 @@ class Front:
         handler = prices.HANDLERS.get((call.service, call.action))
         if handler is None:
             response = Response.from_app(self.moto, environ, buffered=True)
-            if response.status_code == 403 and call.service == "ec2":  # moto's IAM words it as S3 does
-                return refusal(call, "UnauthorizedOperation", faults.denial("ec2", call.action), 403)
+            denies = call.service == "ec2" or (call.service != "s3" and b"<Code>AccessDenied" in response.get_data())
+            if response.status_code == 403 and denies:  # moto's IAM says it in XML to every service
+                denied = faults.denial(call.service, call.action)
+                return refusal(call, faults.spelled("Denied", call.service), denied, 403)
             return response
         try:
             answer = handler(self.cloud, call)

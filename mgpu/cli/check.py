@@ -1,0 +1,89 @@
+"""`mgpu check`: all that renting needs at a provider, looked at, with a cure for each red line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mgpu.cli import common
+from mgpu.console import Console
+from mgpu.errors import InputError, MgpuError, ProviderError
+
+if TYPE_CHECKING:
+    from mgpu.plan.model import Requirements
+    from mgpu.providers.base import Finding
+
+_MARKS = {"ok": "ok", "warning": "warning", "failed": "FAILED"}
+
+
+@click.command()
+@click.argument("provider", required=False)
+@click.argument("run_file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--profile", help="Profile of provider aws, as `aws: {profile: ...}` of a run file.")
+@common.json_option
+def check(provider: str | None, run_file: Path | None, profile: str | None, as_json: bool) -> int:
+    """Test what PROVIDER needs, for RUN_FILE if there is one; by default ./mgpu.yaml and its provider.
+
+    Rents and changes nothing. Exit code 3 where something is missing that a run cannot do without.
+    """
+    from mgpu.providers import registry
+    from mgpu.run.base import own_address
+
+    console = Console(as_json=as_json)
+    needed = _needed(provider, run_file)
+    options = dict(needed.provider_options) if needed else {}
+    name = provider or (needed.provider if needed else "")
+    if profile:
+        if name != "aws":
+            raise InputError(f"--profile: provider {name} has no profiles", "", "Leave it out.")
+        options["profile"] = profile
+        needed = needed.model_copy(update={"provider_options": options}) if needed else None
+    found = (*registry.get(name, options).findings(needed, own_address), _engine())
+    if as_json:
+        console.data([each.model_dump(mode="json", exclude_defaults=True) for each in found])
+    else:
+        _show(console, found)
+    return ProviderError.exit_code if any(each.status == "failed" for each in found) else 0
+
+
+def _needed(provider: str | None, run_file: Path | None) -> Requirements | None:
+    """What the run file asks for; None: there is none, and the provider alone is looked at."""
+    from mgpu.plan import rank
+    from mgpu.spec.load import load
+
+    path = run_file or Path(common.RUN_FILE)
+    if run_file is None and provider and not path.exists():
+        return None
+    needed = rank.requirements(load(path))
+    if provider in (None, needed.provider):
+        return needed
+    if run_file is None:
+        return None  # this folder's run file is for another provider
+    raise InputError(
+        f"{path} is for provider {needed.provider}, not for {provider}", "", f"`mgpu check {needed.provider} {path}`"
+    )
+
+
+def _engine() -> Finding:
+    from mgpu.iac.install import find_engine
+    from mgpu.providers.base import Finding
+
+    try:
+        engine = find_engine()
+    except MgpuError as error:
+        return Finding.of("Pulumi engine", error)
+    if engine is None:
+        cure = "`mgpu init` in a folder of its own fetches it; in a checkout `make setup`."
+        return Finding(subject="Pulumi engine", status="failed", detail="there is none yet", cure=cure)
+    return Finding(subject="Pulumi engine", status="ok", detail=f"version {engine.version}, {engine.origin}")
+
+
+def _show(console: Console, found: tuple[Finding, ...]) -> None:
+    console.table(("check", "", "what was found"), [(each.subject, _MARKS[each.status], each.detail) for each in found])
+    for each in found:
+        if each.cure:
+            console.text(f"\n{each.subject}: {each.cure}")
+        if each.document:
+            console.data(each.document)

@@ -1,0 +1,36 @@
+"""`mgpu policy`: the least permissions under which mgpu works."""
+
+from __future__ import annotations
+
+import click
+
+from mgpu.console import Console
+from mgpu.errors import InputError
+
+
+@click.group()
+def policy() -> None:
+    """Print the least permissions that mgpu needs at a provider."""
+
+
+@policy.command()
+@click.option("--account", default="", help="Account, 12 digits (default: the one of the credentials).")
+@click.option("--region", "regions", multiple=True, help="Rent in these regions alone; several times for several.")
+@click.option("--bootstrap", is_flag=True, help="What `mgpu bootstrap aws` needs beyond that, for whoever runs it.")
+@click.option("--profile", default="", help="Profile of ~/.aws.")
+@click.option("--endpoint-url", default="", help="Address of all AWS services, for a VPC endpoint or a fake.")
+def aws(account: str, regions: tuple[str, ...], bootstrap: bool, profile: str, endpoint_url: str) -> None:
+    """Print the policy of who rents, watches and ends machines, as a JSON document for IAM.
+
+    With --account nothing is asked of AWS. What ends or deletes something is limited to what carries mgpu's tags.
+    """
+    from mgpu.providers.aws import operator
+    from mgpu.providers.aws.options import Options
+    from mgpu.providers.aws.session import Account
+
+    for region in regions:
+        if not operator.is_region(region):
+            raise InputError(f"--region: {region!r} is no region", "", "Name it as AWS does: us-east-1.")
+    options = Options.of({"account": account, "profile": profile, "endpoint_url": endpoint_url})
+    whose = account or Account(options).id()
+    Console().data(operator.documents(whose, regions)["base" if bootstrap else "machines"])

@@ -1,0 +1,279 @@
+"""Everything at AWS that renting needs, looked at side by side: one finding each, with a cure where it is not there.
+
+First who the caller is; without that nothing else can be asked. Then permissions, and of each region its network, its
+base, who may log in, and its quotas.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from mgpu.errors import InputError, MgpuError, NoOffer
+from mgpu.plan.model import Offer, Requirements
+from mgpu.providers.aws import names, operator, permissions, place, quotas
+from mgpu.providers.aws import offers as on_sale
+from mgpu.providers.aws.base.ways import SSH, ways
+from mgpu.providers.aws.failures import calling
+from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.session import Account
+from mgpu.providers.base import Finding
+
+_SKEW_S, _WORST_SKEW_S = 60.0, 240.0  # AWS refuses signatures that are five minutes off
+_AT_ONCE = 16
+_SHOWN = 3  # of the actions that are missing; the policy to paste has all
+
+_Look = Callable[[], Iterable[Finding]]
+
+
+def findings(
+    account: Account, options: Options, requirements: Requirements | None, here: Callable[[], str]
+) -> tuple[Finding, ...]:
+    """All of them; `here` says which address others see this machine at, CIDR (InputError: nobody knows)."""
+    try:
+        identity, said_at = _identity(account)
+    except MgpuError as error:
+        return (Finding.of("credentials", error),)
+    looks: dict[str, _Look] = {"permissions": lambda: _permissions(account, identity, requirements)}
+    try:
+        for region in _regions(account, requirements):
+            looks |= _of_region(account, options, requirements, region, here)
+    except MgpuError as error:
+        refused = Finding.of("regions", error)
+        looks["regions"] = lambda: [refused]
+    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
+        found = list(pool.map(lambda item: _safely(*item), looks.items()))
+    return (_credentials(account, identity), _clock(said_at), *(each for some in found for each in some))
+
+
+def _safely(subject: str, look: _Look) -> list[Finding]:
+    try:
+        return list(look())
+    except MgpuError as error:
+        return [Finding.of(subject, error)]
+
+
+def _ok(subject: str, detail: str) -> Finding:
+    return Finding(subject=subject, status="ok", detail=detail)
+
+
+def _warning(subject: str, detail: str, cure: str) -> Finding:
+    return Finding(subject=subject, status="warning", detail=detail, cure=cure)
+
+
+# --- who, and when ----------------------------------------------------------------------------------------------------
+
+
+def _identity(account: Account) -> tuple[dict[str, Any], float]:
+    """Who AWS says that we are, and its clock (UNIX seconds; 0: it does not say). Raises AuthError, InputError."""
+    region = account.home_region
+    with calling("asking whose credentials these are", region, scope="provider"):
+        answer = account.client("sts", region).get_caller_identity()
+    account.id()
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return answer, parsedate_to_datetime(date).timestamp() if date else 0.0
+
+
+def _credentials(account: Account, identity: dict[str, Any]) -> Finding:
+    arn = identity["Arn"]
+    profile = account.options.profile or os.environ.get("AWS_PROFILE") or ""
+    detail = f"account {identity['Account']}, {arn}" + (f", profile {profile}" if profile else "")
+    if arn.endswith(":root"):
+        cure = "Make a user or role with the policies of `mgpu policy aws`."
+        return _warning("credentials", f"{detail}: the owner of the whole account", cure)
+    if os.environ.get("AWS_SESSION_TOKEN") and not profile:
+        cure = "The operator needs them until a run ends: a profile (`aws sso login`, a role) is renewed by itself."
+        return _warning("credentials", f"{detail}; temporary ones in AWS_SESSION_TOKEN, which nobody renews", cure)
+    return _ok("credentials", detail)
+
+
+def _clock(said_at: float) -> Finding:
+    off = time.time() - said_at
+    words = f"{abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} AWS's"
+    if not said_at or abs(off) <= _SKEW_S:
+        return _ok("clock", words if said_at else "AWS did not say what time it is")
+    status = "failed" if abs(off) > _WORST_SKEW_S else "warning"
+    return Finding(subject="clock", status=status, detail=words, cure="Set the clock (NTP): AWS refuses 5 minutes.")
+
+
+# --- permissions ------------------------------------------------------------------------------------------------------
+
+
+def _permissions(account: Account, identity: dict[str, Any], requirements: Requirements | None) -> Iterator[Finding]:
+    if identity["Arn"].endswith(":root"):
+        yield _ok("permissions", "the account's owner may do everything")
+        return
+    regions = requirements.regions if requirements else ()
+    document = operator.documents(identity["Account"], regions)["machines"]
+    told = permissions.told(account, identity["Arn"], document)
+    needed = len(operator.actions(document))
+    if told.missing - {permissions.SIMULATE} or (told.missing and not told.untold):
+        yield Finding(
+            subject="permissions",
+            status="failed",
+            detail=f"{len(told.missing)} of {needed} actions are missing: {_some(told.missing)}",
+            cure="Have this policy attached to them; `mgpu policy aws` prints all that is needed.",
+            document=operator.narrowed(document, told.missing),
+        )
+    elif told.untold:
+        detail = f"{len(told.tried)} of {needed} actions were tried and are allowed; of the others nothing is known"
+        cure = "Allow iam:SimulatePrincipalPolicy, and all of them are looked at."
+        yield _warning("permissions", detail, cure)
+    else:
+        yield _ok("permissions", f"all {needed} actions are allowed")
+
+
+def _some(actions: Iterable[str]) -> str:
+    first, rest = sorted(actions)[:_SHOWN], sorted(actions)[_SHOWN:]
+    return ", ".join(first) + (f" and {len(rest)} more" if rest else "")
+
+
+# --- one region -------------------------------------------------------------------------------------------------------
+
+
+def _regions(account: Account, requirements: Requirements | None) -> tuple[str, ...]:
+    """Those of the run file, else where the account is at home. Raises InputError: one that there is not."""
+    asked = requirements.regions if requirements and requirements.regions else (account.home_region,)
+    enabled = account.once("regions", account.regions)
+    unknown = [region for region in asked if region not in enabled]
+    if unknown:
+        raise InputError(
+            f"there is no region {', '.join(unknown)}, or it is not enabled for this account",
+            "",
+            f"Enable it in the AWS console, or name others: {', '.join(enabled)}.",
+        )
+    return asked
+
+
+def _of_region(
+    account: Account, options: Options, requirements: Requirements | None, region: str, here: Callable[[], str]
+) -> dict[str, _Look]:
+    return {
+        f"network {region}": lambda: [_network(account, options, region)],
+        f"roles {region}": lambda: [_roles(account, options, region)],
+        f"login {region}": lambda: [_login(account, options, region, here)],
+        f"quotas {region}": lambda: _quotas(account, options, requirements, region),
+    }
+
+
+def _network(account: Account, options: Options, region: str) -> Finding:
+    subject = f"network {region}"
+    found = place.subnets(account, options, region)
+    if not found:
+        cure = f"Name subnets of {region} in `aws.subnet_ids`, or `aws ec2 create-default-subnet`."
+        return Finding(subject=subject, status="failed", detail="there is no subnet for machines", cure=cure)
+    free = sum(each["AvailableIpAddressCount"] for each in found)
+    zones = sorted({each["AvailabilityZone"] for each in found})
+    detail = f"{found[0]['VpcId']}: subnets in {', '.join(zones)}, {free} free addresses"
+    if options.address == "private" and options.via is None:
+        cure = "Set `aws.jump_host` and `aws.jump_host_key`, unless this machine is in that network."
+        return _warning(subject, f"{detail}; machines get private addresses alone, and no jump host is named", cure)
+    return _ok(subject, detail)
+
+
+def _roles(account: Account, options: Options, region: str) -> Finding:
+    profile = place.require_roles(account, options, region)
+    reaper = options.reaper_role or names.REAPER_ROLE
+    return _ok(f"roles {region}", f"instance profile {profile}, role {reaper}")
+
+
+def _login(account: Account, options: Options, region: str, here: Callable[[], str]) -> Finding:
+    """Whether the group lets this machine, or the jump host, in."""
+    subject = f"login {region}"
+    subnets = place.subnets(account, options, region)
+    if not subnets:
+        raise NoOffer("without a network nobody can log in", "", "See `network`.")
+    group = place.group_of(account, options, region, subnets[0]["VpcId"])
+    sources = sorted(_let_in(account, region, group))
+    detail = f"{group} lets in {', '.join(sources) or 'nobody'} on port {SSH}"
+    if options.address == "private":
+        who = options.via.address if options.via else "a machine in that network"
+        return _ok(subject, f"{detail}; nodes are reached through {who}")
+    cure = f"`mgpu bootstrap aws --region {region} --allow-ssh ADDRESS`"
+    if options.security_group_id:
+        cure = f"Let ADDRESS in on port {SSH} of {group}, which is yours."
+    try:
+        ours = here()
+    except InputError as error:
+        return _warning(subject, f"{detail}; {error.what}", f"If that is not you: {cure.replace('ADDRESS', 'CIDR')}")
+    if any(_within(ours, source) for source in sources):
+        return _ok(subject, f"{detail}; this machine is {ours}")
+    detail = f"{detail}, and this machine is {ours}"
+    return Finding(subject=subject, status="failed", detail=detail, cure=cure.replace("ADDRESS", ours))
+
+
+def _let_in(account: Account, region: str, group: str) -> Iterator[str]:
+    """The networks that a security group lets in on port 22, and its other sources by their names."""
+    filters = [{"Name": "group-id", "Values": [group]}]
+    with calling(f"looking at security group {group}", region):
+        found = account.client("ec2", region).describe_security_groups(Filters=filters)["SecurityGroups"]
+    for each in found:
+        for source, way in ways(each.get("IpPermissions", ())):
+            every = way["IpProtocol"] == "-1"
+            if source != group and (every or way.get("FromPort", 0) <= SSH <= way.get("ToPort", 0)):
+                yield source
+
+
+def _within(network: str, source: str) -> bool:
+    if not re.match(r"[0-9a-f]*[.:]", source):  # a group, a prefix list
+        return False
+    inner, outer = ipaddress.ip_network(network), ipaddress.ip_network(source)
+    return inner.version == outer.version and outer.supernet_of(inner)  # type: ignore[arg-type]
+
+
+# --- quotas -----------------------------------------------------------------------------------------------------------
+
+
+def _quotas(account: Account, options: Options, requirements: Requirements | None, region: str) -> Iterator[Finding]:
+    """One line a quota: those that the run file's machines count against, or all. It is a failure only where none of
+    them is enough for the fleet."""
+    room = {each.code: each for each in quotas.headroom(account, region).values()}
+    needed = _needed(options, requirements, region) if requirements else {}
+    short = [code for code, vcpus in needed.items() if code in room and _left(room[code]) < vcpus]
+    status = "failed" if needed and len(short) == len(needed) else "warning"
+    for code in sorted(needed or room):
+        if code not in room:
+            continue
+        vcpus = needed.get(code, 1)
+        left = _left(room[code])
+        detail = f"{quotas.name_of(code)} ({code}): {left} of {room[code].limit_vcpus} vCPUs are left"
+        if left >= vcpus:
+            yield _ok(f"quota {region}", detail)
+            continue
+        detail += f", the fleet needs {vcpus}" if needed else ""
+        wanted = room[code].used_vcpus + vcpus if needed else "VCPUS"
+        cure = f"`{quotas.raise_command(code, region)} {wanted}`"
+        yield Finding(subject=f"quota {region}", status=status, detail=detail, cure=cure)
+
+
+def _left(room: quotas.Headroom) -> int:
+    return max(0, room.limit_vcpus - room.used_vcpus)
+
+
+def _needed(options: Options, requirements: Requirements, region: str) -> dict[str, int]:
+    """vCPUs that the smallest fleet would count, by quota; empty where no prices are known. Raises InputError."""
+    here = requirements.model_copy(update={"regions": (region,)})
+    fleets: dict[str, int] = {}
+    try:
+        known = on_sale.offers(here, options).offers
+    except NoOffer:
+        return {}
+    for offer in known:
+        quota = quotas.quota_of(offer.instance_type, offer.market)
+        if quota and _meets(requirements, offer):
+            vcpus = offer.vcpus * requirements.nodes
+            fleets[quota.code] = min(vcpus, fleets.get(quota.code, vcpus))
+    return fleets
+
+
+def _meets(requirements: Requirements, offer: Offer) -> bool:
+    markets = ("spot", "on-demand") if requirements.market == "spot-then-on-demand" else (requirements.market,)
+    gpus = {gpu.casefold() for gpu in requirements.gpu}
+    fits = requirements.gpus_per_node in (0, offer.gpus) and offer.market in markets
+    return fits and (not gpus or (offer.gpu or "").casefold() in gpus)
