@@ -101,7 +101,7 @@ class Search:
 
     def _intent(self, offer: Offer, attempt: int) -> Intent:
         fleet, generation, owner = self.request.fleet, self.request.generation, self.request.owner
-        token = create_token(fleet, generation, offer, attempt)
+        token = create_token(owner, fleet, generation, offer, attempt)
         return Intent(fleet=fleet, generation=generation, owner=owner, token=token, offer=offer)
 
     def _try(self, intent: Intent) -> Acquired | None:

@@ -51,6 +51,7 @@ class StackOutput(_Output):
     owner: str = Field("", description="owner tag of the machines; empty: not made by mgpu")
     token: str = Field("", description="the provider's handle on the newest create; empty: not made by mgpu")
     made_at: float = Field(0, description="UNIX seconds of the newest create; 0: not known")
+    account: str = Field("", description="the provider's account that the machines are in; empty: not known")
     provider: str
     options: dict[str, str] = Field({}, description="settings of the provider; nothing secret")
     region: str = ""

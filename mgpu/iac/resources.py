@@ -220,5 +220,6 @@ def _stack_output(values: dict[str, Any]) -> dict[str, Any]:
     nodes = tuple(NodeOutput.model_validate(machine) for machine in exported["nodes"])
     handle = exported.pop("handle")
     exported |= {"version": VERSION, "token": handle["token"], "made_at": handle.get("made_at", 0)}
+    exported |= {"account": handle.get("account", "")}
     exported |= {"gpu": exported["gpu"].get("gpu"), "nodes": nodes, "options": exported["options"] or {}}
     return StackOutput.model_validate(exported).model_dump(mode="json")

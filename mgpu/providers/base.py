@@ -99,6 +99,7 @@ class Handle(Value):
     token: str
     ids: tuple[str, ...]
     made_at: float = Field(default=0, description="UNIX seconds of the newest create; 0: not known")
+    account: str = Field(default="", description="whose machines they are; empty: the provider has but one, or unknown")
 
 
 class NodePhase(StrEnum):
@@ -226,7 +227,8 @@ class Provider(Protocol):
         ...
 
 
-def create_token(fleet: str, generation: int, offer: Offer, attempt: int) -> str:
+def create_token(owner: str, fleet: str, generation: int, offer: Offer, attempt: int) -> str:
     """The idempotency token of one try: at most one gang is ever made from it. 40 hexadecimal characters."""
-    parts = (fleet, str(generation), offer.provider, offer.instance_type, offer.market, offer.region, offer.zone or "")
-    return hashlib.sha256("\n".join((*parts, str(attempt))).encode()).hexdigest()[:40]
+    place = (offer.provider, offer.instance_type, offer.market, offer.region, offer.zone or "")
+    parts = (owner, fleet, str(generation), *place, str(attempt))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]

@@ -36,6 +36,7 @@ def handle_of(fleet: StackOutput) -> Handle:
         token=fleet.token,
         ids=tuple(node.id for node in fleet.nodes),
         made_at=fleet.made_at,
+        account=fleet.account,
     )
 
 

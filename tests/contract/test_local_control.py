@@ -88,7 +88,7 @@ class World:
 
     @property
     def intent(self) -> Intent:
-        token = create_token("demo", 1, self.offer, 0)
+        token = create_token("o-1", "demo", 1, self.offer, 0)
         return Intent(fleet="demo", generation=1, owner="o-1", token=token, offer=self.offer)
 
     def create(self, nodes: int = 2) -> Handle:
@@ -100,7 +100,7 @@ class World:
         return handle
 
     def repair(self, handle: Handle, rank: int) -> Handle:
-        token = create_token("demo", 2, self.offer, 0)
+        token = create_token("o-1", "demo", 2, self.offer, 0)
         return self.provider.repair(handle, (rank,), self.request(generation=2), self.offer, token)
 
     def instance(self, handle: Handle, rank: int = 0) -> Instance:
@@ -436,7 +436,7 @@ def test_without_capacity_nothing_new_is_made_and_offers_stay(world: World):
     world.gone(handle.model_copy(update={"ids": ("", handle.ids[1])}))
     with pytest.raises(NoCapacity, match="no capacity"):
         world.repair(handle, 1)
-    other = create_token("other", 1, world.offer, 0)
+    other = create_token("o-1", "other", 1, world.offer, 0)
     with pytest.raises(NoCapacity):
         world.provider.create(world.request(), world.offer, other)
     assert len(bill.read(world.root).nodes) == 2

@@ -71,7 +71,7 @@ class World:
 
     def create(self, request: FleetRequest) -> Handle:
         offer = self.provider.offers(request.requirements).offers[0]
-        return self.provider.create(request, offer, create_token("demo", 1, offer, 0))
+        return self.provider.create(request, offer, create_token("o-1", "demo", 1, offer, 0))
 
     def up(self, request: FleetRequest) -> tuple[Handle, tuple[NodeState, ...]]:
         handle = self.create(request)

@@ -123,7 +123,7 @@ def ask(harness: Harness, nodes: int = 2, owner: str = "o-1", generation: int = 
         lease_s=300,
         hard_cap_s=600,
     )
-    return request, offer, create_token(f"demo-{owner}", generation, offer, 0)
+    return request, offer, create_token(owner, f"demo-{owner}", generation, offer, 0)
 
 
 def until(what: Callable[[], object]) -> None:

@@ -60,7 +60,7 @@ def test_a_machine_that_nobody_comes_for_ends_itself_with_its_lease(aws: FakeAws
         hard_cap_s=3600,
     )
     start = time.monotonic()
-    handle = provider.create(request, offer, create_token("demo", 1, offer, 0))
+    handle = provider.create(request, offer, create_token("o-1", "demo", 1, offer, 0))
     until(lambda: provider.describe(handle).ready)
     (node,) = provider.describe(handle).nodes
     until(lambda: "in" in ssh(aws, tmp_path, node, login, "sudo -n true && echo in"))

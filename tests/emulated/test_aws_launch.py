@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fakes.aws import FakeAws
+from fakes.aws import FakeAws, market
 
 from mgpu.errors import (
     BidTooLow,
@@ -71,7 +71,7 @@ def request(nodes: int = 2, generation: int = 1, cap_usd: float = 100.0, **optio
 
 
 def token(of: Offer, attempt: int = 0) -> str:
-    return create_token("demo", 1, of, attempt)
+    return create_token("o-1", "demo", 1, of, attempt)
 
 
 def insist(call: Callable[[], Handle]) -> Handle:
@@ -191,11 +191,17 @@ def test_a_gang_is_kept_together_but_not_where_plain_is_asked_for(aws: FakeAws, 
 
 def test_machines_with_many_cards_get_efa_on_each_and_a_rented_address(aws: FakeAws, provider: AwsProvider):
     chosen = offer("p4d.24xlarge", "on-demand")
-    handle = provider.create(request(), chosen, token(chosen))
+    handle = insist(lambda: provider.create(request(), chosen, token(chosen)))
     (call,) = aws.calls("CreateLaunchTemplate")
     cards = call.parameters["LaunchTemplateData"]["NetworkInterfaces"]
-    assert [card["InterfaceType"] for card in cards] == ["efa", "efa-only", "efa-only", "efa-only"]
-    assert [card["NetworkCardIndex"] for card in cards] == [0, 1, 2, 3]
+    assert [card["InterfaceType"] for card in cards] == ["interface", *["efa-only"] * 4]
+    assert [(card["NetworkCardIndex"], card["DeviceIndex"]) for card in cards] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (2, 0),
+        (3, 0),
+    ]
     assert not any("AssociatePublicIpAddress" in card for card in cards)
     rented = aws.client("ec2").describe_addresses()["Addresses"]
     assert {each["InstanceId"] for each in rented} == set(handle.ids)
@@ -205,6 +211,15 @@ def test_machines_with_many_cards_get_efa_on_each_and_a_rented_address(aws: Fake
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert {node.address for node in state.nodes} == {each["PublicIp"] for each in rented}
+
+
+def test_a_machine_takes_its_address_once_it_runs_and_has_its_kill_switch_before(aws: FakeAws, provider: AwsProvider):
+    aws.pace(pending_s=60.0)
+    chosen = offer("p4d.24xlarge", "on-demand")
+    with pytest.raises(Transient):
+        provider.create(request(), chosen, token(chosen))
+    assert len(aws.alive()) == 2, "it is no refusal"
+    assert len(aws.calls("CreateSchedule")) == 2
 
 
 def test_one_machine_alone_needs_no_efa(aws: FakeAws, provider: AwsProvider):
@@ -344,6 +359,39 @@ def test_a_quota_is_named_with_the_way_to_raise_it(aws: FakeAws, provider: AwsPr
     assert caught.value.scope == "region"
     assert aws.alive() == []
     assert len(aws.calls("CreateFleet")) == 1
+
+
+def test_a_limit_of_something_else_than_machines_is_not_named_as_theirs(aws: FakeAws, provider: AwsProvider):
+    aws.errors("CreateFleet", "MaxFleetCountExceeded")
+    with pytest.raises(QuotaExceeded) as caught:
+        provider.create(request(), offer(), token(offer()))
+    assert "MaxFleetCountExceeded" in caught.value.why
+    assert "L-" not in caught.value.what
+
+
+def test_a_type_that_its_zone_does_not_have_is_no_capacity(aws: FakeAws, provider: AwsProvider):
+    zone = next(each for each in "abcdef" if f"{REGION}{each}" not in market.zones("p5.48xlarge", REGION))
+    chosen = offer("p5.48xlarge", zone=f"{REGION}{zone}")
+    with pytest.raises(NoCapacity) as caught:
+        provider.create(request(), chosen, token(chosen))
+    assert "InvalidFleetConfiguration" in caught.value.what
+    assert left(aws) == []
+
+
+def test_a_type_that_its_region_does_not_know_is_no_capacity(aws: FakeAws, provider: AwsProvider):
+    aws.errors("DescribeInstanceTypes", "InvalidInstanceType")
+    with pytest.raises(NoCapacity):
+        provider.create(request(), offer(), token(offer()))
+
+
+def test_an_instance_profile_that_ec2_does_not_know_yet_does_not_end_the_search(aws: FakeAws, provider: AwsProvider):
+    provider.create(request(), offer(), token(offer()))
+    iam, profile = aws.client("iam"), {"InstanceProfileName": names.NODE_ROLE}
+    iam.remove_role_from_instance_profile(**profile, RoleName=names.NODE_ROLE)
+    iam.delete_instance_profile(**profile)  # as EC2 sees it before IAM's news have reached it
+    with pytest.raises(NoCapacity) as caught:
+        provider.create(request(), offer(), token(offer(), 1))
+    assert "Invalid IAM Instance Profile name" in caught.value.why
 
 
 def test_a_spot_price_above_the_cap_is_a_bid_too_low(aws: FakeAws, provider: AwsProvider):

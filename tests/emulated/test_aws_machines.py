@@ -164,6 +164,13 @@ def test_without_a_template_an_old_machine_is_gone(aws, account):
     assert describe(account, handle).nodes[0].phase is NodePhase.TERMINATED
 
 
+def test_what_another_account_does_not_show_is_not_gone(aws, account, old):
+    handle = rent(aws, 1).handle.model_copy(update={"ids": ("i-0123456789abcdef0",), "account": "210987654321"})
+    with pytest.raises(AuthError, match="210987654321"):
+        describe(account, handle)
+    assert describe(account, handle.model_copy(update={"account": account.id()})).lost == (0,)
+
+
 @pytest.mark.parametrize(
     ("code", "error"), [("Unavailable", Transient), ("Denied", PermissionDenied), ("Expired", AuthError)]
 )

@@ -566,7 +566,7 @@ def test_a_provider_that_could_not_clean_up_stops_the_search(bench: Bench):
 def crash(bench: Bench, wanted: Offer, request_: FleetRequest | None = None, attempt: int = 0) -> str:
     """An earlier process that journalled its intent, made the gang, and died."""
     asked = request_ or request()
-    token = create_token("f", asked.generation, wanted, attempt)
+    token = create_token("o", "f", asked.generation, wanted, attempt)
     intent = Intent(fleet="f", generation=asked.generation, owner="o", token=token, offer=wanted)
     with bench.journal() as entries:
         entries.append("intent", **intent.model_dump(mode="json"), hard_cap_s=asked.hard_cap_s)
@@ -598,7 +598,7 @@ def test_what_a_dead_process_made_from_another_request_is_ended_first(bench: Ben
 
 
 def test_a_token_that_somebody_else_uses_is_a_conflict_and_is_not_touched(bench: Bench):
-    bench.double.create(request(nodes=3), offer(), create_token("f", 1, offer(), 0))
+    bench.double.create(request(nodes=3), offer(), create_token("o", "f", 1, offer(), 0))
     with pytest.raises(Conflict):
         bench.acquire(offer())
     assert len(bench.double.billed) == 3

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from mgpu.errors import Transient
+from mgpu.errors import AuthError, Transient
 from mgpu.providers.aws import listing, names
 from mgpu.providers.aws.failures import calling
 from mgpu.providers.aws.listing import Shown, by_id, tagged, tags_of
@@ -152,12 +152,26 @@ def _ranks(text: str) -> list[int]:
 
 
 def forgotten(account: Account, handle: Handle) -> bool:
-    """Whether a machine of this handle that EC2 does not show is gone. False: it may be too new to be shown."""
+    """Whether a machine of this handle that EC2 does not show is gone. False: it may be too new to be shown.
+
+    Raises:
+        AuthError: the credentials are of another account, which knows nothing of these machines.
+    """
+    _require_the_account(account, handle)
     if time.time() - handle.made_at <= LAG_S:
         return False
     answer = listing.templates(account, handle.region, names.template(handle.token))
     made_at = max((each["CreateTime"].timestamp() for each in answer["LaunchTemplates"]), default=0.0)
     return _told_at(answer) - made_at > LAG_S
+
+
+def _require_the_account(account: Account, handle: Handle) -> None:
+    if handle.account not in ("", account.id()):
+        raise AuthError(
+            f"fleet {handle.fleet} is in AWS account {handle.account}, the credentials are of {account.id()}",
+            "What one account does not show says nothing about the machines of another.",
+            "Use credentials of that account: AWS_PROFILE, or `aws: {profile: ...}` in the run file.",
+        )
 
 
 def _told_at(answer: dict[str, Any]) -> float:

@@ -117,7 +117,8 @@ class AwsProvider:
         """The machines that carry the intent's token. Raises ProviderError."""
         from mgpu.providers.aws import machines
 
-        return machines.find(self._account, intent)
+        found = machines.find(self._account, intent)
+        return self._ours(found) if found else None
 
     def describe(self, handle: Handle) -> FleetState:
         """The machines as EC2 shows them. Raises Transient: one that is too new to be shown; ProviderError."""
@@ -165,7 +166,7 @@ class AwsProvider:
         """What carries this owner's tag, in all regions. Raises ProviderError: not all of them have answered."""
         from mgpu.providers.aws import ending
 
-        return ending.list_owned(self._account, owner)
+        return tuple(map(self._ours, ending.list_owned(self._account, owner)))
 
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         """Ends machines and what only they used. Raises ProviderError: EC2 refused, or did not answer."""
@@ -180,7 +181,10 @@ class AwsProvider:
         from mgpu.providers.aws.launch import launch
         from mgpu.providers.aws.order import Order
 
-        return launch(self._account, Order(request, offer, token, ranks, self._of(request.requirements)))
+        return self._ours(launch(self._account, Order(request, offer, token, ranks, self._of(request.requirements))))
+
+    def _ours(self, handle: Handle) -> Handle:
+        return handle.model_copy(update={"account": self._account.id()})
 
     def _confirm_going(self, handle: Handle, lost: tuple[str, ...]) -> None:
         """Asks EC2 to end these machines, and returns once it shows that they are ending."""
