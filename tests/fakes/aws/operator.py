@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fakes.aws.fake import FOREIGN, HOME_REGION, FakeAws
 
 MGPU = str(Path(sys.executable).with_name("mgpu"))
 BUCKET = "mgpu-of-this-test"
+PROGRAMS = Path(__file__).parents[2] / "programs"
 _KINDS = ("state", "config", "data")
 _AMBIENT = ("PULUMI_", "AWS_", "MGPU_")
 Done = subprocess.CompletedProcess[str]
@@ -32,8 +34,8 @@ def environment(aws: FakeAws) -> dict[str, str]:
 class Operator:
     """One user with a project of their own under `root`; `variables` are in the environment of all their commands."""
 
-    def __init__(self, aws: FakeAws, root: Path, program: Path, **variables: str) -> None:
-        """`program` becomes train.py. Raises subprocess.CalledProcessError: `mgpu init` has failed."""
+    def __init__(self, aws: FakeAws, root: Path, **variables: str) -> None:
+        """Raises subprocess.CalledProcessError: `mgpu init` has failed."""
         self.aws, self.root, self.folder = aws, root, root / "mine"
         kept = {name: value for name, value in environment(aws).items() if not name.startswith(_AMBIENT)}
         folders = {f"XDG_{kind.upper()}_HOME": str(root / kind) for kind in _KINDS}
@@ -41,7 +43,8 @@ class Operator:
         for folder in (self.folder, root / "tmp"):
             folder.mkdir(parents=True)
         self.mgpu("init").check_returncode()
-        shutil.copy(program, self.folder / "train.py")
+        for program in ("count.py", "hang.py"):
+            shutil.copy(PROGRAMS / program, self.folder)
 
     @property
     def state(self) -> Path:
@@ -61,12 +64,22 @@ class Operator:
             "max_price_usd_per_hour": 2,
             "max_hours": 0.5,
             "launcher": "python",
-            "command": ["train.py", "20", "0.05"],
+            "command": ["count.py", "20", "0.05"],
             "checkpoint": {"to": f"s3://{BUCKET}/runs", "every_steps": 10},
             "aws": {"endpoint_url": self.aws.endpoint, "python": sys.executable},  # the machines see this interpreter
             **run_file,
         }
         (self.folder / "mgpu.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
+
+    @property
+    def ids(self) -> list[str]:
+        """The machines of the newest run, by rank."""
+        return [node["id"] for node in (self.run().get("fleet") or {}).get("nodes", ())]
+
+    def trains(self) -> bool:
+        """Whether the newest run's program runs, on every node, and has been seen to."""
+        run = self.run()
+        return bool(run) and run.get("node_phases") == ["training"] * run["nodes"]
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Begins `mgpu` with these arguments."""
@@ -99,6 +112,22 @@ class Operator:
         s3, prefix = self.aws.client("s3"), f"runs/{self.run()['run_id']}/commits/"
         keys = [each["Key"] for each in s3.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())]
         return [json.loads(s3.get_object(Bucket=BUCKET, Key=key)["Body"].read()) for key in sorted(keys)]
+
+
+@contextmanager
+def operator(folder: Path, **variables: str) -> Iterator[Operator]:
+    """A user with an AWS of their own, which has a base and a bucket; both go with it."""
+    with FakeAws.start(folder / "aws", machines=True) as aws:
+        aws.base()
+        aws.client("s3").create_bucket(Bucket=BUCKET)
+        yield Operator(aws, folder / "user", **variables)
+
+
+def why_ended(aws: FakeAws, region: str = HOME_REGION) -> list[str]:
+    """EC2's codes for the ends of all machines, in no order; an empty one for a machine that has not ended."""
+    pages = aws.client("ec2", region).get_paginator("describe_instances").paginate()
+    shown = [each for page in pages for group in page["Reservations"] for each in group["Instances"]]
+    return [machine.get("StateReason", {}).get("Code", "") for machine in shown]
 
 
 def left_behind(aws: FakeAws, region: str = HOME_REGION) -> dict[str, list[str]]:
