@@ -289,6 +289,12 @@ def _shut_out(aws, name):
     ec2.revoke_security_group_egress(GroupId=name, IpPermissions=found["IpPermissionsEgress"])
 
 
+def _part_members(aws, name):
+    """What EFA needs is taken away; all that goes by address stays open."""
+    way = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": name}]}
+    aws.client("ec2").revoke_security_group_egress(GroupId=name, IpPermissions=[way])
+
+
 DRIFTS = [
     (BUCKET, _open_bucket, {"public_access_blocked"}),
     (BUCKET, _drop_policy, {"tls_only"}),
@@ -305,7 +311,8 @@ DRIFTS = [
     (GROUP, _ssh_for_all, {"ssh"}),
     (GROUP, _web_for_all, {"others"}),
     (GROUP, _shut, {"ssh", "within"}),
-    (GROUP, _shut_out, {"out"}),
+    (GROUP, _shut_out, {"out", "within"}),
+    (GROUP, _part_members, {"within"}),
 ]
 
 

@@ -29,7 +29,7 @@ class SecurityGroup(Thing):
     vpc_id: str = Field(default="", description="network (default: the default VPC)")
     ssh: tuple[str, ...] = Field(default=(), description="addresses that may log in, CIDR")
     allow_world: bool = Field(default=False, description="lets `ssh` be the whole world, which is refused otherwise")
-    within: bool = fixed(True, "all traffic between members")
+    within: bool = fixed(True, "all traffic between members, allowed at both ends")
     out: bool = fixed(True, "all traffic out")
     others: tuple[str, ...] = fixed((), "other ways in, which nobody of ours has made")
 
@@ -99,16 +99,17 @@ class GroupKeeper:
             return None
         into = list(ways(found.get("IpPermissions", ())))
         ssh = tuple(sorted(source for source, way in into if is_ssh(way)))
-        within = any(is_within(way, found["GroupId"]) for _, way in into)
+        out = list(ways(found["IpPermissionsEgress"]))
+        into_it, out_of_it = (any(is_within(way, found["GroupId"]) for _, way in each) for each in (into, out))
         other = [(s, way) for s, way in into if not is_ssh(way) and not is_within(way, found["GroupId"])]
         facts = {"groupId": found["GroupId"], "vpc": found["VpcId"]}
         if wanted.existing is not None:
-            state = wanted.model_copy(update={"lacks": tuple(_lacks(within, into, wanted))})
+            state = wanted.model_copy(update={"lacks": tuple(_lacks(into_it, into, wanted))})
             return Found(found["GroupId"], state, facts, ours=False)
         state = {
             "ssh": ssh,
-            "within": within,
-            "out": any(source == "0.0.0.0/0" and is_all(way) for source, way in ways(found["IpPermissionsEgress"])),
+            "within": into_it and out_of_it,
+            "out": any(source == "0.0.0.0/0" and is_all(way) for source, way in out),
             "others": tuple(sorted(f"{ports_of(way)} from {source}" for source, way in other)),
         }
         raw = {"others": [way for _, way in other]}
@@ -133,13 +134,14 @@ class GroupKeeper:
         now, ec2, group = found.state, self._ec2, found.id
         close = [ssh_from(each) for each in now.ssh if each not in wanted.ssh] + found.raw["others"]
         let_in = [ssh_from(each) for each in wanted.ssh if each not in now.ssh]
-        let_in += [] if now.within else [everything(group=group)]
+        # EFA's traffic is let out to a group that is named alone: of "all addresses" it is none
+        members = [] if now.within else [everything(group=group)]
         for way in close:
             self._set(ec2.revoke_security_group_ingress, group, way)
-        for way in let_in:
+        for way in let_in + members:
             self._set(ec2.authorize_security_group_ingress, group, way)
-        if not now.out:
-            self._set(ec2.authorize_security_group_egress, group, everything())
+        for way in members + ([] if now.out else [everything()]):
+            self._set(ec2.authorize_security_group_egress, group, way)
 
     def delete(self, wanted: SecurityGroup) -> None:
         """Waits for whatever still uses it to go.
