@@ -206,10 +206,32 @@ def test_several_network_cards_come_without_a_public_address(aws: FakeAws, ec2: 
 
 
 @pytest.mark.parametrize(
+    "cards",
+    [
+        [(0, 0, "efa-only")],
+        [(1, 0, "interface")],
+        [(0, 0, "interface"), (0, 0, "efa-only")],
+        [(0, 0, "interface"), (1, 0, "efa-only"), (1, 0, "efa-only")],
+    ],
+)
+def test_a_layout_of_cards_that_ec2_does_not_take(aws: FakeAws, ec2: Any, cards: list[tuple[int, int, str]]):
+    asked = [{"NetworkCardIndex": card, "DeviceIndex": device, "InterfaceType": kind} for card, device, kind in cards]
+    answer = fleet(ec2, template(aws, NetworkInterfaces=asked), 1)
+    assert (codes(answer), made(answer)) == (["InvalidParameterCombination"], [])
+
+
+def test_a_machine_takes_an_address_once_it_runs(aws: FakeAws, ec2: Any):
+    aws.pace(pending_s=60.0)
+    ids = made(fleet(ec2, template(aws), 1))
+    address = ec2.allocate_address(Domain="vpc")["AllocationId"]
+    refused("IncorrectInstanceState", lambda: ec2.associate_address(AllocationId=address, InstanceId=ids[0]))
+
+
+@pytest.mark.parametrize(
     ("override", "code"),
     [
         ({"kind": "p4d.25xlarge"}, "InvalidParameterValue"),
-        ({"zones": ("us-east-1f",)}, "Unsupported"),
+        ({"zones": ("us-east-1f",)}, "InvalidFleetConfiguration"),
         ({"MaxPrice": "0.5"}, "SpotMaxPriceTooLow"),
         ({"ImageId": "ami-00000000"}, "InvalidAMIID.NotFound"),
         ({"Placement": {"GroupName": "nobody"}}, "InvalidPlacementGroup.Unknown"),
@@ -346,6 +368,7 @@ def test_the_bill_is_by_pool_and_time_and_names_what_was_left_behind(aws: FakeAw
     ids = made(fleet(ec2, template(aws, BlockDeviceMappings=disk), 1))
     tagged = [{"ResourceType": "elastic-ip", "Tags": OWNED}]
     address = ec2.allocate_address(Domain="vpc", TagSpecifications=tagged)["AllocationId"]
+    until(lambda: shown(ec2, *ids)[0]["State"]["Name"] == "running")
     ec2.associate_address(AllocationId=address, InstanceId=ids[0])
     assert aws.alive() == ids
     refused("InvalidIPAddress.InUse", lambda: ec2.release_address(AllocationId=address))

@@ -81,12 +81,15 @@ _CAPACITY = frozenset(
         "InsufficientInstanceCapacity",
         "InsufficientReservedInstanceCapacity",
         "InsufficientReservedInstancesCapacity",
+        "InvalidInstanceType",  # not sold there: types come to regions one by one
         "UnfulfillableCapacity",
         "Unsupported",
     }
 )
 _ACCOUNT = frozenset({"Blocked", "PendingVerification"})
 _BROKEN = frozenset({"InternalError", "InternalFailure", "RequestTimeout", "ServiceUnavailable", "Unavailable"})
+# said under several codes: Unsupported, InvalidFleetConfiguration, InvalidParameterValue
+_NOT_SOLD = re.compile(r"not supported in your requested Availability Zone|instance types do not exist")
 _QUOTA = re.compile(r"\w*LimitExceeded|Max\w+CountExceeded|ServiceQuotaExceededException|LimitExceededException")
 _RETRY_S = 5.0  # the least that is waited after throttling; botocore has tried again by then
 _STATUS_SERVER = 500
@@ -125,7 +128,7 @@ def refusal(
     meant (`quota_of`), `place` says what was done and where."""
     code = re.sub(r"^(Client|Server)\.", "", code)
     why = f"{code}: {_readable(message)}"
-    if code in _CAPACITY:
+    if code in _CAPACITY or _NOT_SOLD.search(message):
         wide: Scope = "zone" if scope == "zone" or code == "InsufficientFreeAddressesInSubnet" else "offer"
         return NoCapacity(f"{place}: no capacity ({code})", why, scope=wide)
     if code == "SpotMaxPriceTooLow":

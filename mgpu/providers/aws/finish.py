@@ -1,5 +1,5 @@
-"""What machines get once they exist: their ranks, public addresses where EC2 gives none, the kill switch at the hard
-cap. Every step may be made again, by whoever finds it undone."""
+"""What machines get once they exist: their ranks, the kill switch at the hard cap, public addresses where EC2 gives
+none. Every step may be made again, by whoever finds it undone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from mgpu.errors import QuotaExceeded, Transient
 from mgpu.providers.aws import listing, names, place, reaper
-from mgpu.providers.aws.failures import calling
+from mgpu.providers.aws.failures import calling, code_of
 from mgpu.providers.aws.listing import Shown, tags_of
 from mgpu.providers.aws.order import Order, tags
 from mgpu.providers.aws.session import Account
@@ -17,13 +17,14 @@ from mgpu.providers.base import Handle
 
 _AT_ONCE = 16  # calls in flight
 _ENDED = ("shutting-down", "terminated")
+_STARTING = ("IncorrectInstanceState", "InvalidInstanceID")  # of a machine that is pending, or has just ended
 
 
 def finish(account: Account, order: Order, handle: Handle, *, hard_cap_at: float) -> None:
     """Gives the machines of this order what they lack; those that have ended are passed over. `hard_cap_at`: UNIX s.
 
     Raises:
-        Transient: EC2 does not show a machine well enough yet; call again.
+        Transient: EC2 does not show a machine well enough yet, or it does not run yet; call again.
         QuotaExceeded: the account may have no more public addresses.
         ProviderError: AWS refused, or did not answer.
     """
@@ -34,10 +35,10 @@ def finish(account: Account, order: Order, handle: Handle, *, hard_cap_at: float
         if name and not (name in shown and shown[name]["State"]["Name"] in _ENDED)
     }
     _tag(account, order, {rank: name for rank, name in ranks.items() if not _has_rank(shown.get(name), rank)})
-    if order.wants_address(place.kind(account, order.region, order.offer.instance_type)):
-        _give_addresses(account, order, ranks, shown)
     if ranks:
         reaper.arm(account, order.options, order.region, ranks.values(), hard_cap_at)
+    if order.wants_address(place.kind(account, order.region, order.offer.instance_type)):
+        _give_addresses(account, order, ranks, shown)  # last: a machine has to run first
 
 
 def _has_rank(machine: Shown | None, rank: int) -> bool:
@@ -69,13 +70,21 @@ def _give_addresses(account: Account, order: Order, ranks: dict[int, str], shown
     def give(rank: int, name: str) -> None:
         address = rented.get(str(rank)) or _rent(ec2, order, rank)
         if not address.get("AssociationId"):
-            interface = _first_interface(order, name, shown)
-            with calling(f"giving {name} its address", order.region):
-                ec2.associate_address(
-                    AllocationId=address["AllocationId"], NetworkInterfaceId=interface, AllowReassociation=False
-                )
+            _associate(ec2, order, name, address["AllocationId"], _first_interface(order, name, shown))
 
     _each(give, ranks.items())
+
+
+def _associate(ec2: Any, order: Order, name: str, address: str, interface: str) -> None:
+    from botocore.exceptions import ClientError
+
+    with calling(f"giving {name} its address", order.region):
+        try:
+            ec2.associate_address(AllocationId=address, NetworkInterfaceId=interface, AllowReassociation=False)
+        except ClientError as error:
+            if code_of(error) not in _STARTING:
+                raise
+            raise Transient(f"aws {order.region}: {name} cannot take an address yet", str(error), "Again.") from error
 
 
 def _rent(ec2: Any, order: Order, rank: int) -> dict[str, Any]:

@@ -5,8 +5,8 @@
     placement group
     CreateFleet          its ClientToken is the token: a call whose answer was lost is made again and makes nothing more
     tags with the ranks
-    public addresses     where EC2 gives none by itself
     kill switch          at the hard cap; the machine's own clock runs from its boot on, whatever happens here
+    public addresses     where EC2 gives none by itself, once the machines run
 
 A crash anywhere leaves machines that carry their owner and their hard cap, and end themselves. A refusal for good
 leaves none: what was made is ended before it is raised.
@@ -15,6 +15,7 @@ leaves none: what was made is ended before it is raised.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from mgpu.errors import (
     RateLimited,
     Transient,
 )
-from mgpu.providers.aws import finish, image, listing, machines, names, place, quotas
+from mgpu.providers.aws import ending, finish, image, listing, machines, names, place, quotas
 from mgpu.providers.aws.failures import calling, code_of, refusal
 from mgpu.providers.aws.order import Order, fleet, tags, template
 from mgpu.providers.aws.session import Account
@@ -38,6 +39,8 @@ from mgpu.providers.base import Handle, Intent
 
 _Marks = dict[str, str]
 _PASSING = (RateLimited, Transient)  # the same call again may do better, and loses nothing
+_TOO_NEW = re.compile(r"InvalidLaunchTemplate|InvalidPlacementGroup|Invalid IAM Instance Profile")  # not known yet
+_OF_MACHINES = ("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded")
 
 
 def launch(account: Account, order: Order) -> Handle:
@@ -172,7 +175,11 @@ def _refused(order: Order, errors: Sequence[dict[str, Any]], granted: int) -> Pr
     reasons = [
         refusal(each.get("ErrorCode", "unknown"), each.get("ErrorMessage", ""), where, scope="zone") for each in errors
     ]
-    telling = [each for each in reasons if not isinstance(each, (NoCapacity, *_PASSING, Conflict, AmbiguousCreate))]
+    telling = [
+        each
+        for each in reasons
+        if not isinstance(each, (NoCapacity, *_PASSING, Conflict, AmbiguousCreate)) and not _TOO_NEW.search(each.why)
+    ]
     if telling:
         return _quota(order, telling[0].why) if isinstance(telling[0], QuotaExceeded) else telling[0]
     why = "\n".join(dict.fromkeys(each.why for each in reasons)) or f"{granted} of {len(order.ranks)} were granted"
@@ -181,7 +188,8 @@ def _refused(order: Order, errors: Sequence[dict[str, Any]], granted: int) -> Pr
 
 
 def _quota(order: Order, why: str) -> QuotaExceeded:
-    quota = quotas.quota_of(order.offer.instance_type, order.offer.market)
+    counted = why.startswith(_OF_MACHINES)  # there are limits of fleets and disks, too
+    quota = quotas.quota_of(order.offer.instance_type, order.offer.market) if counted else None
     named = f"quota {quota.code} ({quota.name})" if quota else "an account limit"
     raise_it = f"`{quotas.raise_command(quota.code, order.region)} VCPUS`" if quota else "see Service Quotas"
     return QuotaExceeded(
@@ -193,12 +201,15 @@ def _quota(order: Order, why: str) -> QuotaExceeded:
 
 
 def _end(account: Account, order: Order, ids: Sequence[str]) -> None:
-    """Ends machines of a gang that is not to be. Returns when EC2 says that they are on their way out."""
+    """Ends machines of a gang that is not to be, and gives their addresses back. Returns when EC2 says that the machines
+    are on their way out."""
     if not ids:
         return
     try:
         with calling(f"ending {', '.join(ids)}", order.region):
             account.client("ec2", order.region).terminate_instances(InstanceIds=list(ids))
+        if not ending.release(account, order.region, listing.tag_filters({names.TOKEN: order.token})):
+            raise Transient(f"aws {order.region}: an address is still in use", "", "Try again.")
     except _PASSING:
         raise
     except ProviderError as error:

@@ -102,7 +102,12 @@ def template(
         "UserData": base64.b64encode(script.encode()).decode(),
         "IamInstanceProfile": {"Name": place.instance_profile},
         "InstanceInitiatedShutdownBehavior": "terminate",  # power-off is the node's own end, and has to end the bill
-        "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled", "HttpPutResponseHopLimit": 1},
+        "MetadataOptions": {
+            "HttpTokens": "required",
+            "HttpEndpoint": "enabled",
+            "HttpPutResponseHopLimit": 1,
+            "InstanceMetadataTags": "disabled",  # else what an account has set for all its machines counts
+        },
         "BlockDeviceMappings": [_disk(image, request.requirements.disk_gib)],
         "NetworkInterfaces": _interfaces(order, place, kind),
         **placement,
@@ -175,15 +180,17 @@ def _disk(image: MachineImage, gib: int) -> Parameters:
 
 
 def _interfaces(order: Order, place: Place, kind: Kind) -> list[Parameters]:
-    """One interface; or one on every card that can have EFA, the first of which carries the machine's addresses."""
+    """One interface, with EFA where the only card has it; or one for ordinary traffic on the first card, which carries
+    the machine's addresses, and one for EFA alone on every card that can have it."""
     efa = order.cards(kind)
     common = {"Groups": [place.security_group_id], "DeleteOnTermination": True}
     on_first = efa >= kind.cards  # else the first card is for ordinary traffic alone
-    first: Parameters = {**common, "DeviceIndex": 0, "NetworkCardIndex": 0}
-    first["InterfaceType"] = "efa" if efa and on_first else "interface"
+    first: Parameters = {**common, "DeviceIndex": 0, "NetworkCardIndex": 0, "InterfaceType": "interface"}
     if efa < 2:
-        return [{**first, "AssociatePublicIpAddress": order.options.address == "public"}]
-    others = range(1, efa if on_first else efa + 1)
-    return [first] + [
-        {**common, "DeviceIndex": 1, "NetworkCardIndex": card, "InterfaceType": "efa-only"} for card in others
+        type_ = "efa" if efa and on_first else "interface"
+        return [{**first, "InterfaceType": type_, "AssociatePublicIpAddress": order.options.address == "public"}]
+    cards = range(efa) if on_first else range(1, efa + 1)
+    return [first] + [  # the second device on the first card, the first one on all others
+        {**common, "DeviceIndex": int(card == 0), "NetworkCardIndex": card, "InterfaceType": "efa-only"}
+        for card in cards
     ]

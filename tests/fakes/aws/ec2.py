@@ -36,6 +36,7 @@ def _install_addresses(cloud: Cloud) -> None:
     release = existing(ElasticAddressBackend, "release_address")
 
     def associate_address(self: Any, **asked: Any) -> Any:
+        _require_started(asked.get("instance") or getattr(asked.get("eni"), "instance", None))
         address = associate(self, **asked)
         if machine := address.instance or (address.eni and address.eni.instance):
             address.instance = machine  # EC2 shows it, also where an interface was named
@@ -68,6 +69,13 @@ def _install_addresses(cloud: Cloud) -> None:
 
     replace(Subnet, "get_available_subnet_ip", pick_another)
     replace(Instance, "__del__", lambda self: None)  # it would give back the address of a mere copy's original
+
+
+def _require_started(machine: Any) -> None:
+    """EC2 gives no address to a machine before it runs."""
+    if machine and machine._state.name == "pending":
+        text = "The pending-instance-creation instance is not in a valid state for this operation"
+        raise EC2ClientError("IncorrectInstanceState", text)
 
 
 def _install_lookups(cloud: Cloud) -> None:

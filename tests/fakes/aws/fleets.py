@@ -97,12 +97,19 @@ def _grant(cloud: Cloud, backend: Any, tries: list[Try], total: int, options: Da
             launch.check(cloud, backend, one.data, one.subnet)
             _permitted(cloud)
         except EC2ClientError as refusal:
-            one.refusal = refusal
+            one.refusal = _as_fleets_say(refusal)
             continue
         if first and _apart(first, one.pool, options):
             continue
         one.count, one.refusal = launch.granted(cloud, one.pool, one.subnet, left, one.max_usd)
         first = first or (one.pool if one.count else None)
+
+
+def _as_fleets_say(refusal: EC2ClientError) -> EC2ClientError:
+    """A fleet has a code of its own for a type that its zone does not have."""
+    if refusal.code != "Unsupported":
+        return refusal
+    return launch.refuse("InvalidFleetConfiguration", refusal.message)
 
 
 def _permitted(cloud: Cloud) -> None:

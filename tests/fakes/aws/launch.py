@@ -69,6 +69,8 @@ def check(cloud: Cloud, backend: Any, data: Data, subnet: Any) -> None:
     if len(interfaces) > 1 and any(each.get("AssociatePublicIpAddress") for each in interfaces):
         text = "The associatePublicIPAddress parameter cannot be specified when launching with multiple interfaces."
         raise refuse("InvalidParameterCombination", text)
+    if wrong := _wrong_cards(interfaces):
+        raise refuse("InvalidParameterCombination", wrong)
     groups = [*(data.get("SecurityGroupIds") or []), *(one for each in interfaces for one in each.get("Groups") or [])]
     for group in groups:
         found = backend.get_security_group_from_id(group)
@@ -82,6 +84,17 @@ def check(cloud: Cloud, backend: Any, data: Data, subnet: Any) -> None:
     profile(backend, data)
 
 
+def _wrong_cards(interfaces: list[Data]) -> str:
+    """What is wrong with how interfaces are laid out on network cards, in words; nothing: an empty string."""
+    places = [(int(each.get("NetworkCardIndex") or 0), int(each.get("DeviceIndex") or 0)) for each in interfaces]
+    if interfaces and (0, 0) not in places:
+        return "The primary network interface must be on network card index 0"
+    if len(set(places)) < len(places):
+        return "Each network interface requires a device index of its own on its network card"
+    first = next((each for each, at in zip(interfaces, places, strict=True) if at == (0, 0)), {})
+    return "EFA-only network interfaces cannot be primary" if first.get("InterfaceType") == "efa-only" else ""
+
+
 def profile(backend: Any, data: Data) -> Any | None:
     """The instance profile that is named; None if none is."""
     named = data.get("IamInstanceProfile") or {}
@@ -91,7 +104,8 @@ def profile(backend: Any, data: Data) -> Any | None:
     for each in iam_backends[backend.account_id][backend.partition].instance_profiles.values():
         if each.name == wanted:
             return each
-    raise refuse("InvalidParameterValue", f"Value ({wanted}) for parameter iamInstanceProfile.name is invalid.")
+    text = f"Value ({wanted}) for parameter iamInstanceProfile.name is invalid. Invalid IAM Instance Profile name"
+    raise refuse("InvalidParameterValue", text)
 
 
 def granted(cloud: Cloud, wanted: Pool, subnet: Any, count: int, max_usd: float | None) -> tuple[int, Any]:
