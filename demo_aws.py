@@ -8,6 +8,7 @@ record of what is billed is read: it has to be empty.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -21,7 +22,8 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tests"))  # for `fakes`
 
 from fakes.aws import world  # noqa: E402
-from fakes.aws.fake import FOREIGN, FakeAws  # noqa: E402
+from fakes.aws.fake import FakeAws  # noqa: E402
+from fakes.aws.operator import environment, left_behind  # noqa: E402
 
 import demo  # noqa: E402
 
@@ -34,8 +36,9 @@ STATE = ROOT / ".mgpu" / "demo-aws"
 RUN_FILE = ROOT / ".mgpu" / "demo-aws.yaml"
 REGION = "us-east-1"
 NOTICE_S = 30.0  # EC2 gives two minutes: nobody wants to watch them
-TAKE_AFTER = 100  # the committed step, of 200, after which a machine is taken,
-TAKE_LATE = 12  # and as many steps later: in the middle between two checkpoints
+STEPS, EVERY = 120, 20
+TAKE_AFTER = 60  # the committed step after which a machine is taken,
+TAKE_LATE = 10  # and as many steps later: in the middle between two checkpoints
 
 
 def write_run_file(aws: FakeAws, bucket: str) -> None:
@@ -52,8 +55,8 @@ def write_run_file(aws: FakeAws, bucket: str) -> None:
         "market": "spot",
         "max_price_usd_per_hour": 2,
         "max_hours": 0.5,
-        "train": {"task": "lm", "strategy": "fsdp", "steps": 200, "global_batch": 32, "precision": "fp32", "seed": 1},
-        "checkpoint": {"to": f"s3://{bucket}/runs", "every_steps": 25, "keep_last": 3},
+        "train": {"task": "lm", "strategy": "fsdp", "steps": STEPS, "global_batch": 32, "precision": "fp32", "seed": 1},
+        "checkpoint": {"to": f"s3://{bucket}/runs", "every_steps": EVERY, "keep_last": 3},
         "recovery": {"attempts": 5, "wait_minutes": 2},
         # the machine image of the fake is this machine: its Python has torch
         "aws": {"endpoint_url": aws.endpoint, "python": sys.executable},
@@ -66,9 +69,8 @@ class Shell:
     """Types commands into the fake's network, and shows them."""
 
     def __init__(self, aws: FakeAws, console: Console) -> None:
-        kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
-        path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
-        self._env = {**kept, **aws.env, "PATH": path}
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        self._env = {**environment(aws), "PATH": path}
         self._prefix, self._console = aws.prefix, console
 
     def begin(self, *words: str) -> subprocess.Popen[bytes]:
@@ -155,19 +157,24 @@ def run(aws: FakeAws, console: Console, began: float) -> int:
         if (record := newest(launched_at)) is not None:
             accident.look(record)
     record = load("last")
+    if record.checkpoint_id:
+        shell.run("mgpu", "checkpoints", "verify", record.run_id)
+    left = left_behind(aws)
     rows = [
         *demo.training(record),
         *demo.way_back(record, accident.at, "the notice", {}),
         ("wall time", f"{time.monotonic() - began:.1f} s"),
         ("  by phase, s", common.phases(record)),
+        ("machines asked for", asked(aws)),
         ("AWS's bill", bill(aws)),
+        ("  left there", ", ".join(f"{len(names)} {kind}" for kind, names in left.items())),
     ]
     console.table(("mgpu demo-aws", ""), rows)
     alive = aws.alive()
     console.text(f"still billed: {len(alive)}{': ' if alive else ''}{', '.join(alive)}")
-    if launch.returncode:
-        return launch.returncode
-    return 7 if alive else 0
+    state = f"XDG_STATE_HOME={(STATE / 'state').relative_to(ROOT)}"
+    console.next(f". .mgpu/env; {state} mgpu logs {record.run_id}    what the nodes said; the AWS of this demo is gone")
+    return launch.returncode or (7 if alive or any(left.values()) else 0)
 
 
 def newest(since: float) -> Record | None:
@@ -180,6 +187,19 @@ def newest(since: float) -> Record | None:
     except MgpuError:
         return None
     return record if record.created_at >= since else None
+
+
+def asked(aws: FakeAws) -> str:
+    """Each time that EC2 was asked for machines, and whether it gave them; by its own record."""
+    ec2, said = aws.client("ec2", REGION), []
+    zones = {subnet["SubnetId"]: subnet["AvailabilityZone"] for subnet in ec2.describe_subnets()["Subnets"]}
+    made = json.dumps([group["Instances"] for group in ec2.describe_instances()["Reservations"]], default=str)
+    for call in aws.calls("CreateFleet"):
+        (pool,) = call.parameters["LaunchTemplateConfigs"][0]["Overrides"]
+        count = call.parameters["TargetCapacitySpecification"]["TotalTargetCapacity"]
+        given = "granted" if call.parameters["ClientToken"] in made else "no capacity"  # its machines' tag
+        said.append(f"{count} x {pool['InstanceType']} in {zones[pool['SubnetId']]}: {given}")
+    return ", ".join(said)
 
 
 def bill(aws: FakeAws) -> str:

@@ -23,7 +23,8 @@ from mgpu.iac import install
 pytestmark = pytest.mark.timeout(280)
 
 CANARY = "canary-7be21f"
-NOTHING = {"billed": [], "LaunchTemplates": [], "PlacementGroups": [], "Addresses": [], "Schedules": []}
+KINDS = ("billed", "launch templates", "placement groups", "addresses", "schedules")
+NOTHING: dict[str, list[str]] = {kind: [] for kind in KINDS}
 BY_ITSELF, BY_A_CALL = "Client.InstanceInitiatedShutdown", "Client.UserInitiatedShutdown"
 LEASE_S, CAP_S = 12, 75
 QUICK = json.dumps({"lease_s": LEASE_S, "lease_renew_s": 2, "stall_s": 600})
@@ -156,7 +157,7 @@ def test_at_the_hard_cap_ec2_ends_machines_whose_kernels_hang(stories: Stories):
     user.aws.age(180)
     until(lambda: not user.aws.alive(), I1_S)
     assert why_ended(user.aws) == [BY_A_CALL] * 2
-    assert (user.aws.failed_schedules(), left_behind(user.aws)["Schedules"]) == ([], [])
+    assert (user.aws.failed_schedules(), left_behind(user.aws)["schedules"]) == ([], [])
 
 
 def test_nothing_that_makes_progress_passes_the_hard_cap_by_the_machines_own_clock(stories: Stories):

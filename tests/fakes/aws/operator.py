@@ -132,7 +132,7 @@ def why_ended(aws: FakeAws, region: str = HOME_REGION) -> list[str]:
 
 def left_behind(aws: FakeAws, region: str = HOME_REGION) -> dict[str, list[str]]:
     """What fleets have left in a region, by kind; empty is as it should be. By the fake's own word."""
-    ec2, kinds = aws.client("ec2", region), ("LaunchTemplates", "PlacementGroups", "Addresses", "Schedules")
+    ec2, kinds = aws.client("ec2", region), ("launch templates", "placement groups", "addresses", "schedules")
     templates = [each["LaunchTemplateName"] for each in ec2.describe_launch_templates()["LaunchTemplates"]]
     groups = [each["GroupName"] for each in ec2.describe_placement_groups()["PlacementGroups"]]
     addresses = [each["AllocationId"] for each in ec2.describe_addresses()["Addresses"]]
