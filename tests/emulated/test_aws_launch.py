@@ -449,6 +449,23 @@ def test_addresses_that_cannot_be_had_end_the_gang_and_name_the_quota(aws: FakeA
     assert wait_for(lambda: aws.alive() == [])
 
 
+def test_too_few_addresses_are_told_before_any_machine_is_billed(aws: FakeAws, provider: AwsProvider):
+    aws.quota("L-0263D0A3", 2)
+    aws.client("ec2").allocate_address(Domain="vpc")
+    chosen = offer("p4d.24xlarge", "on-demand")
+    with pytest.raises(QuotaExceeded) as caught:
+        provider.create(request(), chosen, token(chosen))
+    assert "1 of 2 are rented" in caught.value.why
+    assert aws.calls("CreateFleet") == []
+    assert left(aws) == []
+
+
+def test_who_may_not_read_quotas_rents_addresses_all_the_same(aws: FakeAws, provider: AwsProvider):
+    aws.deny("ListServiceQuotas")
+    chosen = offer("p4d.24xlarge", "on-demand")
+    assert insist(lambda: provider.create(request(), chosen, token(chosen))).ids
+
+
 def wait_for(what: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + PATIENCE_S
     while not what() and time.monotonic() < deadline:

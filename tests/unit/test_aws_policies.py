@@ -8,7 +8,7 @@ import re
 import pytest
 
 from mgpu.errors import InputError
-from mgpu.providers.aws import names, policies
+from mgpu.providers.aws import names, operator, policies
 from mgpu.providers.aws.base import ways
 from mgpu.providers.aws.base.group import GroupKeeper, SecurityGroup
 from mgpu.providers.aws.base.thing import Site
@@ -226,3 +226,16 @@ def test_the_ways_in_that_mgpu_can_make_are_ssh_and_its_own_members():
         "IpRanges": [{"CidrIp": "203.0.113.7/32"}],
     }
     assert ways.everything("sg-1") == {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "sg-1"}]}
+
+
+def test_who_rents_may_start_all_that_a_fleet_takes():
+    allowed = {
+        (action, resource.split(":")[-1].split("/")[0])
+        for statement in operator.documents(ACCOUNT)["machines"]["Statement"]
+        for action in listed(statement["Action"])
+        for resource in listed(statement["Resource"])
+    }
+    kinds = ("instance", "volume", "image", "launch-template", "network-interface", "security-group", "subnet")
+    for kind in (*kinds, "placement-group", "spot-instances-request"):
+        assert ("ec2:RunInstances", kind) in allowed
+        assert ("ec2:CreateFleet", kind) in allowed

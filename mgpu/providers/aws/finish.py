@@ -3,11 +3,12 @@ none. Every step may be made again, by whoever finds it undone."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mgpu.errors import QuotaExceeded, Transient
+from mgpu.errors import PermissionDenied, QuotaExceeded, Transient
 from mgpu.providers.aws import listing, names, place, reaper
 from mgpu.providers.aws.failures import calling, code_of
 from mgpu.providers.aws.listing import Shown, tags_of
@@ -16,6 +17,7 @@ from mgpu.providers.aws.session import Account
 from mgpu.providers.base import Handle
 
 _AT_ONCE = 16  # calls in flight
+_QUOTA = "L-0263D0A3"  # of public addresses in a region; 5 where nobody has asked for more
 _ENDED = ("shutting-down", "terminated")
 _STARTING = ("IncorrectInstanceState", "InvalidInstanceID")  # of a machine that is pending, or has just ended
 
@@ -93,12 +95,40 @@ def _rent(ec2: Any, order: Order, rank: int) -> dict[str, Any]:
         with calling("renting a public address", order.region):
             return ec2.allocate_address(Domain="vpc", TagSpecifications=[{"ResourceType": "elastic-ip", "Tags": marks}])
     except QuotaExceeded as error:
-        raise QuotaExceeded(
-            f"aws {order.region}: quota L-0263D0A3 (EC2-VPC Elastic IPs) is reached",
-            f"{error.why}\na machine with several network cards gets no public address by itself",
-            "Raise it, or set `aws: {address: private}` with a `jump_host`, or `network: plain`.",
-            scope="region",
-        ) from error
+        raise _no_addresses(order, error.why) from error
+
+
+def require_addresses(account: Account, order: Order) -> None:
+    """Looks whether the account may rent an address for each machine, before any is made and billed.
+
+    Raises:
+        QuotaExceeded: it may not.
+        ProviderError: AWS refused, or did not answer.
+    """
+    limit = account.once(("addresses", order.region), lambda: _most_addresses(account, order.region))
+    used = len(listing.addresses(account, order.region, []))
+    if used + len(order.ranks) > limit:
+        raise _no_addresses(order, f"{used} of {limit:.0f} are rented, {len(order.ranks)} more are needed")
+
+
+def _most_addresses(account: Account, region: str) -> float:
+    """Infinity: nobody says."""
+    try:
+        with calling("reading the service quotas of EC2", region):
+            client = account.client("service-quotas", region)
+            quotas = account.pages(client, "list_service_quotas", "Quotas", ServiceCode="ec2")
+            return next((each["Value"] for each in quotas if each["QuotaCode"] == _QUOTA), math.inf)
+    except PermissionDenied:  # then EC2 says it, later
+        return math.inf
+
+
+def _no_addresses(order: Order, why: str) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"aws {order.region}: quota {_QUOTA} (EC2-VPC Elastic IPs) is reached",
+        f"{why}\na machine with several network cards gets no public address by itself",
+        "Raise it, or set `aws: {address: private}` with a `jump_host`, or `network: plain`.",
+        scope="region",
+    )
 
 
 def _first_interface(order: Order, name: str, shown: dict[str, Shown]) -> str:

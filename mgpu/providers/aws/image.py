@@ -12,7 +12,7 @@ from mgpu.providers.aws.session import Account
 
 # AWS publishes the newest build of each kind under such a name; the first of these that a region has is taken
 PARAMETER = "/aws/service/deeplearning/ami/x86_64/oss-nvidia-driver-gpu-pytorch-{}/latest/ami-id"
-KINDS = ("2.9-ubuntu-22.04", "2.8-ubuntu-24.04", "2.8-ubuntu-22.04", "2.7-ubuntu-22.04", "2.6-ubuntu-22.04")
+KINDS = ("2.10-ubuntu-24.04", "2.9-ubuntu-24.04", "2.8-ubuntu-24.04", "2.7-ubuntu-22.04", "2.6-ubuntu-22.04")
 # where no parameter is to be had: by name
 PATTERN = "Deep Learning OSS Nvidia Driver AMI GPU PyTorch * (Ubuntu *"
 

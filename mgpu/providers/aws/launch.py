@@ -104,6 +104,8 @@ def _prepare(account: Account, order: Order, where: place.Place) -> _Marks:
     from botocore.exceptions import ClientError
 
     kind = place.kind(account, order.region, order.offer.instance_type)
+    if order.wants_address(kind):
+        finish.require_addresses(account, order)
     chosen = image.find(account, order.options, order.region)
     hard_cap_at = math.ceil(time.time() + order.request.hard_cap_s)
     data = template(order, where, kind, chosen, HostKey.make(), hard_cap_at)

@@ -115,10 +115,11 @@ def machines(where: Where) -> Iterator[Document]:
         where.within(_AS_OURS),
     )
     # CreateFleet starts them in the caller's name; machines and disks carry the owner's tag from the first moment on
-    yield _allow("Start", ["ec2:RunInstances"], ec2("instance", "volume"), where.within(_AS_OURS))
-    on = ec2("launch-template", "network-interface", "placement-group", "security-group", "subnet")
+    start = ["ec2:CreateFleet", "ec2:RunInstances"]
+    yield _allow("Start", start, ec2("instance", "volume"), where.within(_AS_OURS))
+    on = ec2(*_TAKEN)
     image = [where.arn("ec2", "image/*", account=""), where.arn("ec2", "image/*")]
-    yield _allow("StartOn", ["ec2:CreateFleet", "ec2:RunInstances"], [*on, *image], where.within({}))
+    yield _allow("StartOn", start, [*on, *image], where.within({}))
     yield _allow("TagNew", ["ec2:CreateTags"], ec2(*_TAGGED), {"StringEquals": {"ec2:CreateAction": _TAGGING}})
     yield _allow("TagOurs", ["ec2:CreateTags", "ec2:DeleteTags"], ec2("instance"), _OURS)
     yield _allow(
@@ -172,6 +173,10 @@ def base(where: Where) -> Iterator[Document]:
 
 
 _PASSED = {names.NODE_ROLE: "ec2.amazonaws.com", names.REAPER_ROLE: "scheduler.amazonaws.com"}
+# a spot request is made by EC2 itself on the way, and has no tags
+_TAKEN = (
+    "launch-template", "network-interface", "placement-group", "security-group", "spot-instances-request", "subnet",
+)  # fmt: skip
 _TAGGED = ("elastic-ip", "fleet", "instance", "launch-template", "network-interface", "placement-group", "volume")
 LOOKS = [
     *(f"ec2:Describe{what}" for what in (

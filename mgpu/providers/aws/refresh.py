@@ -222,9 +222,9 @@ def _on_demand(account: Account, kind: str) -> dict[str, float]:
         client = account.client("pricing", PRICING_REGION)
         for text in account.pages(client, "get_products", "PriceList", ServiceCode="AmazonEC2", Filters=filters):
             product = json.loads(text)
-            usd = _usd(product)
-            if usd:
-                prices[product["product"]["attributes"]["regionCode"]] = usd
+            about, usd = product["product"]["attributes"], _usd(product)
+            if usd and about.get("marketoption", "OnDemand") == "OnDemand":  # capacity blocks are listed beside it
+                prices[about["regionCode"]] = usd
     return prices
 
 

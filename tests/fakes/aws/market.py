@@ -44,6 +44,7 @@ QUOTA_NAMES = {
     "L-7212CCBC": "All P4, P3 and P2 Spot Instance Requests",
     "L-C4BD4855": "All P5 Spot Instance Requests",
     "L-3819A6DF": "All G and VT Spot Instance Requests",
+    "L-0263D0A3": "EC2-VPC Elastic IPs",
     "L-34B43A08": "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests",
 }
 DEFAULT_QUOTA_VCPUS = 200_000.0

@@ -98,6 +98,7 @@ def _products(cloud: Cloud, wanted: Data) -> Iterator[Data]:
             yield _product(kind, region, 0.0, capacitystatus="AllocatedCapacityReservation")
             yield _product(kind, region, usd * 1.1, tenancy="Dedicated")
             yield _product(kind, region, usd * 1.6, operatingSystem="Windows")
+            yield _product(kind, region, usd * 0.1, marketoption="CapacityBlock")
 
 
 def _product(kind: str, region: str, usd: float, **differs: str) -> Data:
