@@ -14,6 +14,7 @@ from mgpu.errors import (
     BidTooLow,
     CleanupFailed,
     Conflict,
+    InvalidRequest,
     NoCapacity,
     NoOffer,
     PermissionDenied,
@@ -446,6 +447,18 @@ def test_addresses_that_cannot_be_had_end_the_gang_and_name_the_quota(aws: FakeA
     with pytest.raises(QuotaExceeded) as caught:
         provider.create(request(), chosen, token(chosen))
     assert "L-0263D0A3" in caught.value.what
+    assert wait_for(lambda: aws.alive() == [])
+
+
+def test_a_role_that_scheduler_does_not_know_yet_is_waited_for_but_not_for_long(aws: FakeAws, provider: AwsProvider):
+    said = "The execution role you provide must allow AWS EventBridge Scheduler to assume the role."
+    aws.errors("CreateSchedule", "ValidationException", message=said)
+    with pytest.raises(Transient):
+        provider.create(request(), offer(), token(offer()))
+    assert len(aws.alive()) == 2
+    aws.age(100.0)
+    with pytest.raises(InvalidRequest, match="kill switch"):
+        provider.create(request(), offer(), token(offer()))
     assert wait_for(lambda: aws.alive() == [])
 
 

@@ -4,11 +4,12 @@ none. Every step may be made again, by whoever finds it undone."""
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mgpu.errors import PermissionDenied, QuotaExceeded, Transient
+from mgpu.errors import InvalidRequest, PermissionDenied, QuotaExceeded, Transient
 from mgpu.providers.aws import listing, names, place, reaper
 from mgpu.providers.aws.failures import calling, code_of
 from mgpu.providers.aws.listing import Shown, tags_of
@@ -18,6 +19,7 @@ from mgpu.providers.base import Handle
 
 _AT_ONCE = 16  # calls in flight
 _QUOTA = "L-0263D0A3"  # of public addresses in a region; 5 where nobody has asked for more
+_IAM_S = 60.0  # until other services know of a new role
 _ENDED = ("shutting-down", "terminated")
 _STARTING = ("IncorrectInstanceState", "InvalidInstanceID")  # of a machine that is pending, or has just ended
 
@@ -38,9 +40,18 @@ def finish(account: Account, order: Order, handle: Handle, *, hard_cap_at: float
     }
     _tag(account, order, {rank: name for rank, name in ranks.items() if not _has_rank(shown.get(name), rank)})
     if ranks:
-        reaper.arm(account, order.options, order.region, ranks.values(), hard_cap_at)
+        _arm(account, order, ranks.values(), hard_cap_at, handle.made_at)
     if order.wants_address(place.kind(account, order.region, order.offer.instance_type)):
         _give_addresses(account, order, ranks, shown)  # last: a machine has to run first
+
+
+def _arm(account: Account, order: Order, ids: Iterable[str], hard_cap_at: float, made_at: float) -> None:
+    try:
+        reaper.arm(account, order.options, order.region, ids, hard_cap_at)
+    except InvalidRequest as error:
+        if "assume the role" in error.why and time.time() - made_at < _IAM_S:
+            raise Transient(error.what, f"{error.why}\nthe role may be new", "Try again.") from error
+        raise
 
 
 def _has_rank(machine: Shown | None, rank: int) -> bool:
