@@ -1,0 +1,216 @@
+"""The whole life of an operator at AWS, step by step: base, offers, a fleet, its repair, its end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.store import open_store
+
+from fakes.aws import FakeAws
+from fakes.aws.fake import Called
+from mgpu.errors import CleanupFailed, RateLimited, Transient
+from mgpu.plan.model import Offer, Requirements
+from mgpu.providers.aws import names, policies, reaper
+from mgpu.providers.aws.base import thing
+from mgpu.providers.aws.base.bucket import Bucket, BucketKeeper
+from mgpu.providers.aws.base.group import GroupKeeper, SecurityGroup
+from mgpu.providers.aws.base.repository import Repository, RepositoryKeeper
+from mgpu.providers.aws.base.roles import NodeKeeper, NodeRole, ReaperKeeper, ReaperRole
+from mgpu.providers.aws.base.thing import Site
+from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.provider import AwsProvider
+from mgpu.providers.aws.refresh import refresh
+from mgpu.providers.aws.session import Account
+from mgpu.providers.base import FleetRequest, Handle, Intent
+from mgpu.run import base as run_base
+
+HERE, ACCOUNT = "us-east-1", "123456789012"
+BUCKET = names.bucket(ACCOUNT, HERE)
+SSH = "203.0.113.7/32"
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ0000000000000000000000000000000000000000"
+TOKENS = ("a" * 40, "b" * 40)
+OFFER = Offer(
+    provider="aws", instance_type="p4d.24xlarge", market="on-demand", price_usd_per_hour=1, region=HERE,
+    zone="us-east-1a", fetched_at=1,
+)  # fmt: skip
+_PATIENCE_S = 20.0
+
+
+class Here(Account):
+    """An account of one region: the fake needs half a second for each, and has China's, where its users are unknown."""
+
+    def regions(self) -> tuple[str, ...]:
+        return tuple(region for region in super().regions() if region == HERE)
+
+
+@dataclass
+class Life:
+    """Its steps, in order, by the credentials in the environment; what a step leaves, the next needs."""
+
+    aws: FakeAws
+    handle: Handle | None = None
+    provider: AwsProvider = field(default_factory=AwsProvider)
+    token: str = TOKENS[0]
+    asides: list[range] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.account = self.provider._account = Here(Options.of({}), attempts=1)
+        self.site = Site(self.account, HERE, 0, time.monotonic, lambda _: None)
+        asked = (
+            (BucketKeeper, Bucket(keep=False)),
+            (RepositoryKeeper, Repository()),
+            (NodeKeeper, NodeRole(bucket=BUCKET, repository=names.REPOSITORY)),
+            (ReaperKeeper, ReaperRole()),
+            (GroupKeeper, SecurityGroup(ssh=(SSH,))),
+        )
+        self.things: list[tuple[Any, Any]] = [
+            (keeper, keeper.complete(wanted)) for keeper, wanted in ((make(self.site), each) for make, each in asked)
+        ]
+
+    def steps(self) -> dict[str, Callable[[], object]]:
+        """By name. Those of the base begin with `base`."""
+        return {
+            "base made": self.base_made,
+            "base mended": self.base_mended,
+            "checked": lambda: self.provider.check(),
+            "findings": lambda: self.provider.findings(None, lambda: SSH),
+            "refreshed": lambda: refresh(self.account),
+            "created": self.created,
+            "described": self.described,
+            "capped again": self.capped_again,
+            "repaired": self.repaired,
+            "listed": lambda: self.provider.list_owned("me"),
+            "stored": self.stored,
+            "destroyed": self.destroyed,
+            "base deleted": self.base_deleted,
+        }
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is called inside is not the operator's."""
+        first = len(self.aws.calls())
+        yield
+        self.asides.append(range(first, len(self.aws.calls())))
+
+    def calls(self) -> list[Called]:
+        """What the operator has called, oldest first."""
+        strange = {number for some in self.asides for number in some}
+        return [call for number, call in enumerate(self.aws.calls()) if number not in strange]
+
+    # --- base
+
+    def base_made(self) -> None:
+        run_base.require_regions(self.account, (HERE,))
+        for keeper, wanted in self.things:
+            thing.ensure(keeper, wanted)
+
+    def base_mended(self) -> None:
+        """Somebody has opened the group, closed its way out, and given a role more than it had."""
+        with self.aside():
+            self._drift()
+        for keeper, wanted in self.things:
+            thing.ensure(keeper, wanted)
+
+    def _drift(self) -> None:
+        ec2, iam = self.aws.client("ec2"), self.aws.client("iam")
+        group = ec2.describe_security_groups(Filters=[{"Name": "group-name", "Values": [names.SECURITY_GROUP]}])
+        found = group["SecurityGroups"][0]
+        world = {"IpProtocol": "tcp", "FromPort": 80, "ToPort": 80, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
+        ec2.authorize_security_group_ingress(GroupId=found["GroupId"], IpPermissions=[world])
+        ec2.revoke_security_group_egress(GroupId=found["GroupId"], IpPermissions=found["IpPermissionsEgress"])
+        may = {"Effect": "Allow", "Action": "s3:ListAllMyBuckets", "Resource": "*"}
+        document = json.dumps({"Version": "2012-10-17", "Statement": [may]})
+        arn = iam.create_policy(PolicyName="more", PolicyDocument=document)["Policy"]["Arn"]
+        iam.attach_role_policy(RoleName=names.NODE_ROLE, PolicyArn=arn)
+        iam.put_role_policy(RoleName=names.REAPER_ROLE, PolicyName="more", PolicyDocument=document)
+
+    def base_deleted(self) -> None:
+        """Something depends on the group at first."""
+        self.aws.errors("DeleteSecurityGroup", "DependencyViolation", 1)
+        with suppress(CleanupFailed):
+            thing.remove(*self.things[-1])
+        for keeper, wanted in reversed(self.things):
+            thing.remove(keeper, wanted)
+
+    # --- a fleet
+
+    def request(self, generation: int = 1) -> FleetRequest:
+        needed = Requirements(provider="aws", nodes=2, max_price_usd_per_hour=99, max_hours=1, provider_options={})
+        return FleetRequest(
+            fleet="demo", generation=generation, owner="me", requirements=needed, ssh_public_key=KEY, lease_s=300,
+            hard_cap_s=3600,
+        )  # fmt: skip
+
+    def created(self) -> None:
+        self.aws.pace(pending_s=0, ending_s=0)
+        self.handle = insist(lambda: self.provider.create(self.request(), OFFER, self.token))
+
+    def described(self) -> None:
+        assert self.handle
+        intent = Intent(fleet="demo", generation=1, owner="me", token=self.token, offer=OFFER)
+        assert self.provider.find(intent)
+        insist(lambda: self.provider.describe(self.handle))  # type: ignore[arg-type]
+        for used in (False, True):
+            self.provider.rekeyed(self.handle, self.handle.ids[0], KEY, used=used)
+
+    def capped_again(self) -> None:
+        """As a second try by the same token does."""
+        assert self.handle
+        reaper.arm(self.account, Options.of({}), HERE, self.handle.ids, time.time() + 3600)
+
+    def repaired(self) -> None:
+        assert self.handle
+        self.aws.kill(self.handle.ids[1])
+        self.handle = insist(
+            lambda: self.provider.repair(self.handle, (1,), self.request(2), OFFER, TOKENS[1])  # type: ignore[arg-type]
+        )
+
+    def stored(self) -> None:
+        """What the operator itself does in the store: its entries of the commit log."""
+        store = open_store(f"s3://{BUCKET}/{policies.RUNS}")
+        log = CommitLog(store, "demo-1")
+        log.take_over("writer", host="here", pid=1)
+        log.begin_attempt(1, "writer")
+        assert CommitLog(store, "demo-1").newest_attempt() == 1
+        with self.aside():  # base deletes no bucket that holds anything
+            s3 = self.aws.client("s3")
+            for each in s3.list_object_versions(Bucket=BUCKET).get("Versions", ()):
+                s3.delete_object(Bucket=BUCKET, Key=each["Key"], VersionId=each["VersionId"])
+
+    def destroyed(self) -> None:
+        """A disk and an address have outlived their machines."""
+        assert self.handle
+        with self.aside():
+            self._leave()
+        handles = [self.handle, self.handle.model_copy(update={"token": self.token})]
+        end = time.monotonic() + _PATIENCE_S
+        while handles:
+            handles = [handle for handle in handles if not self.provider.destroy(handle)]
+            assert time.monotonic() < end
+
+    def _leave(self) -> None:
+        marks = {names.OWNER: "me", names.FLEET: "demo", names.TOKEN: self.token}
+        ec2, tags = self.aws.client("ec2"), [{"Key": key, "Value": value} for key, value in marks.items()]
+        tagged = lambda kind: [{"ResourceType": kind, "Tags": tags}]  # noqa: E731
+        ec2.create_volume(AvailabilityZone="us-east-1a", Size=1, TagSpecifications=tagged("volume"))
+        card = ec2.create_network_interface(SubnetId=ec2.describe_subnets()["Subnets"][0]["SubnetId"])
+        address = ec2.allocate_address(Domain="vpc", TagSpecifications=tagged("elastic-ip"))["AllocationId"]
+        of_card = card["NetworkInterface"]["NetworkInterfaceId"]
+        ec2.associate_address(AllocationId=address, NetworkInterfaceId=of_card)
+
+
+def insist(call: Callable[[], Any]) -> Any:
+    """As acquire does: the same call again while the provider asks for it."""
+    end = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return call()
+        except (Transient, RateLimited):
+            assert time.monotonic() < end
+            time.sleep(0.05)

@@ -1,0 +1,140 @@
+"""The operator's policies, read: as narrow as AWS lets them be, and small enough to be attached."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from mgpu.cli import cli
+from mgpu.providers.aws import names, operator
+
+ACCOUNT = "123456789012"
+REGIONS = [(), ("us-east-1",), ("us-east-1", "us-west-2", "eu-west-1", "ap-northeast-1")]
+LOOKS = re.compile(r"ec2:Describe\w+|pricing:GetProducts|servicequotas:ListServiceQuotas")
+# what ends or changes a thing that is there; a name or a tag of ours has to say that it is ours
+ON_THINGS = re.compile(
+    r"\w+:(Delete|Terminate|Release|Disassociate|Associate|Authorize|Revoke|Detach|Remove|Update|Put)"
+)
+BY_NAME = re.compile(r"mgpu|repository/mgpu/")
+
+documents = pytest.mark.parametrize(
+    ("name", "regions"), [(name, regions) for name in ("machines", "base") for regions in REGIONS]
+)
+
+
+def statements(name, regions=()):
+    return operator.documents(ACCOUNT, regions)[name]["Statement"]
+
+
+def by_tag(statement):
+    return any(key.startswith("aws:ResourceTag/mgpu:") for key in statement.get("Condition", {}).get("Null", {}))
+
+
+def too_wide(statement):
+    """What is wider in a statement than it has to be."""
+    for action in statement["Action"]:
+        if "*" in action:
+            yield f"all of {action}"
+        for resource in statement["Resource"]:
+            if resource == "*":
+                if not LOOKS.fullmatch(action):
+                    yield f"{action} on everything"
+            elif ON_THINGS.match(action) and not by_tag(statement) and not BY_NAME.search(resource.split(":", 5)[5]):
+                yield f"{action} on what is not ours: {resource}"
+    if statement["Effect"] != "Allow" or statement.keys() & {"NotAction", "NotResource"}:
+        yield "not a plain permission"
+
+
+@documents
+def test_nothing_is_wider_than_aws_lets_it_be(name, regions):
+    assert [wide for each in statements(name, regions) for wide in too_wide(each)] == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        {"Action": ["ec2:*"], "Resource": ["arn:aws:ec2:*:1:instance/*"]},
+        {"Action": ["ec2:CreateFleet"], "Resource": ["*"]},
+        {"Action": ["ec2:TerminateInstances"], "Resource": ["arn:aws:ec2:*:1:instance/*"]},
+        {"Action": ["iam:PutRolePolicy"], "Resource": ["arn:aws:iam::1:role/*"]},
+    ],
+)
+def test_what_is_too_wide_is_seen(statement):
+    assert list(too_wide({"Effect": "Allow", **statement}))
+
+
+@documents
+def test_a_document_fits_into_a_managed_policy(name, regions):
+    text = json.dumps(operator.documents(ACCOUNT, regions)[name], separators=(",", ":"))
+    assert len(text) <= operator.MOST_CHARACTERS
+
+
+@documents
+def test_statements_have_names_of_their_own_and_every_resource_is_of_the_account_or_of_aws(name, regions):
+    found = statements(name, regions)
+    assert len({each["Sid"] for each in found}) == len(found)
+    assert all(each["Sid"].isalnum() for each in found)
+    owners = {resource.split(":")[4] for each in found for resource in each["Resource"] if resource != "*"}
+    assert owners <= {ACCOUNT, ""}
+
+
+def test_roles_are_passed_to_nobody_but_who_needs_them():
+    for name, roles in (("machines", {names.NODE_ROLE, names.REAPER_ROLE}), ("base", {names.NODE_ROLE})):
+        (each,) = [each for each in statements(name) if "iam:PassRole" in each["Action"]]
+        assert {resource.rpartition("/")[2] for resource in each["Resource"]} == roles
+        services = each["Condition"]["StringEquals"]["iam:PassedToService"]
+        assert set(services) <= {"ec2.amazonaws.com", "scheduler.amazonaws.com"}
+
+
+@pytest.mark.parametrize("name", ["machines", "base"])
+def test_tags_are_put_on_what_is_being_made_or_on_what_is_ours(name):
+    tagging = [each for each in statements(name) if "ec2:CreateTags" in each["Action"]]
+    assert tagging
+    assert all(by_tag(each) or "ec2:CreateAction" in each["Condition"]["StringEquals"] for each in tagging)
+
+
+def test_regions_limit_where_things_are_made_and_not_where_they_are_ended():
+    """What was rented elsewhere before has to be ended there."""
+    found = {each["Sid"]: each.get("Condition", {}) for each in statements("machines", ("eu-west-1",))}
+    made = {sid for sid, condition in found.items() if "aws:RequestedRegion" in condition.get("StringEquals", {})}
+    assert made == {"Rent", "Start", "StartOn"}
+
+
+def test_in_china_every_arn_is_of_that_partition():
+    arns = [
+        arn for each in operator.documents(ACCOUNT, ["cn-north-1"])["machines"]["Statement"] for arn in each["Resource"]
+    ]
+    assert {arn.split(":")[1] for arn in arns if arn != "*"} == {"aws-cn"}
+
+
+def test_a_document_can_be_narrowed_to_what_somebody_lacks():
+    whole = operator.documents(ACCOUNT)["machines"]
+    some = operator.narrowed(whole, {"ec2:CreateFleet", "iam:PassRole"})
+    assert operator.actions(some) == {"ec2:CreateFleet", "iam:PassRole"}
+    assert {each["Sid"] for each in some["Statement"]} == {"Rent", "Start", "StartOn", "Pass"}
+    assert all(each["Condition"] == other["Condition"] for each in some["Statement"] for other in whole["Statement"]
+               if each["Sid"] == other["Sid"] and "Condition" in other)  # fmt: skip
+
+
+# --- mgpu policy ------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, ["policy", "aws", *arguments])
+
+
+def test_the_command_prints_one_document_and_asks_nobody(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert json.loads(run("--account", ACCOUNT).stdout) == operator.documents(ACCOUNT)["machines"]
+    asked = ("--account", ACCOUNT, "--region", "eu-west-1", "--bootstrap")
+    assert json.loads(run(*asked).stdout) == operator.documents(ACCOUNT, ["eu-west-1"])["base"]
+
+
+@pytest.mark.parametrize("wrong", [("--account", "12"), ("--account", ACCOUNT, "--region", "Frankfurt")])
+def test_what_is_no_account_or_region_is_refused(wrong):
+    result = run(*wrong)
+    assert getattr(result.exception, "exit_code", None) == 2
+    assert result.stdout == ""
