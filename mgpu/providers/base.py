@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from textwrap import shorten
 from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
 from mgpu.errors import MgpuError
 from mgpu.plan.model import Offer, Requirements, Value
+
+_WHY_CHARACTERS = 200  # of an error, in a table
 
 
 class Capabilities(Value):
@@ -64,7 +67,9 @@ class Finding(Value):
     @classmethod
     def of(cls, subject: str, error: MgpuError) -> Finding:
         """A finding that failed by this error."""
-        return cls(subject=subject, status="failed", detail=error.what, cure=error.next_step or error.why)
+        why = shorten(error.why, _WHY_CHARACTERS, placeholder=" ...")
+        detail = ": ".join(filter(None, (error.what, why)))
+        return cls(subject=subject, status="failed", detail=detail, cure=error.next_step)
 
 
 class FleetRequest(Value):
