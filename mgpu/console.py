@@ -9,9 +9,12 @@ import atexit
 import json
 import re
 import select
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mgpu import events
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 10.0
 LONGEST_LINE = 4000
 WIDEST_TABLE = 400  # where there is no terminal
+_GAP = 3  # blanks between two columns
+SILENCE_S = 1.5  # after which a command says what it waits for
 # what a terminal would act on: escape sequences and control characters; tab stays
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI
@@ -98,23 +103,44 @@ class Console:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-        """A result as a table; away from a terminal it is as wide as it needs."""
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "", spare: Sequence[str] = ()
+    ) -> None:
+        """A result as a table; away from a terminal it is as wide as it needs. `spare`: columns that a narrow terminal
+        does without, first those named first."""
         from rich.box import SIMPLE_HEAD
         from rich.console import Console as RichConsole
         from rich.table import Table
         from rich.text import Text
 
+        rows = [[neutral(str(cell)) for cell in row] for row in rows]
+        if sys.stdout.isatty():
+            columns, rows = self._fitting(columns, rows, spare)
         table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for column in columns:
             table.add_column(Text(column), no_wrap=not sys.stdout.isatty(), overflow="fold")
         for row in rows:
-            table.add_row(*(Text(neutral(str(cell))) for cell in row))
+            table.add_row(*map(Text, row))
         console = RichConsole(width=None if sys.stdout.isatty() else WIDEST_TABLE, highlight=False)
         with console.capture() as printed:
             console.print(table)
         for line in printed.get().splitlines():
             self.text(line.rstrip())
+
+    def _fitting(
+        self, columns: Sequence[str], rows: list[list[str]], spare: Sequence[str]
+    ) -> tuple[list[str], list[list[str]]]:
+        """The columns, less as many of the spare ones as it takes to fit the terminal."""
+        widths = {cells[0]: max(map(len, cells)) for cells in zip(columns, *rows, strict=True)}
+        kept = list(columns)
+        for name in spare:
+            if sum(widths[each] + _GAP for each in kept) - _GAP <= shutil.get_terminal_size().columns:
+                break
+            kept.remove(name)
+        if left := [name for name in columns if name not in kept]:
+            self.say(f"not shown for want of room: {', '.join(left)}", "dim")
+        places = [columns.index(name) for name in kept]
+        return kept, [[row[place] for place in places] for row in rows]
 
     # --- everything else, on stderr -----------------------------------------------------------------------------
 
@@ -127,6 +153,17 @@ class Console:
             out.print(Text(neutral(text), style=style), soft_wrap=True)
 
         self._to_stderr(show)
+
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """Says what it is that takes so long, where it does."""
+        timer = threading.Timer(SILENCE_S, self.say, (text, "dim"))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _to_stderr(self, show: Callable[[], None]) -> None:
         # the reader of a pipe has left, the terminal was closed, the disk is full: a run, and above all its teardown,

@@ -95,11 +95,13 @@ def _bring_up(console: Console, account: Account, regions: tuple[str, ...], want
     from mgpu.run import base
 
     if not wanted.ssh and not wanted.security_group:
-        wanted = replace(wanted, ssh=(base.own_address(),))
+        with console.waiting("asking from which address this machine reaches the internet"):
+            wanted = replace(wanted, ssh=(base.own_address(),))
         console.say(f"SSH is let in from {wanted.ssh[0]}, this machine's address; `--allow-ssh` names others")
     context = common.context(console)
     bases = [base.Base(account, region, context, wanted) for region in regions]  # all mistakes before any change
-    plans = [(each, each.preview()) for each in bases]
+    with console.waiting(f"looking at what is there in {', '.join(regions)}"):
+        plans = [(each, each.preview()) for each in bases]
     _show(console, account, plans)
     if any(changes for _, changes in plans) and not _agreed(yes, console, "make it so?"):
         for each in bases:

@@ -40,7 +40,8 @@ def check(provider: str | None, run_file: Path | None, profile: str | None, as_j
             raise InputError(f"--profile: provider {name} has no profiles", "", "Leave it out.")
         options["profile"] = profile
         needed = needed.model_copy(update={"provider_options": options}) if needed else None
-    found = (*registry.get(name, options).findings(needed, own_address), _engine())
+    with console.waiting(f"asking {name}"):
+        found = (*registry.get(name, options).findings(needed, own_address), _engine())
     if as_json:
         console.data([each.model_dump(mode="json", exclude_defaults=True) for each in found])
     else:

@@ -28,6 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 RUN_FILE = "mgpu.yaml"
 INTERRUPTIONS_SHOWN = 5  # the newest; `mgpu status --json` has all
+ASKING = "asking every provider, in all its regions, what you have there"
 ANSWER_S = 60.0  # to say whether a run is to stop; nobody watches it meanwhile
 
 
@@ -265,7 +266,7 @@ def phases(record: Record) -> str:
 def machines(record: Record) -> str:
     """What is known of the machines, in words."""
     return {
-        "confirmed": "given back, confirmed by the provider",
+        "confirmed": ("given back" if record.fleet else "none left") + ", confirmed by the provider",
         "kept": _kept(record),
         "not ours": "not made by mgpu, left as they are",
         "asked": "being given back, not confirmed yet",

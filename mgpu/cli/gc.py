@@ -21,7 +21,8 @@ def gc(as_json: bool, yes: bool) -> int:
     from mgpu.run import fleets
 
     console = Console(as_json=as_json)
-    survey = fleets.survey()
+    with console.waiting(common.ASKING):
+        survey = fleets.survey()
     found = survey.fleets
     lost = [fleet for fleet in found if not fleet.used_by]
     if as_json:

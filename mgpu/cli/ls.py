@@ -20,7 +20,8 @@ def ls(as_json: bool, all_runs: bool) -> int:
 
     console = Console(as_json=as_json)
     records = every() if all_runs else every()[-20:]
-    seen = survey()
+    with console.waiting(common.ASKING):
+        seen = survey()
     fleets = seen.fleets
     if as_json:
         console.data({"runs": [common.result_of(r) for r in records], "fleets": [f.to_json() for f in fleets]})

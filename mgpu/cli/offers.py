@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _ANY_PRICE = 1e9
 _SHOWN = 300  # rows of the table
+_SPARE = ("provider", "Gbit/s", "NVMe GiB", "vCPUs", "RAM GiB", "age", "link")  # what a narrow terminal does without
 
 
 @click.command()
@@ -87,7 +88,8 @@ def _options(name: str, profile: str | None) -> dict[str, str]:
 
 def _refresh(console: Console, seller: Provider) -> bool:
     """Asks one provider anew; True: not all of it answered."""
-    done = seller.refresh_offers()
+    with console.waiting(f"asking {seller.name} in all its regions"):
+        done = seller.refresh_offers()
     console.say(f"{seller.name}: asked {common.count(len(done.regions), 'region')} for its prices")
     for region, why in done.failed.items():
         console.say(f"warning: {seller.name} {region}: {why}; what was known of it stays", "yellow")
@@ -125,7 +127,8 @@ def _show(console: Console, found: list[Offer]) -> None:
     columns = ("provider", "machine", "GPUs", "GiB", "link", "vCPUs", "RAM GiB", "NVMe GiB", "Gbit/s", "where")
     prices = ("spot $/h", "on-demand $/h", "age")
     rows = [row for _, row in sorted(_rows(found), key=lambda pair: pair[0])]
-    console.table((*columns, *prices), rows[:_SHOWN])
+    alone = len({offer.provider for offer in found}) == 1
+    console.table((*columns, *prices), rows[:_SHOWN], spare=_SPARE if alone else _SPARE[1:])
     if len(rows) > _SHOWN:
         console.text(f"and {len(rows) - _SHOWN} more: filter with --gpu, --gpus, --region, --market, or --json for all")
     if any(offer.price_is_limit for offer in found):

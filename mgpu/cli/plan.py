@@ -13,7 +13,8 @@ from mgpu.console import Console
 if TYPE_CHECKING:
     from mgpu.plan.model import Offer
 
-_SHOWN = 20  # of those that will be asked for, and of those that will not; --json has all
+_SHOWN = 20  # of those that will be asked for; --json has all
+_REFUSED = 6  # of those that will not: the nearest
 
 
 @click.command()
@@ -32,7 +33,7 @@ def plan(run_file: Path, as_json: bool) -> None:
         return
     nodes = decided.requirements.nodes
     rows = [_row("then" if index else "take", o, nodes) for index, o in enumerate(decided.offers[:_SHOWN])]
-    rows += [_row("no", r.offer, nodes, r.reason) for r in decided.refused[:_SHOWN]]
+    rows += [_row("no", r.offer, nodes, r.reason) for r in decided.refused[:_REFUSED]]
     columns = ("", "machine", "GPUs", "market", "where", "$/h a node", f"$/h all {nodes}", "why not")
     console.table(columns if decided.refused else columns[:-1], rows if decided.refused else [r[:-1] for r in rows])
     hidden = len(decided.offers) + len(decided.refused) - len(rows)

@@ -39,7 +39,8 @@ def requirements(spec: RunSpec) -> Requirements:
 
 
 def plan(needed: Requirements, offers: Iterable[Offer], notes: Iterable[str] = ()) -> Plan:
-    """Ranks the offers that meet the requirements, cheapest fleet first within market and GPU; `notes` are passed on.
+    """Ranks the offers that meet the requirements, cheapest fleet first within market and GPU; what does not meet them
+    is listed nearest first; `notes` are passed on.
 
     Raises:
         NoOffer: none does; `why` lists the refusals, `next_step` names the key to change.
@@ -52,6 +53,7 @@ def plan(needed: Requirements, offers: Iterable[Offer], notes: Iterable[str] = (
             taken.append(offer)
         else:
             refused.append((Refusal(offer=offer, reason=failed.reason(needed, offer)), failed))
+    refused.sort(key=lambda pair: (-_CHECKS.index(pair[1]), pair[0].offer.price_usd_per_hour))
     if not taken:
         raise _no_offer(needed, refused)
     ranked = sorted(taken, key=lambda offer: _rank(needed, offer))
@@ -189,6 +191,6 @@ def _no_offer(needed: Requirements, refused: list[tuple[Refusal, _Check]]) -> No
     lines = [f"{refusal.offer.label}: {refusal.reason}" for refusal, _ in refused[:_SHOWN]]
     if len(refused) > _SHOWN:
         lines.append(f"and {len(refused) - _SHOWN} more")
-    nearest = max((check for _, check in refused), key=_CHECKS.index)
+    nearest = refused[0][1]
     near = [refusal.offer for refusal, check in refused if check is nearest]
     return NoOffer(what, "\n".join(lines), nearest.cure(needed, near))

@@ -37,6 +37,12 @@ def test_machines_are_rented_when_a_fleet_is_known():
     assert common.machines(record(fleet={"fleet": "p-a-1"})) == "2 rented"
 
 
+def test_machines_that_never_were_are_not_given_back():
+    assert common.machines(record(teardown="confirmed")) == "none left, confirmed by the provider"
+    given_back = record(teardown="confirmed", fleet={"fleet": "p-a-1"})
+    assert common.machines(given_back) == "given back, confirmed by the provider"
+
+
 def test_a_fleet_that_was_kept_and_is_not_billed_is_gone():
     kept = record(teardown="kept", price_usd_per_hour=0.06, fleet={"nodes": [{"id": "i-0"}, {"id": "i-1"}]})
     assert "$0.06 per hour" in ls._machines(kept, {"i-1"})

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 
 import pytest
 
+from mgpu import console as console_module
 from mgpu import events
 from mgpu.console import LONGEST_LINE, Console, LogLines, neutral
 from mgpu.errors import QuotaExceeded
@@ -162,3 +164,58 @@ def test_a_reader_that_left_ends_no_run(monkeypatch):
 def test_no_event_acts_on_the_terminal(event, capsys):
     Console().emit(event("before\x1b]52;c;ZXZpbA==\x07after"))
     assert "beforeafter" in capsys.readouterr().err
+
+
+WIDE = (
+    ("machine", "RAM", "price", "age"),
+    [("p4d.24xlarge", "1152", "21.958", "306 d"), ("g5.xlarge", "16", "1.006", "now")],
+)
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    Console().table(*WIDE, spare=("RAM", "age"))
+    return neutral(terminal.getvalue()).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (36, ["machine", "RAM", "price", "age"]),
+        (35, ["machine", "price", "age"]),
+        (28, ["machine", "price"]),
+        (5, ["machine", "price"]),
+    ],
+)
+def test_a_narrow_terminal_does_without_spare_columns(columns, shown, monkeypatch, capsys):
+    head, _, first, *_ = on_a_terminal(monkeypatch, columns)
+    left_out = [name for name in WIDE[0] if name not in shown]
+    if columns > 10:
+        assert head.split() == shown
+        assert ("1152" in first) is ("RAM" in shown)
+    assert (", ".join(left_out) in capsys.readouterr().err) if left_out else not capsys.readouterr().err
+
+
+def test_a_wait_is_explained_where_it_is_long(monkeypatch, capsys):
+    monkeypatch.setattr(console_module, "SILENCE_S", 0.01)
+    said = threading.Event()
+
+    class Loud(Console):
+        def say(self, text: str, style: str = "") -> None:
+            super().say(text, style)
+            said.set()
+
+    with Loud().waiting("asking aws"):
+        assert said.wait(10)
+    assert capsys.readouterr().err == "asking aws\n"
+
+
+def test_a_short_wait_is_not_worth_a_word(monkeypatch, capsys):
+    monkeypatch.setattr(console_module, "SILENCE_S", 0.05)
+    with Console().waiting("asking aws"):
+        pass
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join(10)
+    assert capsys.readouterr().err == ""

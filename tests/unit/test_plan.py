@@ -159,8 +159,16 @@ def test_every_refusal_has_a_reason_and_a_cure(needed, bad, reason, cure):
 
 def test_a_plan_tells_what_it_set_aside():
     made = plan(WANTED, [offer(), offer(gpus=1), offer(price_usd_per_hour=99)])
-    assert [each.reason.split()[0] for each in made.refused] == ["has", "$198.00/h"]
+    assert [each.reason.split()[0] for each in made.refused] == ["$198.00/h", "has"]
     assert made.offers == (offer(),)
+
+
+def test_what_came_nearest_is_told_first():
+    dear, dearest, small = offer(price_usd_per_hour=90), offer(price_usd_per_hour=99), offer(gpus=1)
+    made = plan(WANTED, [offer(), small, dearest, dear])
+    assert [each.offer for each in made.refused] == [dear, dearest, small]
+    lines = refusal(WANTED, small, dearest, dear).why.splitlines()
+    assert ["$180.00/h" in lines[0], "$198.00/h" in lines[1], "has 1 GPU" in lines[2]] == [True] * 3
 
 
 def test_the_cap_is_for_all_nodes_together():
