@@ -63,6 +63,19 @@ def test_a_code_is_one_kind_of_error_whether_answered_or_listed(code: str, cls: 
     assert type(refusal(code, "words", "aws us-east-1: asking", scope="zone")) is cls
 
 
+@pytest.mark.parametrize(
+    ("code", "cure"),
+    [
+        ("InvalidGroup.NotFound", "Mend `aws.security_group_id`."),
+        ("InvalidSubnetID.NotFound", "Mend `aws.subnet_ids`."),
+        ("InvalidAMIID.Malformed", "Mend `aws.machine_image`."),
+        ("InvalidParameterValue", "`mgpu check aws`"),
+    ],
+)
+def test_what_aws_refuses_has_a_next_step_that_names_the_key(code: str, cure: str):
+    assert translated(answer(code)).next_step.startswith(cure)
+
+
 def test_throttling_is_told_from_a_server_that_failed():
     assert type(translated(answer("RequestLimitExceeded", 503))) is errors.RateLimited
     assert translated(answer("SlowDown", 503)).retry_after

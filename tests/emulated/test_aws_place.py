@@ -73,6 +73,20 @@ def test_given_subnets_are_used_and_those_of_other_regions_passed_over(aws: Fake
     assert (error.scope, "aws.subnet_ids" in error.what) == ("zone", True)
 
 
+def test_subnets_that_are_not_in_a_region_rule_it_out_by_name(aws: FakeAws):
+    aws.base(REGION)
+    error = missing(aws, offer(), subnet_ids="subnet-0123")
+    assert (error.scope, "(subnet-0123)" in error.what) == ("region", True)
+    assert "create-default-subnet" not in error.next_step
+
+
+def test_a_profile_of_the_run_file_that_is_not_there_is_not_blamed_on_the_base(aws: FakeAws):
+    aws.base(REGION)
+    error = missing(aws, offer(), instance_profile="nobody")
+    assert "instance profile nobody" in error.what
+    assert "bootstrap" not in error.next_step
+
+
 def test_of_two_subnets_the_one_with_more_room(aws: FakeAws):
     aws.base(REGION)
     ec2 = aws.client("ec2")

@@ -91,6 +91,14 @@ _BROKEN = frozenset({"InternalError", "InternalFailure", "RequestTimeout", "Serv
 # said under several codes: Unsupported, InvalidFleetConfiguration, InvalidParameterValue
 _NOT_SOLD = re.compile(r"not supported in your requested Availability Zone|instance types do not exist")
 _QUOTA = re.compile(r"\w*LimitExceeded|Max\w+CountExceeded|ServiceQuotaExceededException|LimitExceededException")
+# what such a code is about -> the key of the run file that says it
+_KEYS = {
+    "InvalidAMIID": "machine_image",
+    "InvalidGroup": "security_group_id",
+    "InvalidIamInstanceProfile": "instance_profile",
+    "InvalidSecurityGroupID": "security_group_id",
+    "InvalidSubnet": "subnet_ids",
+}
 _RETRY_S = 5.0  # the least that is waited after throttling; botocore has tried again by then
 _STATUS_SERVER = 500
 
@@ -150,7 +158,7 @@ def refusal(
         return Conflict(f"{place}: this token was used with other parameters", why, scope=scope)
     if code in _BROKEN:
         return Transient(f"{place}: AWS failed", why, "Try again.", scope=scope)
-    return InvalidRequest(f"{place}: AWS refuses ({code})", why, scope=scope)
+    return InvalidRequest(f"{place}: AWS refuses ({code})", why, _cure(code), scope=scope)
 
 
 def _of_answer(error: Any, place: str, scope: Scope, *, create: bool) -> ProviderError:
@@ -205,6 +213,13 @@ def _denied(why: str, message: str, place: str) -> PermissionDenied:
         action = named[1] if named else (re.findall(r"\((\w+)\)$", message) or ["this action"])[-1]
     step = f"Allow {action} to whom these credentials belong; `mgpu policy aws` prints all that is needed."
     return PermissionDenied(f"{place}: not allowed: {action}", why, step, scope="account")
+
+
+def _cure(code: str) -> str:
+    """What may help against a refusal that no other offer would help against."""
+    key = next((key for beginning, key in _KEYS.items() if code.startswith(beginning)), "")
+    looked_at = "`mgpu check aws` looks at all that a run needs."
+    return f"Mend `aws.{key}`. {looked_at}" if key else looked_at
 
 
 def _readable(message: str) -> str:

@@ -92,9 +92,7 @@ def _subnet(account: Account, options: Options, offer: Offer, nodes: int) -> dic
     here = subnets(account, options, offer.region)
     in_zone = [each for each in here if offer.zone in (None, each["AvailabilityZone"], each.get("AvailabilityZoneId"))]
     if not in_zone:
-        which = "none of `aws.subnet_ids` is" if options.subnet_ids else "no default subnet is"
-        cure = f"Add a subnet of {offer.zone or offer.region}, or `aws ec2 create-default-subnet`."
-        raise NoOffer(f"aws {offer.region}: {which} in {offer.zone or 'this region'}", "", cure, scope="zone")
+        raise _no_subnet(options, offer, here)
     best = max(in_zone, key=lambda each: each["AvailableIpAddressCount"])
     if best["AvailableIpAddressCount"] < nodes:
         left = f"{best['SubnetId']} has {best['AvailableIpAddressCount']} free addresses"
@@ -102,6 +100,22 @@ def _subnet(account: Account, options: Options, offer: Offer, nodes: int) -> dic
             f"aws {best['AvailabilityZone']}: {left}, {nodes} are needed", "", "Add a subnet.", scope="zone"
         )
     return best
+
+
+def _no_subnet(options: Options, offer: Offer, here: list[dict[str, Any]]) -> NoOffer:
+    region, zone = offer.region, offer.zone or "this region"
+    if options.subnet_ids and not here:
+        given = ", ".join(options.subnet_ids)
+        return _missing(
+            f"subnet in {region} among `aws.subnet_ids` ({given})",
+            "",
+            f"Add a subnet of {region}, or leave the key out.",
+        )
+    if options.subnet_ids:
+        cure = f"Add subnets of more zones of {region} to `aws.subnet_ids`, or leave the key out."
+        return NoOffer(f"aws {region}: none of `aws.subnet_ids` is in {zone}", "", cure, scope="zone")
+    cure = f"`aws ec2 create-default-subnet --region {region}` makes one in each zone that is named to it."
+    return NoOffer(f"aws {region}: no default subnet is in {zone}", "", cure, scope="zone")
 
 
 def _subnets(account: Account, options: Options, region: str) -> list[dict[str, Any]]:
@@ -151,6 +165,10 @@ def _require_role(account: Account, region: str, what: str, name: str) -> None:
             if not is_absent(error) and error.response["Error"]["Code"] != "NoSuchEntity":
                 raise
             key = "reaper_role" if what == "role" else "instance_profile"
+            if name not in (names.NODE_ROLE, names.REAPER_ROLE):
+                raise _missing(
+                    f"{what} {name}", "", f"Mend `aws.{key}`, or leave it out: then it is base's."
+                ) from error
             raise _no_base(region, f"{what} {name}", key) from error
 
 
