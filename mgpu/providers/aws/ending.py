@@ -2,7 +2,8 @@
 
 `destroy` goes in steps, and each call of it goes as far as it can: machines terminated; once EC2 says that they are,
 the addresses and disks that no machine uses, and the schedules; then, of a create all whose machines are gone, the
-placement group and, last of all, the launch template: it tells how old a create is for as long as anybody may ask.
+placement group and, last of all, the launch template: it tells how old a create is for as long as anybody may ask, and
+which creates a fleet has had whose machines were all replaced.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def destroy(account: Account, handle: Handle, nodes: tuple[str, ...] | None = No
     if not _ended(account, handle, ids, shown):
         return False
     tokens = {handle.token, *(tags_of(thing).get(names.TOKEN, "") for thing in shown.values())} - {""}
+    if nodes is None:
+        tokens |= _creates(account, handle, shown)
     left = [thing for name, thing in shown.items() if not name.startswith("i-")]
     left += _left_by(account, handle.region, tokens)
     gone = [_discarded(account, handle.region, thing, set(ids)) for thing in left]
@@ -101,6 +104,23 @@ def _terminate(account: Account, region: str, ids: list[str]) -> None:
 
 
 # --- what machines leave behind ---------------------------------------------------------------------------------------
+
+
+def release(account: Account, region: str, filters: list[dict[str, Any]]) -> bool:
+    """Gives back those of our addresses that pass these filters, although their machines are still on their way out.
+    False: call again. Raises ProviderError."""
+    ec2, ours = account.client("ec2", region), {"Name": "tag-key", "Values": [names.TOKEN]}
+    found = listing.addresses(account, region, [*filters, ours])
+    released = [_released(ec2, region, address) for address in found]
+    return all(released)
+
+
+def _creates(account: Account, handle: Handle, shown: dict[str, Shown]) -> set[str]:
+    """Tokens of all creates of this fleet, as far as their templates stand: a repair leaves the one before behind."""
+    found = [tags_of(each) for each in listing.templates_of(account, handle.region, handle.fleet)]
+    known = [*map(tags_of, shown.values()), *(each for each in found if each.get(names.TOKEN) == handle.token)]
+    owners = {each.get(names.OWNER) for each in known}
+    return {each.get(names.TOKEN, "") for each in found if each.get(names.OWNER) in owners} - {""}
 
 
 def _left_by(account: Account, region: str, tokens: Iterable[str]) -> Iterator[Shown]:

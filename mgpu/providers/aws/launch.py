@@ -203,8 +203,8 @@ def _quota(order: Order, why: str) -> QuotaExceeded:
 
 
 def _end(account: Account, order: Order, ids: Sequence[str]) -> None:
-    """Ends machines of a gang that is not to be, and gives their addresses back. Returns when EC2 says that the machines
-    are on their way out."""
+    """Ends machines of a gang that is not to be, and gives their addresses back. Returns when EC2 says that they are on
+    their way out."""
     if not ids:
         return
     try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from mgpu.providers.aws import names
 from mgpu.providers.aws.failures import calling
 from mgpu.providers.aws.session import Account
 
@@ -73,6 +74,14 @@ def templates(account: Account, region: str, name: str) -> dict[str, Any]:
         return account.client("ec2", region).describe_launch_templates(
             Filters=[{"Name": "launch-template-name", "Values": [name]}]
         )
+
+
+def templates_of(account: Account, region: str, fleet: str) -> list[Shown]:
+    """The launch templates of all creates of a fleet of this name, whoever's it is."""
+    with calling(f"listing the launch templates of {fleet}", region):
+        ec2, marks = account.client("ec2", region), {names.FLEET: fleet}
+        found = account.pages(ec2, "describe_launch_templates", "LaunchTemplates", Filters=tag_filters(marks))
+        return [each for each in found if carries(each, marks)]
 
 
 @contextmanager

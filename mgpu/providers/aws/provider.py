@@ -196,3 +196,15 @@ class AwsProvider:
         if running:
             names = ", ".join(running)
             raise Transient("a lost machine is not ending yet", f"EC2 shows as running: {names}", "Call again.")
+        self._forget(handle, lost)
+
+    def _forget(self, handle: Handle, lost: tuple[str, ...]) -> None:
+        """Takes away what machines on their way out still have: once they are replaced nobody asks about them again,
+        and an account has few addresses."""
+        from mgpu.providers.aws import ending, listing, reaper
+
+        for some in listing.in_batches(list(lost)):
+            used_by = [{"Name": "instance-id", "Values": some}]
+            if not ending.release(self._account, handle.region, used_by):
+                raise Transient("the address of a lost machine is still in use", ", ".join(some), "Call again.")
+        reaper.disarm(self._account, handle.region, lost)
