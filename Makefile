@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-aws test check bench clean
+.PHONY: help setup demo demo-aws test test-localstack check bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 16
@@ -18,6 +18,10 @@ demo-aws: setup  ## the same on a fake AWS with Linux machines behind it, one ta
 
 test: setup  ## all tests
 	@$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test-localstack: setup  ## AWS resources on LocalStack, which it installs first (600 MB); `make test` has them then, too
+	@sh scripts/setup-localstack.sh
+	@MGPU_REQUIRE=localstack $(PYTHON) -m pytest tests/localstack
 
 check: setup  ## lint, format, types, layers: all four run, whatever the first ones say
 	@failed=; \
