@@ -26,6 +26,7 @@ from typing import Unpack
 from mgpu.acquire.ending import destroy as destroy
 from mgpu.acquire.pauses import Backoff as Backoff
 from mgpu.acquire.search import Search
+from mgpu.acquire.terms import ENDING_S as ENDING_S
 from mgpu.acquire.terms import Acquired as Acquired
 from mgpu.acquire.terms import Lost as Lost
 from mgpu.acquire.terms import Meet as Meet
@@ -33,8 +34,6 @@ from mgpu.acquire.terms import Terms as Terms
 from mgpu.journal import Journal
 from mgpu.plan.model import Offer
 from mgpu.providers.base import FleetRequest, Handle, Intent, Provider
-
-ENDING_S = 60.0  # a machine with less time than this before its hard cap is not worth renting
 
 
 def acquire(

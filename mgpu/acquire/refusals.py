@@ -59,6 +59,11 @@ class Refusals:
         return cls(f"fleet {fleet}: none of the offers was granted", self.table(), " ".join(steps) or cure)
 
 
+def told_of(offer: Offer, reason: str) -> str:
+    """A reason without the offer's own name, which stands before it wherever it is shown."""
+    return reason.rpartition(f"{offer.label.removeprefix(offer.provider).strip()}: ")[2]
+
+
 def _shape(error: ProviderError) -> _Shape:
     place = _PLACES[error.scope]
     if isinstance(error, NoOffer) and error.scope != "offer":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,8 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.acquire.ending import CURE, destroy
 from mgpu.acquire.history import Begun, history
 from mgpu.acquire.pauses import Backoff, pauses
-from mgpu.acquire.refusals import REFUSED, Refusals
-from mgpu.acquire.terms import Acquired, Lost, Meet
+from mgpu.acquire.refusals import REFUSED, Refusals, told_of
+from mgpu.acquire.terms import ENDING_S, Acquired, Lost, Meet
 from mgpu.errors import (
     AmbiguousCreate,
     CleanupFailed,
@@ -55,13 +56,15 @@ class Search:
     now: Callable[[], float] = time.time
     earlier: dict[str, Begun] = field(default_factory=dict)  # by token: what a process that died has made
     asked: set[str] = field(default_factory=set)  # tokens by which this process has asked for machines
+    unsure: set[str] = field(default_factory=set)  # those of them to which an answer was lost
     spent: set[str] = field(default_factory=set)  # tokens of tries that were undone: no gang comes of them any more
     refusals: Refusals = field(default_factory=Refusals)
+    hard_cap_at: float = 0.0
     deadline: float = 0.0
 
     def run(self, offers: Sequence[Offer]) -> Acquired:
         """Adopts what an earlier process has begun, else asks for one offer after the other."""
-        self.deadline = self.clock() + self.timeouts.provision_s
+        self.deadline = self.clock() + min(self.timeouts.provision_s, self._left_s() - ENDING_S)
         unfinished, self.spent = history(self.journal, self.request)
         self.earlier = {begun.intent.token: begun for begun in unfinished if self._exists(begun)}
         for intent in self._intents(offers):
@@ -83,7 +86,8 @@ class Search:
                     break
 
     def _exists(self, begun: Begun) -> bool:
-        patience_s = begun.at + self.provider.caps.listing_lag_s - self.now()
+        # whoever has died may have asked for it at any time since, as long as its search may have lasted
+        patience_s = min(begun.at + self.timeouts.provision_s - self.now(), 0) + self.provider.caps.listing_lag_s
         if self._look_for(begun.intent, patience_s) is not None:
             return True
         self.journal.append("undone", token=begun.intent.token, why="nothing was made")
@@ -128,7 +132,12 @@ class Search:
         """The request; for what an earlier process has made, with the hard cap that it has: a request that differs
         would not be granted by the same token. Each repair asks for what is left until the fleet's own."""
         begun = self.earlier.get(intent.token)
-        return self.request.model_copy(update={"hard_cap_s": begun.hard_cap_s}) if begun else self.request
+        hard_cap_s = begun.hard_cap_s if begun else min(self.request.hard_cap_s, self._left_s())
+        return self.request.model_copy(update={"hard_cap_s": hard_cap_s})
+
+    def _left_s(self) -> float:
+        """Seconds until the hard cap that the fleet has already."""
+        return self.hard_cap_at - self.now() if self.hard_cap_at else math.inf
 
     def _create(self, intent: Intent, asked: FleetRequest) -> Handle:
         trouble, caps = Backoff(), self.provider.caps
@@ -145,7 +154,11 @@ class Search:
 
     def _ask(self, intent: Intent, asked: FleetRequest) -> Handle:
         self.asked.add(intent.token)
-        return self.make(intent, asked)
+        try:
+            return self.make(intent, asked)
+        except (Transient, AmbiguousCreate):
+            self.unsure.add(intent.token)
+            raise
 
     def _wait(self, handle: Handle) -> FleetState:
         trouble = ""
@@ -240,9 +253,12 @@ class Search:
             (self.sleep or time.sleep)(pause)
 
     def _made_nothing(self, intent: Intent, error: BaseException) -> bool:
-        """True for the answers by which a provider says so. A conflict over an intent of ours is none of them."""
+        """True for the answers by which a provider says so. A conflict over an intent of ours is none of them, and no
+        refusal takes back what an answer that was lost may have granted."""
         if intent.token not in self.asked and intent.token not in self.earlier:
             return True
+        if intent.token in self.unsure:
+            return False
         if isinstance(error, Conflict):
             return intent.token not in self.earlier
         return isinstance(error, ProviderError) and not isinstance(error, (Transient, RateLimited, AmbiguousCreate))
@@ -255,7 +271,7 @@ class Search:
         passing = isinstance(error, Lost) or (isinstance(error, Conflict) and not self._lives(intent))
         if refused is None and not passing:
             raise error
-        reason = error.what if isinstance(error, MgpuError) else str(error)
+        reason = told_of(intent.offer, error.what if isinstance(error, MgpuError) else str(error))
         self.refusals.add(intent.offer, reason, refused)
         self.emit(OfferTried(intent.offer.label, reason))
 

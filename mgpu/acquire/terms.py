@@ -13,6 +13,8 @@ from mgpu.events import Emit
 from mgpu.plan.model import Offer, Refusal
 from mgpu.providers.base import FleetState, Handle
 
+ENDING_S = 60.0  # a machine with less time than this before its hard cap is not worth renting
+
 Meet = Callable[[Handle, FleetState], FleetState]
 """First contact, with machines that run as they are described: answers with the host keys that they have from now on. A
 node whose `one_use_key` is still set is asked for again a moment later. Raises Lost: not this gang, another may do."""
@@ -34,12 +36,14 @@ class Acquired:
 
 class Terms(TypedDict, total=False):
     """How long a search may take (`timeouts`), who hears of it, what ends it, and who meets the new machines (`meet`;
-    without: nobody has to). The clocks are for tests: `clock` and `sleep` in seconds, `now` in UNIX seconds."""
+    without: nobody has to). `hard_cap_at` (UNIX seconds) is that of a fleet that has one already: no machine passes it,
+    however long the search takes. The clocks are for tests: `clock` and `sleep` in seconds, `now` in UNIX seconds."""
 
     timeouts: Required[Timeouts]
     emit: Emit
     cancelled: threading.Event
     meet: Meet | None
+    hard_cap_at: float
     clock: Callable[[], float]
     sleep: Callable[[float], object]
     now: Callable[[], float]

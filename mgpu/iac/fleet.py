@@ -67,7 +67,8 @@ class FleetHandler:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
         provider = wanted.rented_from()
-        plan, cap_s, terms = _plan(provider, wanted), self._cap_s(wanted), self._terms(call, provider, wanted)
+        plan, cap_s = _plan(provider, wanted), self._cap_s(wanted)
+        terms = self._terms(call, provider, wanted, self._hard_cap_at)
 
         def rent(generation: int, journal: Journal) -> Acquired:
             request = wanted.request(generation, cap_s)
@@ -139,7 +140,8 @@ class FleetHandler:
             return fleet
         left_s = _time_left(fleet.name, fleet.hard_cap_at)
         fleet = fleet.seen(handle, provider.describe(handle))
-        plan, terms = _plan_like(provider, fleet, wanted, len(missing)), self._terms(call, provider, wanted)
+        plan = _plan_like(provider, fleet, wanted, len(missing))
+        terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
 
         def rent(generation: int, journal: Journal) -> Acquired:
             request = wanted.request(generation, left_s)
@@ -175,8 +177,9 @@ class FleetHandler:
             sweep(call, provider, wanted.owner, wanted.name, self._timeouts, keep=fleet.handle.ids if fleet else ())
         return under_the_next()
 
-    def _terms(self, call: Call, provider: Provider, wanted: FleetInputs) -> Terms:
+    def _terms(self, call: Call, provider: Provider, wanted: FleetInputs, hard_cap_at: float) -> Terms:
         terms: Terms = {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
+        terms["hard_cap_at"] = hard_cap_at
         if provider.caps.one_use_host_keys:
             from mgpu.iac.contact import Contact  # SSH is slow to import, and most calls do not need it
 

@@ -22,7 +22,7 @@ def sweep(
     Raises:
         ProviderError: something was not confirmed gone.
     """
-    time.sleep(max(0.0, _lag_s(call, provider, fleet)))
+    time.sleep(max(0.0, _lag_s(call, provider, fleet, timeouts)))
     kept = frozenset(keep)
     for handle in provider.list_owned(owner):
         strays = tuple(machine for machine in handle.ids if machine and machine not in kept)
@@ -33,7 +33,8 @@ def sweep(
         generations.used(call.settings.state_dir, fleet, handle.generation)
 
 
-def _lag_s(call: Call, provider: Provider, fleet: str) -> float:
-    """Seconds until the provider lists what was asked for last, where nobody knows what came of it."""
+def _lag_s(call: Call, provider: Provider, fleet: str, timeouts: Timeouts) -> float:
+    """Seconds until the provider lists what was asked for last, where nobody knows what came of it; whoever wrote the
+    intent down may have asked at any time since, as long as a search may last."""
     asked_at = generations.unanswered_at(call.settings.state_dir, fleet)
-    return asked_at + provider.caps.listing_lag_s - time.time()
+    return min(asked_at + timeouts.provision_s - time.time(), 0) + provider.caps.listing_lag_s

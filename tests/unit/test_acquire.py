@@ -233,6 +233,7 @@ class Bench:
         self.events: list[Event] = []
         self.cancelled = threading.Event()
         self.cap_s = 3600.0
+        self.hard_cap_at = 0.0
         self.meet: acquire.Meet | None = None
 
     @property
@@ -265,6 +266,7 @@ class Bench:
                 entries,
                 cancelled=self.cancelled,
                 meet=self.meet,
+                hard_cap_at=self.hard_cap_at,
                 now=self.clock,
                 **self._common,
             )
@@ -405,6 +407,13 @@ def test_nothing_granted_names_every_offer_and_its_refusal(bench: Bench):
         "double g5.small spot @ z1: quota L-1 is 0",
     ]
     assert caught.value.next_step == "Raise L-1."
+
+
+def test_a_refusal_that_names_its_offer_names_it_once(bench: Bench):
+    bench.double.refuse["p4.big"] = NoCapacity("aws here: asking for 2 x p4.big spot @ z1: no capacity", scope="offer")
+    with pytest.raises(NoCapacity) as caught:
+        bench.acquire(offer("p4.big"))
+    assert caught.value.why == "double p4.big spot @ z1: no capacity"
 
 
 def test_only_quota_refusals_end_as_a_quota_error_with_its_cure(bench: Bench):
@@ -719,9 +728,39 @@ def test_an_intent_that_is_old_enough_costs_no_wait(bench: Bench):
     crash(bench, offer())
     bench.double.machines.clear()
     bench.double.asked.clear()
-    bench.clock.now = 31
+    bench.clock.now = began = TIMEOUTS.provision_s + 31
     assert bench.acquire(offer("g5.small")).offer.instance_type == "g5.small"
-    assert bench.clock.now < 31 + 10
+    assert bench.clock.now < began + 10
+
+
+def test_a_process_that_died_long_after_its_intent_may_have_asked_until_then(bench: Bench):
+    lagging(bench, 30)
+    token = crash(bench, offer())
+    bench.clock.now = TIMEOUTS.provision_s - 1
+    for machine in bench.double.machines.values():
+        machine.born = bench.clock.now - 1  # it was busy or throttled before
+    assert bench.acquire(offer("g5.small"), offer()).handle.token == token
+    assert len(bench.double.machines) == 2
+
+
+@pytest.mark.parametrize("refusal", [AuthError("expired"), NoCapacity("none", scope="zone")])
+def test_a_refusal_does_not_take_back_what_a_lost_answer_has_granted(bench: Bench, refusal: ProviderError):
+    lagging(bench, 30)
+    bench.double.after_create = [Transient("the answer was lost")]
+    bench.double.before_create = [None, refusal]
+    with pytest.raises(type(refusal)):
+        bench.acquire(offer())
+    assert len(bench.double.machines) == 2
+    assert bench.double.billed == []
+
+
+def test_a_conflict_after_a_lost_answer_ends_what_was_granted_before_another_try(bench: Bench):
+    lagging(bench, 30)
+    bench.double.after_create = [Transient("the answer was lost")]
+    bench.double.before_create = [None, Conflict("other parameters")]
+    made = bench.acquire(offer())
+    assert {machine.token for machine in bench.double.billed} == {made.handle.token}
+    assert len(bench.double.machines) == 4
 
 
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
@@ -833,6 +872,29 @@ def test_a_repair_after_a_crash_adopts_although_less_time_is_left_until_the_hard
     handle = handle.model_copy(update={"ids": ("i-2", "i-1"), "generation": 2})
     bench.repair(handle, (0,), offer())
     assert [asked.hard_cap_s for asked, _ in bench.double.asked.values()] == [3600, 3600, 3590]
+
+
+def test_no_replacement_outlives_its_fleet_however_long_it_was_searched_for(bench: Bench):
+    handle = bench.acquire(offer()).handle
+    bench.double.machines["i-0"].phase = NodePhase.TERMINATED
+    bench.cap_s, bench.hard_cap_at = 3600.0, bench.clock.now + 3600
+    bench.double.before_create = [RateLimited("slow down", retry_after=40)]
+    bench.double.refuse["p4.small"] = NoCapacity("none", scope="offer")
+    bench.repair(handle, (0,), offer("p4.small"), offer())
+    fresh = bench.double.machines["i-2"]
+    asked, _ = bench.double.asked[fresh.token]
+    assert fresh.born + asked.hard_cap_s <= bench.hard_cap_at
+
+
+def test_no_machine_is_searched_for_that_would_end_at_once(bench: Bench):
+    handle = bench.acquire(offer()).handle
+    bench.double.machines["i-0"].phase = NodePhase.TERMINATED
+    bench.hard_cap_at = bench.clock.now + acquire.ENDING_S + 20
+    bench.double.before_create = [Transient("503")] * 1000
+    with pytest.raises(Transient):
+        bench.repair(handle, (0,), offer())
+    assert bench.clock.now < bench.hard_cap_at
+    assert len(bench.double.machines) == 2
 
 
 def test_a_repair_without_capacity_says_what_was_tried_and_touches_nothing(bench: Bench):
