@@ -29,6 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 RUN_FILE = "mgpu.yaml"
 INTERRUPTIONS_SHOWN = 5  # the newest; `mgpu status --json` has all
 ASKING = "asking every provider, in all its regions, what you have there"
+PREFLIGHT = "asking the provider and the store, before anything is rented"
 ANSWER_S = 60.0  # to say whether a run is to stop; nobody watches it meanwhile
 
 
@@ -165,8 +166,9 @@ def _left(console: Console, record: Record) -> None:
     end = clock(record.hard_cap_at or record.created_at + record.max_hours * 3600)
     price = f"${record.price_usd_per_hour:.2f} per hour" if record.price_usd_per_hour else "at the price shown above"
     if record.state in (State.PROVISIONING, State.TEARDOWN):
-        doing = "being given back" if record.state is State.TEARDOWN else "being undone"
-        console.say(f"left while its machines are {doing}: {price} until they are gone, at the latest {end}", "yellow")
+        console.say(
+            f"left before its machines were seen to be gone: {price} until they are, at the latest {end}", "yellow"
+        )
         console.next(f"mgpu down {record.run_id}    end them", "mgpu ls    what is billed now")
         return
     lease = f"{timeouts().lease_s / 60:.0f} min"
@@ -292,6 +294,8 @@ def result_of(record: Record) -> dict[str, Any]:
 def next_lines(record: Record, *, resume: bool = False) -> list[str]:
     """What to type after a run; `resume`: also how to go on with one that did not succeed."""
     run = record.run_id
+    if record.teardown == "asked":
+        return [f"mgpu down {run}    give back what may still be billed", "mgpu ls    what is billed now"]
     if record.own_stack and record.state.final and not (record.attempt or record.checkpoint_id):  # no node has spoken
         return [f"mgpu launch{record.file_argument}    once more"]
     lines = [f"mgpu logs {run}"]

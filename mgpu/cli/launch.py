@@ -24,7 +24,8 @@ def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None) -> int:
     spec = load(run_file)
     console = Console(as_json=as_json, show_logs=spec.command is not None)
     before = load_record(resume) if resume else None
-    runs.preflight(run_file, spec)
+    with console.waiting(common.PREFLIGHT):
+        runs.preflight(run_file, spec)
     common.show_plan(console, common.make_plan(spec))
     common.agree(console, yes)
     return common.finish(console, runs.launch(run_file, spec, common.context(console), resume=before))

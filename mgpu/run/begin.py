@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mgpu_train.config import Resume, Secrets
+from mgpu_train.config import CheckpointTarget, Resume, Secrets
 
-from mgpu.errors import MgpuError, RemoteError, TakenOver, TrainingFailed
+from mgpu.errors import InputError, MgpuError, RemoteError, TakenOver, TrainingFailed
 from mgpu.events import Note, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.remote.node import Node
@@ -44,6 +44,28 @@ def start(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet
     timeline.started(record, record.checkpoint_step if resume else -1)
 
 
+def require_store(request: Request) -> None:
+    """Looks where the run's checkpoints will be, before anything is rented.
+
+    Raises:
+        InputError: the store is not there, or cannot be read.
+    """
+    if request.checkpoint is None:
+        return
+    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.store import StoreError, open_store
+
+    try:
+        CommitLog(open_store(request.checkpoint.to), request.run_id).newest_attempt()
+    except StoreError as error:
+        cure = "Mend the address or the credentials; nothing was rented."
+        raise InputError(_unusable(request.checkpoint), str(error), cure) from error
+
+
+def _unusable(target: CheckpointTarget) -> str:
+    return f"checkpoint.to: {target.to} cannot be used"
+
+
 def _undo(session: Session, node: Node) -> None:
     if node.closed:  # it is lost: nobody waits for it
         return
@@ -81,9 +103,7 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
         ) from error
     except StoreError as error:
         raise TrainingFailed(
-            f"checkpoint.to: {request.checkpoint.to} cannot be used",
-            str(error),
-            "Mend the address or the credentials; nothing was trained.",
+            _unusable(request.checkpoint), str(error), "Mend the address or the credentials; nothing was trained."
         ) from error
     if newest is None:
         return attempt, writer, None

@@ -22,6 +22,7 @@ from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
 from mgpu.iac.project import project_name
 from mgpu.plan import rank
+from mgpu.run.begin import require_store
 from mgpu.run.conduct import conduct
 from mgpu.run.finish import Outcome, conclude
 from mgpu.run.patience import Patience
@@ -65,7 +66,7 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
 
 
 def preflight(run_file: Path, spec: RunSpec) -> Path:
-    """What can be known before money is spent: project, secrets, provider. Returns the project's folder.
+    """What can be known before money is spent: project, secrets, provider, store. Returns the project's folder.
 
     Raises:
         InputError, ProviderError: what is missing.
@@ -75,6 +76,7 @@ def preflight(run_file: Path, spec: RunSpec) -> Path:
     provider = provider_for(spec)
     secrets_of(spec, request.checkpoint, os.environ, provider)
     provider.check()
+    require_store(request)
     return project
 
 

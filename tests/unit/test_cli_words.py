@@ -157,3 +157,9 @@ def test_a_plan_says_what_the_first_offer_costs_and_the_most_that_is_agreed_to(p
     needed = Requirements(provider="p", nodes=2, max_price_usd_per_hour=2, max_hours=0.5)
     common.show_plan(Console(), Plan(requirements=needed, offers=tuple(places)))
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_may_still_be_billed_comes_before_all_that_could_be_typed():
+    owed = record(teardown="asked", state=State.FAILED)
+    assert common.next_lines(owed)[0].startswith("mgpu down a-1 ")
+    assert not any("launch" in line for line in common.next_lines(owed))

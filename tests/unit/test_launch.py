@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from mgpu_train.agent.status import Fault, Phase
+from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.store import Denied, NoStore, Unavailable
 
 from mgpu import paths
 from mgpu.cli import common
@@ -604,6 +606,18 @@ def test_preflight_asks_the_provider(project):
     project.world.cloud.refuses["check"] = [AuthError("the key has expired")]
     with pytest.raises(AuthError):
         runs.preflight(project.world.run_file, project.spec())
+    nothing_happened(project.world)
+
+
+@pytest.mark.parametrize("error", [NoStore("there is no bucket"), Denied("not yours"), Unavailable("no answer")])
+def test_preflight_looks_into_the_store(project, monkeypatch, error):
+    def read(log: CommitLog) -> list[object]:
+        raise error
+
+    monkeypatch.setattr(CommitLog, "read", read)
+    with pytest.raises(InputError, match=r"checkpoint\.to: .* cannot be used") as caught:
+        runs.preflight(project.world.run_file, project.spec())
+    assert (caught.value.why, "nothing was rented" in caught.value.next_step) == (str(error), True)
     nothing_happened(project.world)
 
 
