@@ -558,11 +558,13 @@ def test_the_guard_sweeps_what_state_does_not_know(wire, here, guard, made, fake
     assert from_struct(wire.create(here, made[1]).properties)["generation"] == 2
 
 
-def test_the_guard_waits_for_what_is_not_listed_yet(wire, here, guard, fake, monkeypatch):
+@pytest.mark.parametrize("busy_s", [0, 0.4])  # between the intent and the call that makes them
+def test_the_guard_waits_for_what_is_not_listed_yet(wire, here, guard, fake, monkeypatch, busy_s):
     lag_s, listed = 0.3, type(fake).list_owned
     monkeypatch.setattr(type(fake), "caps", fake.caps.model_copy(update={"listing_lag_s": lag_s}))
 
     def asked(fresh):
+        time.sleep(busy_s)
         until = time.time() + lag_s / 2
         fake.list_owned = lambda owner: listed(fake, owner) if time.time() > until else ()
         raise MemoryError  # the plugin dies before it hears of them, and undoes nothing
