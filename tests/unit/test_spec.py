@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -103,6 +104,16 @@ def test_the_demo_file_of_the_repository_is_the_first_example():
     assert load(ROOT / "mgpu.yaml") == demo.model_copy(update={"checkpoint": kept})
     assert lines[0].startswith("# yaml-language-server: $schema=")
     assert (ROOT / lines[0].partition("=")[2].strip()).is_file()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/aws.md"])
+def test_the_run_files_of_the_documents_are_run_files(page, tmp_path):
+    found = re.findall(r"^```yaml\n(name: .*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert found
+    (tmp_path / "train.py").touch()
+    for number, text in enumerate(found):
+        (path := tmp_path / f"{number}.yaml").write_text(text)
+        assert load(path).name == "first"
 
 
 def test_both_examples_load():
