@@ -507,7 +507,7 @@ def test_spot_prices_vary_by_zone_and_time_below_on_demand(aws: FakeAws, ec2: An
 
 def on_demand_usd(aws: FakeAws) -> float:
     wanted = {"instanceType": KIND, "regionCode": "us-east-1", "operatingSystem": "Linux", "tenancy": "Shared"}
-    wanted |= {"capacitystatus": "Used"}
+    wanted |= {"capacitystatus": "Used", "marketoption": "OnDemand"}
     filters = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted.items()]
     listed = aws.client("pricing").get_products(ServiceCode="AmazonEC2", Filters=filters)["PriceList"]
     term = next(iter(json.loads(listed[0])["terms"]["OnDemand"].values()))
