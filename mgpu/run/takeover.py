@@ -16,7 +16,7 @@ from pathlib import Path
 from mgpu_train.agent.status import Fault
 from mgpu_train.config import Secrets
 
-from mgpu.errors import InputError, RemoteError
+from mgpu.errors import InputError, ProviderError, RemoteError
 from mgpu.events import Note, Warned
 from mgpu.iac.engine import Stack
 from mgpu.iac.outputs import StackOutput
@@ -181,7 +181,7 @@ class _Takeover:
         keys = store_keys(self.spec, request.checkpoint, os.environ, provider)
         try:
             secrets = secrets_of(self.spec, request.checkpoint, os.environ, provider)
-        except InputError as error:
+        except (InputError, ProviderError) as error:  # credentials that have expired end nothing
             self.session.emit(Warned(f"{error.what}: this attempt is watched on, but no other can follow it"))
         self._claim(request)
         ended = over(self.session, fleet, provider, request)

@@ -89,6 +89,25 @@ def test_nonsense_is_not_taken_and_does_not_end_it(listening, said):
     assert taken == [{"AWS_X": "1"}]
 
 
+def test_an_agent_that_is_out_of_files_for_a_moment_goes_on_listening(monkeypatch):
+    agent, operator = socket.socketpair()
+    turns, taken, slept = iter([OSError("too many open files"), (agent, None)]), [], []
+    monkeypatch.setattr(renewal.time, "sleep", slept.append)
+
+    class Server:
+        def accept(self):
+            turn = next(turns)  # StopIteration: the end of this test
+            if isinstance(turn, OSError):
+                raise turn
+            return turn
+
+    operator.sendall(Secrets(store={"AWS_X": "1"}).model_dump_json().encode())
+    operator.shutdown(socket.SHUT_WR)
+    with operator, pytest.raises(StopIteration):
+        renewal._serve(Server(), taken.append)
+    assert (taken, len(slept)) == ([{"AWS_X": "1"}], 1)
+
+
 def test_without_an_agent_nobody_takes_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not renewal.hand_over(tmp_path / "agent.sock", Secrets())

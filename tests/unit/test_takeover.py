@@ -16,7 +16,7 @@ from mgpu_train.store import Unavailable, open_store
 
 from mgpu.cli import cli, common
 from mgpu.console import Console
-from mgpu.errors import InputError, NoCapacity, StackError, TakenOver, TeardownIncomplete
+from mgpu.errors import AuthError, InputError, NoCapacity, StackError, TakenOver, TeardownIncomplete
 from mgpu.events import Warned
 from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
@@ -606,6 +606,17 @@ def test_a_run_is_watched_without_its_secrets_and_no_other_attempt_begins(projec
     assert outcome.exit_code == 6
     assert "secrets are missing" in outcome.error.what
     assert "up" not in project.world.calls
+
+
+def test_a_run_is_watched_although_the_providers_credentials_have_expired(project, dead, monkeypatch):
+    def expired(*_args):
+        raise AuthError("the credentials have expired")
+
+    monkeypatch.setattr(takeover, "secrets_of", expired)
+    found = dead(State.RUNNING, spec=RECOVERS)
+    project.world.nodes[0].says(Phase.DONE)
+    assert attach(project, found).exit_code == 0
+    assert any("expired" in event.text for event in project.world.of(Warned))
 
 
 # --- --take-over ------------------------------------------------------------------------------------------------------

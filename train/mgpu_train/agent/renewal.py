@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from mgpu_train.config import Secrets
 
 _PEER_S = 10.0  # for one peer to say all
+_PAUSE_S = 1.0  # after a peer that could not be let in
 _MAX_BYTES = 1 << 16
 
 
@@ -40,7 +42,11 @@ def hand_over(path: Path, secrets: Secrets) -> bool:
 
 def _serve(server: socket.socket, take: Callable[[dict[str, str]], None]) -> None:
     while True:
-        peer, _ = server.accept()
+        try:
+            peer, _ = server.accept()
+        except OSError:  # no file is left to open: the next credentials are as good
+            time.sleep(_PAUSE_S)
+            continue
         with peer, suppress(OSError, ValueError):  # who says nonsense, or nothing, gets no answer
             peer.settimeout(_PEER_S)
             take(dict(Secrets.model_validate_json(_all(peer)).store))
