@@ -224,7 +224,7 @@ def _preview(call: Call, inputs: Properties) -> Properties:
     if not unknown - {"sshPublicKey", "sshPrivateKeyFile"}:
         wanted = FleetInputs.model_validate(inputs | fleetcheck.stand_ins(unknown))
         plan = _plan(wanted.rented_from(), wanted)
-        price = f"${plan.price_usd_per_hour:.4f}/h at most, all nodes"
+        price = f"${plan.best_price_usd_per_hour:.2f}/h, all nodes; ${plan.price_usd_per_hour:.2f}/h at most"
         call.emit(Note(f"would rent {wanted.nodes} x {plan.best.label}: {price}"))
     return {**inputs, **dict.fromkeys(_BOUGHT, UNKNOWN)}
 

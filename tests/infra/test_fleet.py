@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from pulumi.runtime.proto import provider_pb2, status_pb2
 from mgpu import acquire
 from mgpu.acquire import search
 from mgpu.errors import HostKeyMismatch, NoCapacity, TeardownIncomplete, Transient
-from mgpu.iac import contact, failures, plugin, schema
+from mgpu.events import Event
+from mgpu.iac import contact, failures, fleet, plugin, schema
+from mgpu.iac.handler import Call, Settings
 from mgpu.iac.wire import UNKNOWN, from_struct
-from mgpu.providers.base import FleetState, JumpHost, NodePhase
+from mgpu.plan.model import Requirements
+from mgpu.providers.base import FleetState, JumpHost, NodePhase, Offers
 
 FLEET = schema.FLEET
 WANTED = {
@@ -124,6 +128,21 @@ def test_a_preview_rents_nothing(wire, here, fake):
     answer = wire.create(here, wire.inputs(here, WANTED), preview=True)
     assert from_struct(answer.properties)["machines"] == UNKNOWN
     assert not fake.created
+
+
+def test_a_preview_says_what_the_first_offer_costs_and_what_the_dearest_would(wire, here, fake, monkeypatch, tmp_path):
+    def two(requirements: Requirements) -> Offers:
+        (one, *_) = on_sale(requirements).offers
+        dear = one.model_copy(update={"zone": "z9", "price_usd_per_hour": 2 * one.price_usd_per_hour})
+        return Offers(offers=(one, dear), source="a test")
+
+    on_sale, said = fake.offers, list[Event]()
+    monkeypatch.setattr(fake, "offers", two)
+    inputs = wire.inputs(here, WANTED)
+    fleet.FleetHandler(Timeouts()).create(
+        Call(here, Settings(tmp_path, "o"), said.append, threading.Event(), True), inputs
+    )
+    assert "$0.10/h, all nodes; $0.20/h at most" in str(said)
 
 
 def test_a_create_whose_result_was_lost_is_adopted(wire, here, made, fake):
