@@ -16,9 +16,8 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from mgpu.errors import InputError, MgpuError, NoOffer
-from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.aws import names, operator, permissions, place, quotas
-from mgpu.providers.aws import offers as on_sale
+from mgpu.plan.model import Requirements
+from mgpu.providers.aws import checkquotas, names, operator, permissions, place
 from mgpu.providers.aws.base.ways import SSH, ways
 from mgpu.providers.aws.failures import calling
 from mgpu.providers.aws.options import Options
@@ -158,7 +157,7 @@ def _of_region(
         f"network {region}": lambda: [_network(account, options, region)],
         f"roles {region}": lambda: [_roles(account, options, region)],
         f"login {region}": lambda: [_login(account, options, region, here)],
-        f"quotas {region}": lambda: _quotas(account, options, requirements, region),
+        f"quotas {region}": lambda: checkquotas.findings(account, options, requirements, region),
     }
 
 
@@ -225,55 +224,3 @@ def _within(network: str, source: str) -> bool:
         return False
     inner, outer = ipaddress.ip_network(network), ipaddress.ip_network(source)
     return inner.version == outer.version and outer.supernet_of(inner)  # type: ignore[arg-type]
-
-
-# --- quotas -----------------------------------------------------------------------------------------------------------
-
-
-def _quotas(account: Account, options: Options, requirements: Requirements | None, region: str) -> Iterator[Finding]:
-    """One line a quota: those that the run file's machines count against, or all. It is a failure only where none of
-    them is enough for the fleet."""
-    room = {each.code: each for each in quotas.headroom(account, region).values()}
-    needed = _needed(options, requirements, region) if requirements else {}
-    short = [code for code, vcpus in needed.items() if code in room and _left(room[code]) < vcpus]
-    status = "failed" if needed and len(short) == len(needed) else "warning"
-    for code in sorted(needed or room):
-        if code not in room:
-            continue
-        vcpus = needed.get(code, 1)
-        left = _left(room[code])
-        detail = f"{quotas.name_of(code)} ({code}): {left} of {room[code].limit_vcpus} vCPUs are left"
-        if left >= vcpus:
-            yield _ok(f"quota {region}", detail)
-            continue
-        detail += f", the fleet needs {vcpus}" if needed else ""
-        wanted = room[code].used_vcpus + vcpus if needed else "VCPUS"
-        cure = f"`{quotas.raise_command(code, region)} {wanted}`"
-        yield Finding(subject=f"quota {region}", status=status, detail=detail, cure=cure)
-
-
-def _left(room: quotas.Headroom) -> int:
-    return max(0, room.limit_vcpus - room.used_vcpus)
-
-
-def _needed(options: Options, requirements: Requirements, region: str) -> dict[str, int]:
-    """vCPUs that the smallest fleet would count, by quota; empty where no prices are known. Raises InputError."""
-    here = requirements.model_copy(update={"regions": (region,)})
-    fleets: dict[str, int] = {}
-    try:
-        known = on_sale.offers(here, options).offers
-    except NoOffer:
-        return {}
-    for offer in known:
-        quota = quotas.quota_of(offer.instance_type, offer.market)
-        if quota and _meets(requirements, offer):
-            vcpus = offer.vcpus * requirements.nodes
-            fleets[quota.code] = min(vcpus, fleets.get(quota.code, vcpus))
-    return fleets
-
-
-def _meets(requirements: Requirements, offer: Offer) -> bool:
-    markets = ("spot", "on-demand") if requirements.market == "spot-then-on-demand" else (requirements.market,)
-    gpus = {gpu.casefold() for gpu in requirements.gpu}
-    fits = requirements.gpus_per_node in (0, offer.gpus) and offer.market in markets
-    return fits and (not gpus or (offer.gpu or "").casefold() in gpus)
