@@ -213,6 +213,7 @@ def test_what_aws_does_not_have_is_a_mistake_with_the_nearest_name(changes: dict
     with pytest.raises(InputError) as caught:
         found(**changes)
     assert said in caught.value.why
+    assert ("known: " in caught.value.why) is ("did you mean" not in caught.value.why), "one or the other"
     assert next(iter(changes)) in caught.value.why
     assert "mgpu offers aws" in caught.value.next_step
 

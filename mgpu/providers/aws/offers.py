@@ -157,16 +157,18 @@ def _mistakes(key: str, thing: str, values: Iterable[str], known: Sequence[str])
     for value in values:
         # a GPU may be named in any case, a region as AWS writes it
         if value not in known and not (key == "gpu" and value.casefold() in map(str.casefold, known)):
-            yield f"{key}: there is no {thing} `{value}`{_hint(value, known)}; known: {', '.join(known)}"
+            yield f"{key}: there is no {thing} `{value}`{_hint(value, known)}"
 
 
 def _hint(value: str, known: Sequence[str]) -> str:
-    """The nearest names: longer ones (A100 -> A100-80GB), the same letters in another order, similar ones."""
+    """The nearest names: longer ones (A100 -> A100-80GB), the same letters in another order, similar ones; else all."""
     sought = value.casefold()
     longer = [name for name in known if name.casefold().startswith(sought)]
     swapped = [name for name in known if sorted(name.casefold()) == sorted(sought)]
     near = longer or swapped or get_close_matches(value, known, n=1, cutoff=0.75)
-    return f" (did you mean {' or '.join(f'`{name}`' for name in near)}?)" if near else ""
+    if not near:
+        return f"; known: {', '.join(known)}"
+    return f" (did you mean {' or '.join(f'`{name}`' for name in near)}?)"
 
 
 def _no_prices(regions: Sequence[str]) -> NoOffer:
