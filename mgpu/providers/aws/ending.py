@@ -9,10 +9,13 @@ which creates a fleet has had whose machines were all replaced.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
+from mgpu.errors import RateLimited, Transient
 from mgpu.providers.aws import listing, machines, names, reaper
 from mgpu.providers.aws.failures import calling, code_of
 from mgpu.providers.aws.listing import Shown, carries, id_of, is_absent, tag_filters, tags_of, unless_absent
@@ -23,6 +26,8 @@ from mgpu.providers.base import Handle, NodePhase
 _BATCH = 1000  # machines that one TerminateInstances takes
 _CALLS = 100  # of TerminateInstances, before what EC2 refuses is halved no more
 _REGIONS_AT_ONCE = 16
+_T = TypeVar("_T")
+_PAUSES_S = (0.25, 0.5, 1.0)  # between two looks at a region that is busy
 _LIVING = ("pending", "running", "shutting-down", "stopping", "stopped")
 # answers about single machines that fail the call for all of them
 _OF_ONE = ("IncorrectInstanceState", "OperationNotPermitted", "UnauthorizedOperation")
@@ -63,9 +68,9 @@ def list_owned(account: Account, owner: str) -> tuple[Handle, ...]:
     Raises:
         ProviderError: a region did not answer; nothing is told then, because it would not be all.
     """
-    regions = account.regions()
+    regions = _insist(account.regions)
     with ThreadPoolExecutor(max_workers=_REGIONS_AT_ONCE) as pool:
-        found = pool.map(lambda region: _owned_in(account, region, owner), regions)
+        found = pool.map(lambda region: _insist(lambda: _owned_in(account, region, owner)), regions)
         return tuple(itertools.chain.from_iterable(found))
 
 
@@ -196,6 +201,17 @@ def _close(account: Account, region: str, name: str) -> bool:
 
 
 # --- what an owner has ------------------------------------------------------------------------------------------------
+
+
+def _insist(look: Callable[[], _T]) -> _T:
+    """The answer of one region, which is asked again where it is only busy: a hundred calls have to go well for a whole
+    listing, and whoever asks for that would begin with all of them anew."""
+    for pause_s in _PAUSES_S:
+        try:
+            return look()
+        except (RateLimited, Transient):
+            time.sleep(random.uniform(pause_s / 2, pause_s))
+    return look()
 
 
 def _owned_in(account: Account, region: str, owner: str) -> list[Handle]:

@@ -222,17 +222,17 @@ def _end(account: Account, order: Order, ids: Sequence[str]) -> None:
 
 
 def _discard(account: Account, order: Order) -> None:
-    """Takes away what a refused order has left; none of it costs anything, and what is left does no harm."""
+    """Takes away what a refused order has left, none of which costs anything. Machines on their way out may still hold
+    the group: then the template stays, too, and the end of the fleet finds both by it."""
     ec2 = account.client("ec2", order.region)
-    for discard in (
-        lambda: ec2.delete_launch_template(LaunchTemplateName=order.name),
-        lambda: ec2.delete_placement_group(GroupName=order.name),
-    ):
-        try:
-            with calling(f"discarding {order.name}", order.region):
-                discard()
-        except ProviderError:
-            continue
+    try:
+        with calling(f"discarding {order.name}", order.region):
+            with listing.unless_absent():
+                ec2.delete_placement_group(GroupName=order.name)
+            with listing.unless_absent():
+                ec2.delete_launch_template(LaunchTemplateName=order.name)
+    except ProviderError:
+        return
 
 
 def _intent(order: Order) -> Intent:
