@@ -1,5 +1,5 @@
-"""`count.py LAST PAUSE_S [SAVE_S]`: a program without torch. It counts, saves every tenth number by renaming a folder,
-goes on from where it was, and saves and stops on SIGTERM."""
+"""`count.py LAST PAUSE_S [SAVE_S [EVERY]]`: a program without torch. It counts, saves every tenth number, or as often
+as it is told, by renaming a folder, goes on from where it was, and saves and stops on SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
 root = Path(os.environ.get("MGPU_CHECKPOINT_DIR", "."))
 resume = os.environ.get("MGPU_RESUME_DIR")
 first = int(Path(resume, "count.txt").read_text()) if resume else 0
-last, pause, save = int(sys.argv[1]), float(sys.argv[2]), float((*sys.argv, 0)[3])
+given = dict(enumerate(sys.argv))
+last, pause, save, every = int(given[1]), float(given[2]), float(given.get(3, 0)), int(given.get(4, 10))
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "from", first, flush=True)
 for step in range(first + 1, last + 1):
     time.sleep(pause)
-    if step % 10 == 0 or step == last or stop:
+    if step % every == 0 or step == last or stop:
         print("step", step, flush=True)
         if os.environ["RANK"] == "0":
             aside = root / f".tmp-step-{step}"

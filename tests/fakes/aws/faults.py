@@ -88,8 +88,8 @@ def answer(rule: Fault, call: Call) -> Response:
     status = rule.status or STATUS.get(code, 400)
     if code == "Denied":
         text = denial(call.service, call.action)
-    if code == "Throttling" and call.service == "ec2":
-        status = 503
+    if code == "Throttling" and call.service in ("ec2", "s3"):
+        code, status = "SlowDown" if call.service == "s3" else code, 503
     return refusal(call, spelled(code, call.service), text, status)
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from fakes.aws.fake import FOREIGN, HOME_REGION, FakeAws
 
 MGPU = str(Path(sys.executable).with_name("mgpu"))
 BUCKET = "mgpu-of-this-test"
+# the user's own way to the engine; `program` of `start` and of `mgpu`
+PULUMI = ("/bin/sh", "-c", '. .mgpu/env && exec pulumi "$@" --non-interactive', "sh")
 PROGRAMS = Path(__file__).parents[2] / "programs"
 _KINDS = ("state", "config", "data")
 _AMBIENT = ("PULUMI_", "AWS_", "MGPU_")
@@ -72,6 +74,17 @@ class Operator:
         (self.folder / "mgpu.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
 
     @property
+    def processes(self) -> dict[int, str]:
+        """Every living process that one of this user's commands has begun, and its command line."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if os.fsencode(f"TMPDIR={self.root}/") in (folder / "environ").read_bytes():
+                    line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found |= {int(folder.name): line} if line else {}
+        return found
+
+    @property
     def ids(self) -> list[str]:
         """The machines of the newest run, by rank."""
         return [node["id"] for node in (self.run().get("fleet") or {}).get("nodes", ())]
@@ -81,10 +94,10 @@ class Operator:
         run = self.run()
         return bool(run) and run.get("node_phases") == ["training"] * run["nodes"]
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        """Begins `mgpu` with these arguments."""
+    def start(self, *words: str, program: tuple[str, ...] = (MGPU,)) -> subprocess.Popen[str]:
+        """Begins `mgpu`, or another program, with these arguments."""
         return subprocess.Popen(
-            [*self.aws.prefix, MGPU, *words],
+            [*self.aws.prefix, *program, *words],
             cwd=self.folder,
             env=self.env,
             stdin=subprocess.DEVNULL,
@@ -93,9 +106,9 @@ class Operator:
             text=True,
         )
 
-    def mgpu(self, *words: str, seconds: float = 180) -> Done:
-        """`mgpu` with these arguments, to its end. Raises subprocess.TimeoutExpired."""
-        process = self.start(*words)
+    def mgpu(self, *words: str, seconds: float = 180, program: tuple[str, ...] = (MGPU,)) -> Done:
+        """`mgpu`, or another program, with these arguments, to its end. Raises subprocess.TimeoutExpired."""
+        process = self.start(*words, program=program)
         try:
             out, err = process.communicate(timeout=seconds)
         finally:

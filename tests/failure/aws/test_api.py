@@ -1,0 +1,175 @@
+"""What AWS answers, or does not, while a whole run is made, trains and is given back: F3 and F6 to F17 of the demands,
+with the real command, engine and machines. What a provider's single calls make of them is in tests/emulated."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from fakes.aws.operator import PULUMI, Done, Operator, left_behind, until, why_ended
+
+pytestmark = pytest.mark.timeout(400)  # the first test waits for stories of others, too
+
+G_SPOT = "L-3819A6DF"  # the quota of all G and VT machines on the spot market
+LEASE_S = 12
+BY_ITSELF = "Client.InstanceInitiatedShutdown"
+INCOMPLETE, REFUSED = 7, 3
+ONE = {"nodes": 1, "command": ["count.py", "20", "0.1"]}
+
+
+def good(user: Operator, done: Done) -> None:
+    """The run succeeded, and nothing of it is left, by AWS's own word."""
+    assert done.returncode == 0, done.stderr
+    assert (user.run()["state"], user.run()["teardown"]) == ("succeeded", "confirmed")
+    nothing_is_left(user)
+
+
+def nothing_is_left(user: Operator) -> None:
+    assert not any(left_behind(user.aws).values()), left_behind(user.aws)
+
+
+# --- machines are made ------------------------------------------------------------------------------------------------
+
+
+def engine_dies(user: Operator) -> None:
+    """F3: by SIGKILL, while EC2 makes the machines; then the same command once more, which adopts them."""
+    user.write()
+    user.aws.hang("CreateFleet", 4, n=1)
+    up = user.start("up", "--yes", "--skip-preview", program=PULUMI)
+    until(lambda: user.aws.calls("CreateFleet"), 120)
+    for pid, line in user.processes.items():
+        if Path(line.split(" ")[0]).name == "pulumi":
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    up.communicate(timeout=60)
+    assert up.returncode != 0
+    cancelled = user.mgpu("cancel", "--yes", program=PULUMI)  # Pulumi's own way past a lock that the dead have left
+    assert cancelled.returncode == 0, cancelled.stderr
+    again = user.mgpu("up", "--yes", "--skip-preview", program=PULUMI)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len(user.aws.bill()) == len(user.aws.alive()) == 2, "one gang, and no machine more"
+    destroyed = user.mgpu("destroy", "--yes", "--skip-preview", program=PULUMI)
+    assert destroyed.returncode == 0, destroyed.stdout + destroyed.stderr
+    nothing_is_left(user)
+
+
+def answers_are_lost(user: Operator) -> None:
+    """F6, F7, F8: a gang that comes with one machine less, then one whose every call is answered by nothing."""
+    user.write()
+    user.aws.fewer(1)
+    user.aws.lose_answers("CreateLaunchTemplate")
+    user.aws.lose_answers("CreateFleet", skip=1)
+    user.aws.unavailable("CreateTags", n=1, after=True)
+    user.aws.unavailable("CreateSchedule", n=1, after=True)
+    good(user, user.mgpu("launch", "--yes"))
+    assert len(user.aws.bill()) == 3, "the one machine of the first gang, and the second gang"
+
+
+def ec2_is_late(user: Operator) -> None:
+    """F9, F10, F17: it shows what was 3 s ago, ends nothing at the first word, and lets go of a group at the fourth."""
+    user.write()
+    user.aws.lag(3)
+    user.aws.stubborn(2)
+    user.aws.errors("DeletePlacementGroup", "InvalidPlacementGroup.InUse", n=3)
+    good(user, user.mgpu("launch", "--yes"))
+    assert len(user.aws.bill()) == 2
+
+
+def calls_are_throttled(user: Operator) -> None:
+    """F14: three of ten, from the first to the last, S3's too."""
+    user.write(**ONE)
+    user.aws.throttle(0.3)
+    done = user.mgpu("launch", "--yes")
+    user.aws.calm()
+    good(user, done)
+    assert len(user.aws.bill()) == 1
+
+
+def a_quota_is_reached(user: Operator) -> None:
+    """F13: named by its code after one call for machines."""
+    user.write()
+    user.aws.quota(G_SPOT, 0)
+    done = user.mgpu("launch", "--yes")
+    assert (done.returncode, G_SPOT in done.stderr, "Traceback" in done.stderr) == (REFUSED, True, False), done.stderr
+    assert len(user.aws.calls("CreateFleet")) == 1
+    nothing_is_left(user)
+
+
+# --- they train -------------------------------------------------------------------------------------------------------
+
+
+def credentials_expire(user: Operator) -> None:
+    """F16: for a while EC2 knows the operator no more; the run goes on, and is not said to be lost."""
+    user.write(nodes=1, command=["count.py", "100", "0.15"])
+    launch = user.start("launch", "--yes")
+    try:
+        until(user.trains, 150)
+        user.aws.errors("Describe*", "Expired")
+        asked = len(user.aws.calls("DescribeInstances"))
+        until(lambda: len(user.aws.calls("DescribeInstances")) > asked + 1, 60)
+        user.aws.calm()
+        out, err = launch.communicate(timeout=150)
+    finally:
+        launch.kill()
+    good(user, Done((), launch.returncode, out, err))
+    assert (user.run()["attempt"], user.run()["interruptions"]) == (1, [])
+
+
+# --- they are given back ----------------------------------------------------------------------------------------------
+
+
+def nobody_may_end_them(user: Operator) -> None:
+    """F15: the permission goes while the run trains. It is said, and the machines' own lease ends them."""
+    quick = {"lease_s": LEASE_S, "lease_renew_s": 2, "stall_s": 10}
+    user.env["MGPU_TIMEOUTS"] = json.dumps(quick)
+    user.write()
+    launch = user.start("launch", "--yes")
+    try:
+        until(user.trains, 150)
+        user.aws.deny("TerminateInstances")
+        _, err = launch.communicate(timeout=150)
+    finally:
+        launch.kill()
+    assert launch.returncode == INCOMPLETE, err
+    assert "ec2:TerminateInstances" in err
+    assert all(machine in err for machine in user.ids), "what is billed is named"
+    assert user.run()["teardown"] != "confirmed"
+    until(lambda: not user.aws.alive(), LEASE_S + 60, "a machine lives for ever")
+    assert why_ended(user.aws) == [BY_ITSELF] * 2
+    assert user.mgpu("down", user.run()["run_id"]).returncode == 0
+    nothing_is_left(user)
+
+
+def ec2_ends_nothing_for_long(user: Operator) -> None:
+    """F11: 503 until the patience is over, which is loud; once EC2 has healed, the same command ends them."""
+    user.env["MGPU_TIMEOUTS"] = json.dumps({"destroy_s": 5})
+    user.write(**ONE)
+    user.aws.unavailable("TerminateInstances")
+    launched = user.mgpu("launch", "--yes")
+    assert launched.returncode == INCOMPLETE, launched.stderr
+    (machine,) = user.aws.alive()
+    assert machine in launched.stderr
+    assert user.run()["teardown"] != "confirmed"
+    assert user.mgpu("down", user.run()["run_id"]).returncode == INCOMPLETE
+    user.aws.calm()
+    down = user.mgpu("down", user.run()["run_id"])
+    assert down.returncode == 0, down.stderr
+    nothing_is_left(user)
+
+
+STORIES = {
+    story.__name__: story
+    for story in (
+        *(engine_dies, answers_are_lost, ec2_is_late, calls_are_throttled, a_quota_is_reached),
+        *(credentials_expire, nobody_may_end_them, ec2_ends_nothing_for_long),
+    )
+}
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_nothing_is_made_twice_or_left_and_the_truth_is_told_when(told, name):
+    told(name)

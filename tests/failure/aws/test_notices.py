@@ -1,0 +1,122 @@
+"""EC2 takes a machine, or only seems to: notices of the metadata service at every time before it, and none (F20), hints
+and nonsense (F21), a service that fails (F22). Judged by the bill, the commit log and EC2's own record."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+from fakes.aws.operator import Operator, left_behind, until
+
+pytestmark = pytest.mark.timeout(400)  # the first test waits for stories of others, too
+
+EVERY = 10  # steps between two saves of count.py
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a run came to."""
+
+    run: dict[str, Any]
+    before: list[str]  # the machines of its first attempt, by rank
+    saved: dict[int, list[int]]  # the committed steps, by attempt
+    resumed_from: list[int]  # the step that each attempt's program went on from
+    machines: int  # that were ever billed
+    left: dict[str, list[str]]
+    output: str
+
+
+def judged(user: Operator, launch: Any, before: list[str]) -> Told:
+    """Waits for the end of a run, which has to be good."""
+    out, err = launch.communicate(timeout=200)
+    assert launch.returncode == 0, err
+    run = user.run()
+    assert (run["state"], run["teardown"]) == ("succeeded", "confirmed"), out
+    saved: dict[int, list[int]] = {}
+    for entry in user.commits():
+        if entry["kind"] == "checkpoint":
+            saved.setdefault(entry["attempt"], []).append(entry["manifest"]["step"])
+    log = user.mgpu("logs", run["run_id"], "--node", "0").stdout
+    froms = [int(step) for step in re.findall(r"rank 0 of 2 from (\d+)", log)]
+    return Told(run, before, saved, froms, len(user.aws.bill()), left_behind(user.aws), err)
+
+
+def interrupted(user: Operator, *, notice_s: float | None, rank: int, every: int = EVERY) -> Told:
+    """One of two machines is taken so many seconds after the notice, None: without; once there is a checkpoint, or, of
+    a program that saves nothing by itself, while it trains."""
+    user.write(command=["count.py", "45", "0.25", "0", str(every)], recovery={"attempts": 3, "wait_minutes": 2})
+    launch = user.start("launch", "--yes")
+    try:
+        until(lambda: user.run().get("checkpoint_step", -1) >= EVERY if every == EVERY else user.trains(), 150)
+        before = user.ids
+        if notice_s is None:
+            user.aws.kill(before[rank])
+        else:
+            user.aws.interrupt(before[rank], notice_s)
+        return judged(user, launch, before)
+    finally:
+        launch.kill()
+
+
+def rumours(user: Operator) -> Told:
+    """Nothing is taken, whatever the metadata service says or does."""
+    user.write(command=["count.py", "60", "0.25"])
+    launch = user.start("launch", "--yes")
+    try:
+        until(user.trains, 150)
+        first, second = before = user.ids
+        user.aws.metadata(second, "hang")
+        user.aws.rebalance(first)
+        for fault in ("malformed", "refused", "500", None, "malformed", None):
+            user.aws.metadata(first, fault)
+            step = user.run()["checkpoint_step"]
+            until(lambda step=step: user.run()["checkpoint_step"] > step or user.run()["state"] != "running", 60)
+        user.aws.metadata(second, None)
+        return judged(user, launch, before)
+    finally:
+        launch.kill()
+
+
+STORIES = {
+    "120 s": partial(interrupted, notice_s=120, rank=0, every=1000),
+    "2 s": partial(interrupted, notice_s=2, rank=1),
+    "0 s": partial(interrupted, notice_s=0, rank=1),
+    "none": partial(interrupted, notice_s=None, rank=0),
+    "rumours": rumours,
+}
+
+
+@pytest.mark.parametrize("name", ["120 s", "2 s", "0 s", "none"])
+def test_a_taken_machine_is_replaced_alone_and_the_run_goes_on_from_its_newest_checkpoint(told, name):
+    was = told(name)
+    rank = 0 if name in ("120 s", "none") else 1
+    after = [node["id"] for node in was.run["fleet"]["nodes"]]
+    assert (after[rank] != was.before[rank], after[1 - rank]) == (True, was.before[1 - rank])
+    assert was.machines == 3, "one more than asked for, and that one in the place of another"
+    assert not any(was.left.values()), was.left
+    (interruption,) = was.run["interruptions"]
+    assert (interruption["fault"], interruption["nodes"]) == ("provider", [rank])
+    assert was.resumed_from == [0, was.saved[1][-1]]
+    assert was.resumed_from[1] >= 1
+    steps = [step for attempt in sorted(was.saved) for step in was.saved[attempt]]
+    assert steps == sorted(steps)
+    assert steps[-1] == 45
+
+
+def test_where_there_is_time_what_was_done_since_the_last_save_is_saved_first(told):
+    was = told("120 s")
+    (step,) = was.saved[1]
+    assert 0 < step < 45, "a save that no interval asked for"
+    (interruption,) = was.run["interruptions"]
+    assert interruption["repaired_at"] - interruption["noticed_at"] < 100, "nobody waited for the machine to be taken"
+
+
+def test_hints_nonsense_and_a_metadata_service_that_fails_interrupt_nothing(told):
+    was = told("rumours")
+    assert was.run["interruptions"] == []
+    assert was.saved == {1: list(range(EVERY, 61, EVERY))}, "no step was saved for another reason than its interval"
+    assert was.machines == 2
+    assert not any(was.left.values()), was.left
