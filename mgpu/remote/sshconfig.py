@@ -47,6 +47,7 @@ def _common(key_file: Path, known_hosts_file: Path) -> str:
         "GlobalKnownHostsFile": "/dev/null",
         "UpdateHostKeys": "no",
         "CheckHostIP": "no",
+        "ConnectTimeout": "15",  # without it a machine that is gone takes two minutes of silence
         "ServerAliveInterval": "5",
         "ServerAliveCountMax": "4",
     }

@@ -72,6 +72,11 @@ def test_reads_nothing_of_the_users_own_set_up(ssh, server):
         assert line in settings
 
 
+def test_a_machine_that_is_gone_is_not_waited_for_in_silence(ssh, server):
+    settings = ssh([server.target()], "-G", "demo-0").stdout.splitlines()
+    assert {"connecttimeout 15", "serveraliveinterval 5", "serveralivecountmax 4"} <= set(settings)
+
+
 def test_refuses_names_that_ssh_would_misread(server, tmp_path):
     for prefix in ("", "-x", "a b", "a*", "a\nHost b"):
         with pytest.raises(InputError):
