@@ -105,7 +105,7 @@ def test_the_command_takes_less_than_three_seconds_and_says_so_in_json(aws: Fake
     aws.base()
     command = [sys.executable, "-m", "mgpu", "check", "aws", "--json"]
     took = []
-    for _ in range(3):
+    for _ in range(5):  # what else the machine does is not meant
         begin = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ, timeout=60)
         took.append(time.monotonic() - begin)
