@@ -92,3 +92,15 @@ def test_a_fleet_all_of_whose_machines_were_replaced_leaves_nothing(aws: FakeAws
     insist(lambda: provider.destroy(handle))
     assert aws.alive() == []
     assert left(aws) == NOTHING
+
+
+def test_a_fleet_of_the_same_name_and_another_owner_keeps_what_it_has(aws: FakeAws, provider: AwsProvider):
+    ours: Handle = provider.create(request(), OFFER, "a" * 40)
+    theirs = provider.create(request().model_copy(update={"owner": "you"}), OFFER, "b" * 40)
+    ec2 = aws.client("ec2")
+    ec2.terminate_instances(InstanceIds=list(theirs.ids))  # by their own hands: they are not done with it yet
+    insist(lambda: provider.destroy(ours))
+    assert [each["LaunchTemplateName"] for each in ec2.describe_launch_templates()["LaunchTemplates"]] == [
+        f"mgpu-{'b' * 40}"
+    ]
+    assert left(aws)["addresses"] == 2
