@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NODES, ACQUIRE_LIMIT_S = 32, 5.0
 MACHINES, LOOK_LIMIT_S = 1000, 10.0
+CHECK_LIMIT_S = 3.0
 HERE = "us-east-1"
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIA6NmDsU5s6N6qCx6nBFJvFxLhkS0Xo3vYhZ0AL1Kxkq bench"
 
@@ -38,6 +39,7 @@ def main() -> None:
     """Prints seconds and limits. The fake answers one call at a time, in Python, on the same machine: AWS is faster."""
     print(f"aws, on the fake: {NODES} nodes acquired and given back, {MACHINES} machines looked at; seconds")
     with tempfile.TemporaryDirectory() as folder, _fake(Path(folder)) as aws:
+        _timed("mgpu check aws", CHECK_LIMIT_S, functools.partial(_quietly, "check", "aws"))
         _acquire(Path(folder))
         _look(aws)
 
@@ -103,8 +105,8 @@ def _look(aws: FakeAws) -> None:
         _timed(f"mgpu {command}", LOOK_LIMIT_S, functools.partial(_quietly, command))
 
 
-def _quietly(command: str) -> None:
-    subprocess.run([str(MGPU), command], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def _quietly(*words: str) -> None:
+    subprocess.run([str(MGPU), *words], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _timed(what: str, limit_s: float | None, call: Callable[[], T]) -> T:
