@@ -50,7 +50,7 @@ def missing() -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         script = (
             'set -e; mount -t tmpfs none "$1"; cd "$1"; mkdir u w r; ip link add name m1 type veth peer name eth0; '
-            "mount -t overlay overlay -o lowerdir=/,upperdir=u,workdir=w r"
+            "mount -t overlay overlay -o lowerdir=/,upperdir=u,workdir=w r; mkdir r/before; pivot_root r r/before"
         )
         tried = subprocess.run(
             [*NAMESPACES, "sh", "-c", script, "sh", folder], capture_output=True, text=True, timeout=_SECONDS
