@@ -8,7 +8,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
-from mgpu.run.record import Record, every
+from mgpu.run.record import Record, every, supervised
 
 
 @click.command()
@@ -30,7 +30,7 @@ def ls(as_json: bool, all_runs: bool) -> int:
     rows = [
         (
             r.run_id,
-            r.state,
+            _state(r),
             "" if r.step < 0 else f"{r.step}/{r.steps}" if r.steps else r.step,
             f"step {r.checkpoint_step}" if r.checkpoint_id else "",
             _ago(r.created_at),
@@ -55,6 +55,10 @@ def ls(as_json: bool, all_runs: bool) -> int:
     else:
         console.next("mgpu status RUN" if rows else "mgpu launch")
     return common.not_asked(console, seen)
+
+
+def _state(record: Record) -> str:
+    return record.state if record.state.final or supervised(record.run_id) else f"{record.state}, no supervisor"
 
 
 def _machines(record: Record, billed: set[str] | None) -> str:

@@ -49,6 +49,20 @@ def test_a_fleet_that_was_kept_and_is_not_billed_is_gone():
     assert ls._machines(kept, {"i-7"}) == "kept, and gone since"
 
 
+@pytest.mark.parametrize(
+    ("state", "alive", "shown"),
+    [
+        (State.PROVISIONING, False, "provisioning, no supervisor"),
+        (State.PROVISIONING, True, "provisioning"),
+        (State.RUNNING, False, "running, no supervisor"),
+        (State.SUCCEEDED, False, "succeeded"),
+    ],
+)
+def test_a_run_that_nobody_supervises_is_listed_as_such(monkeypatch, state, alive, shown):
+    monkeypatch.setattr(ls, "supervised", lambda run_id: alive)
+    assert ls._state(record(state=state)) == shown
+
+
 def test_one_validation_is_told_once():
     once = dict(common.summary(record(first_validation_loss=5.5, validation_loss=5.5)))
     assert once["validation loss"] == "5.5000"
