@@ -214,13 +214,26 @@ def test_machines_with_many_cards_get_efa_on_each_and_a_rented_address(aws: Fake
     assert {node.address for node in state.nodes} == {each["PublicIp"] for each in rented}
 
 
+def test_a_rented_address_goes_after_its_machine_though_nobody_is_left(aws: FakeAws, provider: AwsProvider):
+    aws.pace(ending_s=0)
+    chosen = offer("p4d.24xlarge", "on-demand")
+    insist(lambda: provider.create(request(), chosen, token(chosen)))
+    asked = request().hard_cap_s
+    aws.age(asked + 120)
+    assert not [name for name in aws.alive() if name.startswith("i-")]
+    assert len(aws.alive()) == 2, "the addresses are billed on"
+    aws.age(600)
+    assert aws.alive() == [], aws.failed_schedules()
+
+
 def test_a_machine_takes_its_address_once_it_runs_and_has_its_kill_switch_before(aws: FakeAws, provider: AwsProvider):
     aws.pace(pending_s=60.0)
     chosen = offer("p4d.24xlarge", "on-demand")
     with pytest.raises(Transient):
         provider.create(request(), chosen, token(chosen))
     assert len([name for name in aws.alive() if name.startswith("i-")]) == 2, "it is no refusal"
-    assert len(aws.calls("CreateSchedule")) == 2
+    armed = [call.parameters["Name"] for call in aws.calls("CreateSchedule")]
+    assert len([name for name in armed if name.startswith("mgpu-i-")]) == 2
 
 
 def test_one_machine_alone_needs_no_efa(aws: FakeAws, provider: AwsProvider):

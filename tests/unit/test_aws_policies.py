@@ -55,9 +55,9 @@ def too_wide(document):
 def _wide_resource(action, resource, condition):
     if HARMLESS.fullmatch(action):
         return
-    if re.fullmatch(r"arn:aws:ec2:[a-z0-9*-]+:\d{12}:instance/\*", resource):
+    if re.fullmatch(r"arn:aws:ec2:[a-z0-9*-]+:\d{12}:(instance|elastic-ip)/\*", resource):
         if not _by_tag(condition):
-            yield f"{action} on all instances"
+            yield f"{action} on all of them"
         return
     head, _, tail = resource.partition("*")
     if "*" in resource and (tail or not head.endswith("/")):
@@ -116,11 +116,14 @@ def test_a_node_lists_nothing_but_runs_and_still_hears_that_a_key_is_not_there()
     assert listing["Condition"] == {"StringLikeIfExists": {"s3:prefix": ["runs", "runs/*"]}}
 
 
-def test_the_reaper_ends_machines_of_ours_in_this_account_and_does_nothing_else():
-    (only,) = emitted()["reaper"]["Statement"]
-    assert only["Action"] == "ec2:TerminateInstances"
-    assert only["Resource"] == f"arn:aws:ec2:*:{ACCOUNT}:instance/*"
-    assert _by_tag(only["Condition"])
+def test_the_reaper_ends_machines_and_addresses_of_ours_in_this_account_and_does_nothing_else():
+    machines, addresses = emitted()["reaper"]["Statement"]
+    assert machines["Action"] == "ec2:TerminateInstances"
+    assert machines["Resource"] == f"arn:aws:ec2:*:{ACCOUNT}:instance/*"
+    assert addresses["Action"] == "ec2:ReleaseAddress"
+    assert addresses["Resource"] == f"arn:aws:ec2:*:{ACCOUNT}:elastic-ip/*"
+    assert _by_tag(machines["Condition"])
+    assert _by_tag(addresses["Condition"])
 
 
 def test_the_reaper_is_taken_on_for_schedules_of_this_account_alone():

@@ -114,9 +114,9 @@ def _terminate(account: Account, region: str, ids: list[str]) -> None:
 def release(account: Account, region: str, filters: list[dict[str, Any]]) -> bool:
     """Gives back those of our addresses that pass these filters, although their machines are still on their way out.
     False: call again. Raises ProviderError."""
-    ec2, ours = account.client("ec2", region), {"Name": "tag-key", "Values": [names.TOKEN]}
+    ours = {"Name": "tag-key", "Values": [names.TOKEN]}
     found = listing.addresses(account, region, [*filters, ours])
-    released = [_released(ec2, region, address) for address in found]
+    released = [_released(account, region, address) for address in found]
     return all(released)
 
 
@@ -141,19 +141,19 @@ def _discarded(account: Account, region: str, thing: Shown, ended: set[str]) -> 
     user = _user_of(thing)
     if user and user not in ended:
         return True
-    ec2 = account.client("ec2", region)
     if "AllocationId" in thing:
-        return _released(ec2, region, thing)
+        return _released(account, region, thing)
     if user or thing["State"] == "deleting":  # EC2 is at it
         return False
     with calling(f"deleting disk {thing['VolumeId']}", region), unless_absent():
-        ec2.delete_volume(VolumeId=thing["VolumeId"])
+        account.client("ec2", region).delete_volume(VolumeId=thing["VolumeId"])
     return False  # it takes its time
 
 
-def _released(ec2: Any, region: str, address: Shown) -> bool:
+def _released(account: Account, region: str, address: Shown) -> bool:
     from botocore.exceptions import ClientError
 
+    ec2 = account.client("ec2", region)
     with calling(f"releasing address {address['AllocationId']}", region), unless_absent():
         if "AssociationId" in address:
             ec2.disassociate_address(AssociationId=address["AssociationId"])
@@ -164,6 +164,7 @@ def _released(ec2: Any, region: str, address: Shown) -> bool:
             if code_of(error) != "InvalidIPAddress.InUse":
                 raise
             return False
+    reaper.disarm(account, region, [address["AllocationId"]])
     return True
 
 

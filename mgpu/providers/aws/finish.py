@@ -42,7 +42,8 @@ def finish(account: Account, order: Order, handle: Handle, *, hard_cap_at: float
     if ranks:
         _arm(account, order, ranks.values(), hard_cap_at, handle.made_at)
     if order.wants_address(place.kind(account, order.region, order.offer.instance_type)):
-        _give_addresses(account, order, ranks, shown)  # last: a machine has to run first
+        kill_switch = lambda address: _arm(account, order, [address], hard_cap_at, handle.made_at)  # noqa: E731
+        _give_addresses(account, order, ranks, shown, kill_switch)  # last: a machine has to run first
 
 
 def _arm(account: Account, order: Order, ids: Iterable[str], hard_cap_at: float, made_at: float) -> None:
@@ -73,7 +74,13 @@ def _tag(account: Account, order: Order, ranks: dict[int, str]) -> None:
     _each(tag, ranks.items())
 
 
-def _give_addresses(account: Account, order: Order, ranks: dict[int, str], shown: dict[str, Shown]) -> None:
+def _give_addresses(
+    account: Account,
+    order: Order,
+    ranks: dict[int, str],
+    shown: dict[str, Shown],
+    kill_switch: Callable[[str], None],
+) -> None:
     ec2 = account.client("ec2", order.region)
     rented = {
         tags_of(each).get(names.RANK, ""): each
@@ -83,6 +90,7 @@ def _give_addresses(account: Account, order: Order, ranks: dict[int, str], shown
     def give(rank: int, name: str) -> None:
         address = rented.get(str(rank)) or _rent(ec2, order, rank)
         if not address.get("AssociationId"):
+            kill_switch(address["AllocationId"])
             _associate(ec2, order, name, address["AllocationId"], _first_interface(order, name, shown))
 
     _each(give, ranks.items())

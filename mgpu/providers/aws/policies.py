@@ -94,16 +94,21 @@ def node(region: str, account: str, bucket: str, repository: str) -> Document:
 
 
 def reaper(region: str, account: str) -> Document:
-    """What the reaper may do: end machines that carry an owner tag of mgpu's. In all regions: a fleet may be where the
-    user named ids and no base was made, and its kill switch has to work there, too."""
-    return _document(
-        {
-            "Sid": "EndMachines",
+    """What the reaper may do: end machines, and release addresses, that carry an owner tag of mgpu's. In all regions: a
+    fleet may be where the user named ids and no base was made, and its kill switch has to work there, too."""
+
+    def ending(sid: str, action: str, kind: str) -> Document:
+        return {
+            "Sid": sid,
             "Effect": "Allow",
-            "Action": "ec2:TerminateInstances",
-            "Resource": f"arn:{partition(region)}:ec2:*:{account}:instance/*",
+            "Action": action,
+            "Resource": f"arn:{partition(region)}:ec2:*:{account}:{kind}/*",
             "Condition": {"Null": {f"aws:ResourceTag/{names.OWNER}": "false"}},
         }
+
+    return _document(
+        ending("EndMachines", "ec2:TerminateInstances", "instance"),
+        ending("ReleaseAddresses", "ec2:ReleaseAddress", "elastic-ip"),
     )
 
 

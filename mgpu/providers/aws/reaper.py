@@ -1,4 +1,5 @@
-"""The provider's own kill switch (L2): at the hard cap EventBridge Scheduler terminates a machine, whoever is gone.
+"""The provider's own kill switch (L2): at the hard cap EventBridge Scheduler terminates a machine, whoever is gone, and
+some minutes later releases the address that was rented for it.
 
 One schedule a machine, and not one a fleet: TerminateInstances with several ids ends none of them if one is not known
 any more, and a fleet that was repaired has lost machines which EC2 has forgotten by the hard cap.
@@ -20,13 +21,15 @@ from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 
 _SOON_S = 60.0  # a schedule in the past never fires; Scheduler goes by whole minutes
+_AFTER_S = 600.0  # an address cannot be released before its machine is gone
 _AT_ONCE = 16  # calls in flight
 # what Scheduler may do at most; the role may be gone for a while, and a machine must end all the same
 _RETRIES = {"MaximumEventAgeInSeconds": 86400, "MaximumRetryAttempts": 185}
 
 
 def arm(account: Account, options: Options, region: str, ids: Iterable[str], at: float) -> None:
-    """Has these machines terminated at `at` (UNIX seconds; within a minute). Again: the newest time counts.
+    """Has these machines terminated at `at` (UNIX seconds; within a minute), and these addresses released after that.
+    Again: the newest time counts.
 
     Raises:
         InvalidRequest: Scheduler may not take on the role.
@@ -45,7 +48,7 @@ def arm(account: Account, options: Options, region: str, ids: Iterable[str], at:
 
 
 def disarm(account: Account, region: str, ids: Iterable[str]) -> None:
-    """Takes these machines' schedules away; one that is not there is fine.
+    """Takes the schedules of these machines and addresses away; one that is not there is fine.
 
     Raises:
         ProviderError: AWS refused, or did not answer.
@@ -59,24 +62,28 @@ def disarm(account: Account, region: str, ids: Iterable[str]) -> None:
     _each(disarm_one, ids)
 
 
-def name_of(machine: str) -> str:
-    """The name of a machine's schedule."""
-    return f"mgpu-{machine}"
+def name_of(thing: str) -> str:
+    """The name of the schedule of a machine or an address."""
+    return f"mgpu-{thing}"
 
 
-def _schedule(partition: str, role: str, machine: str, at: float) -> dict[str, Any]:
+def _schedule(partition: str, role: str, thing: str, at: float) -> dict[str, Any]:
+    if thing.startswith("eipalloc-"):
+        call, argument, at = "releaseAddress", {"AllocationId": thing}, at + _AFTER_S
+    else:
+        call, argument = "terminateInstances", {"InstanceIds": [thing]}
     moment = datetime.fromtimestamp(max(at, time.time() + _SOON_S), UTC)
     return {
-        "Name": name_of(machine),
-        "Description": f"mgpu: the hard cap of {machine}",
+        "Name": name_of(thing),
+        "Description": f"mgpu: the hard cap of {thing}",
         "ScheduleExpression": f"at({moment:%Y-%m-%dT%H:%M:%S})",
         "ScheduleExpressionTimezone": "UTC",
         "FlexibleTimeWindow": {"Mode": "OFF"},
         "ActionAfterCompletion": "DELETE",
         "Target": {
-            "Arn": f"arn:{partition}:scheduler:::aws-sdk:ec2:terminateInstances",
+            "Arn": f"arn:{partition}:scheduler:::aws-sdk:ec2:{call}",
             "RoleArn": role,
-            "Input": json.dumps({"InstanceIds": [machine]}),
+            "Input": json.dumps(argument),
             "RetryPolicy": _RETRIES,
         },
     }

@@ -17,7 +17,7 @@ def make(clients: Clients, region: str) -> dict[str, str]:
     """Security group in the region's default VPC, node role with its instance profile, reaper role; again is fine."""
     iam = clients("iam", region)
     _role(iam, NODE_ROLE, "ec2.amazonaws.com", [])
-    reaper = _role(iam, REAPER_ROLE, "scheduler.amazonaws.com", ["ec2:TerminateInstances"])
+    reaper = _role(iam, REAPER_ROLE, "scheduler.amazonaws.com", ["ec2:TerminateInstances", "ec2:ReleaseAddress"])
     try:
         iam.create_instance_profile(InstanceProfileName=NODE_ROLE, Tags=TAGS)
         iam.add_role_to_instance_profile(InstanceProfileName=NODE_ROLE, RoleName=NODE_ROLE)

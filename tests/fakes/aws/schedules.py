@@ -1,4 +1,5 @@
-"""EventBridge Scheduler that does what is due: one-shots that terminate machines, in the name of their role."""
+"""EventBridge Scheduler that does what is due: one-shots that terminate machines or release addresses, in the name of
+their role."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from fakes.aws.cloud import Cloud
 from fakes.aws.faults import ACCOUNT
 from fakes.aws.patching import existing, replace
 
-TARGET = "arn:aws:scheduler:::aws-sdk:ec2:terminateInstances"
+TARGET = "arn:aws:scheduler:::aws-sdk:ec2:"  # and the call
 ONCE = re.compile(r"at\((\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\)")
 AGAIN_S = 1.0  # between tries; AWS takes longer
 
@@ -101,14 +102,23 @@ def _fire(cloud: Cloud, backend: Any, schedule: Schedule, version: str, tried: i
 
 
 def _execute(backend: Any, schedule: Schedule) -> None:
-    if schedule.target["Arn"] != TARGET:
-        return
     ec2 = ec2_backends[backend.account_id][backend.region_name]
-    ids = json.loads(schedule.target["Input"])["InstanceIds"]
-    for machine in ec2.get_multi_instances_by_id(ids):
-        resource = f"arn:aws:ec2:{backend.region_name}:{backend.account_id}:instance/{machine.id}"
-        tags = {f"aws:ResourceTag/{tag['key']}": tag["value"] for tag in machine.get_tags()}
-        facts = {**tags, "aws:SourceAccount": ACCOUNT}
-        if not permissions.permits(schedule.target["RoleArn"], "ec2:TerminateInstances", resource, facts):
-            raise ServiceException("UnauthorizedOperation", f"the role may not end {machine.id}")
-    ec2.terminate_instances(ids)
+    asked = json.loads(schedule.target["Input"])
+    match schedule.target["Arn"].removeprefix(TARGET):
+        case "terminateInstances":
+            for machine in ec2.get_multi_instances_by_id(asked["InstanceIds"]):
+                _require(backend, schedule, "ec2:TerminateInstances", f"instance/{machine.id}", machine.get_tags())
+            ec2.terminate_instances(asked["InstanceIds"])
+        case "releaseAddress":
+            (address,) = ec2.address_by_allocation([asked["AllocationId"]])
+            tags = ec2.describe_tags(filters={"resource-id": [address.allocation_id]})
+            _require(backend, schedule, "ec2:ReleaseAddress", f"elastic-ip/{address.allocation_id}", tags)
+            ec2.release_address(allocation_id=address.allocation_id)
+
+
+def _require(backend: Any, schedule: Schedule, action: str, resource: str, tags: list[dict[str, str]]) -> None:
+    """Raises what EC2 answers where the schedule's role may not do this."""
+    facts = {**{f"aws:ResourceTag/{tag['key']}": tag["value"] for tag in tags}, "aws:SourceAccount": ACCOUNT}
+    arn = f"arn:aws:ec2:{backend.region_name}:{backend.account_id}:{resource}"
+    if not permissions.permits(schedule.target["RoleArn"], action, arn, facts):
+        raise ServiceException("UnauthorizedOperation", f"the role may not do {action} with {resource}")
