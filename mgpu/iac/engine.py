@@ -280,7 +280,10 @@ class Stack:
             saved = "What it had under way was undone, and the state was saved."
             return Interrupted(f"stack {self.name}: `pulumi {verb}` was interrupted", saved)
         last = "\n".join(line for text in messages for line in text.splitlines()[-8:] if line.strip())
-        return reported or StackError(what, last, f"The whole output is in {log}." if log.exists() else "")
+        cure = f"The whole output is in {log}." if log.exists() else ""
+        if "failed to load checkpoint" in last:
+            cure = f"Its state is damaged; a copy may be beside it: {self.name}.json.bak. `mgpu gc` finds the machines."
+        return reported or StackError(what, last, cure)
 
 
 def current_stack(project: Path) -> str | None:

@@ -153,9 +153,15 @@ class _Users:
 
     @cached_property
     def _states(self) -> list[tuple[str, str, list[dict[str, Any]]]]:
-        """Project, stack and the fleets' inputs of every stack that the engine still has a state for."""
+        """Project, stack and the fleets' inputs of every stack that the engine still has a state for. One whose state
+        is damaged is none: the engine cannot end its machines."""
         states = backend_dir().glob(".pulumi/stacks/*/*.json*")
-        return [(state.parent.name, state.name.partition(".json")[0], _fleets_in(state)) for state in states]
+        read = {state: _fleets_in(state) for state in states}
+        damaged = {
+            _stack_of(state) for state, found in read.items() if found is None and state.suffix in (".json", ".gz")
+        }
+        known = ((_stack_of(state), found) for state, found in read.items())
+        return [(*stack, found or []) for stack, found in known if stack not in damaged]
 
     @property
     def _inputs(self) -> list[dict[str, Any]]:
@@ -198,16 +204,24 @@ def _settings(options: Any) -> dict[str, str]:
     return {str(key): str(value) for key, value in options.items()} if isinstance(options, dict) else {}
 
 
-def _fleets_in(state: Path) -> list[dict[str, Any]]:
-    """The inputs of a stack's fleets and guards."""
+def _stack_of(state: Path) -> tuple[str, str]:
+    return state.parent.name, state.name.partition(".json")[0]
+
+
+def _fleets_in(state: Path) -> list[dict[str, Any]] | None:
+    """The inputs of a stack's fleets and guards; None: the file is damaged. Pulumi writes aside and renames."""
     try:
         data = state.read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        resources = json.loads(data)["checkpoint"]["latest"]["resources"]
+        whole = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        resources = whole["checkpoint"]["latest"]["resources"]
         found = [each["inputs"] for each in resources if each["type"] in (schema.FLEET, schema.FLEET_GUARD)]
         return [dict(inputs) for inputs in found]
-    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError):
-        return []  # nothing is in it yet, or it is being written
+    except FileNotFoundError:  # it has just gone
+        return []
+    except (OSError, EOFError, ValueError):
+        return None
+    except (LookupError, TypeError, AttributeError):
+        return []  # nothing is in it yet
 
 
 def end_all(found: Sequence[Fleet], context: Context) -> Iterator[tuple[Fleet, MgpuError | None]]:

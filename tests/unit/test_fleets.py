@@ -54,6 +54,16 @@ def test_every_fleet_is_told_with_its_price_and_what_stands_for_it(four):
     assert found["mine-lost"].usd_per_hour == 1.0
 
 
+@pytest.mark.parametrize("text", ["", '{"checkpoint": {"lat', "\x1f\x8bcut off"])
+def test_a_stack_whose_state_is_damaged_stands_for_nothing(world, text):
+    """F5: the engine can end nothing of it any more; an older copy beside it does not change that."""
+    world.cloud.rent("mine-dev", 2)
+    stack_file("mine", "dev", ".bak")
+    stack_file("mine", "dev").write_bytes(text.encode("latin-1"))
+    assert gc("--yes").return_value == 0
+    assert world.cloud.billed == set()
+
+
 def test_a_dry_run_changes_nothing_and_says_what_it_would_do(four):
     done = gc()
     assert done.return_value == 0
