@@ -89,6 +89,17 @@ def calls_are_throttled(user: Operator) -> None:
     assert len(user.aws.bill()) == 1
 
 
+def calls_are_throttled_for_good(user: Operator) -> None:
+    """F14: every call for machines, until the search's time is over: few of them, and nothing is made."""
+    user.env["MGPU_TIMEOUTS"] = json.dumps({"provision_s": 20})
+    user.write(**ONE)
+    user.aws.throttle(1.0, "CreateFleet")
+    done = user.mgpu("launch", "--yes")
+    assert (done.returncode, "Traceback" in done.stderr) == (REFUSED, False), done.stderr
+    assert 2 <= len(user.aws.calls("CreateFleet")) <= 40
+    assert user.aws.bill() == []
+
+
 def a_quota_is_reached(user: Operator) -> None:
     """F13: named by its code after one call for machines."""
     user.write()
@@ -96,6 +107,19 @@ def a_quota_is_reached(user: Operator) -> None:
     done = user.mgpu("launch", "--yes")
     assert (done.returncode, G_SPOT in done.stderr, "Traceback" in done.stderr) == (REFUSED, True, False), done.stderr
     assert len(user.aws.calls("CreateFleet")) == 1
+    nothing_is_left(user)
+
+
+def the_state_is_damaged(user: Operator) -> None:
+    """F5: the engine knows of no machine any more; EC2's tags do."""
+    user.write(**ONE)
+    up = user.mgpu("up", "--yes", "--skip-preview", program=PULUMI)
+    assert up.returncode == 0, up.stderr
+    for file in (user.state / "pulumi" / ".pulumi" / "stacks").rglob("*.json"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert user.aws.alive()[0] in json.loads(user.mgpu("gc", "--json").stdout)[0]["ids"]
+    ended = user.mgpu("gc", "--yes")
+    assert ended.returncode == 0, ended.stderr
     nothing_is_left(user)
 
 
@@ -164,7 +188,8 @@ def ec2_ends_nothing_for_long(user: Operator) -> None:
 STORIES = {
     story.__name__: story
     for story in (
-        *(engine_dies, answers_are_lost, ec2_is_late, calls_are_throttled, a_quota_is_reached),
+        *(engine_dies, answers_are_lost, ec2_is_late, calls_are_throttled, calls_are_throttled_for_good),
+        *(a_quota_is_reached, the_state_is_damaged),
         *(credentials_expire, nobody_may_end_them, ec2_ends_nothing_for_long),
     )
 }
