@@ -29,10 +29,10 @@ HERE = Path(__file__).parent
 PYTHON = "/opt/pytorch/bin/python"
 GLOO = """
 import faulthandler
-faulthandler.dump_traceback_later(50, exit=True)
+faulthandler.dump_traceback_later(110, exit=True)
 import datetime, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2,
-                        timeout=datetime.timedelta(seconds=60))
+                        timeout=datetime.timedelta(seconds=100))
 numbers = torch.ones(3) * (dist.get_rank() + 1)
 dist.all_reduce(numbers)
 print(numbers.tolist())
@@ -359,7 +359,9 @@ def test_gloo_between_two_machines(machine):
     nodes = [machine(), machine()]
     store = f"tcp://{nodes[0].private_address}:29500"
     with ThreadPoolExecutor() as pool:
-        results = [pool.submit(node.run, PYTHON, "-c", GLOO, store, str(rank)) for rank, node in enumerate(nodes)]
+        results = [
+            pool.submit(node.run, PYTHON, "-c", GLOO, store, str(rank), seconds=120) for rank, node in enumerate(nodes)
+        ]
         assert [each.result() for each in results] == ["[3.0, 3.0, 3.0]"] * 2
 
 

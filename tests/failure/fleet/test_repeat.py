@@ -11,7 +11,7 @@ from mgpu_train.config import Secrets
 from mgpu_train.store import open_store
 
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run import agents
+from mgpu.run import agents, interpreters
 from mgpu.run.reach import targets
 
 TIMES_ASKED = 5
@@ -24,6 +24,7 @@ def asked(new_line):
     output = line.fleet.rent()
     nodes = NodeSet.connect(targets(output), line.fleet.key, line.deadlines)
     agents.send_library(nodes)
+    interpreters.equip(nodes, line.request.spec, line.deadlines, lambda _event: None)
     (node,) = nodes.nodes
     nodes.sync(line.request.base, str(RunLayout(line.run_id).work))
     (job,) = line.request.jobs(output, attempt=1, writer="w", port=29500, resume=None)
