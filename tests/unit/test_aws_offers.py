@@ -271,6 +271,7 @@ def test_a_newer_shipped_region_beats_an_older_refresh(cache: Path):
         gzip.compress(b'{"regions": 3}'),
         gzip.compress(b"{}" * 1000)[:-9],
     ],
+    ids=["empty", "not gzip", "no JSON", "other JSON", "cut off"],  # gzip's own bytes have the time in them
 )
 def test_a_cache_that_cannot_be_read_counts_as_absent(cache: Path, broken: bytes):
     without = found()
