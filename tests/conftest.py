@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fakes.aws import world
+from fakes.aws import FOREIGN, FakeAws, world
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,6 +39,23 @@ def namespaces(require: Require) -> None:
     require("namespaces", reason is None, reason or "")
     require("sshd", Path("/usr/sbin/sshd").exists(), "OpenSSH's server is not installed")
     require("ssh", shutil.which("ssh") is not None, "OpenSSH's client is not installed")
+
+
+@pytest.fixture(scope="session")
+def aws_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeAws]:
+    with FakeAws.start(tmp_path_factory.mktemp("aws")) as aws:
+        yield aws
+
+
+@pytest.fixture
+def aws(aws_server: FakeAws, monkeypatch: pytest.MonkeyPatch) -> FakeAws:
+    """As new, and what this test's environment means by AWS."""
+    aws_server.reset()
+    for name in FOREIGN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in aws_server.env.items():
+        monkeypatch.setenv(name, value)
+    return aws_server
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from typing import Any
 
 import asyncssh
 import pytest
-from fakes.aws import FOREIGN, FakeAws
+from fakes.aws import FakeAws
 
 import mgpu.providers
 from mgpu.errors import Conflict, InputError
@@ -72,22 +72,6 @@ def aws_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
 
 
 HARNESSES: dict[str, Callable[[pytest.FixtureRequest, Path], Harness]] = {"local": local_harness, "aws": aws_harness}
-
-
-@pytest.fixture(scope="module")
-def aws_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeAws]:
-    with FakeAws.start(tmp_path_factory.mktemp("aws")) as aws:
-        yield aws
-
-
-@pytest.fixture
-def aws(aws_server: FakeAws, monkeypatch: pytest.MonkeyPatch) -> FakeAws:
-    aws_server.reset()
-    for name in FOREIGN:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in aws_server.env.items():
-        monkeypatch.setenv(name, value)
-    return aws_server
 
 
 @pytest.fixture(params=registry.names())

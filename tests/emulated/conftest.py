@@ -1,25 +1,15 @@
-"""The fake AWS: one process for the session, as new for each test."""
+"""What the tests of provider aws share beside the fake itself, which is in tests/conftest.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from fakes.aws import FOREIGN, FakeAws
+from fakes.aws import FakeAws
+
+from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.session import Account
 
 
-@pytest.fixture(scope="session")
-def aws_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeAws]:
-    with FakeAws.start(tmp_path_factory.mktemp("aws")) as aws:
-        yield aws
-
-
-@pytest.fixture
-def aws(aws_server: FakeAws, monkeypatch: pytest.MonkeyPatch) -> FakeAws:
-    """As new, and what this test's environment means by AWS."""
-    aws_server.reset()
-    for name in FOREIGN:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in aws_server.env.items():
-        monkeypatch.setenv(name, value)
-    return aws_server
+@pytest.fixture(scope="module")
+def reached(aws_server: FakeAws) -> Account:
+    """One for all tests of a module: to make the clients of all regions takes longer than most of them."""
+    return Account(Options.of(aws_server.options), attempts=1)

@@ -11,15 +11,8 @@ from fakes.fleets import HERE, rent, schedules, templates
 from mgpu.errors import InvalidRequest, PermissionDenied, ProviderError, RateLimited, Transient
 from mgpu.providers.aws import ending, machines, names, reaper
 from mgpu.providers.aws.options import Options
-from mgpu.providers.aws.session import Account
 
 UNKNOWN = "i-0123456789abcdef0"
-
-
-@pytest.fixture(scope="module")
-def reached(aws_server):
-    """One for all tests: to make the clients of all regions takes longer than most of them."""
-    return Account(Options.of(aws_server.options), attempts=1)
 
 
 @pytest.fixture

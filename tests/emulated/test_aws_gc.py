@@ -16,17 +16,10 @@ from mgpu.cli import cli
 from mgpu.errors import AuthError, PermissionDenied, RateLimited, Transient
 from mgpu.providers.aws import ending, machines, names
 from mgpu.providers.aws.options import Options
-from mgpu.providers.aws.session import Account
 from mgpu.providers.base import NodePhase
 
 OTHER_REGIONS = ("eu-west-1", "us-west-2")
 NEAR = ("o-10", "o-", "O-1", " o-1", "o-1 ", "o-?", "o*", "*")
-
-
-@pytest.fixture(scope="module")
-def reached(aws_server):
-    """One for all tests: to make the clients of all regions takes longer than most of them."""
-    return Account(Options.of(aws_server.options), attempts=1)
 
 
 @pytest.fixture

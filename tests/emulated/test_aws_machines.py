@@ -11,16 +11,9 @@ from fakes.fleets import HOST_KEY, rent
 from mgpu.errors import AuthError, PermissionDenied, ProviderError, Transient
 from mgpu.providers.aws import machines, names
 from mgpu.providers.aws.options import Options
-from mgpu.providers.aws.session import Account
 from mgpu.providers.base import NodePhase, NodeState
 
 JUMP = {"jump_host": "me@198.51.100.9:2222", "jump_host_key": HOST_KEY}
-
-
-@pytest.fixture(scope="module")
-def reached(aws_server):
-    """One for all tests: to make a client takes longer than most of them."""
-    return Account(Options.of(aws_server.options), attempts=1)
 
 
 @pytest.fixture

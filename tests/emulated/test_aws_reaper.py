@@ -12,15 +12,8 @@ from fakes.fleets import HERE, rent, schedules
 from mgpu.errors import PermissionDenied, Transient
 from mgpu.providers.aws import reaper
 from mgpu.providers.aws.options import Options
-from mgpu.providers.aws.session import Account
 
 HOUR = 3600.0
-
-
-@pytest.fixture(scope="module")
-def reached(aws_server):
-    """One for all tests: to make the clients of all regions takes longer than most of them."""
-    return Account(Options.of(aws_server.options), attempts=1)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from pathlib import Path
 import grpc
 import pulumi
 import pytest
-from fakes.aws import FOREIGN, FakeAws
 from mgpu_train.timeouts import Timeouts
 from pulumi.runtime.proto import provider_pb2
 from pydantic.alias_generators import to_camel
@@ -31,22 +30,6 @@ WANTED = {
     kinds.SECURITY_GROUP: {"ssh": ["203.0.113.7"]},
 }
 every = pytest.mark.parametrize("token", WANTED)
-
-
-@pytest.fixture(scope="module")
-def aws_server(tmp_path_factory):
-    with FakeAws.start(tmp_path_factory.mktemp("aws")) as aws:
-        yield aws
-
-
-@pytest.fixture
-def aws(aws_server, monkeypatch):
-    aws_server.reset()
-    for name in FOREIGN:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in aws_server.env.items():
-        monkeypatch.setenv(name, value)
-    return aws_server
 
 
 @pytest.fixture

@@ -48,12 +48,6 @@ def offers(needed: Requirements, options: Options, *, now: Callable[[], float] =
     )
 
 
-def efa_cards(instance_type: str, options: Options) -> int:
-    """Network cards of a type that can have an EFA interface; 0 where it has none or the type is not known."""
-    machine = snapshots.current(options).machines.get(instance_type)
-    return machine.efa_cards if machine else 0
-
-
 class _Row(NamedTuple):
     type: str
     machine: Machine
