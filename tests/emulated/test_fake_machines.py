@@ -35,6 +35,7 @@ dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), 
                         timeout=datetime.timedelta(seconds=100))
 numbers = torch.ones(3) * (dist.get_rank() + 1)
 dist.all_reduce(numbers)
+dist.destroy_process_group()  # without it gloo's threads may abort the process as it ends
 print(numbers.tolist())
 """
 

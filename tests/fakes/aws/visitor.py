@@ -85,7 +85,9 @@ class Node:
         ]
         words = ["ssh", "-n", "-F", "none", "-i", str(self.visitor.key), *(f"-o{each}" for each in options)]
         end = time.monotonic() + seconds
-        while (done := self.visitor.inside(*words, f"ubuntu@{to}", command)).returncode == NO_SSH:
+        # The shell stays: ssh ends with 255 for a command that died of a signal too, and that is no failed login.
+        words += [f"ubuntu@{to}", f"{command}\nexit $?"]
+        while (done := self.visitor.inside(*words, seconds=max(60, seconds))).returncode == NO_SSH:
             if time.monotonic() >= end:
                 raise ConnectionError(done.stderr.strip())
             time.sleep(0.02)
