@@ -92,6 +92,11 @@ def _target(spec: RunSpec, store: str | None) -> CheckpointTarget | None:
         every_steps=every_steps,
         every_minutes=given.every_minutes,
         keep_last=given.keep_last,
+        keep_every_hours=given.keep_every_hours,
+        keep_best=given.keep_best,
+        best_metric=given.best_metric,
+        best_mode=given.best_mode,
+        max_upload_mib_per_s=given.max_upload_mib_per_s,
         writers=given.writers or ("all" if spec.train else "rank0"),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from mgpu_train.config import DataItem, EnvName, Text, TrainConfig, Writers
+from mgpu_train.config import BestMode, DataItem, EnvName, MetricName, Text, TrainConfig, Writers
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
 PROVIDERS = ("local", "aws")  # each has a block of its own name
@@ -24,6 +24,7 @@ FORMS = {
     _WORD: "letters, digits, `.`, `_` and `-`, at most 128, beginning with a letter or digit",
     _ACCOUNT: "12 digits, in quotes",
     _URL: "s3://bucket/prefix or file:///folder",
+    get_args(MetricName)[1].pattern: "letters, digits, `.`, `_`, `-` and `/`, at most 128",
     get_args(EnvName)[1].pattern: "the name of an environment variable: letters, digits and `_`, no digit first",
 }
 
@@ -73,7 +74,22 @@ class Checkpoint(Block):
         description="minutes between checkpoints; a `command` finds it in MGPU_CHECKPOINT_EVERY_MINUTES "
         "(default: none)",
     )
-    keep_last: int = Field(3, ge=1, description="committed checkpoints kept in the store")
+    keep_last: int = Field(3, ge=1, description="newest committed checkpoints kept in the store")
+    keep_every_hours: float | None = Field(
+        default=None, gt=0, description="kept beside them: one every so many hours (default: none)"
+    )
+    keep_best: int | None = Field(
+        default=None, ge=1, description="kept beside them: so many with the best `best_metric` (default: none)"
+    )
+    best_metric: MetricName = Field(
+        default="validation_loss", description="which value is compared: one of the checkpoint's meta.json"
+    )
+    best_mode: BestMode = Field(default="min", description="min: the smallest value is the best; max: the largest")
+    max_upload_mib_per_s: float | None = Field(
+        default=None,
+        ge=1,
+        description="MiB per second that one node uploads or downloads at most (default: as fast as it goes)",
+    )
     writers: Writers | None = Field(
         None,
         description="which nodes have a part in a checkpoint: rank0 (node 0 alone) or all "

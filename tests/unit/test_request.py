@@ -59,6 +59,22 @@ def test_train_saves_on_all_nodes_and_a_command_on_node_0():
     assert (commanded.writers, commanded.every_steps) == ("rank0", None)
 
 
+def test_what_is_kept_and_how_fast_it_travels_goes_to_the_nodes_as_it_is_written():
+    given = {
+        "to": "s3://bucket/x",
+        "every_minutes": 10.0,
+        "keep_last": 7,
+        "keep_every_hours": 6.0,
+        "keep_best": 2,
+        "best_metric": "eval/accuracy",
+        "best_mode": "max",
+        "max_upload_mib_per_s": 200.0,
+    }
+    told = jobs(spec(train={}, checkpoint=given))[0].checkpoint
+    assert told is not None
+    assert told.model_dump() == given | {"every_steps": None, "writers": "all"}
+
+
 def test_without_a_store_checkpoints_go_to_a_folder_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     checkpoint = jobs(spec(train={}))[0].checkpoint

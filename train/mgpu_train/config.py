@@ -18,6 +18,8 @@ Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=65536)
 Strategy = Literal["single", "ddp", "fsdp"]
 Precision = Literal["fp32", "bf16"]
 Writers = Literal["rank0", "all"]
+MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}$")]
+BestMode = Literal["min", "max"]
 
 
 class Model(BaseModel):
@@ -78,7 +80,14 @@ class CheckpointTarget(Model):
     to: Text = Field(description="s3://bucket/prefix or file:///folder; a run's part is <to>/<run id>/")
     every_steps: int | None = Field(None, ge=1, description="optimizer steps between checkpoints")
     every_minutes: float | None = Field(None, gt=0, description="minutes between checkpoints")
-    keep_last: int = Field(3, ge=1, description="committed checkpoints that are kept in the store")
+    keep_last: int = Field(3, ge=1, description="newest committed checkpoints that are kept in the store")
+    keep_every_hours: float | None = Field(default=None, gt=0, description="beside them: one every so many hours")
+    keep_best: int | None = Field(default=None, ge=1, description="beside them: so many with the best `best_metric`")
+    best_metric: MetricName = Field(default="validation_loss", description="a value of the checkpoints' meta.json")
+    best_mode: BestMode = Field(default="min", description="min: the smallest value is the best; max: the largest")
+    max_upload_mib_per_s: float | None = Field(
+        default=None, ge=1, description="MiB per second of one node; None: no cap"
+    )
     writers: Writers = Field(description="which nodes have a part in a checkpoint")
 
 
