@@ -155,6 +155,18 @@ class Console:
         self._to_stderr(show)
 
     @contextmanager
+    def transfer(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Shows how many of `total` bytes are through; what it yields is told of more, from any thread."""
+        from mgpu.bars import Bar, Lines
+
+        self.done()
+        shown = Bar(what, total, self._stderr()) if self.interactive else Lines(what, total, self.say)
+        try:
+            yield shown.add
+        finally:
+            self._to_stderr(shown.stop)
+
+    @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
         """Says what it is that takes so long, where it does."""
         timer = threading.Timer(SILENCE_S, self.say, (text, "dim"))
