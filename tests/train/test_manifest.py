@@ -16,6 +16,14 @@ def file(path: str = "a.bin", size: int = 3, node: int = 0) -> m.FileEntry:
     return m.FileEntry(path=path, size=size, crc64nvme=CRC, node=node)
 
 
+def packed(path: str, offset: int, size: int = 3, number: int = 0, node: int = 0) -> m.FileEntry:
+    return m.FileEntry(path=path, size=size, crc64nvme=CRC, node=node, pack=number, offset=offset)
+
+
+def pack(number: int = 0, size: int = 9, node: int = 0) -> m.PackEntry:
+    return m.PackEntry(node=node, number=number, size=size, crc64nvme=CRC)
+
+
 def manifest(**changes) -> m.Manifest:
     given = {
         "run_id": "run-1",
@@ -154,7 +162,7 @@ def test_manifests_that_make_no_sense_are_refused(change):
         lambda d: d["files"][0].update(crc64nvme=CRC[:-1]),
         lambda d: d["files"][0].update(extra=1),
         lambda d: d["files"][0].pop("node"),
-        lambda d: d.update(version=2),
+        lambda d: d.update(version="2"),
         lambda d: d.update(extra=1),
         lambda d: d.update(step=26),
         lambda d: d.update(files={"0": d["files"][0]}),
@@ -163,6 +171,80 @@ def test_manifests_that_make_no_sense_are_refused(change):
 def test_stored_manifests_that_were_changed_are_refused(change):
     with pytest.raises(Damaged, match=r"^entry 3 is not valid"):
         m.parse_entry(altered(change), "entry 3")
+
+
+@pytest.mark.parametrize(
+    ("files", "packs"),
+    [
+        ([packed("a", 0), packed("b", 3)], [pack()]),
+        ([packed("b", 6), packed("a", 0)], [pack()]),  # what two nodes have counts once: a gap, in any order
+        ([packed("a", 0, size=0), packed("b", 0), packed("c", 9, size=0)], [pack()]),
+        ([packed("a", 0, size=0)], [pack(size=0)]),
+        ([packed("a", 0), packed("b", 0, node=1), packed("c", 0, number=7)], [pack(), pack(7), pack(node=1)]),
+    ],
+)
+def test_files_stand_in_packs(files, packs):
+    made = entry(files=tuple(files), packs=tuple(packs))
+    assert m.parse_entry(m.to_bytes(made), "here") == made
+
+
+@pytest.mark.parametrize(
+    ("files", "packs", "why"),
+    [
+        ([packed("a", 0)], [], "pack of a file is missing"),
+        ([packed("a", 0, number=1)], [pack(0)], "pack of a file is missing"),
+        ([packed("a", 0, node=1)], [pack(node=0)], "pack of a file is missing"),
+        ([file()], [pack()], "holds none of the files"),
+        ([packed("a", 0)], [pack(), pack()], "not distinct"),
+        ([packed("a", 0), packed("b", 0, number=1)], [pack(1), pack(0)], "ascending order"),
+        ([packed("a", 0), packed("b", 2)], [pack()], "cannot hold its files"),
+        ([packed("a", 7)], [pack()], "cannot hold its files"),
+        ([packed("a", 10, size=0)], [pack()], "cannot hold its files"),
+    ],
+)
+def test_packs_that_make_no_sense_are_refused(files, packs, why):
+    with pytest.raises(ValidationError, match=why):
+        manifest(files=tuple(files), packs=tuple(packs))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["files"][0].pop("offset"),
+        lambda d: d["files"][0].pop("pack"),
+        lambda d: d["files"][0].update(offset=-1),
+        lambda d: d["files"][0].update(offset=10**30),
+        lambda d: d["files"][0].update(pack=-1),
+        lambda d: d["files"][0].update(pack="0"),
+        lambda d: d["files"][0].update(pack=10**6),
+        lambda d: d["packs"][0].update(size=-1),
+        lambda d: d["packs"][0].update(size=(8 << 20) + 1),
+        lambda d: d["packs"][0].update(crc64nvme=CRC[:-1]),
+        lambda d: d["packs"][0].update(extra=1),
+        lambda d: d["packs"][0].pop("number"),
+    ],
+)
+def test_stored_packs_that_were_changed_are_refused(change):
+    def changed(data):
+        data["files"] = [{"path": "a", "size": 3, "crc64nvme": CRC, "node": 0, "pack": 0, "offset": 0}]
+        data["packs"] = [{"node": 0, "number": 0, "size": 3, "crc64nvme": CRC}]
+        change(data)
+
+    with pytest.raises(Damaged, match=r"^entry 3 is not valid: checkpoint\.manifest"):
+        m.parse_entry(altered(changed), "entry 3")
+
+
+@pytest.mark.parametrize(("version", "use"), [(1, "the older mgpu that wrote it"), (3, "a newer mgpu")])
+def test_another_format_is_refused_with_what_to_do(version, use):
+    """F52: before anything else of it is looked at."""
+    said = f"format {version}, and this mgpu reads format 2 alone. Use {use}, or start a new run"
+    with pytest.raises(Damaged, match=said):
+        m.parse_entry(altered(lambda d: d.update(version=version, files="of another kind")), "here")
+    sidecar = b'{"version": %d, "whatever": 1}' % version
+    with pytest.raises(Damaged, match=said):
+        m.parse_sidecar(sidecar, "here")
+    begun = m.AttemptEntry(seq=0, attempt=1, writer="w", at=1.0)  # an entry's own version is 1, as ever
+    assert m.parse_entry(m.to_bytes(begun), "here") == begun
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,16 @@ def file(run_id: str, checkpoint_id: str, node: int, path: str) -> str:
     return part(run_id, checkpoint_id, node) + path
 
 
+def packs(run_id: str, checkpoint_id: str, node: int) -> str:
+    """The prefix of one node's packs."""
+    return f"{checkpoint(run_id, checkpoint_id)}node-{node}.pack-"
+
+
+def pack(run_id: str, checkpoint_id: str, node: int, number: int) -> str:
+    """One pack of one node."""
+    return f"{packs(run_id, checkpoint_id, node)}{number}"
+
+
 def sidecar(run_id: str, checkpoint_id: str, node: int) -> str:
     """One node's sidecar."""
     return f"{checkpoint(run_id, checkpoint_id)}node-{node}.json"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, model_validator
@@ -17,7 +17,9 @@ from pydantic.functional_validators import AfterValidator
 from mgpu_train.config import RunId
 from mgpu_train.store.base import Damaged, key_problem
 
+FORMAT = 2  # of manifests and sidecars; 1 had no packs
 MAX_FILES = 100_000
+MAX_PACK_BYTES = 8 << 20
 MAX_DOCUMENT_BYTES = 64 << 20
 _MAX_PATH_BYTES = 700  # what a key has left beside bucket prefix, run, checkpoint and node
 _MAX_FILE_BYTES = 1 << 46
@@ -48,6 +50,9 @@ Meta = Annotated[dict[MetaText, MetaText | int | float], Field(max_length=64)]
 Attempt = Annotated[int, Field(ge=1, le=999_999)]
 Step = Annotated[int, Field(ge=0, le=10**15 - 1)]
 Node = Annotated[int, Field(ge=0, le=99_999)]
+Crc64Nvme = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+PackNumber = Annotated[int, Field(ge=0, lt=MAX_FILES)]
+PackOffset = Annotated[int, Field(ge=0, le=MAX_PACK_BYTES)]
 Seq = Annotated[int, Field(ge=0, le=99_999_999)]
 Seconds = Annotated[float, Field(ge=0, description="UNIX seconds, the writer's clock")]
 
@@ -63,29 +68,50 @@ class FileEntry(Document):
 
     path: FilePath = Field(description="relative to the checkpoint's folder, parts joined by /")
     size: int = Field(ge=0, le=_MAX_FILE_BYTES, description="bytes")
-    crc64nvme: str = Field(pattern=r"^[0-9a-f]{16}$", description="checksum of all bytes, hex")
+    crc64nvme: Crc64Nvme = Field(description="checksum of all bytes, hex")
     node: Node = Field(description="node_rank of the node that wrote it")
+    pack: PackNumber | None = Field(
+        default=None, description="its node's pack that holds it; none: an object of its own"
+    )
+    offset: PackOffset | None = Field(default=None, description="bytes of the pack before it")
+
+    @model_validator(mode="after")
+    def _placed(self) -> FileEntry:
+        if (self.pack is None) != (self.offset is None):
+            raise ValueError("a file has a pack and an offset in it, or neither")
+        return self
+
+
+class PackEntry(Document):
+    """One object that holds many small files of a node, one behind the other."""
+
+    node: Node = Field(description="node_rank of the node that wrote it")
+    number: PackNumber = Field(description="the node's packs count 0, 1, 2, ...")
+    size: int = Field(ge=0, le=MAX_PACK_BYTES, description="bytes")
+    crc64nvme: Crc64Nvme = Field(description="checksum of all bytes, hex")
 
 
 Files = Annotated[tuple[FileEntry, ...], Field(max_length=MAX_FILES)]
+Packs = Annotated[tuple[PackEntry, ...], Field(max_length=MAX_FILES)]
 
 
 class Sidecar(Document):
     """One node's part of one checkpoint; written after all files of the part."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = FORMAT
     checkpoint_id: CheckpointId
     attempt: Attempt
     node: Node
     step: Step = Field(description="optimizer steps done")
     world_size: int = Field(ge=1, description="processes of all nodes")
     files: Files
+    packs: Packs = Field(default=(), description="by number")
     meta: Meta = Field(default_factory=dict, description="what the program says of it, for people")
 
     @model_validator(mode="after")
     def _consistent(self) -> Sidecar:
-        _check(self.checkpoint_id, self.attempt, self.step, self.files)
-        if any(file.node != self.node for file in self.files):
+        _check(self.checkpoint_id, self.attempt, self.step, self.files, self.packs)
+        if any(each.node != self.node for each in (*self.files, *self.packs)):
             raise ValueError("it has a file of another node")
         return self
 
@@ -93,7 +119,7 @@ class Sidecar(Document):
 class Manifest(Document):
     """All files of one checkpoint: what a folder must hold, byte for byte, before anything in it is read."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = FORMAT
     run_id: RunId
     checkpoint_id: CheckpointId
     attempt: Attempt
@@ -104,12 +130,13 @@ class Manifest(Document):
         description="node_rank of the nodes that had a part, ascending"
     )
     files: Annotated[Files, Field(min_length=1)]
+    packs: Packs = Field(default=(), description="those that hold one of the files, by node and number")
     created_at: Seconds
     meta: Meta = Field(default_factory=dict, description="node 0's")
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
-        _check(self.checkpoint_id, self.attempt, self.step, self.files)
+        _check(self.checkpoint_id, self.attempt, self.step, self.files, self.packs)
         if any(a >= b for a, b in zip(self.writers, self.writers[1:], strict=False)) or self.writers[-1] >= self.nodes:
             raise ValueError("writers are not distinct nodes in ascending order")
         if not {file.node for file in self.files} <= set(self.writers):
@@ -188,7 +215,7 @@ _SIDECAR = TypeAdapter(Sidecar)
 
 def parse_entry(data: bytes, where: str) -> Entry:
     """An entry of the commit log; `where` names it in messages. Raises Damaged."""
-    return _parse(_ENTRY, data, where)
+    return _parse(_ENTRY, data, where, "manifest")
 
 
 def parse_sidecar(data: bytes, where: str) -> Sidecar:
@@ -201,12 +228,13 @@ def to_bytes(document: Document) -> bytes:
     return document.model_dump_json().encode()
 
 
-def _parse(adapter: TypeAdapter[T], data: bytes, where: str) -> T:
+def _parse(adapter: TypeAdapter[T], data: bytes, where: str, part: str | None = None) -> T:
     if len(data) > MAX_DOCUMENT_BYTES:
         raise Damaged(f"{where} is longer than {MAX_DOCUMENT_BYTES} bytes")
     try:
         # pydantic lets the last of two equal keys win, without a word
-        json.loads(data, object_pairs_hook=_distinct, parse_constant=_refuse)
+        found = json.loads(data, object_pairs_hook=_distinct, parse_constant=_refuse)
+        _check_format(found.get(part) if part and isinstance(found, dict) else found, where)
         return adapter.validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -214,6 +242,16 @@ def _parse(adapter: TypeAdapter[T], data: bytes, where: str) -> T:
         raise Damaged(f"{where} is not valid: {field + ': ' if field else ''}{first['msg']}") from error
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{where} is not valid: {str(error)[:200]}") from error
+
+
+def _check_format(document: Any, where: str) -> None:
+    """Raises Damaged for a manifest or sidecar that another version of mgpu wrote, with what to do (F52)."""
+    version = document.get("version") if isinstance(document, dict) else None
+    if type(version) is int and version != FORMAT:
+        raise Damaged(
+            f"{where} describes a checkpoint in format {version}, and this mgpu reads format {FORMAT} alone. "
+            f"Use {'a newer mgpu' if version > FORMAT else 'the older mgpu that wrote it'}, or start a new run."
+        )
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -227,7 +265,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number")
 
 
-def _check(name: str, attempt: int, step: int, files: Iterable[FileEntry]) -> None:
+def _check(name: str, attempt: int, step: int, files: Sequence[FileEntry], packs: Sequence[PackEntry]) -> None:
     """What sidecars and manifests have in common. Raises ValueError."""
     if name != checkpoint_id(attempt, step):
         raise ValueError(f"{name} is not the id of attempt {attempt}, step {step}")
@@ -243,3 +281,23 @@ def _check(name: str, attempt: int, step: int, files: Iterable[FileEntry]) -> No
         raise ValueError(f"path {min(both)[:80]!r} is a file and a folder")
     if total > _MAX_TOTAL_BYTES:
         raise ValueError(f"{total} bytes in all are more than any store holds")
+    _check_packs(files, packs)
+
+
+def _check_packs(files: Sequence[FileEntry], packs: Sequence[PackEntry]) -> None:
+    """Every packed file has bytes of its own in a pack that is there, and every pack is of use. Raises ValueError."""
+    room = {(pack.node, pack.number): pack.size for pack in packs}
+    if len(room) < len(packs) or list(room) != sorted(room):
+        raise ValueError("packs are not distinct ones in ascending order")
+    spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for file in files:
+        if file.pack is not None and file.offset is not None:
+            spans.setdefault((file.node, file.pack), []).append((file.offset, file.offset + file.size))
+    if spans.keys() != room.keys():
+        raise ValueError("the pack of a file is missing, or a pack holds none of the files")
+    for (node, number), found in spans.items():
+        end = 0
+        for begin, stop in sorted(found):
+            if begin < end or stop > room[node, number]:
+                raise ValueError(f"pack {number} of node {node} cannot hold its files as they stand there")
+            end = stop
