@@ -212,6 +212,8 @@ class Supervisor:
             self._session.emit(CheckpointCommitted(done.committed_id, done.committed_step))
         if done.problem:
             self._outlook.once(f"checkpoint: {done.problem}")
+        if done.save_problem:
+            self._outlook.once(f"checkpoint: {done.save_problem}; the training goes on")
         self._session.save()
 
     # --- stopping -----------------------------------------------------------------------------------------------

@@ -69,6 +69,26 @@ def test_the_environment_that_a_program_gets(node):
     assert (argv, folder) == (["prog.py", "$(id)", "a b"], str(node.run / "work"))
 
 
+def test_what_the_program_says_of_its_saves_is_in_the_status_without_secrets(node):
+    node.program(
+        "import os, time\nfrom saving import metric, save\n"
+        f"metric('save_failed', step=1, reason='{'x' * 270} ' + os.environ['TOKEN'])\n"
+        "save(2)\nmetric('checkpoint', step=2, stall_s=0.02, save_s=0.5)\nmetric('save_skipped', step=3)\n"
+        "time.sleep(1)\nsave(4)\n"
+    )
+    node.job(secrets=["TOKEN"])
+    node.start({"env": {"TOKEN": CANARY * 20}})
+    (status,) = ended(node)
+    said = status["checkpoint"]
+    assert status["phase"] == "done"
+    assert said["committed_step"] == 4
+    assert [said[f"save_{name}"] for name in ("s", "failed", "skipped")] == [0.5, 1, 1]
+    assert said["stall_s"] == 0.02
+    assert said["save_problem"].startswith("step-1 was not saved: xxx")
+    assert node.log.count("[agent] checkpoint: step-1 was not saved: xxx") == 1
+    assert CANARY not in json.dumps(status) + node.log
+
+
 def test_a_program_gets_its_signals_as_from_a_shell(node):
     node.program("import signal\nprint(signal.getsignal(signal.SIGINT))\n")
     node.job(checkpoint=None)

@@ -213,9 +213,9 @@ def test_what_saves_and_steps_take_is_learned_from_the_metrics():
     for step, t in ((1, 101.0), (2, 104.0), (4, 108.0)):  # a line every other step is not a slow step
         progress.take({"kind": "step", "step": step, "t": t, "loss": 1.0})
     assert progress.step_s == 3.0
-    for stall_s in (9.0, 1.0, 2.0, 1.0, 3.0, float("nan"), 1.0):
-        progress.take({"kind": "checkpoint", "step": 4, "t": 109.0, "stall_s": stall_s})
-    assert list(progress.stalls) == [1.0, 2.0, 1.0, 3.0, 1.0]  # of late
+    for step, save_s in enumerate((9.0, 1.0, 2.0, 1.0, 3.0, float("nan"), -1.0, 1.0)):
+        progress.take({"kind": "checkpoint", "step": step, "t": 109.0, "stall_s": 0.01, "save_s": save_s})
+    assert progress.saves.lasted == [1.0, 3.0, 0.01, 0.01, 1.0]  # of late; no word of how long: it was waited for
     progress.take({"kind": "step", "step": 5, "t": "?", "loss": 1.0})
     progress.take({"kind": "step", "step": 6, "t": 200.0, "loss": 1.0})
     assert progress.step_s == 3.0

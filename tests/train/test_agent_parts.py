@@ -166,6 +166,33 @@ def test_metrics_of_odd_types_leave_a_status_that_can_be_read():
     assert progress.fields == {"step": 1, "first_validation_loss": 4.0, "validation_loss": 4.0, "validation_step": -1}
 
 
+def test_every_rank_tells_of_a_save_and_it_counts_once():
+    saves = (progress := Progress()).saves
+    assert (saves.fields, saves.lasted) == ({}, [])
+    for rank_s in (0.5, 4.0, 3.0):  # a save stands when the slowest has written
+        progress.take({"kind": "checkpoint", "step": 5, "stall_s": 0.1, "save_s": rank_s})
+    for kind in ("save_skipped", "save_failed", "save_failed", "save_skipped"):
+        progress.take({"kind": kind, "step": 10, "reason": "No space left on device"})
+    progress.take({"kind": "save_failed", "step": 15, "reason": "Read-only file system"})
+    assert saves.lasted == [4.0]
+    assert saves.fields == {
+        "stall_s": 0.1,
+        "save_s": 3.0,
+        "save_failed": 2,
+        "save_skipped": 1,
+        "save_problem": "step-15 was not saved: Read-only file system",
+    }
+
+
+@pytest.mark.parametrize("kind", [["checkpoint"], {}, None, "checkpoint", "save_failed", "save_skipped"], ids=repr)
+def test_what_is_odd_about_a_save_says_nothing_of_it(kind):
+    progress = Progress()
+    for step in ("5", None, True, 5.0):
+        progress.take({"kind": kind, "step": step, "stall_s": 1.0, "save_s": 1.0})
+    progress.take({"kind": "checkpoint", "step": 5, "stall_s": "long", "save_s": -1})
+    assert (progress.saves.fields, progress.saves.lasted) == ({}, [])
+
+
 # --- local checkpoints ---------------------------------------------------------------------------------------------
 
 

@@ -657,6 +657,15 @@ def test_a_problem_with_checkpoints_is_told_once(watch):
     assert [event.text for event in watch.world.of(Warned)] == ["checkpoint: 403 from the store"]
 
 
+def test_a_save_that_failed_is_told_once_and_the_next_one_anew(watch):
+    for second, step in ((0, 5), (3, 5), (6, 10)):
+        said = CheckpointStatus(save_failed=step // 5, save_problem=f"step-{step} was not saved: disk full")
+        watch.at(second, lambda said=said: watch.world.nodes[0].says(Phase.TRAINING, checkpoint=said))
+    watch.done_at(9).run()
+    told = [f"checkpoint: step-{step} was not saved: disk full; the training goes on" for step in (5, 10)]
+    assert [event.text for event in watch.world.of(Warned)] == told
+
+
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 

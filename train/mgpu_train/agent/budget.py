@@ -28,12 +28,13 @@ class Need:
 NOTHING = Need()  # there is nothing that a save could keep
 
 
-def need(stalls: Sequence[float], step_s: float, upload_s: float | None) -> Need:
-    """From what the recent saves stalled training, what a step takes at most, and what one more upload would take.
+def need(saves: Sequence[float], step_s: float, upload_s: float | None) -> Need:
+    """From what the recent saves took until they stood on disk, what a step takes at most, and what one more upload
+    would take. How long they held up training says nothing: the last one has to stand before the ranks end.
 
-    No stalls, and None, mean that nothing is known of it.
+    No saves, and None, mean that nothing is known of it.
     """
-    save_s = FACTOR * (max(stalls) + step_s) if stalls else max(UNKNOWN_S, FACTOR * step_s)
+    save_s = FACTOR * (max(saves) + step_s) if saves else max(UNKNOWN_S, FACTOR * step_s)
     return Need(MARGIN_S + save_s, UNKNOWN_S if upload_s is None else FACTOR * upload_s)
 
 

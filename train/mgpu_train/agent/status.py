@@ -46,6 +46,13 @@ class CheckpointStatus(Model):
     skipped: int = Field(default=0, description="saves that were not uploaded because one was in flight")
     failed: int = Field(default=0, description="saves whose upload or commit failed")
     problem: str | None = Field(default=None, description="the newest failure, in words")
+    stall_s: float | None = Field(default=None, description="seconds that training stood still for the newest save")
+    save_s: float | None = Field(
+        default=None, description="seconds from the beginning of the newest save until it stood on disk on every node"
+    )
+    save_failed: int = Field(default=0, description="saves that failed before they stood on disk; training goes on")
+    save_skipped: int = Field(default=0, description="saves that were due while one was still being written")
+    save_problem: str | None = Field(default=None, description="the newest failed save: its step, and why")
 
 
 LEASE_ENDS = "lease"

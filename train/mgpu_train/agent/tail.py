@@ -48,13 +48,56 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+class Saves:
+    """What the metrics say of an attempt's saves. Every rank writes a line of each: its step tells one from another."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}  # of the status file's checkpoint part, in the program's words
+        self._lasted: dict[int, float] = {}  # step -> seconds, of recent ones
+        self._failed: set[int] = set()
+        self._skipped: set[int] = set()
+
+    @property
+    def lasted(self) -> list[float]:
+        """Seconds that each of the recent saves took, from its beginning until it stood on disk."""
+        return list(self._lasted.values())
+
+    def stands(self, record: dict[str, Any], step: int) -> None:
+        """A save is on disk. A program that does not say how long that took had to stand still for it."""
+        stall_s, save_s = _duration(record.get("stall_s")), _duration(record.get("save_s"))
+        lasted = stall_s if save_s is None else save_s
+        if lasted is None:
+            return
+        self._lasted[step] = max(lasted, self._lasted.pop(step, 0.0))
+        for old in list(self._lasted)[:-_RECENT]:
+            del self._lasted[old]
+        self.fields |= {"stall_s": stall_s, "save_s": lasted}
+
+    def failed(self, record: dict[str, Any], step: int) -> None:
+        """One could not be written; training goes on."""
+        if step not in self._failed:
+            self._failed.add(step)
+            problem = f"step-{step} was not saved: {record.get('reason')}"
+            self.fields |= {"save_failed": len(self._failed), "save_problem": problem}
+
+    def skipped(self, _record: dict[str, Any], step: int) -> None:
+        """One was due while another was still being written."""
+        self._skipped.add(step)
+        self.fields["save_skipped"] = len(self._skipped)
+
+
 class Progress:
     """What the metrics of an attempt say: the fields of the status file that come from them."""
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {"step": -1}
         self.ended: str | None = None  # the program's own word: "done" or "stopped"
-        self.stalls: deque[float] = deque(maxlen=_RECENT)  # seconds that recent saves stalled training
+        self.saves = Saves()
+        self._of_saves = {
+            "checkpoint": self.saves.stands,
+            "save_failed": self.saves.failed,
+            "save_skipped": self.saves.skipped,
+        }
         self._steps: deque[float] = deque(maxlen=_RECENT)  # seconds that recent steps took
         self._t: float | None = None  # of the newest line, UNIX seconds
 
@@ -72,8 +115,8 @@ class Progress:
             step = record.get("step")
             self.fields |= {"validation_loss": loss, "validation_step": step if type(step) is int else -1}
             self.fields.setdefault("first_validation_loss", loss)
-        elif kind == "checkpoint" and (stall_s := _number(record.get("stall_s"))) is not None:
-            self.stalls.append(stall_s)
+        elif isinstance(kind, str) and kind in self._of_saves and type(step := record.get("step")) is int:
+            self._of_saves[kind](record, step)
         elif kind == "end":
             self.ended = str(record.get("reason"))
         return False
@@ -93,6 +136,11 @@ class Progress:
             if (value := _number(record.get(name))) is not None:
                 self.fields[name] = value
         return new
+
+
+def _duration(value: Any) -> float | None:
+    seconds = _number(value)
+    return seconds if seconds is not None and seconds >= 0 else None
 
 
 def _number(value: Any) -> float | None:

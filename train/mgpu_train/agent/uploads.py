@@ -149,6 +149,11 @@ class Uploads:
         with self._lock:
             return self._status
 
+    def note(self, **changes: int | float | str | None) -> None:
+        """Changes fields of the status. From any thread."""
+        with self._lock:
+            self._status = self._status.model_copy(update=changes)
+
     def look(self) -> int:
         """Looks at the folder, deletes what nobody will ask for, and returns the newest finished step (-1: none)."""
         with self._looking:
@@ -236,7 +241,7 @@ class Uploads:
         with self._looking:
             self._taken, self._in_flight = step, step
         self._began = self._clock()
-        self._note(skipped=self._status.skipped + skipped)
+        self.note(skipped=self._status.skipped + skipped)
         path = dict(finished(self._folder)).get(step)
         try:
             done = path is not None and self._bring(step, path, final)
@@ -248,7 +253,7 @@ class Uploads:
         if path is None:
             self._trouble(f"step-{step} was asked for, but is not on this node's disk")
         if not done:
-            self._note(failed=self._status.failed + 1)
+            self.note(failed=self._status.failed + 1)
 
     def _bring(self, step: int, path: Path, final: bool) -> bool:
         name = f"step-{step}"
@@ -258,7 +263,7 @@ class Uploads:
                 return False
         if not self._insist(f"uploading {name}", lambda: self._depot.upload(step, path)):
             return False
-        self._note(uploaded_step=step)
+        self.note(uploaded_step=step)
         self._say(f"checkpoint {name}: uploaded")
         if self._leads:
             return self._commit(step)
@@ -274,7 +279,7 @@ class Uploads:
             if not self._insist(f"committing step-{step}", lambda: found.append(self._depot.commit(step))):
                 return False
             if (checkpoint_id := found[-1]) is not None:
-                self._note(committed_step=step, committed_id=checkpoint_id)
+                self.note(committed_step=step, committed_id=checkpoint_id)
                 self._measure()
                 self._say(f"checkpoint step-{step}: committed as {checkpoint_id}")
                 self._prune()
@@ -319,11 +324,7 @@ class Uploads:
         problem = clean(problem, 300)
         if problem != self.status.problem:
             self._say(f"checkpoint: {problem}")
-        self._note(problem=problem)
-
-    def _note(self, **changes: int | str | None) -> None:
-        with self._lock:
-            self._status = self._status.model_copy(update=changes)
+        self.note(problem=problem)
 
     def _wait(self, seconds: float) -> None:
         """Waits, and not longer than until the drain begins, or haste."""

@@ -9,7 +9,7 @@ from mgpu_train.agent.attempt import Attempt
 from mgpu_train.agent.budget import NOTHING, Need, need
 from mgpu_train.agent.decide import Act, AttemptFailed, Cause, Ended, Watched, look
 from mgpu_train.agent.launcher import Launch, Launcher
-from mgpu_train.agent.log import last_words
+from mgpu_train.agent.log import clean, last_words
 from mgpu_train.agent.saves import tidy
 from mgpu_train.agent.status import Fault, Phase
 from mgpu_train.agent.tail import MetricsTail, Progress
@@ -36,7 +36,7 @@ class Watch:
         if self._attempt.job.checkpoint is None:
             return NOTHING
         upload_s = self._uploads.expect_s() if self._uploads else 0.0
-        return need(self._metrics.stalls, self._metrics.step_s, upload_s)
+        return need(self._metrics.saves.lasted, self._metrics.step_s, upload_s)
 
     def run(self, launch: Launch) -> Ended:
         """Starts the launcher and returns when it, and everything that it started, has ended.
@@ -104,9 +104,19 @@ class Watch:
             if self._attempt.report.status.phase is Phase.LAUNCHING:
                 self._attempt.enter(Phase.TRAINING)
         if self._uploads is not None:
+            self._tell_saves(self._uploads)
             changes["checkpoint"] = self._uploads.status
         waiting = self._attempt.report.status.phase is Phase.LAUNCHING and self._cause is None
         self._attempt.tick(alive=progress or waiting, **changes)
+
+    def _tell_saves(self, uploads: Uploads) -> None:
+        """What the program says of its saves goes into the status, without secrets; a failed one into the log, too."""
+        said = dict(self._metrics.saves.fields)
+        if problem := said.get("save_problem"):
+            said["save_problem"] = clean(self._attempt.public(problem), 300)
+        if said.get("save_failed", 0) > uploads.status.save_failed:
+            self._attempt.say(f"checkpoint: {said['save_problem']}")
+        uploads.note(**said)
 
     def _observe(self) -> bool:
         """Looks at everything; True: there was progress since the last look."""
