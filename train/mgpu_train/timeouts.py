@@ -28,6 +28,7 @@ class Timeouts(BaseModel):
     first_step_s: float = Field(1800, description="from the launcher's start to the first sign of progress")
     stall_s: float = Field(780, description="without any progress before the agent ends the attempt; below lease_s")
     collective_s: float = Field(600, description="for one collective operation of the ranks")
+    save_s: float = Field(1800, description="for a checkpoint to stand on the disk of every node")
     stop_grace_s: float = Field(60, description="from SIGTERM to SIGKILL of the launcher")
     kill_s: float = Field(30, description="until processes that were sent SIGKILL have to be gone")
     drain_s: float = Field(900, description="for the uploads that are left when the launcher has ended")
@@ -35,6 +36,9 @@ class Timeouts(BaseModel):
     store_connect_s: float = Field(10, description="for a connection to the object store")
     store_read_s: float = Field(30, description="without a byte from the object store before a request is repeated")
     store_retry_s: float = Field(60, description="after which a failing request to the object store is not repeated")
+    store_stall_s: float = Field(
+        60, description="for the object store's transfers to move 4 MiB; slower ones are ended"
+    )
     lease_s: float = Field(900, description="a node's lease while a run uses it")
     lease_renew_s: float = Field(20, description="between two renewals by the agent")
     poll_s: float = Field(0.5, description="between two passes of the supervisor, and of the agent")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 PIECE = 16 << 20  # bytes that one transfer holds in memory
+Progress = Callable[[int], None]  # told of bytes that are through since it was last told; from any thread
 # what a half-written file is called on disk: never a key, never listed
 ASIDE = ".aside-"
 _LONGEST_KEY = 1024  # bytes; S3's own limit
@@ -91,14 +92,16 @@ class Store(Protocol):
         """Read an object of at most `limit` bytes. Raises NotFound, and Damaged when it is longer."""
         ...
 
-    def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str) -> None:
-        """Read an object into a file that has its name only once every byte of it was checked and is on disk.
+    def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str, progress: Progress | None = None) -> None:
+        """Read an object into a file that has its name only once every byte of it was checked.
+
+        It is not flushed to disk: whoever needs that flushes the folder when all of its files are there.
 
         Raises NotFound, and Damaged when size or checksum differ.
         """
         ...
 
-    def checksum(self, key: str, size: int) -> str:
+    def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
         """Read every byte of an object and return its CRC64NVME. Raises NotFound, and Damaged for another size."""
         ...
 
@@ -106,8 +109,11 @@ class Store(Protocol):
         """What the store says of an object; None: there is none."""
         ...
 
-    def list(self, prefix: str) -> Iterator[Stat]:
-        """All objects whose key begins with `prefix`, in the order of their keys' bytes, without checksums."""
+    def list(self, prefix: str, after: str = "") -> Iterator[Stat]:
+        """All objects whose key begins with `prefix` and comes after `after`, by their keys' bytes, without checksums.
+
+        The key `after` itself is left out.
+        """
         ...
 
     def delete(self, key: str) -> None:

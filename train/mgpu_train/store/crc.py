@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from awscrt.checksums import combine_crc64nvme, crc64nvme
 
 
-def of_bytes(data: bytes) -> str:
+def of_bytes(data: bytes | memoryview) -> str:
     """The checksum of some bytes."""
     return to_hex(crc64nvme(data))
 

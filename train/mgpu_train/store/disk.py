@@ -11,7 +11,7 @@ from pathlib import Path
 
 from awscrt.checksums import crc64nvme
 
-from mgpu_train.store.base import ASIDE, PIECE, Denied, NotFound, StoreError, Unavailable
+from mgpu_train.store.base import ASIDE, PIECE, Denied, NotFound, Progress, StoreError, Unavailable
 from mgpu_train.store.crc import to_hex
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -42,8 +42,10 @@ def _meaning(what: str, error: OSError) -> StoreError:
 
 
 @contextmanager
-def written(path: Path, *, exclusive: bool = False) -> Iterator[int]:
+def written(path: Path, *, exclusive: bool = False, durable: bool = True) -> Iterator[int]:
     """A descriptor to write to; once the block ends, all of it is on disk, and only then the file has its name.
+
+    Without `durable` it has its name as late, but nobody has waited for the disk.
 
     Raises FileExistsError when `exclusive` and the name is taken. An error in the block leaves nothing behind.
     """
@@ -51,14 +53,16 @@ def written(path: Path, *, exclusive: bool = False) -> Iterator[int]:
     try:
         try:
             yield descriptor
-            os.fsync(descriptor)
+            if durable:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
         if exclusive:
             os.link(aside, path)  # unlike a rename it fails where the name is taken
         else:
             aside.replace(path)
-        sync_folder(path.parent)
+        if durable:
+            sync_folder(path.parent)
     finally:
         with suppress(OSError):  # renamed, or as good as swept
             aside.unlink(missing_ok=True)
@@ -107,7 +111,7 @@ def opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def copy(source: int, target: int | None) -> tuple[int, str]:
+def copy(source: int, target: int | None, progress: Progress | None = None) -> tuple[int, str]:
     """Copy what is left of one descriptor to another (None: only read); returns bytes and checksum of what was read."""
     size = value = 0
     while piece := os.read(source, PIECE):
@@ -115,6 +119,8 @@ def copy(source: int, target: int | None) -> tuple[int, str]:
         size += len(piece)
         if target is not None:
             write_all(target, piece)
+        if progress:
+            progress(len(piece))
     return size, to_hex(value)
 
 

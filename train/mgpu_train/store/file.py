@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mgpu_train.store import disk
-from mgpu_train.store.base import ASIDE, Damaged, NotFound, Stat, check_key
+from mgpu_train.store.base import ASIDE, Damaged, NotFound, Progress, Stat, check_key
+from mgpu_train.store.pace import Pace
 
 
 class FileStore:
-    """The store `file://<root>`. The folder is made by the first write."""
+    """The store `file://<root>`. The folder is made by the first write; see `open_store` for `max_bytes_per_s`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, max_bytes_per_s: int | None = None) -> None:
         self.url = f"file://{root}"
         self._root = root
+        self._pace = Pace(max_bytes_per_s)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """See Store."""
@@ -39,7 +41,7 @@ class FileStore:
         to = self._path(key)
         with disk.translated(f"cannot copy {path} to {to}"):
             with disk.opened(path) as source, disk.written(to) as target:
-                size, crc = disk.copy(source, target)
+                size, crc = disk.copy(source, target, self._through(None))
             return Stat(key, size, crc, to.stat().st_mtime)
 
     def get(self, key: str, limit: int) -> bytes:
@@ -52,24 +54,24 @@ class FileStore:
             with os.fdopen(source, "rb", closefd=False) as file:
                 return file.read(limit)
 
-    def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str) -> None:
+    def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str, progress: Progress | None = None) -> None:
         """See Store."""
         source_path = self._path(key)
         with (
             disk.translated(f"cannot copy {source_path} to {path}"),
             disk.opened(source_path) as source,
-            disk.written(path) as target,
+            disk.written(path, durable=False) as target,
         ):
             _check_size(source_path, os.fstat(source).st_size, size)
-            found = disk.copy(source, target)
+            found = disk.copy(source, target, self._through(progress))
             if found != (size, crc64nvme):
                 raise Damaged(f"{source_path}: its checksum is {found[1]}, not {crc64nvme}")
 
-    def checksum(self, key: str, size: int) -> str:
+    def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
         """See Store."""
         path = self._path(key)
-        with disk.translated(f"cannot read {path}"):
-            found, crc = disk.checksum(path)
+        with disk.translated(f"cannot read {path}"), disk.opened(path) as source:
+            found, crc = disk.copy(source, None, self._through(progress))
         _check_size(path, found, size)
         return crc
 
@@ -83,10 +85,10 @@ class FileStore:
             return None
         return Stat(key, found.st_size, None, found.st_mtime)
 
-    def list(self, prefix: str) -> Iterator[Stat]:
+    def list(self, prefix: str, after: str = "") -> Iterator[Stat]:
         """See Store."""
         for path, entry in self._files(prefix):
-            if entry.name.startswith(ASIDE):
+            if entry.name.startswith(ASIDE) or os.fsencode(path) <= os.fsencode(after):
                 continue
             try:
                 found = entry.stat(follow_symlinks=False)
@@ -115,6 +117,16 @@ class FileStore:
             with disk.translated(f"cannot remove {path}"):
                 path.unlink(missing_ok=True)
         return len(unfinished)
+
+    def _through(self, progress: Progress | None) -> Progress:
+        """What a copy tells of its bytes, and where it waits when there were too many."""
+
+        def told(count: int) -> None:
+            self._pace.take(count)
+            if progress:
+                progress(count)
+
+        return told
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)

@@ -19,7 +19,17 @@ from awscrt.checksums import crc64nvme
 from botocore.exceptions import ClientError, ConnectTimeoutError, EndpointConnectionError
 
 from mgpu_train.store import crc, disk
-from mgpu_train.store.base import PIECE, Ambiguous, Damaged, NotFound, Stat, StoreError, Unavailable, check_key
+from mgpu_train.store.base import (
+    PIECE,
+    Ambiguous,
+    Damaged,
+    NotFound,
+    Progress,
+    Stat,
+    StoreError,
+    Unavailable,
+    check_key,
+)
 from mgpu_train.store.s3client import connect
 from mgpu_train.store.s3errors import maybe_done
 from mgpu_train.timeouts import Timeouts
@@ -43,6 +53,7 @@ class S3Store:
         prefix: str,
         env: Mapping[str, str] | None,
         timeouts: Timeouts,
+        max_bytes_per_s: int | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -99,16 +110,16 @@ class S3Store:
 
         return self._patiently(f"read {key}", read)
 
-    def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str) -> None:
+    def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str, progress: Progress | None = None) -> None:
         """See Store."""
-        with disk.translated(f"cannot write {path}"), disk.written(path) as target:
-            found = self._read_all(key, size, lambda offset, data: _pwrite(target, offset, data))
+        with disk.translated(f"cannot write {path}"), disk.written(path, durable=False) as target:
+            found = self._read_all(key, size, lambda offset, data: _pwrite(target, offset, data), progress)
             if found != crc64nvme:
                 raise Damaged(f"{self.url}: {key}: its checksum is {found}, not {crc64nvme}")
 
-    def checksum(self, key: str, size: int) -> str:
+    def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
         """See Store."""
-        return self._read_all(key, size, lambda _offset, _data: None)
+        return self._read_all(key, size, lambda _offset, _data: None, progress)
 
     def stat(self, key: str) -> Stat | None:
         """See Store."""
@@ -121,10 +132,11 @@ class S3Store:
         own = crc.from_base64(found.get("ChecksumCRC64NVME")) if whole else None
         return Stat(key, found["ContentLength"], own, found["LastModified"].timestamp())
 
-    def list(self, prefix: str) -> Iterator[Stat]:
+    def list(self, prefix: str, after: str = "") -> Iterator[Stat]:
         """See Store."""
+        start = {"StartAfter": self._prefix + after} if after else {}
         pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self._bucket, Prefix=self._prefix + prefix
+            Bucket=self._bucket, Prefix=self._prefix + prefix, **start
         )
         with self._errors.translated(f"list {prefix or 'its objects'}"):
             for page in pages:
@@ -204,7 +216,7 @@ class S3Store:
         except StoreError:  # it is over already, or the store is away: `sweep` comes again
             pass
 
-    def _read_all(self, key: str, size: int, sink: Sink) -> str:
+    def _read_all(self, key: str, size: int, sink: Sink, progress: Progress | None) -> str:
         """Reads an object of `size` bytes by ranges, in parallel, and returns its checksum."""
         found = self.stat(key)
         if found is None:
@@ -212,7 +224,14 @@ class S3Store:
         if found.size != size:
             raise Damaged(f"{self.url}: {key} has {found.size} bytes, not {size}")
         spans = [(offset, min(PIECE, size - offset)) for offset in range(0, size, PIECE)]
-        parts = _all([self._pool.submit(self._read_range, key, *span, sink) for span in spans])
+
+        def one(offset: int, length: int) -> int:
+            value = self._read_range(key, offset, length, sink)
+            if progress:
+                progress(length)
+            return value
+
+        parts = _all([self._pool.submit(one, *span) for span in spans])
         return crc.joined((value, length) for value, (_, length) in zip(parts, spans, strict=True))
 
     def _read_range(self, key: str, offset: int, length: int, sink: Sink) -> int:
