@@ -16,7 +16,8 @@ from mgpu.errors import InputError, MgpuError
 from mgpu.run.record import Record, load
 
 if TYPE_CHECKING:
-    from mgpu_train.checkpoint.manifest import CheckpointEntry
+    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.lines import Commit
     from mgpu_train.store.base import Store
 
 
@@ -39,17 +40,17 @@ def list_(run: str, as_json: bool) -> None:
     console = Console(as_json=as_json)
     record = load(run)
     with _readable(record):
-        _, entries = _log(record)
+        _, _, entries = _log(record)
     if as_json:
         console.data([entry.model_dump(mode="json", exclude={"writer"}) for entry in entries])
         return
     rows = [
         (
-            e.manifest.checkpoint_id,
-            e.manifest.step,
+            e.checkpoint_id,
+            e.step,
             e.attempt,
-            len(e.manifest.files),
-            f"{sum(f.size for f in e.manifest.files) / 2**20:.1f}",
+            e.files,
+            f"{e.bytes / 2**20:.1f}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(e.at)),
         )
         for e in entries
@@ -67,13 +68,13 @@ def list_(run: str, as_json: bool) -> None:
 @common.json_option
 def verify(run: str, deep: bool, as_json: bool) -> int:
     """Verify every committed checkpoint of RUN. Exit code 6 when one is damaged."""
-    from mgpu_train.checkpoint.verify import verify as check
+    from mgpu_train.checkpoint.newest import problems_of
 
     console = Console(as_json=as_json)
     record = load(run)
     with _readable(record):
-        store, entries = _log(record)
-        found = {e.manifest.checkpoint_id: check(store, record.run_id, e.manifest, deep=deep) for e in entries}
+        store, log, entries = _log(record)
+        found = {e.checkpoint_id: problems_of(store, log, e, deep=deep) for e in entries}
     if as_json:
         console.data({name: list(problems) for name, problems in found.items()})
     else:
@@ -103,15 +104,15 @@ def pull_into(record: Record, step: int | None, to: Path, console: Console) -> P
     from mgpu_train.store import Damaged, NotFound
 
     with _readable(record):
-        store, entries = _log(record)
-    wanted = [e for e in entries if step is None or e.manifest.step == step]
+        store, log, entries = _log(record)
+    wanted = [e for e in entries if step is None or e.step == step]
     for entry in wanted:
-        folder = to / f"step-{entry.manifest.step}"
+        folder = to / f"step-{entry.step}"
         try:
             with _readable(record):
-                report = fetch(store, record.run_id, entry.manifest, folder)
+                report = fetch(store, record.run_id, log.manifest(entry), folder)
         except (Damaged, NotFound) as error:
-            console.say(f"warning: {entry.manifest.checkpoint_id} does not verify: {error}", "yellow")
+            console.say(f"warning: {entry.checkpoint_id} does not verify: {error}", "yellow")
             continue
         console.say(f"{report.files} files, {report.bytes / 2**20:.1f} MiB, every byte verified")
         return folder
@@ -120,10 +121,10 @@ def pull_into(record: Record, step: int | None, to: Path, console: Console) -> P
         raise InputError(
             f"run {record.run_id}: no checkpoint {which}", "", f"See `mgpu checkpoints ls {record.run_id}`."
         )
-    raise _damaged(record, [e.manifest.checkpoint_id for e in wanted])
+    raise _damaged(record, [e.checkpoint_id for e in wanted])
 
 
-def _log(record: Record) -> tuple[Store, list[CheckpointEntry]]:
+def _log(record: Record) -> tuple[Store, CommitLog, list[Commit]]:
     if record.store is None:
         raise InputError(
             f"run {record.run_id} has no checkpoints", "Its run file says `checkpoint: none`, or it never began."
@@ -132,7 +133,8 @@ def _log(record: Record) -> tuple[Store, list[CheckpointEntry]]:
     from mgpu_train.store import open_store
 
     store = open_store(record.store)
-    return store, CommitLog(store, record.run_id).checkpoints()
+    log = CommitLog(store, record.run_id)
+    return store, log, log.checkpoints()
 
 
 @contextmanager

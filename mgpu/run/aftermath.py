@@ -41,7 +41,7 @@ def of_the_store(session: Session, request: Request, *, needed: bool) -> Ended |
     if request.checkpoint is None:
         return None
     from mgpu_train.checkpoint.commitlog import CommitLog
-    from mgpu_train.checkpoint.fetch import newest_verified
+    from mgpu_train.checkpoint.newest import newest_verified
     from mgpu_train.store import Damaged, StoreError, open_store
 
     record, run = session.record, request.run_id
@@ -61,10 +61,10 @@ def of_the_store(session: Session, request: Request, *, needed: bool) -> Ended |
         ) from error
     done = end is not None and end.succeeded
     if newest is not None:
-        record.checkpoint_id, record.checkpoint_step = newest.manifest.checkpoint_id, newest.manifest.step
+        record.checkpoint_id, record.checkpoint_step = newest.checkpoint_id, newest.step
         steps = request.spec.train.steps if request.spec.train else None
         of_this_launch = record.attempt - newest.attempt <= record.recoveries
-        if of_this_launch and (done or (steps and newest.manifest.step >= steps)):
+        if of_this_launch and (done or (steps and newest.step >= steps)):
             return Ended(True)
     return None if end is None or done else _said(session, end.reason or "", end.fault)
 

@@ -83,7 +83,7 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
     if request.checkpoint is None:
         return attempt, writer, None
     from mgpu_train.checkpoint.commitlog import CommitLog, Fenced
-    from mgpu_train.checkpoint.fetch import newest_verified
+    from mgpu_train.checkpoint.newest import newest_verified
     from mgpu_train.store import Damaged, StoreError, open_store
 
     try:
@@ -108,9 +108,9 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
     if newest is None:
         return attempt, writer, None
     # the last commit before a loss may not have been seen
-    record.checkpoint_id, record.checkpoint_step = newest.manifest.checkpoint_id, newest.manifest.step
-    session.emit(Note(f"resuming from step {newest.manifest.step} ({newest.manifest.checkpoint_id})"))
-    return attempt, writer, Resume(checkpoint_id=newest.manifest.checkpoint_id, seq=newest.seq)
+    record.checkpoint_id, record.checkpoint_step = newest.checkpoint_id, newest.step
+    session.emit(Note(f"resuming from step {newest.step} ({newest.checkpoint_id})"))
+    return attempt, writer, Resume(checkpoint_id=newest.checkpoint_id, seq=newest.seq)
 
 
 def _fenced(session: Session, why: str) -> MgpuError:
@@ -134,5 +134,5 @@ def catch_up(session: Session, request: Request) -> None:
         session.emit(Warned(f"the commit log could not be read: {error}"))
         return
     for entry in newest:
-        session.record.checkpoint_id = entry.manifest.checkpoint_id
-        session.record.checkpoint_step = entry.manifest.step
+        session.record.checkpoint_id = entry.checkpoint_id
+        session.record.checkpoint_step = entry.step

@@ -166,17 +166,16 @@ def _deadline(session: Session) -> float:
 
 def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ended:
     from mgpu_train.checkpoint.commitlog import CommitLog
-    from mgpu_train.checkpoint.verify import verify
+    from mgpu_train.checkpoint.newest import problems_of
     from mgpu_train.store import StoreError, open_store
 
     record = session.record
     with session.phase("verifying"):
         try:
             store = open_store(checkpoint.to)
-            newest = CommitLog(store, record.run_id).checkpoints()[:1]
-            problems = [
-                problem for entry in newest for problem in verify(store, record.run_id, entry.manifest, deep=False)
-            ]
+            log = CommitLog(store, record.run_id)
+            newest = log.checkpoints()[:1]
+            problems = [problem for commit in newest for problem in problems_of(store, log, commit, deep=False)]
         except StoreError as error:
             return Ended(False, f"the final checkpoint could not be verified: {error}", Fault.INFRASTRUCTURE)
     # a machine may be lost after the last step was saved: the attempt that follows has nothing left to save
@@ -185,5 +184,5 @@ def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ende
         return Ended(False, "no checkpoint of this attempt is in the commit log", Fault.INFRASTRUCTURE)
     if problems:
         return Ended(False, f"the final checkpoint is damaged: {problems[0]}", Fault.INFRASTRUCTURE)
-    record.checkpoint_id, record.checkpoint_step = final[0].manifest.checkpoint_id, final[0].manifest.step
+    record.checkpoint_id, record.checkpoint_step = final[0].checkpoint_id, final[0].step
     return ended

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.fetch import fetch, newest_verified
+from mgpu_train.checkpoint.fetch import fetch
 from mgpu_train.checkpoint.manifest import checkpoint_id
+from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.retention import prune
 from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
 from mgpu_train.store import (
@@ -230,11 +231,11 @@ def test_the_life_of_checkpoints(site, tmp_path):
             (folder / "sub" / f"empty-{node}").touch()
             assert commit(site.store, name) is None
             upload_part(site.store, "run", name, folder=folder, attempt=1, node=node, step=step, world_size=2, meta={})
-        assert commit(site.store, name).manifest.step == step
+        assert commit(site.store, name).step == step
         prune(site.store, "run", 2)
-    assert [entry.manifest.step for entry in log.checkpoints()] == [3, 2]
+    assert [entry.step for entry in log.checkpoints()] == [3, 2]
     newest = newest_verified(site.store, "run", deep=True, report=pytest.fail)
-    fetch(site.store, "run", newest.manifest, tmp_path / "resume")
+    fetch(site.store, "run", log.manifest(newest), tmp_path / "resume")
     for node in (0, 1):
         name = f"{node}.distcp"
         assert (tmp_path / "resume" / name).read_bytes() == (tmp_path / f"node-{node}/step-3" / name).read_bytes()

@@ -96,7 +96,7 @@ def test_stop_saves_a_checkpoint_and_ends_it(project):
     assert (run["state"], run["teardown"]) == ("stopped", "confirmed")
     assert project.billed() == 0
     committed = json.loads(project.mgpu("checkpoints", "ls", "--json").stdout)
-    assert committed[0]["manifest"]["step"] == run["checkpoint_step"]
+    assert committed[0]["step"] == run["checkpoint_step"]
 
 
 def test_a_signal_while_machines_are_made_undoes_it(project):

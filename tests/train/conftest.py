@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 from mgpu_train.agent import procs
 from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.manifest import CheckpointEntry, Sidecar, checkpoint_id
+from mgpu_train.checkpoint.lines import Commit
+from mgpu_train.checkpoint.manifest import Manifest, Sidecar, checkpoint_id
+from mgpu_train.checkpoint.pack import objects
 from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
-from mgpu_train.store import Stat, Store, open_store
+from mgpu_train.store import Progress, Stat, Store, open_store
 
 RUN = "run-1"
 Hook = Callable[[str, str], None]
@@ -61,17 +63,17 @@ class FaultyStore:
     def get(self, key: str, limit: int) -> bytes:
         return self._pass("get", key, limit)
 
-    def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str) -> None:
-        self._pass("get_file", key, path, size=size, crc64nvme=crc64nvme)
+    def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str, progress: Progress | None = None) -> None:
+        self._pass("get_file", key, path, size=size, crc64nvme=crc64nvme, progress=progress)
 
-    def checksum(self, key: str, size: int) -> str:
-        return self._pass("checksum", key, size)
+    def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
+        return self._pass("checksum", key, size, progress)
 
     def stat(self, key: str) -> Stat | None:
         return self._pass("stat", key)
 
-    def list(self, prefix: str) -> Iterator[Stat]:
-        return self._pass("list", prefix)
+    def list(self, prefix: str, after: str = "") -> Iterator[Stat]:
+        return self._pass("list", prefix, after)
 
     def delete(self, key: str) -> None:
         self._pass("delete", key)
@@ -124,7 +126,7 @@ class Run:
             meta={"loss": 2.5, "step": step, "by": "test"},
         )
 
-    def commit(self, step: int, attempt: int = 1) -> CheckpointEntry | None:
+    def commit(self, step: int, attempt: int = 1) -> Commit | None:
         return commit_when_complete(
             self.store,
             RUN,
@@ -134,7 +136,7 @@ class Run:
             writer=f"writer-{attempt}",
         )
 
-    def save(self, step: int, attempt: int = 1) -> CheckpointEntry:
+    def save(self, step: int, attempt: int = 1) -> Commit:
         """A whole committed checkpoint."""
         for node in range(self.nodes):
             self.upload(node, step, attempt)
@@ -142,18 +144,23 @@ class Run:
         assert entry is not None
         return entry
 
-    def path(self, entry: CheckpointEntry, index: int = 0) -> Path:
-        """Where a file of a checkpoint lies in the store."""
-        file, name = entry.manifest.files[index], entry.manifest.checkpoint_id
-        return self.root / RUN / "checkpoints" / name / f"node-{file.node}" / file.path
+    def manifest(self, commit: Commit) -> Manifest:
+        return CommitLog(self.plain, RUN).manifest(commit)
+
+    def path(self, entry: Commit, index: int = 0) -> Path:
+        """The object of the store that holds a file of a checkpoint, alone or with others."""
+        manifest = self.manifest(entry)
+        file = manifest.files[index]
+        return self.root / next(each.key for each in objects(RUN, manifest) if file in each.files)
 
     def commit_path(self, seq: int) -> Path:
         return self.root / RUN / "commits" / f"{seq:08d}.json"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """A run whose first attempt has begun."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run whose first attempt has begun; of a checkpoint's files, those of more than 100 bytes are not packed."""
+    monkeypatch.setattr("mgpu_train.checkpoint.pack.SMALL_BYTES", 100)
     made = Run(tmp_path)
     made.begin(1)
     return made
@@ -277,7 +284,7 @@ class Node:
     @property
     def commits(self) -> list[int]:
         """Committed steps, newest first."""
-        return [entry.manifest.step for entry in self.commit_log.checkpoints()]
+        return [entry.step for entry in self.commit_log.checkpoints()]
 
     def popen(self, *arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "mgpu_train", "agent", *arguments]

@@ -357,8 +357,8 @@ def test_two_nodes_commit_the_same_checkpoints(nodes):
     first, second = ended(*pair)
     assert (first["phase"], second["phase"]) == ("done", "done")
     assert first["checkpoint"]["committed_step"] == second["checkpoint"]["uploaded_step"] == 3
-    newest = pair[0].commit_log.checkpoints()[0].manifest
-    assert sorted(file.path for file in newest.files) == ["node-0.bin", "node-1.bin"]
+    log = pair[0].commit_log
+    assert sorted(file.path for file in log.manifest(log.checkpoints()[0]).files) == ["node-0.bin", "node-1.bin"]
 
 
 def test_with_one_writer_the_other_nodes_upload_nothing(nodes):
@@ -383,7 +383,7 @@ def committed(node: Any) -> dict[str, Any]:
     node.start()
     ended(node)
     entry = node.commit_log.checkpoints()[0]
-    return {"checkpoint_id": entry.manifest.checkpoint_id, "seq": entry.seq}
+    return {"checkpoint_id": entry.checkpoint_id, "seq": entry.seq}
 
 
 RESUMED = SAVE + (

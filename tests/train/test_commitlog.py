@@ -7,8 +7,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from mgpu_train.checkpoint.commitlog import CommitLog, Fenced, StepBack, Unreadable, standing
-from mgpu_train.checkpoint.fetch import newest_verified
+from mgpu_train.checkpoint.commitlog import CommitLog, Fenced, StepBack
+from mgpu_train.checkpoint.lines import Commit, Unreadable, in_short, standing
 from mgpu_train.checkpoint.manifest import (
     AttemptEntry,
     CheckpointEntry,
@@ -19,6 +19,7 @@ from mgpu_train.checkpoint.manifest import (
     checkpoint_id,
     to_bytes,
 )
+from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.retention import prune
 from mgpu_train.store import Ambiguous, Damaged, StoreError, Unavailable
 
@@ -90,7 +91,7 @@ def test_a_step_never_goes_back(run):
         run.log.commit(manifest(9), "writer-1")
     run.begin(2)
     run.log.commit(manifest(5, attempt=2), "writer-2")  # it started from an older one: that was said loudly
-    assert [entry.manifest.step for entry in run.log.checkpoints()] == [5, 10]
+    assert [entry.step for entry in run.log.checkpoints()] == [5, 10]
 
 
 def test_a_manifest_of_another_run_is_refused(run):
@@ -109,7 +110,7 @@ def test_a_zombie_is_fenced(run):
         zombie.commit(manifest(2), "writer-1")
     with pytest.raises(Fenced):
         zombie.commit(manifest(1), "writer-1")  # not even what is committed already
-    assert [entry.manifest.step for entry in run.log.checkpoints()] == [1]
+    assert [entry.step for entry in run.log.checkpoints()] == [1]
 
 
 def test_a_zombie_that_slept_between_its_look_and_its_write_is_fenced(run):
@@ -139,7 +140,7 @@ def test_a_stale_commit_that_got_in_all_the_same_does_not_count(run):
     entry = CheckpointEntry(seq=2, attempt=1, writer="writer-1", at=1.0, manifest=stale, manifest_sha256=stale.sha256())
     run.plain.put("run-1/commits/00000002.json", to_bytes(entry))
     assert run.log.checkpoints() == []
-    assert standing([entry]) == [entry]
+    assert standing([in_short(entry)]) == [in_short(entry)]
 
 
 # --- who supervises ---------------------------------------------------------------------------------------------------
@@ -223,15 +224,15 @@ def test_a_takeover_touches_neither_the_attempt_that_runs_nor_its_checkpoints(ru
     take(run, "first")
     run.save(10)
     take(run, "second")
-    assert run.save(15).manifest.step == 15
-    assert [entry.manifest.step for entry in run.log.checkpoints()] == [15, 10, 5]
-    assert [entry.manifest.step for entry in standing(run.log.read())] == [15, 10, 5]
-    assert newest_verified(run.store, "run-1", report=pytest.fail).manifest.step == 15
+    assert run.save(15).step == 15
+    assert [entry.step for entry in run.log.checkpoints()] == [15, 10, 5]
+    assert [entry.step for entry in standing(run.log.read())] == [15, 10, 5]
+    assert newest_verified(run.store, "run-1", report=pytest.fail).step == 15
     assert prune(run.store, "run-1", 1) == ["a001-step-10", "a001-step-5"]
     take(run, "third")
     run.log.end(1, "writer-1", succeeded=True)
     assert prune(run.store, "run-1", 1) == []
-    assert newest_verified(run.store, "run-1", deep=True, report=pytest.fail).manifest.step == 15
+    assert newest_verified(run.store, "run-1", deep=True, report=pytest.fail).step == 15
     assert run.log.newest_attempt() == 1
 
 
@@ -261,9 +262,9 @@ def test_an_attempt_that_is_over_has_no_say(run):
 def test_an_end_ends_neither_the_attempts_commits_nor_the_next_attempt(run):
     """An upload that was given up may come through at the last moment: its checkpoint counts."""
     run.log.end(1, "writer-1", succeeded=False, fault="infrastructure")
-    assert run.save(5).manifest.step == 5
+    assert run.save(5).step == 5
     run.begin(2)
-    assert [entry.manifest.step for entry in run.log.checkpoints()] == [5]
+    assert [entry.step for entry in run.log.checkpoints()] == [5]
 
 
 # --- races ------------------------------------------------------------------------------------------------------------
@@ -298,10 +299,10 @@ def test_twenty_writers_get_twenty_numbers(run):
 
 def test_of_racing_commits_those_count_that_go_forward(run):
     results = race(20, lambda n: CommitLog(run.plain, "run-1").commit(manifest(n), "writer-1"))
-    won = [result for result in results if isinstance(result, CheckpointEntry)]
-    steps = [entry.manifest.step for entry in run.log.entries() if isinstance(entry, CheckpointEntry)]
+    won = [result for result in results if isinstance(result, Commit)]
+    steps = [entry.step for entry in run.log.entries() if isinstance(entry, Commit)]
     assert steps == sorted(steps)
-    assert sorted(entry.manifest.step for entry in won) == steps
+    assert sorted(entry.step for entry in won) == steps
     assert 19 in steps
 
 
@@ -435,7 +436,7 @@ def test_many_commits_with_half_of_the_answers_lost(run):
     run.store.after = lose
     for step in range(40):
         run.log.commit(manifest(step), "writer-1")
-    assert [entry.manifest.step for entry in run.log.checkpoints()] == list(range(39, -1, -1))
+    assert [entry.step for entry in run.log.checkpoints()] == list(range(39, -1, -1))
 
 
 def test_a_store_that_never_answers_clearly_ends_the_try(run):
@@ -462,7 +463,7 @@ def test_the_loser_of_a_number_that_another_took_goes_on(run):
 
     run.store.before = other_first
     assert run.log.commit(manifest(1), "writer-1").seq == 2
-    assert [type(entry) for entry in run.log.entries()] == [AttemptEntry, PrunedEntry, CheckpointEntry]
+    assert [type(entry) for entry in run.log.entries()] == [AttemptEntry, PrunedEntry, Commit]
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -475,8 +476,8 @@ def test_an_entry_that_cannot_be_read_stops_the_attempt_but_not_the_run(run, dam
     path = run.commit_path(2)
     path.write_bytes(path.read_bytes().replace(b'"step":2', b'"step":4')) if how == "flipped" else damage[how](path)
     log = run.log
-    assert [type(entry) for entry in log.read()] == [AttemptEntry, CheckpointEntry, Unreadable, CheckpointEntry]
-    assert [entry.manifest.step for entry in log.checkpoints()] == [3, 1]
+    assert [type(entry) for entry in log.read()] == [AttemptEntry, Commit, Unreadable, Commit]
+    assert [entry.step for entry in log.checkpoints()] == [3, 1]
     with pytest.raises(Fenced, match="entry 2"):  # it may have been the beginning of a newer attempt
         log.commit(manifest(5), "writer-1")
     run.begin(2)

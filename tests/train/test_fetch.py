@@ -6,7 +6,8 @@ import os
 import shutil
 
 import pytest
-from mgpu_train.checkpoint.fetch import fetch, newest_verified
+from mgpu_train.checkpoint.fetch import fetch
+from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.verify import verify
 from mgpu_train.store import Damaged, Denied, NotFound, StoreError, Unavailable
 
@@ -42,12 +43,12 @@ def test_damage_is_found(run, damage, how, index):
     """F28"""
     entry = run.save(10)
     for deep in (False, True):
-        assert verify(run.store, "run-1", entry.manifest, deep=deep) == ()
+        assert verify(run.store, "run-1", run.manifest(entry), deep=deep) == ()
     damage[how](run.path(entry, index))
-    name = entry.manifest.files[index].path
-    (problem,) = verify(run.store, "run-1", entry.manifest, deep=True)
+    name = run.manifest(entry).files[index].path
+    (problem,) = verify(run.store, "run-1", run.manifest(entry), deep=True)
     assert name in problem
-    shallow = verify(run.store, "run-1", entry.manifest, deep=False)
+    shallow = verify(run.store, "run-1", run.manifest(entry), deep=False)
     assert bool(shallow) == (how in SEEN_WITHOUT_READING)
 
 
@@ -57,8 +58,8 @@ def test_the_stores_own_checksum_is_compared_without_reading(run, monkeypatch):
     monkeypatch.setattr(
         run.plain, "stat", lambda key: type(stat(run.plain, key))(key, stat(run.plain, key).size, "f" * 16, 0.0)
     )
-    problems = verify(run.store, "run-1", entry.manifest, deep=False)
-    assert len(problems) == len(entry.manifest.files)
+    problems = verify(run.store, "run-1", run.manifest(entry), deep=False)
+    assert len(problems) == len(run.manifest(entry).files)
     assert "checksum is ffffffffffffffff" in problems[0]
 
 
@@ -66,8 +67,8 @@ def test_all_problems_are_told(run, damage):
     entry = run.save(10)
     for index in (0, 3):
         damage["missing"](run.path(entry, index))
-    assert len(verify(run.store, "run-1", entry.manifest, deep=False)) == 2
-    assert "of run run-1" in verify(run.store, "run-2", entry.manifest, deep=False)[0]
+    assert len(verify(run.store, "run-1", run.manifest(entry), deep=False)) == 2
+    assert "of run run-1" in verify(run.store, "run-2", run.manifest(entry), deep=False)[0]
 
 
 @pytest.mark.parametrize("error", [Unavailable, Denied])
@@ -81,7 +82,7 @@ def test_a_store_that_fails_says_nothing_of_the_checkpoint(run, error):
     run.store.before = fail
     for deep in (False, True):
         with pytest.raises(error):
-            verify(run.store, "run-1", entry.manifest, deep=deep)
+            verify(run.store, "run-1", run.manifest(entry), deep=deep)
         with pytest.raises(error):
             find(run, deep)
 
@@ -97,7 +98,7 @@ def test_the_newest_is_taken(run):
     for step in (1, 2, 3):
         run.save(step)
     entry, said = find(run, deep=True)
-    assert (entry.manifest.step, said) == (3, [])
+    assert (entry.step, said) == (3, [])
 
 
 @pytest.mark.parametrize("how", [("missing", "truncated", "longer"), ("flipped", "zero-filled", "missing")])
@@ -135,9 +136,9 @@ def test_it_never_goes_back_to_zero_by_itself(run, damage):
 def test_what_older_attempts_committed_is_used_by_newer_ones(run):
     run.save(10)
     run.begin(2)
-    assert find(run)[0].manifest.step == 10
+    assert find(run)[0].step == 10
     run.save(20, attempt=2)
-    assert find(run)[0].manifest.checkpoint_id == "a002-step-20"
+    assert find(run)[0].checkpoint_id == "a002-step-20"
 
 
 # --- fetch ------------------------------------------------------------------------------------------------------------
@@ -145,9 +146,9 @@ def test_what_older_attempts_committed_is_used_by_newer_ones(run):
 
 def test_a_folder_holds_the_files_of_all_nodes(run, tmp_path):
     entry = run.save(10)
-    report = fetch(run.store, "run-1", entry.manifest, tmp_path / "new" / "resume")
+    report = fetch(run.store, "run-1", run.manifest(entry), tmp_path / "new" / "resume")
     assert content(tmp_path / "new" / "resume") == folder_of(run, 10)
-    assert (report.files, report.bytes, report.reused) == (5, entry.manifest.bytes, 0)
+    assert (report.files, report.bytes, report.reused) == (5, run.manifest(entry).bytes, 0)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["resume"]
 
 
@@ -157,31 +158,31 @@ def test_a_damaged_checkpoint_is_never_put_in_place(run, damage, how, tmp_path):
     entry = run.save(10)
     damage[how](run.path(entry, 3))
     with pytest.raises((NotFound, Damaged)):
-        fetch(run.store, "run-1", entry.manifest, tmp_path / "new" / "resume")
+        fetch(run.store, "run-1", run.manifest(entry), tmp_path / "new" / "resume")
     assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_a_failed_fetch_leaves_what_was_there(run, damage, tmp_path):
     old, new = run.save(10), run.save(20)
-    fetch(run.store, "run-1", old.manifest, tmp_path / "resume")
+    fetch(run.store, "run-1", run.manifest(old), tmp_path / "resume")
     damage["flipped"](run.path(new, 1))
     with pytest.raises(Damaged):
-        fetch(run.store, "run-1", new.manifest, tmp_path / "resume")
+        fetch(run.store, "run-1", run.manifest(new), tmp_path / "resume")
     assert content(tmp_path / "resume") == folder_of(run, 10)
 
 
 def test_a_newer_checkpoint_replaces_an_older_one_whole(run, tmp_path):
     for entry in (run.save(10), run.save(20)):
-        fetch(run.store, "run-1", entry.manifest, tmp_path / "resume")
+        fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume")
         (tmp_path / "resume" / "stray").touch()
-    fetch(run.store, "run-1", entry.manifest, tmp_path / "resume")
+    fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume")
     assert content(tmp_path / "resume") == folder_of(run, 20)
 
 
 def test_local_copies_come_first(run, tmp_path):
     entry = run.save(10)
     run.store.calls.clear()
-    report = fetch(run.store, "run-1", entry.manifest, tmp_path / "resume", local=[run.folder(0, 10)])
+    report = fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume", local=[run.folder(0, 10)])
     assert report.reused == 3
     fetched = [key.rpartition("/")[2] for operation, key in run.store.calls if operation == "get_file"]
     assert sorted(fetched) == ["1.txt", "__1_0.distcp"]
@@ -191,9 +192,9 @@ def test_local_copies_come_first(run, tmp_path):
 
 def test_what_is_already_in_place_is_not_fetched_again(run, tmp_path):
     entry = run.save(10)
-    fetch(run.store, "run-1", entry.manifest, tmp_path / "resume")
+    fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume")
     run.store.calls.clear()
-    assert fetch(run.store, "run-1", entry.manifest, tmp_path / "resume").reused == 5
+    assert fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume").reused == 5
     assert run.store.calls == []
 
 
@@ -201,9 +202,9 @@ def test_what_is_already_in_place_is_not_fetched_again(run, tmp_path):
 def test_a_damaged_local_copy_is_not_used(run, damage, how, tmp_path):
     entry = run.save(10)
     damage[how](run.folder(0, 10) / "__0_0.distcp")
-    report = fetch(run.store, "run-1", entry.manifest, tmp_path / "resume", local=[run.folder(0, 10)])
+    report = fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume", local=[run.folder(0, 10)])
     assert report.reused == 2
-    assert verify(run.store, "run-1", entry.manifest, deep=True) == ()
+    assert verify(run.store, "run-1", run.manifest(entry), deep=True) == ()
     assert (tmp_path / "resume" / "__0_0.distcp").read_bytes() == run.path(entry, 1).read_bytes()
 
 
@@ -214,14 +215,14 @@ def test_local_links_and_folders_in_a_files_place_are_not_used(run, tmp_path):
     (local / ".metadata").symlink_to(moved)
     (local / "__0_0.distcp").unlink()
     (local / "__0_0.distcp").mkdir()
-    report = fetch(run.store, "run-1", entry.manifest, tmp_path / "resume", local=[local, tmp_path / "nowhere"])
+    report = fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume", local=[local, tmp_path / "nowhere"])
     assert report.reused == 1
 
 
 def test_a_copy_is_a_copy(run, tmp_path):
     """A program that writes into its resume folder does not change the local checkpoint."""
     entry = run.save(10)
-    fetch(run.store, "run-1", entry.manifest, tmp_path / "resume", local=[run.folder(0, 10)])
+    fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume", local=[run.folder(0, 10)])
     (tmp_path / "resume" / ".metadata").write_bytes(b"changed")
     assert (run.folder(0, 10) / ".metadata").read_bytes() == b"meta 10"
 
@@ -232,26 +233,26 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(run, tmp_pa
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
     run.store.calls.clear()
     with pytest.raises(Unavailable, match="Free some"):
-        fetch(run.store, "run-1", entry.manifest, tmp_path / "resume")
+        fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume")
     assert run.store.calls == []
 
 
 def test_another_runs_manifest_is_refused(run, tmp_path):
     """F52"""
     with pytest.raises(Damaged, match="of run run-1, not of run-2"):
-        fetch(run.store, "run-2", run.save(10).manifest, tmp_path / "resume")
+        fetch(run.store, "run-2", run.manifest(run.save(10)), tmp_path / "resume")
 
 
 def test_a_folder_that_cannot_be_made_is_a_store_error(run, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot write"):
-        fetch(run.store, "run-1", run.save(10).manifest, tmp_path / "file" / "resume")
+        fetch(run.store, "run-1", run.manifest(run.save(10)), tmp_path / "file" / "resume")
 
 
 def test_what_a_killed_fetch_left_is_in_nobodys_way(run, tmp_path):
     entry = run.save(10)
     (tmp_path / ".aside-new-resume").mkdir()
     (tmp_path / ".aside-new-resume" / "stray").write_bytes(os.urandom(10))
-    fetch(run.store, "run-1", entry.manifest, tmp_path / "resume")
+    fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume")
     assert content(tmp_path / "resume") == folder_of(run, 10)
     assert not (tmp_path / ".aside-new-resume").exists()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.fetch import newest_verified
 from mgpu_train.checkpoint.manifest import PrunedEntry
+from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.retention import prune
 from mgpu_train.store import Unavailable
 
@@ -20,8 +20,8 @@ def test_the_newest_are_kept(run):
         run.save(step)
     assert prune(run.store, "run-1", 2) == ["a001-step-1", "a001-step-2", "a001-step-3"]
     assert kept(run) == ["a001-step-4", "a001-step-5"]
-    assert [entry.manifest.step for entry in run.log.checkpoints()] == [5, 4]
-    assert newest_verified(run.store, "run-1", deep=True, report=pytest.fail).manifest.step == 5
+    assert [entry.step for entry in run.log.checkpoints()] == [5, 4]
+    assert newest_verified(run.store, "run-1", deep=True, report=pytest.fail).step == 5
     assert prune(run.store, "run-1", 2) == []
 
 
@@ -91,8 +91,8 @@ def test_an_interrupted_prune_alarms_nobody_and_is_finished_later(run):
     with pytest.raises(Unavailable):
         prune(run.store, "run-1", 1)
     run.store.before = lambda *_: None
-    assert [entry.manifest.step for entry in run.log.checkpoints()] == [3]
-    assert newest_verified(run.store, "run-1", report=pytest.fail).manifest.step == 3
+    assert [entry.step for entry in run.log.checkpoints()] == [3]
+    assert newest_verified(run.store, "run-1", report=pytest.fail).step == 3
     assert len(kept(run)) > 1
     before = len(run.log.entries())
     assert prune(run.store, "run-1", 1)
@@ -111,7 +111,7 @@ def test_what_can_never_be_committed_goes(run):
     assert prune(run.store, "run-1", 5) == ["a001-step-20", "a001-step-5", "a002-step-15"]
     assert kept(run) == ["a001-step-10", "a002-step-30", "a002-step-40"]
     run.upload(1, 40, attempt=2)
-    assert run.commit(40, attempt=2).manifest.step == 40
+    assert run.commit(40, attempt=2).step == 40
 
 
 def test_unfinished_writes_of_the_dead_are_ended(run):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from mgpu_train.checkpoint.fetch import newest_verified
 from mgpu_train.checkpoint.manifest import FileEntry, Sidecar
+from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.upload import assemble, gather, upload_part
 from mgpu_train.store import Ambiguous, Damaged, StoreError, Unavailable, disk
 
@@ -16,7 +16,7 @@ def test_parts_become_a_commit(run):
         assert gather(run.store, "run-1", "a001-step-10", (0, 1)) is None
         assert run.commit(10) is None
         run.upload(node, 10)
-    manifest = run.commit(10).manifest
+    manifest = run.manifest(run.commit(10))
     assert (manifest.step, manifest.attempt, manifest.nodes, manifest.world_size) == (10, 1, 2, 2)
     assert manifest.writers == (0, 1)
     assert manifest.meta == {"loss": 2.5, "step": 10, "by": "test"}
@@ -50,10 +50,10 @@ def test_an_upload_that_is_cut_commits_nothing_and_can_be_repeated(run, cut):
         run.upload(0, 10)
     run.store.before = lambda *_: None
     assert run.commit(10) is None
-    assert newest_verified(run.store, "run-1", report=pytest.fail).manifest.step == 5
+    assert newest_verified(run.store, "run-1", report=pytest.fail).step == 5
     run.upload(0, 10)
-    assert run.commit(10).manifest.step == 10
-    assert newest_verified(run.store, "run-1", deep=True, report=pytest.fail).manifest.step == 10
+    assert run.commit(10).step == 10
+    assert newest_verified(run.store, "run-1", deep=True, report=pytest.fail).step == 10
 
 
 def test_the_store_failing_on_one_node_fails_the_save_as_a_whole(run):

@@ -18,7 +18,8 @@ import pytest
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.procs import Process
 from mgpu_train.agent.status import AgentStatus, Fault, Phase
-from mgpu_train.checkpoint.manifest import CheckpointEntry, checkpoint_id
+from mgpu_train.checkpoint.lines import Commit
+from mgpu_train.checkpoint.manifest import checkpoint_id
 from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
 from mgpu_train.config import Job
 from mgpu_train.store import open_store
@@ -388,7 +389,7 @@ class World:
         """Never ends by itself."""
         node.says(Phase.TRAINING, attempt=job.attempt, step=3, steps=10)
 
-    def commit(self, url: str, run_id: str, *, attempt: int, writer: str, step: int) -> CheckpointEntry:
+    def commit(self, url: str, run_id: str, *, attempt: int, writer: str, step: int) -> Commit:
         """One whole committed checkpoint of one node."""
         store, name, part = open_store(url), checkpoint_id(attempt, step), self.folder / f"step-{step}"
         part.mkdir()

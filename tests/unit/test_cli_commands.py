@@ -431,7 +431,7 @@ def flip(store, step):
 
 def test_checkpoints_ls_is_newest_first_and_shows_no_writer_token(mgpu, committed):
     done = mgpu("checkpoints", "ls", "--json")
-    assert [entry["manifest"]["step"] for entry in done.json] == [20, 10]
+    assert [entry["step"] for entry in done.json] == [20, 10]
     assert "secret-token" not in done.out
     table = mgpu("checkpoints", "ls")
     assert table.out.index("a001-step-20") < table.out.index("a001-step-10")

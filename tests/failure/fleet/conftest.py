@@ -24,7 +24,8 @@ from typing import Any
 import pytest
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.manifest import AttemptEntry, CheckpointEntry
+from mgpu_train.checkpoint.lines import Commit
+from mgpu_train.checkpoint.manifest import AttemptEntry
 from mgpu_train.checkpoint.verify import verify
 from mgpu_train.config import Secrets
 from mgpu_train.store import open_store
@@ -287,8 +288,8 @@ class Line:
             return []
         return CommitLog(open_store(self.request.checkpoint.to), self.run_id).entries()
 
-    def committed(self) -> list[CheckpointEntry]:
-        return [entry for entry in self.commits() if isinstance(entry, CheckpointEntry)]
+    def committed(self) -> list[Commit]:
+        return [entry for entry in self.commits() if isinstance(entry, Commit)]
 
     def attempts(self) -> list[AttemptEntry]:
         return [entry for entry in self.commits() if isinstance(entry, AttemptEntry)]
@@ -327,17 +328,18 @@ class Line:
                 assert entry.attempt > attempt, "I5: attempts go on"
                 attempt, writer = entry.attempt, entry.writer
                 newest[attempt] = durable
-            elif isinstance(entry, CheckpointEntry):
+            elif isinstance(entry, Commit):
                 assert (entry.attempt, entry.writer) == (attempt, writer), "I5: a stale attempt has committed"
-                assert entry.manifest.step >= durable, "I5: the durable step went back"
-                durable = entry.manifest.step
+                assert entry.step >= durable, "I5: the durable step went back"
+                durable = entry.step
         for begun in self.done("start"):
             assert begun["step"] == max(0, newest[begun["attempt"]]), "I3: not from the newest checkpoint"
         self._judge_losses(newest)
         assert self.request.checkpoint is not None
         store = open_store(self.request.checkpoint.to)
-        for entry in CommitLog(store, self.run_id).checkpoints():
-            assert verify(store, self.run_id, entry.manifest, deep=True) == (), "half a checkpoint is committed"
+        log = CommitLog(store, self.run_id)
+        for entry in log.checkpoints():
+            assert verify(store, self.run_id, log.manifest(entry), deep=True) == (), "half a checkpoint is committed"
 
     def _judge_losses(self, newest: dict[int, int]) -> None:
         every = self.request.spec.checkpoint.every_steps  # type: ignore[union-attr]

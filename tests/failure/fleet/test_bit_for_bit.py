@@ -57,7 +57,8 @@ def contents(line, folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     store = open_store(line.request.checkpoint.to)
-    manifest = CommitLog(store, line.run_id).checkpoints()[0].manifest
+    log = CommitLog(store, line.run_id)
+    manifest = log.manifest(log.checkpoints()[0])
     assert manifest.step == STEPS
     fetch(store, line.run_id, manifest, folder)
     whole = folder.with_suffix(".pt")

@@ -14,7 +14,7 @@ from mgpu.providers.local import bill, control
 def test_a_node_that_dies_in_the_middle_of_a_save_costs_that_save_and_nothing_more(new_line, node):
     line = new_line(save_s=0.6, every=10, steps=40)
     line.start()
-    line.wait(lambda: any(e.manifest.step == 10 for e in line.committed()))
+    line.wait(lambda: any(e.step == 10 for e in line.committed()))
     line.wait(lambda: line.done("saving", step=20, rank=node))
     before = line.fleet.ids
     line.fleet.lose_power(before[node])
@@ -24,7 +24,7 @@ def test_a_node_that_dies_in_the_middle_of_a_save_costs_that_save_and_nothing_mo
     assert after[1 - node] == before[1 - node], "the survivor stays"
     assert after[node] != before[node]
     assert {e["step"] for e in line.done("start", attempt=2)} == {10}, "step 20 was never whole"
-    assert [e.manifest.step for e in line.committed()] == [10, 20, 30, 40]
+    assert [e.step for e in line.committed()] == [10, 20, 30, 40]
     line.judge()
 
 
@@ -32,7 +32,7 @@ def test_a_node_that_dies_in_the_middle_of_a_save_costs_that_save_and_nothing_mo
 def test_a_node_that_dies_when_all_is_saved_leaves_nothing_to_do_again(new_line, node):
     line = new_line(steps=20, every=10, linger_s=20)
     line.start()
-    line.wait(lambda: any(e.manifest.step == 20 for e in line.committed()))
+    line.wait(lambda: any(e.step == 20 for e in line.committed()))
     control.kill(line.fleet.instance(node))
     ended = line.end()
     assert ended.succeeded, ended

@@ -25,7 +25,7 @@ def test_a_lease_that_cannot_be_renewed_ends_in_a_save_and_a_machine_that_goes_b
     assert not ended.succeeded
     assert "lease" in ended.reason
     (saved,) = {e["step"] for e in line.done("saved")}
-    assert [e.manifest.step for e in line.committed()] == [saved], "a last save, and it is safe"
+    assert [e.step for e in line.committed()] == [saved], "a last save, and it is safe"
     last = max(e["step"] for e in line.done("step"))
     assert last == saved, "no step is lost"
     assert time.time() - blocked_at < LEASE_S + 5

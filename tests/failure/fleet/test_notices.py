@@ -44,7 +44,7 @@ def test_a_save_that_fits_into_the_notice_loses_no_step(new_line, notice_s, save
     goes_at = control.notice(line.fleet.instance(node), notice_s)
     recovered(line, node, before)
     (saved,) = off_beat(line)
-    assert [e.manifest.step for e in line.committed()][:2] == [EVERY, saved]
+    assert [e.step for e in line.committed()][:2] == [EVERY, saved]
     assert line.committed()[1].at < goes_at, "it was safe before the machine went"
     assert line.steps_lost(2) == 0
     assert line.record.interruptions[0].steps_lost == 0

@@ -89,7 +89,7 @@ class StoreDepot:
                 )
             except Fenced as error:
                 raise NewerAttempt(str(error)) from error
-            return entry.manifest.checkpoint_id if entry else None
+            return entry.checkpoint_id if entry else None
 
     def prune(self) -> None:
         """Keeps the newest `keep_last` committed checkpoints."""

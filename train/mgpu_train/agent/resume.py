@@ -9,9 +9,8 @@ from mgpu_train.agent.decide import AttemptFailed
 from mgpu_train.agent.status import Fault
 from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.checkpoint.fetch import fetch
-from mgpu_train.checkpoint.manifest import CheckpointEntry
 from mgpu_train.config import Resume
-from mgpu_train.store import Store, StoreError, open_store
+from mgpu_train.store import StoreError, open_store
 
 
 def resume(attempt: Attempt, wanted: Resume) -> int:
@@ -25,7 +24,7 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
         raise AttemptFailed(Fault.INFRASTRUCTURE, "resume: the job names no store to resume from")
     try:
         store = open_store(target.to, attempt.secrets.store, timeouts=attempt.times)
-        manifest = _entry(store, attempt.job.run_id, wanted).manifest
+        manifest = CommitLog(store, attempt.job.run_id).manifest_at(wanted.seq, wanted.checkpoint_id)
         here = [attempt.checkpoints / f"step-{manifest.step}"]
         report = fetch(store, attempt.job.run_id, manifest, Path(attempt.layout.resume), local=here)
     except (StoreError, OSError) as error:
@@ -35,13 +34,3 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
         f"of which {report.reused} files were here already"
     )
     return manifest.step
-
-
-def _entry(store: Store, run_id: str, wanted: Resume) -> CheckpointEntry:
-    for entry in CommitLog(store, run_id).entries():
-        if isinstance(entry, CheckpointEntry) and entry.seq == wanted.seq:
-            if entry.manifest.checkpoint_id == wanted.checkpoint_id:
-                return entry
-            break
-    why = f"resume: entry {wanted.seq} of the commit log is not the checkpoint {wanted.checkpoint_id}"
-    raise AttemptFailed(Fault.INFRASTRUCTURE, why)

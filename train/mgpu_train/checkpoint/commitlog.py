@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeVar
 
-from mgpu_train.checkpoint import keys
+from mgpu_train.checkpoint import keys, lines
+from mgpu_train.checkpoint.lines import Commit, Line, Unreadable, commit_of, in_short
+from mgpu_train.checkpoint.logreader import LogReader
 from mgpu_train.checkpoint.manifest import (
     MAX_DOCUMENT_BYTES,
     AttemptEntry,
@@ -21,16 +21,12 @@ from mgpu_train.checkpoint.manifest import (
     Manifest,
     PrunedEntry,
     SupervisorEntry,
-    parse_entry,
     to_bytes,
 )
 from mgpu_train.store.base import Ambiguous, Damaged, NotFound, Store, StoreError, Unavailable
 
-E = TypeVar("E", bound=Entry)
-
 _TRIES = 100  # numbers that one call may lose to others
 _ANSWERS = 5  # answers that may get lost of one create
-_MOST_MISSING = 1000  # numbers: a log with more holes is none
 
 
 class Fenced(Exception):
@@ -41,50 +37,58 @@ class StepBack(StoreError):
     """The same attempt has committed this step, or a later one, already (invariant I5)."""
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """A number of the log whose entry is missing or damaged."""
-
-    seq: int
-    problem: str
-
-
 class CommitLog:
     """The log of one run in one store. `clock` gives UNIX seconds. Entries that were read once are not read again."""
 
     def __init__(self, store: Store, run_id: str, clock: Callable[[], float] = time.time) -> None:
+        """Nothing is read yet."""
         self._store = store
         self._run_id = run_id
         self._clock = clock
-        self._known: dict[int, Entry] = {}
+        self._reader = LogReader(store, run_id)
 
-    def read(self) -> list[Entry | Unreadable]:
+    def read(self) -> list[Line]:
         """Every number of the log from 0 on, oldest first.
 
         Raises Damaged when most of it is missing, and StoreError when the store cannot be read.
         """
-        named = [keys.seq_of(stat.key) for stat in self._store.list(keys.commits(self._run_id))]
-        found = [seq for seq in named if seq is not None]
-        length = max(found, default=-1) + 1
-        if length - len(found) > _MOST_MISSING:
-            raise Damaged(f"the commit log of run {self._run_id} has {length - len(found)} of {length} entries missing")
-        return [self._entry(seq) for seq in range(length)]
+        return self._reader.lines()
 
-    def entries(self) -> list[Entry]:
-        """The entries that can be read, oldest first."""
-        return [entry for entry in self.read() if not isinstance(entry, Unreadable)]
+    def entries(self) -> list[lines.Readable]:
+        """What can be read of it, oldest first."""
+        return [line for line in self.read() if not isinstance(line, Unreadable)]
 
-    def checkpoints(self) -> list[CheckpointEntry]:
+    def checkpoints(self) -> list[Commit]:
         """The committed checkpoints that were not given up, newest first."""
-        return standing(self.entries())
+        return lines.standing(self.read())
+
+    def manifest(self, commit: Commit) -> Manifest:
+        """The list of a committed checkpoint's files.
+
+        Raises NotFound, and Damaged when the entry is not the one that was committed.
+        """
+        manifest = self.manifest_at(commit.seq, commit.checkpoint_id)
+        if manifest.sha256() != commit.manifest_sha256:
+            raise Damaged(f"entry {commit.seq} of the commit log has another manifest than the index says")
+        return manifest
+
+    def manifest_at(self, seq: int, checkpoint_id: str) -> Manifest:
+        """The manifest in entry `seq`, which is to be this checkpoint's; nothing else of the log is read.
+
+        Raises NotFound, and Damaged when it is another one's.
+        """
+        entry = self._reader.entry(seq)
+        if not isinstance(entry, CheckpointEntry) or entry.manifest.checkpoint_id != checkpoint_id:
+            raise Damaged(f"entry {seq} of the commit log is not the checkpoint {checkpoint_id}")
+        return entry.manifest
 
     def newest_attempt(self) -> int:
         """The newest attempt that has begun; 0: none."""
-        return _newest_attempt(self.read())
+        return lines.newest_attempt(self.read())
 
     def supervisor(self) -> SupervisorEntry | None:
         """Who supervises the run now; None: nobody has said so yet."""
-        return _newest(self.entries(), SupervisorEntry)
+        return lines.newest(self.entries(), SupervisorEntry)
 
     def take_over(self, writer: str, *, host: str, pid: int) -> SupervisorEntry:
         """Write that `writer` supervises the run from here on; again, while it does: the entry that stands.
@@ -93,10 +97,10 @@ class CommitLog:
         """
         for _ in range(_TRIES):
             log = self.read()
-            before = _newest(log, SupervisorEntry)
+            before = lines.newest(log, SupervisorEntry)
             if before is not None and before.writer == writer:
                 return before
-            newest = _newest_attempt(log)
+            newest = lines.newest_attempt(log)
             entry = SupervisorEntry(
                 seq=len(log), attempt=newest, writer=writer, at=self._clock(), host=host[:255], pid=pid
             )
@@ -106,7 +110,7 @@ class CommitLog:
 
     def ended(self, attempt: int) -> EndEntry | None:
         """How an attempt ended, by its own word; None: it has said nothing."""
-        return _end_of(self.read(), attempt)
+        return lines.end_of(self.read(), attempt)
 
     def end(
         self, attempt: int, writer: str, *, succeeded: bool, fault: str | None = None, reason: str | None = None
@@ -120,7 +124,7 @@ class CommitLog:
         for _ in range(_TRIES):
             log = self.read()
             self._check_fence(log, attempt, writer)
-            before = _end_of(log, attempt)
+            before = lines.end_of(log, attempt)
             if before is not None:
                 return before
             entry = EndEntry(
@@ -146,14 +150,14 @@ class CommitLog:
         """
         for _ in range(_TRIES):
             log = self.read()
-            other = _newest(log, SupervisorEntry)
+            other = lines.newest(log, SupervisorEntry)
             if supervisor is not None and other is not None and other.writer != supervisor:
                 raise Fenced(f"run {self._run_id} is supervised by process {other.pid} on {other.host} now")
             begun = [entry for entry in log if isinstance(entry, AttemptEntry)]
             if begun and (begun[-1].attempt, begun[-1].writer) == (attempt, writer):
                 return begun[-1]
-            newest = _newest_attempt(log)
-            if supervisor is not None and other is not None and _damaged(log[other.seq + 1 :]):
+            newest = lines.newest_attempt(log)
+            if supervisor is not None and other is not None and lines.damaged(log[other.seq + 1 :]):
                 # it may have been a takeover: whoever wrote it, and can read it, is to see that he supervises no more
                 self._append(other.model_copy(update={"seq": len(log), "attempt": newest, "at": self._clock()}))
                 continue
@@ -164,8 +168,8 @@ class CommitLog:
                 return entry
         raise self._no_number()
 
-    def commit(self, manifest: Manifest, writer: str) -> CheckpointEntry:
-        """Commit a checkpoint; again for the same one: the entry that stands.
+    def commit(self, manifest: Manifest, writer: str) -> Commit:
+        """Commit a checkpoint; again for the same one: what stands of it.
 
         Raises:
             Fenced: the manifest's attempt is not the newest one, or not this writer's.
@@ -177,8 +181,8 @@ class CommitLog:
         for _ in range(_TRIES):
             log = self.read()
             self._check_fence(log, manifest.attempt, writer)
-            if standing_already := _committed(log, manifest):
-                return standing_already
+            if stands := self._committed(log, manifest):
+                return stands
             entry = CheckpointEntry(
                 seq=len(log),
                 attempt=manifest.attempt,
@@ -188,7 +192,7 @@ class CommitLog:
                 manifest_sha256=manifest.sha256(),
             )
             if self._append(entry):
-                return entry
+                return commit_of(entry)
         raise self._no_number()
 
     def give_up(self, checkpoint_ids: Iterable[str], writer: str) -> PrunedEntry:
@@ -196,14 +200,14 @@ class CommitLog:
         ids = tuple(sorted(checkpoint_ids))
         for _ in range(_TRIES):
             log = self.read()
-            newest = _newest_attempt(log)
+            newest = lines.newest_attempt(log)
             newest = max(newest, 1)  # a supervisor may have been there before any attempt
             entry = PrunedEntry(seq=len(log), attempt=newest, writer=writer, at=self._clock(), checkpoint_ids=ids)
             if self._append(entry):
                 return entry
         raise self._no_number()
 
-    def _check_fence(self, log: list[Entry | Unreadable], attempt: int, writer: str) -> None:
+    def _check_fence(self, log: list[Line], attempt: int, writer: str) -> None:
         """Raises Fenced unless the attempt began with this writer and surely nothing newer did."""
         begun = next(
             (e for e in log if isinstance(e, AttemptEntry) and (e.attempt, e.writer) == (attempt, writer)), None
@@ -215,6 +219,21 @@ class CommitLog:
                 raise Fenced(f"after attempt {attempt} of run {self._run_id} began, {entry.problem}")
             if entry.attempt > attempt:
                 raise Fenced(f"attempt {entry.attempt} of run {self._run_id} has begun; attempt {attempt} is over")
+
+    def _committed(self, log: list[Line], manifest: Manifest) -> Commit | None:
+        """What stands of this very checkpoint, if it is committed. Raises StepBack; Damaged for other files."""
+        same = [line for line in log if isinstance(line, Commit) and line.attempt == manifest.attempt]
+        for commit in same:
+            if commit.checkpoint_id == manifest.checkpoint_id:
+                if self.manifest(commit).files == manifest.files:  # it may have been assembled at another time
+                    return commit
+                raise Damaged(f"{manifest.checkpoint_id} is committed already, with other files")
+        ahead = max((commit.step for commit in same), default=-1)
+        if manifest.step <= ahead:
+            raise StepBack(
+                f"step {manifest.step} cannot be committed: attempt {manifest.attempt} is at step {ahead} already"
+            )
+        return None
 
     def _append(self, entry: Entry) -> bool:
         """True: the entry stands under its number; False: another one does.
@@ -238,74 +257,10 @@ class CommitLog:
                 return False
         else:
             raise Unavailable(f"{self._store.url} gives no clear answer about {key}. Try again later.")
-        self._known[entry.seq] = entry
+        self._reader.keep(in_short(entry))
         return True
-
-    def _entry(self, seq: int) -> Entry | Unreadable:
-        if seq in self._known:
-            return self._known[seq]
-        key = keys.commit(self._run_id, seq)
-        try:
-            entry = parse_entry(self._store.get(key, MAX_DOCUMENT_BYTES), f"entry {seq} of the commit log")
-            if entry.seq != seq or (isinstance(entry, CheckpointEntry) and entry.manifest.run_id != self._run_id):
-                raise Damaged(f"entry {seq} of the commit log belongs to another place")
-        except NotFound:
-            return Unreadable(seq, f"entry {seq} of the commit log is missing")
-        except Damaged as error:
-            return Unreadable(seq, str(error))
-        self._known[seq] = entry
-        return entry
 
     def _no_number(self) -> Unavailable:
         return Unavailable(
             f"the commit log of run {self._run_id} is too busy: {_TRIES} tries in vain. Try again later."
         )
-
-
-def standing(log: Iterable[Entry | Unreadable]) -> list[CheckpointEntry]:
-    """The checkpoints of a log that were not given up, newest first; a stale attempt's commit is none."""
-    found: list[CheckpointEntry] = []
-    pruned: set[str] = set()
-    newest = 0
-    for entry in log:
-        if isinstance(entry, CheckpointEntry) and entry.attempt >= newest:
-            found.append(entry)
-        elif isinstance(entry, PrunedEntry):
-            pruned.update(entry.checkpoint_ids)
-        newest = max(newest, 0 if isinstance(entry, Unreadable) else entry.attempt)
-    return [entry for entry in reversed(found) if entry.manifest.checkpoint_id not in pruned]
-
-
-def _damaged(log: Iterable[Entry | Unreadable]) -> bool:
-    return any(isinstance(entry, Unreadable) for entry in log)
-
-
-def _newest(log: Iterable[Entry | Unreadable], kind: type[E]) -> E | None:
-    found: E | None = None
-    for entry in log:
-        found = entry if isinstance(entry, kind) else found
-    return found
-
-
-def _newest_attempt(log: Iterable[Entry | Unreadable]) -> int:
-    return max((entry.attempt for entry in log if not isinstance(entry, Unreadable)), default=0)
-
-
-def _end_of(log: Iterable[Entry | Unreadable], attempt: int) -> EndEntry | None:
-    return next((entry for entry in log if isinstance(entry, EndEntry) and entry.attempt == attempt), None)
-
-
-def _committed(log: list[Entry | Unreadable], manifest: Manifest) -> CheckpointEntry | None:
-    """The entry of this very checkpoint, if it is committed. Raises StepBack; Damaged for other files of its name."""
-    same = [e for e in log if isinstance(e, CheckpointEntry) and e.attempt == manifest.attempt]
-    for entry in same:
-        if entry.manifest.checkpoint_id == manifest.checkpoint_id:
-            if entry.manifest.files == manifest.files:
-                return entry
-            raise Damaged(f"{manifest.checkpoint_id} is committed already, with other files")
-    ahead = max((entry.manifest.step for entry in same), default=-1)
-    if manifest.step <= ahead:
-        raise StepBack(
-            f"step {manifest.step} cannot be committed: attempt {manifest.attempt} is at step {ahead} already"
-        )
-    return None

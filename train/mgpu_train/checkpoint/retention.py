@@ -7,9 +7,10 @@ import uuid
 from functools import lru_cache
 
 from mgpu_train.checkpoint import keys
-from mgpu_train.checkpoint.commitlog import CommitLog, Unreadable, standing
-from mgpu_train.checkpoint.manifest import CheckpointEntry, Entry, PrunedEntry
-from mgpu_train.checkpoint.verify import verify
+from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.checkpoint.lines import Commit, Line, Unreadable, standing
+from mgpu_train.checkpoint.manifest import PrunedEntry
+from mgpu_train.checkpoint.newest import problems_of
 from mgpu_train.store.base import Store
 
 _ID = re.compile(r"a([0-9]{3,6})-step-([0-9]{1,15})")
@@ -27,11 +28,11 @@ def prune(store: Store, run_id: str, keep_last: int, *, deep: bool = False) -> l
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}: at least one checkpoint is kept")
     log = CommitLog(store, run_id)
-    surplus = _surplus(store, run_id, log.checkpoints(), keep_last, deep=deep)
+    surplus = _surplus(store, log, keep_last, deep=deep)
     if surplus:
         log.give_up(surplus, f"prune-{uuid.uuid4().hex}")
     entries = log.read()
-    kept = {entry.manifest.checkpoint_id for entry in standing(entries)}
+    kept = {entry.checkpoint_id for entry in standing(entries)}
     prefix = keys.checkpoints(run_id)
 
     @lru_cache  # keys are many, checkpoints few
@@ -49,17 +50,18 @@ def prune(store: Store, run_id: str, keep_last: int, *, deep: bool = False) -> l
     return sorted({keys.checkpoint_of(run_id, key) for key in doomed} | set(surplus))
 
 
-def _surplus(store: Store, run_id: str, checkpoints: list[CheckpointEntry], keep_last: int, *, deep: bool) -> list[str]:
-    """The ids that go, of checkpoints that are given newest first."""
+def _surplus(store: Store, log: CommitLog, keep_last: int, *, deep: bool) -> list[str]:
+    """The ids that go."""
+    checkpoints: list[Commit] = log.checkpoints()
     if len(checkpoints) <= keep_last:
         return []
-    good = next((e for e in checkpoints if not verify(store, run_id, e.manifest, deep=deep)), None)
+    good = next((e for e in checkpoints if not problems_of(store, log, e, deep=deep)), None)
     if good is None:  # nothing verifies: whatever is left may yet be of use to somebody
         return []
-    return [entry.manifest.checkpoint_id for entry in checkpoints[keep_last:] if entry is not good]
+    return [entry.checkpoint_id for entry in checkpoints[keep_last:] if entry is not good]
 
 
-def _over(name: str, log: list[Entry | Unreadable]) -> bool:
+def _over(name: str, log: list[Line]) -> bool:
     """True for a checkpoint that was given up, or that is not committed and never can be."""
     found = _ID.fullmatch(name)
     if found is None:  # nothing of ours
@@ -71,5 +73,5 @@ def _over(name: str, log: list[Entry | Unreadable]) -> bool:
         return False
     attempt, step = int(found[1]), int(found[2])
     newest = max((entry.attempt for entry in readable), default=0)
-    ahead = [e.manifest.step for e in readable if isinstance(e, CheckpointEntry) and e.attempt == attempt]
+    ahead = [e.step for e in readable if isinstance(e, Commit) and e.attempt == attempt]
     return attempt < newest or (attempt == newest and step < max(ahead, default=-1))

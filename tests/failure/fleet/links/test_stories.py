@@ -127,7 +127,7 @@ def test_whatever_goes_wrong_the_run_ends_well_and_nothing_is_left(new_line, new
     fate.end()
     write_history(line, faults)
     assert ended.succeeded, ended
-    assert line.committed()[-1].manifest.step == STEPS
+    assert line.committed()[-1].step == STEPS
     line.judge()
     line.fleet.end()
     assert not bill.read(line.fleet.provider.root).alive, "I1"

@@ -1,0 +1,57 @@
+"""What a run resumes from: the newest committed checkpoint that is what it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.checkpoint.lines import Commit, Unreadable, standing
+from mgpu_train.checkpoint.verify import verify
+from mgpu_train.store.base import Damaged, NotFound, Store
+
+
+def newest_verified(store: Store, run_id: str, *, deep: bool = False, report: Callable[[str], None]) -> Commit | None:
+    """The newest committed checkpoint that verifies; None: the run has committed none.
+
+    Every step back is told to `report`.
+
+    Raises:
+        Damaged: checkpoints were committed, and not one of them verifies: starting from zero is not decided here.
+        StoreError: the store cannot be read: that says nothing of its checkpoints.
+    """
+    log = CommitLog(store, run_id)
+    lines = log.read()
+    stand = {commit.seq: commit for commit in standing(lines)}
+    bad = 0
+    for line in reversed(lines):
+        commit = stand.get(line.seq)
+        if commit is not None:
+            problems = problems_of(store, log, commit, deep=deep)
+            if not problems:
+                return commit
+            bad += 1
+            problems = (f"{commit.checkpoint_id} does not verify: {problems[0]}", *problems[1:])
+        elif isinstance(line, Unreadable):
+            problems = (line.problem,)
+        else:
+            continue
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        report(f"{problems[0]}{more}; looking at what was committed before")
+    if bad:
+        raise Damaged(
+            f"run {run_id}: none of its {bad} committed checkpoints verifies. "
+            "Mend the store, or start a new run to train from the beginning."
+        )
+    return None
+
+
+def problems_of(store: Store, log: CommitLog, commit: Commit, *, deep: bool) -> tuple[str, ...]:
+    """Why a committed checkpoint does not verify, its entry in the log included; none: it does.
+
+    Raises StoreError when the store cannot be read: that says nothing of the checkpoint.
+    """
+    try:
+        manifest = log.manifest(commit)
+    except (Damaged, NotFound) as error:
+        return (str(error),)
+    return verify(store, manifest.run_id, manifest, deep=deep)
