@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_train.checkpoint import keys
-from mgpu_train.checkpoint.commitlog import CommitLog, Unreadable, standing
 from mgpu_train.checkpoint.local import write_aside
-from mgpu_train.checkpoint.manifest import CheckpointEntry, FileEntry, Manifest
-from mgpu_train.checkpoint.verify import verify
-from mgpu_train.store import disk
-from mgpu_train.store.base import Damaged, Store, Unavailable
+from mgpu_train.checkpoint.manifest import FileEntry, Manifest
+from mgpu_train.checkpoint.pack import Stored, objects, read
+from mgpu_train.checkpoint.threads import in_threads
+from mgpu_train.store import crc, disk
+from mgpu_train.store.base import Damaged, Progress, Store, Unavailable
 
-_THREADS = 4  # files in flight
+_THREADS = 4  # objects in flight; of each, a pack at most is held in memory
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,21 @@ class FetchReport:
     reused: int
 
 
-def fetch(store: Store, run_id: str, manifest: Manifest, dest: Path, *, local: Sequence[Path] = ()) -> FetchReport:
+def fetch(
+    store: Store,
+    run_id: str,
+    manifest: Manifest,
+    dest: Path,
+    *,
+    local: Sequence[Path] = (),
+    progress: Progress | None = None,
+    durable: bool = True,
+) -> FetchReport:
     """Make `dest` hold exactly the files of a checkpoint, of all nodes. A folder of that name is replaced.
 
     A file that one of the `local` folders, or `dest` itself, has with the right checksum is copied from there.
+    `progress` is told of the bytes, `manifest.bytes` in all. Without `durable` nothing waits for the disk: for a folder
+    that is fetched anew after a crash of the machine.
 
     Raises StoreError: NotFound or Damaged when the checkpoint is not what its manifest says, others when the store or
     the disk does not work. Then `dest` is as it was.
@@ -39,77 +49,86 @@ def fetch(store: Store, run_id: str, manifest: Manifest, dest: Path, *, local: S
     if manifest.run_id != run_id:
         raise Damaged(f"the manifest is of run {manifest.run_id}, not of {run_id}")
 
-    with disk.translated(f"cannot write {dest}"), write_aside(dest) as aside:
+    with disk.translated(f"cannot write {dest}"), write_aside(dest, durable=durable) as aside:
         _check_room(aside, manifest)
-
-        def one(file: FileEntry) -> bool:
-            return _fetch_file(store, run_id, manifest.checkpoint_id, file, aside / file.path, [*local, dest])
-
-        with ThreadPoolExecutor(_THREADS, "fetch") as pool:
-            try:
-                reused = sum(pool.map(one, manifest.files))
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        for folder in {(aside / file.path).parent for file in manifest.files}:
+            folder.mkdir(parents=True, exist_ok=True)
+        to = _Target(store, aside, (*local, dest), progress)
+        reused = sum(in_threads(to.bring, objects(run_id, manifest), _THREADS))
     return FetchReport(len(manifest.files), manifest.bytes, reused)
 
 
-def newest_verified(
-    store: Store, run_id: str, *, deep: bool = False, report: Callable[[str], None]
-) -> CheckpointEntry | None:
-    """The newest committed checkpoint that verifies; None: the run has committed none.
+@dataclass(frozen=True)
+class _Target:
+    """The folder that is filled, and where its files come from."""
 
-    Every step back is told to `report`.
+    store: Store
+    folder: Path
+    local: Sequence[Path]
+    progress: Progress | None
 
-    Raises:
-        Damaged: checkpoints were committed, and not one of them verifies: starting from zero is not decided here.
-        StoreError: the store cannot be read: that says nothing of its checkpoints.
-    """
-    log = CommitLog(store, run_id).read()
-    stand = {entry.seq: entry for entry in standing(log)}
-    bad = []
-    for each in reversed(log):
-        if isinstance(each, Unreadable):
-            problems: tuple[str, ...] = (each.problem,)
-        elif each.seq in stand:
-            problems = verify(store, run_id, stand[each.seq].manifest, deep=deep)
-            if not problems:
-                return stand[each.seq]
-            name = stand[each.seq].manifest.checkpoint_id
-            bad.append(name)
-            problems = (f"{name} does not verify: {problems[0]}", *problems[1:])
-        else:
-            continue
-        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
-        report(f"{problems[0]}{more}; looking at what was committed before")
-    if bad:
-        raise Damaged(
-            f"run {run_id}: none of its {len(bad)} committed checkpoints verifies. "
-            "Mend the store, or start a new run to train from the beginning."
-        )
-    return None
+    def bring(self, stored: Stored) -> int:
+        """Everything that one object holds; returns how many files were on this disk already."""
+        missing = [file for file in stored.files if not self._copied(file)]
+        if missing and stored.packed:
+            wanted = {file.path for file in missing}
+            for file, data in read(self.store, stored):
+                if file.path in wanted:
+                    _write(self.folder / file.path, data)
+                    self._told(file.size)
+        elif missing:
+            self.store.get_file(
+                stored.key,
+                self.folder / missing[0].path,
+                size=stored.size,
+                crc64nvme=stored.crc64nvme,
+                progress=self.progress,
+            )
+        return len(stored.files) - len(missing)
 
+    def _copied(self, file: FileEntry) -> bool:
+        """True: a local copy was as good."""
+        for folder in self.local:
+            if _take(folder / file.path, file, self.folder / file.path):
+                self._told(file.size)
+                return True
+        return False
 
-def _fetch_file(store: Store, run_id: str, name: str, file: FileEntry, to: Path, local: Sequence[Path]) -> bool:
-    """True: a local copy was as good."""
-    for folder in local:
-        if _take(folder / file.path, file, to):
-            return True
-    store.get_file(keys.file(run_id, name, file.node, file.path), to, size=file.size, crc64nvme=file.crc64nvme)
-    return False
+    def _told(self, count: int) -> None:
+        if self.progress:
+            self.progress(count)
 
 
 def _take(source: Path, file: FileEntry, to: Path) -> bool:
     """Copies a file that is surely the same; False, and nothing is there, when it is not."""
     try:
-        if source.is_symlink() or source.stat().st_size != file.size:
-            return False
-        with disk.opened(source) as opened, disk.written(to) as target:
-            if disk.copy(opened, target) != (file.size, file.crc64nvme):
-                raise Damaged(str(source))
+        with disk.opened(source) as opened:
+            if os.fstat(opened).st_size != file.size:
+                return False
+            if file.pack is None:
+                with disk.written(to, durable=False) as target:
+                    _check(disk.copy(opened, target), file)
+                return True
+            data = os.read(opened, file.size)
+            _check((len(data), crc.of_bytes(data)), file)
     except (OSError, Damaged):  # whatever is wrong with the copy, the store has another
         return False
+    _write(to, data)
     return True
+
+
+def _check(found: tuple[int, str], file: FileEntry) -> None:
+    if found != (file.size, file.crc64nvme):
+        raise Damaged(file.path)
+
+
+def _write(path: Path, data: bytes | memoryview) -> None:
+    """A new file; its folder has no name yet, so it needs no other one meanwhile. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        disk.write_all(descriptor, data)
+    finally:
+        os.close(descriptor)
 
 
 def _check_room(folder: Path, manifest: Manifest) -> None:

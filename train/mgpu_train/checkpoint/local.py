@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.store.base import ASIDE
 from mgpu_train.store.disk import make_folder, sync_folder
 
+_THREADS = 8  # flushes in parallel: a disk takes several for little more than one
 _FINISHED = re.compile(r"step-(0|[1-9][0-9]{0,14})")
 
 
@@ -45,33 +47,41 @@ def discard(path: Path) -> None:
 
 
 @contextmanager
-def write_aside(final: Path) -> Iterator[Path]:
-    """An empty folder to fill; when the block ends it is on disk under the name `final`, or on an error gone."""
+def write_aside(final: Path, *, durable: bool = True) -> Iterator[Path]:
+    """An empty folder to fill; when the block ends it has the name `final`, see `publish`, or on an error is gone."""
     aside = _beside(final, "new")
     shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed here
     make_folder(final.parent)
     aside.mkdir()
     try:
         yield aside
-        publish(aside, final)
+        publish(aside, final, durable=durable)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
-def publish(aside: Path, final: Path) -> None:
-    """Flush a folder with all that is in it, and give it its name; what had the name before is gone. Raises OSError."""
-    for above, _, names in os.walk(aside):
-        for name in names:
-            _sync_file(Path(above) / name)
-        sync_folder(Path(above))
+def publish(aside: Path, final: Path, *, durable: bool = True) -> None:
+    """Give a folder its name, all that is in it flushed before; what had the name is gone. Raises OSError.
+
+    Without `durable` nothing waits for the disk: after a crash of the machine the files may have any content.
+    """
+    if durable:
+        in_threads(_sync, _entries(aside), _THREADS)
     if final.exists():
         discard(final)
     aside.rename(final)
-    sync_folder(final.parent)
+    if durable:
+        sync_folder(final.parent)
 
 
-def _sync_file(path: Path) -> None:
+def _entries(folder: Path) -> Iterator[str]:
+    for above, _, names in os.walk(folder):
+        yield from (os.path.join(above, name) for name in names)  # noqa: PTH118 - many
+        yield above
+
+
+def _sync(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +12,19 @@ from pydantic import ValidationError
 
 from mgpu_train.checkpoint import keys
 from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.checkpoint.lines import Commit
 from mgpu_train.checkpoint.manifest import (
     MAX_DOCUMENT_BYTES,
-    MAX_FILES,
-    CheckpointEntry,
     FileEntry,
     Manifest,
+    PackEntry,
     Sidecar,
     parse_sidecar,
     to_bytes,
 )
-from mgpu_train.store import disk
+from mgpu_train.checkpoint.pack import objects
+from mgpu_train.checkpoint.part import Part, files_of, first_problem
 from mgpu_train.store.base import Ambiguous, Damaged, NotFound, Store, StoreError, Unavailable
-
-_THREADS = 4  # files in flight
 
 
 def upload_part(
@@ -42,13 +39,13 @@ def upload_part(
     world_size: int,
     meta: Mapping[str, str | int | float],
 ) -> Sidecar:
-    """Upload every file of `folder` with its checksum, then the sidecar that lists them. A failed call may be repeated.
+    """Upload every file of `folder` with its checksum, small ones packed, then the sidecar that lists them.
 
-    Raises StoreError when the store refuses, when `folder` holds what cannot be kept (links, pipes, odd names), and
-    when the part stands in the store with other content. Without a sidecar nobody takes the part for whole.
+    A failed call may be repeated. Raises StoreError when the store refuses, when `folder` holds what cannot be kept
+    (links, pipes, odd names), and when the part stands in the store with other content. Without a sidecar nobody takes
+    the part for whole.
     """
-    paths = dict(_files(folder))
-    part = keys.part(run_id, checkpoint_id, node)
+    files = files_of(folder, node)
     described = partial(
         _sidecar,
         checkpoint_id=checkpoint_id,
@@ -58,15 +55,13 @@ def upload_part(
         world_size=world_size,
         meta=dict(meta),
     )
-    described(
-        files=[_entry(path, 0, "0" * 16, node) for path in paths]
-    )  # what cannot be kept is refused before all else
+    described([], [])  # what cannot be kept is refused before all else
+    part = Part(store, run_id, checkpoint_id, folder, node)
     standing = _read_sidecar(store, run_id, checkpoint_id, node)
     if standing is not None:
-        return _same(standing, described(files=_map(lambda path: _local(paths[path], path, node), paths)))
-    there = {stat.key: stat.size for stat in store.list(part)}  # what an interrupted upload left
-    made = described(files=_map(lambda path: _send(store, part + path, paths[path], path, node, there), paths))
-    return _publish(store, run_id, made)
+        return _same(standing, described(*part.each(part.look, files)))
+    part.find()
+    return _publish(store, run_id, described(*part.each(part.send, files)))
 
 
 def gather(store: Store, run_id: str, checkpoint_id: str, writers: Sequence[int]) -> list[Sidecar] | None:
@@ -80,8 +75,7 @@ def gather(store: Store, run_id: str, checkpoint_id: str, writers: Sequence[int]
         if sidecar is None:
             return None
         found.append(sidecar)
-    for sidecar in found:
-        _check_there(store, run_id, sidecar)
+    _check_there(store, run_id, checkpoint_id, found)
     return found
 
 
@@ -93,7 +87,7 @@ def assemble(sidecars: Sequence[Sidecar], *, run_id: str, nodes: int, created_at
     parts = sorted(sidecars, key=lambda part: part.node)
     if len({(part.checkpoint_id, part.world_size) for part in parts}) != 1:
         raise Damaged("the parts are not of one checkpoint")
-    first, files = parts[0], dict[str, FileEntry]()
+    first, files = parts[0], dict[str, FileEntry]()  # by path
     for file in (file for part in parts for file in part.files):
         known = files.setdefault(file.path, file)
         if (known.size, known.crc64nvme) != (file.size, file.crc64nvme):
@@ -101,6 +95,7 @@ def assemble(sidecars: Sequence[Sidecar], *, run_id: str, nodes: int, created_at
                 f"{first.checkpoint_id}: nodes {known.node} and {file.node} have different files named {file.path!r}. "
                 "With `writers: all` each node's files need names of their own."
             )
+    needed = {(file.node, file.pack) for file in files.values()}
     try:
         return Manifest(
             run_id=run_id,
@@ -111,11 +106,12 @@ def assemble(sidecars: Sequence[Sidecar], *, run_id: str, nodes: int, created_at
             world_size=first.world_size,
             writers=tuple(part.node for part in parts),
             files=tuple(files.values()),
+            packs=tuple(pack for part in parts for pack in part.packs if (pack.node, pack.number) in needed),
             created_at=created_at,
             meta=first.meta,
         )
     except ValidationError as error:
-        raise Damaged(f"the parts of {first.checkpoint_id} make no checkpoint: {_first(error)}") from error
+        raise Damaged(f"the parts of {first.checkpoint_id} make no checkpoint: {first_problem(error)}") from error
 
 
 def commit_when_complete(
@@ -127,7 +123,7 @@ def commit_when_complete(
     nodes: int,
     writer: str,
     clock: Callable[[], float] = time.time,
-) -> CheckpointEntry | None:
+) -> Commit | None:
     """Commit a checkpoint if all parts are there; None: some part is missing yet.
 
     Raises what `gather`, `assemble` and `CommitLog.commit` raise.
@@ -139,28 +135,22 @@ def commit_when_complete(
     return CommitLog(store, run_id, clock).commit(manifest, writer)
 
 
-def _sidecar(*, files: Sequence[FileEntry], **fields: Any) -> Sidecar:
+def _sidecar(files: Sequence[FileEntry], packs: Sequence[PackEntry], **fields: Any) -> Sidecar:
     try:
-        return Sidecar(files=tuple(files), **fields)
+        return Sidecar(files=tuple(files), packs=tuple(packs), **fields)
     except ValidationError as error:
-        raise StoreError(f"the checkpoint cannot be kept: {_first(error)}") from error
-
-
-def _entry(path: str, size: int, crc: str, node: int) -> FileEntry:
-    try:
-        return FileEntry(path=path, size=size, crc64nvme=crc, node=node)
-    except ValidationError as error:
-        raise StoreError(f"the checkpoint cannot be kept: {_first(error)}. Give the file another name.") from error
-
-
-def _first(error: ValidationError) -> str:
-    return error.errors(include_url=False, include_input=False)[0]["msg"]
+        raise StoreError(f"the checkpoint cannot be kept: {first_problem(error)}") from error
 
 
 def _publish(store: Store, run_id: str, made: Sidecar) -> Sidecar:
     """Writes the sidecar, which makes the part whole; the one that stands is believed, no answer."""
+    data = to_bytes(made)
+    if len(data) > MAX_DOCUMENT_BYTES:  # nobody could read it
+        raise StoreError(
+            f"{made.checkpoint_id} cannot be kept: its list of files is too long. Write fewer, larger ones."
+        )
     try:
-        if store.put_if_absent(keys.sidecar(run_id, made.checkpoint_id, made.node), to_bytes(made)):
+        if store.put_if_absent(keys.sidecar(run_id, made.checkpoint_id, made.node), data):
             return made
     except Ambiguous:
         pass
@@ -168,58 +158,6 @@ def _publish(store: Store, run_id: str, made: Sidecar) -> Sidecar:
     if standing is None:
         raise Unavailable(f"the sidecar of {made.checkpoint_id}, node {made.node}, did not arrive. Upload it again.")
     return _same(standing, made)
-
-
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The regular files below a folder by their path in it, in order. Raises StoreError for anything else."""
-    count = 0
-    with disk.translated(f"cannot read {folder}"):
-        for above, folders, names in os.walk(folder, onerror=_fail):
-            folders.sort()
-            links = [name for name in folders if (Path(above) / name).is_symlink()]
-            for name in sorted(names + links):
-                path = Path(above) / name
-                if not path.is_file() or path.is_symlink():
-                    raise StoreError(
-                        f"{path} cannot be kept: it is no regular file. A checkpoint holds real files only."
-                    )
-                count += 1
-                if count > MAX_FILES:
-                    raise StoreError(
-                        f"{folder} cannot be kept: it has more than {MAX_FILES} files. Write fewer, larger ones."
-                    )
-                yield path.relative_to(folder).as_posix(), path
-
-
-def _fail(error: OSError) -> None:
-    raise error
-
-
-def _map(work: Callable[[str], FileEntry], paths: Mapping[str, Path]) -> list[FileEntry]:
-    with ThreadPoolExecutor(_THREADS, "upload") as pool:
-        futures = [pool.submit(work, path) for path in paths]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-def _send(store: Store, key: str, file: Path, path: str, node: int, there: Mapping[str, int]) -> FileEntry:
-    if key in there and there[key] == file.stat().st_size:
-        own, stat = _local(file, path, node), store.stat(key)
-        if stat is not None and stat.crc64nvme == own.crc64nvme:
-            return own
-    sent = store.put_file(key, file)
-    if sent.crc64nvme is None:
-        raise Damaged(f"{store.url} does not say what it was sent of {key}")
-    return _entry(path, sent.size, sent.crc64nvme, node)
-
-
-def _local(file: Path, path: str, node: int) -> FileEntry:
-    with disk.translated(f"cannot read {file}"):
-        size, crc = disk.checksum(file)
-    return _entry(path, size, crc, node)
 
 
 def _read_sidecar(store: Store, run_id: str, checkpoint_id: str, node: int) -> Sidecar | None:
@@ -234,15 +172,15 @@ def _read_sidecar(store: Store, run_id: str, checkpoint_id: str, node: int) -> S
 
 
 def _same(standing: Sidecar, made: Sidecar) -> Sidecar:
-    if standing.files != made.files:
+    if (standing.files, standing.packs) != (made.files, made.packs):
         raise StoreError(f"{made.checkpoint_id}, node {made.node}, is in the store already, with other content")
     return standing
 
 
-def _check_there(store: Store, run_id: str, sidecar: Sidecar) -> None:
-    part = keys.part(run_id, sidecar.checkpoint_id, sidecar.node)
-    there = {stat.key.removeprefix(part): stat.size for stat in store.list(part)}
-    for file in sidecar.files:
-        if there.get(file.path) != file.size:
-            found = f"has {there[file.path]} bytes" if file.path in there else "is missing"
-            raise Damaged(f"{part}{file.path} {found}; the sidecar says {file.size} bytes")
+def _check_there(store: Store, run_id: str, checkpoint_id: str, sidecars: Sequence[Sidecar]) -> None:
+    """Every object that the sidecars speak of is in the store. One listing for all. Raises Damaged."""
+    there = {stat.key: stat.size for stat in store.list(keys.checkpoint(run_id, checkpoint_id))}
+    for stored in (stored for sidecar in sidecars for stored in objects(run_id, sidecar)):
+        if there.get(stored.key) != stored.size:
+            found = f"has {there[stored.key]} bytes" if stored.key in there else "is missing"
+            raise Damaged(f"{stored.named} {found}; the sidecar says {stored.size} bytes")

@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from mgpu_train.checkpoint.manifest import Manifest
+from mgpu_train.checkpoint.pack import Stored, objects, read
+from mgpu_train.checkpoint.threads import in_threads
+from mgpu_train.store.base import Damaged, NotFound, Progress, Store
 
-from mgpu_train.checkpoint import keys
-from mgpu_train.checkpoint.manifest import FileEntry, Manifest
-from mgpu_train.store.base import Damaged, NotFound, Store
-
-_THREADS = 8  # files looked at in parallel
+_ASKED = 8  # objects that are asked for in parallel
+_READ = 4  # ... that are read; a pack is held in memory meanwhile
 
 
-def verify(store: Store, run_id: str, manifest: Manifest, *, deep: bool) -> tuple[str, ...]:
-    """The problems of a checkpoint in the store, in the order of its files; none: it verifies.
+def verify(
+    store: Store, run_id: str, manifest: Manifest, *, deep: bool, progress: Progress | None = None
+) -> tuple[str, ...]:
+    """The problems of a checkpoint in the store, packs first, then by file; none: it verifies.
 
-    Without `deep`: existence, size, and the store's own checksum where it keeps one. With it: every byte is read.
+    Without `deep`: existence, size, and the store's own checksum where it keeps one. With it: every byte is read, and
+    `progress` is told of the bytes, `manifest.bytes` in all where nothing is amiss.
 
     Raises StoreError when the store cannot be read: that says nothing of the checkpoint.
     """
     if manifest.run_id != run_id:
         return (f"the manifest is of run {manifest.run_id}, not of {run_id}",)
 
-    def look(file: FileEntry) -> str | None:
-        key = keys.file(run_id, manifest.checkpoint_id, file.node, file.path)
+    def look(stored: Stored) -> str | None:
         try:
-            return _read(store, key, file) if deep else _ask(store, key, file)
+            return _read(store, stored, progress) if deep else _ask(store, stored)
         except (NotFound, Damaged) as error:
             return str(error)
 
-    with ThreadPoolExecutor(_THREADS, "verify") as pool:
-        try:
-            return tuple(problem for problem in pool.map(look, manifest.files) if problem)
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    problems = in_threads(look, objects(run_id, manifest), _READ if deep else _ASKED)
+    return tuple(problem for problem in problems if problem)
 
 
-def _ask(store: Store, key: str, file: FileEntry) -> str | None:
-    stat = store.stat(key)
+def _ask(store: Store, stored: Stored) -> str | None:
+    stat = store.stat(stored.key)
     if stat is None:
-        return f"{key} is missing"
-    if stat.size != file.size:
-        return f"{key} has {stat.size} bytes, not {file.size}"
-    return _differs(key, stat.crc64nvme or file.crc64nvme, file)
+        return f"{stored.named} is missing"
+    if stat.size != stored.size:
+        return f"{stored.named} has {stat.size} bytes, not {stored.size}"
+    return _differs(stored, stat.crc64nvme or stored.crc64nvme)
 
 
-def _read(store: Store, key: str, file: FileEntry) -> str | None:
-    return _differs(key, store.checksum(key, file.size), file)
+def _read(store: Store, stored: Stored, progress: Progress | None) -> str | None:
+    if not stored.packed:
+        return _differs(stored, store.checksum(stored.key, stored.size, progress))
+    found = read(store, stored)
+    if progress:
+        progress(sum(file.size for file, _ in found))
+    return None
 
 
-def _differs(key: str, found: str, file: FileEntry) -> str | None:
-    return None if found == file.crc64nvme else f"{key}: its checksum is {found}, not {file.crc64nvme}"
+def _differs(stored: Stored, found: str) -> str | None:
+    return None if found == stored.crc64nvme else f"{stored.named}: its checksum is {found}, not {stored.crc64nvme}"

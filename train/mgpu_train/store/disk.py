@@ -124,7 +124,7 @@ def copy(source: int, target: int | None, progress: Progress | None = None) -> t
     return size, to_hex(value)
 
 
-def write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write every byte; a single write may stop early."""
     view = memoryview(data)
     while view:
