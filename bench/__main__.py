@@ -1,10 +1,14 @@
-"""`python -m bench [startup] [overhead] [recovery] [size] [aws]`: all of them by default. Prints medians and ratios."""
+"""`python -m bench [NAME...]`: prints medians and ratios. Without a name, all but `checkpoint`, which takes long.
+
+`python -m bench checkpoint --only upload` runs one part of it; an unknown one names them all.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 
-from bench import aws_scale, overhead, recovery, size, startup
+from bench import aws_scale, checkpoint, overhead, recovery, size, startup
 
 BENCHES = {
     "startup": startup.main,
@@ -13,17 +17,25 @@ BENCHES = {
     "size": size.main,
     "aws": aws_scale.main,
 }
+CHECKPOINT = "checkpoint"
 
 
 def main() -> int:
     """Runs the named benches."""
-    wanted = sys.argv[1:] or list(BENCHES)
-    unknown = [name for name in wanted if name not in BENCHES]
+    parser = argparse.ArgumentParser(prog="python -m bench")
+    parser.add_argument("names", nargs="*", help=f"{', '.join(BENCHES)}, {CHECKPOINT}")
+    parser.add_argument("--only", action="append", default=[], help=f"a part of {CHECKPOINT}; may be repeated")
+    asked = parser.parse_args()
+    wanted = asked.names or list(BENCHES)
+    unknown = [name for name in wanted if name not in (*BENCHES, CHECKPOINT)]
     if unknown:
-        print(f"no bench {', '.join(unknown)}; there are {', '.join(BENCHES)}", file=sys.stderr)
+        print(f"no bench {', '.join(unknown)}; there are {', '.join(BENCHES)}, {CHECKPOINT}", file=sys.stderr)
         return 2
     for name in wanted:
-        BENCHES[name]()
+        if name == CHECKPOINT:
+            checkpoint.main(asked.only)
+        else:
+            BENCHES[name]()
     return 0
 
 

@@ -51,6 +51,15 @@ def peer(name: str) -> Path | None:
     return program
 
 
+def store_tool(name: str) -> Path:
+    """s5cmd or versitygw, as scripts/setup-store-tools.sh builds them, once. Raises SystemExit where that fails."""
+    subprocess.run(["sh", str(ROOT / "scripts" / "setup-store-tools.sh"), name], check=True, stdout=subprocess.DEVNULL)
+    found = sorted((paths.cache_dir() / "store-tools").glob(f"{name}-*"))
+    if not found:
+        raise SystemExit(f"{name} is not there: install Go, and run scripts/setup-store-tools.sh")
+    return found[-1]
+
+
 def environment() -> dict[str, str]:
     """This process's environment, quiet and offline as far as peers know how."""
     return os.environ | {"SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}

@@ -1,0 +1,142 @@
+"""What a program costs: wall time, CPU of it and of all it started, and the peak memory of each process."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_LOOK_S = 0.02
+_LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One program's, or the median of several runs. CPU seconds count every thread and process, user and system."""
+
+    wall_s: float
+    cpu_s: float
+    process_cpu_s: float  # with its start and its imports, where it tells the two apart
+    main_mib: float  # peak resident memory of the program itself
+    others_mib: float  # of all processes that it started, together
+    server_cpu_s: float  # of the server's processes, meanwhile
+    strangers_cpu_s: float  # of everything else on this machine, meanwhile: what disturbs the wall time
+    says: Mapping[str, float | str]  # what it reported
+
+    @property
+    def mib(self) -> float:
+        """Peak memory, all processes together."""
+        return self.main_mib + self.others_mib
+
+
+def run(argv: Sequence[str], env: Mapping[str, str], *, server: int, limit_s: float = _LIMIT_S) -> Cost:
+    """Runs a program to its end. It may print one line of JSON with `wall_s` and `cpu_s` of the part that counts.
+
+    `server` is the process id of the server that it talks to.
+
+    Raises SystemExit with the end of its standard error when it fails, or does not end within `limit_s`.
+    """
+    with tempfile.TemporaryFile() as complaints:
+        begin, served, busy = time.perf_counter(), cpu_s(server), _machine_cpu_s()
+        process = subprocess.Popen(argv, env=dict(env), stdout=subprocess.PIPE, stderr=complaints)
+        watch = _Watch(process.pid)
+        timer = threading.Timer(limit_s, process.kill)
+        timer.start()
+        said = process.stdout.read().decode() if process.stdout else ""  # until its last process has closed it
+        _, status, usage = os.wait4(process.pid, 0)
+        wall_s, served, busy = time.perf_counter() - begin, cpu_s(server) - served, _machine_cpu_s() - busy
+        process.returncode = os.waitstatus_to_exitcode(status)
+        timer.cancel()
+        peaks = watch.stop()
+        if process.returncode:
+            complaints.seek(0)
+            end = complaints.read().decode(errors="replace")[-3000:]
+            raise SystemExit(f"{' '.join(argv)[:300]} ended with {process.returncode} after {wall_s:.0f} s: {end}")
+    says = json.loads(said.strip().splitlines()[-1]) if said.lstrip().startswith("{") else {}
+    whole = usage.ru_utime + usage.ru_stime
+    main_mib = peaks.pop(process.pid, 0.0)
+    return Cost(
+        float(says.get("wall_s", wall_s)),
+        float(says.get("cpu_s", whole)),
+        whole,
+        main_mib,
+        sum(peaks.values()),
+        served,
+        max(0.0, busy - served - whole),
+        says,
+    )
+
+
+def median(costs: Sequence[Cost]) -> Cost:
+    """Field by field."""
+    return Cost(
+        *(statistics.median(getattr(each, name) for each in costs) for name in list(Cost.__dataclass_fields__)[:-1]),
+        says=costs[-1].says,
+    )
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process, of its living descendants, and of those that were waited for."""
+    return sum(_cpu(each) for each in descendants(pid))
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that stem from it."""
+    found = [pid]
+    for each in found:
+        found += _children(each)
+    return found
+
+
+def _children(pid: int) -> Iterator[int]:
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                yield from map(int, (task / "children").read_text().split())
+
+
+def _cpu(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) * _TICK_S
+
+
+def _machine_cpu_s() -> float:
+    """CPU seconds of everything on this machine since it started: user, nice, system, interrupts."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()
+    return sum(int(fields[place]) for place in (1, 2, 3, 6, 7)) * _TICK_S
+
+
+class _Watch:
+    """Looks at the peak memory of a process and its descendants, MiB by process id, until it is stopped."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._peaks: dict[int, float] = {}
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._end.wait(_LOOK_S):
+            for pid in descendants(self._pid):
+                with suppress(OSError, StopIteration):
+                    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                    kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+                    self._peaks[pid] = kib / 1024
+
+    def stop(self) -> dict[int, float]:
+        self._end.set()
+        self._thread.join()
+        return self._peaks
