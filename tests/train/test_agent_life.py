@@ -421,7 +421,7 @@ def test_a_damaged_checkpoint_is_refused_before_the_launcher(node):
     resume = committed(node)
     for path in (node.run / "checkpoints").glob("step-*/*"):
         path.write_bytes(b"damaged on this disk")
-    stored = next(path for path in node.store.rglob("*.bin") if path.is_file())
+    (stored,) = node.store.rglob("*.pack-0")
     stored.write_bytes(b"X" + stored.read_bytes()[1:])
     node.program("print('started')\n")
     node.job(attempt=2, writer="writer-2", resume=resume)

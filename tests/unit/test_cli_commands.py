@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 
 import pytest
 from mgpu_train.agent.status import Phase
-from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.store import open_store
 
-from mgpu.cli import main
 from mgpu.errors import AuthError
 from mgpu.providers.base import NodePhase
 from mgpu.run import record
@@ -24,37 +19,6 @@ from mgpu.run.lock import taken_from
 from mgpu.run.record import Folder, State
 
 EVIL = b"\x1b]0;title\x07plain\n\x1b[31mred\x1b[0m \xff\xfe\r 10%\r100%\nno end"
-
-
-@dataclass
-class Done:
-    code: int
-    raw: bytes
-    err: str
-
-    @property
-    def out(self):
-        return self.raw.decode()
-
-    @property
-    def json(self):
-        return json.loads(self.raw)
-
-
-@pytest.fixture
-def mgpu(world, capfdbinary, monkeypatch):
-    """Runs `mgpu ...` in this process, in the project's folder."""
-    monkeypatch.chdir(world.folder)
-
-    def call(*args):
-        capfdbinary.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main(list(args))
-        out, err = capfdbinary.readouterr()
-        assert b"Traceback" not in err
-        return Done(end.value.code or 0, out, err.decode())
-
-    return call
 
 
 @pytest.fixture
@@ -406,97 +370,6 @@ def test_ssh_to_what_is_not_there_is_bad_input(mgpu, running, world, monkeypatch
     done = mgpu("ssh", "run-1")
     assert done.code == 2
     assert "no machines" in done.err
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def committed(world, tmp_path):
-    """A run with two committed checkpoints in a folder store."""
-    url = f"file://{tmp_path}/store"
-    world.record("run-1", state=State.SUCCEEDED, store=url, teardown="confirmed")
-    CommitLog(open_store(url), "run-1").begin_attempt(1, "secret-token")
-    for step in (10, 20):
-        world.commit(url, "run-1", attempt=1, writer="secret-token", step=step)
-    return tmp_path / "store"
-
-
-def flip(store, step):
-    (path,) = (path for path in store.rglob("weights") if f"a001-step-{step}/" in str(path))
-    data = bytearray(path.read_bytes())
-    data[3] ^= 1
-    path.write_bytes(data)
-
-
-def test_checkpoints_ls_is_newest_first_and_shows_no_writer_token(mgpu, committed):
-    done = mgpu("checkpoints", "ls", "--json")
-    assert [entry["step"] for entry in done.json] == [20, 10]
-    assert "secret-token" not in done.out
-    table = mgpu("checkpoints", "ls")
-    assert table.out.index("a001-step-20") < table.out.index("a001-step-10")
-    assert "mgpu checkpoints verify run-1" in table.err
-
-
-@pytest.mark.parametrize("deep", [(), ("--deep",)])
-def test_checkpoints_that_are_whole_verify(mgpu, committed, deep):
-    done = mgpu("checkpoints", "verify", "--json", *deep)
-    assert (done.code, done.json) == (0, {"a001-step-20": [], "a001-step-10": []})
-
-
-def test_a_flipped_bit_is_found_by_reading_every_byte_and_is_exit_code_6(mgpu, committed):
-    flip(committed, 20)
-    assert mgpu("checkpoints", "verify").code == 0, "the store keeps no checksum of its own here"
-    done = mgpu("checkpoints", "verify", "--deep")
-    assert done.code == 6
-    assert "a001-step-20" in done.err
-    assert "a001-step-10" not in done.err
-    as_json = mgpu("checkpoints", "verify", "--deep", "--json")
-    assert as_json.code == 6
-    assert as_json.json["a001-step-10"] == []
-    assert "weights" in as_json.json["a001-step-20"][0]
-
-
-def test_pull_takes_the_newest_and_checks_every_byte(mgpu, committed, world):
-    done = mgpu("checkpoints", "pull")
-    assert done.code == 0
-    assert done.out.strip() == "mgpu-runs/run-1/step-20"
-    assert (world.folder / "mgpu-runs/run-1/step-20/weights").read_text() == "weights of step 20"
-
-
-def test_pull_takes_an_older_one_where_the_newest_is_damaged_and_says_so(mgpu, committed, world):
-    flip(committed, 20)
-    done = mgpu("checkpoints", "pull", "--to", "out")
-    assert (done.code, done.out.strip()) == (0, "out/step-10")
-    assert "a001-step-20 does not verify" in done.err
-    assert not (world.folder / "out/step-20").exists()
-    wanted = mgpu("checkpoints", "pull", "--to", "out", "--step", "20")
-    assert wanted.code == 6
-    assert not (world.folder / "out/step-20").exists()
-
-
-def test_pull_of_a_step_that_is_not_there_is_bad_input(mgpu, committed):
-    done = mgpu("checkpoints", "pull", "--step", "15")
-    assert done.code == 2
-    assert "15" in done.err
-
-
-def test_a_run_without_checkpoints_says_so(mgpu, running):
-    for command in ("ls", "verify", "pull"):
-        done = mgpu("checkpoints", command)
-        assert done.code == 2
-        assert "no checkpoints" in done.err
-
-
-def test_a_store_that_cannot_be_read_is_not_called_damaged(mgpu, world, tmp_path, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true"}.items():
-        monkeypatch.setenv(name, value)
-    world.record("run-1", state=State.SUCCEEDED, store="s3://bucket-of-nobody/runs", teardown="confirmed")
-    for command in ("ls", "verify", "pull"):
-        done = mgpu("checkpoints", command)
-        assert (done.code, "cannot be read" in done.err) == (2, True), done.err
 
 
 # --- launch and run ---------------------------------------------------------------------------------------------------

@@ -427,7 +427,7 @@ def test_a_run_says_its_id_before_anything_else(project):
 def test_a_damaged_final_checkpoint_is_a_failure(project, how):
     def program(node, job):
         project.world.succeed(node, job)
-        (weights,) = Path(job.checkpoint.to.removeprefix("file://")).rglob("weights")
+        (weights,) = Path(job.checkpoint.to.removeprefix("file://")).rglob("*.pack-0")
         weights.unlink() if how == "missing" else weights.write_bytes(b"w")
 
     project.world.program = program
