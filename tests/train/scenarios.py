@@ -54,6 +54,16 @@ class Signal(StopRequest):
         return self._left == 0
 
 
+class Patient(Trainer):
+    """Waits in every step for the save that the last one began, so that none is skipped because a disk is slow."""
+
+    def _backward(self, samples: list[int]) -> float:
+        loss = super()._backward(samples)
+        if self.saver is not None:
+            self._tell(self.saver.wait())
+        return loss
+
+
 class Runner:
     """Trains scenarios and keeps what went wrong by name, so that one failure hides no other."""
 
@@ -61,13 +71,21 @@ class Runner:
         self.out, self.place = out, place
         self.failures: dict[str, str] = {}
 
-    def train(self, name: str, resume: str | None = None, stop: StopRequest | None = None, **settings: Any) -> None:
+    def train(
+        self,
+        name: str,
+        resume: str | None = None,
+        stop: StopRequest | None = None,
+        outside: bool | None = None,
+        **settings: Any,
+    ) -> None:
         """One scenario: checkpoints and metrics go to OUT/name."""
         home = self.out / name
         asked = self.out / "asked" / f"rank-{self.place.rank}"  # nobody asks for a save but where a test did
         folders = Folders(home / "checkpoints", home / "metrics", self.out / resume if resume else None, asked)
         try:
-            Trainer(job(self.out, **settings), folders, self.place, stop or Signal(self.place)).run()
+            made = Patient(job(self.out, **settings), folders, self.place, stop or Signal(self.place), outside=outside)
+            made.run()
         except TrainError as error:
             self.failures[name] = str(error)
         except Exception:  # noqa: BLE001 - it is written down, and the test that asks for this scenario fails
@@ -144,7 +162,7 @@ def break_disk(runner: Runner) -> None:
 def main() -> None:
     """Run the scenarios of this world size."""
     out = Path(sys.argv[1])
-    place = parallel.join(60)
+    place = parallel.join(60, 60)
     runner = Runner(out, place)
     (one_rank if place.world_size == 1 else two_ranks)(runner)
     (out / f"failures-{os.getpid()}.json").write_text(json.dumps(runner.failures))

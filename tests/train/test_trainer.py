@@ -62,6 +62,11 @@ def failures(out: Path, name: str) -> list[str]:
 
 def lines(out: Path, name: str, kind: str, rank: int = 0) -> list[dict[str, Any]]:
     assert failures(out, name) == []
+    return lines_of(out, name, kind, rank)
+
+
+def lines_of(out: Path, name: str, kind: str, rank: int) -> list[dict[str, Any]]:
+    """Also of a scenario that failed."""
     text = (out / name / "metrics" / f"rank-{rank}.jsonl").read_text()
     return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
 
@@ -199,13 +204,17 @@ def test_a_rank_that_cannot_write_leaves_no_checkpoint_anywhere(out):
     for failure in failures(out, "full-disk"):
         assert "cannot save" in failure
         assert "rank 1: OSError: [Errno 28] No space left on device" in failure
-    assert saved(out, "full-disk") == [".tmp-step-3"]
+    assert saved(out, "full-disk") == []
+    for rank in (0, 1):  # the first save failed, training went on, and the last one ended it
+        assert [line["step"] for line in lines_of(out, "full-disk", "save_failed", rank)] == [3, 6]
+        assert [line["step"] for line in lines_of(out, "full-disk", "step", rank)] == list(range(1, STEPS + 1))
+        assert not lines_of(out, "full-disk", "end", rank)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("other-model", "cannot resume from"),
+        ("other-model", "it is of another model: `embed.weight` is (256, 32) there and (256, 16) here"),
         ("not-single", "`train.strategy: single` is one process, but there are 2"),
         ("odd-batch", "`train.global_batch` is 7, which 2 processes cannot share evenly"),
         ("diverged", "training has diverged at step"),

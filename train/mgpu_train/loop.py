@@ -20,14 +20,17 @@ lost peer ends it with one clear line and exit code 1.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import os
+import platform
 import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,6 +39,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+import mgpu_train
 from mgpu_train import parallel
 from mgpu_train.checkpoint.dcp import Checkpointer, Progress, differences
 from mgpu_train.config import CheckpointTarget, Job, TrainConfig
@@ -44,6 +48,7 @@ from mgpu_train.data.text import open_split
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.parallel import Place
+from mgpu_train.saving import Outcome, Saver
 from mgpu_train.tasks.lm import ByteGPT
 
 log = logging.getLogger("mgpu_train")
@@ -123,7 +128,10 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 class Trainer:
     """One training run on one rank. All ranks make one each and call the same methods together."""
 
-    def __init__(self, job: Job, folders: Folders, place: Place, stop: StopRequest) -> None:
+    def __init__(
+        self, job: Job, folders: Folders, place: Place, stop: StopRequest, *, outside: bool | None = None
+    ) -> None:
+        """`outside`: shards are written by a process of their own (default: where there is a GPU)."""
         self.config = config = trainable(job, folders, place)
         self.job, self.folders, self.place, self.stop = job, folders, place, stop
         self.threads = parallel.pin_threads(place, config.threads)
@@ -140,12 +148,22 @@ class Trainer:
         self.model = parallel.spread(model, model.blocks, config.strategy, config.precision, place)
         self.optimizer = make_optimizer(self.model, config)
 
-        # From zero, or from the one checkpoint that all nodes were given.
+        # From zero, or from the one checkpoint that all nodes were given. Beside a GPU another process writes.
         self.save_clock = SaveClock(job.checkpoint)
         writers = job.checkpoint.writers if job.checkpoint else "all"
-        self.checkpointer = Checkpointer(self.model, self.optimizer, place, writers, self._meta())
+        save_s = job.timeouts.save_s
+        outside = job.checkpoint is not None and (place.device.type == "cuda" if outside is None else outside)
+        self.checkpointer = Checkpointer(
+            self.model, self.optimizer, place, writers, self._meta(), outside_s=save_s if outside else None
+        )
         self.progress = self.checkpointer.load(folders.resume) if folders.resume else Progress()
-        self.saved: Progress | None = None
+        self.saver = (
+            Saver(self.checkpointer, folders.checkpoints, save_s) if job.checkpoint and folders.checkpoints else None
+        )
+        self.saved: Progress | None = None  # what stands on disk, on every node
+        self.busy_saving = False  # any rank, as all agreed on in the step under way
+        self.loss: float | None = None  # of the newest step
+        self.validation: tuple[int, float] | None = None  # step and loss
         self.early = True  # one checkpoint ahead of time may be asked for
         self.metrics = MetricLines(folders.metrics, place.rank)
         self.busy_s = 0.0  # spent in steps since the last line of metrics
@@ -158,20 +176,28 @@ class Trainer:
         self._announce()
         if self.progress.step == 0:
             self._validate()
+        try:
+            self._train()
+        except TrainError:  # the save under way is of a step before it, which is worth having
+            if self.saver is not None:
+                self._tell(self.saver.wait())
+            raise
+        self._save_last()
+        reason = "done" if self.progress.step == self.config.steps else "stopped"
+        self.metrics.write("end", step=self.progress.step, reason=reason)
+        log.info("step %d: %s", self.progress.step, reason)
+        return self.progress
+
+    def _train(self) -> None:
         stopping = False
         while self.progress.step < self.config.steps and not stopping:
             stopping, wanted = self._step()
             step = self.progress.step
             if step == self.config.steps or (step % self.config.validate_every == 0 and not stopping):
                 self._validate()
-            if wanted or self.save_clock.due(step):
+            self._hear()
+            if (wanted or self.save_clock.due(step)) and step < self.config.steps and not stopping:
                 self._save()
-        if self.saved != self.progress:  # the end has its checkpoint, also when there was nothing left to do
-            self._save()
-        reason = "done" if self.progress.step == self.config.steps else "stopped"
-        self.metrics.write("end", step=self.progress.step, reason=reason)
-        log.info("step %d: %s", self.progress.step, reason)
-        return self.progress
 
     def _step(self) -> tuple[bool, bool]:
         """One optimizer step. Returns what all ranks agreed on: to stop now, and to save, whatever the step is."""
@@ -185,18 +211,24 @@ class Trainer:
         # One exchange a step carries all that needs agreement: the loss, a signal or a request to save anywhere, the
         # minutes since a save.
         overdue = self.place.rank == 0 and self.save_clock.overdue()
-        loss_sum, signals, overdue, early = self.place.sum(local_loss, self.stop.asked, overdue, self._asked_early())
+        saving = self.saver is not None and self.saver.busy
+        loss_sum, signals, overdue, early, saving = self.place.sum(
+            local_loss, self.stop.asked, overdue, self._asked_early(), saving
+        )
+        self.busy_saving = saving > 0
+        early *= not self.busy_saving  # what is wanted ahead of time is not skipped, it is made as soon as it can be
         self.early = self.early and early == 0
-        loss = loss_sum / self.place.world_size
+        self.loss = loss = loss_sum / self.place.world_size
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise TrainError(
                 f"training has diverged at step {step}: loss {loss}, gradient norm {norm}. "
                 "Nothing of this step was kept. Lower `train.lr`, or take `precision: fp32`."
             )
+        waited = self.saver.settle() if self.saver else 0.0
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress = Progress(step, self.progress.samples + self.config.global_batch)
-        self.busy_s += time.perf_counter() - began
+        self.busy_s += time.perf_counter() - began - waited
         self._report(loss, lr, norm)
         return signals > 0, overdue + early > 0
 
@@ -234,20 +266,56 @@ class Trainer:
             with parallel.forward_pass(self.model, config.precision, self.place):
                 total += self.model(batch[:, :-1], batch[:, 1:]).item()
         loss = self.place.sum(total / config.validate_batches)[0] / self.place.world_size
+        self.validation = (self.progress.step, loss)
         self.metrics.write("validation", step=self.progress.step, loss=loss)
         log.info("step %d: validation loss %.4f nat/byte", self.progress.step, loss)
 
     def _save(self) -> None:
-        """Training stands still until the checkpoint is on disk, on every node."""
-        if self.job.checkpoint is None or self.folders.checkpoints is None:
+        """Begin a save; training goes on while it is made. One that is still under way is not joined by another."""
+        if self.saver is None:
+            return
+        self.save_clock.restart()
+        if self.busy_saving:
+            self.metrics.write("save_skipped", step=self.progress.step)
+            log.warning("step %d: no checkpoint, the one before is still being written", self.progress.step)
+            return
+        self._tell(self.saver.wait())  # it has ended on every rank, since the last step
+        self.saver.begin(self.progress, self._meta_of_step())
+
+    def _save_last(self) -> None:
+        """The end has its checkpoint, also when nothing was left to do. Raises TrainError when it cannot be made."""
+        if self.saver is None:
             return
         began = time.perf_counter()
-        self.checkpointer.save(self.folders.checkpoints, self.progress)
-        stall_s = time.perf_counter() - began
-        self.saved = self.progress
-        self.save_clock.restart()
-        self.metrics.write("checkpoint", step=self.progress.step, stall_s=round(stall_s, 3))
-        log.info("step %d: checkpoint saved, training stood still for %.2f s", self.progress.step, stall_s)
+        self._tell(self.saver.wait())
+        if self.saved != self.progress:
+            waited = time.perf_counter() - began
+            self.saver.begin(self.progress, self._meta_of_step())
+            last = self.saver.wait()
+            assert last is not None  # noqa: S101 - it was just begun
+            self._tell(replace(last, stall_s=last.stall_s + waited))
+            if last.reason is not None:
+                raise TrainError(last.reason)
+        self.saver.close()
+
+    def _hear(self) -> None:
+        """What has become of the save in the background, if it has ended."""
+        if self.saver is not None:
+            self._tell(self.saver.poll())
+
+    def _tell(self, save: Outcome | None) -> None:
+        if save is None:
+            return
+        step = save.progress.step
+        if save.reason is not None:
+            self.metrics.write("save_failed", step=step, reason=save.reason)
+            log.warning("step %d: no checkpoint: %s", step, save.reason)
+            return
+        self.saved = save.progress
+        self.metrics.write("checkpoint", step=step, stall_s=round(save.stall_s, 4), save_s=round(save.save_s, 3))
+        log.info(
+            "step %d: checkpoint saved in %.2f s, training stood still for %.3f s", step, save.save_s, save.stall_s
+        )
 
     def _announce(self) -> None:
         unigram, bigram = self.validation_text.entropies()
@@ -291,13 +359,27 @@ class Trainer:
         log.info("step %d/%d: loss %.4f, lr %.2e, %d tokens/s", step, self.config.steps, loss, lr, speed)
 
     def _meta(self) -> dict[str, Any]:
+        """What `meta.json` says of all checkpoints of this attempt."""
+        config = self.config.model_dump()
         return {
+            "seed": self.config.seed,
             "world_size": self.place.world_size,
             "strategy": self.config.strategy,
+            "mesh": f"dp={self.place.world_size}",
             "torch": torch.__version__,
+            "python": platform.python_version(),
+            "mgpu_train": mgpu_train.__version__,
             "text": self.text.fingerprint,
-            "config": self.config.model_dump(),
+            "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+            "config": config,
         }
+
+    def _meta_of_step(self) -> dict[str, Any]:
+        """What it says of this step alone; a loss only where it was measured at this very step."""
+        losses: dict[str, Any] = {} if self.loss is None else {"loss": self.loss}
+        if self.validation is not None and self.validation[0] == self.progress.step:
+            losses["validation_loss"] = self.validation[1]
+        return losses
 
 
 def trainable(job: Job, folders: Folders, place: Place) -> TrainConfig:
@@ -341,7 +423,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     try:
         job = read_job()
-        place = parallel.join(job.timeouts.collective_s)
+        place = parallel.join(job.timeouts.collective_s, job.timeouts.save_s)
         Trainer(job, Folders.of_environment(), place, stop).run()
         parallel.leave()
     except Exception as error:  # what a user needs is one line, and it comes last

@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -29,13 +29,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """One process among all. `control` is a gloo group of its own: decisions and checkpoint work never share NCCL's."""
+    """One process among all. `control` is a gloo group of its own: decisions and checkpoint work never share NCCL's.
+
+    `saving` is another one, for saves in the background: two threads in one group would take each other's messages.
+    """
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup
+    saving: dist.ProcessGroup
+
+    @property
+    def background(self) -> Place:
+        """The same place, as the thread that saves sees it."""
+        return replace(self, control=self.saving)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -54,10 +63,11 @@ class Place:
         return total.tolist()
 
 
-def join(timeout_s: float) -> Place:
+def join(timeout_s: float, save_s: float) -> Place:
     """Meet the other ranks where torchrun's variables say; without them, be the only one.
 
-    A collective that takes longer than `timeout_s` seconds is an error. Raises TrainError without a GPU for this rank.
+    A collective that takes longer than `timeout_s` seconds is an error, and one of a save longer than `save_s`: ranks
+    wait there for each other's disks. Raises TrainError without a GPU for this rank.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(local_rank)
@@ -68,9 +78,10 @@ def join(timeout_s: float) -> Place:
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, yet not in __all__
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    control, saving = (dist.new_group(backend="gloo", timeout=limit) for limit in (timeout, timedelta(seconds=save_s)))
     assert isinstance(control, dist.ProcessGroup)  # noqa: S101 - every rank is a member
-    return Place(dist.get_rank(), local_rank, dist.get_world_size(), device, control)
+    assert isinstance(saving, dist.ProcessGroup)  # noqa: S101
+    return Place(dist.get_rank(), local_rank, dist.get_world_size(), device, control, saving)
 
 
 def leave() -> None:

@@ -8,36 +8,48 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["start", "step", "validation", "checkpoint", "end"]
+Kind = Literal["start", "step", "validation", "checkpoint", "save_failed", "save_skipped", "end"]
 Value = str | int | float | None
+_KEPT = 1 << 20  # bytes of lines that a disk did not take
 
 
 class MetricLines:
     """The open file of one rank; without a folder, nothing is written."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
-        self._file = None
+        self._file: FileIO | None = None
+        self._left = b""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"rank-{rank}.jsonl"
-            torn = _ends_torn(path)
-            self._file = path.open("a", encoding="utf-8", buffering=1)
-            if torn:  # an attempt was killed while it wrote: its last line must not swallow ours
-                self._file.write("\n")
+            self._left = b"\n" if _ends_torn(path) else b""  # a killed attempt's last line must not swallow ours
+            self._file = path.open("ab", buffering=0)
 
     def write(self, kind: Kind, **values: Value) -> None:
-        """Append an event; `t` is UNIX seconds. Raises ValueError for a number that JSON cannot hold."""
+        """Append an event; `t` is UNIX seconds. Raises ValueError for a number that JSON cannot hold.
+
+        A full disk ends no training: what it does not take is written with a later event, once there is room.
+        """
         if self._file is not None:
             line = json.dumps({"kind": kind, "t": round(time.time(), 3), **values}, allow_nan=False)
-            self._file.write(line + "\n")
+            if len(self._left) < _KEPT:
+                self._left += line.encode() + b"\n"
+            self._flush(self._file)
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+    def _flush(self, file: FileIO) -> None:
+        with suppress(OSError):
+            while self._left:
+                self._left = self._left[file.write(self._left) or 0 :]
 
 
 def _ends_torn(path: Path) -> bool:
