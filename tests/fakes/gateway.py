@@ -1,0 +1,57 @@
+"""versitygw, a real S3 server on the file system, as a test starts and ends it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+ACCESS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "canary-5ecret-key", "AWS_REGION": "us-east-1"}
+START_S = 30.0
+
+
+def program() -> str | None:
+    """The program: MGPU_VERSITYGW, on PATH, or what scripts/setup-store-tools.sh has built; None: it is not here."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mgpu" / "store-tools"
+    built = max(cache.glob("versitygw-v*"), default=None)
+    return os.environ.get("MGPU_VERSITYGW") or shutil.which("versitygw") or (str(built) if built else None)
+
+
+@contextmanager
+def serving(versitygw: str, folder: Path) -> Iterator[Mapping[str, str]]:
+    """The environment that opens the server while it runs; every bucket is a folder of `folder`.
+
+    Raises RuntimeError when it does not start.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    keys = {"ROOT_ACCESS_KEY": ACCESS["AWS_ACCESS_KEY_ID"], "ROOT_SECRET_KEY": ACCESS["AWS_SECRET_ACCESS_KEY"]}
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(
+        [versitygw, "--port", f"127.0.0.1:{port}", "posix", str(folder)],
+        env={"PATH": os.environ["PATH"], **keys},
+        stdout=quiet,
+        stderr=quiet,
+    )
+    try:
+        _wait_for(port, process)
+        yield {**ACCESS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise RuntimeError(f"versitygw did not start: exit code {process.poll()}")
