@@ -192,6 +192,7 @@ class CommitLog:
                 manifest_sha256=manifest.sha256(),
             )
             if self._append(entry):
+                self._reader.index()
                 return commit_of(entry)
         raise self._no_number()
 
@@ -257,7 +258,7 @@ class CommitLog:
                 return False
         else:
             raise Unavailable(f"{self._store.url} gives no clear answer about {key}. Try again later.")
-        self._reader.keep(in_short(entry))
+        self._reader.keep([in_short(entry)])
         return True
 
     def _no_number(self) -> Unavailable:

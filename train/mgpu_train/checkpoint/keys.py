@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+_INDEX = re.compile(r"/index/([0-9]{8})-([0-9a-f]{16})\.json$")
 _COMMIT = re.compile(r"/commits/([0-9]{8})\.json$")
 
 
@@ -21,6 +22,22 @@ def seq_of(key: str) -> int | None:
     """The number of an entry, or None for what is none."""
     found = _COMMIT.search(key)
     return int(found[1]) if found else None
+
+
+def indexes(run_id: str) -> str:
+    """The prefix of the commit log's index."""
+    return f"{run_id}/index/"
+
+
+def index(run_id: str, upto: int, digest: str) -> str:
+    """The index of the entries 0 to `upto`; `digest`: the first 16 hex digits of its SHA-256."""
+    return f"{indexes(run_id)}{upto:08d}-{digest}.json"
+
+
+def index_of(key: str) -> tuple[int, str] | None:
+    """The last number and the digest that an index has in its name, or None for what is none."""
+    found = _INDEX.search(key)
+    return (int(found[1]), found[2]) if found else None
 
 
 def checkpoints(run_id: str) -> str:

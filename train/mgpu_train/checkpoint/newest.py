@@ -16,13 +16,14 @@ def newest_verified(store: Store, run_id: str, *, deep: bool = False, report: Ca
     Every step back is told to `report`.
 
     Raises:
-        Damaged: checkpoints were committed, and not one of them verifies: starting from zero is not decided here.
+        Damaged: checkpoints were committed, or may have been where the log cannot be read, and not one of them
+            verifies: starting from zero is not decided here.
         StoreError: the store cannot be read: that says nothing of its checkpoints.
     """
     log = CommitLog(store, run_id)
     lines = log.read()
     stand = {commit.seq: commit for commit in standing(lines)}
-    bad = 0
+    bad, unread = 0, 0
     for line in reversed(lines):
         commit = stand.get(line.seq)
         if commit is not None:
@@ -32,14 +33,16 @@ def newest_verified(store: Store, run_id: str, *, deep: bool = False, report: Ca
             bad += 1
             problems = (f"{commit.checkpoint_id} does not verify: {problems[0]}", *problems[1:])
         elif isinstance(line, Unreadable):
+            unread += 1
             problems = (line.problem,)
         else:
             continue
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
         report(f"{problems[0]}{more}; looking at what was committed before")
-    if bad:
+    if bad or unread:
+        entries = f", and {unread} entries of its commit log cannot be read" if unread else ""
         raise Damaged(
-            f"run {run_id}: none of its {bad} committed checkpoints verifies. "
+            f"run {run_id}: none of its {bad} committed checkpoints verifies{entries}. "
             "Mend the store, or start a new run to train from the beginning."
         )
     return None
