@@ -153,7 +153,8 @@ def main() -> int:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server, endpoint = start_s3()
     from mgpu.cli import common
-    from mgpu.cli.checkpoints import pull_into
+    from mgpu.cli.checkpoints import source
+    from mgpu.cli.checkpoints.pull import pull_into
     from mgpu.console import Console
     from mgpu.errors import MgpuError
     from mgpu.paths import state_dir
@@ -175,7 +176,7 @@ def main() -> int:
         record = outcome.record
         pulled = None
         if record.checkpoint_id:
-            pulled = pull_into(record, None, ROOT / "mgpu-runs" / record.run_id, console)
+            pulled = pull_into(source.of(record), None, ROOT / "mgpu-runs" / record.run_id, console).folder
     except MgpuError as error:
         console.error(error)
         return error.exit_code

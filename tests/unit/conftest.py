@@ -26,7 +26,7 @@ from mgpu_train.store import open_store
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import paths
-from mgpu.cli import common
+from mgpu.cli import common, main
 from mgpu.errors import ConnectionFailed, MgpuError, ProviderError
 from mgpu.events import Event
 from mgpu.iac.naming import fleet_name
@@ -449,3 +449,39 @@ def suspended() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     for child in children:
         child.kill()
         child.communicate()
+
+
+@dataclass
+class Done:
+    """What a command has left behind: its exit code, stdout and stderr."""
+
+    code: int
+    raw: bytes
+    err: str
+
+    @property
+    def out(self) -> str:
+        return self.raw.decode()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.raw)
+
+
+@pytest.fixture
+def mgpu(
+    world: World, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Done]:
+    """Runs `mgpu ...` in this process, in the project's folder."""
+    monkeypatch.chdir(world.folder)
+
+    def call(*args: str) -> Done:
+        capfdbinary.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main(list(args))
+        out, err = capfdbinary.readouterr()
+        assert b"Traceback" not in err
+        assert end.value.code is None or isinstance(end.value.code, int)
+        return Done(end.value.code or 0, out, err.decode())
+
+    return call

@@ -1,0 +1,75 @@
+"""`mgpu checkpoints ls`: what is committed, and why it is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mgpu.bars import amount
+from mgpu.cli import common
+from mgpu.cli.checkpoints import source
+from mgpu.console import Console
+
+if TYPE_CHECKING:
+    from mgpu_train.checkpoint.lines import Commit
+
+METRIC = "validation_loss"  # what is shown where no run file names another
+_SPARE = ("files", "attempt", "committed")
+
+
+@click.command("ls")
+@source.options
+@common.json_option
+def list_(run: str, url: str | None, as_json: bool) -> None:
+    """List the committed checkpoints of RUN, newest first, and why each is kept."""
+    console = Console(as_json=as_json)
+    found = source.find(run, url)
+    with console.waiting(f"reading the commit log in {found.store.url}"):
+        commits = found.commits()
+    if as_json:
+        console.data([as_data(each) for each in commits])
+        return
+    columns, rows = table(commits, METRIC)
+    console.table(columns, rows, spare=_SPARE)
+    for gap in found.gaps:
+        console.say(f"warning: {gap}", "yellow")
+    run_id = found.arguments
+    if commits:
+        console.next(f"mgpu checkpoints verify {run_id}", f"mgpu checkpoints pull {run_id}")
+    elif found.record:
+        console.next(f"mgpu logs {run_id}")
+
+
+def table(commits: Sequence[Commit], metric: str) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+    """Columns and rows; the metric's own column where a checkpoint has it."""
+    measured = any(metric in each.meta for each in commits)
+    columns = ("checkpoint", "step", "attempt", "size", "files", "committed", *((metric,) if measured else ()))
+    rows = [
+        (
+            each.checkpoint_id, each.step, each.attempt, amount(each.bytes), each.files, when(each.at),
+            *((_number(each.meta.get(metric)),) if measured else ()),
+        )
+        for each in commits
+    ]  # fmt: skip
+    return columns, rows
+
+
+def when(at: float) -> str:
+    """UNIX seconds as a date and a time of day here."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _number(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def as_data(commit: Commit) -> dict[str, Any]:
+    """A commit as JSON, without its writer's token."""
+    return {
+        "checkpoint_id": commit.checkpoint_id, "step": commit.step, "attempt": commit.attempt, "seq": commit.seq,
+        "committed_at": commit.at, "nodes": commit.nodes, "world_size": commit.world_size, "files": commit.files,
+        "bytes": commit.bytes, "manifest_sha256": commit.manifest_sha256, "meta": commit.meta,
+    }  # fmt: skip

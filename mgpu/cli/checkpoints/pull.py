@@ -1,0 +1,139 @@
+"""`mgpu checkpoints pull`: a checkpoint on this disk, every byte of it checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mgpu.bars import amount
+from mgpu.cli import common
+from mgpu.cli.checkpoints import source
+from mgpu.cli.checkpoints.source import Source
+from mgpu.console import Console
+from mgpu.errors import InputError
+
+if TYPE_CHECKING:
+    from mgpu_train.checkpoint.fetch import FetchReport
+    from mgpu_train.checkpoint.lines import Commit
+    from mgpu_train.checkpoint.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A checkpoint on this disk, and the newer ones that were passed over for it: id and problem."""
+
+    commit: Commit
+    folder: Path
+    report: FetchReport
+    passed_over: dict[str, str] = field(default_factory=dict)
+
+
+@click.command()
+@source.options
+@click.option("--step", type=click.IntRange(min=0), help="Take this step's (default: the newest that verifies).")
+@click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: ./mgpu-runs/RUN).")
+@common.json_option
+def pull(run: str, url: str | None, step: int | None, to: Path | None, as_json: bool) -> None:
+    """Download a checkpoint of RUN into DIR/step-<n>, which has its name once every byte was verified."""
+    console = Console(as_json=as_json)
+    found = source.find(run, url)
+    pulled = pull_into(found, step, to or folder_of(found), console)
+    if not as_json:
+        console.text(str(pulled.folder))
+        return
+    console.data(
+        {
+            "checkpoint_id": pulled.commit.checkpoint_id, "step": pulled.commit.step, "folder": str(pulled.folder),
+            "files": pulled.report.files, "bytes": pulled.report.bytes, "reused": pulled.report.reused,
+            "passed_over": pulled.passed_over,
+        }
+    )  # fmt: skip
+
+
+def folder_of(found: Source) -> Path:
+    """Where a run's checkpoints go when nobody says so."""
+    return Path("mgpu-runs") / found.run_id
+
+
+def pull_into(found: Source, step: int | None, to: Path, console: Console) -> Pulled:
+    """Fetches a checkpoint into `to/step-<n>`: this step's, or the newest that verifies.
+
+    Raises:
+        InputError: there is none; the store, or this disk, does not work.
+        DamagedCheckpoint: not one verifies.
+    """
+    pulled = newest_whole(found, found.commits(step), console, lambda commit: to / f"step-{commit.step}")
+    reused = f", {common.count(pulled.report.reused, 'file')} from this disk" if pulled.report.reused else ""
+    console.say(f"{common.count(pulled.report.files, 'file')}{reused}, every byte verified")
+    return pulled
+
+
+def newest_whole(
+    found: Source,
+    commits: Sequence[Commit],
+    console: Console,
+    into: Callable[[Commit], Path],
+    suits: Callable[[Manifest], None] = lambda _manifest: None,
+    local: Callable[[Commit], Path] | None = None,
+) -> Pulled:
+    """Fetches the first of these checkpoints that verifies; each that does not is reported, and left in place.
+
+    `suits` may raise before the first byte of one is asked for; `local` is a folder that may have it already.
+
+    Raises as `pull_into`.
+    """
+    from mgpu_train.store import Damaged, NotFound
+
+    if not commits:
+        raise InputError(
+            f"run {found.run_id}: no checkpoint is committed", "", f"See `mgpu checkpoints ls {found.arguments}`."
+        )
+    bad: dict[str, str] = {}
+    for gap in found.gaps:
+        console.say(f"warning: {gap}; a checkpoint may stand there that is not shown", "yellow")
+    for commit in commits:
+        try:
+            with source.readable(found.store.url):
+                manifest = found.log.manifest(commit)
+            suits(manifest)
+            report = _fetch(found, manifest, into(commit), console, local(commit) if local else None)
+        except (Damaged, NotFound) as error:
+            bad[commit.checkpoint_id] = str(error)
+            console.say(f"warning: {commit.checkpoint_id} does not verify: {error}", "bold yellow")
+            continue
+        if bad:
+            back = commits[0].step - commit.step
+            console.say(
+                f"warning: {commit.checkpoint_id} is taken instead, {common.count(back, 'step')} before", "bold yellow"
+            )
+        return Pulled(commit, into(commit), report, bad)
+    raise source.damaged(found, list(bad))
+
+
+def _fetch(found: Source, manifest: Manifest, folder: Path, console: Console, local: Path | None) -> FetchReport:
+    """Raises Damaged and NotFound for what the store has; InputError when store or disk do not work."""
+    from mgpu_train.checkpoint.fetch import fetch
+    from mgpu_train.store import Damaged, NotFound, StoreError
+
+    began = time.monotonic()
+    try:
+        with console.transfer(manifest.checkpoint_id, manifest.bytes) as add:
+            given = (local,) if local else ()
+            report = fetch(found.store, found.run_id, manifest, folder, local=given, progress=add)
+    except (Damaged, NotFound):
+        raise
+    except StoreError as error:
+        raise InputError(
+            f"{manifest.checkpoint_id} of run {found.run_id} was not downloaded",
+            str(error),
+            "Nothing of it was left on this disk. Call it again when that is mended.",
+        ) from error
+    seconds = max(time.monotonic() - began, 0.001)
+    speed = f"{amount(report.bytes)} in {seconds:.1f} s, {amount(report.bytes / seconds)}/s"
+    console.say(f"{manifest.checkpoint_id}: {speed}", "dim")
+    return report

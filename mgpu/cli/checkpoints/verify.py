@@ -1,0 +1,79 @@
+"""`mgpu checkpoints verify`: does the store still hold what was committed?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from mgpu.bars import amount
+from mgpu.cli import common
+from mgpu.cli.checkpoints import source
+from mgpu.cli.checkpoints.source import Source
+from mgpu.console import Console
+
+if TYPE_CHECKING:
+    from mgpu_train.checkpoint.lines import Commit
+
+_SHOWN = 3  # problems of one checkpoint in the table; `--json` has all
+
+
+@click.command()
+@source.options
+@click.option("--deep", is_flag=True, help="Read every byte, not only sizes and the store's own checksums.")
+@click.option("--step", type=click.IntRange(min=0), help="Only this step's.")
+@common.json_option
+def verify(run: str, url: str | None, deep: bool, step: int | None, as_json: bool) -> int:
+    """Verify every committed checkpoint of RUN. Exit code 6 when one of them, or an entry of the log, is damaged."""
+    console = Console(as_json=as_json)
+    found = source.find(run, url)
+    problems = _look(console, found, found.commits(step), deep)
+    if as_json:
+        told = {name: list(each) for name, each in problems.items()}
+        console.data({"deep": deep, "checkpoints": told, "log": found.gaps})
+    else:
+        rows = [*((name, in_short(each) or "ok") for name, each in problems.items())]
+        rows += [("commit log", gap) for gap in found.gaps]
+        console.table(("checkpoint", "every byte" if deep else "sizes and stored checksums"), rows)
+    damaged = [name for name, each in problems.items() if each]
+    if damaged or found.gaps:
+        return common.exit_with(console, source.damaged(found, [*damaged, *(["the commit log"] if found.gaps else [])]))
+    if not deep and problems:
+        console.next(f"mgpu checkpoints verify --deep {found.arguments}    read every byte")
+    return 0
+
+
+def in_short(problems: tuple[str, ...]) -> str:
+    """The first few problems in a line; empty where there are none."""
+    more = len(problems) - _SHOWN
+    return "; ".join(problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _look(console: Console, found: Source, commits: list[Commit], deep: bool) -> dict[str, tuple[str, ...]]:
+    """The problems of each checkpoint. Raises InputError when the store cannot be read."""
+    total, began = sum(each.bytes for each in commits), time.monotonic()
+    what = f"reading {common.count(len(commits), 'checkpoint')}"
+    with source.readable(found.store.url):
+        if not deep:
+            with console.waiting(f"asking {found.store.url} for its objects' sizes and checksums"):
+                return {each.checkpoint_id: _problems(found, each, deep=False) for each in commits}
+        with console.transfer(what, total) as add:
+            problems = {each.checkpoint_id: _problems(found, each, deep=True, progress=add) for each in commits}
+    seconds = max(time.monotonic() - began, 0.001)
+    console.say(f"{amount(total)} read in {seconds:.1f} s, {amount(total / seconds)}/s", "dim")
+    return problems
+
+
+def _problems(
+    found: Source, commit: Commit, *, deep: bool, progress: Callable[[int], None] | None = None
+) -> tuple[str, ...]:
+    from mgpu_train.checkpoint.verify import verify as check
+    from mgpu_train.store import Damaged, NotFound
+
+    try:
+        manifest = found.log.manifest(commit)
+    except (Damaged, NotFound) as error:
+        return (str(error),)
+    return check(found.store, found.run_id, manifest, deep=deep, progress=progress)
