@@ -389,12 +389,25 @@ class World:
         """Never ends by itself."""
         node.says(Phase.TRAINING, attempt=job.attempt, step=3, steps=10)
 
-    def commit(self, url: str, run_id: str, *, attempt: int, writer: str, step: int) -> Commit:
+    def commit(
+        self,
+        url: str,
+        run_id: str,
+        *,
+        attempt: int,
+        writer: str,
+        step: int,
+        files: Mapping[str, bytes] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Commit:
         """One whole committed checkpoint of one node."""
         store, name, part = open_store(url), checkpoint_id(attempt, step), self.folder / f"step-{step}"
         part.mkdir()
-        (part / "weights").write_bytes(f"weights of step {step}".encode())
-        upload_part(store, run_id, name, folder=part, attempt=attempt, node=0, step=step, world_size=1, meta={})
+        for path, data in (files or {"weights": f"weights of step {step}".encode()}).items():
+            (part / path).write_bytes(data)
+        upload_part(
+            store, run_id, name, folder=part, attempt=attempt, node=0, step=step, world_size=1, meta=dict(meta or {})
+        )
         entry = commit_when_complete(store, run_id, name, writers=(0,), nodes=1, writer=writer)
         assert entry is not None
         return entry

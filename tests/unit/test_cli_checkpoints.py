@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -183,6 +185,70 @@ def test_a_step_that_is_not_there_is_bad_input(mgpu, committed, command):
     assert done.code == 2
     assert "15" in done.err
     assert "20, 10" in done.err, "what there is"
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def safetensors(*values: int) -> bytes:
+    """A file of that format with one tensor of bytes, `w`."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [len(values)], "data_offsets": [0, len(values)]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(values)
+
+
+@pytest.fixture
+def portable(world, url, committed):
+    """The same run with two more checkpoints, which hold safetensors."""
+    for step in (30, 40):
+        files = {"model.safetensors": safetensors(step, 2, 3), "optimizer.pt": b"a pickle"}
+        world.commit(url, "run-1", attempt=1, writer="secret-token", step=step, files=files)
+    return committed
+
+
+def test_export_writes_the_newest_into_a_new_folder(mgpu, portable, world):
+    done = mgpu("checkpoints", "export", "--to", "out/model")
+    assert (done.code, done.out.strip()) == (0, "out/model")
+    folder = world.folder / "out/model"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert (folder / "model.safetensors").read_bytes() == safetensors(40, 2, 3)
+    assert json.loads((folder / "config.json").read_text())["provenance"]["checkpoint_id"] == "a001-step-40"
+    assert [path.name for path in (world.folder / "out").iterdir()] == ["model"], "nothing is left beside it"
+
+
+def test_export_takes_an_older_one_loudly_and_says_so_in_json(mgpu, portable, world):
+    flip(portable, 40)
+    done = mgpu("checkpoints", "export", "--to", "out", "--json")
+    assert (done.code, done.json["step"], list(done.json["passed_over"])) == (0, 30, ["a001-step-40"])
+    assert "a001-step-40 does not verify" in done.err
+    assert (world.folder / "out/model.safetensors").read_bytes() == safetensors(30, 2, 3)
+    assert (done.json["folder"], done.json["tensors"], done.json["bytes"]) == ("out", 1, 3)
+
+
+def test_what_cannot_be_exported_is_refused_before_a_byte_of_it_is_read(mgpu, committed, world):
+    object_of(committed, 20).unlink()
+    done = mgpu("checkpoints", "export", "--to", "out/model")
+    assert done.code == 2
+    assert "a001-step-20 cannot be exported: it holds weights" in done.err
+    assert "pull" in done.err
+    assert not list((world.folder / "out").iterdir())
+
+
+def test_export_writes_over_nothing(mgpu, portable, world):
+    for name in ("full", "link"):
+        (world.folder / name).mkdir() if name == "full" else (world.folder / name).symlink_to("nowhere")
+        (world.folder / "full/mine").write_text("mine")
+        done = mgpu("checkpoints", "export", "--to", name)
+        assert (done.code, "there already" in done.err) == (2, True)
+    assert [path.name for path in (world.folder / "full").iterdir()] == ["mine"]
+
+
+def test_safetensors_that_contradict_themselves_are_no_export(mgpu, portable, world, url):
+    broken = {"model.safetensors": safetensors(1, 2, 3)[:-1]}
+    world.commit(url, "run-1", attempt=1, writer="secret-token", step=50, files=broken)
+    done = mgpu("checkpoints", "export", "--to", "out")
+    assert done.code == 2, "it is what the program wrote"
+    assert "a001-step-50 was not exported" in done.err
+    assert not (world.folder / "out").exists()
 
 
 # --- which run --------------------------------------------------------------------------------------------------------

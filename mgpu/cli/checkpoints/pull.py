@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -32,6 +32,15 @@ class Pulled:
     report: FetchReport
     passed_over: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "checkpoint_id": self.commit.checkpoint_id, "step": self.commit.step, "folder": str(self.folder),
+            "files": self.report.files, "bytes": self.report.bytes, "reused": self.report.reused,
+            "passed_over": self.passed_over,
+        }  # fmt: skip
+
 
 @click.command()
 @source.options
@@ -43,16 +52,10 @@ def pull(run: str, url: str | None, step: int | None, to: Path | None, as_json: 
     console = Console(as_json=as_json)
     found = source.find(run, url)
     pulled = pull_into(found, step, to or folder_of(found), console)
-    if not as_json:
+    if as_json:
+        console.data(pulled.told)
+    else:
         console.text(str(pulled.folder))
-        return
-    console.data(
-        {
-            "checkpoint_id": pulled.commit.checkpoint_id, "step": pulled.commit.step, "folder": str(pulled.folder),
-            "files": pulled.report.files, "bytes": pulled.report.bytes, "reused": pulled.report.reused,
-            "passed_over": pulled.passed_over,
-        }
-    )  # fmt: skip
 
 
 def folder_of(found: Source) -> Path:
@@ -80,10 +83,12 @@ def newest_whole(
     into: Callable[[Commit], Path],
     suits: Callable[[Manifest], None] = lambda _manifest: None,
     local: Callable[[Commit], Path] | None = None,
+    durable: bool = True,
 ) -> Pulled:
     """Fetches the first of these checkpoints that verifies; each that does not is reported, and left in place.
 
-    `suits` may raise before the first byte of one is asked for; `local` is a folder that may have it already.
+    `suits` may raise before the first byte of one is asked for; `local` is a folder that may have it already. Without
+    `durable` nothing waits for the disk.
 
     Raises as `pull_into`.
     """
@@ -101,7 +106,8 @@ def newest_whole(
             with source.readable(found.store.url):
                 manifest = found.log.manifest(commit)
             suits(manifest)
-            report = _fetch(found, manifest, into(commit), console, local(commit) if local else None)
+            given = (local(commit),) if local else ()
+            report = _fetch(found, manifest, into(commit), console, local=given, durable=durable)
         except (Damaged, NotFound) as error:
             bad[commit.checkpoint_id] = str(error)
             console.say(f"warning: {commit.checkpoint_id} does not verify: {error}", "bold yellow")
@@ -115,7 +121,9 @@ def newest_whole(
     raise source.damaged(found, list(bad))
 
 
-def _fetch(found: Source, manifest: Manifest, folder: Path, console: Console, local: Path | None) -> FetchReport:
+def _fetch(
+    found: Source, manifest: Manifest, folder: Path, console: Console, *, local: Sequence[Path], durable: bool
+) -> FetchReport:
     """Raises Damaged and NotFound for what the store has; InputError when store or disk do not work."""
     from mgpu_train.checkpoint.fetch import fetch
     from mgpu_train.store import Damaged, NotFound, StoreError
@@ -123,8 +131,7 @@ def _fetch(found: Source, manifest: Manifest, folder: Path, console: Console, lo
     began = time.monotonic()
     try:
         with console.transfer(manifest.checkpoint_id, manifest.bytes) as add:
-            given = (local,) if local else ()
-            report = fetch(found.store, found.run_id, manifest, folder, local=given, progress=add)
+            report = fetch(found.store, found.run_id, manifest, folder, local=local, progress=add, durable=durable)
     except (Damaged, NotFound):
         raise
     except StoreError as error:

@@ -1,0 +1,102 @@
+"""`mgpu checkpoints export`: a checkpoint's weights as safetensors, for everything that is not mgpu."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mgpu.bars import amount
+from mgpu.cli import common
+from mgpu.cli.checkpoints import source
+from mgpu.cli.checkpoints.pull import Pulled, folder_of, newest_whole
+from mgpu.cli.checkpoints.source import Source
+from mgpu.console import Console
+from mgpu.errors import InputError
+
+if TYPE_CHECKING:
+    from mgpu_train.checkpoint.export import ExportReport
+    from mgpu_train.checkpoint.manifest import Manifest
+
+
+@click.command()
+@source.options
+@click.option("--step", type=click.IntRange(min=0), help="Take this step's (default: the newest that verifies).")
+@click.option("--to", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder that is made.")
+@click.option("--keys", default="model", show_default=True, help="What is exported of a program's state; '' is all.")
+@common.json_option
+def export(run: str, url: str | None, step: int | None, to: Path, keys: str, as_json: bool) -> None:
+    """Write a checkpoint's weights into DIR as safetensors, with a config.json. Every byte is verified before.
+
+    Bundled trainer or torch.distributed.checkpoint: its shards are put together, without PyTorch. A folder that holds
+    safetensors passes through.
+    """
+    console = Console(as_json=as_json)
+    if to.is_symlink() or (to.exists() and any(to.iterdir())):
+        raise InputError(f"{to} is there already", "Nothing is written over.", "Name a folder that is not there yet.")
+    found = source.find(run, url)
+    with _aside(to) as aside:
+        pulled = newest_whole(
+            found, found.commits(step), console, lambda _commit: aside / "checkpoint", _refuse_others,
+            local=lambda commit: folder_of(found) / f"step-{commit.step}", durable=False,
+        )  # fmt: skip
+        report = _convert(found, pulled, keys, to, console)
+    if as_json:
+        told = {"files": list(report.files), "tensors": report.tensors, "bytes": report.bytes}
+        console.data(pulled.told | told | {"folder": str(to)})
+        return
+    console.say(f"{common.count(report.tensors, 'tensor')}, {amount(report.bytes)}: {', '.join(report.files)}")
+    console.text(str(to))
+
+
+def _refuse_others(manifest: Manifest) -> None:
+    """Raises InputError for a checkpoint whose files are of no kind that can be exported."""
+    names = [file.path for file in manifest.files]
+    if ".metadata" in names or any("/" not in name and name.endswith(".safetensors") for name in names):
+        return
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    raise InputError(
+        f"{manifest.checkpoint_id} cannot be exported: it holds {some}",
+        "What can be exported is a folder of torch.distributed.checkpoint, or one with *.safetensors in it.",
+        "`mgpu checkpoints pull` downloads it as the program wrote it.",
+    )
+
+
+@contextmanager
+def _aside(to: Path) -> Iterator[Path]:
+    """A folder beside `to`, on the same disk, that is gone afterwards."""
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    except OSError as error:
+        raise InputError(f"{to} cannot be written", str(error), "Name another folder.") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _convert(found: Source, pulled: Pulled, keys: str, to: Path, console: Console) -> ExportReport:
+    from mgpu_train.checkpoint.archives import Unsupported
+    from mgpu_train.checkpoint.export import export as convert
+    from mgpu_train.checkpoint.export import size
+    from mgpu_train.store import StoreError
+
+    commit = pulled.commit
+    origin = {"run_id": found.run_id, "checkpoint_id": commit.checkpoint_id, "manifest_sha256": commit.manifest_sha256}
+    try:
+        with console.transfer("writing safetensors", size(pulled.folder, keys=keys)) as add:
+            return convert(pulled.folder, to, keys=keys, provenance=origin, progress=add)
+    except Unsupported as error:
+        raise InputError(
+            f"{commit.checkpoint_id} cannot be exported",
+            str(error),
+            "Another part of it is named by `--keys`; `mgpu checkpoints pull` downloads it as the program wrote it.",
+        ) from error
+    except StoreError as error:  # every byte of it is what was committed
+        raise InputError(f"{commit.checkpoint_id} was not exported", str(error), "Nothing was left of it.") from error
