@@ -247,6 +247,25 @@ def test_a_tree_is_found_across_sessions_and_killed_to_the_last():
         child.wait()
 
 
+AN_AGENT = """
+import subprocess, sys
+from mgpu_train.agent import launcher
+body = "import time; time.sleep(60)"
+named = [sys.executable, "-c", f"# mgpu_train.store.bulk.child\\n{body}"]
+ours, theirs = subprocess.Popen(named), subprocess.Popen(named, start_new_session=True)
+other = subprocess.Popen([sys.executable, "-c", body])
+gone = launcher.kill_below(20, spare=theirs.pid)
+print(gone, ours.poll(), theirs.poll(), other.poll() is not None)
+ours.kill()
+"""
+
+
+def test_of_what_runs_below_the_agent_only_the_stores_own_process_is_spared():
+    # in a process of its own: it kills all that is below it
+    done = subprocess.run([sys.executable, "-c", AN_AGENT], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True", "None", "-9", "True"], "what a launcher starts has another session"
+
+
 def test_processes_are_found_by_their_environment():
     environment = {**os.environ, "MGPU_TEST_MARK": f"x{os.getpid()}"}
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environment)

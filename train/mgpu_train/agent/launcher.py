@@ -18,6 +18,8 @@ from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.network import interface_to
 from mgpu_train.config import Job
 
+_STORES_PROCESS = b"mgpu_train.store.bulk.child"  # what its command line names
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -160,11 +162,23 @@ class Launcher:
 
 
 def kill_below(deadline_s: float, spare: int = 0) -> bool:
-    """Kills every process below this one; `spare` is the pid whose exit status someone else collects."""
+    """Kills every process below this one but the store's; `spare` is the pid whose exit status someone else collects.
+
+    Without the store's process the uploads that are under way would have to begin again. It ends with this one.
+    """
     me = os.getpid()
-    gone = procs.kill_all(lambda: procs.descendants(me), deadline_s)
+    gone = procs.kill_all(lambda: [each for each in procs.descendants(me) if not _moves_bytes(each.pid)], deadline_s)
     procs.reap(me, spare)
     return gone
+
+
+def _moves_bytes(pid: int) -> bool:
+    """True for the store's process. The launcher has a session of its own: nothing below it can be in this one."""
+    try:
+        here = os.getsid(pid) == os.getsid(0)
+        return here and _STORES_PROCESS in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 def leftovers(layout: RunLayout) -> list[procs.Process]:
