@@ -240,7 +240,7 @@ def test_another_format_is_refused_with_what_to_do(version, use):
     said = f"format {version}, and this mgpu reads format 2 alone. Use {use}, or start a new run"
     with pytest.raises(Damaged, match=said):
         m.parse_entry(altered(lambda d: d.update(version=version, files="of another kind")), "here")
-    sidecar = b'{"version": %d, "whatever": 1}' % version
+    sidecar = b'{"sidecar": {"version": %d, "whatever": 1}}' % version
     with pytest.raises(Damaged, match=said):
         m.parse_sidecar(sidecar, "here")
     begun = m.AttemptEntry(seq=0, attempt=1, writer="w", at=1.0)  # an entry's own version is 1, as ever
@@ -280,7 +280,7 @@ def test_a_key_that_stands_twice_is_refused_at_any_depth():
 
 
 def test_too_many_files_are_refused():
-    one = m.to_bytes(m.Sidecar(checkpoint_id="a001-step-1", attempt=1, node=0, step=1, world_size=1, files=()))
+    one = m.to_bytes(sidecar(files=()))
     entry_ = '{"path":"%d","size":0,"crc64nvme":"' + CRC + '","node":0}'
     many = ",".join(entry_ % n for n in range(m.MAX_FILES + 1)).encode()
     with pytest.raises(Damaged, match="at most 100000 items"):
@@ -293,27 +293,38 @@ def test_a_document_without_end_is_not_even_parsed(monkeypatch):
         m.parse_entry(b" " * (m.MAX_DOCUMENT_BYTES + 1), "here")
 
 
-def test_no_flipped_bit_makes_another_manifest():
-    """Any one byte of a stored entry changes: it is refused, or the manifest is the one that was written."""
-    good = m.to_bytes(entry())
+def sidecar(**changes) -> m.Sidecar:
+    given = {"checkpoint_id": "a001-step-1", "attempt": 1, "node": 0, "step": 1, "world_size": 1}
+    return m.Sidecar(**{"files": (file(),), "meta": {"loss": 2.5}, **given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("stored", "read"),
+    [
+        (m.to_bytes(entry()), lambda data: m.parse_entry(data, "here").manifest),
+        (m.to_bytes(sidecar()), lambda data: m.parse_sidecar(data, "here")),
+    ],
+    ids=["entry", "sidecar"],
+)
+def test_no_flipped_bit_makes_another_document(stored, read):
+    """Any one byte of what is stored changes: it is refused, or what is read is what was written."""
     refused = 0
-    for position in range(len(good)):
+    for position in range(len(stored)):
         for mask in (0x01, 0x20):
-            data = bytearray(good)
+            data = bytearray(stored)
             data[position] ^= mask
             try:
-                read = m.parse_entry(bytes(data), "here")
+                found = read(bytes(data))
             except Damaged:
                 refused += 1
             else:
-                assert isinstance(read, m.CheckpointEntry)
-                assert read.manifest == entry().manifest
-    assert refused > len(good)
+                assert found == read(stored)
+    assert refused > len(stored)
 
 
 def test_a_sidecar_has_files_of_its_node_only():
     with pytest.raises(ValidationError, match="another node"):
-        m.Sidecar(checkpoint_id="a001-step-1", attempt=1, node=0, step=1, world_size=1, files=(file(node=1),))
+        sidecar(files=(file(node=1),))
     with pytest.raises(Damaged):
         m.parse_sidecar(b'{"checkpoint_id": "a001-step-1"}', "here")
 

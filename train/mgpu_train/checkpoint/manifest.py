@@ -51,6 +51,7 @@ Attempt = Annotated[int, Field(ge=1, le=999_999)]
 Step = Annotated[int, Field(ge=0, le=10**15 - 1)]
 Node = Annotated[int, Field(ge=0, le=99_999)]
 Crc64Nvme = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 PackNumber = Annotated[int, Field(ge=0, lt=MAX_FILES)]
 PackOffset = Annotated[int, Field(ge=0, le=MAX_PACK_BYTES)]
 Seq = Annotated[int, Field(ge=0, le=99_999_999)]
@@ -111,8 +112,25 @@ class Sidecar(Document):
     @model_validator(mode="after")
     def _consistent(self) -> Sidecar:
         _check(self.checkpoint_id, self.attempt, self.step, self.files, self.packs)
-        if any(each.node != self.node for each in (*self.files, *self.packs)):
+        if any(file.node != self.node for file in self.files):
             raise ValueError("it has a file of another node")
+        return self
+
+    def sha256(self) -> str:
+        """Of the sidecar's canonical JSON."""
+        return _sha256(self)
+
+
+class StoredSidecar(Document):
+    """A sidecar as the store holds it: what stands in it becomes the manifest, so it is not believed unchecked."""
+
+    sidecar: Sidecar
+    sidecar_sha256: Sha256
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StoredSidecar:
+        if self.sidecar.sha256() != self.sidecar_sha256:
+            raise ValueError("the sidecar does not have the checksum that stands beside it")
         return self
 
 
@@ -150,7 +168,7 @@ class Manifest(Document):
 
     def sha256(self) -> str:
         """Of the manifest's canonical JSON."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        return _sha256(self)
 
 
 class _Entry(Document):
@@ -172,7 +190,7 @@ class CheckpointEntry(_Entry):
 
     kind: Literal["checkpoint"] = "checkpoint"
     manifest: Manifest
-    manifest_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    manifest_sha256: Sha256
 
     @model_validator(mode="after")
     def _consistent(self) -> CheckpointEntry:
@@ -210,7 +228,7 @@ class EndEntry(_Entry):
 
 Entry = AttemptEntry | CheckpointEntry | PrunedEntry | SupervisorEntry | EndEntry
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Annotated[Entry, Field(discriminator="kind")])
-_SIDECAR = TypeAdapter(Sidecar)
+_SIDECAR = TypeAdapter(StoredSidecar)
 
 
 def parse_entry(data: bytes, where: str) -> Entry:
@@ -220,21 +238,27 @@ def parse_entry(data: bytes, where: str) -> Entry:
 
 def parse_sidecar(data: bytes, where: str) -> Sidecar:
     """A node's sidecar. Raises Damaged."""
-    return _parse(_SIDECAR, data, where)
+    return _parse(_SIDECAR, data, where, "sidecar").sidecar
 
 
 def to_bytes(document: Document) -> bytes:
     """What is stored of a document."""
+    if isinstance(document, Sidecar):
+        document = StoredSidecar(sidecar=document, sidecar_sha256=document.sha256())
     return document.model_dump_json().encode()
 
 
-def _parse(adapter: TypeAdapter[T], data: bytes, where: str, part: str | None = None) -> T:
+def _sha256(document: Document) -> str:
+    return hashlib.sha256(document.model_dump_json().encode()).hexdigest()
+
+
+def _parse(adapter: TypeAdapter[T], data: bytes, where: str, part: str) -> T:
     if len(data) > MAX_DOCUMENT_BYTES:
         raise Damaged(f"{where} is longer than {MAX_DOCUMENT_BYTES} bytes")
     try:
         # pydantic lets the last of two equal keys win, without a word
         found = json.loads(data, object_pairs_hook=_distinct, parse_constant=_refuse)
-        _check_format(found.get(part) if part and isinstance(found, dict) else found, where)
+        _check_format(found.get(part) if isinstance(found, dict) else None, where)
         return adapter.validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
