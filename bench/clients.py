@@ -1,6 +1,7 @@
 """The programs that the bench measures, each in a process of its own: `python -m bench.clients NAME URL FOLDER`.
 
-Prints one line of JSON: `wall_s` and `cpu_s` of the transfer alone, as a program that runs anyway would have it.
+Prints one line of JSON: `wall_s` and `cpu_s` of the work alone, as a program that runs anyway would have it, and
+`error` where it failed.
 """
 
 from __future__ import annotations
@@ -15,72 +16,118 @@ from typing import Any
 
 from bench.measure import cpu_s
 
-RUN = "bench"
+RUN, CHECKPOINT = "bench", "a001-step-1"
+DURABLE, UNCHECKED = "BENCH_DURABLE", "BENCH_UNCHECKED"  # variables of the environment
+Work = Callable[[], int | None]  # may return a number to report
 
 
-def boto3_upload(url: str, folder: Path) -> Callable[[], None]:
+def boto3_upload(url: str, folder: Path) -> Work:
     """boto3 as it is shipped: one transfer manager for all files."""
     manager, bucket, prefix = _transfer_manager(url)
 
     def work() -> None:
         with manager:
-            for path in sorted(folder.iterdir()):
-                manager.upload(str(path), bucket, f"{prefix}/{path.name}")
-
-    return work
-
-
-def boto3_download(url: str, folder: Path) -> Callable[[], None]:
-    """The same the other way; `url` is a prefix."""
-    manager, bucket, prefix = _transfer_manager(url)
-    from boto3 import client
-
-    def work() -> None:
-        pages = client("s3").get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/")
-        with manager:
-            futures = [
-                manager.download(bucket, each["Key"], str(folder / Path(each["Key"]).name))
-                for page in pages
-                for each in page["Contents"]
-            ]
+            futures = [manager.upload(str(path), bucket, f"{prefix}/{path.name}") for path in sorted(folder.iterdir())]
             for future in futures:
                 future.result()
 
     return work
 
 
-def ours_upload(url: str, folder: Path) -> Callable[[], None]:
+def boto3_download(url: str, folder: Path) -> Work:
+    """The same the other way; `url` is a prefix."""
+    manager, bucket, prefix = _transfer_manager(url)
+    from boto3 import client
+
+    def work() -> None:
+        pages = client("s3").get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/")
+        found = [each["Key"] for page in pages for each in page.get("Contents", ())]
+        with manager:
+            for future in [manager.download(bucket, key, str(folder / Path(key).name)) for key in found]:
+                future.result()
+
+    return work
+
+
+def ours_upload(url: str, folder: Path) -> Work:
     """A node's part of a checkpoint, as the agent sends it; its sidecar with it."""
     from mgpu_train.checkpoint.upload import upload_part
 
     store = _store(url)
 
     def work() -> None:
-        upload_part(store, RUN, "a001-step-1", folder=folder, attempt=1, node=0, step=1, world_size=1, meta={"step": 1})
+        upload_part(store, RUN, CHECKPOINT, folder=folder, attempt=1, node=0, step=1, world_size=1, meta={"step": 1})
 
     return work
+
+
+def ours_download(url: str, folder: Path) -> Work:
+    """A checkpoint, as a node fetches it; without the flush to disk, as others do, unless DURABLE is set."""
+    from mgpu_train.checkpoint.fetch import fetch
+
+    store = _store(url)
+    manifest = manifest_of(store)
+    if UNCHECKED in os.environ:
+        manifest = _trusted(manifest)
+    return lambda: fetch(store, RUN, manifest, folder, durable=DURABLE in os.environ).bytes
+
+
+def ours_list(url: str, _folder: Path) -> Work:
+    """All commits of a run, by a process that knows nothing of it."""
+    from mgpu_train.checkpoint.commitlog import CommitLog
+
+    log = CommitLog(_store(url), RUN)
+    return lambda: len(log.checkpoints())
+
+
+def manifest_of(store: Any) -> Any:
+    """Of what `ours_upload` sent. Raises StoreError."""
+    from mgpu_train.checkpoint.upload import assemble, gather
+
+    return assemble(gather(store, RUN, CHECKPOINT, [0]) or (), run_id=RUN, nodes=1, created_at=0.0)
 
 
 PROGRAMS = {
     "boto3-upload": boto3_upload,
     "boto3-download": boto3_download,
     "ours-upload": ours_upload,
+    "ours-download": ours_download,
+    "ours-list": ours_list,
 }
 
 
 def main() -> None:
     """Prepares what a running program has anyway, does the work, and prints what the work cost."""
+    from mgpu_train.store import StoreError
+
     name, url, folder = sys.argv[1:]
     work = PROGRAMS[name](url, Path(folder))
+    says: dict[str, Any] = {}
     begin, used = time.perf_counter(), cpu_s(os.getpid())
-    work()
-    print(json.dumps({"wall_s": time.perf_counter() - begin, "cpu_s": cpu_s(os.getpid()) - used}), flush=True)
+    try:
+        says["result"] = work()
+    except StoreError as error:
+        says["error"] = f"{type(error).__name__}: {error}"
+    says |= {"wall_s": time.perf_counter() - begin, "cpu_s": cpu_s(os.getpid()) - used}
+    print(json.dumps(says), flush=True)
 
 
 def _store(url: str) -> Any:
     from mgpu_train.store import open_store
+    from mgpu_train.timeouts import Timeouts
 
-    return open_store(url)
+    return open_store(url, timeouts=Timeouts.of_environment(os.environ))
+
+
+def _trusted(manifest: Any) -> Any:
+    """Takes the checksums out of a download, to see what they cost: every sum is 0, here and in the store's process."""
+    from mgpu_train.store.bulk import engine
+
+    engine._BEGIN = engine._BEGIN.replace(
+        "main()", "from mgpu_train.store.bulk import worker; worker.crc64nvme = lambda piece, crc=0: 0; main()"
+    )
+    files = tuple(file.model_copy(update={"crc64nvme": "0" * 16}) for file in manifest.files)
+    return manifest.model_copy(update={"files": files})
 
 
 def _transfer_manager(url: str) -> tuple[Any, str, str]:

@@ -52,9 +52,9 @@ def sink(*, faults: str = "") -> Iterator[Server]:
         authority, certificate = _certificates(folder)
         (folder / "openssl.cnf").write_text(_OPENSSL)
         (folder / "objects").mkdir()
-        argv = [sys.executable, "-I", str(ROOT / "bench" / "sink.py"), str(folder / "objects")]
+        argv = [sys.executable, "-m", "bench.sink", str(folder / "objects")]
         argv += [f"--certificate={certificate}", f"--faults={faults}"]
-        env = os.environ | {"OPENSSL_CONF": str(folder / "openssl.cnf")}
+        env = os.environ | {"OPENSSL_CONF": str(folder / "openssl.cnf"), "PYTHONPATH": str(ROOT)}
         with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             told, told_to = _pipes(process)
             endpoint = f"https://127.0.0.1:{int(told.readline())}"

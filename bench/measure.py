@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _LOOK_S = 0.02
@@ -30,7 +31,8 @@ class Cost:
     others_mib: float  # of all processes that it started, together
     server_cpu_s: float  # of the server's processes, meanwhile
     strangers_cpu_s: float  # of everything else on this machine, meanwhile: what disturbs the wall time
-    says: Mapping[str, float | str]  # what it reported
+    error: str = ""  # why it failed
+    says: Mapping[str, Any] = field(default_factory=dict)  # what it reported
 
     @property
     def mib(self) -> float:
@@ -39,11 +41,9 @@ class Cost:
 
 
 def run(argv: Sequence[str], env: Mapping[str, str], *, server: int, limit_s: float = _LIMIT_S) -> Cost:
-    """Runs a program to its end. It may print one line of JSON with `wall_s` and `cpu_s` of the part that counts.
+    """Runs a program to its end. It may print one line of JSON: `wall_s` and `cpu_s` of the part that counts, `error`.
 
-    `server` is the process id of the server that it talks to.
-
-    Raises SystemExit with the end of its standard error when it fails, or does not end within `limit_s`.
+    `server` is the process id of the server that it talks to. After `limit_s` the program is killed, which is an error.
     """
     with tempfile.TemporaryFile() as complaints:
         begin, served, busy = time.perf_counter(), cpu_s(server), _machine_cpu_s()
@@ -57,31 +57,29 @@ def run(argv: Sequence[str], env: Mapping[str, str], *, server: int, limit_s: fl
         process.returncode = os.waitstatus_to_exitcode(status)
         timer.cancel()
         peaks = watch.stop()
+        complaints.seek(0)
+        says = json.loads(said.strip().splitlines()[-1]) if said.lstrip().startswith("{") else {}
+        error = says.get("error", "")
         if process.returncode:
-            complaints.seek(0)
-            end = complaints.read().decode(errors="replace")[-3000:]
-            raise SystemExit(f"{' '.join(argv)[:300]} ended with {process.returncode} after {wall_s:.0f} s: {end}")
-    says = json.loads(said.strip().splitlines()[-1]) if said.lstrip().startswith("{") else {}
+            error = f"exit {process.returncode}: {complaints.read().decode(errors='replace')[-2000:].strip()}"
     whole = usage.ru_utime + usage.ru_stime
-    main_mib = peaks.pop(process.pid, 0.0)
     return Cost(
-        float(says.get("wall_s", wall_s)),
-        float(says.get("cpu_s", whole)),
-        whole,
-        main_mib,
-        sum(peaks.values()),
-        served,
-        max(0.0, busy - served - whole),
-        says,
+        wall_s=says.get("wall_s", wall_s),
+        cpu_s=says.get("cpu_s", whole),
+        process_cpu_s=whole,
+        main_mib=peaks.pop(process.pid, 0.0),
+        others_mib=sum(peaks.values()),
+        server_cpu_s=served,
+        strangers_cpu_s=max(0.0, busy - served - whole),
+        error=error,
+        says=says,
     )
 
 
 def median(costs: Sequence[Cost]) -> Cost:
-    """Field by field."""
-    return Cost(
-        *(statistics.median(getattr(each, name) for each in costs) for name in list(Cost.__dataclass_fields__)[:-1]),
-        says=costs[-1].says,
-    )
+    """Field by field, of what is a number."""
+    numbers = [each.name for each in fields(Cost) if each.name not in ("error", "says")]
+    return Cost(**{name: statistics.median(getattr(each, name) for each in costs) for name in numbers})
 
 
 def cpu_s(pid: int) -> float:
