@@ -48,15 +48,9 @@ def s5cmd(server: Server, *args: str, may_fail: bool = False) -> Cost:
 
 
 def client(
-    server: Server,
-    name: str,
-    url: str,
-    folder: Path,
-    *,
-    settings: Mapping[str, str] | None = None,
-    may_fail: bool = False,
+    server: Server, name: str, url: str, folder: Path, *settings: tuple[str, str], may_fail: bool = False
 ) -> Cost:
-    """Runs one of bench/clients.py; `settings` are added to its environment. Raises SystemExit like `s5cmd`."""
+    """Runs one of bench/clients.py; `settings` go into its environment. Raises SystemExit like `s5cmd`."""
     argv = [sys.executable, "-m", "bench.clients", name, url, str(folder)]
     return _run(argv, server, dict(settings), may_fail=may_fail)
 
