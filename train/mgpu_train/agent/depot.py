@@ -17,7 +17,7 @@ from mgpu_train.agent.status import Fault
 from mgpu_train.agent.uploads import Announced, DepotError, NewerAttempt
 from mgpu_train.checkpoint.commitlog import CommitLog, Fenced
 from mgpu_train.checkpoint.manifest import checkpoint_id
-from mgpu_train.checkpoint.retention import prune
+from mgpu_train.checkpoint.retention import Policy, plan_prune, prune
 from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
 from mgpu_train.config import CheckpointTarget
 from mgpu_train.store import NotFound, Store, StoreError, Unavailable, open_store
@@ -43,6 +43,8 @@ class StoreDepot:
         """Nothing is opened yet."""
         self._attempt, self._job, self._target = attempt, attempt.job, target
         self._store: Store | None = None
+        self._log: CommitLog | None = None  # what was read of it need not be read at every save
+        self._alarmed: set[str] = set()
         self._opened_by: Mapping[str, str] = {}
 
     def announce(self, said: Announced) -> None:
@@ -85,16 +87,22 @@ class StoreDepot:
             name = checkpoint_id(job.attempt, step)
             try:
                 entry = commit_when_complete(
-                    store, job.run_id, name, writers=writers, nodes=job.nodes, writer=job.writer
+                    store, job.run_id, name, writers=writers, nodes=job.nodes, writer=job.writer, log=self._log
                 )
             except Fenced as error:
                 raise NewerAttempt(str(error)) from error
             return entry.checkpoint_id if entry else None
 
     def prune(self) -> None:
-        """Keeps the newest `keep_last` committed checkpoints."""
+        """Removes what the run file does not keep; says once of a checkpoint that it was found damaged."""
+        run_id = self._job.run_id
         with self._translated() as store:
-            prune(store, self._job.run_id, self._target.keep_last)
+            plan = plan_prune(store, run_id, Policy.of(self._target), log=self._log)
+            for name, problem in plan.damaged.items():
+                if name not in self._alarmed:
+                    self._alarmed.add(name)
+                    self._attempt.say(f"checkpoint: {name} is damaged in the store: {problem}")
+            prune(store, run_id, plan, log=self._log)
 
     def end(self, failure: AttemptFailed | None) -> None:
         """Writes how this node ended, None: it is done; node 0 writes into the commit log how the attempt did. What it
@@ -152,6 +160,7 @@ class StoreDepot:
             self._store = open_store(
                 self._target.to, keys, timeouts=self._attempt.times, max_bytes_per_s=_cap(self._target)
             )
+            self._log = CommitLog(self._store, self._job.run_id)
             self._opened_by = keys
         return self._store
 

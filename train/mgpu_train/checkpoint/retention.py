@@ -1,9 +1,11 @@
-"""Which checkpoints the store keeps."""
+"""Which checkpoints the store keeps: what goes is decided first, as a value, and carried out second."""
 
 from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from mgpu_train.checkpoint import keys
@@ -11,33 +13,105 @@ from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.checkpoint.lines import Commit, Line, Unreadable, standing
 from mgpu_train.checkpoint.manifest import PrunedEntry
 from mgpu_train.checkpoint.newest import problems_of
+from mgpu_train.config import BestMode, CheckpointTarget
 from mgpu_train.store.base import Store
 
 _ID = re.compile(r"a([0-9]{3,6})-step-([0-9]{1,15})")
 
 
-def prune(store: Store, run_id: str, keep_last: int, *, deep: bool = False) -> list[str]:
-    """Keep the newest `keep_last` committed checkpoints, and the newest one that verifies; remove the others' files.
+@dataclass(frozen=True)
+class Policy:
+    """What is kept: the newest, beside them one every so many hours, and those with the best metric.
 
-    What no commit can claim any more goes too: parts of older attempts, and of steps that were passed over. The log
-    says what is given up before the first file goes, so nobody takes it for damage. Called after a commit. Returns the
-    ids that are gone.
+    Raises ValueError when it would keep none.
+    """
+
+    keep_last: int
+    keep_every_hours: float | None = None
+    keep_best: int | None = None
+    best_metric: str = "validation_loss"
+    best_mode: BestMode = "min"
+
+    def __post_init__(self) -> None:
+        """Refuses what keeps nothing."""
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last is {self.keep_last}: at least one checkpoint is kept")
+        if self.keep_every_hours is not None and not self.keep_every_hours > 0:
+            raise ValueError(f"keep_every_hours is {self.keep_every_hours}: it is more than 0")
+
+    @classmethod
+    def of(cls, target: CheckpointTarget) -> Policy:
+        """What the run file says."""
+        return cls(
+            keep_last=target.keep_last,
+            keep_every_hours=target.keep_every_hours,
+            keep_best=target.keep_best,
+            best_metric=target.best_metric,
+            best_mode=target.best_mode,
+        )
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """What stays, by checkpoint id with the reason, newest first; what goes, oldest first, and how many bytes it has.
+
+    `damaged`: checkpoints that were found not to verify, by id with the first problem. Somebody has to be told.
+    """
+
+    keep: Mapping[str, str]
+    drop: tuple[str, ...]
+    bytes: int
+    damaged: Mapping[str, str]
+
+
+def plan_prune(
+    store: Store, run_id: str, policy: Policy, *, deep: bool = False, log: CommitLog | None = None
+) -> PrunePlan:
+    """What `policy` keeps of a run's committed checkpoints, and the newest one that verifies in any case (F29).
+
+    `deep`: every byte is read to find that one. Where none verifies nothing goes. `log`: one that was read before.
+
+    Raises StoreError.
+    """
+    log = log or CommitLog(store, run_id)
+    commits = log.checkpoints()
+    keep = _wanted(commits, policy)
+    damaged: dict[str, str] = {}
+    if len(keep) < len(commits):
+        good = _newest_good(store, log, commits, damaged, deep=deep)
+        if good is None:  # whatever is left may yet be of use to somebody
+            keep = {commit.checkpoint_id: "none of them verifies" for commit in commits}
+        else:
+            keep.setdefault(good.checkpoint_id, "the newest that verifies")
+    drop = [commit for commit in reversed(commits) if commit.checkpoint_id not in keep]
+    return PrunePlan(
+        keep={commit.checkpoint_id: keep[commit.checkpoint_id] for commit in commits if commit.checkpoint_id in keep},
+        drop=tuple(commit.checkpoint_id for commit in drop),
+        bytes=sum(commit.bytes for commit in drop),
+        damaged=damaged,
+    )
+
+
+def prune(store: Store, run_id: str, plan: PrunePlan, *, log: CommitLog | None = None) -> list[str]:
+    """Carry a plan out: the log says what is given up before the first file goes, so nobody takes it for damage.
+
+    What no commit can claim any more goes too: parts of older attempts, and of steps that were passed over. Returns
+    the ids that are gone.
 
     Raises StoreError; what is left then goes at the next call.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last is {keep_last}: at least one checkpoint is kept")
-    log = CommitLog(store, run_id)
-    surplus = _surplus(store, log, keep_last, deep=deep)
-    if surplus:
-        log.give_up(surplus, f"prune-{uuid.uuid4().hex}")
-    entries = log.read()
-    kept = {entry.checkpoint_id for entry in standing(entries)}
+    log = log or CommitLog(store, run_id)
+    stand = {commit.checkpoint_id for commit in log.checkpoints()}
+    drop = [name for name in plan.drop if name in stand]
+    if drop:
+        log.give_up(drop, f"prune-{uuid.uuid4().hex}")
+    lines = log.read()
+    kept = {commit.checkpoint_id for commit in standing(lines)}
     prefix = keys.checkpoints(run_id)
 
     @lru_cache  # keys are many, checkpoints few
     def over(name: str) -> bool:
-        return name not in kept and _over(name, entries)
+        return name not in kept and _over(name, lines)
 
     def dead(key: str) -> bool:
         return over(keys.checkpoint_of(run_id, key))
@@ -47,31 +121,67 @@ def prune(store: Store, run_id: str, keep_last: int, *, deep: bool = False) -> l
     for key in sorted(doomed, key=lambda key: not key.endswith(".json")):
         store.delete(key)
     store.sweep(prefix, dead)
-    return sorted({keys.checkpoint_of(run_id, key) for key in doomed} | set(surplus))
+    return sorted({keys.checkpoint_of(run_id, key) for key in doomed} | set(drop))
 
 
-def _surplus(store: Store, log: CommitLog, keep_last: int, *, deep: bool) -> list[str]:
-    """The ids that go."""
-    checkpoints: list[Commit] = log.checkpoints()
-    if len(checkpoints) <= keep_last:
-        return []
-    good = next((e for e in checkpoints if not problems_of(store, log, e, deep=deep)), None)
-    if good is None:  # nothing verifies: whatever is left may yet be of use to somebody
-        return []
-    return [entry.checkpoint_id for entry in checkpoints[keep_last:] if entry is not good]
+def _wanted(commits: Sequence[Commit], policy: Policy) -> dict[str, str]:
+    """What the policy itself keeps, by id with the first reason; `commits` newest first."""
+    keep = {commit.checkpoint_id: f"one of the newest {policy.keep_last}" for commit in commits[: policy.keep_last]}
+    if policy.keep_every_hours is not None:
+        for commit in _spaced(reversed(commits), policy.keep_every_hours * 3600):
+            keep.setdefault(commit.checkpoint_id, f"one every {policy.keep_every_hours:g} hours")
+    for commit in _best(commits, policy):
+        value = commit.meta[policy.best_metric]
+        keep.setdefault(commit.checkpoint_id, f"one of the best {policy.keep_best}: {policy.best_metric} {value:.6g}")
+    return keep
 
 
-def _over(name: str, log: list[Line]) -> bool:
+def _spaced(commits: Iterator[Commit], seconds: float) -> Iterator[Commit]:
+    """The first, and each that is so far from the one before it: from the oldest on, so that what is kept stays kept.
+
+    A clock that was set back, or was wrong for a while, costs at most one checkpoint more.
+    """
+    last: float | None = None
+    for commit in commits:
+        if last is None or abs(commit.at - last) >= seconds:
+            last = commit.at
+            yield commit
+
+
+def _best(commits: Sequence[Commit], policy: Policy) -> list[Commit]:
+    """Those with the best metric, of the ones that have it; of equal ones the newer."""
+    sign = 1 if policy.best_mode == "min" else -1
+    rated = [
+        (sign * value, -commit.seq, commit)
+        for commit in commits
+        if isinstance(value := commit.meta.get(policy.best_metric), int | float)
+    ]
+    return [commit for _, _, commit in sorted(rated, key=lambda each: each[:2])[: policy.keep_best or 0]]
+
+
+def _newest_good(
+    store: Store, log: CommitLog, commits: Sequence[Commit], damaged: dict[str, str], *, deep: bool
+) -> Commit | None:
+    """The newest that verifies; those before it that do not go into `damaged`."""
+    for commit in commits:
+        problems = problems_of(store, log, commit, deep=deep)
+        if not problems:
+            return commit
+        damaged[commit.checkpoint_id] = problems[0]
+    return None
+
+
+def _over(name: str, log: Sequence[Line]) -> bool:
     """True for a checkpoint that was given up, or that is not committed and never can be."""
     found = _ID.fullmatch(name)
     if found is None:  # nothing of ours
         return False
-    if any(isinstance(entry, PrunedEntry) and name in entry.checkpoint_ids for entry in log):
+    if any(isinstance(line, PrunedEntry) and name in line.checkpoint_ids for line in log):
         return True
-    readable = [entry for entry in log if not isinstance(entry, Unreadable)]
+    readable = [line for line in log if not isinstance(line, Unreadable)]
     if len(readable) < len(log):  # its commit may be what cannot be read
         return False
     attempt, step = int(found[1]), int(found[2])
-    newest = max((entry.attempt for entry in readable), default=0)
-    ahead = [e.step for e in readable if isinstance(e, Commit) and e.attempt == attempt]
+    newest = max((line.attempt for line in readable), default=0)
+    ahead = [line.step for line in readable if isinstance(line, Commit) and line.attempt == attempt]
     return attempt < newest or (attempt == newest and step < max(ahead, default=-1))

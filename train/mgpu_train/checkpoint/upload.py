@@ -123,8 +123,9 @@ def commit_when_complete(
     nodes: int,
     writer: str,
     clock: Callable[[], float] = time.time,
+    log: CommitLog | None = None,
 ) -> Commit | None:
-    """Commit a checkpoint if all parts are there; None: some part is missing yet.
+    """Commit a checkpoint if all parts are there; None: some part is missing yet. `log`: one that was read before.
 
     Raises what `gather`, `assemble` and `CommitLog.commit` raise.
     """
@@ -132,7 +133,7 @@ def commit_when_complete(
     if sidecars is None:
         return None
     manifest = assemble(sidecars, run_id=run_id, nodes=nodes, created_at=clock())
-    return CommitLog(store, run_id, clock).commit(manifest, writer)
+    return (log or CommitLog(store, run_id, clock)).commit(manifest, writer)
 
 
 def _sidecar(files: Sequence[FileEntry], packs: Sequence[PackEntry], **fields: Any) -> Sidecar:
