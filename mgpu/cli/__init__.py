@@ -29,7 +29,7 @@ COMMANDS = {
     "down": "Give a fleet back now.",
     "ls": "List runs and what is billed.",
     "ssh": "Log in on a node, or run a command there.",
-    "checkpoints": "List, verify or download a run's checkpoints.",
+    "checkpoints": "List, verify, download, export or prune a run's checkpoints.",
     "gc": "Find machines that nothing uses, and end them.",
     "local": "Take machines of provider local away, as a cloud would: to see a run recover.",
 }

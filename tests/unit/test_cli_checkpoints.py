@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.store import open_store
 
 from mgpu import paths
-from mgpu.run.record import State
+from mgpu.run.record import Folder, State
 
 
 @pytest.fixture
@@ -82,8 +83,8 @@ def test_ls_warns_of_an_entry_that_cannot_be_read(mgpu, committed):
 
 def test_a_log_that_is_gone_for_the_most_part_is_exit_code_6(mgpu, committed):
     entry(committed, 2).rename(entry(committed, 5000))
-    for command in ("ls", "verify", "pull"):
-        done = mgpu("checkpoints", command)
+    for command, more in COMMANDS.items():
+        done = mgpu("checkpoints", command, *more)
         assert (done.code, "entries missing" in done.err) == (6, True), done.err
 
 
@@ -251,13 +252,156 @@ def test_safetensors_that_contradict_themselves_are_no_export(mgpu, portable, wo
     assert not (world.folder / "out").exists()
 
 
+# --- prune, and why what is kept is kept ------------------------------------------------------------------------------
+
+RETENTION = "{keep_last: 2, keep_best: 1, best_metric: accuracy, best_mode: max}"
+
+
+def given(world, retention: str) -> None:
+    """The run file of the run, as it was when it began."""
+    Folder("run-1").run_file.write_text(
+        "name: a\nprovider: local\nmax_hours: 1\nmax_price_usd_per_hour: 1\ncommand: [train.py]\n"
+        f"checkpoint: {retention}\n"
+    )
+
+
+@pytest.fixture
+def many(world, tmp_path, url):
+    """A run with five checkpoints, of which the second was the best; the folder of its objects."""
+    world.record("run-1", state=State.SUCCEEDED, store=url, teardown="confirmed")
+    given(world, RETENTION)
+    CommitLog(open_store(url), "run-1").begin_attempt(1, "w")
+    for step, accuracy in ((10, 0.5), (20, 0.9), (30, 0.6), (40, 0.7), (50, 0.8)):
+        world.commit(url, "run-1", attempt=1, writer="w", step=step, meta={"accuracy": accuracy})
+    return tmp_path / "store" / "run-1"
+
+
+def there(store: Path) -> list[int]:
+    """The steps whose bytes are in the store."""
+    return sorted(int(path.name.rpartition("-")[2]) for path in (store / "checkpoints").iterdir())
+
+
+def test_ls_says_why_each_is_kept_and_shows_the_metric(mgpu, many):
+    found = {each["step"]: each["kept_because"] for each in mgpu("checkpoints", "ls", "--json").json}
+    assert [step for step, why in found.items() if why] == [50, 40, 20]
+    assert "newest 2" in found[50]
+    assert "accuracy 0.9" in found[20]
+    lines = mgpu("checkpoints", "ls").out.splitlines()
+    assert "accuracy" in lines[0]
+    assert "0.9000" in next(line for line in lines if "a001-step-20" in line)
+    assert "nothing any more" in next(line for line in lines if "a001-step-30" in line)
+
+
+def test_a_dry_run_shows_what_goes_and_removes_nothing(mgpu, many):
+    done = mgpu("checkpoints", "prune", "--dry-run")
+    assert done.code == 0
+    verdicts = {line.split()[0]: line for line in done.out.splitlines() if line.startswith("a001")}
+    assert [name for name, line in verdicts.items() if line.endswith("goes")] == ["a001-step-30", "a001-step-10"]
+    assert "accuracy 0.9" in verdicts["a001-step-20"]
+    assert "2 of 5 checkpoints can go: 36 B" in done.err
+    assert there(many) == [10, 20, 30, 40, 50]
+    assert len(mgpu("checkpoints", "ls", "--json").json) == 5
+
+
+def test_prune_by_the_run_file(mgpu, many):
+    done = mgpu("checkpoints", "prune", "--yes", "--json")
+    assert (done.json["drop"], done.json["gone"]) == (["a001-step-10", "a001-step-30"],) * 2
+    assert (list(done.json["keep"]), done.json["bytes"]) == (["a001-step-50", "a001-step-40", "a001-step-20"], 36)
+    assert there(many) == [20, 40, 50]
+    assert [each["step"] for each in mgpu("checkpoints", "ls", "--json").json] == [50, 40, 20]
+    assert mgpu("checkpoints", "verify", "--deep").code == 0, "what was given up is no damage"
+    again = mgpu("checkpoints", "prune")
+    assert (again.code, "0 of 3 checkpoints can go" in again.err) == (0, True), "nothing to ask about"
+
+
+def test_options_change_the_run_files_rules(mgpu, many):
+    assert mgpu("checkpoints", "prune", "--yes", "--keep-last", "1", "--keep-best", "0").code == 0
+    assert there(many) == [50]
+
+
+def test_what_is_best_can_be_said_anew(mgpu, many):
+    options = ("--keep-last", "1", "--mode", "min", "--metric", "accuracy")
+    found = mgpu("checkpoints", "prune", "--dry-run", "--json", *options).json
+    assert list(found["keep"]) == ["a001-step-50", "a001-step-10"]
+
+
+def test_nobody_to_ask_removes_nothing(mgpu, many):
+    done = mgpu("checkpoints", "prune")
+    assert done.code == 2
+    assert "--yes" in done.err
+    assert there(many) == [10, 20, 30, 40, 50]
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y\n", [20, 40, 50]), ("n\n", [10, 20, 30, 40, 50])], ids=["yes", "no"])
+def test_on_a_terminal_prune_asks(mgpu, many, monkeypatch, answer, left):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    done = mgpu("checkpoints", "prune")
+    assert (done.code, there(many)) == (0 if left == [20, 40, 50] else 2, left)
+    assert "a001-step-30" in done.out, "what goes is shown before the question"
+
+
+def test_the_last_that_verifies_is_never_pruned(mgpu, many):
+    for step in (40, 50):
+        object_of(many, step).unlink()
+    done = mgpu("checkpoints", "prune", "--yes", "--keep-last", "1", "--keep-best", "0")
+    assert done.code == 0
+    assert "a001-step-50 does not verify" in done.err
+    assert there(many)[:1] == [30]
+
+
+def test_a_flipped_newest_is_no_reason_to_lose_the_one_before_it(mgpu, many):
+    flip(many, 50)
+    options = ("--keep-last", "1", "--keep-best", "0", "--dry-run", "--json")
+    assert list(mgpu("checkpoints", "prune", *options).json["keep"]) == ["a001-step-50"], "sizes say nothing of it"
+    deep = mgpu("checkpoints", "prune", "--deep", *options).json
+    assert list(deep["keep"]) == ["a001-step-50", "a001-step-40"]
+    assert list(deep["damaged"]) == ["a001-step-50"]
+
+
+def test_in_a_run_that_goes_on_a_save_that_is_under_way_stays(mgpu, many, world, url):
+    world.record("run-1", state=State.RUNNING, store=url)
+    part = many / "checkpoints" / "a001-step-60" / "node-0"
+    part.mkdir(parents=True)
+    (part / "weights").write_text("half of it")
+    done = mgpu("checkpoints", "prune", "--yes")
+    assert done.code == 0
+    assert "its agent prunes too" in done.err
+    assert there(many) == [20, 40, 50, 60]
+
+
+def test_what_a_dead_attempt_left_goes_too_and_is_named(mgpu, many, world, url):
+    part = many / "checkpoints" / "a001-step-45" / "node-0"
+    part.mkdir(parents=True)
+    (part / "weights").write_text("half of it")
+    done = mgpu("checkpoints", "prune", "--yes")
+    assert there(many) == [20, 40, 50]
+    assert "never committed: a001-step-45" in done.err
+
+
+def test_without_a_record_something_has_to_say_what_stays(mgpu, many, url):
+    shutil.rmtree(paths.state_dir() / "runs")
+    there_only = ("--store", url, "run-1", "--yes")
+    done = mgpu("checkpoints", "prune", *there_only)
+    assert (done.code, "--keep-last" in done.err) == (2, True)
+    assert all(each["kept_because"] is None for each in mgpu("checkpoints", "ls", "--json", *there_only[:3]).json)
+    assert mgpu("checkpoints", "prune", "--keep-last", "2", *there_only).code == 0
+    assert there(many) == [40, 50]
+
+
 # --- which run --------------------------------------------------------------------------------------------------------
+
+
+COMMANDS = {"ls": (), "verify": (), "pull": (), "export": ("--to", "out"), "prune": ("--keep-last", "1")}
 
 
 def test_a_run_without_checkpoints_says_so(mgpu, world):
     world.record("run-1", state=State.RUNNING)
-    for command in ("ls", "verify", "pull"):
-        done = mgpu("checkpoints", command)
+    for command, more in COMMANDS.items():
+        done = mgpu("checkpoints", command, *more)
         assert done.code == 2
         assert "no checkpoints" in done.err
 
@@ -306,6 +450,6 @@ def test_a_store_that_cannot_be_read_is_not_called_damaged(mgpu, world, tmp_path
     for name, value in {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true"}.items():
         monkeypatch.setenv(name, value)
     world.record("run-1", state=State.SUCCEEDED, store="s3://bucket-of-nobody/runs", teardown="confirmed")
-    for command in ("ls", "verify", "pull"):
-        done = mgpu("checkpoints", command)
+    for command, more in COMMANDS.items():
+        done = mgpu("checkpoints", command, *more)
         assert (done.code, "cannot be read" in done.err) == (2, True), done.err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,12 +11,15 @@ import click
 from mgpu.bars import amount
 from mgpu.cli import common
 from mgpu.cli.checkpoints import source
+from mgpu.cli.checkpoints.source import Source
 from mgpu.console import Console
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.lines import Commit
+    from mgpu_train.checkpoint.retention import Policy
 
 METRIC = "validation_loss"  # what is shown where no run file names another
+_SURPLUS = "nothing any more"  # `prune` takes it, or the agent at the next commit
 _SPARE = ("files", "attempt", "committed")
 
 
@@ -28,11 +31,15 @@ def list_(run: str, url: str | None, as_json: bool) -> None:
     console = Console(as_json=as_json)
     found = source.find(run, url)
     with console.waiting(f"reading the commit log in {found.store.url}"):
-        commits = found.commits()
+        commits, policy = found.commits(), found.policy()
+        kept = _kept(found, policy) if policy else {}
     if as_json:
-        console.data([as_data(each) for each in commits])
+        console.data([as_data(each) | {"kept_because": kept.get(each.checkpoint_id)} for each in commits])
         return
-    columns, rows = table(commits, METRIC)
+    columns, rows = table(commits, policy.best_metric if policy else METRIC)
+    if kept:
+        columns = (*columns, "kept because")
+        rows = [(*row, kept.get(each.checkpoint_id, _SURPLUS)) for row, each in zip(rows, commits, strict=True)]
     console.table(columns, rows, spare=_SPARE)
     for gap in found.gaps:
         console.say(f"warning: {gap}", "yellow")
@@ -41,6 +48,14 @@ def list_(run: str, url: str | None, as_json: bool) -> None:
         console.next(f"mgpu checkpoints verify {run_id}", f"mgpu checkpoints pull {run_id}")
     elif found.record:
         console.next(f"mgpu logs {run_id}")
+
+
+def _kept(found: Source, policy: Policy) -> Mapping[str, str]:
+    """Why the run file's retention keeps what it keeps, by id. Raises InputError when the store cannot be read."""
+    from mgpu_train.checkpoint.retention import plan_prune
+
+    with source.readable(found.store.url):
+        return plan_prune(found.store, found.run_id, policy, log=found.log).keep
 
 
 def table(commits: Sequence[Commit], metric: str) -> tuple[Sequence[str], Sequence[Sequence[object]]]:

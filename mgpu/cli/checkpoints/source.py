@@ -7,17 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from mgpu.cli import common
 from mgpu.errors import InputError, MgpuError
-from mgpu.run.record import Record, load
+from mgpu.run.record import Folder, Record, load
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.commitlog import CommitLog
     from mgpu_train.checkpoint.lines import Commit, Line
+    from mgpu_train.checkpoint.retention import Policy
     from mgpu_train.store.base import Store
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -81,6 +83,20 @@ class Source:
                 f"See `mgpu checkpoints ls {self.arguments}`.",
             )
         return wanted
+
+    def policy(self) -> Policy | None:
+        """What the run file says is kept; None: there is no record here that says it."""
+        from mgpu_train.checkpoint.retention import Policy
+
+        from mgpu.run.request import resolve
+        from mgpu.spec.load import loads
+
+        path = Folder(self.run_id).run_file
+        if self.record is None or not path.exists():
+            return None
+        spec = loads(path.read_text(), str(path))
+        request = resolve(spec, self.run_id, Path(self.record.project_base), timeouts=common.timeouts())
+        return Policy.of(request.checkpoint) if request.checkpoint else None
 
 
 def options(command: F) -> F:

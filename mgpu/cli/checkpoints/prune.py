@@ -1,0 +1,124 @@
+"""`mgpu checkpoints prune`: which checkpoints go, why the others stay, and after a yes it is done."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mgpu.bars import amount
+from mgpu.cli import common
+from mgpu.cli.checkpoints import source
+from mgpu.cli.checkpoints.ls import when
+from mgpu.cli.checkpoints.source import Source
+from mgpu.console import Console
+from mgpu.errors import InputError
+
+if TYPE_CHECKING:
+    from mgpu_train.checkpoint.lines import Commit
+    from mgpu_train.checkpoint.retention import Policy, PrunePlan
+
+
+@click.command()
+@source.options
+@click.option("--keep-last", type=click.IntRange(min=1), help="So many of the newest stay.")
+@click.option("--keep-every-hours", type=click.FloatRange(min=0), help="Beside them one every so many hours; 0: none.")
+@click.option("--keep-best", type=click.IntRange(min=0), help="Beside them so many with the best metric; 0: none.")
+@click.option("--metric", "best_metric", help="What is compared: a name in the checkpoints' meta.json.")
+@click.option("--mode", "best_mode", type=click.Choice(("min", "max")), help="Which value of it is the best.")
+@click.option("--deep", is_flag=True, help="Read every byte of the newest that is to verify, before others go.")
+@click.option("--dry-run", is_flag=True, help="Only show what would go.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask; what goes is still shown.")
+@common.json_option
+def prune(run: str, url: str | None, deep: bool, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> None:
+    """Give up checkpoints of RUN that need not be kept. Shows which, and asks.
+
+    What is not given is as the run file says. The newest that verifies stays whatever is given. A run may be going on:
+    its own agent prunes after each commit, by the run file.
+    """
+    from mgpu_train.checkpoint.retention import plan_prune
+    from mgpu_train.checkpoint.retention import prune as carry_out
+
+    console = Console(as_json=as_json)
+    found = source.find(run, url)
+    policy = _policy(found, {name: value for name, value in given.items() if value is not None})
+    commits = found.commits()
+    with source.readable(found.store.url), console.waiting("looking for the newest checkpoint that verifies"):
+        plan = plan_prune(found.store, found.run_id, policy, deep=deep, log=found.log)
+    _show(console, found, commits, plan)
+    gone: list[str] = []
+    if not dry_run:
+        if plan.drop:
+            _agree(yes, console)
+        with source.readable(found.store.url), console.waiting("removing what was given up"):
+            gone = carry_out(found.store, found.run_id, plan, log=found.log)
+        _done(console, gone, plan)
+    if as_json:
+        plain = {"keep": dict(plan.keep), "drop": list(plan.drop), "bytes": plan.bytes, "damaged": dict(plan.damaged)}
+        console.data(plain | {"gone": gone, "dry_run": dry_run})
+    elif dry_run and plan.drop:
+        console.next(f"mgpu checkpoints prune {found.arguments}    do it, with the same options")
+
+
+def _policy(found: Source, given: dict[str, Any]) -> Policy:
+    """The run file's, changed by what was given; 0 takes a rule away.
+
+    Raises InputError where neither says what stays.
+    """
+    from mgpu_train.checkpoint.retention import Policy
+
+    given = {name: value or None for name, value in given.items()}
+    base = found.policy()
+    if base is not None:
+        return replace(base, **given)
+    if "keep_last" not in given:
+        raise InputError(
+            f"run {found.run_id}: nothing says how many of the newest are to stay",
+            "Its run file is on the machine that launched it.",
+            "Add `--keep-last N`.",
+        )
+    return Policy(**given)
+
+
+def _show(console: Console, found: Source, commits: list[Commit], plan: PrunePlan) -> None:
+    """Every checkpoint with what becomes of it. Damaged ones are named, whether they go or not."""
+    if not console.as_json:
+        rows = [
+            (
+                each.checkpoint_id,
+                each.step,
+                amount(each.bytes),
+                when(each.at),
+                f"stays: {plan.keep[each.checkpoint_id]}" if each.checkpoint_id in plan.keep else "goes",
+            )
+            for each in commits
+        ]
+        console.table(("checkpoint", "step", "size", "committed", "verdict"), rows, spare=("committed",))
+    for name, problem in plan.damaged.items():
+        console.say(f"warning: {name} does not verify: {problem}", "bold yellow")
+    if found.record is not None and not found.record.state.final:
+        console.say("the run is not over: after each commit its agent prunes too, by the run file alone", "dim")
+    console.say(f"{len(plan.drop)} of {common.count(len(commits), 'checkpoint')} can go: {amount(plan.bytes)}")
+
+
+def _agree(yes: bool, console: Console) -> None:
+    """Raises InputError when the answer is no, or there is nobody to ask."""
+    if yes or console.confirm("give them up?"):
+        return
+    if sys.stdin.isatty():
+        raise InputError("not agreed", "Nothing was removed.")
+    raise InputError(
+        "this command removes checkpoints and nobody can be asked",
+        "Standard input is not a terminal. Nothing was removed.",
+        "Add `--yes` to agree to what is shown above, or `--dry-run`.",
+    )
+
+
+def _done(console: Console, gone: list[str], plan: PrunePlan) -> None:
+    given_up = [name for name in gone if name in plan.drop]
+    if given_up:
+        console.say(f"given up: {', '.join(given_up)}", "green")
+    if parts := [name for name in gone if name not in plan.drop]:
+        console.say(f"removed, of saves that were never committed: {', '.join(parts)}")
