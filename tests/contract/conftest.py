@@ -185,7 +185,8 @@ class Proxy:
 
             def handle_one(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
-                call = Call(self.command, self.path, dict(self.headers), self.rfile.read(length))
+                headers = {name.title(): value for name, value in self.headers.items()}
+                call = Call(self.command, self.path, headers, self.rfile.read(length))
                 proxy.calls.append(f"{call.method} {call.path}")
                 try:
                     if before:
@@ -236,7 +237,7 @@ def through(moto, monkeypatch) -> Iterator[Callable[..., tuple[Store, Proxy]]]:
         proxy = Proxy(moto, before, after)
         proxies.append(proxy)
         env = {**moto.env, "AWS_ENDPOINT_URL": proxy.endpoint}
-        store = open_store(f"s3://{bucket}/x", env, timeouts=Timeouts(**times))
+        store = open_store(f"s3://{bucket}/x", env, timeouts=Timeouts(**{"store_retry_s": 10, **times}))
         monkeypatch.setattr(store, "_sleep", lambda _seconds: None)
         return store, proxy
 

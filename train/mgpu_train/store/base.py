@@ -3,7 +3,8 @@
 StoreError              the store cannot do what was asked; the message says what, why and what to do next
 ├── NoStore             the address leads nowhere: no such bucket, a malformed URL
 ├── NotFound            no object under this key
-├── Denied              credentials are missing, wrong or expired, or do not allow this
+├── Denied              credentials are missing or wrong, or do not allow this
+│   └── Expired         they were good, and are no more: others may be to be had
 ├── Unavailable         network, throttling, a full disk: later it may work
 │   └── Ambiguous       a conditional put may or may not have been done: read back
 └── Damaged             what the store holds is not what was written
@@ -38,6 +39,10 @@ class NotFound(StoreError):
 
 class Denied(StoreError):
     """The credentials are missing, wrong or expired, or they do not allow this."""
+
+
+class Expired(Denied):
+    """The credentials were good once."""
 
 
 class Unavailable(StoreError):

@@ -10,7 +10,12 @@ from awscrt.checksums import combine_crc64nvme, crc64nvme
 
 def of_bytes(data: bytes | memoryview) -> str:
     """The checksum of some bytes."""
-    return to_hex(crc64nvme(data))
+    return to_hex(more(data))
+
+
+def more(data: bytes | memoryview, value: int = 0) -> int:
+    """The checksum, as a number, of what had the checksum `value` and of these bytes after it."""
+    return crc64nvme(data, value)  # pyright: ignore[reportArgumentType]  any buffer is as good
 
 
 def joined(parts: Iterable[tuple[int, int]]) -> str:

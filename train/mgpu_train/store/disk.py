@@ -25,10 +25,11 @@ def translated(what: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise NotFound(f"{what}: there is no such file") from error
     except OSError as error:
-        raise _meaning(what, error) from error
+        raise meaning(what, error) from error
 
 
-def _meaning(what: str, error: OSError) -> StoreError:
+def meaning(what: str, error: OSError) -> StoreError:
+    """What an error of the operating system means; `what` begins its message."""
     reason = f"{what}: {error.strerror or error}"
     if error.errno in (errno.EACCES, errno.EPERM):
         return Denied(f"{reason}. Give this user access to the folder, or use another one.")
@@ -49,21 +50,34 @@ def written(path: Path, *, exclusive: bool = False, durable: bool = True) -> Ite
 
     Raises FileExistsError when `exclusive` and the name is taken. An error in the block leaves nothing behind.
     """
-    descriptor, aside = _open_aside(path)
-    try:
-        try:
-            yield descriptor
-            if durable:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with _aside(path) as (descriptor, aside):
+        yield descriptor
+        if durable:
+            os.fsync(descriptor)
         if exclusive:
             os.link(aside, path)  # unlike a rename it fails where the name is taken
         else:
             aside.replace(path)
         if durable:
             sync_folder(path.parent)
+
+
+@contextmanager
+def filled(path: Path, size: int) -> Iterator[Path]:
+    """A file of `size` bytes for others to write into; it has the name `path` once the block ends, on disk or not."""
+    with _aside(path) as (descriptor, aside):
+        os.ftruncate(descriptor, size)
+        yield aside
+        aside.replace(path)
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[tuple[int, Path]]:
+    descriptor, aside = _open_aside(path)
+    try:
+        yield descriptor, aside
     finally:
+        os.close(descriptor)
         with suppress(OSError):  # renamed, or as good as swept
             aside.unlink(missing_ok=True)
 

@@ -1,28 +1,28 @@
-"""Objects in S3, or in anything that speaks its language: boto3, with every checksum, deadline and retry explicit.
+"""Objects in S3, or in anything that speaks its language, with every checksum, deadline and retry explicit.
 
-Large objects travel in parts by a few threads that hold one part each. Every checksum is computed here from the bytes
-that are sent or received: a ranged read carries none, and not every server minds a wrong one.
+Small requests are boto3's; bodies beyond a quarter of a MiB are moved by another process (mgpu_train.store.bulk). Every
+checksum is computed here from the bytes that are sent or received: a ranged read carries none, and not every server
+minds a wrong one.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from awscrt.checksums import crc64nvme
 from botocore.exceptions import ClientError, ConnectTimeoutError, EndpointConnectionError
 
 from mgpu_train.store import crc, disk
 from mgpu_train.store.base import (
-    PIECE,
     Ambiguous,
     Damaged,
+    Expired,
     NotFound,
     Progress,
     Stat,
@@ -30,17 +30,20 @@ from mgpu_train.store.base import (
     Unavailable,
     check_key,
 )
+from mgpu_train.store.bulk.floor import LEAST
+from mgpu_train.store.bulk.message import Keys
+from mgpu_train.store.pace import Pace
+from mgpu_train.store.s3bulk import PART, Bulk, in_memory
 from mgpu_train.store.s3client import connect
 from mgpu_train.store.s3errors import maybe_done
 from mgpu_train.timeouts import Timeouts
 
-_THREADS = 8  # parts in flight; each holds up to one part in memory
+_THREADS = 8  # that may make requests at once without waiting for a connection
 _FIRST_ATTEMPTS = 2  # at an endpoint that never answered: rather a wrong address than a blip
 _ROUNDS = 5  # of botocore's attempts; it also repeats nothing once a stream has begun
-_MOST_PARTS = 10_000  # S3's limit
-_STREAM = 1 << 20  # bytes between two looks at an incoming stream
+_SMALL = 256 << 10  # bytes of a body that is no matter for another process
+_STREAM = 64 << 10  # bytes between two looks at an incoming stream
 T = TypeVar("T")
-Sink = Callable[[int, bytes], None]  # takes what was read at an offset
 
 
 class S3Store:
@@ -63,11 +66,13 @@ class S3Store:
         self._prefix = f"{prefix}/" if prefix else ""
         self._answered = False
         self._clock, self._sleep = clock, sleep
+        self._renewing = threading.Lock()
         self._timeouts = timeouts
-        self._client, self._errors = connect(url, env, timeouts, threads=_THREADS)
-        self._pool = ThreadPoolExecutor(_THREADS, "s3")
-        self._client.meta.events.register_first("needs-retry.s3", self._give_up_early)
-        self._client.meta.events.register("response-received.s3", self._note_answer)
+        self._env = env
+        self._pace = Pace(max_bytes_per_s)
+        self._connect()
+        self._bulk = Bulk(self._errors, timeouts, self._pace, self._keys, self._connection.ca)
+        self._bulk.watch(self._client)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """See Store."""
@@ -84,17 +89,23 @@ class S3Store:
 
     def put(self, key: str, data: bytes) -> None:
         """See Store."""
-        self._patiently(f"write {key}", lambda: self._put(key, data))
+        if len(data) <= _SMALL:
+            self._pace.take(len(data))
+            self._patiently(f"write {key}", lambda: self._put(key, data))
+            return
+        with in_memory(data) as path:
+            self._put_whole(key, path, path.stat())
 
     def put_file(self, key: str, path: Path) -> Stat:
-        """See Store. Reads the file once."""
+        """See Store. A file that somebody writes to meanwhile is refused."""
         with disk.translated(f"cannot read {path}"), disk.opened(path) as source:
-            size = os.fstat(source).st_size
-            if size <= PIECE:
-                data = _read_part(source, 0, size)
+            found = os.fstat(source)
+            if found.st_size <= _SMALL:
+                data = os.read(source, _SMALL + 1)
                 self.put(key, data)
-                return Stat(key, size, crc.of_bytes(data), time.time())
-            return Stat(key, size, self._put_parts(key, source, size), time.time())
+                return Stat(key, len(data), crc.of_bytes(data), time.time())
+        send = self._put_whole if found.st_size <= PART else self._put_parts
+        return Stat(key, found.st_size, send(key, path, found), time.time())
 
     def get(self, key: str, limit: int) -> bytes:
         """See Store."""
@@ -106,20 +117,20 @@ class S3Store:
                 if answer["ContentLength"] > limit:
                     size = answer["ContentLength"]
                     raise Damaged(f"{self.url}: {key} has {size} bytes where at most {limit} make sense")
-                return body.read()
+                return self._slowly_read(key, body, answer["ContentLength"])
 
         return self._patiently(f"read {key}", read)
 
     def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str, progress: Progress | None = None) -> None:
         """See Store."""
-        with disk.translated(f"cannot write {path}"), disk.written(path, durable=False) as target:
-            found = self._read_all(key, size, lambda offset, data: _pwrite(target, offset, data), progress)
+        with disk.translated(f"cannot write {path}"), disk.filled(path, size) as aside:
+            found = self._read_all(key, size, aside, progress)
             if found != crc64nvme:
                 raise Damaged(f"{self.url}: {key}: its checksum is {found}, not {crc64nvme}")
 
     def checksum(self, key: str, size: int, progress: Progress | None = None) -> str:
         """See Store."""
-        return self._read_all(key, size, lambda _offset, _data: None, progress)
+        return self._read_all(key, size, None, progress)
 
     def stat(self, key: str) -> Stat | None:
         """See Store."""
@@ -170,44 +181,50 @@ class S3Store:
             **self._at(key), Body=data, ChecksumAlgorithm="CRC64NVME", ChecksumCRC64NVME=own, **conditions
         )
 
-    def _put_parts(self, key: str, source: int, size: int) -> str:
+    def _put_whole(self, key: str, path: Path, found: os.stat_result) -> str:
+        if not self._bulk.knows_the_way:
+            self.stat(key)
+            self._bulk.learn(self._at(key)["Key"])
+        return self._bulk.send(self._at(key)["Key"], path, found)
+
+    def _put_parts(self, key: str, path: Path, found: os.stat_result) -> str:
         where = self._at(key)
-        with self._errors.translated(f"write {key}"):
-            upload = self._client.create_multipart_upload(
-                **where, ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT"
-            )["UploadId"]
+        upload = self._patiently(f"write {key}", lambda: self._begin_upload(where))
+        try:
+            self._bulk.learn(where["Key"])
+            parts = self._bulk.send_parts(where["Key"], upload, path, found)
+            whole = crc.joined((value, length) for _, value, length in parts)
+            self._complete(key, upload, [sent for sent, _, _ in parts], found.st_size, whole)
+        except BaseException:
+            self._abort(where["Key"], upload)
+            raise
+        return whole
+
+    def _begin_upload(self, where: dict[str, str]) -> str:
+        """The id of a new upload; one whose answer was lost stays until `sweep` comes."""
+        return self._client.create_multipart_upload(**where, ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT")[
+            "UploadId"
+        ]
+
+    def _complete(self, key: str, upload: str, parts: list[dict[str, str]], size: int, whole: str) -> None:
+        """Makes an object of its parts; where the upload is gone, an earlier try may have done it unheard."""
+        numbered = [{"PartNumber": number, **part} for number, part in enumerate(parts, 1)]
+
+        def complete() -> None:
             try:
-                parts = self._upload(where | {"UploadId": upload}, source, size)
-                whole = crc.joined((value, length) for _, value, length in parts)
-                numbered = [{"PartNumber": n, **sent} for n, (sent, _, _) in enumerate(parts, 1)]
                 self._client.complete_multipart_upload(
-                    **where,
+                    **self._at(key),
                     UploadId=upload,
                     MultipartUpload={"Parts": numbered},
                     ChecksumCRC64NVME=crc.to_base64(whole),
                     ChecksumType="FULL_OBJECT",
                 )
-            except BaseException:
-                self._abort(where["Key"], upload)
-                raise
-        return whole
+            except self._client.exceptions.NoSuchUpload:
+                stat = self.stat(key)
+                if stat is None or (stat.size, stat.crc64nvme) != (size, whole):
+                    raise
 
-    def _upload(self, where: dict[str, str], source: int, size: int) -> list[tuple[dict[str, str], int, int]]:
-        """Sends all parts; each comes back as what completing needs of it, its checksum and its bytes."""
-
-        def send(number: int, offset: int, length: int) -> tuple[dict[str, str], int, int]:
-            data = _read_part(source, offset, length)
-            value = crc64nvme(data)
-            own = crc.to_base64(crc.to_hex(value))
-            sent = self._patiently(
-                f"write part {number} of {where['Key']}",
-                lambda: self._client.upload_part(**where, PartNumber=number, Body=data, ChecksumCRC64NVME=own),
-            )
-            return {"ETag": sent["ETag"], "ChecksumCRC64NVME": own}, value, length
-
-        part = _part_size(size)
-        spans = [(offset, min(part, size - offset)) for offset in range(0, size, part)]
-        return _all([self._pool.submit(send, n, *span) for n, span in enumerate(spans, 1)])
+        self._patiently(f"write {key}", complete)
 
     def _abort(self, full_key: str, upload: str) -> None:
         try:
@@ -216,57 +233,65 @@ class S3Store:
         except StoreError:  # it is over already, or the store is away: `sweep` comes again
             pass
 
-    def _read_all(self, key: str, size: int, sink: Sink, progress: Progress | None) -> str:
-        """Reads an object of `size` bytes by ranges, in parallel, and returns its checksum."""
+    def _read_all(self, key: str, size: int, to: Path | None, progress: Progress | None) -> str:
+        """Reads an object of `size` bytes, in parallel, and returns its checksum."""
         found = self.stat(key)
         if found is None:
             raise NotFound(f"{self.url}: cannot read {key}: there is no such object")
         if found.size != size:
             raise Damaged(f"{self.url}: {key} has {found.size} bytes, not {size}")
-        spans = [(offset, min(PIECE, size - offset)) for offset in range(0, size, PIECE)]
+        self._bulk.learn(self._at(key)["Key"])
+        return self._bulk.receive(self._at(key)["Key"], size, to, progress)
 
-        def one(offset: int, length: int) -> int:
-            value = self._read_range(key, offset, length, sink)
-            if progress:
-                progress(length)
-            return value
-
-        parts = _all([self._pool.submit(one, *span) for span in spans])
-        return crc.joined((value, length) for value, (_, length) in zip(parts, spans, strict=True))
-
-    def _read_range(self, key: str, offset: int, length: int, sink: Sink) -> int:
-        where = self._at(key)
-
-        def read() -> int:
-            value = done = 0
-            answer = self._client.get_object(**where, Range=f"bytes={offset}-{offset + length - 1}")
-            with closing(answer["Body"]) as body:  # its own `with` gives the unchecked stream
-                while done <= length and (data := body.read(_STREAM)):
-                    sink(offset + done, data)
-                    value = crc64nvme(data, value)
-                    done += len(data)
-            if done != length:
-                raise Damaged(f"{self.url}: {key}: {done} bytes came where {length} were asked for")
-            return value
-
-        return self._patiently(f"read {key}", read)
+    def _slowly_read(self, key: str, body: Any, size: int) -> bytes:
+        """All of a stream, unless it is too slow; botocore waits for every byte as if it were the last."""
+        pieces, end = [], self._clock() + self._timeouts.store_stall_s * (1 + size / LEAST)
+        while piece := body.read(_STREAM):
+            pieces.append(piece)
+            self._pace.take(len(piece))
+            if self._clock() > end:
+                raise Unavailable(f"{self.url}: cannot read {key}: the server is too slow. Check the network.")
+        return b"".join(pieces)
 
     def _patiently(self, doing: str, work: Callable[[], T]) -> T:
         """Does what may be done twice, again after growing pauses while the store does not answer as it should.
 
         botocore's own repetitions are over within seconds, or each has cost its whole time-out: then not again.
         """
-        end = self._clock() + self._timeouts.store_retry_s
+        end, renewed = self._clock() + self._timeouts.store_retry_s, False
         for attempt in range(1, _ROUNDS):
             try:
                 with self._errors.translated(doing):
                     return work()
+            except Expired:
+                if renewed or not self._renew():
+                    raise
+                renewed = True
             except Unavailable:
                 if not self._answered or self._clock() > end:
                     raise
                 self._sleep(random.uniform(0.5, 1) * 2**attempt)
         with self._errors.translated(doing):
             return work()
+
+    def _connect(self) -> None:
+        self._connection = connect(self.url, self._env, self._timeouts, threads=_THREADS)
+        self._client, self._errors = self._connection.client, self._connection.errors
+        self._client.meta.events.register_first("needs-retry.s3", self._give_up_early)
+        self._client.meta.events.register("response-received.s3", self._note_answer)
+
+    def _renew(self) -> bool:
+        """Looks for credentials again: a profile or a role may have others by now; False: they are the same."""
+        with self._renewing:
+            before = self._connection.keys()
+            self._connect()
+            self._bulk.watch(self._client)
+            return self._connection.keys() != before
+
+    def _keys(self, expired: bool) -> Keys:
+        if expired:
+            self._renew()
+        return self._connection.keys()
 
     def _at(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
@@ -278,36 +303,6 @@ class S3Store:
         """False ends the retries: where nobody ever answered, nobody will."""
         silent = isinstance(caught_exception, (EndpointConnectionError, ConnectTimeoutError))
         return False if silent and not self._answered and attempts >= _FIRST_ATTEMPTS else None
-
-
-def _all(futures: list[Future[T]]) -> list[T]:
-    """All results; after the first failure nothing more is begun, and nothing still runs when it is raised."""
-    try:
-        return [future.result() for future in futures]
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        wait(futures)
-        raise
-
-
-def _part_size(size: int) -> int:
-    """Bytes of a part: whole MiB, and few enough parts."""
-    return max(PIECE, -(-size // (_MOST_PARTS << 20)) << 20)
-
-
-def _read_part(source: int, offset: int, length: int) -> bytes:
-    data = os.pread(source, length, offset)
-    if len(data) != length:
-        raise OSError(f"the file became shorter than {offset + length} bytes while it was read")
-    return data
-
-
-def _pwrite(target: int, offset: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(target, view, offset)
-        view, offset = view[count:], offset + count
 
 
 def _status(error: ClientError) -> int:

@@ -4,55 +4,79 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import boto3
 import botocore.session
 from botocore.config import Config
+from botocore.exceptions import NoCredentialsError
 
 from mgpu_train.store.base import NoStore
+from mgpu_train.store.bulk.message import Keys
 from mgpu_train.store.s3errors import S3Errors
 from mgpu_train.timeouts import Timeouts
 
 _ATTEMPTS = 8  # of one request; S3 under load refuses several in a row
 
 
-def connect(url: str, env: Mapping[str, str] | None, timeouts: Timeouts, *, threads: int) -> tuple[Any, S3Errors]:
-    """The client of a store for so many threads, and the translator of its errors. Makes no request.
+@dataclass(frozen=True)
+class Connection:
+    """A client, whoever has its credentials, the translator of its errors, and the authorities it trusts."""
+
+    client: Any
+    session: botocore.session.Session
+    errors: S3Errors
+    ca: str | None
+
+    def keys(self) -> Keys:
+        """The credentials, renewed by botocore where it can. Raises Denied when there are none."""
+        with self.errors.translated("sign requests"):
+            found = self.session.get_credentials()
+            if found is None:
+                raise NoCredentialsError
+            now = found.get_frozen_credentials()
+            return Keys(now.access_key or "", now.secret_key or "", now.token)
+
+
+def connect(url: str, env: Mapping[str, str] | None, timeouts: Timeouts, *, threads: int) -> Connection:
+    """The client of a store for so many threads, and what else knows of its settings. Makes no request.
 
     Raises NoStore for a malformed endpoint, and Denied when the profile that is asked for does not exist.
     """
     endpoint = _setting(env, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     errors = S3Errors(url, endpoint)
     with errors.translated("open it"):
-        session = _session(env)
+        session, core = _session(env)
+        ca = _setting(env, "AWS_CA_BUNDLE") or core.get_config_variable("ca_bundle")
         try:
             client = session.client(
                 "s3",
                 config=_config(endpoint, timeouts, threads),
                 endpoint_url=endpoint,
-                verify=_setting(env, "AWS_CA_BUNDLE"),
+                verify=ca,
             )
         except ValueError as error:
             raise NoStore(f"{url}: AWS_ENDPOINT_URL is no address. Use https://host:port.") from error
-    return client, errors
+    return Connection(client, core, errors, ca)
 
 
-def _session(env: Mapping[str, str] | None) -> boto3.Session:
+def _session(env: Mapping[str, str] | None) -> tuple[boto3.Session, botocore.session.Session]:
     """Credentials and region: from the process, or from `env` and then what this machine has (a profile, a role)."""
     core = botocore.session.Session()
     if env is None:
-        return boto3.Session(botocore_session=core)
+        return boto3.Session(botocore_session=core), core
     if profile := env.get("AWS_PROFILE"):
         core.set_config_variable("profile", profile)
     core.get_component("credential_provider").remove("env")
-    return boto3.Session(
+    session = boto3.Session(
         aws_access_key_id=env.get("AWS_ACCESS_KEY_ID"),
         aws_secret_access_key=env.get("AWS_SECRET_ACCESS_KEY"),
         aws_session_token=env.get("AWS_SESSION_TOKEN"),
         region_name=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"),
         botocore_session=core,
     )
+    return session, core
 
 
 def _config(endpoint: str | None, timeouts: Timeouts, threads: int) -> Config:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 from botocore import exceptions as boto
 
-from mgpu_train.store.base import Ambiguous, Damaged, Denied, NoStore, NotFound, StoreError, Unavailable
+from mgpu_train.store import disk
+from mgpu_train.store.base import Ambiguous, Damaged, Denied, Expired, NoStore, NotFound, StoreError, Unavailable
+from mgpu_train.store.bulk.engine import EXPIRED
 
 _CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId", "AuthFailure"}
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 _FORBIDDEN = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "UnauthorizedAccess", "403", "401"}
 _DIGEST = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}
 _BUSY = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "RequestTimeout", "429"}
@@ -51,30 +52,59 @@ class S3Errors:
 
     def _meaning(self, what: str, error: boto.BotoCoreError | boto.ClientError) -> StoreError:
         if isinstance(error, boto.ClientError):
-            return self._answered(what, error)
+            return self._answered(what, *_answer(error))
         if isinstance(error, _NO_CREDENTIALS):
             return Denied(
                 f"{what}: no usable credentials. Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
             )
         if isinstance(error, boto.SSLError):
-            return Unavailable(
-                f"{what}: the certificate of {self._server} is not trusted. "
-                "Set AWS_CA_BUNDLE to the file of the authority that issued it."
-            )
+            return self._untrusted(what)
         if isinstance(error, (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError)):
-            return Unavailable(
-                f"{what}: no connection to {self._server}. Check the network, and AWS_ENDPOINT_URL where it is set."
-            )
+            return self._unreachable(what)
         if isinstance(error, boto.FlexibleChecksumError):
             return Damaged(f"{what}: the bytes that came are not those of the checksum")
         if isinstance(error, _NO_ANSWER):
-            return Unavailable(f"{what}: {self._server} stopped answering ({type(error).__name__}). Try again later.")
+            return self._silent(what, type(error).__name__)
         if isinstance(error, boto.ParamValidationError):
             return NoStore(f"{what}: {self._bucket!r} is no name of a bucket. Use s3://bucket/prefix.")
         return StoreError(f"{what}: {type(error).__name__}")
 
-    def _answered(self, what: str, error: boto.ClientError) -> StoreError:
-        code, status, message = _answer(error)
+    def of_transfer(self, doing: str, told: Mapping[str, Any]) -> StoreError:
+        """What a failed task of the transfer process means; `told` is a Failed's."""
+        what, kind, text = f"{self.url}: cannot {doing}", told["kind"], told["text"]
+        if kind == "http":
+            return self._answered(what, told["code"], told["status"], " ".join(text.split())[:300])
+        if kind == "tls":
+            return self._untrusted(what)
+        if kind == "connect":
+            return self._unreachable(what)
+        if kind == "short":
+            return Damaged(f"{what}: {text}")
+        if kind == "file":
+            return disk.meaning(f"{what}: the file beside it", OSError(told["status"], text))
+        if kind == "changed":
+            return StoreError(f"{what}: the file cannot be sent: {text}. Whoever writes it must have ended before.")
+        if kind == "slow":
+            return Unavailable(f"{what}: {self._server} is too slow: {text}. Check the network, and try again later.")
+        if kind == "died":
+            return Unavailable(f"{what}: the process that moves the bytes failed: {text}. Look for what killed it.")
+        return self._silent(what, text)
+
+    def _untrusted(self, what: str) -> StoreError:
+        return Unavailable(
+            f"{what}: the certificate of {self._server} is not trusted. "
+            "Set AWS_CA_BUNDLE to the file of the authority that issued it."
+        )
+
+    def _unreachable(self, what: str) -> StoreError:
+        return Unavailable(
+            f"{what}: no connection to {self._server}. Check the network, and AWS_ENDPOINT_URL where it is set."
+        )
+
+    def _silent(self, what: str, how: str) -> StoreError:
+        return Unavailable(f"{what}: {self._server} stopped answering ({how}). Try again later.")
+
+    def _answered(self, what: str, code: str, status: int, message: str) -> StoreError:
         told = f"{code}: {message}" if message else code
         if code == "NoSuchBucket":
             return NoStore(
@@ -82,8 +112,10 @@ class S3Errors:
             )
         if code in _ABSENT:
             return NotFound(f"{what}: there is no such object")
-        if code in _EXPIRED:
-            return Denied(f"{what}: the credentials have expired ({code}). Renew them and start again.")
+        if code == "NoSuchUpload":
+            return StoreError(f"{what}: somebody has ended this upload. Write it again.")
+        if code in EXPIRED:
+            return Expired(f"{what}: the credentials have expired ({code}). Renew them and start again.")
         if code in _CREDENTIALS:
             return Denied(f"{what}: the credentials are not accepted ({code}). Check AWS_PROFILE or AWS_ACCESS_KEY_ID.")
         if code == "RequestTimeTooSkewed":

@@ -1,0 +1,132 @@
+"""The process that moves large bodies: tasks in by standard input, answers out by standard output.
+
+It ends when its input does, which is when the process that uses it is gone, and when it had nothing to do for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from mgpu_train.store.bulk.message import Keys, Settings, Task, task_of
+from mgpu_train.store.bulk.wire import Trouble
+from mgpu_train.store.bulk.worker import Worker
+from mgpu_train.store.pace import Pace
+
+_TELL_EVERY_S = 0.2
+
+
+class Desk:
+    """The line of tasks, and what is known of them; see worker.Office."""
+
+    def __init__(self, settings: Settings, out: int = 1) -> None:
+        self.settings = settings
+        self.pace = Pace(settings.bytes_per_s, shared=settings.pace)
+        self.keys = Keys("", "")
+        self._out = out
+        self._line: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._lock = threading.Condition()
+        self._wanted: set[int] = set()  # ids of tasks that are not answered
+        self._moved = self._told = 0
+        self._trouble = ""
+        self._busy = time.monotonic()
+
+    def hear(self, line: bytes) -> None:
+        """One line of the engine's."""
+        told = json.loads(line)
+        if "keys" in told:
+            self.keys = Keys(**told["keys"])
+        if "task" in told:
+            task = task_of(told["task"])
+            with self._lock:
+                self._wanted.add(task.id)
+            self._line.put(task)
+        if "forget" in told:
+            with self._lock:
+                self._wanted -= set(told["forget"])
+                self._lock.notify_all()
+
+    def next(self) -> Task:
+        """The next task that is still wanted; waits for it."""
+        while True:
+            task = self._line.get()
+            if not self.unwanted(task):
+                return task
+            self.answer(task, error=Trouble("cancelled", "").told)
+
+    def answer(self, task: Task, **told: Any) -> None:
+        """A task is over."""
+        with self._lock:
+            self._wanted.discard(task.id)
+            self._busy = time.monotonic()
+            if not self._wanted:
+                self._trouble = ""
+        self._tell(id=task.id, **told)
+
+    def moved(self, count: int) -> None:
+        """So many bytes went through a socket; negative ones have to go again."""
+        with self._lock:
+            self._moved += count
+
+    def stumbled(self, trouble: Trouble) -> None:
+        """A try failed, and there will be another."""
+        self._trouble = f"{trouble.told['code']} {trouble}".strip()
+
+    def unwanted(self, task: Task, within_s: float = 0) -> bool:
+        """True: nobody waits for this task any more, or not after some time."""
+        if not within_s:
+            return task.id not in self._wanted
+        with self._lock:
+            return self._lock.wait_for(lambda: task.id not in self._wanted, within_s)
+
+    def idle(self) -> bool:
+        """True when there was nothing to do for a while."""
+        with self._lock:
+            return not self._wanted and time.monotonic() - self._busy > self.settings.idle_s
+
+    def report(self) -> None:
+        """Say how much went through, where that changed."""
+        moved = self._moved
+        if moved != self._told or self._trouble:
+            self._told = moved
+            self._tell(moved=moved, trouble=self._trouble)
+
+    def _tell(self, **told: Any) -> None:
+        line = json.dumps(told).encode() + b"\n"
+        with self._lock:
+            while line:
+                line = line[os.write(self._out, line) :]
+
+
+def serve(lines: Iterable[bytes], settings: Settings) -> None:
+    """Does what the lines ask for, until there are none."""
+    desk = Desk(settings)
+    for _ in range(settings.threads):
+        Worker(desk).start()
+    threading.Thread(target=_keep_telling, args=(desk,), daemon=True).start()
+    for line in lines:
+        desk.hear(line)
+
+
+def _keep_telling(desk: Desk) -> None:
+    while not desk.idle():
+        time.sleep(_TELL_EVERY_S)
+        desk.report()
+    os._exit(0)
+
+
+def main() -> None:
+    """Runs until the input ends; then nothing that is under way is waited for."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the engine decides
+    lines = iter(sys.stdin.buffer.readline, b"")
+    try:
+        serve(lines, Settings(**json.loads(next(lines, b"{}"))))
+    finally:
+        os._exit(0)
