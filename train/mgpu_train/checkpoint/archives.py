@@ -22,7 +22,7 @@ from mgpu_train.store.base import Damaged, StoreError
 from mgpu_train.store.disk import opened, translated
 
 PIECE = 4 << 20  # bytes that are in memory at a time
-MOST_ELEMENTS = 1 << 48
+_MOST = 1 << 48  # elements of a tensor, bytes of a file
 _LARGEST_DIRECTORY = 64 << 20
 ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"), 1),
@@ -180,8 +180,8 @@ class Archive:
 
     def _check(self, raw: Raw) -> None:
         """Every element lies within the bytes."""
-        sane = is_shape(raw.shape) and is_shape(raw.strides) and len(raw.shape) == len(raw.strides)
-        if not sane or not is_shape((raw.first,)):
+        sane = is_shape(raw.shape) and are_counts(raw.strides) and len(raw.shape) == len(raw.strides)
+        if not sane or not are_counts((raw.first,)):
             raise Damaged(f"the pickle of {self._where} has a tensor of impossible shape")
         steps = sum((length - 1) * stride for length, stride in zip(raw.shape, raw.strides, strict=True))
         if math.prod(raw.shape) and (raw.first + steps + 1) * ITEM_BYTES[raw.dtype] > raw.size:
@@ -213,9 +213,13 @@ class Archive:
 
 
 def is_shape(value: Any) -> bool:
-    """True for a tuple of counts that a tensor may have."""
-    counts = type(value) is tuple and len(value) <= 64 and all(type(count) is int and count >= 0 for count in value)
-    return counts and math.prod(filter(None, value)) <= MOST_ELEMENTS
+    """True for a tuple of lengths that a tensor may have."""
+    return are_counts(value) and len(value) <= 64 and math.prod(filter(None, value)) <= _MOST
+
+
+def are_counts(value: Any) -> bool:
+    """True for a tuple of numbers from 0 to what files and tensors can have."""
+    return type(value) is tuple and all(type(count) is int and 0 <= count <= _MOST for count in value)
 
 
 def _dtype(name: Any, kind: str) -> str | None:

@@ -49,7 +49,7 @@ def loads(data: bytes) -> Any:
     machine = _Machine(data)
     try:
         return machine.run()
-    except (IndexError, KeyError, AttributeError, TypeError, struct.error, UnicodeDecodeError) as error:
+    except (IndexError, KeyError, AttributeError, TypeError, struct.error, UnicodeError) as error:
         raise NotPlain(f"it makes no sense at byte {machine.at}: {type(error).__name__}") from error
 
 
@@ -162,14 +162,22 @@ class _Machine:
         args, name = self.stack.pop(), self.stack.pop()
         if type(name) is not Name or type(args) is not tuple:
             raise NotPlain("it calls what has no name")
-        ordered = str(name) == "collections.OrderedDict" and not args
-        self.stack.append({} if ordered else Call(str(name), args))
+        self.stack.append(_plain(str(name), args))
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is not Call or target.state is not None:
             raise NotPlain("it gives a state to what takes none")
         target.state = state
+
+
+def _plain(name: str, args: tuple[Any, ...]) -> Any:
+    """A plain value that Python's pickles make by a call; any other call stays one."""
+    if name == "collections.OrderedDict" and not args:
+        return {}
+    if name == "_codecs.encode" and len(args) == 2 and type(args[0]) is str and args[1] == "latin1":
+        return args[0].encode("latin1")  # bytes, before protocol 3
+    return b"" if name == "__builtin__.bytes" and not args else Call(name, args)
 
 
 _STOP = ord(".")

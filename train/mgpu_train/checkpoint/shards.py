@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_train.checkpoint import pickles
-from mgpu_train.checkpoint.archives import Unsupported, archive, is_shape
+from mgpu_train.checkpoint.archives import Unsupported, archive, are_counts, is_shape
 from mgpu_train.checkpoint.pickles import Call, Name, NotPlain
 from mgpu_train.store.base import Damaged, NotFound, key_problem
 from mgpu_train.store.disk import opened, translated
@@ -131,7 +131,7 @@ def _piece(index: Any, info: Any) -> tuple[tuple[str, Shape | None], Piece]:
     name, file, offset = key["fqn"], place["relative_path"], key.get("offset")
     if place.get("transform_descriptors"):
         raise Unsupported(f"{name!r:.200} was written through an extension of torch, which alone can read it")
-    if type(file) is not str or key_problem(file) or not is_shape((place["offset"], place["length"])):
+    if type(file) is not str or key_problem(file) or not are_counts((place["offset"], place["length"])):
         raise ValueError(f"{name!r:.200} lies in no file of this folder")
     return (name, None if offset is None else _size(offset)), Piece(file, place["offset"], place["length"])
 
@@ -218,9 +218,8 @@ def _plain(value: Any, name: str, depth: int = 0) -> Any:
     elif type(value) is dict:
         inner = [*value, *value.values()]
     elif type(value) not in _PLAIN:
-        raise Unsupported(
-            f"{name} has a {getattr(value, 'name', type(value).__name__)}, which needs torch or its program"
-        )
+        kind = value.name if type(value) is Call else str(value)
+        raise Unsupported(f"{name} has a {kind:.100}, which needs torch or the program that saved it")
     for each in inner:
         _plain(each, name, depth + 1)
     return value
