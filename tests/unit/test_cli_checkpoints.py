@@ -105,6 +105,7 @@ def test_a_flipped_bit_is_found_by_reading_every_byte_and_is_exit_code_6(mgpu, c
     assert done.code == 6
     assert "a001-step-20" in done.err
     assert "a001-step-10" not in done.err
+    assert "pull --step 10" in done.err, "what can be taken"
     as_json = mgpu("checkpoints", "verify", "--deep", "--json")
     assert as_json.code == 6
     assert as_json.json["checkpoints"]["a001-step-10"] == []
@@ -118,7 +119,7 @@ def test_a_missing_object_is_found_without_reading_any(mgpu, committed):
     done = mgpu("checkpoints", "verify")
     assert done.code == 6
     assert "is missing" in done.out
-    assert "left as it is" in done.err
+    assert "left in place" in done.err
 
 
 def test_a_damaged_entry_of_the_log_is_damage(mgpu, committed):

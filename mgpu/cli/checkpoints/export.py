@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 @click.option("--keys", default="model", show_default=True, help="What is exported of a program's state; '' is all.")
 @common.json_option
 def export(run: str, url: str | None, step: int | None, to: Path, keys: str, as_json: bool) -> None:
-    """Write a checkpoint's weights into DIR as safetensors, with a config.json. Every byte is verified before.
+    """Write a checkpoint's weights as safetensors.
 
-    Bundled trainer or torch.distributed.checkpoint: its shards are put together, without PyTorch. A folder that holds
-    safetensors passes through.
+    DIR gets model.safetensors and a config.json that says where they come from. The checkpoint is downloaded and
+    verified first. Shards of the bundled trainer, or of torch.distributed.checkpoint, are put together without
+    PyTorch; safetensors pass through.
     """
     console = Console(as_json=as_json)
     if to.is_symlink() or (to.exists() and any(to.iterdir())):

@@ -27,7 +27,10 @@ _SPARE = ("files", "attempt", "committed")
 @source.options
 @common.json_option
 def list_(run: str, url: str | None, as_json: bool) -> None:
-    """List the committed checkpoints of RUN, newest first, and why each is kept."""
+    """List the committed checkpoints of RUN.
+
+    Newest first, with what the run file's retention keeps each for.
+    """
     console = Console(as_json=as_json)
     found = source.find(run, url)
     with console.waiting(f"reading the commit log in {found.store.url}"):

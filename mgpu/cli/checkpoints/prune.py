@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; what goes is still shown.")
 @common.json_option
 def prune(run: str, url: str | None, deep: bool, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> None:
-    """Give up checkpoints of RUN that need not be kept. Shows which, and asks.
+    """Give up checkpoints of RUN that need not be kept.
 
-    What is not given is as the run file says. The newest that verifies stays whatever is given. A run may be going on:
-    its own agent prunes after each commit, by the run file.
+    It shows which, and asks. What no option says is as in the run file. The newest that verifies stays, whatever the
+    options say. The run may be going on: its own agent prunes after each commit, by the run file.
     """
     from mgpu_train.checkpoint.retention import plan_prune
     from mgpu_train.checkpoint.retention import prune as carry_out

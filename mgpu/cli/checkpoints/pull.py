@@ -48,7 +48,11 @@ class Pulled:
 @click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: ./mgpu-runs/RUN).")
 @common.json_option
 def pull(run: str, url: str | None, step: int | None, to: Path | None, as_json: bool) -> None:
-    """Download a checkpoint of RUN into DIR/step-<n>, which has its name once every byte was verified."""
+    """Download a checkpoint of RUN, verified.
+
+    It goes into DIR/step-<n>, which has its name once every byte was checked. Where the newest is damaged, the one
+    before it is taken, with a warning.
+    """
     console = Console(as_json=as_json)
     found = source.find(run, url)
     pulled = pull_into(found, step, to or folder_of(found), console)
@@ -70,10 +74,7 @@ def pull_into(found: Source, step: int | None, to: Path, console: Console) -> Pu
         InputError: there is none; the store, or this disk, does not work.
         DamagedCheckpoint: not one verifies.
     """
-    pulled = newest_whole(found, found.commits(step), console, lambda commit: to / f"step-{commit.step}")
-    reused = f", {common.count(pulled.report.reused, 'file')} from this disk" if pulled.report.reused else ""
-    console.say(f"{common.count(pulled.report.files, 'file')}{reused}, every byte verified")
-    return pulled
+    return newest_whole(found, found.commits(step), console, lambda commit: to / f"step-{commit.step}")
 
 
 def newest_whole(
@@ -140,7 +141,9 @@ def _fetch(
             str(error),
             "Nothing of it was left on this disk. Call it again when that is mended.",
         ) from error
-    seconds = max(time.monotonic() - began, 0.001)
-    speed = f"{amount(report.bytes)} in {seconds:.1f} s, {amount(report.bytes / seconds)}/s"
-    console.say(f"{manifest.checkpoint_id}: {speed}", "dim")
+    what = f"{common.count(report.files, 'file')}, {amount(report.bytes)}"
+    reused = f", {report.reused} from this disk" if report.reused else ""
+    console.say(
+        f"{manifest.checkpoint_id}: {what} in {time.monotonic() - began:.1f} s{reused}; every byte verified", "dim"
+    )
     return report

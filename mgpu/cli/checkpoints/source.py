@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -211,11 +211,14 @@ def usable_log(run_id: str) -> Iterator[None]:
         ) from error
 
 
-def damaged(source: Source, names: list[str]) -> DamagedCheckpoint:
-    """The error for checkpoints that are not what was committed."""
+def damaged(found: Source, names: Sequence[str], whole: Sequence[Commit] = ()) -> DamagedCheckpoint:
+    """The error for checkpoints that are not what was committed; `whole`: those that are, newest first."""
+    if whole:
+        next_step = f"The newest that verifies: `mgpu checkpoints pull --step {whole[0].step} {found.arguments}`."
+    else:
+        next_step = f"Which ones verify is said by `mgpu checkpoints verify --deep {found.arguments}`."
     return DamagedCheckpoint(
-        f"run {source.run_id}: {', '.join(names)} damaged or incomplete",
-        "What the store holds is not what the commit log says was written.",
-        f"It is left as it is. `mgpu checkpoints verify --deep {source.arguments}` says which ones are whole; "
-        "take one with `pull --step`.",
+        f"run {found.run_id}: {', '.join(names)} damaged or incomplete",
+        "What the store holds is not what the commit log says was written. It is left in place.",
+        next_step,
     )

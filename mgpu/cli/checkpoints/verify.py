@@ -26,23 +26,32 @@ _SHOWN = 3  # problems of one checkpoint in the table; `--json` has all
 @click.option("--step", type=click.IntRange(min=0), help="Only this step's.")
 @common.json_option
 def verify(run: str, url: str | None, deep: bool, step: int | None, as_json: bool) -> int:
-    """Verify every committed checkpoint of RUN. Exit code 6 when one of them, or an entry of the log, is damaged."""
+    """Verify the committed checkpoints of RUN.
+
+    Exit code 6 when one of them, or an entry of the commit log, is missing or damaged.
+    """
     console = Console(as_json=as_json)
     found = source.find(run, url)
-    problems = _look(console, found, found.commits(step), deep)
-    if as_json:
-        told = {name: list(each) for name, each in problems.items()}
-        console.data({"deep": deep, "checkpoints": told, "log": found.gaps})
-    else:
-        rows = [*((name, in_short(each) or "ok") for name, each in problems.items())]
-        rows += [("commit log", gap) for gap in found.gaps]
-        console.table(("checkpoint", "every byte" if deep else "sizes and stored checksums"), rows)
-    damaged = [name for name, each in problems.items() if each]
-    if damaged or found.gaps:
-        return common.exit_with(console, source.damaged(found, [*damaged, *(["the commit log"] if found.gaps else [])]))
-    if not deep and problems:
+    commits = found.commits(step)
+    problems = _look(console, found, commits, deep)
+    _show(console, found, problems, deep)
+    whole = [each for each in commits if not problems[each.checkpoint_id]]
+    damaged = [name for name, each in problems.items() if each] + ["the commit log"] * bool(found.gaps)
+    if damaged:
+        return common.exit_with(console, source.damaged(found, damaged, whole))
+    if not deep and commits:
         console.next(f"mgpu checkpoints verify --deep {found.arguments}    read every byte")
     return 0
+
+
+def _show(console: Console, found: Source, problems: dict[str, tuple[str, ...]], deep: bool) -> None:
+    if console.as_json:
+        told = {name: list(each) for name, each in problems.items()}
+        console.data({"deep": deep, "checkpoints": told, "log": found.gaps})
+        return
+    rows = [(name, in_short(each) or "ok") for name, each in problems.items()]
+    rows += [("commit log", gap) for gap in found.gaps]
+    console.table(("checkpoint", "every byte" if deep else "sizes and stored checksums"), rows)
 
 
 def in_short(problems: tuple[str, ...]) -> str:
