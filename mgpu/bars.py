@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,6 +71,25 @@ class Bar:
     def stop(self) -> None:
         """Takes the bar away."""
         self._progress.stop()
+
+
+@contextmanager
+def interrupting(stop: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, Ctrl-C calls `stop` before it does what it does otherwise."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+
+    def told(number: int, frame: FrameType | None) -> None:
+        stop()
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, told)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _progress(console: RichConsole) -> Progress:

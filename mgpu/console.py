@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mgpu import events
-from mgpu.errors import MgpuError
+from mgpu.errors import Interrupted, MgpuError
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -156,13 +156,24 @@ class Console:
 
     @contextmanager
     def transfer(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Shows how many of `total` bytes are through; what it yields is told of more, from any thread."""
-        from mgpu.bars import Bar, Lines
+        """Shows how many of `total` bytes are through; what it yields is told of more, from any thread.
+
+        After Ctrl-C that raises Interrupted: the threads that move bytes are waited for, and have no other sign.
+        """
+        from mgpu.bars import Bar, Lines, interrupting
 
         self.done()
         shown = Bar(what, total, self._stderr()) if self.interactive else Lines(what, total, self.say)
+        over = threading.Event()
+
+        def add(size: int) -> None:
+            if over.is_set():
+                raise Interrupted(f"{what}: interrupted")
+            shown.add(size)
+
         try:
-            yield shown.add
+            with interrupting(over.set):
+                yield add
         finally:
             self._to_stderr(shown.stop)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 import threading
 
@@ -10,6 +11,7 @@ import pytest
 
 from mgpu.bars import EVERY_S, Lines, amount
 from mgpu.console import Console, neutral
+from mgpu.errors import Interrupted
 
 
 class Terminal(io.StringIO):
@@ -91,3 +93,29 @@ def test_an_error_takes_the_bar_away(monkeypatch):
     with pytest.raises(KeyboardInterrupt), Console().transfer("x", 10):
         raise KeyboardInterrupt
     assert "\x1b[?25h" in terminal.getvalue(), "the cursor is back"
+
+
+def test_ctrl_c_ends_the_threads_that_are_waited_for():
+    before = signal.getsignal(signal.SIGINT)
+    ended = []
+
+    def move(add):
+        try:
+            while True:
+                add(1)
+        except Interrupted:
+            ended.append(True)
+
+    def interrupted():
+        with Console().transfer("x", 10) as add:
+            thread = threading.Thread(target=move, args=(add,), daemon=True)
+            thread.start()
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                thread.join(10)  # as a pool of threads does
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert ended == [True]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,9 +70,12 @@ def _refuse_others(manifest: Manifest) -> None:
 @contextmanager
 def _aside(to: Path) -> Iterator[Path]:
     """A folder beside `to`, on the same disk, that is gone afterwards."""
+    from mgpu_train.store.base import ASIDE
+
+    folder = to.with_name(f"{ASIDE}pull-{to.name}")
+    shutil.rmtree(folder, ignore_errors=True)  # of a command that was killed
     try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+        folder.mkdir(parents=True)
     except OSError as error:
         raise InputError(f"{to} cannot be written", str(error), "Name another folder.") from error
     try:
