@@ -9,12 +9,16 @@ import json
 import os
 import shutil
 import sys
+import threading
 import traceback
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from mgpu_train import parallel
+from mgpu_train.checkpoint.staging import Staging
 from mgpu_train.config import Job
 from mgpu_train.errors import TrainError
 from mgpu_train.loop import Folders, StopRequest, Trainer
@@ -64,6 +68,52 @@ class Patient(Trainer):
         return loss
 
 
+class Held(Patient):
+    """A disk that takes the shards of step 3 only in step 8, and memory that is copied as late as it may be.
+
+    Rank 1 asks for a save ahead of time meanwhile.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.released, self.passed, self.stepped = threading.Event(), threading.Event(), threading.Event()
+
+    def _backward(self, samples: list[int]) -> float:
+        step = self.progress.step + 1
+        if step == 5 and self.place.rank == 1:
+            assert self.folders.save_request is not None
+            self.folders.save_request.touch()
+        if step == 8:
+            self.released.set()
+        loss = (super() if step >= 8 else super(Patient, self))._backward(samples)
+        if step >= 4:
+            self.passed.set()
+        return loss
+
+    def _report(self, *given: float) -> None:
+        if self.progress.step >= 4:
+            self.stepped.set()
+        super()._report(*given)
+
+    def hold(self) -> Any:
+        """While this trainer runs."""
+        copy, write_data = Staging.copy, FileSystemWriter.write_data
+
+        def late_copy(*given: Any, **named: Any) -> None:
+            self.passed.wait(60)
+            self.stepped.wait(0.5)  # in vain, since the step waits for the copy
+            copy(*given, **named)
+
+        def late_write(*given: Any, **named: Any) -> Any:
+            self.released.wait(60)
+            return write_data(*given, **named)
+
+        held = ExitStack()
+        held.enter_context(patch.object(Staging, "copy", late_copy))
+        held.enter_context(patch.object(FileSystemWriter, "write_data", late_write))
+        return held
+
+
 class Runner:
     """Trains scenarios and keeps what went wrong by name, so that one failure hides no other."""
 
@@ -77,6 +127,7 @@ class Runner:
         resume: str | None = None,
         stop: StopRequest | None = None,
         outside: bool | None = None,
+        kind: type[Trainer] = Patient,
         **settings: Any,
     ) -> None:
         """One scenario: checkpoints and metrics go to OUT/name."""
@@ -84,8 +135,9 @@ class Runner:
         asked = self.out / "asked" / f"rank-{self.place.rank}"  # nobody asks for a save but where a test did
         folders = Folders(home / "checkpoints", home / "metrics", self.out / resume if resume else None, asked)
         try:
-            made = Patient(job(self.out, **settings), folders, self.place, stop or Signal(self.place), outside=outside)
-            made.run()
+            made = kind(job(self.out, **settings), folders, self.place, stop or Signal(self.place), outside=outside)
+            with made.hold() if isinstance(made, Held) else nullcontext():
+                made.run()
         except TrainError as error:
             self.failures[name] = str(error)
         except Exception:  # noqa: BLE001 - it is written down, and the test that asks for this scenario fails
@@ -112,6 +164,12 @@ def two_ranks(runner: Runner) -> None:
     ask(runner)
     runner.train("early", strategy="ddp", every_steps=100)
     shutil.rmtree(runner.out / "asked", ignore_errors=True)
+    for strategy in ("ddp", "fsdp"):
+        runner.train(f"{strategy}-long", strategy=strategy, steps=9)
+        (runner.out / "asked").mkdir(exist_ok=True)
+        runner.train(f"{strategy}-held", strategy=strategy, steps=9, kind=Held)
+        shutil.rmtree(runner.out / "asked", ignore_errors=True)
+        runner.train(f"{strategy}-outside", strategy=strategy, outside=True)
     runner.train("finished", strategy="fsdp", resume="fsdp/checkpoints/step-6")
     litter(runner)
     runner.train("littered", strategy="fsdp")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import random
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mgpu_train
 import pytest
 import torch
 
@@ -165,10 +167,60 @@ def test_a_checkpoint_has_a_part_of_each_rank_and_says_what_it_is(out):
     names = {path.name for path in folder.iterdir()}
     assert names == {".metadata", "meta.json", "__0_0.distcp", "__1_0.distcp"}
     meta = json.loads((folder / "meta.json").read_text())
-    assert {key: meta[key] for key in ("step", "samples", "world_size", "strategy", "torch")} == {
-        "step": 3, "samples": 24, "world_size": 2, "strategy": "fsdp", "torch": torch.__version__,
+    text, config, rng = (meta.pop(key) for key in ("text", "config_sha256", "rng_sha256"))
+    assert (len(config), len(rng)) == (64, 64)
+    assert text
+    assert meta.pop("config")["global_batch"] == 8
+    assert meta == {
+        "step": 3, "samples": 24, "seed": 1, "world_size": 2, "strategy": "fsdp", "mesh": "dp=2",
+        "torch": torch.__version__, "python": platform.python_version(), "mgpu_train": mgpu_train.__version__,
+        "loss": losses(out, "fsdp")[2], "validation_loss": losses(out, "fsdp", "validation")[1],
     }  # fmt: skip
-    assert meta["config"]["global_batch"] == 8
+
+
+def test_meta_has_a_validation_loss_of_its_own_step_or_none_and_knows_the_generators(out):
+    metas = {
+        (name, step): json.loads((out / name / "checkpoints" / f"step-{step}" / "meta.json").read_text())
+        for name, step in (("fsdp-cut", 4), ("fsdp", 3), ("ddp", 3), ("fsdp", 6))
+    }
+    assert "validation_loss" not in metas["fsdp-cut", 4]
+    generators = {key: meta["rng_sha256"] for key, meta in metas.items()}
+    assert generators["fsdp", 3] == generators["ddp", 3] != generators["fsdp", 6]
+    assert metas["fsdp", 3]["config_sha256"] != metas["ddp", 3]["config_sha256"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_save_that_training_has_left_behind_is_of_its_own_step(out, strategy, same_bits):
+    """The state is copied as late as it may be, and written only when training is five steps further."""
+    held, long = out / f"{strategy}-held" / "checkpoints", out / f"{strategy}-long" / "checkpoints"
+    assert losses(out, f"{strategy}-held") == losses(out, f"{strategy}-long")
+    assert saved(out, f"{strategy}-held") == ["step-3", "step-8", "step-9"]
+    for step in (3, 9):
+        same_bits(held / f"step-{step}", long / f"step-{step}")
+    for rank in (0, 1):
+        first, *_ = lines(out, f"{strategy}-held", "checkpoint", rank)
+        assert 0.5 <= first["stall_s"] < first["save_s"]  # the step waited for the copy, and not for the disk
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_save_that_is_due_while_one_is_under_way_is_skipped_and_one_asked_for_is_made_after_it(out, strategy):
+    for rank in (0, 1):
+        assert [line["step"] for line in lines(out, f"{strategy}-held", "save_skipped", rank)] == [6]
+        assert [line["step"] for line in lines(out, f"{strategy}-held", "checkpoint", rank)] == [3, 8, 9]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_process_that_writes_makes_the_same_checkpoints(out, strategy, same_bits):
+    assert saved(out, f"{strategy}-outside") == ["step-3", "step-6"]
+    for step in (3, 6):
+        one, other = (out / name / "checkpoints" / f"step-{step}" for name in (f"{strategy}-outside", strategy))
+        same_bits(one, other)
+        assert {path.name for path in one.iterdir()} == {path.name for path in other.iterdir()}
+
+
+def test_replicas_share_out_what_they_write(out):
+    sizes = [(last(out, "ddp") / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    assert max(sizes) < 1.2 * min(sizes)
 
 
 def test_minutes_are_counted_by_the_first_rank_for_all(out):

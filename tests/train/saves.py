@@ -1,0 +1,225 @@
+"""What test_saving.py looks at: trainings of several forked ranks, since torch starts slowly.
+
+`saves.py OUT STORY` writes checkpoints and metrics below OUT, and exit codes into `codes.json`. `disks` mounts: it is
+started in a mount namespace of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from mgpu_train import parallel
+from mgpu_train.checkpoint import dcp
+from mgpu_train.errors import TrainError
+from mgpu_train.loop import Folders, StopRequest
+from scenarios import Patient, Signal, job
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+STEPS, EVERY, LIMIT_S = 8, 2, 30
+Hook = Callable[[int], object]
+
+
+def ranks(world_size: int, body: Callable[[parallel.Place], None], *, nodes: int = 1) -> list[int]:
+    """Forks so many ranks, which meet; returns their exit codes, negative where a signal ended one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    return [_code(child) for child in [_fork(rank, world_size, nodes, port, body) for rank in range(world_size)]]
+
+
+def _code(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _fork(rank: int, world_size: int, nodes: int, port: str, body: Callable[[parallel.Place], None]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        local = rank % (world_size // nodes)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world_size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        body(parallel.join(LIMIT_S, LIMIT_S))
+        code = 0
+    except TrainError as error:
+        sys.stderr.write(f"{error}\n")
+    finally:
+        os._exit(code)
+
+
+class Hooked(Patient):
+    """Does something after some steps, when the save before has ended and before the next one begins."""
+
+    hooks: dict[int, Hook] | None = None
+
+    def _report(self, *given: float) -> None:
+        super()._report(*given)
+        if self.hooks and self.progress.step in self.hooks:
+            self.hooks[self.progress.step](self.progress.step)
+            self.place.barrier()
+
+
+def train(
+    out: Path,
+    home: Path,
+    place: parallel.Place,
+    *,
+    checkpoints: Path | None = None,
+    resume: Path | None = None,
+    stop: StopRequest | None = None,
+    hooks: dict[int, Hook] | None = None,
+    **settings: Any,
+) -> None:
+    """One training; metrics go below `home`."""
+    folders = Folders(checkpoints or home / "checkpoints", home / "metrics", resume, None)
+    given = job(out, **{"steps": STEPS, "every_steps": EVERY, "strategy": "fsdp", **settings})
+    made = Hooked(given, folders, place, stop or Signal(place))
+    made.hooks = hooks
+    made.run()
+
+
+# --- disks that do not take it ----------------------------------------------------------------------------------------
+
+
+def disks(out: Path) -> list[int]:
+    """F32, F33: what a disk does to the second save, and what it does once there is room again."""
+
+    def body(place: parallel.Place) -> None:
+        train(out, out / "plain", place)
+        first = out / "plain" / "checkpoints" / f"step-{EVERY}"
+        pages = sum(-(-path.stat().st_size // 4096) for path in first.iterdir())
+        inodes = 2 + 1 + len(list(first.iterdir()))  # the root, the folder of checkpoints, and the first checkpoint
+        for name, options in {
+            "room-none": f"size={pages * 4096}",
+            "room-half": f"size={pages * 3 // 2 * 4096}",
+            "room-all-but-a-page": f"size={(2 * pages - 1) * 4096}",
+            "inodes-none": f"nr_inodes={inodes}",
+            "inodes-2": f"nr_inodes={inodes + 2}",
+            "inodes-4": f"nr_inodes={inodes + 4}",
+            "read-only": "size=64m",
+        }.items():
+            _on_disk(out, name, options, place)
+
+    return ranks(2, body)
+
+
+def _on_disk(out: Path, name: str, options: str, place: parallel.Place) -> None:
+    disk = out / name / "disk"
+    if place.rank == 0:
+        disk.mkdir(parents=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, name, disk], check=True)
+    place.barrier()
+
+    def remount(options: str) -> None:
+        if place.rank == 0:
+            subprocess.run(["mount", "-o", f"remount,{options}", disk], check=True)
+
+    def after_the_failure(_step: int) -> None:
+        if place.rank == 0:
+            shutil.copytree(disk / "ck", out / name / "after")
+        remount("rw" if name == "read-only" else "size=64m,nr_inodes=1000")
+
+    hooks: dict[int, Hook] = {5: after_the_failure}
+    if name == "read-only":
+        hooks[3] = lambda _step: remount("ro")
+    train(out, out / name, place, checkpoints=disk / "ck", hooks=hooks)
+    if place.rank == 0:
+        shutil.copytree(disk / "ck", out / name / "end")
+
+
+# --- ranks and nodes that do not do their part ------------------------------------------------------------------------
+
+
+def killed(out: Path, rank: int, moment: str) -> list[int]:
+    """A rank is killed in the background, in the second save: when it has written, or before it describes or renames."""
+    owner: Any = {"write_data": FileSystemWriter, "finish": FileSystemWriter}.get(moment, dcp)
+    done = getattr(owner, moment)
+    calls = 0
+
+    def die(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and moment != "write_data":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = done(*given, **named)
+        if calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    def body(place: parallel.Place) -> None:
+        with patch.object(owner, moment, die if place.rank == rank else done):
+            train(out, out / f"{rank}-{moment}", place)
+
+    return ranks(2, body)
+
+
+def unpublished(out: Path) -> list[int]:
+    """Two nodes; the second one cannot give the second save its name, when the first one has."""
+    publish = dcp.publish
+    calls = 0
+
+    def refuse(aside: Path, target: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            while not (out / "node-0" / "checkpoints" / target.name).exists():
+                pass
+            raise OSError(30, "Read-only file system")
+        publish(aside, target)
+
+    def body(place: parallel.Place) -> None:
+        with patch.object(dcp, "publish", refuse if place.rank == 1 else publish):
+            train(out, out / f"node-{place.rank}", place)
+
+    return ranks(2, body, nodes=2)
+
+
+# --- other world sizes ------------------------------------------------------------------------------------------------
+
+
+def reshard(out: Path) -> list[int]:
+    """4 ranks, then 2, then 8, as if 4 had never been interrupted."""
+    codes = []
+    for strategy in ("ddp", "fsdp"):
+        resume = None
+        codes += ranks(4, lambda place, s=strategy: train(out, out / s / "whole", place, strategy=s, steps=9))
+        for number, world_size in enumerate((4, 2, 8)):
+            home = out / strategy / f"{number}-of-{world_size}"
+
+            def body(place: parallel.Place, s: str = strategy, home: Path = home, resume: Path | None = resume) -> None:
+                train(out, home, place, resume=resume, stop=Signal(place, 3, 1), strategy=s, steps=9, every_steps=100)
+
+            codes += ranks(world_size, body)
+            resume = home / "checkpoints" / f"step-{3 * number + 3}"
+    return codes
+
+
+KILLED = ((1, "write_data"), (0, "write_data"), (0, "finish"), (0, "publish"))
+STORIES: dict[str, Callable[[Path], object]] = {
+    "disks": disks,
+    "unpublished": unpublished,
+    "reshard": reshard,
+    "killed": lambda out: {f"{rank}-{moment}": killed(out, rank, moment) for rank, moment in KILLED},
+}
+
+
+def main() -> None:
+    """Tells one story."""
+    out, story = Path(sys.argv[1]), sys.argv[2]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    (out / "codes.json").write_text(json.dumps(STORIES[story](out)))
+
+
+if __name__ == "__main__":
+    main()

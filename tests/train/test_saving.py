@@ -1,0 +1,379 @@
+"""Saves in the background: disks that do not take them, ranks that die, other world sizes, a process that writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mgpu_train.checkpoint.dcp import Checkpointer, Progress
+from mgpu_train.checkpoint.local import finished
+from mgpu_train.checkpoint.outside import Outside
+from mgpu_train.checkpoint.staging import Snapshot, Staging
+from mgpu_train.errors import TrainError
+from mgpu_train.metrics.lines import MetricLines
+from mgpu_train.parallel import Place
+from mgpu_train.saving import Saver
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+STORIES = Path(__file__).with_name("saves.py")
+CPU = torch.device("cpu")
+Tell = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def tell(tmp_path_factory: pytest.TempPathFactory) -> Tell:
+    """`tell("reshard")` runs a story of saves.py once and returns its folder."""
+    told: dict[str, Path] = {}
+
+    def run(story: str, *prefix: str) -> Path:
+        if story not in told:
+            out = told[story] = tmp_path_factory.mktemp(story)
+            for number in range(20):
+                (out / "text").mkdir(exist_ok=True)
+                (out / "text" / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
+            subprocess.run([*prefix, sys.executable, STORIES, out, story], check=True, timeout=240)
+        return told[story]
+
+    return run
+
+
+def codes(out: Path) -> Any:
+    return json.loads((out / "codes.json").read_text())
+
+
+def lines(home: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    found = map(json.loads, (home / "metrics" / f"rank-{rank}.jsonl").read_text().splitlines())
+    return [line for line in found if line["kind"] == kind]
+
+
+def steps(home: Path, kind: str, rank: int = 0) -> list[int]:
+    return [line["step"] for line in lines(home, kind, rank)]
+
+
+# --- disks (F32, F33) -------------------------------------------------------------------------------------------------
+
+FULL, READ_ONLY = "[Errno 28] No space left on device", "[Errno 30] Read-only file system"
+DISKS = {
+    "room-none": FULL, "room-half": FULL, "room-all-but-a-page": FULL, "inodes-none": FULL, "inodes-2": FULL,
+    "inodes-4": FULL, "read-only": READ_ONLY,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def disks(tell: Tell, require: Any) -> Path:
+    root = os.geteuid() == 0 and shutil.which("unshare") is not None
+    require("mounts", root, "only root can mount")
+    return tell("disks", "unshare", "--mount", "--propagation=private")
+
+
+@pytest.mark.parametrize(("disk", "reason"), DISKS.items(), ids=DISKS)
+def test_a_disk_that_does_not_take_a_save_costs_that_save_and_nothing_else(disks, disk, reason, same_bits):
+    """F32, F33: on all ranks; the old one is kept, nothing is left behind, the next one stands once there is room."""
+    home, plain = disks / disk, disks / "plain" / "checkpoints"
+    assert codes(disks) == [0, 0]
+    assert [path.name for path in (home / "after").iterdir()] == ["step-2"]
+    same_bits(home / "after" / "step-2", plain / "step-2")
+    assert sorted(path.name for path in (home / "end").iterdir()) == ["step-2", "step-6", "step-8"]
+    same_bits(home / "end" / "step-8", plain / "step-8")
+    for rank in (0, 1):
+        assert steps(home, "step", rank) == list(range(1, 9))
+        assert steps(home, "checkpoint", rank) == [2, 6, 8]
+        (failed,) = lines(home, "save_failed", rank)
+        assert failed["step"] == 4
+        assert reason in failed["reason"]
+        assert "\n" not in failed["reason"]
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rank", "moment"), [(1, "write_data"), (0, "write_data"), (0, "finish"), (0, "publish")], ids=str
+)
+def test_a_rank_that_is_killed_while_it_writes_leaves_no_folder_that_looks_whole(tell, rank, moment):
+    out, ends = tell("killed") / f"{rank}-{moment}", codes(tell("killed"))[f"{rank}-{moment}"]
+    assert ends[rank] == -signal.SIGKILL
+    assert ends[1 - rank] == 1  # soon: its peer is gone
+    assert [step for step, _ in finished(out / "checkpoints")] == [2]
+
+
+def test_a_node_that_cannot_rename_takes_the_checkpoint_from_all(tell):
+    out = tell("unpublished")
+    assert codes(out) == [0, 0]
+    for rank in (0, 1):
+        home = out / f"node-{rank}"
+        assert sorted(path.name for path in (home / "checkpoints").iterdir()) == ["step-2", "step-6", "step-8"]
+        (failed,) = lines(home, "save_failed", rank)
+        assert (failed["step"], "rank 1: OSError: [Errno 30]" in failed["reason"]) == (4, True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_four_ranks_then_two_then_eight_go_on_as_if_never_interrupted(tell, strategy):
+    """F52"""
+    out = tell("reshard")
+    assert set(codes(out)) == {0}
+    homes = [out / strategy / name for name in ("0-of-4", "1-of-2", "2-of-8")]
+    found = [(line["step"], line["loss"]) for home in homes for line in lines(home, "step")]
+    whole = [line["loss"] for line in lines(out / strategy / "whole", "step")]
+    assert [step for step, _ in found] == list(range(1, 10))
+    assert [loss for _, loss in found] == pytest.approx(whole, rel=1e-4)
+    shards = list((homes[2] / "checkpoints" / "step-9").glob("__*_0.distcp"))
+    assert len(shards) == 8
+
+
+# --- one rank, without others -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alone(Place):
+    """A place that needs no process group."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("seen").add_(1)  # as a BatchNorm does
+        return self.linear(given).sum()
+
+
+class One:
+    """One rank that trains a small model."""
+
+    def __init__(self, outside_s: float | None = None) -> None:
+        torch.manual_seed(1)
+        self.model = Small()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        place = Alone(0, 0, 1, CPU, None, None)  # type: ignore[arg-type]
+        self.checkpointer = Checkpointer(
+            self.model, self.optimizer, place, "rank0", {"config": {}}, outside_s=outside_s
+        )
+        self.step()
+
+    def forward(self) -> None:
+        self.model(torch.ones(2, 5)).backward()
+
+    def step(self) -> None:
+        self.forward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def values(self) -> list[torch.Tensor]:
+        kept = [each for state in self.optimizer.state.values() for each in state.values()]
+        return [each.detach().clone() for each in (*self.model.parameters(), *self.model.buffers(), *kept)]
+
+    def loaded(self, folder: Path) -> list[torch.Tensor]:
+        other = One()
+        other.checkpointer.load(folder)
+        return other.values()
+
+
+def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+@pytest.fixture
+def one() -> Iterator[One]:
+    made = One()
+    yield made
+    made.checkpointer.close()
+
+
+@pytest.fixture
+def beside() -> Iterator[One]:
+    """One whose shards are written by a process of its own."""
+    made = One(outside_s=60)
+    yield made
+    made.checkpointer.close()
+
+
+def test_what_a_forward_pass_changes_is_copied_before_it(one, tmp_path):
+    before = one.values()
+    capture = one.checkpointer.capture(Progress(1, 2))
+    one.forward()
+    assert not same(one.values(), before)
+    one.checkpointer.write(capture, tmp_path)
+    assert same(one.loaded(tmp_path / "step-1"), before)
+
+
+def test_memory_is_laid_out_once(one, tmp_path):
+    one.checkpointer.save(tmp_path, Progress(1, 2))
+    staging = one.checkpointer._staging
+    places = [place.data_ptr() for place in staging._places]
+    for step in (2, 3):
+        one.step()
+        one.checkpointer.save(tmp_path, Progress(step, 2 * step))
+        assert same(one.loaded(tmp_path / f"step-{step}"), one.values())
+    assert [place.data_ptr() for place in staging._places] == places
+    assert len(places) == 8  # two parameters; two moments and a count of each
+
+
+def test_staging_takes_every_shape_and_type():
+    tensors = [
+        torch.randn(3, 4), torch.zeros(0, 7), torch.tensor(2.5), torch.randn(6, 4).t(), torch.arange(5),
+        torch.randn(9).bfloat16(), torch.tensor([True, False]),
+    ]  # fmt: skip
+    for shared in (False, True):
+        staging = Staging(CPU, shared=shared)
+        for given in (tensors, tensors[:2]):  # other ones are laid out anew
+            places = staging.lay_out(given)
+            staging.copy(given, places)
+            assert same(places, given)
+            assert all(place.untyped_storage().nbytes() == place.nbytes for place in places)
+        del places
+        staging.close()
+
+
+def test_a_copy_that_fails_does_not_keep_training_waiting():
+    staging = Staging(CPU)
+    tensor = torch.ones(3)
+    snapshot = Snapshot({"w": tensor}, {tensor.untyped_storage().data_ptr()}, staging)
+    staging.lay_out = lambda _: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(ZeroDivisionError):
+        snapshot.fill()
+    assert snapshot.filled.is_set()
+
+
+def test_a_save_tells_once_what_has_become_of_it(one, tmp_path, monkeypatch):
+    saver = Saver(one.checkpointer, tmp_path, 60)
+    assert saver.poll() is None
+    assert saver.wait() is None
+    go = threading.Event()
+    finish = FileSystemWriter.finish
+    monkeypatch.setattr(FileSystemWriter, "finish", lambda *given, **named: (go.wait(60), finish(*given, **named)))
+    saver.begin(Progress(1, 2), {"loss": 0.5})
+    saver.settle()
+    assert saver.busy
+    assert saver.poll() is None
+    go.set()
+    outcome = saver.wait()
+    assert outcome is not None
+    assert (outcome.progress, outcome.reason) == (Progress(1, 2), None)
+    assert outcome.stall_s > 0
+    assert saver.poll() is None
+    assert json.loads((tmp_path / "step-1" / "meta.json").read_text())["loss"] == 0.5
+
+
+def test_a_disk_that_never_answers_is_given_up(one, tmp_path, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(FileSystemWriter, "finish", lambda *_, **__: go.wait(60))
+    saver = Saver(one.checkpointer, tmp_path, 0.1)
+    saver.begin(Progress(1, 2), {})
+    with pytest.raises(TrainError, match=r"the disk did not take the checkpoint in 0\.1 s \(save_s\)"):
+        saver.wait()
+    assert saver.busy
+    go.set()
+
+
+def test_what_an_earlier_save_left_is_swept_and_a_checkpoint_of_that_name_is_replaced(one, tmp_path):
+    for name in (".tmp-step-7", ".tmp-step-1", "step-1", "step-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "litter").touch()
+    one.checkpointer.save(tmp_path, Progress(1, 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0", "step-1"]
+    assert not (tmp_path / "step-1" / "litter").exists()
+    assert (tmp_path / "step-0" / "litter").exists()
+
+
+def test_a_save_that_fails_keeps_the_checkpoint_that_had_its_name(one, tmp_path, monkeypatch):
+    one.checkpointer.save(tmp_path, Progress(1, 2))
+    kept = one.values()
+    one.step()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "finish", full)
+    with pytest.raises(TrainError, match=r"cannot save .*step-1: rank 0: OSError: \[Errno 28\]"):
+        one.checkpointer.save(tmp_path, Progress(1, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert same(one.loaded(tmp_path / "step-1"), kept)
+
+
+# --- a process that writes --------------------------------------------------------------------------------------------
+
+
+def writer(one: One) -> Outside:
+    assert one.checkpointer._outside is not None
+    return one.checkpointer._outside
+
+
+def test_a_process_that_writes_ignores_the_signals_of_its_group_and_ends_with_its_parent(beside, tmp_path):
+    beside.checkpointer.save(tmp_path, Progress(1, 2))
+    assert same(beside.loaded(tmp_path / "step-1"), beside.values())
+    process = writer(beside)._process
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process.send_signal(number)
+    beside.step()
+    beside.checkpointer.save(tmp_path, Progress(2, 4))
+    assert same(beside.loaded(tmp_path / "step-2"), beside.values())
+    writer(beside)._line.close()  # as the kernel does when a process ends
+    assert process.wait(30) == 0
+
+
+def test_a_process_that_dies_costs_one_save_and_is_started_again(beside, tmp_path):
+    beside.checkpointer.save(tmp_path, Progress(1, 2))
+    first = writer(beside).pid
+    os.kill(first, signal.SIGSTOP)
+    capture = beside.checkpointer.capture(Progress(2, 4))
+    killer = threading.Timer(0.2, os.kill, (first, signal.SIGKILL))
+    killer.start()
+    with pytest.raises(TrainError, match=r"rank 0: OSError: the process that writes died, exit code -9"):
+        beside.checkpointer.write(capture, tmp_path)
+    beside.checkpointer.save(tmp_path, Progress(3, 6))
+    assert writer(beside).pid != first
+    assert [step for step, _ in finished(tmp_path)] == [1, 3]
+
+
+def test_a_process_that_hangs_is_given_up(tmp_path):
+    hanging = One(outside_s=0.2)
+    os.kill(writer(hanging).pid, signal.SIGSTOP)
+    with pytest.raises(TrainError, match=r"the process that writes did not answer in 0\.2 s \(save_s\)"):
+        hanging.checkpointer.save(tmp_path, Progress(1, 2))
+    assert list(tmp_path.iterdir()) == []
+    hanging.checkpointer.close()
+
+
+def test_what_a_process_that_writes_cannot_do_is_an_error_like_any_other(beside, tmp_path, monkeypatch):
+    def in_the_way(_folder: Path, aside: Path) -> None:
+        (aside / "__0_0.distcp").mkdir(parents=True)
+
+    monkeypatch.setattr("mgpu_train.checkpoint.dcp._make_room", in_the_way)
+    with pytest.raises(TrainError, match=r"rank 0: IsADirectoryError: \[Errno 21\] Is a directory"):
+        beside.checkpointer.save(tmp_path, Progress(1, 2))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- metrics on a full disk -------------------------------------------------------------------------------------------
+
+
+def test_metrics_that_a_full_disk_does_not_take_are_written_once_there_is_room(tmp_path):
+    (tmp_path / "rank-0.jsonl").symlink_to("/dev/full")
+    metrics = MetricLines(tmp_path, rank=0)
+    for step in (1, 2):
+        metrics.write("step", step=step, loss=2.5)
+    assert metrics._file is not None
+    with (tmp_path / "room").open("ab") as room:
+        os.dup2(room.fileno(), metrics._file.fileno())
+    metrics.write("step", step=3, loss=2.5)
+    first, *told = (tmp_path / "room").read_text().splitlines()
+    assert first == ""  # what this device reads as is no whole line
+    assert [json.loads(line)["step"] for line in told] == [1, 2, 3]
