@@ -189,6 +189,8 @@ def summary(record: Record) -> list[tuple[str, str]]:
         rows.append(("validation loss", f"{record.validation_loss:.4f}{first}"))
     if record.checkpoint_id:
         rows.append(("checkpoint", f"step {record.checkpoint_step} in {record.store}/{record.run_id}"))
+    if record.saves:
+        rows.append(("saves", saves(record)))
     rows += _interruptions(record)
     seconds = (record.ended_at or time.time()) - record.created_at
     by_phase = phases(record)
@@ -197,6 +199,18 @@ def summary(record: Record) -> list[tuple[str, str]]:
         rows.append(("price", f"${record.price_usd_per_hour:.2f} per hour, all nodes"))
     rows.append(("machines", machines(record)))
     return rows
+
+
+def saves(record: Record) -> str:
+    """How the saves of the newest attempt went, in words."""
+    known = record.saves
+    newest = [
+        f"{what} {known[name]:.2f} s"
+        for name, what in (("stall_s", "training stood still for"), ("save_s", "on disk after"))
+        if name in known
+    ]
+    lost = [f"{known[name]:.0f} {name}" for name in ("failed", "skipped") if name in known]
+    return "; ".join(([f"the newest: {', '.join(newest)}"] if newest else []) + lost)
 
 
 def _interruptions(record: Record) -> list[tuple[str, str]]:

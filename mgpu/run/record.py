@@ -126,6 +126,8 @@ class Record:
     bigram_entropy: float | None = None
     checkpoint_id: str | None = None
     checkpoint_step: int = -1
+    # of the newest attempt, by node 0: `stall_s`, `save_s` of the newest save; how many `failed`, were `skipped`
+    saves: dict[str, float] = field(default_factory=dict)
     node_phases: list[str] = field(default_factory=list)
     phase_seconds: dict[str, float] = field(default_factory=dict)
     agent_seconds: dict[str, float] = field(default_factory=dict)  # node 0's own phases, within `training`

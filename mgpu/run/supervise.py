@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mgpu_train.agent.status import Fault
+from mgpu_train.agent.status import CheckpointStatus, Fault
 
 from mgpu.events import CheckpointCommitted, Note, Progress, Validated
 from mgpu.providers.base import Handle, Provider
@@ -189,8 +189,12 @@ class Supervisor:
     def _report(self) -> None:
         record, eyes = self._session.record, self._outlook.eyes
         for eye in eyes:
-            if eye.status is not None and eye.status.attempt == record.attempt and eye.status.at_risk_since is not None:
+            if eye.status is None or eye.status.attempt != record.attempt:
+                continue
+            if eye.status.at_risk_since is not None:
                 self._outlook.once(f"node {eye.rank}: its provider may take it soon (a hint); the run goes on")
+            if eye.rank and eye.status.checkpoint.problem:  # node 0 only knows that a part is missing
+                self._outlook.once(f"node {eye.rank}: checkpoint: {eye.status.checkpoint.problem}")
         record.node_phases = self._outlook.phases()
         status = eyes[0].status
         if status is None or status.attempt != record.attempt:
@@ -207,6 +211,7 @@ class Supervisor:
             record.validation_loss = status.validation_loss
             self._session.emit(Validated(status.validation_step, status.validation_loss))
         done = status.checkpoint
+        record.saves = _saves(done)
         if done.committed_id and done.committed_id != record.checkpoint_id:
             record.checkpoint_id, record.checkpoint_step = done.committed_id, done.committed_step
             self._session.emit(CheckpointCommitted(done.committed_id, done.committed_step))
@@ -261,3 +266,10 @@ class Supervisor:
         grace_s = times.stop_grace_s + (times.kill_s if level == HURRY else times.drain_s)
         self._stop_by = min(self._stop_by or float("inf"), self._clock() + grace_s)
         self._outlook.stop(level)
+
+
+def _saves(done: CheckpointStatus) -> dict[str, float]:
+    """What a record keeps of an attempt's saves."""
+    newest = {"stall_s": done.stall_s, "save_s": done.save_s}
+    lost = {"failed": done.failed + done.save_failed, "skipped": done.skipped + done.save_skipped}
+    return {name: value for name, value in (newest | lost).items() if value}

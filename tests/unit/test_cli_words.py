@@ -94,6 +94,20 @@ def test_what_to_type_next_names_a_run_file_of_another_name_or_folder(tmp_path, 
     assert any(line.startswith("mgpu run ../mgpu.yaml --stack a-1") for line in lines(tmp_path / "mgpu.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("saves", "shown"),
+    [
+        ({"stall_s": 0.0231, "save_s": 12.3}, "the newest: training stood still for 0.02 s, on disk after 12.30 s"),
+        ({"failed": 2, "skipped": 1}, "2 failed; 1 skipped"),
+        ({"save_s": 100.0, "failed": 1}, "the newest: on disk after 100.00 s; 1 failed"),
+    ],
+    ids=["fine", "program", "one-failed"],
+)
+def test_how_saves_went_is_one_line(saves, shown):
+    assert dict(common.summary(record(saves=saves)))["saves"] == shown
+    assert "saves" not in dict(common.summary(record()))
+
+
 def test_numbers_have_their_plural():
     assert [common.count(n, "node") for n in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
 

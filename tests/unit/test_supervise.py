@@ -657,6 +657,20 @@ def test_a_problem_with_checkpoints_is_told_once(watch):
     assert [event.text for event in watch.world.of(Warned)] == ["checkpoint: 403 from the store"]
 
 
+def test_the_node_whose_upload_failed_says_why(watch):
+    watch.world.nodes[1].says(Phase.TRAINING, checkpoint=CheckpointStatus(problem="403 from the store", failed=1))
+    watch.done_at(9).run()
+    assert [event.text for event in watch.world.of(Warned)] == ["node 1: checkpoint: 403 from the store"]
+
+
+def test_how_saves_went_is_remembered(watch):
+    said = CheckpointStatus(stall_s=0.02, save_s=1.5, failed=1, save_failed=2, save_skipped=4)
+    watch.world.nodes[0].says(Phase.TRAINING, checkpoint=said)
+    remembered = []
+    watch.at(5, lambda: remembered.append(watch.saved.saves)).done_at(9).run()
+    assert remembered[0] == {"stall_s": 0.02, "save_s": 1.5, "failed": 3, "skipped": 4}
+
+
 def test_a_save_that_failed_is_told_once_and_the_next_one_anew(watch):
     for second, step in ((0, 5), (3, 5), (6, 10)):
         said = CheckpointStatus(save_failed=step // 5, save_problem=f"step-{step} was not saved: disk full")
