@@ -8,7 +8,7 @@ import threading
 import pytest
 from mgpu_train.checkpoint import pack
 from mgpu_train.checkpoint.manifest import MAX_PACK_BYTES, FileEntry
-from mgpu_train.checkpoint.pack import SMALL_BYTES, Load, Stored, built, loads, read
+from mgpu_train.checkpoint.pack import SMALL_BYTES, Load, Stored, build, loads, read
 from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.store import Damaged, NotFound, StoreError, crc, open_store
 
@@ -44,19 +44,26 @@ def test_files_stand_in_a_pack_in_their_order():
 # --- building one -----------------------------------------------------------------------------------------------------
 
 
+def built(folder, *files: tuple[str, int]) -> bytes:
+    load = Load(0, files)
+    data = bytearray(load.size)
+    build(folder, load, memoryview(data))
+    return bytes(data)
+
+
 def test_a_pack_is_its_files_one_behind_the_other(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "a").write_bytes(b"first")
     (tmp_path / "sub" / "b").write_bytes(b"")
     (tmp_path / "sub" / "c").write_bytes(b"third")
-    assert built(tmp_path, Load(0, (("a", 5), ("sub/b", 0), ("sub/c", 5)))) == b"firstthird"
+    assert built(tmp_path, ("a", 5), ("sub/b", 0), ("sub/c", 5)) == b"firstthird"
 
 
 @pytest.mark.parametrize("now", [b"firs", b"first!", b""], ids=["shorter", "longer", "empty"])
 def test_a_file_that_changes_while_it_is_packed_fails_the_upload(tmp_path, now):
     (tmp_path / "a").write_bytes(now)
     with pytest.raises(StoreError, match="was changed while it was uploaded"):
-        built(tmp_path, Load(0, (("a", 5),)))
+        built(tmp_path, ("a", 5))
 
 
 def test_what_became_a_link_or_a_pipe_meanwhile_is_not_followed(tmp_path):
@@ -65,7 +72,7 @@ def test_what_became_a_link_or_a_pipe_meanwhile_is_not_followed(tmp_path):
     os.mkfifo(tmp_path / "b")
     for name in ("a", "b"):
         with pytest.raises(OSError):  # noqa: PT011 - ELOOP, or EINVAL
-            built(tmp_path, Load(0, ((name, 5),)))
+            built(tmp_path, (name, 5))
 
 
 # --- taking one apart -------------------------------------------------------------------------------------------------

@@ -26,6 +26,11 @@ class Load:
     number: int | None
     files: tuple[tuple[str, int], ...]
 
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(size for _, size in self.files)
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -59,20 +64,18 @@ def loads(files: Iterable[tuple[str, int]]) -> Iterator[Load]:
         yield Load(number, tuple(waiting))
 
 
-def built(folder: Path, load: Load) -> bytes:
-    """The bytes of a pack.
+def build(folder: Path, load: Load, into: memoryview) -> None:
+    """Fills `into`, which is as long as they are together, with the files of a pack.
 
     Raises OSError, and StoreError when a file does not have the size that it had a moment ago.
     """
-    data = memoryview(bytearray(sum(size for _, size in load.files)))
     offset = 0
     for path, size in load.files:
         with disk.opened(folder / path) as source:
-            whole = os.fstat(source).st_size == size == os.readv(source, [data[offset : offset + size]])
+            whole = os.fstat(source).st_size == size == os.readv(source, [into[offset : offset + size]])
         if not whole:
             raise StoreError(f"{folder / path} was changed while it was uploaded. A finished checkpoint never changes.")
         offset += size
-    return bytes(data)
 
 
 def objects(run_id: str, document: Manifest | Sidecar) -> list[Stored]:

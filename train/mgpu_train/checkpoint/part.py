@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
+from queue import SimpleQueue
 
 from pydantic import ValidationError
 
 from mgpu_train.checkpoint import keys
-from mgpu_train.checkpoint.manifest import MAX_FILES, FileEntry, PackEntry
-from mgpu_train.checkpoint.pack import Load, built, loads
+from mgpu_train.checkpoint.manifest import MAX_FILES, MAX_PACK_BYTES, FileEntry, PackEntry
+from mgpu_train.checkpoint.pack import Load, build, loads
 from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.store import crc, disk
 from mgpu_train.store.base import Damaged, Store, StoreError
 
-_THREADS = 4  # objects in flight; of each, a pack at most is held in memory
+_THREADS = 4  # objects in flight
+_PACKS = 2  # ... of which packs, which are held in memory
 Sent = tuple[list[FileEntry], PackEntry | None]  # what one object's files are
 
 
@@ -30,6 +34,7 @@ class Part:
     folder: Path
     node: int
     there: dict[str, int] = field(default_factory=dict)  # what an interrupted upload left: bytes by key
+    buffers: SimpleQueue[mmap] = field(default_factory=lambda: _buffers())  # each is one pack's at a time
 
     def find(self) -> None:
         """Sees what is in the store already."""
@@ -48,7 +53,8 @@ class Part:
     def look(self, load: Load) -> Sent:
         """What the files on disk are."""
         if load.number is not None:
-            return self._packed(load.number, load, self._built(load))
+            with self._built(load) as data:
+                return self._packed(load.number, load, data)
         path = self.folder / load.files[0][0]
         with disk.translated(f"cannot read {path}"):
             size, crc64nvme = disk.checksum(path)
@@ -59,10 +65,11 @@ class Part:
         return self._send_file(load) if load.number is None else self._send_pack(load.number, load)
 
     def _send_pack(self, number: int, load: Load) -> Sent:
-        key, data = keys.pack(self.run_id, self.checkpoint_id, self.node, number), self._built(load)
-        files, pack = self._packed(number, load, data)
-        if not self._stands(key, pack.size, pack.crc64nvme):
-            self.store.put(key, data)
+        key = keys.pack(self.run_id, self.checkpoint_id, self.node, number)
+        with self._built(load) as data:
+            files, pack = self._packed(number, load, data)
+            if not self._stands(key, pack.size, pack.crc64nvme):
+                self.store.put(key, data)
         return files, pack
 
     def _send_file(self, load: Load) -> Sent:
@@ -81,17 +88,33 @@ class Part:
         stat = self.store.stat(key) if self.there.get(key) == size else None
         return stat is not None and stat.crc64nvme == crc64nvme
 
-    def _built(self, load: Load) -> bytes:
-        with disk.translated(f"cannot read {self.folder}"):
-            return built(self.folder, load)
+    @contextmanager
+    def _built(self, load: Load) -> Iterator[memoryview]:
+        """The bytes of a pack, for as long as the block lasts."""
+        buffer = self.buffers.get()
+        try:
+            data = memoryview(buffer)[: load.size]
+            with disk.translated(f"cannot read {self.folder}"):
+                build(self.folder, load, data)
+            yield data
+        finally:
+            self.buffers.put(buffer)
 
-    def _packed(self, number: int, load: Load, data: bytes) -> tuple[list[FileEntry], PackEntry]:
-        view, offset, files = memoryview(data), 0, list[FileEntry]()
+    def _packed(self, number: int, load: Load, data: memoryview) -> tuple[list[FileEntry], PackEntry]:
+        offset, files = 0, list[FileEntry]()
         for path, size in load.files:
-            own = crc.of_bytes(view[offset : offset + size])
+            own = crc.of_bytes(data[offset : offset + size])
             files.append(_entry(path, size, own, self.node, pack=number, offset=offset))
             offset += size
         return files, PackEntry(node=self.node, number=number, size=len(data), crc64nvme=crc.of_bytes(data))
+
+
+def _buffers() -> SimpleQueue[mmap]:
+    """Memory that goes back to the system: what malloc is given back in pieces of this size, it keeps."""
+    made: SimpleQueue[mmap] = SimpleQueue()
+    for _ in range(_PACKS):
+        made.put(mmap(-1, MAX_PACK_BYTES, flags=MAP_PRIVATE | MAP_ANONYMOUS))
+    return made
 
 
 def files_of(folder: Path, node: int) -> list[tuple[str, int]]:

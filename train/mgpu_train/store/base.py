@@ -85,7 +85,7 @@ class Store(Protocol):
         """
         ...
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Write an object whole, or not at all."""
         ...
 

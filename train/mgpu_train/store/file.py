@@ -30,7 +30,7 @@ class FileStore:
                 return False
         return True
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """See Store."""
         path = self._path(key)
         with disk.translated(f"cannot write {path}"), disk.written(path) as target:

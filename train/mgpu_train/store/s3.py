@@ -87,11 +87,11 @@ class S3Store:
             raise
         return True
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """See Store."""
         if len(data) <= _SMALL:
             self._pace.take(len(data))
-            self._patiently(f"write {key}", lambda: self._put(key, data))
+            self._patiently(f"write {key}", lambda: self._put(key, bytes(data)))
             return
         with in_memory(data) as path:
             self._put_whole(key, path, path.stat())

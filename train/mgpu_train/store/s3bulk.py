@@ -122,7 +122,7 @@ def part_size(size: int) -> int:
 
 
 @contextmanager
-def in_memory(data: bytes) -> Iterator[Path]:
+def in_memory(data: bytes | memoryview) -> Iterator[Path]:
     """A file with these bytes that another process of this user can read, on no disk where there is a way."""
     if not hasattr(os, "memfd_create"):
         with tempfile.NamedTemporaryFile(prefix="mgpu-put-") as file:
