@@ -126,13 +126,16 @@ def prune(store: Store, run_id: str, plan: PrunePlan, *, log: CommitLog | None =
 
 def _wanted(commits: Sequence[Commit], policy: Policy) -> dict[str, str]:
     """What the policy itself keeps, by id with the first reason; `commits` newest first."""
-    keep = {commit.checkpoint_id: f"one of the newest {policy.keep_last}" for commit in commits[: policy.keep_last]}
-    if policy.keep_every_hours is not None:
-        for commit in _spaced(reversed(commits), policy.keep_every_hours * 3600):
-            keep.setdefault(commit.checkpoint_id, f"one every {policy.keep_every_hours:g} hours")
+    last, hours, best = policy.keep_last, policy.keep_every_hours, policy.keep_best
+    newest = "the newest" if last == 1 else f"one of the newest {last}"
+    keep = {commit.checkpoint_id: newest for commit in commits[:last]}
+    if hours is not None:
+        for commit in _spaced(reversed(commits), hours * 3600):
+            keep.setdefault(commit.checkpoint_id, "one every hour" if hours == 1 else f"one every {hours:g} hours")
     for commit in _best(commits, policy):
-        value = commit.meta[policy.best_metric]
-        keep.setdefault(commit.checkpoint_id, f"one of the best {policy.keep_best}: {policy.best_metric} {value:.6g}")
+        which = "the best" if best == 1 else f"one of the best {best}"
+        value = f"{policy.best_metric} {commit.meta[policy.best_metric]:.6g}"
+        keep.setdefault(commit.checkpoint_id, f"{which}: {value}")
     return keep
 
 
