@@ -13,6 +13,7 @@ import pytest
 from failure.checkpoint.judge import Place
 from failure.checkpoint.servers import Savers
 from fakes import gateway as versitygw
+from mgpu_train.store import open_store
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,17 @@ def savers(tmp_path: Path) -> Iterator[Callable[[], Savers]]:
 
 @pytest.fixture
 def places(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[str], Callable[[str], Place]]:
-    """`places("file")("name")`: an empty place; "versitygw": a bucket of its own."""
+    """`places("file")("name")`: an empty place; with "versitygw" all of them are runs in one bucket."""
 
     def kind(name: str) -> Callable[[str], Place]:
         gateway: Gateway | None = None if name == "file" else request.getfixturevalue("gateway")
+        bucket = gateway and open_store(f"s3://{gateway.bucket()}/runs", gateway.env)
 
         def make(place: str) -> Place:
             world = tmp_path / place
             world.mkdir()
-            if gateway is None:
-                return Place(world, f"file://{world}/store")
-            return Place(world, f"s3://{gateway.bucket()}/runs", gateway.env)
+            store = bucket or open_store(f"file://{world}/store")
+            return Place(world, store, gateway and gateway.env)
 
         return make
 

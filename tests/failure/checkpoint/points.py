@@ -60,7 +60,7 @@ class Points:
             if not path.startswith(self._world):
                 return call(what, *rest, **named)
             creates = name != "open" or bool(rest and rest[0] & os.O_CREAT)
-            with self.around(f"{name} {_VARIES.sub('*', path[len(self._world) + 1 :])}", changes=creates):
+            with self.around(f"{name} {_VARIES.sub('*', path.removeprefix(self._world))}", changes=creates):
                 return call(what, *rest, **named)
 
         return watched
@@ -71,10 +71,10 @@ class Points:
 
 
 class WatchedStore:
-    """A store each of whose calls is a point."""
+    """A store each of whose calls is a point; keys are named from the run's folder on."""
 
-    def __init__(self, inner: Any, points: Points) -> None:
-        self._inner, self._points = inner, points
+    def __init__(self, inner: Any, points: Points, run: str) -> None:
+        self._inner, self._points, self._run = inner, points, run
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
@@ -82,7 +82,7 @@ class WatchedStore:
             return found
 
         def call(key: str, *rest: Any, **named: Any) -> Any:
-            with self._points.around(f"store.{name} {key}", changes=name in _STORE_CHANGES):
+            with self._points.around(f"store.{name} {key.removeprefix(self._run)}", changes=name in _STORE_CHANGES):
                 return found(key, *rest, **named)
 
         return call

@@ -5,8 +5,8 @@ One request a line on standard input, one answer a line:
     {"do": "save" | "go on", ...}   forks a child; the answer is {"pid": ...}
     {"wait": pid}                   {"code": ...} of that child: the exit code, or -signal
 
-save: keys world, url, env, attempt, step; `points`: where to write down what was met; `die_at`: the point to die at.
-go on: keys world, url, env; a new attempt goes on from the newest checkpoint that verifies, until it is killed.
+save: keys world, url, env, run, attempt, step; `points`: where to write what was met; `die_at`: the point to die at.
+go on: keys world, url, env, run; a new attempt goes on from the newest checkpoint that verifies, until it is killed.
 """
 
 from __future__ import annotations
@@ -17,28 +17,32 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from failure.checkpoint.points import Points, WatchedStore
 from mgpu_train.agent import procs
 from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.checkpoint.fetch import fetch
+from mgpu_train.checkpoint.lines import Commit
 from mgpu_train.checkpoint.local import discard, finished, write_aside
 from mgpu_train.checkpoint.manifest import checkpoint_id
 from mgpu_train.checkpoint.newest import newest_verified
-from mgpu_train.checkpoint.retention import prune
+from mgpu_train.checkpoint.retention import Policy, plan_prune, prune
 from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
 from mgpu_train.store import Store, open_store
 from mgpu_train.timeouts import Timeouts
 
-RUN, NODES = "run", 2
+NODES = 2
 SIZES = {"empty": 0, "few.json": 300, "sub/some.pt": 70_000}  # bytes: all of them travel in a pack
 OWN, BULK = 1_500_000, 9 << 20  # bytes: an object of its own; one that travels in pieces
 TIMES = Timeouts(store_retry_s=20)
 
 
+@cache
 def content(node: int, step: int, name: str) -> bytes:
     """What a file holds: the same whenever it is asked for."""
     size = SIZES.get(name, OWN if name == "own.distcp" else BULK)
@@ -76,61 +80,88 @@ def write(folder: Path, node: int, step: int) -> Path:
     return final
 
 
-def save(store: Store, world: Path, attempt: int, step: int, keep_last: int = 1) -> None:
-    """Both nodes write and upload, node 0 commits and deletes what is old; then it is fetched."""
-    name = checkpoint_id(attempt, step)
-    for node in range(NODES):
-        part = write(world, node, step)
-        upload_part(
-            store, RUN, name, folder=part, attempt=attempt, node=node, step=step, world_size=NODES, meta={"step": step}
+@cache  # the server opens it, once, and its children have it: to make a client takes longer than a save
+def opened(url: str, env: str) -> Store:
+    """The store, of which nothing was asked yet."""
+    return open_store(url, json.loads(env), timeouts=TIMES)
+
+
+@dataclass(frozen=True)
+class Saver:
+    """One run's nodes, with their disks below `world`."""
+
+    store: Store
+    run: str
+    world: Path
+
+    @property
+    def log(self) -> CommitLog:
+        """As it is now."""
+        return CommitLog(self.store, self.run)
+
+    def save(self, attempt: int, step: int, keep_last: int = 1) -> Commit:
+        """All nodes write and upload, node 0 commits and deletes what is old."""
+        store, run, log = self.store, self.run, self.log
+        for node in range(NODES):
+            upload_part(
+                store,
+                run,
+                checkpoint_id(attempt, step),
+                folder=write(self.world, node, step),
+                attempt=attempt,
+                node=node,
+                step=step,
+                world_size=NODES,
+                meta={"step": step},
+            )
+        commit = commit_when_complete(
+            store,
+            run,
+            checkpoint_id(attempt, step),
+            writers=range(NODES),
+            nodes=NODES,
+            writer=f"writer-{attempt}",
+            log=log,
         )
-    writers = range(NODES)
-    commit = commit_when_complete(store, RUN, name, writers=writers, nodes=NODES, writer=f"writer-{attempt}")
-    assert commit is not None, "all parts are there"
-    prune(store, RUN, keep_last)
-    fetch(store, RUN, CommitLog(store, RUN).manifest(commit), world / "resume")
+        assert commit is not None, "all parts are there"
+        prune(store, run, plan_prune(store, run, Policy(keep_last), log=log), log=log)
+        return commit
+
+    def save_once(self, given: Mapping[str, Any]) -> None:
+        """One save, which is then fetched as a resuming node does."""
+        self.log.begin_attempt(given["attempt"], f"writer-{given['attempt']}")
+        points, me = Points(self.world, given.get("die_at")), self
+        if "points" in given or "die_at" in given:
+            points.watch_disk()
+            me = replace(self, store=cast("Store", WatchedStore(self.store, points, self.run)))
+        commit = me.save(given["attempt"], given["step"])
+        fetch(me.store, self.run, me.log.manifest(commit), self.world / "resume")
+        if "points" in given:
+            points.write(Path(given["points"]))
+
+    def go_on(self, _given: Mapping[str, Any]) -> None:
+        """What a run does that is killed again and again: every start is a new attempt."""
+        attempt = self.log.newest_attempt() + 1
+        self.log.begin_attempt(attempt, f"writer-{attempt}")
+        newest = newest_verified(self.store, self.run, report=lambda _problem: None)
+        step = 0 if newest is None else newest.step
+        for node in range(NODES):  # as the agent does before the launcher starts
+            for _, old in finished(self.world / f"node-{node}"):
+                discard(old)
+        while True:
+            step += 1
+            self.save(attempt, step, keep_last=3)
+            (self.world / f"saved-{os.getpid()}").touch()
 
 
-def save_once(given: Mapping[str, Any]) -> None:
-    world, attempt, step = Path(given["world"]), given["attempt"], given["step"]
-    store = open_store(given["url"], given["env"], timeouts=TIMES)
-    CommitLog(store, RUN).begin_attempt(attempt, f"writer-{attempt}")
-    points = Points(world, given.get("die_at"))
-    if "points" in given or "die_at" in given:
-        points.watch_disk()
-        store = WatchedStore(store, points)
-    save(store, world, attempt, step)  # type: ignore[arg-type]
-    if "points" in given:
-        points.write(Path(given["points"]))
-
-
-def go_on(given: Mapping[str, Any]) -> None:
-    """What a run does that is killed again and again: every start is a new attempt."""
-    world = Path(given["world"])
-    store = open_store(given["url"], given["env"], timeouts=TIMES)
-    log = CommitLog(store, RUN)
-    attempt = log.newest_attempt() + 1
-    log.begin_attempt(attempt, f"writer-{attempt}")
-    newest = newest_verified(store, RUN, report=lambda _problem: None)
-    step = 0 if newest is None else newest.step
-    for node in range(NODES):  # as the agent does before the launcher starts
-        for _, old in finished(world / f"node-{node}"):
-            discard(old)
-    while True:
-        step += 1
-        save(store, world, attempt, step, keep_last=3)
-
-
-_DOINGS: dict[str, Callable[[Mapping[str, Any]], None]] = {"save": save_once, "go on": go_on}
-
-
-def _child(request: Mapping[str, Any], server: int) -> NoReturn:
+def _child(request: Mapping[str, Any], store: Store, server: int) -> NoReturn:
     os.fsync = lambda _descriptor: None  # who is killed loses nothing that the system was given
     procs.die_with_parent(signal.SIGKILL, server)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(2, 1)
     try:
-        _DOINGS[request["do"]](request)
+        saver = Saver(store, request["run"], Path(request["world"]))
+        {"save": saver.save_once, "go on": saver.go_on}[request["do"]](request)
     except BaseException:  # noqa: BLE001 - told on standard error, then over
         traceback.print_exc()
         sys.stderr.flush()
@@ -140,18 +171,20 @@ def _child(request: Mapping[str, Any], server: int) -> NoReturn:
 
 def main() -> None:
     """Serves until standard input ends."""
-    import botocore.session  # noqa: F401 - what a child would have to load
-    import mgpu_train.store.s3  # noqa: F401
-
     server = os.getpid()
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
             answer = {"code": os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])}
-        elif pid := os.fork():
-            answer = {"pid": pid}
         else:
-            _child(request, server)
+            store = opened(request["url"], json.dumps(request["env"]))
+            for node in range(NODES) if "step" in request else ():  # its children need not make it up
+                for name in names(node, request["step"]):
+                    content(node, request["step"], name.partition("/")[2])
+            pid = os.fork()
+            if pid == 0:
+                _child(request, store, server)
+            answer = {"pid": pid}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

@@ -64,15 +64,16 @@ def points_of(place: Place, first: int, server: Savers) -> list[str]:
     return json.loads(path.read_text())
 
 
-# into the folder: every call to the disk; over HTTP: a file in pieces, too
-@pytest.mark.parametrize(("kind", "first"), [("file", 1), ("versitygw", 3)], ids=["file", "versitygw"])
+# into a folder: every call to the disk; over HTTP: every call to the store, with a file that travels in pieces
+@pytest.mark.timeout(1200)  # two minutes on two quiet cores
+@pytest.mark.parametrize(("kind", "first", "at"), [("file", 1, ""), ("versitygw", 3, r"store\.")], ids=["file", "http"])
 def test_killed_anywhere_in_a_save_nothing_half_is_visible_and_it_converges(
-    kind, first, places, savers, record_property
+    kind, first, at, places, savers, record_property
 ):
     make = places(kind)
     points = points_of(make("recorded"), first, savers())
     assert len(points) == len(set(points)) >= FEWEST
-    wanted = [point for point in points if re.search(os.environ.get("MGPU_SAVE_POINTS", ""), point)]
+    wanted = [point for point in points if re.search(os.environ.get("MGPU_SAVE_POINTS", at), point)]
     local = threading.local()
 
     def tell(number: int) -> Story:
