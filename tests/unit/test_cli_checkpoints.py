@@ -88,6 +88,17 @@ def test_a_log_that_is_gone_for_the_most_part_is_exit_code_6(mgpu, committed):
         assert (done.code, "entries missing" in done.err) == (6, True), done.err
 
 
+def test_before_the_first_commit_there_is_no_empty_table(mgpu, world, url):
+    world.record("run-1", state=State.RUNNING, store=url)
+    CommitLog(open_store(url), "run-1").begin_attempt(1, "w")
+    for command in ("ls", "verify"):
+        done = mgpu("checkpoints", command)
+        assert (done.code, done.out) == (0, "no checkpoint is committed\n")
+    pruned = mgpu("checkpoints", "prune", "--keep-last", "1")
+    assert (pruned.code, pruned.out) == (0, "")
+    assert mgpu("checkpoints", "pull").code == 2
+
+
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 

@@ -39,18 +39,19 @@ def list_(run: str, url: str | None, as_json: bool) -> None:
     if as_json:
         console.data([as_data(each) | {"kept_because": kept.get(each.checkpoint_id)} for each in commits])
         return
+    for gap in found.gaps:
+        console.say(f"warning: {gap}", "yellow")
+    if not commits:
+        console.text("no checkpoint is committed")
+        if found.record:
+            console.next(f"mgpu logs {found.run_id}")
+        return
     columns, rows = table(commits, policy.best_metric if policy else METRIC)
     if kept:
         columns = (*columns, "kept because")
         rows = [(*row, kept.get(each.checkpoint_id, _SURPLUS)) for row, each in zip(rows, commits, strict=True)]
     console.table(columns, rows, spare=_SPARE)
-    for gap in found.gaps:
-        console.say(f"warning: {gap}", "yellow")
-    run_id = found.arguments
-    if commits:
-        console.next(f"mgpu checkpoints verify {run_id}", f"mgpu checkpoints pull {run_id}")
-    elif found.record:
-        console.next(f"mgpu logs {run_id}")
+    console.next(f"mgpu checkpoints verify {found.arguments}", f"mgpu checkpoints pull {found.arguments}")
 
 
 def _kept(found: Source, policy: Policy) -> Mapping[str, str]:

@@ -84,7 +84,7 @@ def _policy(found: Source, given: dict[str, Any]) -> Policy:
 
 def _show(console: Console, found: Source, commits: list[Commit], plan: PrunePlan) -> None:
     """Every checkpoint with what becomes of it. Damaged ones are named, whether they go or not."""
-    if not console.as_json:
+    if commits and not console.as_json:
         rows = [
             (
                 each.checkpoint_id,

@@ -49,6 +49,9 @@ def _show(console: Console, found: Source, problems: dict[str, tuple[str, ...]],
         told = {name: list(each) for name, each in problems.items()}
         console.data({"deep": deep, "checkpoints": told, "log": found.gaps})
         return
+    if not problems and not found.gaps:
+        console.text("no checkpoint is committed")
+        return
     rows = [(name, in_short(each) or "ok") for name, each in problems.items()]
     rows += [("commit log", gap) for gap in found.gaps]
     console.table(("checkpoint", "every byte" if deep else "sizes and stored checksums"), rows)
