@@ -37,7 +37,17 @@ def run_file(tmp_path, xdg):
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["--version"], ["plan"], ["offers"], ["ls"], ["spec"], ["launch", "--help"]]
+    "args",
+    [
+        ["--help"],
+        ["--version"],
+        ["plan"],
+        ["offers"],
+        ["ls"],
+        ["spec"],
+        ["launch", "--help"],
+        ["checkpoints", "--help"],
+    ],
 )
 def test_nothing_heavy_is_imported(args, run_file, tmp_path):
     (code, loaded), _ = probe(args, tmp_path)

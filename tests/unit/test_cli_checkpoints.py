@@ -326,8 +326,10 @@ def test_prune_by_the_run_file(mgpu, many):
     assert (again.code, "0 of 3 checkpoints can go" in again.err) == (0, True), "nothing to ask about"
 
 
-def test_options_change_the_run_files_rules(mgpu, many):
-    assert mgpu("checkpoints", "prune", "--yes", "--keep-last", "1", "--keep-best", "0").code == 0
+def test_options_change_the_run_files_rules(mgpu, many, world):
+    rules = ("--keep-last", "1", "--keep-best", "0", "--keep-every-hours", "0")
+    given(world, "{keep_last: 2, keep_best: 1, best_metric: accuracy, keep_every_hours: 1}")
+    assert mgpu("checkpoints", "prune", "--yes", *rules).code == 0
     assert there(many) == [50]
 
 
