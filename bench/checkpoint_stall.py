@@ -1,8 +1,8 @@
 """How long training stands still for a checkpoint: ours beside torch.save and torch's own asynchronous save.
 
 One process, one state of about 1 GiB (fp32 weights and both moments of AdamW), the same disk, one after the other in
-each round. A save is begun, one forward and backward pass run, and the optimizer steps: what the loop waited for the save in
-between is its stall. The next save begins when the one before stands on disk.
+each round. A save is begun, one forward and backward pass run, and the optimizer steps: what the loop waited for the
+save in between is its stall. The next save begins when the one before stands on disk.
 """
 
 from __future__ import annotations

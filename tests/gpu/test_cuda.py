@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from mgpu_train.checkpoint.staging import Snapshot, Staging
 
 TINY = {
     "steps": 6, "global_batch": 8, "seq_len": 32, "warmup_steps": 2, "lr": 0.01, "validate_every": 3,
@@ -22,13 +24,15 @@ def gpu(require) -> None:
     require("cuda", torch.cuda.is_available(), "torch sees no CUDA device")
 
 
-def losses(home: Path, environment: dict[str, str], resume: Path | None = None, **train: object) -> list[float]:
+def losses(
+    home: Path, environment: dict[str, str], resume: Path | None = None, every_steps: int = 3, **train: object
+) -> list[float]:
     """The losses of a one-process run in a folder of its own."""
     home.mkdir()
     job = {
         "run_id": "try", "attempt": 1, "writer": "me", "node_rank": 0, "nodes": 1, "processes_per_node": 1,
         "master_addr": "127.0.0.1", "master_port": 1, "train": {**TINY, **train},
-        "checkpoint": {"to": "file:///x", "every_steps": 3, "writers": "all"},
+        "checkpoint": {"to": "file:///x", "every_steps": every_steps, "writers": "all"},
     }  # fmt: skip
     (home / "job.json").write_text(json.dumps(job))
     folders = {"MGPU_JOB": home / "job.json", "MGPU_CHECKPOINT_DIR": home / "ck", "MGPU_METRICS_DIR": home / "metrics"}
@@ -50,3 +54,37 @@ def test_the_losses_are_those_of_the_cpu_and_survive_a_resume(tmp_path, strategy
     assert resumed == pytest.approx(cuda[3:], rel=1e-4)
     bf16 = losses(tmp_path / "bf16", here, strategy=strategy, precision="bf16")
     assert bf16 == pytest.approx(cpu, rel=0.02)
+
+
+def test_a_copy_beside_the_gpus_other_work_is_of_the_moment_it_was_asked_for():
+    cuda = torch.device("cuda")
+    staging = Staging(cuda, shared=True)
+    tensors = [torch.full((1 << 20,), float(number), device=cuda) for number in range(8)]
+    for tensor in tensors:
+        tensor.mul_(2).add_(1)  # still under way when the snapshot is taken
+    snapshot = Snapshot({"w": tensors}, {tensor.untyped_storage().data_ptr() for tensor in tensors}, staging)
+    filler = threading.Thread(target=snapshot.fill)
+    filler.start()
+    assert snapshot.filled.wait(60)
+    filler.join()
+    for tensor in tensors:
+        tensor.zero_()
+    for number, tensor in enumerate(tensors):
+        copy = snapshot.copy_of(tensor)
+        assert copy is not None
+        assert copy.is_pinned()
+        assert torch.equal(copy, torch.full((1 << 20,), 2.0 * number + 1))
+    del copy, snapshot
+    staging.close()
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_saves_in_the_background_change_no_loss_and_resume_where_they_were_made(tmp_path, strategy):
+    here = dict(os.environ)
+    longer = {"strategy": strategy, "steps": 40, "validate_every": 40}
+    saving = losses(tmp_path / "saving", here, **longer)
+    apart = losses(tmp_path / "apart", here, every_steps=1000, **longer)
+    assert saving == pytest.approx(apart, rel=1e-4)
+    first = tmp_path / "saving" / "ck" / "step-3"  # later ones may have been skipped, so fast are these steps
+    resumed = losses(tmp_path / "resumed", here, resume=first, **longer)
+    assert resumed == pytest.approx(apart[3:], rel=1e-4)

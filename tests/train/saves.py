@@ -142,7 +142,7 @@ def _on_disk(out: Path, name: str, options: str, place: parallel.Place) -> None:
 
 
 def killed(out: Path, rank: int, moment: str) -> list[int]:
-    """A rank is killed in the background, in the second save: when it has written, or before it describes or renames."""
+    """A rank is killed in the background, in the second save: it has written, or is about to describe or rename it."""
     owner: Any = {"write_data": FileSystemWriter, "finish": FileSystemWriter}.get(moment, dcp)
     done = getattr(owner, moment)
     calls = 0

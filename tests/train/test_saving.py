@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from mgpu_train.checkpoint.dcp import Checkpointer, Progress
+from mgpu_train.checkpoint.dcp import Checkpointer, Progress, _share
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.checkpoint.outside import Outside
 from mgpu_train.checkpoint.staging import Snapshot, Staging
@@ -224,6 +224,17 @@ def test_memory_is_laid_out_once(one, tmp_path):
         assert same(one.loaded(tmp_path / f"step-{step}"), one.values())
     assert [place.data_ptr() for place in staging._places] == places
     assert len(places) == 8  # two parameters; two moments and a count of each
+
+
+def test_ranks_share_out_what_they_hold_alike_and_none_copies_all_of_it():
+    alike = {str(number): torch.zeros(number + 1) for number in range(20)}
+    state = {"model": alike, "optimizer": {"state": {"0": {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]}}
+    shares = [_share(state, Alone(rank, rank, 3, CPU, None, None)) for rank in range(3)]  # type: ignore[arg-type]
+    names = [[*share["model"], *share["optimizer"]["state"]["0"]] for share in shares]
+    assert sorted(name for each in names for name in each) == sorted([*alike, "step"])
+    sizes = [sum(tensor.numel() for tensor in share["model"].values()) for share in shares]
+    assert max(sizes) <= min(sizes) + 20
+    assert all(share["optimizer"]["param_groups"] == [{"lr": 0.1}] for share in shares)
 
 
 def test_staging_takes_every_shape_and_type():

@@ -98,6 +98,15 @@ class TestDifferences:
     def test_a_checkpoint_without_it_is_fine(self, tmp_path):
         assert differences(tmp_path, self.meta) == []
 
+    @pytest.mark.parametrize("text", ["", "[]", "3", '{"step": 3}', '{"config": 1}'])
+    def test_one_that_is_none_is_fine(self, tmp_path, text):
+        (tmp_path / "meta.json").write_text(text)
+        assert differences(tmp_path, self.meta) == []
+
+    def test_what_follows_from_another_key_is_not_said_twice(self, tmp_path):
+        (tmp_path / "meta.json").write_text(json.dumps({**self.meta, "world_size": 2, "mesh": "dp=2"}))
+        assert differences(tmp_path, {**self.meta, "world_size": 4, "mesh": "dp=4"}) == ["world_size: 2 -> 4"]
+
 
 class TestByteGPT:
     def test_a_byte_is_predicted_from_those_before_it_alone(self):

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from mgpu_train.checkpoint.local import discard, publish
-from mgpu_train.checkpoint.outside import Outside, OutsideWriter
+from mgpu_train.checkpoint.outside import Outside, OutsideWriter, ShardWriter
 from mgpu_train.checkpoint.staging import Snapshot, Staging, local
 from mgpu_train.config import Writers
 from mgpu_train.errors import TrainError
@@ -174,7 +174,7 @@ class Checkpointer:
         """Each rank writes and flushes its part, and rank 0 what says where all of it lies."""
         random = capture.random if self.writers == "all" else everyones
         state = {**capture.snapshot.state, "progress": asdict(capture.progress), "random": random}
-        writer = OutsideWriter(aside, self._staging, self._outside) if self._outside else FileSystemWriter(aside)
+        writer = OutsideWriter(aside, self._staging, self._outside) if self._outside else ShardWriter(aside)
         planner = _Planner(capture.snapshot)
         if self.writers == "all":
             save(state, storage_writer=writer, planner=planner, process_group=place.control)

@@ -94,6 +94,17 @@ class Outside:
             )
 
 
+class ShardWriter(FileSystemWriter):
+    """DCP's writer, which says why a disk took no more: torch then complains of its unfinished archive instead."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """DCP's own contract."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise _of_the_system(error) or error from error
+
+
 class OutsideWriter(FileSystemWriter):
     """DCP's writer, but that the data is written by `outside`. Plans and metadata stay here."""
 
@@ -124,6 +135,14 @@ class _Handed(DefaultSavePlanner):
         return data.within(self._memory) if isinstance(data, Slot) else data
 
 
+def _of_the_system(error: BaseException) -> OSError | None:
+    """What the operating system had said, when another error came up while that one was handled."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, OSError):
+        inner = inner.__cause__ or inner.__context__
+    return inner
+
+
 def serve() -> None:
     """The other process: orders come by the first descriptor, the second is the memory; ends when nobody is there."""
     for number in (signal.SIGTERM, signal.SIGINT):  # sent to all of a group; whoever gave the order decides
@@ -140,7 +159,7 @@ def serve() -> None:
 def _carry_out(order: Order, memory_fd: int) -> list[WriteResult] | OSError:
     try:
         memory: Any = mmap.mmap(memory_fd, order.size, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        return FileSystemWriter(order.folder).write_data(order.plan, _Handed(order, memory)).wait()
+        return ShardWriter(order.folder).write_data(order.plan, _Handed(order, memory)).wait()
     except OSError as error:
         return error
     except Exception as error:  # noqa: BLE001 - a bug costs this save, not all that follow
