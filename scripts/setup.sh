@@ -79,7 +79,7 @@ sync() {
 compile() {
     say "compiling what commands and ranks import (about 10 s)"
     for modules in "click, grpc, paramiko, pulumi.automation, pulumi.provider.experimental.server, pydantic, rich.console, yaml" \
-        "asyncssh, boto3" "torch, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.run"; do
+        "asyncssh, boto3" "accelerate, lightning_fabric, safetensors.torch" "torch, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.run"; do
         PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c "import $modules" 2>/dev/null || true
     done
     PYTHONDONTWRITEBYTECODE='' .venv/bin/python -m compileall -q mgpu train/mgpu_train || true

@@ -60,7 +60,7 @@ def _how_often(job: Job) -> dict[str, str]:
         "MGPU_CHECKPOINT_EVERY_STEPS": wanted.every_steps if wanted else None,
         "MGPU_CHECKPOINT_EVERY_MINUTES": wanted.every_minutes if wanted else None,
     }
-    return {name: f"{value:g}" for name, value in every.items() if value is not None}
+    return {name: f"{value:.15g}" for name, value in every.items() if value is not None}  # a million is no 1e+06
 
 
 def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: Mapping[str, str]) -> dict[str, str]:
