@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fakes.aws import FOREIGN, FakeAws, world
+from fakes.localstack import localstack  # noqa: F401  a fixture, one for the session
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import shutil
 import socket
+import ssl
+import struct
 import subprocess
 import threading
 import time
@@ -76,8 +79,8 @@ def moto(require) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def versitygw(require, tmp_path_factory) -> Iterator[Server]:
-    program = os.environ.get("MGPU_VERSITYGW") or shutil.which("versitygw")
-    require("versitygw", program is not None, "no program versitygw on PATH")
+    program = _gateway()
+    require("versitygw", program is not None, "it is not installed; scripts/setup-store-tools.sh builds it")
     folder = tmp_path_factory.mktemp("versitygw")
     port = _free_port()
     env = {
@@ -100,11 +103,12 @@ def versitygw(require, tmp_path_factory) -> Iterator[Server]:
         process.wait()
 
 
-@pytest.fixture(params=["file", "moto", "versitygw"])
+@pytest.fixture(params=["file", "moto", "versitygw", "localstack"])
 def site(request, tmp_path) -> Site:
     if request.param == "file":
         return _folder(tmp_path / "store")
-    return _bucket(request.param, request.getfixturevalue(request.param))
+    server = request.getfixturevalue(request.param)
+    return _bucket(request.param, server if isinstance(server, Server) else Server(server.endpoint, server.env))
 
 
 def _folder(root: Path) -> Site:
@@ -142,7 +146,7 @@ def _bucket(kind: str, server: Server) -> Site:
 
 @dataclass
 class Call:
-    """One request on its way through, and its answer on the way back."""
+    """One request on its way through, and its answer on the way back. `body` is empty when it begins."""
 
     method: str
     path: str
@@ -151,6 +155,8 @@ class Call:
     status: int = 0
     answer: bytes = b""
     hang_up: bool = False  # when the answer is written
+    bytes_per_s: float | None = None  # that are read of the body, and written of the answer
+    cut_at: int | None = None  # bytes of the body, or of the answer, after which the connection is reset
     answer_headers: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -169,9 +175,19 @@ class _Quiet(ThreadingHTTPServer):
 
 
 class Proxy:
-    """`before` sees a call before the server does and may answer it, `after` sees the answer; both may raise Lost."""
+    """`begin` sees a call before its body, `before` before the server does and may answer it, `after` sees the answer.
 
-    def __init__(self, target: Server, before: Fault | None = None, after: Fault | None = None) -> None:
+    All may raise Lost. With `tls`, a certificate and its key, it speaks HTTPS.
+    """
+
+    def __init__(
+        self,
+        target: Server,
+        before: Fault | None = None,
+        after: Fault | None = None,
+        begin: Fault | None = None,
+        tls: tuple[Path, Path] | None = None,
+    ) -> None:
         self.calls: list[str] = []
         self._connections: set[socket.socket] = set()
         proxy, netloc = self, urlsplit(target.endpoint).netloc
@@ -186,9 +202,12 @@ class Proxy:
             def handle_one(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
                 headers = {name.title(): value for name, value in self.headers.items()}
-                call = Call(self.command, self.path, headers, self.rfile.read(length))
+                call = Call(self.command, self.path, headers, b"")
                 proxy.calls.append(f"{call.method} {call.path}")
                 try:
+                    if begin:
+                        begin(call)
+                    call.body = self.read(call, length)
                     if before:
                         before(call)
                     if not call.status:
@@ -196,8 +215,7 @@ class Proxy:
                     if after:
                         after(call)
                 except Lost:
-                    self.close_connection = True
-                    self.connection.shutdown(socket.SHUT_RDWR)
+                    self.lose()
                     return
                 self.send_response(call.status)
                 for name, value in call.answer_headers:
@@ -205,8 +223,34 @@ class Proxy:
                 if not call.answer_headers:
                     self.send_header("Content-Length", str(len(call.answer)))
                 self.end_headers()
-                self.wfile.write(call.answer)
+                self.write(call)
                 self.close_connection |= call.hang_up
+
+            def read(self, call: Call, length: int) -> bytes:
+                body = b""
+                while len(body) < length:
+                    step = min(length, call.cut_at or length) - len(body)
+                    if not step:
+                        raise Lost
+                    if call.bytes_per_s:
+                        step = _slowly(call.bytes_per_s, step)
+                    body += self.rfile.read(step)
+                return body
+
+            def write(self, call: Call) -> None:
+                answer = memoryview(call.answer)[: call.cut_at]
+                while answer:
+                    step = _slowly(call.bytes_per_s, len(answer)) if call.bytes_per_s else len(answer)
+                    self.wfile.write(answer[:step])
+                    answer = answer[step:]
+                if call.cut_at is not None:
+                    self.lose()
+
+            def lose(self) -> None:
+                self.close_connection = True
+                with suppress(OSError):  # a reset, and no orderly end
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    self.connection.shutdown(socket.SHUT_RDWR)
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_one  # noqa: N815 - http.server's names
 
@@ -215,8 +259,12 @@ class Proxy:
 
         self._server = _Quiet(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*tls)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self.endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{self._server.server_port}"
 
     def close(self) -> None:
         self._server.shutdown()
@@ -230,14 +278,36 @@ class Proxy:
 def through(moto, monkeypatch) -> Iterator[Callable[..., tuple[Store, Proxy]]]:
     """A store whose every request goes through a proxy with these faults; retries wait for nothing."""
     monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _seconds: None)
-    proxies = []
-    bucket = moto.bucket()
+    yield from _through(moto, monkeypatch)
 
-    def make(before: Fault | None = None, after: Fault | None = None, **times: float) -> tuple[Store, Proxy]:
-        proxy = Proxy(moto, before, after)
+
+@pytest.fixture(params=["moto", "versitygw"])
+def weather(request, monkeypatch) -> Iterator[Callable[..., tuple[Store, Proxy]]]:
+    """The same in front of a careless server and of a real one."""
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _seconds: None)
+    yield from _through(request.getfixturevalue(request.param), monkeypatch)
+
+
+def _through(server: Server, monkeypatch) -> Iterator[Callable[..., tuple[Store, Proxy]]]:
+    proxies = []
+    bucket = server.bucket()
+
+    def make(
+        before: Fault | None = None,
+        after: Fault | None = None,
+        begin: Fault | None = None,
+        tls: tuple[Path, Path] | None = None,
+        env: Mapping[str, str] | None = None,
+        max_bytes_per_s: int | None = None,
+        **times: float,
+    ) -> tuple[Store, Proxy]:
+        proxy = Proxy(server, before, after, begin, tls)
         proxies.append(proxy)
-        env = {**moto.env, "AWS_ENDPOINT_URL": proxy.endpoint}
-        store = open_store(f"s3://{bucket}/x", env, timeouts=Timeouts(**{"store_retry_s": 10, **times}))
+        env = {**(server.env if env is None else env), "AWS_ENDPOINT_URL": proxy.endpoint}
+        if tls:
+            env["AWS_CA_BUNDLE"] = str(tls[0])
+        deadlines = Timeouts(**{"store_retry_s": 10, **times})
+        store = open_store(f"s3://{bucket}/x", env, timeouts=deadlines, max_bytes_per_s=max_bytes_per_s)
         monkeypatch.setattr(store, "_sleep", lambda _seconds: None)
         return store, proxy
 
@@ -252,6 +322,12 @@ def lost() -> type[Exception]:
     return Lost
 
 
+def _slowly(bytes_per_s: float, most: int) -> int:
+    """Waits a moment; how many bytes fit into it."""
+    time.sleep(0.05)
+    return min(most, max(1, int(bytes_per_s / 20)))
+
+
 def _forward(netloc: str, call: Call) -> None:
     connection = http.client.HTTPConnection(netloc, timeout=START_S)
     try:
@@ -261,6 +337,15 @@ def _forward(netloc: str, call: Call) -> None:
         call.answer_headers = [(n, v) for n, v in answer.getheaders() if n.lower() not in ("connection", "server")]
     finally:
         connection.close()
+
+
+def _gateway() -> str | None:
+    """On PATH, or where the script puts it."""
+    script = (Path(__file__).parents[2] / "scripts" / "setup-store-tools.sh").read_text()
+    version = re.search(r"build versitygw \S+ (\S+)", script)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mgpu" / "store-tools"
+    built = cache / f"versitygw-{version[1] if version else ''}"
+    return os.environ.get("MGPU_VERSITYGW") or shutil.which("versitygw") or (str(built) if built.exists() else None)
 
 
 def _free_port() -> int:

@@ -1,68 +1,10 @@
-"""LocalStack in host mode, on loopback, for the session; `make test-localstack` installs it."""
+"""What the tests of this folder mean by AWS."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 from fakes.aws import FOREIGN
-from fakes.aws.fake import SHIELD
-
-READY_S, END_S = 150.0, 20.0
-HERE = "us-east-1"
-SCRIPT = Path(__file__).parents[2] / "scripts" / "setup-localstack.sh"
-# it ends with its input: whatever becomes of the tests, nothing of it stays
-GUARDED = '"$0" -m localstack.runtime.main <&- & read -r _; kill $!; wait'
-
-
-@dataclass(frozen=True)
-class LocalStack:
-    """A running one."""
-
-    endpoint: str
-    account: str = "000000000000"
-
-    @property
-    def env(self) -> dict[str, str]:
-        """What to lay over os.environ, less the names of FOREIGN."""
-        keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-        return {**SHIELD, **keys, "AWS_REGION": HERE, "AWS_DEFAULT_REGION": HERE, "AWS_ENDPOINT_URL": self.endpoint}
-
-
-@pytest.fixture(scope="session")
-def localstack(require, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    python = _folder() / "bin" / "python"
-    installed = (_folder() / ".complete").exists() and python.exists()
-    require("localstack", installed, "it is not installed; `make test-localstack` does that")
-    home = tmp_path_factory.mktemp("localstack")
-    endpoint = f"http://127.0.0.1:{_free_port()}"
-    with (home / "log").open("wb") as log:
-        process = subprocess.Popen(
-            ["sh", "-c", GUARDED, str(python)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=_environment(home, endpoint.removeprefix("http://")),
-            cwd=home,
-            start_new_session=True,
-        )
-    try:
-        _wait(endpoint, process, home / "log")
-        yield LocalStack(endpoint)
-    finally:
-        assert process.stdin
-        process.stdin.close()
-        process.wait(END_S)
+from fakes.localstack import LocalStack
 
 
 @pytest.fixture
@@ -73,35 +15,3 @@ def aws(localstack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> LocalStack:
     for name, value in localstack.env.items():
         monkeypatch.setenv(name, value)
     return localstack
-
-
-def _folder() -> Path:
-    """Where the script puts it."""
-    version = re.search(r"^VERSION=(\S+)", SCRIPT.read_text(), re.MULTILINE)
-    assert version
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "mgpu" / "localstack" / version[1]
-
-
-def _environment(home: Path, listen: str) -> dict[str, str]:
-    own = {"HOME": str(home), "TMPDIR": str(home), "XDG_CACHE_HOME": str(home / "cache"), "GATEWAY_LISTEN": listen}
-    calm = {"DISABLE_EVENTS": "1", "SKIP_SSL_CERT_DOWNLOAD": "1", "DNS_ADDRESS": "0"}
-    return {"PATH": os.environ["PATH"], **own, **calm}
-
-
-def _wait(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{endpoint}/_localstack/health", timeout=2) as answer:  # noqa: S310  loopback
-                if "ec2" in json.load(answer)["services"]:
-                    return
-        except (OSError, urllib.error.URLError):
-            time.sleep(0.25)
-    raise RuntimeError(f"LocalStack did not start: {log.read_text()[-2000:]}")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
