@@ -56,13 +56,13 @@ def run(argv: Sequence[str], env: Mapping[str, str], *, server: int, limit_s: fl
         wall_s, served, busy = time.perf_counter() - begin, cpu_s(server) - served, _machine_cpu_s() - busy
         process.returncode = os.waitstatus_to_exitcode(status)
         timer.cancel()
-        peaks = watch.stop()
+        watch.stop()
         complaints.seek(0)
         says = json.loads(said.strip().splitlines()[-1]) if said.lstrip().startswith("{") else {}
         error = says.get("error", "")
         if process.returncode:
             error = f"exit {process.returncode}: {complaints.read().decode(errors='replace')[-2000:].strip()}"
-    whole = usage.ru_utime + usage.ru_stime
+    whole, peaks = max(usage.ru_utime + usage.ru_stime, sum(watch.cpu.values())), watch.peaks
     return Cost(
         wall_s=says.get("wall_s", wall_s),
         cpu_s=says.get("cpu_s", whole),
@@ -102,12 +102,12 @@ def _children(pid: int) -> Iterator[int]:
                 yield from map(int, (task / "children").read_text().split())
 
 
-def _cpu(pid: int) -> float:
+def _cpu(pid: int, *, waited_for: bool = True) -> float:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    return sum(map(int, fields[11:15])) * _TICK_S
+    return sum(map(int, fields[11 : 15 if waited_for else 13])) * _TICK_S
 
 
 def _machine_cpu_s() -> float:
@@ -117,11 +117,15 @@ def _machine_cpu_s() -> float:
 
 
 class _Watch:
-    """Looks at the peak memory of a process and its descendants, MiB by process id, until it is stopped."""
+    """Looks at a process and its descendants until it is stopped: peak memory in MiB and CPU seconds, by process id.
+
+    Where one is ended by force nobody waits for it, and what it took shows here alone.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._peaks: dict[int, float] = {}
+        self.peaks: dict[int, float] = {}
+        self.cpu: dict[int, float] = {}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
@@ -132,9 +136,8 @@ class _Watch:
                 with suppress(OSError, StopIteration):
                     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
                     kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-                    self._peaks[pid] = kib / 1024
+                    self.peaks[pid], self.cpu[pid] = kib / 1024, _cpu(pid, waited_for=False)
 
-    def stop(self) -> dict[int, float]:
+    def stop(self) -> None:
         self._end.set()
         self._thread.join()
-        return self._peaks
