@@ -13,16 +13,25 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Fate = Literal["fine", "slowdown", "lost", "reset", "silent", "slow"]
+Fate = Literal["fine", "slowdown", "conflict", "refused", "lost", "reset", "silent", "slow"]
 SLOW_BYTES_PER_S = 1000
 _PIECE = 1 << 20
 _LET_GO_S = 60.0  # longer than any test waits
-_SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_ANSWERS = {  # without that the server hears of it
+    "slowdown": (503, "SlowDown"),
+    "conflict": (409, "ConditionalRequestConflict"),
+    "refused": (412, "PreconditionFailed"),
+}
 
 
 def always(fate: Fate) -> Callable[[str], Fate]:
     """Every request meets the same."""
     return lambda _request: fate
+
+
+def writes(fate: Fate) -> Callable[[str], Fate]:
+    """Every request that would change something meets the same."""
+    return lambda request: fate if request.startswith(("PUT", "POST", "DELETE")) else "fine"
 
 
 def sometimes(fate: Fate, share: float, seed: int) -> Callable[[str], Fate]:
@@ -95,8 +104,10 @@ def _handler(weather: Weather) -> type[BaseHTTPRequestHandler]:
                 return self._hang_up()
             if fate == "reset" and length:
                 return self._hang_up()
-            if fate == "slowdown":
-                return self._answer(503, [("Content-Length", str(len(_SLOW_DOWN)))], _SLOW_DOWN)
+            if fate in _ANSWERS:
+                status, code = _ANSWERS[fate]
+                data = f"<Error><Code>{code}</Code><Message>Not now.</Message></Error>".encode()
+                return self._answer(status, [("Content-Length", str(len(data)))], data)
             status, headers, data = weather.pass_on(self.command, self.path, dict(self.headers), body)
             if fate == "lost":
                 return self._hang_up()
