@@ -151,6 +151,31 @@ def test_a_folder_holds_the_files_of_all_nodes(run, tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["resume"]
 
 
+def test_progress_counts_every_byte_once(run, tmp_path):
+    """Fetched, copied from this disk, or read to verify: in the end it is the size of all files."""
+    manifest = run.manifest(run.save(10))
+    for local in ([], [run.folder(0, 10)]):
+        told: list[int] = []
+        fetch(run.store, "run-1", manifest, tmp_path / f"{len(local)}", local=local, progress=told.append)
+        assert sum(told) == manifest.bytes
+    told = []
+    assert verify(run.store, "run-1", manifest, deep=True, progress=told.append) == ()
+    assert sum(told) == manifest.bytes
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_fetch_is_flushed_once_or_not_at_all(run, tmp_path, monkeypatch, durable):
+    manifest = run.manifest(run.save(10))
+    (tmp_path / "into").mkdir()
+    flushed, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))  # noqa: PTH115
+    fetch(run.store, "run-1", manifest, tmp_path / "into" / "resume", durable=durable)
+    aside = tmp_path / "into" / ".aside-new-resume"
+    files = [str(aside / file.path) for file in manifest.files]
+    folders = [str(aside), str(aside / "sub"), str(aside.parent)]
+    assert sorted(flushed) == (sorted(files + folders) if durable else [])
+
+
 @pytest.mark.parametrize("how", ALL)
 def test_a_damaged_checkpoint_is_never_put_in_place(run, damage, how, tmp_path):
     """F28, I3: every byte is compared before the folder has its name."""

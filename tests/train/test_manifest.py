@@ -234,6 +234,12 @@ def test_stored_packs_that_were_changed_are_refused(change):
         m.parse_entry(altered(changed), "entry 3")
 
 
+@pytest.mark.parametrize("half", [{"pack": 0}, {"offset": 0}])
+def test_a_file_has_a_pack_and_an_offset_or_neither(half):
+    with pytest.raises(ValidationError, match="or neither"):
+        m.FileEntry(path="a", size=3, crc64nvme=CRC, node=0, **half)
+
+
 @pytest.mark.parametrize(("version", "use"), [(1, "the older mgpu that wrote it"), (3, "a newer mgpu")])
 def test_another_format_is_refused_with_what_to_do(version, use):
     """F52: before anything else of it is looked at."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from mgpu_train.checkpoint.manifest import FileEntry, Sidecar
+from mgpu_train.checkpoint.manifest import FileEntry, PackEntry, Sidecar
 from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.upload import assemble, gather, upload_part
 from mgpu_train.checkpoint.verify import verify
@@ -199,6 +199,30 @@ def test_too_many_files_are_refused(run, monkeypatch):
         run.upload(0, 10)
 
 
+def test_a_list_of_files_that_nobody_could_read_is_refused(run, monkeypatch):
+    monkeypatch.setattr("mgpu_train.checkpoint.upload.MAX_DOCUMENT_BYTES", 300)
+    with pytest.raises(StoreError, match="list of files is too long"):
+        run.upload(0, 10)
+    assert not [key for operation, key in run.store.calls if operation == "put_if_absent" and "node-0" in key]
+
+
+def test_small_files_are_few_objects(run):
+    """Thousands of files, a handful of requests, each byte where the sidecar says it is."""
+    folder = run.folder(0, 10)
+    for n in range(2000):
+        (folder / f"part-{n:04d}").write_bytes(os.urandom(n % 90))
+    sidecar = run.upload(0, 10)
+    puts = [key for operation, key in run.store.calls if operation in ("put", "put_file")]
+    assert sorted(key.rpartition("/")[2] for key in puts) == ["__0_0.distcp", "node-0.pack-0"]
+    data = (run.root / f"{PART}.pack-0").read_bytes()
+    for file in sidecar.files:
+        if file.pack is not None:
+            assert data[file.offset :][: file.size] == (folder / file.path).read_bytes()
+    assert len(sidecar.files) == 2003
+    run.upload(1, 10)
+    assert verify(run.store, "run-1", run.manifest(run.commit(10)), deep=True) == ()
+
+
 def test_a_damaged_sidecar_is_not_believed(run, damage):
     for node in (0, 1):
         run.upload(node, 10)
@@ -256,6 +280,20 @@ def test_parts_that_make_no_checkpoint():
         make(part(0, ("a", 1)), part(0, ("b", 1)))
     with pytest.raises(Damaged, match="not of one checkpoint"):
         make()
+
+
+def test_a_pack_that_holds_no_file_that_counts_is_not_in_the_manifest():
+    def packed(node: int, *paths: str) -> Sidecar:
+        files = [
+            FileEntry(path=path, size=1, crc64nvme="0" * 16, node=node, pack=number, offset=0)
+            for number, path in enumerate(paths)
+        ]
+        packs = tuple(PackEntry(node=node, number=n, size=1, crc64nvme="0" * 16) for n in range(len(paths)))
+        return part(node).model_copy(update={"files": tuple(files), "packs": packs})
+
+    manifest = make(packed(0, "common", "a"), packed(1, "common", "b"))
+    assert [(pack.node, pack.number) for pack in manifest.packs] == [(0, 0), (0, 1), (1, 1)]
+    assert [(file.path, file.node) for file in manifest.files] == [("common", 0), ("a", 0), ("b", 1)]
 
 
 def test_a_node_may_have_nothing_to_add():
