@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -277,14 +278,14 @@ class Proxy:
 @pytest.fixture
 def through(moto, monkeypatch) -> Iterator[Callable[..., tuple[Store, Proxy]]]:
     """A store whose every request goes through a proxy with these faults; retries wait for nothing."""
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _seconds: None)
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _seconds: None))  # botocore's alone
     yield from _through(moto, monkeypatch)
 
 
 @pytest.fixture(params=["moto", "versitygw"])
 def weather(request, monkeypatch) -> Iterator[Callable[..., tuple[Store, Proxy]]]:
     """The same in front of a careless server and of a real one."""
-    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda _seconds: None)
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _seconds: None))  # botocore's alone
     yield from _through(request.getfixturevalue(request.param), monkeypatch)
 
 

@@ -71,7 +71,7 @@ class S3Store:
         self._env = env
         self._pace = Pace(max_bytes_per_s)
         self._connect()
-        self._bulk = Bulk(self._errors, timeouts, self._pace, self._keys, self._connection.ca)
+        self._bulk = Bulk(self._errors, timeouts, self._pace, self._keys, ca=self._connection.ca, prefix=self._prefix)
         self._bulk.watch(self._client)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
@@ -184,15 +184,15 @@ class S3Store:
     def _put_whole(self, key: str, path: Path, found: os.stat_result) -> str:
         if not self._bulk.knows_the_way:
             self.stat(key)
-            self._bulk.learn(self._at(key)["Key"])
-        return self._bulk.send(self._at(key)["Key"], path, found)
+            self._bulk.learn(key)
+        return self._bulk.send(key, path, found)
 
     def _put_parts(self, key: str, path: Path, found: os.stat_result) -> str:
         where = self._at(key)
         upload = self._patiently(f"write {key}", lambda: self._begin_upload(where))
         try:
-            self._bulk.learn(where["Key"])
-            parts = self._bulk.send_parts(where["Key"], upload, path, found)
+            self._bulk.learn(key)
+            parts = self._bulk.send_parts(key, upload, path, found)
             whole = crc.joined((value, length) for _, value, length in parts)
             self._complete(key, upload, [sent for sent, _, _ in parts], found.st_size, whole)
         except BaseException:
@@ -240,8 +240,8 @@ class S3Store:
             raise NotFound(f"{self.url}: cannot read {key}: there is no such object")
         if found.size != size:
             raise Damaged(f"{self.url}: {key} has {found.size} bytes, not {size}")
-        self._bulk.learn(self._at(key)["Key"])
-        return self._bulk.receive(self._at(key)["Key"], size, to, progress)
+        self._bulk.learn(key)
+        return self._bulk.receive(key, size, to, progress)
 
     def _slowly_read(self, key: str, body: Any, size: int) -> bytes:
         """All of a stream, unless it is too slow; botocore waits for every byte as if it were the last."""
@@ -299,8 +299,13 @@ class S3Store:
     def _note_answer(self, response_dict: Any = None, **_event: Any) -> None:
         self._answered = self._answered or response_dict is not None
 
-    def _give_up_early(self, attempts: int, caught_exception: Exception | None, **_event: Any) -> bool | None:
-        """False ends the retries: where nobody ever answered, nobody will."""
+    def _give_up_early(
+        self, attempts: int, caught_exception: Exception | None, request_dict: dict[str, Any], **_event: Any
+    ) -> bool | None:
+        """False ends the retries: where nobody ever answered, nobody will; and not after `store_retry_s`."""
+        now = self._clock()
+        if now - request_dict["context"].setdefault("mgpu_began", now) > self._timeouts.store_retry_s:
+            return False
         silent = isinstance(caught_exception, (EndpointConnectionError, ConnectTimeoutError))
         return False if silent and not self._answered and attempts >= _FIRST_ATTEMPTS else None
 

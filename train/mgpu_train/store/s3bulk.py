@@ -34,9 +34,17 @@ class Bulk:
     """The transfers of one store. Where its bucket is it learns from the requests that botocore makes."""
 
     def __init__(
-        self, errors: S3Errors, timeouts: Timeouts, pace: Pace, keys: Callable[[bool], Keys], ca: str | None
+        self,
+        errors: S3Errors,
+        timeouts: Timeouts,
+        pace: Pace,
+        keys: Callable[[bool], Keys],
+        *,
+        ca: str | None,
+        prefix: str,
     ) -> None:
         self.engine = Engine(timeouts, pace, keys)
+        self._prefix = prefix
         self._errors, self._ca = errors, ca
         self._seen = threading.local()
         self._route: Route | None = None
@@ -49,7 +57,7 @@ class Bulk:
         """The last request of this thread was for `key`; False: it has made none."""
         request = getattr(self._seen, "request", None)
         path = urlsplit(request.url).path if request else ""
-        if request is None or not path.endswith(quoted := _quoted(key)):
+        if request is None or not path.endswith(quoted := _quoted(self._prefix + key)):
             return False
         parts = urlsplit(request.url)
         url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
@@ -109,7 +117,7 @@ class Bulk:
     def _task(self, method: str, key: str, file: Path | None, offset: int, length: int, **more: Any) -> Task:
         if self._route is None:
             raise RuntimeError("no request was made before")
-        path = self._route.base + _quoted(key)
+        path = self._route.base + _quoted(self._prefix + key)
         return Task(0, method, self._route, path, offset, length, None if file is None else str(file), **more)
 
     def _note(self, request: Any, **_event: Any) -> None:
