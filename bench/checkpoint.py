@@ -101,6 +101,15 @@ def memory(report: Report) -> None:
     report.at_most("growth of all processes together, 0.5 to 8 GiB", grown[-1].mib - grown[0].mib, 10, " MiB")
 
 
+def stall(report: Report) -> None:
+    """How long training stands still for a save."""
+    from bench import checkpoint_stall
+
+    of_blocking, of_dcp = checkpoint_stall.main()
+    report.at_most("stall of a save, of a blocking torch.save's", 100 * of_blocking, 5, " %")
+    report.at_most("stall of a save over DCP's async_save, its best", of_dcp, 1, "x")
+
+
 PARTS = {
     "upload": upload,
     "gateway": gateway,
@@ -111,6 +120,7 @@ PARTS = {
     "flip": checkpoint_faults.flip,
     "faults": checkpoint_faults.faults,
     "deadlines": checkpoint_faults.deadlines,
+    "stall": stall,
 }
 
 

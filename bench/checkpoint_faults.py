@@ -45,7 +45,7 @@ def flip(report: Report) -> None:
         for name, fetch in clients.items():
             for stored in sorted(each for each in (server.folder / name).rglob("*") if _is_body(each)):
                 with _flipped(stored):
-                    error = fetch().error
+                    error = fetch().reason
                 wrong = not error and any(path.is_file() for path in to.rglob("*"))
                 empty(to)
                 what = f"{'s5cmd' if name == 'plain' else name}, {stored.name} of {stored.stat().st_size} bytes"
@@ -67,7 +67,7 @@ def faults(report: Report) -> None:
                 }
                 for who, upload in clients.items():
                     cost = upload()
-                    print(f"  {name:<22} {who:<6} {cost.wall_s:7.1f}  {cost.error[:150] or 'done'}", flush=True)
+                    print(f"  {name:<22} {who:<6} {cost.wall_s:7.1f}  {cost.reason[-150:] or 'done'}", flush=True)
                     empty(server.folder)
                     if who == "ours":
                         report.holds(f"upload under faults: {name}", f"{cost.wall_s:.1f} s", met=not cost.error)

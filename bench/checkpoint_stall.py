@@ -140,8 +140,11 @@ def ours(training: Training, *, outside: bool) -> Save:
     return save
 
 
-def main() -> None:
-    """Prints the first save apart, the medians of the others, and their ratios to a blocking save."""
+def main() -> tuple[float, float]:
+    """Prints the first save apart, the medians of the others, and their ratios to a blocking save.
+
+    Returns the stall of ours over a blocking save's, and over that of DCP's best.
+    """
     aside = ROOT / ".mgpu"
     aside.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=aside) as folder:
@@ -159,11 +162,12 @@ def main() -> None:
         for _ in range(1 + ROUNDS):
             for name, save in saves.items():
                 taken[name].append(save())
-        _report(taken)
+        shares = _report(taken)
     parallel.leave()
+    return shares
 
 
-def _report(taken: dict[str, list[tuple[float, float]]]) -> None:
+def _report(taken: dict[str, list[tuple[float, float]]]) -> tuple[float, float]:
     print(f"  {'':<40}{'first':>9}{'median':>9}{'max':>9}{'of torch.save':>15}{'on disk after':>15}   (seconds)")
     medians = {name: statistics.median(stall for stall, _ in each[1:]) for name, each in taken.items()}
     whole = next(iter(medians.values()))
@@ -174,6 +178,7 @@ def _report(taken: dict[str, list[tuple[float, float]]]) -> None:
     theirs = min(stall for name, stall in medians.items() if name.startswith("DCP"))
     print(f"  mgpu / torch.save {medians['mgpu'] / whole:.2%} (limit {LIMIT:.0%})")
     print(f"  mgpu / DCP's best {medians['mgpu'] / theirs:.2f} (limit 1)")
+    return medians["mgpu"] / whole, medians["mgpu"] / theirs
 
 
 if __name__ == "__main__":

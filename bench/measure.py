@@ -35,6 +35,11 @@ class Cost:
     says: Mapping[str, Any] = field(default_factory=dict)  # what it reported
 
     @property
+    def reason(self) -> str:
+        """The last line of why it failed; empty: it did not."""
+        return (self.error.strip().splitlines() or [""])[-1]
+
+    @property
     def mib(self) -> float:
         """Peak memory, all processes together."""
         return self.main_mib + self.others_mib
