@@ -484,6 +484,22 @@ def test_an_entry_that_cannot_be_read_stops_the_attempt_but_not_the_run(run, dam
     assert run.log.commit(manifest(5, attempt=2), "writer-2").seq == 5
 
 
+@pytest.mark.parametrize("how", ["missing", "truncated", "old format"])
+def test_where_no_commit_can_be_read_nobody_begins_at_zero(run, damage, how):
+    """I3, F52"""
+    path = run.commit_path(run.save(1).seq)
+    run.begin(2)
+    if how == "old format":
+        path.write_bytes(path.read_bytes().replace(b'"manifest":{"version":2', b'"manifest":{"version":1'))
+    else:
+        damage[how](path)
+    said: list[str] = []
+    with pytest.raises(Damaged, match="and 1 entries of its commit log cannot be read"):
+        newest_verified(run.store, "run-1", report=said.append)
+    assert len(said) == 1
+    assert ("describes a checkpoint in format 1" in said[0]) == (how == "old format")
+
+
 def test_a_number_far_away_is_no_log(run):
     run.plain.put("run-1/commits/99999999.json", b"{}")
     with pytest.raises(Damaged, match="missing"):

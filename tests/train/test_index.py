@@ -192,17 +192,20 @@ def test_a_commit_stands_though_its_index_cannot_be_written(long, error):
 
 
 def test_an_index_of_another_run_is_none(long):
-    found = index.load(long.plain, "run-1")
-    put(long, found.model_copy(update={"run_id": "run-2", "upto": 23}))
+    real = long.log.read()
+    key = put(long, index.Index(run_id="run-2", upto=25, lines=tuple(real[:26])))
     long.store.calls.clear()
-    assert long.log.read() == truth(long)
+    assert long.log.read() == real
+    assert calls(long, "get", "index")[0] == key  # and then the one of before
     assert len(calls(long, "get", "index")) == 2
 
 
 def test_an_index_with_a_gap_is_none(long):
-    found = index.load(long.plain, "run-1")
-    for lines in (found.lines[1:], found.lines[:5] + found.lines[6:], found.lines[::-1], ()):
-        put(long, index.Index.model_construct(run_id="run-1", upto=99, lines=lines))
+    real = tuple(long.log.read()[:26])
+    for lines in (real[1:], real[:5] + real[6:], real[::-1], ()):
+        put(long, index.Index.model_construct(run_id="run-1", upto=25, lines=lines))
+    long.store.calls.clear()
+    assert index.load(long.store, "run-1") is None  # the four that are tried
     assert long.log.read() == truth(long)
 
 
@@ -273,6 +276,16 @@ def test_one_that_hides_a_newer_attempt_lets_no_zombie_commit(long):
     assert zombie.read()[30] == hidden  # it is lied to
     with pytest.raises(Fenced, match="attempt 2 of run run-1 has begun"):
         zombie.commit(manifest(60), "writer-1")
+
+
+def test_one_that_knows_the_future_is_not_believed(long):
+    """Else it would stand for a number that is written later, and nobody would read the true entry."""
+    real = truth(long)
+    future = real[29].model_copy(update={"seq": 30, "step": 30, "checkpoint_id": "a001-step-30"})
+    put(long, index.Index.model_construct(run_id="run-1", upto=20, lines=(*real[:20], future, real[20])))
+    long.begin(2)
+    with pytest.raises(Fenced, match="attempt 2 of run run-1 has begun"):
+        CommitLog(long.store, "run-1").commit(manifest(60), "writer-1")
 
 
 def test_one_that_hides_commits_gives_no_number_twice(long):
