@@ -167,6 +167,24 @@ def test_listing_is_sorted_and_by_prefix(site):
     assert list(site.store.list("nothing/here/")) == []
 
 
+def test_a_listing_from_a_key_on(site):
+    for key in ("a/1", "a/2", "a/3", "a/2-x", "b/1"):
+        site.store.put(key, b"")
+    assert [stat.key for stat in site.store.list("a/", after="a/2")] == ["a/2-x", "a/3"]  # itself left out
+    assert [stat.key for stat in site.store.list("a/", after="a/25")] == ["a/3"]  # no object has to have that key
+    assert [stat.key for stat in site.store.list("", after="a/3")] == ["b/1"]
+    assert list(site.store.list("a/", after="z")) == []
+
+
+def test_progress_is_told_of_every_byte(site, tmp_path):
+    for size in (0, 1000, 17 * MIB):
+        (tmp_path / "f").write_bytes(bytes(size))
+        sent, told = site.store.put_file("f", tmp_path / "f"), []
+        site.store.checksum("f", size, told.append)
+        site.store.get_file("f", tmp_path / "g", size=size, crc64nvme=sent.crc64nvme, progress=told.append)
+        assert sum(told) == 2 * size
+
+
 def test_deleting_is_idempotent(site):
     site.store.put("a/b/c", b"")
     site.store.put("a/d", b"")
