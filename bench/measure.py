@@ -18,6 +18,7 @@ from typing import Any
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _LOOK_S = 0.02
 _LIMIT_S = 900.0
+_SETTLE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def run(argv: Sequence[str], env: Mapping[str, str], *, server: int, limit_s: fl
 
     `server` is the process id of the server that it talks to. After `limit_s` the program is killed, which is an error.
     """
+    _settle(server)
     with tempfile.TemporaryFile() as complaints:
         begin, served, busy = time.perf_counter(), cpu_s(server), _machine_cpu_s()
         process = subprocess.Popen(argv, env=dict(env), stdout=subprocess.PIPE, stderr=complaints)
@@ -113,6 +115,14 @@ def _cpu(pid: int, *, waited_for: bool = True) -> float:
     except OSError:
         return 0.0
     return sum(map(int, fields[11 : 15 if waited_for else 13])) * _TICK_S
+
+
+def _settle(server: int) -> None:
+    """Waits until a server has nothing left to do of what came before: it would count against who comes next."""
+    end, used = time.monotonic() + _SETTLE_S, -1.0
+    while time.monotonic() < end and cpu_s(server) > used:
+        used = cpu_s(server)
+        time.sleep(0.3)
 
 
 def _machine_cpu_s() -> float:
