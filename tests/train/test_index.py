@@ -9,7 +9,7 @@ from mgpu_train.checkpoint import index, keys
 from mgpu_train.checkpoint.commitlog import CommitLog, Fenced
 from mgpu_train.checkpoint.lines import Commit, Unreadable
 from mgpu_train.checkpoint.manifest import AttemptEntry, FileEntry, Manifest, checkpoint_id, to_bytes
-from mgpu_train.store import Denied, NotFound, Unavailable
+from mgpu_train.store import Damaged, Denied, NotFound, Unavailable
 
 EVERY = 8
 
@@ -236,6 +236,16 @@ def test_an_entry_that_was_damaged_after_it_was_indexed_is_found_when_it_is_used
     assert commit in long.log.checkpoints()
     with pytest.raises(NotFound, match="entry 1 of the commit log is missing"):
         long.log.manifest(commit)
+
+
+def test_only_the_manifest_that_was_committed_is_given_out(long):
+    commit = long.log.checkpoints()[0]
+    with pytest.raises(Damaged, match="another manifest than the index says"):
+        long.log.manifest(commit.model_copy(update={"manifest_sha256": "0" * 64}))
+    with pytest.raises(Damaged, match="entry 29 of the commit log is not the checkpoint a001-step-28"):
+        long.log.manifest_at(29, "a001-step-28")
+    with pytest.raises(Damaged, match="entry 0 of the commit log is not"):
+        long.log.manifest_at(0, "a001-step-29")
 
 
 # --- an index that lies -----------------------------------------------------------------------------------------------
