@@ -365,7 +365,7 @@ def test_a_process_that_stands_still_is_ended(weather, source):
             stopped.append(store._bulk.engine.pid)
             os.kill(stopped[0], signal.SIGSTOP)
 
-    store, _ = weather(stop, store_stall_s=1)
+    store, _ = weather(stop, store_stall_s=5)  # time to begin on a busy machine
     with pytest.raises(Unavailable, match="too slow"):
         store.put_file("f", source)
     calm, _ = weather()
