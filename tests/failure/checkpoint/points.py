@@ -60,10 +60,15 @@ class Points:
             if not path.startswith(self._world):
                 return call(what, *rest, **named)
             creates = name != "open" or bool(rest and rest[0] & os.O_CREAT)
-            with self.around(f"{name} {_VARIES.sub('*', path.removeprefix(self._world))}", changes=creates):
+            with self.around(f"{name} {self._named(path)}", changes=creates):
                 return call(what, *rest, **named)
 
         return watched
+
+    def _named(self, path: str) -> str:
+        """From the world's folder on; its own name is the run's, which differs from world to world."""
+        run, below = Path(self._world).name, path.removeprefix(self._world)
+        return _VARIES.sub("*", "/".join("RUN" if part == run else part for part in below.split("/")))
 
     def write(self, path: Path) -> None:
         """Writes the names down."""

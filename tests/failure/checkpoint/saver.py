@@ -25,10 +25,11 @@ from typing import Any, NoReturn, cast
 
 from failure.checkpoint.points import Points, WatchedStore
 from mgpu_train.agent import procs
+from mgpu_train.agent.saves import clear
 from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.checkpoint.fetch import fetch
 from mgpu_train.checkpoint.lines import Commit
-from mgpu_train.checkpoint.local import discard, finished, write_aside
+from mgpu_train.checkpoint.local import finished, write_aside
 from mgpu_train.checkpoint.manifest import checkpoint_id
 from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.retention import Policy, plan_prune, prune
@@ -50,10 +51,10 @@ def content(node: int, step: int, name: str) -> bytes:
 
 
 def names(node: int, step: int) -> list[str]:
-    """The files of a node's part: small ones; every second step has a larger one, every fourth a very large one."""
+    """The files of a node's part: small ones; every second step has a larger one, every twelfth a very large one."""
     if node > 0:
         return [f"node-{node}/sub/some.pt"]
-    large = ["own.distcp"] * (step % 2 == 0) + ["bulk.distcp"] * (step % 4 == 0)
+    large = ["own.distcp"] * (step % 2 == 0) + ["bulk.distcp"] * (step % 12 == 4)
     return [f"node-0/{name}" for name in [*SIZES, *large]]
 
 
@@ -146,8 +147,8 @@ class Saver:
         newest = newest_verified(self.store, self.run, report=lambda _problem: None)
         step = 0 if newest is None else newest.step
         for node in range(NODES):  # as the agent does before the launcher starts
-            for _, old in finished(self.world / f"node-{node}"):
-                discard(old)
+            (folder := self.world / f"node-{node}").mkdir(exist_ok=True)
+            clear(folder)
         while True:
             step += 1
             self.save(attempt, step, keep_last=3)

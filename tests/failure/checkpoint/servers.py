@@ -20,7 +20,7 @@ class Savers:
         with errors.open("wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "failure.checkpoint.saver"],
-                env={**os.environ, "PYTHONPATH": str(TESTS)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

@@ -10,7 +10,7 @@ from failure.checkpoint.weather import Weather, always, sometimes, writes
 from fakes.nodes import Node
 
 TIMES = {
-    "store_connect_s": 2, "store_read_s": 2, "store_retry_s": 6, "store_stall_s": 6, "drain_s": 60, "peers_s": 20,
+    "store_connect_s": 2, "store_read_s": 2, "store_retry_s": 4, "store_stall_s": 4, "drain_s": 60, "peers_s": 20,
 }  # fmt: skip
 DEADLINE_S = 60.0
 # one file that travels in a pack, one in pieces; it goes on when the test says so
