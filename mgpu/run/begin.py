@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mgpu_train.config import CheckpointTarget, Resume, Secrets
 
 from mgpu.errors import InputError, MgpuError, RemoteError, TakenOver, TrainingFailed
@@ -10,8 +12,12 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run import agents, timeline
+from mgpu.run.record import Record
 from mgpu.run.request import Request, writer_token
 from mgpu.run.session import Session
+
+if TYPE_CHECKING:
+    from mgpu_train.checkpoint.commitlog import CommitLog
 
 
 def start(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet, secrets: Secrets) -> None:
@@ -89,6 +95,7 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
     try:
         store = open_store(request.checkpoint.to)
         log = CommitLog(store, request.run_id)
+        _check_remembered(session, log)
         session.claim(log)
         attempt = max(attempt, log.newest_attempt() + 1)
         log.begin_attempt(attempt, writer, supervisor=record.supervisor or None)
@@ -113,6 +120,33 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
     return attempt, writer, Resume(checkpoint_id=newest.checkpoint_id, seq=newest.seq)
 
 
+def _check_remembered(session: Session, log: CommitLog) -> None:
+    """An entry that is gone from the end of the log leaves no gap: only the record still knows what it committed.
+
+    Raises TrainingFailed where the attempt would begin from nothing.
+    """
+    record = session.record
+    if not _forgotten(record, log):
+        return
+    what = f"{record.checkpoint_id} was committed, and is not in the commit log of run {record.run_id} any more"
+    if not log.checkpoints():
+        raise TrainingFailed(
+            what,
+            f"Objects are gone from {record.store}/{record.run_id}/commits/.",
+            "Bring them back. To begin again from nothing, launch without `--resume`: that is a run of its own.",
+        )
+    session.emit(Warned(f"{what}: objects are gone from {record.store}/{record.run_id}/commits/"))
+
+
+def _forgotten(record: Record, log: CommitLog) -> bool:
+    """True when a log that can be read lacks what this record saw committed. Raises StoreError."""
+    from mgpu_train.checkpoint.lines import Commit, damaged
+
+    lines = log.read()
+    seen = any(isinstance(line, Commit) and line.checkpoint_id == record.checkpoint_id for line in lines)
+    return record.checkpoint_id is not None and not seen and not damaged(lines)
+
+
 def _fenced(session: Session, why: str) -> MgpuError:
     run_id = session.record.run_id
     go_on = f"Follow it with `mgpu attach {run_id}`."
@@ -129,7 +163,8 @@ def catch_up(session: Session, request: Request) -> None:
     from mgpu_train.store import StoreError, open_store
 
     try:
-        newest = CommitLog(open_store(request.checkpoint.to), request.run_id).checkpoints()[:1]
+        log = CommitLog(open_store(request.checkpoint.to), request.run_id)
+        newest = [] if _forgotten(session.record, log) else log.checkpoints()[:1]
     except StoreError as error:
         session.emit(Warned(f"the commit log could not be read: {error}"))
         return

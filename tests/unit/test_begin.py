@@ -8,7 +8,7 @@ from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.config import Secrets
 from mgpu_train.store import Unavailable, open_store
 
-from mgpu.errors import ConnectionFailed, TakenOver
+from mgpu.errors import ConnectionFailed, TakenOver, TrainingFailed
 from mgpu.events import Warned
 from mgpu.run import begin
 from mgpu.run.record import Interruption, load
@@ -46,6 +46,12 @@ class Beginning:
     def commit(self, record, step):
         self.world.commit(self.url, "run-1", attempt=record.attempt, writer=record.writer, step=step)
 
+    def loses(self, checkpoint_id):
+        """The end of the log is gone, from this checkpoint's entry on."""
+        (commit,) = [each for each in self.log.checkpoints() if each.checkpoint_id == checkpoint_id]
+        for line in self.log.read()[commit.seq :]:
+            self.store.delete(f"run-1/commits/{line.seq:08d}.json")
+
 
 @pytest.fixture
 def run(world, tmp_path):
@@ -60,6 +66,37 @@ def test_the_next_attempt_begins_at_the_newest_commit_which_may_not_have_been_se
     assert (second.attempt, second.checkpoint_id, second.checkpoint_step) == (2, "a001-step-40", 40)
     assert {job.resume.checkpoint_id for job in run.jobs[2:]} == {"a001-step-40"}
     assert load("run-1").checkpoint_step == 40
+
+
+def test_what_is_gone_from_the_end_of_the_log_is_told_by_the_record(run):
+    """No number is missing then: the log alone would lead to the older checkpoint, or to none, without a word."""
+    first = run.start()
+    run.commit(first, 40)
+    run.commit(first, 50)
+    assert run.start().checkpoint_id == "a001-step-50"
+    run.loses("a001-step-50")
+    assert run.start().checkpoint_id == "a001-step-40"
+    (told,) = run.world.of(Warned)
+    assert "a001-step-50 was committed, and is not in the commit log of run run-1 any more" in told.text
+
+
+def test_nothing_begins_from_zero_where_the_record_knows_better(run):
+    run.commit(run.start(), 40)
+    run.start()
+    run.loses("a001-step-40")
+    with pytest.raises(TrainingFailed, match="a001-step-40 was committed"):
+        run.start()
+    assert load("run-1").checkpoint_id == "a001-step-40"
+
+
+def test_catching_up_keeps_what_the_log_has_lost(run):
+    first = run.start()
+    run.commit(first, 40)
+    run.commit(first, 50)
+    session = Session(run.start(), run.world.events.append, run.world.timeouts)
+    run.loses("a001-step-50")
+    begin.catch_up(session, run.request)
+    assert session.record.checkpoint_id == "a001-step-50"
 
 
 def test_the_way_back_goes_on_from_there(run):
