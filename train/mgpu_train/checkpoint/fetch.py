@@ -15,7 +15,7 @@ from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.store import crc, disk
 from mgpu_train.store.base import Damaged, Progress, Store, Unavailable
 
-_THREADS = 4  # objects in flight; of each, a pack at most is held in memory
+_THREADS = 8  # objects in flight; of each, a pack at most is held in memory
 
 
 @dataclass(frozen=True)

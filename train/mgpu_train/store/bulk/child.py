@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import sys
 import threading
@@ -15,6 +14,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from mgpu_train.store.bulk.line import Line
 from mgpu_train.store.bulk.message import Keys, Settings, Task, task_of
 from mgpu_train.store.bulk.wire import Trouble
 from mgpu_train.store.bulk.worker import Worker
@@ -31,7 +31,7 @@ class Desk:
         self.pace = Pace(settings.bytes_per_s, shared=settings.pace)
         self.keys = Keys("", "")
         self._out = out
-        self._line: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._line = Line()
         self._lock = threading.Condition()
         self._wanted: set[int] = set()  # ids of tasks that are not answered
         self._moved = self._told = 0
@@ -63,6 +63,7 @@ class Desk:
 
     def answer(self, task: Task, **told: Any) -> None:
         """A task is over."""
+        self._line.done(task)
         with self._lock:
             self._wanted.discard(task.id)
             self._busy = time.monotonic()

@@ -77,6 +77,13 @@ class Wire:
                 return self._last_words(connection)
             return connection.getresponse()
 
+    def reader(self, answer: http.client.HTTPResponse) -> Callable[[memoryview], int]:
+        """What fills memory with an answer's body, and returns how much that was: less only at its end."""
+        sock = self._open.sock if self._open else None
+        if sock is None or answer.chunked or answer.length is None:
+            return answer.readinto  # type: ignore[return-value]
+        return _Direct(answer, sock).read
+
     @contextmanager
     def watched(self, used: bool = False) -> Iterator[None]:
         """Turns what a connection raises in the block into Trouble, and closes it."""
@@ -154,6 +161,32 @@ class Wire:
             except OSError as error:
                 raise Trouble("tls", f"cannot read {ca}: {error.strerror}", tries=NEVER) from error
         return self._contexts[ca]
+
+
+class _Direct:
+    """A body of known length, read past http.client once that has given out what came with the head."""
+
+    def __init__(self, answer: http.client.HTTPResponse, sock: socket.socket) -> None:
+        self._answer, self._left = answer, answer.length or 0
+        self._held = min(self._left, len(answer.fp.peek())) if self._left else 0
+        self._take = sock.read if isinstance(sock, ssl.SSLSocket) else _take_from(sock)
+
+    def read(self, to: memoryview) -> int:
+        """Fills `to`; returns how much came, less only at the end."""
+        to, done = to[: self._left], 0
+        if self._held:
+            done = self._answer.readinto(to[: self._held])
+            self._held -= done
+        while done < len(to) and not self._held and (count := self._take(len(to) - done, to[done:])):
+            done += count
+        self._left -= done
+        if not self._left:
+            self._answer.close()  # its connection can be used again
+        return done
+
+
+def _take_from(sock: socket.socket) -> Callable[[int, memoryview], int]:
+    return lambda count, to: sock.recv_into(to, count)
 
 
 def body_of(answer: http.client.HTTPResponse) -> bytes:

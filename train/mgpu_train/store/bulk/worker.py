@@ -26,6 +26,7 @@ from mgpu_train.store.pace import Pace
 _PIECE = 256 << 10  # bytes between file and socket; the cache holds them
 _LEAST_PIECE = 4 << 10
 _PIECES_A_SECOND = 8  # under a bound on bytes per second: no connection is quiet for long
+_TURNS = tuple(threading.Lock() for _ in range(64))  # those who wait for a file's own lock spin
 Send = Callable[[socket.socket], None]
 
 
@@ -183,12 +184,14 @@ class Worker(threading.Thread):
         crc = done = 0
         if file:
             file.seek(task.offset)
-        while count := answer.readinto(self._piece[: task.length - done]):  # type: ignore[arg-type]
+        read = self._wire.reader(answer)
+        while count := read(self._piece[: task.length - done]):
             self._check(task)
             piece = self._piece[:count]
             crc = more(piece, crc)
             if file:
-                _write(file, piece)
+                with _turn(task):
+                    _write(file, piece)
             done += count
             self._pace.take(count)
             self._count(count)
@@ -225,6 +228,10 @@ def _opened(task: Task) -> Iterator[io.FileIO]:
 def identity(found: os.stat_result) -> tuple[int, ...]:
     """What is another after a file was replaced, cut or written to."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _turn(task: Task) -> threading.Lock:
+    return _TURNS[hash(task.file) % len(_TURNS)]
 
 
 def _write(file: io.FileIO, piece: memoryview) -> None:
