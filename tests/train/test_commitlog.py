@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from mgpu_train.checkpoint import commitlog
 from mgpu_train.checkpoint.commitlog import CommitLog, Fenced, StepBack
 from mgpu_train.checkpoint.lines import Commit, Unreadable, in_short, standing
 from mgpu_train.checkpoint.manifest import (
@@ -40,6 +41,17 @@ def manifest(step: int, attempt: int = 1, run_id: str = "run-1", crc: str = "0" 
 
 def kinds(log: CommitLog) -> list[tuple[str, int]]:
     return [(entry.kind, entry.attempt) for entry in log.entries()]
+
+
+def test_what_nobody_could_read_is_not_written(run, monkeypatch):
+    """It would look like damage, and damage fences whoever comes after."""
+    log = run.log
+    log.commit(manifest(1), "writer-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(commitlog, "MAX_DOCUMENT_BYTES", 200)
+        with pytest.raises(StoreError, match=r"list of files is too long\. Write fewer"):
+            log.commit(manifest(2), "writer-1")
+    assert log.commit(manifest(3), "writer-1").seq == 2
 
 
 def test_an_empty_log(tmp_path, run):

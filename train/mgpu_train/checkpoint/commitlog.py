@@ -242,6 +242,8 @@ class CommitLog:
         No single answer is believed: a create whose answer got lost is refused when it is repeated, though it was done.
         """
         key, data = keys.commit(self._run_id, entry.seq), to_bytes(entry)
+        if len(data) > MAX_DOCUMENT_BYTES:  # nobody could read it, and it would fence everybody
+            raise StoreError(f"{key} cannot be written: its list of files is too long. Write fewer, larger ones.")
         for _ in range(_ANSWERS):
             try:
                 if self._store.put_if_absent(key, data):
