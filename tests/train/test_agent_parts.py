@@ -10,15 +10,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 
 import pytest
-from mgpu_train.agent import launcher, network, procs, requirements, saves
+from mgpu_train.agent import data, launcher, network, procs, requirements, resume, saves
+from mgpu_train.agent.decide import AttemptFailed
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.lease import Lease
 from mgpu_train.agent.log import Log, clean, hide, last_words
 from mgpu_train.agent.network import interface_to
 from mgpu_train.agent.tail import MetricsTail, Progress
-from mgpu_train.config import Job, TrainConfig
+from mgpu_train.config import DataItem, Job, Resume, TrainConfig
+from mgpu_train.store import Unavailable, open_store
+from mgpu_train.timeouts import Timeouts
 
 
 def names(folder: Path) -> list[str]:
@@ -419,3 +423,50 @@ def test_the_kernel_says_which_address_an_interface_has():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         assert network._address_of(probe, "lo") == "127.0.0.1"
         assert network._address_of(probe, "none-such") is None
+
+
+# --- the store -----------------------------------------------------------------------------------------------------
+
+
+def attempt_of(tmp_path: Path, **changes) -> SimpleNamespace:
+    """What resuming and fetching data need of an attempt."""
+    secrets = SimpleNamespace(store={})
+    return SimpleNamespace(
+        job=job(**changes),
+        secrets=secrets,
+        times=Timeouts(),
+        checkpoints=tmp_path,
+        work=tmp_path,
+        say=lambda _text: None,
+    )
+
+
+def test_a_resume_keeps_to_the_bound_on_bytes_per_second(tmp_path, monkeypatch):
+    bounds = []
+
+    def opened(_url, _env, *, timeouts, max_bytes_per_s=None):
+        bounds.append(max_bytes_per_s)
+        raise Unavailable("away")
+
+    monkeypatch.setattr(resume, "open_store", opened)
+    target = {"to": "s3://bucket/runs", "writers": "all", "max_upload_mib_per_s": 2.5}
+    with pytest.raises(AttemptFailed, match="resume: away"):
+        resume.resume(attempt_of(tmp_path, checkpoint=target), Resume(checkpoint_id="a001-step-1", seq=1))
+    assert bounds == [5 << 19]
+
+
+def test_data_has_its_name_only_when_it_is_on_disk(tmp_path, monkeypatch):
+    """A later attempt takes a file of the right size for whole: after a crash of the machine it might hold zeros."""
+    open_store(f"file://{tmp_path / 'there'}").put("a/b", b"hello")
+    flushed, real = [], os.fsync
+
+    def fsync(descriptor):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.parent == tmp_path / "in" / "a" and path.is_file():
+            flushed.append((tmp_path / "in" / "a" / "b").exists())
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    data.fetch_data(attempt_of(tmp_path), DataItem.model_validate({"from": f"file://{tmp_path / 'there'}", "to": "in"}))
+    assert flushed == [False]
+    assert names(tmp_path / "in" / "a") == ["b"]

@@ -90,6 +90,12 @@ class CheckpointTarget(Model):
     )
     writers: Writers = Field(description="which nodes have a part in a checkpoint")
 
+    @property
+    def max_bytes_per_s(self) -> int | None:
+        """The cap in bytes."""
+        cap = self.max_upload_mib_per_s
+        return None if cap is None else int(cap * (1 << 20))
+
 
 class Resume(Model):
     """The one checkpoint that every node of an attempt starts from."""

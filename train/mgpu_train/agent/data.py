@@ -10,8 +10,8 @@ from mgpu_train.agent.decide import AttemptFailed
 from mgpu_train.agent.folders import inside
 from mgpu_train.agent.status import Fault
 from mgpu_train.config import DataItem
-from mgpu_train.store import NoStore, NotFound, StoreError, open_store
-from mgpu_train.store.base import Stat, Store, key_problem
+from mgpu_train.store import NoStore, NotFound, StoreError, disk, open_store
+from mgpu_train.store.base import ASIDE, Stat, Store, key_problem
 
 _AT_ONCE = 8  # transfers
 
@@ -47,4 +47,7 @@ def _fetch(store: Store, stat: Stat, into: Path) -> None:
     known = store.stat(stat.key)
     # an object that was uploaded without this checksum is read twice
     crc64nvme = (known.crc64nvme if known else None) or store.checksum(stat.key, stat.size)
-    store.get_file(stat.key, path, size=stat.size, crc64nvme=crc64nvme)
+    aside = path.with_name(f"{ASIDE}{path.name}")
+    store.get_file(stat.key, aside, size=stat.size, crc64nvme=crc64nvme)
+    disk.flush(aside)  # before it has its name: that alone tells a later attempt that it is whole
+    aside.replace(path)

@@ -158,7 +158,7 @@ class StoreDepot:
         keys = self._attempt.secrets.store
         if self._store is None or keys is not self._opened_by:  # they may have been renewed
             self._store = open_store(
-                self._target.to, keys, timeouts=self._attempt.times, max_bytes_per_s=_cap(self._target)
+                self._target.to, keys, timeouts=self._attempt.times, max_bytes_per_s=self._target.max_bytes_per_s
             )
             self._log = CommitLog(self._store, self._job.run_id)
             self._opened_by = keys
@@ -176,11 +176,6 @@ class StoreDepot:
         except Exception as error:  # a bug costs this save, not all that follow
             problem = f"{type(error).__name__}: {error}"
             raise DepotError(self._attempt.public(problem), passing=False) from error
-
-
-def _cap(target: CheckpointTarget) -> int | None:
-    mib_per_s = target.max_upload_mib_per_s
-    return None if mib_per_s is None else int(mib_per_s * (1 << 20))
 
 
 def _meta(path: Path) -> dict[str, Any]:

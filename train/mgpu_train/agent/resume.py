@@ -23,7 +23,8 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
     if target is None:
         raise AttemptFailed(Fault.INFRASTRUCTURE, "resume: the job names no store to resume from")
     try:
-        store = open_store(target.to, attempt.secrets.store, timeouts=attempt.times)
+        cap = target.max_bytes_per_s
+        store = open_store(target.to, attempt.secrets.store, timeouts=attempt.times, max_bytes_per_s=cap)
         manifest = CommitLog(store, attempt.job.run_id).manifest_at(wanted.seq, wanted.checkpoint_id)
         here = [attempt.checkpoints / f"step-{manifest.step}"]
         report = fetch(store, attempt.job.run_id, manifest, Path(attempt.layout.resume), local=here)

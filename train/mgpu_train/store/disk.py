@@ -104,6 +104,12 @@ def make_folder(folder: Path) -> None:
         sync_folder(each.parent)
 
 
+def flush(path: Path) -> None:
+    """Wait until all bytes of a file are on disk. Raises OSError."""
+    with opened(path) as descriptor:
+        os.fsync(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's list of names to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
