@@ -25,14 +25,19 @@ def gpu(require) -> None:
 
 
 def losses(
-    home: Path, environment: dict[str, str], resume: Path | None = None, every_steps: int = 3, **train: object
+    home: Path,
+    environment: dict[str, str],
+    resume: Path | None = None,
+    every_steps: int = 3,
+    writers: str = "all",
+    **train: object,
 ) -> list[float]:
     """The losses of a one-process run in a folder of its own."""
     home.mkdir()
     job = {
         "run_id": "try", "attempt": 1, "writer": "me", "node_rank": 0, "nodes": 1, "processes_per_node": 1,
         "master_addr": "127.0.0.1", "master_port": 1, "train": {**TINY, **train},
-        "checkpoint": {"to": "file:///x", "every_steps": every_steps, "writers": "all"},
+        "checkpoint": {"to": "file:///x", "every_steps": every_steps, "writers": writers},
     }  # fmt: skip
     (home / "job.json").write_text(json.dumps(job))
     folders = {"MGPU_JOB": home / "job.json", "MGPU_CHECKPOINT_DIR": home / "ck", "MGPU_METRICS_DIR": home / "metrics"}
@@ -88,3 +93,12 @@ def test_saves_in_the_background_change_no_loss_and_resume_where_they_were_made(
     first = tmp_path / "saving" / "ck" / "step-3"  # later ones may have been skipped, so fast are these steps
     resumed = losses(tmp_path / "resumed", here, resume=first, **longer)
     assert resumed == pytest.approx(apart[3:], rel=1e-4)
+
+
+def test_what_is_gathered_to_one_rank_is_saved_and_resumed(tmp_path):
+    """Nothing is copied later then: all of it is in the host's memory already."""
+    here = dict(os.environ)
+    saving = losses(tmp_path / "saving", here, strategy="fsdp", writers="rank0")
+    resume = tmp_path / "saving" / "ck" / "step-3"
+    resumed = losses(tmp_path / "resumed", here, resume=resume, strategy="fsdp", writers="rank0")
+    assert resumed == pytest.approx(saving[3:], rel=1e-4)

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from unittest.mock import patch
 from mgpu_train import parallel
 from mgpu_train.checkpoint import dcp
 from mgpu_train.errors import TrainError
-from mgpu_train.loop import Folders, StopRequest
+from mgpu_train.loop import Folders, StopRequest, Trainer
+from mgpu_train.timeouts import Timeouts
 from scenarios import Patient, Signal, job
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -29,19 +31,24 @@ STEPS, EVERY, LIMIT_S = 8, 2, 30
 Hook = Callable[[int], object]
 
 
-def ranks(world_size: int, body: Callable[[parallel.Place], None], *, nodes: int = 1) -> list[int]:
+def ranks(
+    world_size: int, body: Callable[[parallel.Place], None], *, nodes: int = 1, save_s: float = LIMIT_S
+) -> list[int]:
     """Forks so many ranks, which meet; returns their exit codes, negative where a signal ended one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    return [_code(child) for child in [_fork(rank, world_size, nodes, port, body) for rank in range(world_size)]]
+    forked = [_fork(rank, world_size, nodes, port, body, save_s) for rank in range(world_size)]
+    return [_code(child) for child in forked]
 
 
 def _code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _fork(rank: int, world_size: int, nodes: int, port: str, body: Callable[[parallel.Place], None]) -> int:
+def _fork(
+    rank: int, world_size: int, nodes: int, port: str, body: Callable[[parallel.Place], None], save_s: float
+) -> int:
     child = os.fork()
     if child:
         return child
@@ -50,7 +57,7 @@ def _fork(rank: int, world_size: int, nodes: int, port: str, body: Callable[[par
         local = rank % (world_size // nodes)
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world_size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        body(parallel.join(LIMIT_S, LIMIT_S))
+        body(parallel.join(LIMIT_S, save_s))
         code = 0
     except TrainError as error:
         sys.stderr.write(f"{error}\n")
@@ -185,6 +192,39 @@ def unpublished(out: Path) -> list[int]:
     return ranks(2, body, nodes=2)
 
 
+class Steady(Trainer):
+    """Does not wait for its saves, and takes its time."""
+
+    def _report(self, *given: float) -> None:
+        super()._report(*given)
+        time.sleep(0.2)
+
+
+def late(out: Path) -> list[int]:
+    """The disk of one rank takes far longer for the second save than it may."""
+    write_data, save_s = FileSystemWriter.write_data, 4.0
+    calls = 0
+
+    def slow(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            time.sleep(3 * save_s)
+        return write_data(*given, **named)
+
+    def body(place: parallel.Place) -> None:
+        given = job(out, steps=200, every_steps=EVERY, strategy="fsdp")
+        given = given.model_copy(update={"timeouts": Timeouts(save_s=save_s)})
+        try:
+            with patch.object(FileSystemWriter, "write_data", slow if place.rank == 1 else write_data):
+                Steady(given, Folders(out / "checkpoints", out / "metrics"), place, StopRequest()).run()
+        except TrainError as error:
+            (out / f"error-{place.rank}").write_text(str(error))
+            raise
+
+    return ranks(2, body, save_s=save_s)
+
+
 # --- other world sizes ------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +249,7 @@ KILLED = ((1, "write_data"), (0, "write_data"), (0, "finish"), (0, "publish"))
 STORIES: dict[str, Callable[[Path], object]] = {
     "disks": disks,
     "unpublished": unpublished,
+    "late": late,
     "reshard": reshard,
     "killed": lambda out: {f"{rank}-{moment}": killed(out, rank, moment) for rank, moment in KILLED},
 }

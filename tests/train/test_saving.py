@@ -9,9 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +120,16 @@ def test_a_node_that_cannot_rename_takes_the_checkpoint_from_all(tell):
         assert sorted(path.name for path in (home / "checkpoints").iterdir()) == ["step-2", "step-6", "step-8"]
         (failed,) = lines(home, "save_failed", rank)
         assert (failed["step"], "rank 1: OSError: [Errno 30]" in failed["reason"]) == (4, True)
+
+
+def test_training_ends_where_no_later_save_can_succeed(tell):
+    """What gloo's groups do after a time-out: they fail for ever. To train on would be to lose all of it."""
+    out = tell("late")
+    assert codes(out) == [1, 1]
+    assert [step for step, _ in finished(out / "checkpoints")] == [2]
+    assert steps(out, "end") == []
+    for rank in (0, 1):
+        assert "in 4 s (save_s)" in (out / f"error-{rank}").read_text()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -287,11 +300,58 @@ def test_a_disk_that_never_answers_is_given_up(one, tmp_path, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(FileSystemWriter, "finish", lambda *_, **__: go.wait(60))
     saver = Saver(one.checkpointer, tmp_path, 0.1)
+    assert not saver.lost
     saver.begin(Progress(1, 2), {})
     with pytest.raises(TrainError, match=r"the disk did not take the checkpoint in 0\.1 s \(save_s\)"):
         saver.wait()
     assert saver.busy
+    assert saver.lost
     go.set()
+
+
+def test_a_save_counts_its_time_from_its_begin(one, tmp_path, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(FileSystemWriter, "finish", lambda *_, **__: go.wait(60))
+    saver = Saver(one.checkpointer, tmp_path, 2)
+    saver.begin(Progress(1, 2), {})
+    time.sleep(2)
+    began = time.monotonic()
+    with pytest.raises(TrainError, match=r"in 2 s \(save_s\)"):
+        saver.wait()
+    assert time.monotonic() - began < 1
+    go.set()
+
+
+def test_a_collective_that_fails_is_the_last_one(one, tmp_path, monkeypatch):
+    def gone(*_: Any) -> None:
+        raise RuntimeError("Application timeout caused pair closure")
+
+    saver = Saver(one.checkpointer, tmp_path, 60)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Alone, "gather", gone)
+        saver.begin(Progress(1, 2), {})
+        outcome = saver.wait()
+    assert outcome is not None
+    assert outcome.reason == f"cannot save {tmp_path / 'step-1'}: Application timeout caused pair closure"
+    assert saver.lost
+
+
+def test_a_rank_that_has_nothing_to_copy_later_saves_like_any_other(beside, tmp_path):
+    """So it is where all is gathered to one rank: there is no place in the shared memory, and no event of a GPU."""
+    capture = beside.checkpointer.capture(Progress(1, 2))
+    copied = Snapshot(capture.snapshot.state, set(), beside.checkpointer._staging)
+    beside.checkpointer.write(replace(capture, snapshot=copied), tmp_path)
+    assert same(beside.loaded(tmp_path / "step-1"), beside.values())
+
+
+def test_a_gpu_that_computes_nothing_of_it_is_not_waited_for(monkeypatch):
+    staging = Staging(CPU)
+    staging._side = SimpleNamespace(wait_event=lambda event: event.wait(), synchronize=lambda: None)  # type: ignore[assignment]
+    monkeypatch.setattr(staging, "_pin", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    snapshot = Snapshot({}, set(), staging)
+    snapshot.fill()
+    assert snapshot.filled.is_set()
 
 
 def test_what_an_earlier_save_left_is_swept_and_a_checkpoint_of_that_name_is_replaced(one, tmp_path):

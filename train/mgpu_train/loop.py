@@ -212,9 +212,15 @@ class Trainer:
         # minutes since a save.
         overdue = self.place.rank == 0 and self.save_clock.overdue()
         saving = self.saver is not None and self.saver.busy
-        loss_sum, signals, overdue, early, saving = self.place.sum(
-            local_loss, self.stop.asked, overdue, self._asked_early(), saving
+        lost = self.saver is not None and self.saver.lost
+        loss_sum, signals, overdue, early, saving, lost = self.place.sum(
+            local_loss, self.stop.asked, overdue, self._asked_early(), saving, lost
         )
+        if lost:  # an attempt that starts anew loses less than one that trains on and keeps nothing
+            raise TrainError(
+                "no checkpoint can be made any more: a rank is gone, or did not write its part in "
+                f"{self.job.timeouts.save_s:g} s (save_s)"
+            )
         self.busy_saving = saving > 0
         early *= not self.busy_saving  # what is wanted ahead of time is not skipped, it is made as soon as it can be
         self.early = self.early and early == 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mgpu_train.checkpoint.dcp import Capture, Checkpointer, Progress
+from mgpu_train.checkpoint.dcp import Capture, Checkpointer, PeersLost, Progress
 from mgpu_train.errors import TrainError
 
 
@@ -31,6 +31,14 @@ class Saver:
         """A save that has not ended after `deadline_s` seconds has failed."""
         self._checkpointer, self._folder, self._deadline_s = checkpointer, folder, deadline_s
         self._save: _Save | None = None
+        self._lost = False
+
+    @property
+    def lost(self) -> bool:
+        """True when this rank cannot save again: its disk never answered, or the ranks do not hear one another."""
+        save = self._save
+        overdue = save is not None and save.is_alive() and self._left_s(save) < 0
+        return self._lost or overdue or (save is not None and save.lost)
 
     @property
     def busy(self) -> bool:
@@ -61,6 +69,7 @@ class Saver:
         if self._save is None or self.busy:
             return None
         save, self._save = self._save, None
+        self._lost |= save.lost
         return Outcome(save.capture.progress, save.stall_s, save.ended - save.began, save.reason)
 
     def wait(self) -> Outcome | None:
@@ -71,7 +80,7 @@ class Saver:
         if self._save is None:
             return None
         began = time.perf_counter()
-        self._save.join(self._deadline_s)
+        self._save.join(max(0.0, self._left_s(self._save)))
         if self.busy:
             raise TrainError(f"the disk did not take the checkpoint in {self._deadline_s:g} s (save_s)")
         self._save.stall_s += time.perf_counter() - began
@@ -82,6 +91,9 @@ class Saver:
         if not self.busy:
             self._checkpointer.close()
 
+    def _left_s(self, save: _Save) -> float:
+        return save.began + self._deadline_s - time.perf_counter()
+
 
 class _Save(Thread):
     """One save on its way. A daemon: a process that ends does not wait for a disk that does not answer."""
@@ -91,6 +103,7 @@ class _Save(Thread):
         self.capture, self.began, self.ended = capture, began, began
         self.stall_s = 0.0
         self.reason: str | None = None
+        self.lost = False
         self._checkpointer, self._folder = checkpointer, folder
 
     def run(self) -> None:
@@ -101,7 +114,7 @@ class _Save(Thread):
             with torch.no_grad():
                 self._checkpointer.write(self.capture, self._folder)
         except TrainError as error:
-            self.reason = str(error)
+            self.reason, self.lost = str(error), isinstance(error, PeersLost)
         except Exception as error:  # noqa: BLE001 - a bug costs this save, and is told like any other reason
             self.reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         finally:

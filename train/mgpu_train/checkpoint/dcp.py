@@ -47,6 +47,10 @@ class Progress:
     samples: int = 0
 
 
+class PeersLost(TrainError):
+    """The ranks do not hear one another any more in what saves need, and no later save can succeed."""
+
+
 @dataclass(frozen=True)
 class Capture:
     """One rank's state of one step, on its way to the disk. `meta` is what `meta.json` says of this step alone."""
@@ -97,7 +101,8 @@ class Checkpointer:
     def write(self, capture: Capture, folder: Path) -> None:
         """Make `folder/step-<n>`; returns when it stands on every node. All ranks call it together, in any thread.
 
-        Raises TrainError when a rank could not do its part; then no node has the folder, or some rank is gone.
+        Raises TrainError when a rank could not do its part: then no node has the folder. Raises PeersLost when one is
+        gone, or did not answer in time.
         """
         place, target = self.place.background, folder / f"step-{capture.progress.step}"
         aside = folder / f".tmp-{target.name}"
@@ -114,10 +119,12 @@ class Checkpointer:
                 if place.rank == 0:
                     _write(aside / "meta.json", self._describe(capture, everyones))
             _publish(place, aside if keeper else None, target)
-        except (TrainError, RuntimeError) as error:  # a peer that is gone ends a collective with the latter
+        except (TrainError, RuntimeError) as error:
             if keeper:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise TrainError(f"cannot save {target}: {_first_line(error)}") from error
+            # a peer that is gone, or late, ends a collective with a RuntimeError; gloo's group is of no use after it
+            kind = TrainError if isinstance(error, TrainError) else PeersLost
+            raise kind(f"cannot save {target}: {_first_line(error)}") from error
 
     def save(self, folder: Path, progress: Progress, meta: dict[str, Any] | None = None) -> None:
         """`capture` and `write`, while training stands still."""

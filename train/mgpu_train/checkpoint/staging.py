@@ -61,7 +61,7 @@ class Staging:
     def lay_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A place for each tensor; new memory only when they are other ones than the last time."""
         slots = list(_slots(tensors))
-        if slots != self._slots:
+        if slots != self._slots or not self.size:  # of nothing, too: the other process maps what there is
             self._take(slots)
         return self._places
 
@@ -70,9 +70,12 @@ class Staging:
         return self._slot_at.get(place.data_ptr()) if place.numel() else None
 
     def copy(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor], *, after: Any = None) -> None:
-        """Fill the places; returns when they are full. A GPU does it beside its other work, once it is past `after`."""
+        """Fill the places; returns when they are full. A GPU does it beside its other work, once it is past `after`.
+
+        None: nothing that a GPU computes is copied.
+        """
         with torch.no_grad(), torch.cuda.stream(self._side) if self._side else nullcontext():
-            if self._side is not None:
+            if self._side is not None and after is not None:
                 self._side.wait_event(after)
             for tensor, place in zip(tensors, places, strict=True):
                 place.copy_(tensor, non_blocking=self._side is not None)
