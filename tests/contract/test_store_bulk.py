@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,10 @@ from botocore.credentials import Credentials
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from mgpu_train.store import Damaged, Expired, StoreError, Unavailable, disk, open_store
+from mgpu_train.store import Damaged, Expired, StoreError, Unavailable, crc, disk, open_store
 from mgpu_train.store.bulk.engine import Engine, Failed
 from mgpu_train.store.bulk.floor import LEAST, Floor
+from mgpu_train.store.bulk.line import Line
 from mgpu_train.store.bulk.message import Keys, Route, Task
 from mgpu_train.store.bulk.sign import query_string, signed
 from mgpu_train.store.pace import Pace
@@ -624,6 +626,74 @@ def test_signatures_are_those_of_botocore(path, query, token, monkeypatch):
     canonical = auth.canonical_request(theirs)
     signature = auth.signature(auth.string_to_sign(theirs, canonical), theirs)
     assert ours["authorization"].endswith(f"Signature={signature}")
+
+
+def asked(method: str, file: str | None, number: int) -> Task:
+    return Task(number, method, Route("http://x", "/b/", "r"), "/b/k", 0, 1, file)
+
+
+def test_many_files_are_written_to_at_a_time_and_each_by_few():
+    line = Line()
+    for number, file in enumerate("aaabbc"):
+        line.put(asked("GET", file, number))
+    taken = [line.get() for _ in range(4)]
+    assert [task.id for task in taken] == [0, 3, 5, 1]
+    line.done(taken[1])
+    assert [line.get().id for _ in range(2)] == [4, 2]
+
+
+@pytest.mark.parametrize(("method", "file"), [("PUT", "f"), ("GET", None)], ids=["sent", "only-read"])
+def test_what_writes_to_no_file_has_no_turns(method, file):
+    line = Line()
+    for number, each in enumerate([file, file, file and "other"]):
+        line.put(asked(method, each, number))
+    assert [line.get().id for _ in range(3)] == [0, 1, 2]
+
+
+BODY = random.Random(2).randbytes(300_001)
+
+
+def chunked(data: bytes) -> bytes:
+    parts = [data[at : at + 70_000] for at in range(0, len(data), 70_000)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "data", "connections"),
+    [
+        (b"Content-Length: 300001", BODY, 1),
+        (b"Transfer-Encoding: chunked", chunked(BODY), 1),
+        (b"Content-Length: 300001\r\nConnection: close", BODY, 3),
+        (b"X-Length: unknown\r\nConnection: close", BODY, 3),
+    ],
+    ids=["length", "chunked", "closed", "unknown"],
+)
+def test_bodies_of_every_kind_are_read_whole(tmp_path, head, data, connections):
+    """And a connection that can be used again is."""
+    accepted = []
+
+    def serve(server: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                peer, _ = server.accept()
+                accepted.append(peer)
+                with peer, peer.makefile("rb") as requests:
+                    while any(line == b"\r\n" for line in requests):  # to the end of a head
+                        range_ = b"Content-Range: bytes 0-300000/300001"
+                        peer.sendall(b"HTTP/1.1 206 Partial\r\n%b\r\n%b\r\n\r\n%b" % (range_, head, data))
+                        if b"close" in head:
+                            break
+
+    to = tmp_path / "f"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, args=(server,), daemon=True).start()
+        route = Route(f"http://127.0.0.1:{server.getsockname()[1]}", "/b/", "us-east-1")
+        one = Engine(Timeouts(store_retry_s=1), Pace(None), lambda _expired: KEYS, threads=1)
+        for _ in range(3):
+            to.write_bytes(b"")
+            (answer,) = one.run([Task(0, "GET", route, "/b/f", 0, len(BODY), str(to))])
+            assert (to.read_bytes(), crc.to_hex(answer["crc"])) == (BODY, crc.of_bytes(BODY))
+    assert len(accepted) == connections
 
 
 class Clock:

@@ -68,11 +68,12 @@ class Engine:
         pace: Pace,
         keys: Callable[[bool], Keys],
         *,
+        threads: int = _THREADS,
         idle_s: float = _IDLE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = Settings(
-            threads=_THREADS,
+            threads=threads,
             connect_s=timeouts.store_connect_s,
             read_s=timeouts.store_read_s,
             retry_s=timeouts.store_retry_s,

@@ -169,7 +169,7 @@ class _Direct:
     def __init__(self, answer: http.client.HTTPResponse, sock: socket.socket) -> None:
         self._answer, self._left = answer, answer.length or 0
         self._held = min(self._left, len(answer.fp.peek())) if self._left else 0
-        self._take = sock.read if isinstance(sock, ssl.SSLSocket) else _take_from(sock)
+        self._take = sock.recv_into
 
     def read(self, to: memoryview) -> int:
         """Fills `to`; returns how much came, less only at the end."""
@@ -177,16 +177,12 @@ class _Direct:
         if self._held:
             done = self._answer.readinto(to[: self._held])
             self._held -= done
-        while done < len(to) and not self._held and (count := self._take(len(to) - done, to[done:])):
+        while done < len(to) and not self._held and (count := self._take(to[done:], len(to) - done)):
             done += count
         self._left -= done
         if not self._left:
             self._answer.close()  # its connection can be used again
         return done
-
-
-def _take_from(sock: socket.socket) -> Callable[[int, memoryview], int]:
-    return lambda count, to: sock.recv_into(to, count)
 
 
 def body_of(answer: http.client.HTTPResponse) -> bytes:
