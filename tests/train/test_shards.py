@@ -353,6 +353,12 @@ def test_a_parameter_is_a_tensor(folder):
     assert data(open_shards(folder), "model.w") == struct.pack("<24f", *range(1, 25))
 
 
+def test_a_number_in_the_memory_of_many_is_read(tmp_path):
+    torch.save(torch.arange(8.0)[3], tmp_path / "one")
+    with archives.archive(tmp_path / "one", 0, (tmp_path / "one").stat().st_size, "one") as found:
+        assert b"".join(found.read(found.tensor())) == struct.pack("<f", 3)
+
+
 def test_what_torch_wrote_without_checksums_is_read(tmp_path):
     set_crc32_options(False)
     try:
@@ -431,6 +437,21 @@ def test_hostile_metadata_are_refused_and_nothing_is_run(folder, tmp_path):
     with pytest.raises(Unsupported, match=r"mkdir where torch\.distributed\.checkpoint\.metadata\.Metadata is known"):
         open_shards(folder)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("where", ["storage_data", "state_dict_metadata"])
+def test_a_name_that_is_no_text_is_refused_before_it_is_compared(folder, where):
+    """What is nested deep enough, or refers twice to itself at each level, can be neither compared nor shown."""
+
+    def rename(content: Metadata) -> None:
+        if where == "storage_data":
+            object.__setattr__(next(iter(content.storage_data)), "fqn", nested(20))
+        else:
+            content.state_dict_metadata[Evil(folder)] = entry(content)  # type: ignore[index]
+
+    change(folder, rename)
+    with pytest.raises(Damaged, match=r"a (tuple|Call) stands where a name should"):
+        open_shards(folder)
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {

@@ -255,6 +255,13 @@ def test_export_writes_over_nothing(mgpu, portable, world):
     assert [path.name for path in (world.folder / "full").iterdir()] == ["mine"]
 
 
+def test_export_does_not_take_the_folder_that_it_was_called_in(mgpu, portable, world, url, monkeypatch):
+    (world.folder / "empty").mkdir()
+    monkeypatch.chdir(world.folder / "empty")
+    done = mgpu("checkpoints", "export", "--store", url, "run-1", "--to", ".")
+    assert (done.code, "there already" in done.err) == (2, True)
+
+
 def test_safetensors_that_contradict_themselves_are_no_export(mgpu, portable, world, url):
     broken = {"model.safetensors": safetensors(1, 2, 3)[:-1]}
     world.commit(url, "run-1", attempt=1, writer="secret-token", step=50, files=broken)

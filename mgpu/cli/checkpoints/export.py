@@ -37,7 +37,7 @@ def export(run: str, url: str | None, step: int | None, to: Path, keys: str, as_
     PyTorch; safetensors pass through.
     """
     console = Console(as_json=as_json)
-    if to.is_symlink() or (to.exists() and any(to.iterdir())):
+    if not to.name or to.is_symlink() or (to.exists() and any(to.iterdir())):
         raise InputError(f"{to} is there already", "Nothing is written over.", "Name a folder that is not there yet.")
     found = source.find(run, url)
     with _aside(to) as aside:

@@ -229,7 +229,8 @@ def _dtype(name: Any, kind: str) -> str | None:
 
 def _rows(storage: memoryview, raw: Raw) -> Iterator[bytes]:
     """The elements in row-major order, copied out a row at a time, or less where a row is long."""
-    item, shape, strides, first = ITEM_BYTES[raw.dtype], raw.shape, raw.strides, raw.first
+    item, first = ITEM_BYTES[raw.dtype], raw.first
+    shape, strides = raw.shape or (1,), raw.strides or (1,)  # one number may lie in the memory of many
     if item == 16:  # no format of memoryview's: two halves that follow one another
         item, first, shape, strides = 8, first * 2, (*shape, 2), (*(stride * 2 for stride in strides), 1)
     with storage[: len(storage) // item * item].cast(_FORMATS[item]) as elements:

@@ -104,6 +104,7 @@ def open_shards(folder: Path) -> Shards:
         pieces = dict(_piece(index, info) for index, info in _mapping(content["storage_data"]).items())
         shards = Shards(folder, {}, {})
         for name, entry in _mapping(content["state_dict_metadata"]).items():
+            _require_text(name)
             kind = entry.name if type(entry) is Call else type(entry).__name__
             if kind == f"{_DCP}.metadata.BytesStorageMetadata":
                 shards.objects[name] = pieces[name, None]
@@ -129,6 +130,7 @@ def _bytes(path: Path) -> bytes:
 def _piece(index: Any, info: Any) -> tuple[tuple[str, Shape | None], Piece]:
     key, place = _state(index, f"{_DCP}.metadata.MetadataIndex"), _state(info, f"{_DCP}.filesystem._StorageInfo")
     name, file, offset = key["fqn"], place["relative_path"], key.get("offset")
+    _require_text(name)
     if place.get("transform_descriptors"):
         raise Unsupported(f"{name!r:.200} was written through an extension of torch, which alone can read it")
     if type(file) is not str or key_problem(file) or not are_counts((place["offset"], place["length"])):
@@ -199,6 +201,12 @@ def _mapping(value: Any) -> dict[Any, Any]:
     if type(value) is not dict:
         raise TypeError(f"a {type(value).__name__} stands where a dictionary should")
     return value
+
+
+def _require_text(name: Any) -> None:
+    """Raises TypeError: what is no text may be nested so that to compare or to show it takes for ever."""
+    if type(name) is not str:
+        raise TypeError(f"a {type(name).__name__} stands where a name should")
 
 
 def _size(value: Any) -> Shape:
