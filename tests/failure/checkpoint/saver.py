@@ -100,9 +100,9 @@ class Saver:
         """As it is now."""
         return CommitLog(self.store, self.run)
 
-    def save(self, attempt: int, step: int, keep_last: int = 1) -> Commit:
-        """All nodes write and upload, node 0 commits and deletes what is old."""
-        store, run, log = self.store, self.run, self.log
+    def save(self, attempt: int, step: int, keep_last: int = 1, log: CommitLog | None = None) -> Commit:
+        """All nodes write and upload, node 0 commits and deletes what is old. `log`: one that was read before."""
+        store, run, log = self.store, self.run, log or self.log
         for node in range(NODES):
             upload_part(
                 store,
@@ -142,8 +142,9 @@ class Saver:
 
     def go_on(self, _given: Mapping[str, Any]) -> None:
         """What a run does that is killed again and again: every start is a new attempt."""
-        attempt = self.log.newest_attempt() + 1
-        self.log.begin_attempt(attempt, f"writer-{attempt}")
+        log = self.log
+        attempt = log.newest_attempt() + 1
+        log.begin_attempt(attempt, f"writer-{attempt}")
         newest = newest_verified(self.store, self.run, report=lambda _problem: None)
         step = 0 if newest is None else newest.step
         for node in range(NODES):  # as the agent does before the launcher starts
@@ -151,7 +152,7 @@ class Saver:
             clear(folder)
         while True:
             step += 1
-            self.save(attempt, step, keep_last=3)
+            self.save(attempt, step, keep_last=3, log=log)
             (self.world / f"saved-{os.getpid()}").touch()
 
 
