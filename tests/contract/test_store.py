@@ -478,7 +478,7 @@ def test_a_silent_server_is_given_up(through):
         store.get("a", 1)
     quiet.set()
     assert time.monotonic() - begin < 10
-    assert len(proxy.calls) == 8  # not once more
+    assert 1 < len(proxy.calls) <= 8  # as long as `store_retry_s` lets it, and not once more
 
 
 @pytest.mark.parametrize("what", ["put", "put_file", "put_file of parts", "get", "get_file", "stat", "delete"])
