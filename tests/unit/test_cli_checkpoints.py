@@ -174,6 +174,19 @@ def test_pull_says_as_json_what_it_took_and_what_it_passed_over(mgpu, committed)
     assert mgpu("checkpoints", "pull", "--json").json["reused"] == 1, "what is there already is not fetched again"
 
 
+def test_pull_replaces_no_folder_that_holds_other_files(mgpu, committed, world):
+    folder = world.folder / "out/step-20"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "weights").write_text("damaged on this disk")
+    (folder / "sub/notes.txt").write_text("mine")
+    done = mgpu("checkpoints", "pull", "--to", "out")
+    assert (done.code, "sub/notes.txt" in done.err) == (2, True)
+    assert (folder / "sub/notes.txt").read_text() == "mine"
+    (folder / "sub/notes.txt").unlink()
+    assert mgpu("checkpoints", "pull", "--to", "out").code == 0
+    assert (folder / "weights").read_text() == "weights of step 20"
+
+
 def test_where_none_verifies_pull_leaves_nothing(mgpu, committed, world):
     for step in (10, 20):
         flip(committed, step)

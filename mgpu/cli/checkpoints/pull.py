@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,8 +51,8 @@ class Pulled:
 def pull(run: str, url: str | None, step: int | None, to: Path | None, as_json: bool) -> None:
     """Download a checkpoint of RUN, verified.
 
-    It goes into DIR/step-<n>, which has its name once every byte was checked. Where the newest is damaged, the one
-    before it is taken, with a warning.
+    It goes into DIR/step-<n>, which has its name once every byte was checked, and holds nothing else. Where the
+    newest is damaged, the one before it is taken, with a warning.
     """
     console = Console(as_json=as_json)
     found = source.find(run, url)
@@ -74,7 +75,25 @@ def pull_into(found: Source, step: int | None, to: Path, console: Console) -> Pu
         InputError: there is none; the store, or this disk, does not work.
         DamagedCheckpoint: not one verifies.
     """
-    return newest_whole(found, found.commits(step), console, lambda commit: to / f"step-{commit.step}")
+    return newest_whole(
+        found,
+        found.commits(step),
+        console,
+        lambda commit: to / f"step-{commit.step}",
+        lambda manifest: _refuse_more(to / f"step-{manifest.step}", manifest),
+    )
+
+
+def _refuse_more(folder: Path, manifest: Manifest) -> None:
+    """Raises InputError where the folder holds what is not of the checkpoint: it would go with the old one."""
+    paths = (Path(above, name) for above, _, names in os.walk(folder) for name in names)
+    others = sorted({path.relative_to(folder).as_posix() for path in paths} - {file.path for file in manifest.files})
+    if others:
+        raise InputError(
+            f"{folder} holds what is not of {manifest.checkpoint_id}: {', '.join(others[:3])}",
+            "The folder is replaced by the checkpoint; nothing was changed.",
+            "Move it away, or name another folder with `--to`.",
+        )
 
 
 def newest_whole(
