@@ -23,8 +23,9 @@ from mgpu_train.config import CheckpointTarget
 from mgpu_train.store import NotFound, Store, StoreError, Unavailable, open_store
 
 _MAX_ANNOUNCEMENT = 1024  # bytes
-_MAX_META = 4096  # bytes
+_MAX_META = 1 << 20  # bytes
 _MAX_META_VALUES = 64
+_MAX_META_TEXT = 4096  # characters, of a name or a value
 _MAX_REASON = 500  # characters
 _MAX_END = 16 << 10  # bytes
 
@@ -76,7 +77,7 @@ class StoreDepot:
                 node=job.node_rank,
                 step=step,
                 world_size=job.world_size,
-                meta=_meta(folder / "meta.json"),
+                meta=self._meta(step, folder / "meta.json"),
             )
 
     def commit(self, step: int) -> str | None:
@@ -146,6 +147,20 @@ class StoreDepot:
     def _end_key(self, node_rank: int) -> str:
         return f"{self._folder}/ended-{node_rank}.json"
 
+    def _meta(self, step: int, path: Path) -> dict[str, Any]:
+        """What the program says of a checkpoint. What cannot be read is told, and costs the checkpoint nothing."""
+        try:
+            with path.open("rb") as file:
+                text = file.read(_MAX_META + 1)
+            if len(text) > _MAX_META:
+                raise ValueError(f"it is longer than {_MAX_META >> 20} MiB")
+            return described(text, self._target.best_metric)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            self._attempt.say(f"checkpoint step-{step}: its meta.json says nothing: {clean(str(error), 200)}")
+            return {}
+
     @property
     def _key(self) -> str:
         return f"{self._folder}/announced.json"
@@ -178,16 +193,23 @@ class StoreDepot:
             raise DepotError(self._attempt.public(problem), passing=False) from error
 
 
-def _meta(path: Path) -> dict[str, Any]:
-    """What the program says of a checkpoint, for people: the plain values of its meta.json, where it has one."""
-    try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(_MAX_META))
-    except (OSError, ValueError):
-        return {}
-    plain = [(name, value) for name, value in found.items() if _plain(value)] if isinstance(found, dict) else []
-    return dict(plain[:_MAX_META_VALUES])
+def described(text: bytes, first: str) -> dict[str, Any]:
+    """The plain values of a program's meta.json that a manifest has room for; the one named `first` is among them.
+
+    Raises ValueError: it is no JSON object.
+    """
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    plain = {name: value for name, value in found.items() if _short(name) and _plain(value)}
+    leading = {first: plain[first]} if first in plain else {}
+    return dict(list({**leading, **plain}.items())[:_MAX_META_VALUES])
 
 
 def _plain(value: Any) -> bool:
-    return type(value) in (str, int) or (type(value) is float and math.isfinite(value))
+    return _short(value) or type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def _short(text: Any) -> bool:
+    """True for a text that a manifest can hold; half a surrogate pair is none that can be written."""
+    return type(text) is str and len(text) <= _MAX_META_TEXT and not any("\ud800" <= each <= "\udfff" for each in text)
