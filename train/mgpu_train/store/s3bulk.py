@@ -66,7 +66,7 @@ class Bulk:
             url=url,
             base=path.removesuffix(quoted),
             region=region[1] if region else "us-east-1",
-            proxy=get_environ_proxies(url).get(parts.scheme),
+            proxy=_with_scheme(get_environ_proxies(url).get(parts.scheme)),
             ca=str(get_cert_path(self._ca or True)) if parts.scheme == "https" else None,
         )
         return True
@@ -157,3 +157,10 @@ def _quoted(key: str) -> str:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def _with_scheme(proxy: str | None) -> str | None:
+    """`host:port` is a proxy that speaks HTTP, as it is for botocore."""
+    if not proxy or proxy.startswith(("http:", "https:")):
+        return proxy or None
+    return f"http://{proxy.removeprefix('//')}"

@@ -86,6 +86,8 @@ class S3Errors:
             return StoreError(f"{what}: the file cannot be sent: {text}. Whoever writes it must have ended before.")
         if kind == "slow":
             return Unavailable(f"{what}: {self._server} is too slow: {text}. Check the network, and try again later.")
+        if kind == "bug":
+            return StoreError(f"{what}: the process that moves the bytes failed: {text}")
         if kind == "died":
             return Unavailable(f"{what}: the process that moves the bytes failed: {text}. Look for what killed it.")
         return self._silent(what, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -29,6 +30,7 @@ _AHEAD = _THREADS + 4  # tasks of one transfer that the process holds: files tak
 _STARTS = 3  # of one task; it may be the task that kills the process
 _IDLE_S = 10.0  # then the process ends; starting another takes a tenth of a second
 _LOOK_S = 0.25  # between two looks at how much has moved
+_ROOM = 1 << 20  # bytes on their way to the process; Linux gives as much to everybody
 _LET_GO_S = 2.0  # for tasks that nobody wants any more to end
 _BEGIN = (
     "import sys; sys.path[:0] = [] if sys.argv[1] in sys.path else sys.argv[1:]; "
@@ -166,10 +168,12 @@ class Engine:
 
     def _give_up(self, failed: Failed) -> None:
         """Fails all that is under way, and ends the process: what hangs in it hangs no more."""
+        if hung := self._process:
+            hung.kill()  # before all else: whoever has the lock may be waiting for it to read
         with self._lock:
             jobs, self._jobs = self._jobs, {}
             process, self._process = self._process, None
-        if process:
+        if process:  # another one, perhaps, that was begun in its place
             process.kill()
         for job in jobs.values():
             job.inbox.put((job, {"error": failed.told}))
@@ -192,6 +196,7 @@ class Engine:
             self._give_up(Failed("died", f"it cannot be started: {error.strerror}"))
             return
         self._process = process
+        _widen(process)
         threading.Thread(target=self._listen, args=(process,), name="bulk", daemon=True).start()
         self._write(asdict(self.settings))
         self._say(keys=asdict(self._keys))
@@ -244,3 +249,10 @@ class Engine:
             if self._process and self._process.stdin:
                 self._process.stdin.write(json.dumps(told).encode() + b"\n")
                 self._process.stdin.flush()
+
+
+def _widen(process: subprocess.Popen[bytes]) -> None:
+    """Room for all tasks that a process can be told of, so that nobody waits for it to read; less where that is all."""
+    if process.stdin and hasattr(fcntl, "F_SETPIPE_SZ"):
+        with suppress(OSError):
+            fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, _ROOM)

@@ -21,7 +21,7 @@ _DIGEST = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch", "XAmzConte
 
 
 class Trouble(Exception):
-    """A try that failed. `kind`: http, connect, tls, network, short, file, changed or cancelled; see S3Errors.
+    """A try that failed. `kind`: http, connect, tls, network, short, file, changed, cancelled or bug; see S3Errors.
 
     `tries` is how often a task may end so. `stale`: the connection was an old one, which the server had given up.
     """
@@ -60,7 +60,7 @@ class Wire:
         send: Callable[[socket.socket], None] | None = None,
     ) -> http.client.HTTPResponse:
         """Makes a request, its body written by `send`, and returns the answer's head. Raises Trouble."""
-        used = self._open is not None and self._route == route
+        used = self._usable(route) is not None
         with self.watched(used):
             connection = self._connection(route)
             proxied = route.proxy and route.url.startswith("http:")
@@ -116,9 +116,13 @@ class Wire:
             raise ConnectionError("the server hung up in the middle of a body")
         return answer
 
+    def _usable(self, route: Route) -> http.client.HTTPConnection | None:
+        """What is open to there. http.client would open again by itself what a server has closed, with other times."""
+        return self._open if self._open is not None and self._open.sock and self._route == route else None
+
     def _connection(self, route: Route) -> http.client.HTTPConnection:
-        if self._open is not None and self._route == route:
-            return self._open
+        if usable := self._usable(route):
+            return usable
         self.close()
         made = self._made(route)
         try:
@@ -156,8 +160,10 @@ class Wire:
 
     def _context(self, ca: str | None) -> ssl.SSLContext:
         if ca not in self._contexts:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # as boto3's: Python's defaults are stricter from 3.13 on
             try:
-                self._contexts[ca] = ssl.create_default_context(cafile=ca)
+                context.load_verify_locations(ca) if ca else context.load_default_certs()
+                self._contexts[ca] = context
             except OSError as error:
                 raise Trouble("tls", f"cannot read {ca}: {error.strerror}", tries=NEVER) from error
         return self._contexts[ca]

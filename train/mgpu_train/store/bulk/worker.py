@@ -74,7 +74,11 @@ class Worker(threading.Thread):
         """Works as long as the process lives."""
         while True:
             task = self._office.next()
-            self._office.answer(task, **self._patiently(task))
+            try:
+                answer = self._patiently(task)
+            except Exception as error:  # noqa: BLE001 - a bug costs this task: without an answer it would never end
+                answer = {"error": Trouble("bug", f"{type(error).__name__}: {error}"[:200]).told}
+            self._office.answer(task, **answer)
 
     def _patiently(self, task: Task) -> dict[str, Any]:
         """The answer to a task, after as many tries as there is time for. The first failure starts the clock."""
@@ -182,6 +186,7 @@ class Worker(threading.Thread):
 
     def _receive(self, task: Task, file: io.FileIO | None, answer: http.client.HTTPResponse) -> int:
         crc = done = 0
+        promised = answer.length == task.length  # by its head: if fewer come, the connection has ended too early
         if file:
             file.seek(task.offset)
         read = self._wire.reader(answer)
@@ -196,7 +201,8 @@ class Worker(threading.Thread):
             self._pace.take(count)
             self._count(count)
         if done != task.length:
-            raise Trouble("short", f"{done} bytes came where {task.length} were asked for", tries=FEW)
+            told = f"{done} bytes came where {task.length} were asked for"
+            raise Trouble("network", told) if promised else Trouble("short", told, tries=FEW)
         return crc
 
     def _check(self, task: Task) -> None:
