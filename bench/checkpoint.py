@@ -44,7 +44,7 @@ def upload(report: Report) -> None:
     report.at_least("upload, TLS sink: speed over s5cmd's", peer.wall_s / ours.wall_s, 1.5, "x")
     report.at_most("upload, TLS sink: client CPU over s5cmd's", ours.cpu_s / peer.cpu_s, 0.5, "x")
     report.at_most("upload, TLS sink: memory of the process that moves bytes", ours.others_mib, 50, " MiB")
-    report.at_most("upload, TLS sink: memory of it and the agent together", ours.mib, 150, " MiB")
+    report.at_most("upload, TLS sink: memory of it and the agent together", ours.mib, 100, " MiB")
 
 
 def gateway(report: Report) -> None:
