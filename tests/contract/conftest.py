@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import http.client
-import os
-import re
-import shutil
 import socket
 import ssl
 import struct
-import subprocess
 import threading
 import time
 import uuid
@@ -24,11 +20,10 @@ from urllib.parse import urlsplit
 
 import boto3
 import pytest
+from fakes import gateway
+from fakes.gateway import ACCESS, START_S
 from mgpu_train.store import Store, open_store
 from mgpu_train.timeouts import Timeouts
-
-ACCESS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "canary-5ecret-key", "AWS_REGION": "us-east-1"}
-START_S = 30
 
 
 @dataclass
@@ -80,28 +75,10 @@ def moto(require) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def versitygw(require, tmp_path_factory) -> Iterator[Server]:
-    program = _gateway()
+    program = gateway.program()
     require("versitygw", program is not None, "it is not installed; scripts/setup-store-tools.sh builds it")
-    folder = tmp_path_factory.mktemp("versitygw")
-    port = _free_port()
-    env = {
-        "PATH": os.environ["PATH"],
-        "ROOT_ACCESS_KEY": ACCESS["AWS_ACCESS_KEY_ID"],
-        "ROOT_SECRET_KEY": ACCESS["AWS_SECRET_ACCESS_KEY"],
-    }
-    process = subprocess.Popen(
-        [str(program), "--port", f"127.0.0.1:{port}", "posix", str(folder)],
-        env=env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait_for(port, process)
-        endpoint = f"http://127.0.0.1:{port}"
-        yield Server(endpoint, {**ACCESS, "AWS_ENDPOINT_URL": endpoint})
-    finally:
-        process.kill()
-        process.wait()
+    with gateway.serving(str(program), tmp_path_factory.mktemp("versitygw")) as env:
+        yield Server(env["AWS_ENDPOINT_URL"], dict(env))
 
 
 @pytest.fixture(params=["file", "moto", "versitygw", "localstack"])
@@ -338,28 +315,3 @@ def _forward(netloc: str, call: Call) -> None:
         call.answer_headers = [(n, v) for n, v in answer.getheaders() if n.lower() not in ("connection", "server")]
     finally:
         connection.close()
-
-
-def _gateway() -> str | None:
-    """On PATH, or where the script puts it."""
-    script = (Path(__file__).parents[2] / "scripts" / "setup-store-tools.sh").read_text()
-    version = re.search(r"build versitygw \S+ (\S+)", script)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mgpu" / "store-tools"
-    built = cache / f"versitygw-{version[1] if version else ''}"
-    return os.environ.get("MGPU_VERSITYGW") or shutil.which("versitygw") or (str(built) if built.exists() else None)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def _wait_for(port: int, process: subprocess.Popen) -> None:
-    end = time.monotonic() + START_S
-    while time.monotonic() < end and process.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise RuntimeError(f"versitygw did not start: exit code {process.poll()}")
