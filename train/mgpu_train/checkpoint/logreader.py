@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from mgpu_train.checkpoint import index, keys
 from mgpu_train.checkpoint.lines import Line, Readable, Unreadable, in_short
 from mgpu_train.checkpoint.manifest import MAX_DOCUMENT_BYTES, CheckpointEntry, Entry, parse_entry
+from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.store.base import Damaged, NotFound, Store, StoreError
 
 _THREADS = 8  # entries in flight
@@ -84,15 +84,7 @@ class LogReader:
         return length
 
     def _read(self, numbers: list[int]) -> list[Line]:
-        if len(numbers) < 2:
-            found = [self._line(seq) for seq in numbers]
-        else:
-            with ThreadPoolExecutor(min(_THREADS, len(numbers)), "log") as pool:
-                try:
-                    found = list(pool.map(self._line, numbers))
-                except BaseException:
-                    pool.shutdown(wait=True, cancel_futures=True)
-                    raise
+        found = in_threads(self._line, numbers, max(1, min(_THREADS, len(numbers))))
         self.keep(line for line in found if not isinstance(line, Unreadable))
         return found
 
