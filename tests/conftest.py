@@ -7,15 +7,37 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.aws import FOREIGN, FakeAws, world
 from fakes.localstack import localstack  # noqa: F401  a fixture, one for the session
+from xdist.scheduler import LoadFileScheduling
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Require = Callable[[str, bool, str], None]
+
+# Whole runs, of several processes that wait for each other at every step: one at a time. Two beside each other on two
+# cores take more than twice as long, since a process that is waited for has to wait for its turn.
+WHOLE_RUNS = ("tests/e2e/", "tests/examples/", "tests/failure/aws/", "tests/failure/fleet/")
+
+
+class OneRunAtATime(LoadFileScheduling):
+    """Tests of one file share a worker, and so do all whole runs."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "whole runs" if nodeid.startswith(WHOLE_RUNS) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneRunAtATime:
+    return OneRunAtATime(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs first: whoever has them is the last to end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +87,23 @@ def xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for kind in ("STATE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"XDG_{kind}_HOME", str(tmp_path / "xdg" / kind.lower()))
     return tmp_path / "xdg"
+
+
+class FailuresAtOnce:
+    """Names each failure when it happens: the summary at the end of a long run may never come."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal:
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(config))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
