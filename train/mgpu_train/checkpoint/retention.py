@@ -13,9 +13,11 @@ from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.checkpoint.lines import Commit, Line, Unreadable, standing
 from mgpu_train.checkpoint.manifest import PrunedEntry
 from mgpu_train.checkpoint.newest import problems_of
+from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.config import BestMode, CheckpointTarget
 from mgpu_train.store.base import Store
 
+_THREADS = 8  # objects that go at a time
 _ID = re.compile(r"a([0-9]{3,6})-step-([0-9]{1,15})")
 
 
@@ -117,9 +119,8 @@ def prune(store: Store, run_id: str, plan: PrunePlan, *, log: CommitLog | None =
         return over(keys.checkpoint_of(run_id, key))
 
     doomed = [stat.key for stat in store.list(prefix) if dead(stat.key)]
-    # sidecars sort behind their node's folder, and go first: without one a part is not whole
-    for key in sorted(doomed, key=lambda key: not key.endswith(".json")):
-        store.delete(key)
+    for sidecars in (True, False):  # without its sidecar a part is not whole
+        in_threads(store.delete, [key for key in doomed if key.endswith(".json") == sidecars], _THREADS)
     store.sweep(prefix, dead)
     return sorted({keys.checkpoint_of(run_id, key) for key in doomed} | set(drop))
 
