@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from mgpu_train.agent.status import Fault
 
@@ -11,9 +12,13 @@ from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
 from mgpu.run.reach import handle_of
+from mgpu.run.record import Record
 from mgpu.run.request import Request
 from mgpu.run.session import Session
 from mgpu.run.supervise import Ended
+
+if TYPE_CHECKING:
+    from mgpu_train.checkpoint.commitlog import CommitLog
 
 
 def over(session: Session, fleet: StackOutput, provider: Provider | None, request: Request) -> Ended | None:
@@ -47,7 +52,8 @@ def of_the_store(session: Session, request: Request, *, needed: bool) -> Ended |
     record, run = session.record, request.run_id
     try:
         store = open_store(request.checkpoint.to)
-        end = CommitLog(store, run).ended(record.attempt)
+        log = CommitLog(store, run)
+        end, lost = log.ended(record.attempt), forgotten(record, log)
         newest = newest_verified(store, run, report=lambda text: session.emit(Warned(text)))
     except Damaged as error:
         return Ended(False, f"its machines are gone, and {error}", Fault.INFRASTRUCTURE) if needed else None
@@ -60,13 +66,33 @@ def of_the_store(session: Session, request: Request, *, needed: bool) -> Ended |
             f"Nothing is billed. Run `mgpu attach {run}` again once {request.checkpoint.to} answers.",
         ) from error
     done = end is not None and end.succeeded
+    if lost:
+        session.emit(Warned(lost))
     if newest is not None:
-        record.checkpoint_id, record.checkpoint_step = newest.checkpoint_id, newest.step
+        if not lost:
+            record.checkpoint_id, record.checkpoint_step = newest.checkpoint_id, newest.step
         steps = request.spec.train.steps if request.spec.train else None
         of_this_launch = record.attempt - newest.attempt <= record.recoveries
         if of_this_launch and (done or (steps and newest.step >= steps)):
             return Ended(True)
     return None if end is None or done else _said(session, end.reason or "", end.fault)
+
+
+def forgotten(record: Record, log: CommitLog) -> str | None:
+    """What a log that can be read lacks of what this record saw committed; None: nothing.
+
+    An entry that is gone from the end of the log leaves no gap, so only the record knows of it. Raises StoreError.
+    """
+    from mgpu_train.checkpoint.lines import Commit, damaged
+
+    lines = log.read()
+    seen = any(isinstance(line, Commit) and line.checkpoint_id == record.checkpoint_id for line in lines)
+    if record.checkpoint_id is None or seen or damaged(lines):
+        return None
+    return (
+        f"{record.checkpoint_id} was committed, and is not in the commit log of run {record.run_id} any more: "
+        f"objects are gone from {record.store}/{record.run_id}/commits/"
+    )
 
 
 def _said(session: Session, reason: str, fault: str | None) -> Ended | None:

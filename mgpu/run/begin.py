@@ -12,7 +12,7 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run import agents, timeline
-from mgpu.run.record import Record
+from mgpu.run.aftermath import forgotten
 from mgpu.run.request import Request, writer_token
 from mgpu.run.session import Session
 
@@ -121,30 +121,16 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
 
 
 def _check_remembered(session: Session, log: CommitLog) -> None:
-    """An entry that is gone from the end of the log leaves no gap: only the record still knows what it committed.
-
-    Raises TrainingFailed where the attempt would begin from nothing.
-    """
-    record = session.record
-    if not _forgotten(record, log):
-        return
-    what = f"{record.checkpoint_id} was committed, and is not in the commit log of run {record.run_id} any more"
-    if not log.checkpoints():
+    """Raises TrainingFailed where the attempt would begin from nothing, though the record knows of a checkpoint."""
+    lost = forgotten(session.record, log)
+    if lost and not log.checkpoints():
         raise TrainingFailed(
-            what,
-            f"Objects are gone from {record.store}/{record.run_id}/commits/.",
+            lost,
+            "No checkpoint is left in it.",
             "Bring them back. To begin again from nothing, launch without `--resume`: that is a run of its own.",
         )
-    session.emit(Warned(f"{what}: objects are gone from {record.store}/{record.run_id}/commits/"))
-
-
-def _forgotten(record: Record, log: CommitLog) -> bool:
-    """True when a log that can be read lacks what this record saw committed. Raises StoreError."""
-    from mgpu_train.checkpoint.lines import Commit, damaged
-
-    lines = log.read()
-    seen = any(isinstance(line, Commit) and line.checkpoint_id == record.checkpoint_id for line in lines)
-    return record.checkpoint_id is not None and not seen and not damaged(lines)
+    if lost:
+        session.emit(Warned(lost))
 
 
 def _fenced(session: Session, why: str) -> MgpuError:
@@ -164,7 +150,7 @@ def catch_up(session: Session, request: Request) -> None:
 
     try:
         log = CommitLog(open_store(request.checkpoint.to), request.run_id)
-        newest = [] if _forgotten(session.record, log) else log.checkpoints()[:1]
+        newest = [] if forgotten(session.record, log) else log.checkpoints()[:1]
     except StoreError as error:
         session.emit(Warned(f"the commit log could not be read: {error}"))
         return

@@ -462,6 +462,14 @@ def test_the_bundled_trainer_is_done_with_its_last_step(project, dead, kept, ste
     assert gone(project, found).exit_code == code
 
 
+def test_a_log_that_lost_its_end_does_not_make_the_record_forget_it(project, dead, kept):
+    kept.saved(5)
+    found = dead(State.RUNNING, spec=kept.spec, store=kept.url, checkpoint_id="a001-step-10", checkpoint_step=10)
+    gone(project, found)
+    assert record.load("run-1").checkpoint_id == "a001-step-10"
+    assert any("a001-step-10 was committed" in each.text for each in project.world.of(Warned))
+
+
 def test_a_program_that_failed_by_itself_is_not_begun_again(project, dead, kept):
     kept.saved(5)
     kept.ended(succeeded=False, fault="user", reason="node 0: exit code 3")
