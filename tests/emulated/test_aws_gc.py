@@ -190,16 +190,14 @@ def thousand(aws):
     return big
 
 
-def test_a_thousand_machines_cost_few_calls_and_little_time(aws, account):
+def test_a_thousand_machines_cost_few_calls(aws, account):
     thousand(aws)
-    before, begun = len(aws.calls()), time.process_time()
+    before = len(aws.calls())
     handles = ending.list_owned(account, "o-1")
     states = machines.describe_all(account, Options(), handles)
-    took = time.process_time() - begun  # of this process: what the fake and other tests take is not ours
     live = [node for state in states for node in state.nodes if node.phase is NodePhase.RUNNING]
     assert (len(handles), len(live)) == (501, 1000)
     assert len(aws.calls()) - before < 3 * len(account.regions()) + 15
-    assert took < 5
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from moto.core.responses import ActionResult
 from moto.ec2 import utils
 from moto.ec2.exceptions import EC2ClientError, InvalidInstanceIdError
 from moto.ec2.models import elastic_ip_addresses, elastic_network_interfaces
+from moto.ec2.models.availability_zones_and_regions import RegionsAndZonesBackend
 from moto.ec2.models.core import TaggedEC2Resource
 from moto.ec2.models.elastic_ip_addresses import ElasticAddressBackend
 from moto.ec2.models.elastic_network_interfaces import Attachment
@@ -19,11 +20,15 @@ from fakes.aws.cloud import Cloud
 from fakes.aws.life import BY_USER
 from fakes.aws.patching import existing, replace
 
+# what is asked of all regions takes a client of boto3 for each, which is most of such a test's time
+ENABLED_REGIONS = ("ap-south-1", "eu-west-1", "eu-west-3", "sa-east-1", "us-east-1", "us-east-2", "us-west-2")
 SHUTTING_DOWN = {"Code": 32, "Name": "shutting-down"}
 
 
 def install(cloud: Cloud) -> None:
-    """From now on."""
+    """From now on. The account has few of AWS's regions enabled; the others answer, too."""
+    enabled = [each for each in existing(RegionsAndZonesBackend, "regions") if each.name in ENABLED_REGIONS]
+    replace(RegionsAndZonesBackend, "regions", enabled)
     _install_addresses(cloud)
     _install_lookups(cloud)
     _install_ending(cloud)
