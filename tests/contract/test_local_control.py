@@ -168,7 +168,7 @@ def test_a_machine_that_is_taken_is_gone_at_once_without_a_warning(world: World,
     start = time.monotonic()
     control.kill(instance)
     until(lambda: not any(process.alive for process in everything) and not instance.folder.exists())
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
     assert not (tmp_path / "warned").exists()
     state = world.provider.describe(handle)
     assert [node.phase for node in state.nodes] == [NodePhase.TERMINATED, NodePhase.RUNNING]

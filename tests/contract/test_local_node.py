@@ -512,7 +512,7 @@ def test_a_renewed_lease_keeps_the_node_but_not_beyond_its_hard_cap(world: World
     with world.connect(states[0]) as client:
         run(client, f"echo 999999999 > {LEASE}.new && mv {LEASE}.new {LEASE}")
     until(lambda: world.phase(handle) is NodePhase.TERMINATED)
-    assert 3 < time.monotonic() - start < 12
+    assert 3 < time.monotonic() - start < 60
 
 
 def test_a_dead_lease_script_is_started_again(world: World):

@@ -189,7 +189,7 @@ def test_create_returns_at_once(provider: Provider, harness: Harness):
     request, offer, token = ask(harness)
     start = time.monotonic()
     provider.create(request, offer, token)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_one_token_makes_one_gang_from_any_process(harness: Harness):

@@ -477,7 +477,7 @@ def test_a_silent_server_is_given_up(through):
     with pytest.raises(Unavailable, match="stopped answering"):
         store.get("a", 1)
     quiet.set()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 18, "it was not waited for"
     assert 1 < len(proxy.calls) <= 8  # as long as `store_retry_s` lets it, and not once more
 
 

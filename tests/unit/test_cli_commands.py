@@ -134,17 +134,19 @@ def test_nodes_that_do_not_answer_cost_no_more_than_the_deadline(mgpu, running, 
     began = time.monotonic()
     done = mgpu("status", "--live")
     hang.set()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15
     assert done.out.count("running, no answer over SSH in time") == 2
     assert done.code == 0
 
 
 def test_a_machine_that_is_gone_is_not_waited_for(mgpu, running, world):
     world.cloud.phases["mine-run-1-1"] = NodePhase.TERMINATED
-    world.nodes[1].read = lambda _path: str(time.sleep(5))
+    hang = threading.Event()
+    world.nodes[1].read = lambda _path: str(hang.wait(20))
     began = time.monotonic()
     assert "terminated\n" in mgpu("status", "--live").out
-    assert time.monotonic() - began < 4
+    hang.set()
+    assert time.monotonic() - began < 15
 
 
 def test_where_the_provider_cannot_be_asked_the_nodes_still_are(mgpu, running, world):

@@ -477,7 +477,7 @@ def test_a_bomb_is_refused_quickly():
     began = time.monotonic()
     assert any("anchors are not supported" in each.message for each in problems(bomb))
     problems("x:\n" + "- a\n" * 200_000)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60, "a bomb would take hours"
 
 
 def mangled(seed: int) -> str:

@@ -667,7 +667,7 @@ def test_a_suspended_supervisor_is_not_waited_for_and_loses_its_engine(project, 
     old = suspended("run-1")
     began = time.monotonic()
     assert attach(project, found, force=True).exit_code == 0
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
     assert [process.pid for process in project.world.ousted] == [old.pid]
     all_is_given_back(project)
 

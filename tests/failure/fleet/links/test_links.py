@@ -69,7 +69,7 @@ def test_a_node_that_never_lets_anybody_in_ends_the_start_within_its_deadline(ne
     line.start()
     with pytest.raises(ConnectionFailed):
         line.end()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 18, "connect_s is not the default 20"
     assert len(bill.read(line.fleet.provider.root).alive) == 2, "SSH alone ends no machine"
 
 
