@@ -51,7 +51,7 @@ def _fake(folder: Path) -> Iterator[FakeAws]:
     from fakes.aws import FOREIGN, FakeAws
 
     before = dict(os.environ)
-    with FakeAws.start(folder / "aws") as aws:
+    with FakeAws.start(folder / "aws", all_regions=True) as aws:
         for name in FOREIGN:
             os.environ.pop(name, None)
         os.environ.update(aws.env, XDG_STATE_HOME=str(folder / "state"), XDG_CACHE_HOME=str(folder / "cache"))

@@ -1,4 +1,4 @@
-"""The fake's process: `python -m fakes.aws FOLDER [--machines]`; it ends when its standard input does."""
+"""The fake's process: `python -m fakes.aws FOLDER [--machines] [--all-regions]`; it ends when its standard input does."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def main() -> None:
     cloud = Cloud()
     images.install()
     ec2.install(cloud)
+    if "--all-regions" not in sys.argv:
+        ec2.enable_few_regions()
     reading.install(cloud)
     fleets.install(cloud)
     placement.install(cloud)

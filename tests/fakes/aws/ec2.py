@@ -26,12 +26,16 @@ SHUTTING_DOWN = {"Code": 32, "Name": "shutting-down"}
 
 
 def install(cloud: Cloud) -> None:
-    """From now on. The account has few of AWS's regions enabled; the others answer, too."""
-    enabled = [each for each in existing(RegionsAndZonesBackend, "regions") if each.name in ENABLED_REGIONS]
-    replace(RegionsAndZonesBackend, "regions", enabled)
+    """From now on."""
     _install_addresses(cloud)
     _install_lookups(cloud)
     _install_ending(cloud)
+
+
+def enable_few_regions() -> None:
+    """The account has these enabled alone; the others answer, too, when they are asked."""
+    enabled = [each for each in existing(RegionsAndZonesBackend, "regions") if each.name in ENABLED_REGIONS]
+    replace(RegionsAndZonesBackend, "regions", enabled)
 
 
 def _install_addresses(cloud: Cloud) -> None:

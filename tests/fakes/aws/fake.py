@@ -64,10 +64,11 @@ class FakeAws:
         self.endpoint = f"http://{world.GATEWAY if machines else '127.0.0.1'}:{port}"
 
     @classmethod
-    def start(cls, folder: Path, machines: bool = False) -> FakeAws:
-        """Starts one; what it complains about goes to `folder`/fake-aws.log."""
+    def start(cls, folder: Path, machines: bool = False, *, all_regions: bool = False) -> FakeAws:
+        """Starts one; what it complains about goes to `folder`/fake-aws.log. `all_regions`: else a few are enabled."""
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "fakes.aws", str(folder), *(["--machines"] if machines else [])]
+        wanted = {"--machines": machines, "--all-regions": all_regions}
+        command = [sys.executable, "-m", "fakes.aws", str(folder), *(flag for flag, on in wanted.items() if on)]
         with (folder / "fake-aws.log").open("ab") as log:
             process = subprocess.Popen(
                 command,
