@@ -1,4 +1,4 @@
-"""The fake's process: `python -m fakes.aws FOLDER [--machines] [--all-regions]`; it ends when its standard input does."""
+"""The fake's process: `python -m fakes.aws FOLDER [--machines] [--all-regions]`; it ends with its standard input."""
 
 from __future__ import annotations
 
