@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 from mgpu_train.checkpoint import index, keys
 from mgpu_train.checkpoint.commitlog import CommitLog, Fenced
-from mgpu_train.checkpoint.lines import Commit, Unreadable
+from mgpu_train.checkpoint.lines import Unreadable
 from mgpu_train.checkpoint.manifest import AttemptEntry, FileEntry, Manifest, checkpoint_id, to_bytes
 from mgpu_train.store import Damaged, Denied, NotFound, Unavailable
 
@@ -241,7 +242,7 @@ def test_an_entry_that_was_damaged_after_it_was_indexed_is_found_when_it_is_used
 def test_only_the_manifest_that_was_committed_is_given_out(long):
     commit = long.log.checkpoints()[0]
     with pytest.raises(Damaged, match="another manifest than the index says"):
-        long.log.manifest(commit.model_copy(update={"manifest_sha256": "0" * 64}))
+        long.log.manifest(replace(commit, manifest_sha256="0" * 64))
     with pytest.raises(Damaged, match="entry 29 of the commit log is not the checkpoint a001-step-28"):
         long.log.manifest_at(29, "a001-step-28")
     with pytest.raises(Damaged, match="entry 0 of the commit log is not"):
@@ -261,7 +262,7 @@ def lie(run, upto: int, **changes: dict[int, object]) -> index.Index:
 
 def test_one_that_is_ahead_of_the_log_is_not_believed(long):
     real = truth(long)
-    ahead = Commit.model_validate({**real[29].model_dump(), "seq": 30, "step": 30, "checkpoint_id": "a001-step-30"})
+    ahead = replace(real[29], seq=30, step=30, checkpoint_id="a001-step-30")
     put(long, index.Index(run_id="run-1", upto=30, lines=(*real, ahead)))
     assert long.log.read() == real
     assert long.log.commit(manifest(31), "writer-1").seq == 30  # the true next number, no gap
@@ -269,7 +270,7 @@ def test_one_that_is_ahead_of_the_log_is_not_believed(long):
 
 def test_one_whose_last_line_is_not_the_logs_is_not_believed(long):
     real = truth(long)
-    put(long, lie(long, 20, lines={20: real[20].model_copy(update={"files": 7})}))
+    put(long, lie(long, 20, lines={20: replace(real[20], files=7)}))
     assert long.log.read() == real
 
 
@@ -280,7 +281,7 @@ def test_one_that_hides_a_newer_attempt_lets_no_zombie_commit(long):
         long.log.commit(manifest(step, attempt=2), "writer-2")
     real = truth(long)
     assert isinstance(real[30], AttemptEntry)
-    hidden = real[29].model_copy(update={"seq": 30, "step": 30, "checkpoint_id": "a001-step-30"})
+    hidden = replace(real[29], seq=30, step=30, checkpoint_id="a001-step-30")
     put(long, lie(long, 32, lines={30: hidden}))
     zombie = CommitLog(long.store, "run-1")
     assert zombie.read()[30] == hidden  # it is lied to
@@ -291,7 +292,7 @@ def test_one_that_hides_a_newer_attempt_lets_no_zombie_commit(long):
 def test_one_that_knows_the_future_is_not_believed(long):
     """Else it would stand for a number that is written later, and nobody would read the true entry."""
     real = truth(long)
-    future = real[29].model_copy(update={"seq": 30, "step": 30, "checkpoint_id": "a001-step-30"})
+    future = replace(real[29], seq=30, step=30, checkpoint_id="a001-step-30")
     put(long, index.Index.model_construct(run_id="run-1", upto=20, lines=(*real[:20], future, real[20])))
     long.begin(2)
     with pytest.raises(Fenced, match="attempt 2 of run run-1 has begun"):

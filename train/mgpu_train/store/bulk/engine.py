@@ -220,7 +220,8 @@ class Engine:
         code = process.wait()
         for pipe in (process.stdin, process.stdout):
             with suppress(OSError):  # what it did not read any more
-                pipe and pipe.close()
+                if pipe:
+                    pipe.close()
         with self._lock:
             if self._process is not process:
                 return
