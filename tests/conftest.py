@@ -16,6 +16,8 @@ from xdist.scheduler import LoadFileScheduling
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts anything; what tests start would not hear it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 Require = Callable[[str, bool, str], None]
 
