@@ -21,8 +21,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts anythin
 
 Require = Callable[[str, bool, str], None]
 
-# Whole runs, of several processes that wait for each other at every step: one at a time. Two beside each other on two
-# cores take more than twice as long, since a process that is waited for has to wait for its turn.
+# Whole runs, of several processes that wait for each other at every step and keep all cores busy: one at a time. The
+# other worker has the tests that wait for clocks.
 WHOLE_RUNS = ("tests/e2e/", "tests/examples/", "tests/failure/aws/", "tests/failure/fleet/")
 
 
