@@ -37,7 +37,7 @@ def test_the_next_use_of_the_store_has_them(attempt, tmp_path, monkeypatch):
         def put(self, _key, _data):
             raise Denied("the credentials have expired (ExpiredToken)")
 
-    def open_with(url, env, *, timeouts):
+    def open_with(url, env, **_limits):
         opened.append(dict(env))
         return Expired() if env["AWS_SESSION_TOKEN"] == "old-token" else open_store(url)
 
