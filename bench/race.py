@@ -26,12 +26,18 @@ def race(
     clients: Mapping[str, Client],
     *,
     rounds: int = ROUNDS,
+    before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> dict[str, Cost]:
-    """The medians of some rounds, in each of which every client has its turn; `after` tidies up behind each."""
+    """The medians of some rounds, in each of which every client has its turn; `after` tidies up behind each.
+
+    `before` is called ahead of each.
+    """
     found: dict[str, list[Cost]] = {name: [] for name in clients}
     for number in range(rounds):
         for name, client in clients.items():
+            if before:
+                before()
             found[name].append(client(number))
             print(f"  {what}: {name} {found[name][-1].wall_s:.1f} s", file=sys.stderr)
             if after:

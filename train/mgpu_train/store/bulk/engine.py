@@ -25,8 +25,9 @@ from mgpu_train.store.pace import Pace
 from mgpu_train.timeouts import Timeouts
 
 EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
-_THREADS = 8
-_AHEAD = _THREADS + 4  # tasks of one transfer that the process holds: files take turns, and its input never fills up
+# connections: each is a thread, and more of them than cores cost more in turns taken than they move
+_THREADS = max(3, min(8, len(os.sched_getaffinity(0)) + 1)) if hasattr(os, "sched_getaffinity") else 8
+_AHEAD = 12  # tasks of one transfer that the process holds: files take turns, and its input never fills up
 _STARTS = 3  # of one task; it may be the task that kills the process
 _IDLE_S = 10.0  # then the process ends; starting another takes a tenth of a second
 _LOOK_S = 0.25  # between two looks at how much has moved

@@ -175,7 +175,9 @@ class _Direct:
     def __init__(self, answer: http.client.HTTPResponse, sock: socket.socket) -> None:
         self._answer, self._left = answer, answer.length or 0
         self._held = min(self._left, len(answer.fp.peek())) if self._left else 0
-        self._take = sock.recv_into
+        # TLS gives 16 KiB a call: its own `recv_into` would only be one more
+        tls = isinstance(sock, ssl.SSLSocket)
+        self._take: Callable[..., Any] = sock.read if tls else lambda count, to: sock.recv_into(to, count)
 
     def read(self, to: memoryview) -> int:
         """Fills `to`; returns how much came, less only at the end."""
@@ -183,7 +185,7 @@ class _Direct:
         if self._held:
             done = self._answer.readinto(to[: self._held])
             self._held -= done
-        while done < len(to) and not self._held and (count := self._take(to[done:], len(to) - done)):
+        while done < len(to) and not self._held and (count := self._take(len(to) - done, to[done:])):
             done += count
         self._left -= done
         if not self._left:
