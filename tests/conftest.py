@@ -33,6 +33,7 @@ class OneRunAtATime(LoadFileScheduling):
         return "whole runs" if nodeid.startswith(WHOLE_RUNS) else super()._split_scope(nodeid)
 
 
+@pytest.hookimpl(optionalhook=True)  # also where xdist is switched off
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneRunAtATime:
     return OneRunAtATime(config, log)
 

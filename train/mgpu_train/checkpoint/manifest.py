@@ -65,7 +65,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # of data
 class Document(BaseModel):
     """The base of what the store holds: frozen, strict types, every unknown key is a mistake."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = STRICT | ConfigDict(frozen=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
