@@ -91,7 +91,7 @@ def test_killed_anywhere_in_a_save_nothing_half_is_visible_and_it_converges(
         stories = list(pool.map(tell, range(len(wanted))))
     calls = len({point.partition(" ")[2] for point in points})
     kills = sum(story.killed for story in stories)  # of what threads do at once, not all is met in every run
-    record_property("counted", f"{kills} kills, before each of {calls} calls and after the last, of a save into {kind}")
+    record_property("counted", f"{kills} kills at {len(wanted)} moments of a save into {kind}, of {calls} calls in all")
     wrong = [f"{story.point}: {story.problems}" for story in stories if story.problems]
     assert not wrong, "\n".join(wrong)
     assert kills >= 0.95 * len(wanted)
