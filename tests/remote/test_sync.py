@@ -230,16 +230,21 @@ def test_a_transfer_that_is_cut_changes_nothing(server, open_node, folder, dest)
     snapshot = scan(folder)
     whole = snapshot.stream(["big", "train.py"])
 
+    def under_way() -> bool:
+        return any(path.is_dir() for path in dest.glob(".mgpu-sync.*"))
+
     def cut(_paths):
         for number, block in enumerate(whole):
             if number == 40:
+                while not under_way():
+                    time.sleep(0.02)  # a receiver that has yet to begin would be seen to have cleared up
                 node.close()
             yield block
 
     object.__setattr__(snapshot, "stream", cut)
     with pytest.raises(ConnectionFailed):
         sync(node, snapshot)
-    while any(path.is_dir() for path in dest.glob(".mgpu-sync.*")):
+    while under_way():
         time.sleep(0.02)  # the receiver clears up when it sees the end of its input
     assert tree(dest) == before
     node.reconnect()
