@@ -37,7 +37,7 @@ from mgpu_train.store.pace import Pace
 from mgpu_train.timeouts import Timeouts
 
 MIB = 1 << 20
-SIZE = 25 * MIB + 7  # four parts
+SIZE = 25 * MIB + 7  # four parts up, three ranges or so down
 ALWAYS_S = 60  # after which a test has hung
 
 
@@ -163,6 +163,21 @@ def test_every_body_is_reset_once(weather, source):
     there_and_back(store, source)
     assert sum("partNumber" in call for call in proxy.calls) >= 8
     assert sum(call.startswith("GET") for call in proxy.calls) >= 8
+
+
+def test_a_body_that_is_cut_goes_on_where_it_was_cut(weather, source):
+    """However often, and however short the time that failures are borne for: something came."""
+    came = []
+
+    def cut(call) -> None:
+        if "Range" in call.headers:
+            call.answer, call.hang_up = call.answer[: 2 * MIB], True  # the head still promises all
+            came.append(len(call.answer))
+
+    store, _ = weather(after=cut, store_retry_s=0.05)
+    there_and_back(store, source)
+    assert sum(came) == SIZE
+    assert len(came) > SIZE // (2 * MIB)
 
 
 @pytest.mark.parametrize("short", [1, 100])

@@ -25,6 +25,7 @@ from mgpu_train.store.s3errors import S3Errors
 from mgpu_train.timeouts import Timeouts
 
 PART = 8 << 20  # bytes; S3's least is 5 MiB
+_LONGEST_RANGE = 32 << 20  # bytes; servers take their time for each request, and a range that is cut goes on there
 _MOST_PARTS = 10_000  # S3's limit
 _REGION = re.compile(r"Credential=[^/]+/\d+/([^/]+)/s3/")
 Sent = tuple[dict[str, str], int, int]  # what completing an upload needs of a part, its checksum and its bytes
@@ -104,9 +105,13 @@ class Bulk:
 
     def receive(self, key: str, size: int, to: Path | None, progress: Progress | None) -> str:
         """Reads an object by ranges, into a file of that size or nowhere; returns its checksum. Raises StoreError."""
-        spans = list(_spans(size, PART))
+        spans = list(_spans(size, self._range(size)))
         answers = self._run(f"read {key}", [self._task("GET", key, to, *span) for span in spans], progress)
         return crc.joined((answer["crc"], length) for answer, (_, length) in zip(answers, spans, strict=True))
+
+    def _range(self, size: int) -> int:
+        """Bytes of a range: as many as there are connections, unless that makes them very short or long."""
+        return min(_LONGEST_RANGE, max(PART, -(-size // self.engine.settings.threads)))
 
     def _run(self, doing: str, tasks: Sequence[Task], progress: Progress | None = None) -> list[dict[str, Any]]:
         try:

@@ -68,7 +68,7 @@ class Worker(threading.Thread):
         rate = office.pace.bytes_per_s
         piece = _PIECE if rate is None else max(_LEAST_PIECE, min(_PIECE, rate // _PIECES_A_SECOND))
         self._piece = memoryview(bytearray(piece))
-        self._moved = 0
+        self._sent = self._got = self._crc = 0  # bytes of this try; bytes of this task that stay, and their checksum
 
     def run(self) -> None:
         """Works as long as the process lives."""
@@ -81,17 +81,21 @@ class Worker(threading.Thread):
             self._office.answer(task, **answer)
 
     def _patiently(self, task: Task) -> dict[str, Any]:
-        """The answer to a task, after as many tries as there is time for. The first failure starts the clock."""
+        """The answer to a task, after as many tries as there is time for.
+
+        The first failure starts the clock, and so does the first after one that has brought something.
+        """
         retry_s, end = self._office.settings.retry_s, None
-        failures = 0
+        failures = self._got = self._crc = 0
         while True:
+            before = self._got
             try:
                 return self._once(task)
             except Trouble as trouble:
                 if trouble.stale:
                     continue
-                failures += 1
-                end = end or time.monotonic() + retry_s
+                failures = failures + 1 if self._got == before else 1
+                end = end if end and self._got == before else time.monotonic() + retry_s
                 if failures >= trouble.tries or time.monotonic() > end:
                     return {"error": trouble.told}
                 self._office.stumbled(trouble)
@@ -100,12 +104,12 @@ class Worker(threading.Thread):
                     return {"error": _unwanted().told}
 
     def _once(self, task: Task) -> dict[str, Any]:
-        self._moved = 0
+        self._sent = 0
         try:
             self._check(task)
             return self._put(task) if task.method == "PUT" else self._get(task)
         except BaseException:
-            self._office.moved(-self._moved)  # it has to be moved again
+            self._office.moved(-self._sent)  # it has to be sent again
             raise
 
     def _put(self, task: Task) -> dict[str, Any]:
@@ -119,12 +123,12 @@ class Worker(threading.Thread):
         return {"etag": answer.headers.get("ETag", ""), "crc": crc}
 
     def _get(self, task: Task) -> dict[str, Any]:
-        last = task.offset + task.length - 1
-        answer = self._ask(task, {"range": f"bytes={task.offset}-{last}"}, NOTHING)
+        first = task.offset + self._got  # where the last try was cut
+        answer = self._ask(task, {"range": f"bytes={first}-{task.offset + task.length - 1}"}, NOTHING)
         with self._wire.watched(), _opened(task) as file:
-            _check_range(task, answer)
-            crc = self._receive(task, file if task.file else None, answer)
-        return {"crc": crc}
+            _check_range(answer, first, task.length - self._got)
+            self._receive(task, file if task.file else None, answer)
+        return {"crc": self._crc}
 
     def _ask(
         self, task: Task, headers: dict[str, str], payload: str, send: Send | None = None
@@ -180,38 +184,34 @@ class Worker(threading.Thread):
             view = piece
             while view:
                 view = view[sock.send(view) :]
-            self._count(len(piece))
+            self._sent += len(piece)
+            self._office.moved(len(piece))
         if sent != crc:
             raise Trouble("changed", "it changed while it was sent", tries=NEVER)
 
-    def _receive(self, task: Task, file: io.FileIO | None, answer: http.client.HTTPResponse) -> int:
-        crc = done = 0
-        promised = answer.length == task.length  # by its head: if fewer come, the connection has ended too early
+    def _receive(self, task: Task, file: io.FileIO | None, answer: http.client.HTTPResponse) -> None:
+        wanted = task.length - self._got
+        promised = answer.length == wanted  # by its head: if fewer come, the connection has ended too early
         if file:
-            file.seek(task.offset)
+            file.seek(task.offset + self._got)
         read = self._wire.reader(answer)
-        while count := read(self._piece[: task.length - done]):
+        while count := read(self._piece[: task.length - self._got]):
             self._check(task)
             piece = self._piece[:count]
-            crc = more(piece, crc)
             if file:
                 with _turn(task):
                     _write(file, piece)
-            done += count
+            self._crc = more(piece, self._crc)
+            self._got += count
             self._pace.take(count)
-            self._count(count)
-        if done != task.length:
-            told = f"{done} bytes came where {task.length} were asked for"
+            self._office.moved(count)
+        if missing := task.length - self._got:
+            told = f"{wanted - missing} bytes came where {wanted} were asked for"
             raise Trouble("network", told) if promised else Trouble("short", told, tries=FEW)
-        return crc
 
     def _check(self, task: Task) -> None:
         if self._office.unwanted(task):
             raise _unwanted()
-
-    def _count(self, count: int) -> None:
-        self._moved += count
-        self._office.moved(count)
 
 
 def _unwanted() -> Trouble:
@@ -254,9 +254,9 @@ def _on_disk() -> Iterator[None]:
         raise Trouble("file", error.strerror or str(error), tries=NEVER, status=error.errno or 0) from error
 
 
-def _check_range(task: Task, answer: http.client.HTTPResponse) -> None:
+def _check_range(answer: http.client.HTTPResponse, first: int, length: int) -> None:
     """Some servers send all of an object whatever part of it was asked for."""
     begin = re.match(r"bytes (\d+)-", answer.headers.get("Content-Range", "bytes 0-"))
-    if begin is None or int(begin[1]) != task.offset or answer.length not in (None, task.length):
+    if begin is None or int(begin[1]) != first or answer.length not in (None, length):
         told = answer.headers.get("Content-Range") or f"{answer.length} bytes"
-        raise Trouble("short", f"{told} came where {task.length} from {task.offset} on were asked for", tries=FEW)
+        raise Trouble("short", f"{told} came where {length} from {first} on were asked for", tries=FEW)
