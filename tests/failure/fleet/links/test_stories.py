@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import pytest
+from pydantic_core import to_jsonable_python
 
 from mgpu.errors import InputError
 from mgpu.providers.local import bill, control
@@ -105,7 +106,7 @@ def write_history(line, faults: list[Fault]) -> None:
     history = {
         "faults": [asdict(fault) for fault in faults],
         "bill": [asdict(node) for node in bill.read(line.fleet.provider.root).nodes],
-        "commits": [entry.model_dump(mode="json") for entry in line.commits()],
+        "commits": to_jsonable_python(line.commits()),
         "book": line.entries(),
         "record": asdict(line.record),
     }
