@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from mgpu_train import cores
 from mgpu_train.config import Precision, Strategy
 from mgpu_train.errors import TrainError
 
@@ -108,8 +109,7 @@ def pin_threads(place: Place, threads: int | None) -> int:
     Ranks that run under the same kernel share its cores, whatever node they belong to.
     """
     neighbours = place.gather(_machine()).count(_machine())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = threads or max(1, cores // neighbours)
+    count = threads or max(1, cores.usable() // neighbours)
     torch.set_num_threads(count)
     return count
 

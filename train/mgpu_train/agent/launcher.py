@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mgpu_train
+from mgpu_train import cores
 from mgpu_train.agent import procs
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.network import interface_to
@@ -66,7 +67,7 @@ def _how_often(job: Job) -> dict[str, str]:
 def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: Mapping[str, str]) -> dict[str, str]:
     """The launcher's environment: the node's, the job's, the secrets, and what the program may rely on."""
     given = {**base_environment(node), **job.env, **secrets}
-    given.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // job.processes_per_node)))
+    given.setdefault("OMP_NUM_THREADS", str(max(1, cores.usable() // job.processes_per_node)))
     given |= {
         "MGPU_JOB": str(layout.attempt_job(job.attempt)),
         "MGPU_RUN_ID": job.run_id,
