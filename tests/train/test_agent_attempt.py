@@ -46,6 +46,12 @@ def make(home: Path, more: dict[str, Any] | None = None, **times: float) -> Atte
     return Attempt(job, Secrets(env={"A": "hush-hush"}), layout, StopRequests())
 
 
+@pytest.fixture(autouse=True)
+def kills_nothing(monkeypatch) -> None:
+    """Below this process is not an agent's launcher, but what other tests share: servers, engines."""
+    monkeypatch.setattr(life.launcher, "kill_below", lambda _deadline_s: True)
+
+
 @pytest.fixture
 def never():
     """Work that does not end by itself."""
@@ -260,7 +266,6 @@ def test_a_full_disk_does_not_end_the_agent(tmp_path):
 def test_a_bug_of_the_agent_ends_the_attempt_visibly(tmp_path, monkeypatch):
     attempt = make(tmp_path)
     monkeypatch.setattr(life, "_phases", lambda _attempt: 1 / 0)
-    monkeypatch.setattr(life.launcher, "kill_below", lambda _deadline_s: True)
     life.live(attempt)
     status = report.read(Path(attempt.layout.status))
     assert status is not None
