@@ -94,8 +94,10 @@ class Worker(threading.Thread):
             except Trouble as trouble:
                 if trouble.stale:
                     continue
-                failures = failures + 1 if self._got == before else 1
-                end = end if end and self._got == before else time.monotonic() + retry_s
+                if self._got > before:
+                    failures, end = 0, None
+                failures += 1
+                end = end or time.monotonic() + retry_s
                 if failures >= trouble.tries or time.monotonic() > end:
                     return {"error": trouble.told}
                 self._office.stumbled(trouble)
