@@ -18,6 +18,7 @@
     │   ├── AmbiguousCreate             the answer was lost: find before retrying
     │   └── CleanupFailed               something was made and could not be ended; stays findable
     ├── StackError                  4   the Pulumi engine or the stack
+    ├── ImageError                  4   a container image that cannot be built, pushed or found
     ├── RemoteError                 5   SSH to a node
     │   ├── HostKeyMismatch             the node shows another key than the pinned one
     │   ├── ConnectionFailed            no connection, or it was lost, within the deadline
@@ -164,6 +165,12 @@ class CleanupFailed(ProviderError):
 
 class StackError(MgpuError):
     """The Pulumi engine or the stack."""
+
+    exit_code = 4
+
+
+class ImageError(MgpuError):
+    """A container image that cannot be built, pushed or found: the engine, the build or the registry says why."""
 
     exit_code = 4
 

@@ -56,6 +56,27 @@ class Warned(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ImageStep(Event):
+    """The build of an image has come to an instruction of its Dockerfile, `step` of `steps` (0: the builder does not
+    say)."""
+
+    step: int
+    steps: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPushed(Event):
+    """A layer of an image is under way to the registry: bytes before compression; `state` is `pushing`, `pushed` or
+    `there`, when the registry had it."""
+
+    layer: str
+    state: str
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Progress(Event):
     """The training has moved: the newest numbers of node 0 (loss in nat per target, 0 = no number yet)."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fakes.aws import FOREIGN, FakeAws, world
+from fakes.engine import engine, locked_registry, registry  # noqa: F401  fixtures, one of each for the session
 from fakes.localstack import localstack  # noqa: F401  a fixture, one for the session
 from xdist.scheduler import LoadFileScheduling
 

@@ -179,7 +179,7 @@ class _Reader:
 
     def plain(self, text: str, at: Where) -> Any:
         number = _INT.fullmatch(text) or _FLOAT.fullmatch(text) or _ODD_NUMBER.fullmatch(text)
-        if number and at[:1] in (("command",), ("env",)):
+        if number and (at[:1] in (("command",), ("env",)) or at[:2] == ("image", "args")):
             return text  # arguments and variables are text: 1.10 stays 1.10
         if _NULL.fullmatch(text):
             return self.refuse(at, "has no value: give one, or leave the key out")

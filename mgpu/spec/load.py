@@ -27,7 +27,7 @@ _STAND_INS = {"name": "x", "provider": "local", "max_price_usd_per_hour": 1, "ma
 
 
 def load(path: Path) -> RunSpec:
-    """Reads and checks a run file, and that the files of the user's code which it names exist.
+    """Reads and checks a run file, and that the files which it names exist.
 
     Raises:
         InputError: there is no such file, or it cannot be read.
@@ -67,7 +67,9 @@ def _read(path: Path) -> Document:
 def _checked(document: Document, base: Path | None) -> RunSpec:
     spec, set_aside = _validated(document)
     if spec is not None:
-        found = [*mistakes(spec), *(_files(spec, base) if base else ())]
+        found = list(mistakes(spec))
+        told = {mistake.at for mistake in found}  # what cannot be a file's name is not looked for
+        found += [mistake for mistake in (_files(spec, base) if base else ()) if mistake.at not in told]
         for mistake in found:
             reads = (mistake.at, *mistake.reads)
             if not any(read[: len(aside)] == aside for read in reads for aside in set_aside):
@@ -123,6 +125,11 @@ def _drop(data: dict[str, Any], at: Where) -> None:
 
 
 def _files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
+    yield from _code_files(spec, base)
+    yield from _image_files(spec, base)
+
+
+def _code_files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
     """The folder and files of the user's code that `command` needs on the nodes."""
     if spec.command is None:
         return
@@ -139,6 +146,22 @@ def _files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
     # with `data`, a script may also come from there
     if script.endswith(".py") and not script.startswith("/") and not spec.data and not (workdir / script).is_file():
         yield _absent(("command", 0), workdir, script, ("code", "workdir"))
+
+
+def _image_files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
+    """What an image is built from."""
+    image = spec.image
+    if image is None or not image.builds:
+        return
+    if image.ca_file is not None and not (base / image.ca_file).is_file():
+        yield Mistake(("image", "ca_file"), f"there is no file {base / image.ca_file}")
+    if image.context is None:
+        return
+    context = base / image.context
+    if not context.is_dir():
+        yield Mistake(("image", "context"), f"there is no folder {context}")
+    elif not (context / image.dockerfile).is_file():
+        yield _absent(("image", "dockerfile"), context, image.dockerfile, ("image", "context"))
 
 
 def _absent(at: Where, workdir: Path, name: str, *reads: Where) -> Mistake:

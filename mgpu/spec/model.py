@@ -9,7 +9,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args
 
 from mgpu_train.config import BestMode, DataItem, EnvName, MetricName, Text, TrainConfig, Writers
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
+
+from mgpu.spec.block import Block
+from mgpu.spec.image import FORMS as IMAGE_FORMS
+from mgpu.spec.image import ImageSpec
 
 PROVIDERS = ("local", "aws")  # each has a block of its own name
 
@@ -26,6 +30,7 @@ FORMS = {
     _URL: "s3://bucket/prefix or file:///folder",
     get_args(MetricName)[1].pattern: "letters, digits, `.`, `_`, `-` and `/`, at most 128",
     get_args(EnvName)[1].pattern: "the name of an environment variable: letters, digits and `_`, no digit first",
+    **IMAGE_FORMS,
 }
 
 
@@ -48,12 +53,6 @@ Name = Annotated[str, StringConstraints(pattern=_NAME)]
 Word = Annotated[str, StringConstraints(pattern=_WORD)]
 Words = Annotated[tuple[Word, ...], BeforeValidator(_as_list, json_schema_input_type=Word | tuple[Word, ...])]
 StoreUrl = Annotated[str, StringConstraints(pattern=_URL, max_length=1024)]
-
-
-class Block(BaseModel):
-    """The base of every block: frozen, and an unknown key is a mistake."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Checkpoint(Block):
@@ -113,7 +112,9 @@ class Code(Block):
     """`code:` the user's folder, sent to the nodes with `command:`."""
 
     workdir: Text = Field(".", description="folder to send, relative to the run file")
-    mode: Literal["sync"] = Field("sync", description="sync: changed files only, over SSH")
+    mode: Literal["sync", "image"] = Field(
+        "sync", description="sync: changed files only, over SSH; image: the last layer of the image"
+    )
     requirements: Text | None = Field(
         None,
         description="a requirements file in workdir, installed into an environment of the node's own (default: none)",
@@ -202,6 +203,7 @@ class RunSpec(Block):
         "torchrun", description="what starts the program on each node: torchrun, or plain python"
     )
     code: Code | None = Field(None, description="the user's folder, with `command` (default: the run file's folder)")
+    image: ImageSpec | None = Field(None, description="the container image that nodes run (default: none)")
     env: dict[EnvName, Text] = Field({}, description="environment of the program; nothing secret (default: none)")
     secrets: tuple[EnvName, ...] = Field(
         (), description="names; values come from the operator's environment (default: none)"

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from mgpu.spec.image import ImageSpec
 from mgpu.spec.model import PROVIDERS, Checkpoint, RunSpec
 
 Where = tuple[str | int, ...]
@@ -83,6 +84,42 @@ def _code(spec: RunSpec) -> Iterator[Mistake]:
         yield Mistake(("code", "requirements"), "is a file inside `code.workdir`: no `..`")
 
 
+def _image(spec: RunSpec) -> Iterator[Mistake]:
+    image = spec.image
+    if spec.code and spec.code.mode == "image" and (image is None or image.context is None):
+        message = "with `image` the code is part of the image: that needs `image.context`, a folder of yours whose "
+        message += "Dockerfile copies the code into its last WORKDIR"
+        message += ", in place of `image.reference`" if image and image.reference else ""
+        yield Mistake(("code", "mode"), message, (("image",), ("image", "reference"), ("image", "context")))
+    if image is None:
+        return
+    if image.builds:
+        yield from _build(spec, image)
+        return
+    for key in (key for key in ImageSpec.model_fields if key != "reference" and key in image.model_fields_set):
+        message = "is for building, and `reference` names an image that exists"
+        yield Mistake(("image", key), message, (("image", "reference"),))
+
+
+def _build(spec: RunSpec, image: ImageSpec) -> Iterator[Mistake]:
+    if image.repository is None and spec.provider == "local":
+        message = "is needed with provider local, which has no registry: registry/name"
+        yield Mistake(("image", "repository"), message, (("provider",), ("image", "reference")))
+    if image.context is None and "dockerfile" in image.model_fields_set:
+        message = "goes with a `context` of your own"
+        yield Mistake(("image", "dockerfile"), message, (("image", "context"), ("image", "reference")))
+    if image.context is not None and image.context.startswith(("/", "~")):
+        yield Mistake(("image", "context"), "is relative to the run file's folder")
+    if image.dockerfile.startswith(("/", "~")) or ".." in PurePosixPath(image.dockerfile).parts:
+        yield Mistake(("image", "dockerfile"), "is a file inside `image.context`: relative, and no `..`")
+    if image.ca_file is not None and image.ca_file.startswith("~"):
+        yield Mistake(("image", "ca_file"), "no `~`: absolute, or relative to the run file's folder")
+    for index, name in enumerate(image.secrets):
+        if name in image.args:
+            message = f"`{name}` is in `image.args` too: a secret's value never stands in the run file"
+            yield Mistake(("image", "secrets", index), message, (("image", "args"),))
+
+
 def _training(spec: RunSpec) -> Iterator[Mistake]:
     if spec.train is None:
         return
@@ -113,10 +150,14 @@ def _variables(spec: RunSpec) -> Iterator[Mistake]:
 
 
 def _repeats(spec: RunSpec) -> Iterator[Mistake]:
-    for key, values in (("gpu", spec.gpu), ("regions", spec.regions), ("secrets", spec.secrets)):
+    lists: list[tuple[Where, tuple[str, ...]]]
+    lists = [(("gpu",), spec.gpu), (("regions",), spec.regions), (("secrets",), spec.secrets)]
+    if spec.image:
+        lists.append((("image", "secrets"), spec.image.secrets))
+    for at, values in lists:
         for value, count in Counter(values).items():
             if count > 1:
-                yield Mistake((key,), f"`{value}` is given {count} times")
+                yield Mistake(at, f"`{value}` is given {count} times")
 
 
 def _checkpoint(spec: RunSpec) -> Iterator[Mistake]:
@@ -151,6 +192,9 @@ def _data(spec: RunSpec) -> Iterator[Mistake]:
         elif to.is_absolute() and spec.provider == "local":
             message = "is relative with provider local: all nodes share this machine's file system"
             yield Mistake(at, message, (("provider",),))
+        elif not to.is_absolute() and spec.code is not None and spec.code.mode == "image":
+            message = "is absolute with `code.mode: image`: nothing is written to the image"
+            yield Mistake(at, message, (("code", "mode"),))
 
 
 def _names_of_files(spec: RunSpec) -> Iterator[Mistake]:
@@ -174,6 +218,9 @@ def _files(spec: RunSpec) -> Iterator[tuple[Where, str]]:
         yield ("local", "python"), spec.local.python
     for index, item in enumerate(spec.data):
         yield ("data", index, "to"), item.to
+    for key in ("context", "dockerfile", "ca_file") if spec.image else ():
+        if (name := getattr(spec.image, key)) is not None:
+            yield ("image", key), name
 
 
 RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
@@ -181,6 +228,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _provider,
     _processes,
     _code,
+    _image,
     _training,
     _variables,
     _repeats,

@@ -27,9 +27,13 @@ def schema() -> dict[str, Any]:
     """The JSON schema (draft 2020-12) of a run file, with a description and default for every key."""
     generated = _without_null(without_titles(RunSpec.model_json_schema(by_alias=True)))
     command, env = generated["properties"]["command"], generated["properties"]["env"]
-    for text_or_number in (command["items"], *env["patternProperties"].values()):
+    args = generated["$defs"]["ImageSpec"]["properties"]["args"]
+    for text_or_number in (
+        command["items"],
+        *(each for by in (env, args) for each in by["patternProperties"].values()),
+    ):
         text_or_number["type"] = ["string", "number"]  # a number is passed on as it is written
-    env["additionalProperties"] = False
+    env["additionalProperties"] = args["additionalProperties"] = False
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "mgpu run file",

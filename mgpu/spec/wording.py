@@ -13,7 +13,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mgpu.spec.document import Document, Where, dotted
+from mgpu.spec.image import no_reference
 from mgpu.spec.model import BRANCHES, FORMS, RunSpec
+
+NAMES: tuple[Where, ...] = (("env",), ("image", "args"))  # blocks whose keys are names of the user's
 
 
 def where(error: dict[str, Any]) -> Where:
@@ -21,7 +24,8 @@ def where(error: dict[str, Any]) -> Where:
     at: Where = error["loc"]
     if at[0] == "checkpoint" and at[1:2] in BRANCHES:
         return (at[0], *at[2:])
-    return at[:2] if at[0] == "env" else at
+    named = next((len(block) + 1 for block in NAMES if at[: len(block)] == block), None)
+    return at[:named]
 
 
 def word(error: dict[str, Any], document: Document) -> tuple[str, str | None]:
@@ -39,6 +43,8 @@ def word(error: dict[str, Any], document: Document) -> tuple[str, str | None]:
             return _not_text(given, plain), None
         case "tuple_type":
             return _not_a_list(at, given, plain), None
+        case "string_pattern_mismatch" if at == ("image", "reference") and (said := no_reference(given)):
+            return said, None
         case _:
             return _limit(error, _shown(given, plain)), None
 

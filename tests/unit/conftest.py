@@ -33,7 +33,7 @@ from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import NodeOutput, StackOutput
 from mgpu.iac.project import project_name
 from mgpu.providers import registry
-from mgpu.providers.base import FleetState, Handle, NodePhase, NodeState
+from mgpu.providers.base import FleetState, Handle, MachineDriver, NodePhase, NodeState
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.targets import Result, SyncReport, Target
@@ -59,6 +59,12 @@ class Node:
         self.ends_when_stopped = True
         self.agent_lives = True
         self.equipped = Result(0, b'{"python": "/bin/python3", "installed": false}', b"")
+        self.containers: list[tuple[str, dict[str, Any]]] = []  # what was asked of `container.py`
+        self.contained = {
+            "up": Result(0, b'{"pulled": true, "installed": false, "capped": false}', b""),
+            "down": Result(0, b'{"removed": 1}', b""),
+        }
+        self.facts: dict[str, Any] = {}
         self.faults: dict[str, list[Exception]] = {}  # method -> what its next calls raise
 
     # --- what a test does to it
@@ -120,7 +126,7 @@ class Node:
     def fetch(self, path: str, dest: Path) -> None:
         dest.write_bytes(self.read(path))
 
-    def sync(self, _folder: object, dest: str, *, python: str | None = None) -> SyncReport:
+    def sync(self, _folder: object, dest: str, *, python: str | None = None, like: str = "") -> SyncReport:
         self._fail("sync")
         self.world.calls.append(f"sync {dest.split('/')[0]}")
         return SyncReport(1, 1, 0, 1)
@@ -129,16 +135,26 @@ class Node:
         assert timeout > 0
         if argv[0] == "cat":
             return Result(0, b"1000.0 900.0\n", b"")
+        if argv[0] == "docker":
+            return Result(1, b"", b"no such image")
         if argv[1] == "-I":
-            assert argv[2].endswith("/mgpu_train/agent/equip.py"), argv
-            self._fail("equip")
-            return self.equipped
-        assert argv[2].endswith("/python"), argv
+            program = argv[2].rpartition("/mgpu_train/agent/")[2]
+            assert program in ("equip.py", "container.py"), argv
+            self._fail(program.removesuffix(".py"))
+            return self.equipped if program == "equip.py" else self._container(argv[3], stdin)
+        assert argv[2].endswith("/python3" if argv[-1] == "facts" else "/python"), argv
         assert argv[3:5] == ["-m", "mgpu_train"], argv
         asked = argv[6:]
         self._fail(asked[0])
         self.agent.append(asked)
         return Result(0, json.dumps(getattr(self, f"_{asked[0].replace('-', '_')}")(stdin)).encode(), b"")
+
+    def _container(self, verb: str, stdin: bytes) -> Result:
+        self.containers.append((verb, json.loads(stdin)))
+        return self.contained[verb]
+
+    def _facts(self, _stdin: bytes) -> dict[str, Any]:
+        return self.facts
 
     def _free_port(self, _stdin: bytes) -> int:
         return 29500
@@ -181,6 +197,9 @@ class Cloud:
 
     def __init__(self) -> None:
         self.is_configured = True
+        self.repository: str | None = None  # where images go
+        self.driver: MachineDriver | None = None  # that machines boot with
+        self.asked_for_driver: list[tuple[str, ...] | Handle] = []
         self.by_role: set[str] = set()  # addresses that the machines' own role opens
         self.handles: dict[str, Handle] = {}
         self.phases: dict[str, NodePhase] = {}
@@ -206,6 +225,23 @@ class Cloud:
 
     def check(self) -> None:
         self._refuse("check")
+
+    def image_repository(self, regions: Sequence[str]) -> str | None:
+        return self.repository
+
+    def registry_client(self, region: str) -> Any:
+        raise AssertionError("no registry of these tests is ECR")
+
+    def machine_driver(self, regions: Sequence[str]) -> MachineDriver | None:
+        return self._driver(tuple(regions))
+
+    def driver_of(self, handle: Handle) -> MachineDriver | None:
+        return self._driver(handle)
+
+    def _driver(self, of: tuple[str, ...] | Handle) -> MachineDriver | None:
+        self.asked_for_driver.append(of)
+        self._refuse("driver")
+        return self.driver
 
     def opened_by_role(self, url: str) -> bool:
         self._refuse("opened_by_role")
@@ -256,9 +292,10 @@ class Stack:
         self._call("init")
         self.world.stacks.setdefault(self.name, None)
 
-    def up(self, hard_cap_at: float = 0.0) -> None:
+    def up(self, hard_cap_at: float = 0.0, image: str = "") -> None:
         self._call("up")
         self.world.capped.append(hard_cap_at)
+        self.world.brought_up_with.append(image)
         handle = self.world.cloud.rent(self.fleet, len(self.world.nodes))
         self.world.stacks[self.name] = self.world.output(handle)
         self._call("up is done")
@@ -313,6 +350,7 @@ class World:
     hard_cap_at: float = 0.0
     ousted: list[Process] = field(default_factory=list)
     capped: list[float] = field(default_factory=list)  # until when each `up` may have a fleet that it makes anew
+    brought_up_with: list[str] = field(default_factory=list)  # the image of each `up`
 
     def __post_init__(self) -> None:
         self.folder.mkdir()

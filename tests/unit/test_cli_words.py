@@ -10,6 +10,7 @@ from mgpu.cli import common, ls
 from mgpu.console import Console
 from mgpu.plan.model import Offer, Plan, Requirements
 from mgpu.run.record import Interruption, Record, State
+from mgpu.words import count
 
 
 def record(**given):
@@ -109,7 +110,7 @@ def test_how_saves_went_is_one_line(saves, shown):
 
 
 def test_numbers_have_their_plural():
-    assert [common.count(n, "node") for n in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
+    assert [count(n, "node") for n in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
 
 
 # --- interruptions ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,249 @@
+"""An image that can run: what `image:` describes is found in its registry, or built and pushed there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu.errors import ImageError, InputError
+from mgpu.events import Emit, Note, Warned, ignore
+from mgpu.image import auth as auths
+from mgpu.image import bases, context, inputs, registry
+from mgpu.image.auth import Auth
+from mgpu.image.http import Patience
+from mgpu.image.recipe import Recipe
+from mgpu.image.reference import Reference
+from mgpu.spec import environment
+from mgpu.spec.image import ImageSpec
+
+if TYPE_CHECKING:
+    from mgpu.image.engine import Engine
+
+
+@dataclass(frozen=True)
+class Published:
+    """An image in its registry. `reference` is `repository@sha256:...`: nothing else may run. `tag` is the hash of the
+    inputs, or the one that the user named; `bytes_pushed` and `image_bytes`, all of it, are compressed; `labels` are
+    what `compat.check` reads."""
+
+    reference: str
+    tag: str
+    built: bool
+    pushed: bool
+    bytes_pushed: int
+    image_bytes: int
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which image `image:` means. `name`: where it is, or will be: by the hash of its inputs, or as the user named it.
+    `inputs_hash`: of all that it is built from, 64 hex digits; empty for one that exists."""
+
+    name: Reference
+    inputs_hash: str = ""
+
+
+@dataclass(frozen=True)
+class Built:
+    """An image that the engine has built and calls `wanted.name`; nothing was pushed. `id`: the engine's own."""
+
+    wanted: Wanted
+    id: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where images are built and kept. `folder`: the run file's. `repository`: where images go unless `image:` names
+    one. `login`: who we are for a registry. `environ`: where secrets come from. `engine`: made when it is needed.
+    `network`: of the build, `host` for instance."""
+
+    folder: Path
+    repository: str | None
+    environ: Mapping[str, str]
+    login: Callable[[str], Auth] = auths.of
+    engine: Callable[[], Engine] | None = None
+    network: str | None = None
+    patience: Patience | None = None
+
+    def ca_file(self, spec: ImageSpec) -> Path | None:
+        """What is trusted besides the system's certificates: `image.ca_file`, as the run file's folder has it."""
+        return self.folder / spec.ca_file if spec.ca_file else None
+
+
+def ensure(spec: ImageSpec, site: Site, emit: Emit = ignore) -> Published:
+    """Makes sure that the image of a run file is in its registry; what is there is neither built nor pushed.
+
+    Raises:
+        ImageError: the engine, the build or the registry; nothing refers to what was pushed by half.
+        InputError: the context cannot be read or changes, a secret is not set, no repository is named.
+    """
+    return _Publishing(spec, site, emit).run()
+
+
+def wanted(spec: ImageSpec, site: Site) -> Wanted:
+    """What `ensure` would look for: nothing is built, and the registry is asked for the base images alone.
+
+    Raises:
+        ImageError: nobody has a base image; its registry refuses, or cannot be reached.
+        InputError: the context cannot be read, no repository is named.
+    """
+    return _Publishing(spec, site, ignore).wanted()[0]
+
+
+def find(spec: ImageSpec, site: Site) -> Published | None:
+    """The image of a run file as its registry has it; None: it does not, and `ensure` would build it.
+
+    Raises what `wanted` raises, and ImageError where the image's own registry does not answer.
+    """
+    return _Publishing(spec, site, ignore).find()
+
+
+def build(spec: ImageSpec, site: Site, emit: Emit = ignore) -> Built:
+    """Builds the image with the engine, whatever the registry has, and gives it its name; nothing is pushed.
+
+    Raises:
+        ImageError: the engine or the build.
+        InputError: as `ensure` does; or `spec` names an image that exists.
+    """
+    return _Publishing(spec, site, emit).build()
+
+
+class _Publishing:
+    def __init__(self, spec: ImageSpec, site: Site, emit: Emit) -> None:
+        self._spec, self._site, self._emit = spec, site, emit
+        self._ca = site.ca_file(spec)
+        self._opened: Engine | None = None
+        self._auths = dict[str, Auth]()
+
+    def run(self) -> Published:
+        wanted, folder = self.wanted()
+        if folder is None:
+            return self._existing(wanted.name)
+        if (digest := self._there(str(wanted.name))) is not None:
+            return self._published(wanted.name, digest)
+        return self._push(self._built(folder, wanted.name), wanted.name)
+
+    def find(self) -> Published | None:
+        name = self.wanted()[0].name
+        digest = self._there(str(name))
+        return None if digest is None else self._published(name, digest)
+
+    def build(self) -> Built:
+        wanted, folder = self.wanted()
+        if folder is None:
+            raise InputError(f"{wanted.name} is not built", "image.reference names an image that exists.")
+        return Built(wanted, self._built(folder, wanted.name))
+
+    def wanted(self) -> tuple[Wanted, context.Context | None]:
+        """And what it is built from."""
+        if self._spec.reference is not None:
+            return Wanted(Reference.parse(self._spec.reference)), None
+        folder = context.scan(context.folder_of(self._spec, self._site.folder), self._spec.dockerfile)
+        names = bases.read(folder.recipe, self._spec.args)
+        names.require(self._spec.target, str(folder.root / folder.dockerfile))
+        whole = inputs.inputs_hash(folder, self._spec, bases.resolve(names.images, self._here, self._there))
+        return Wanted(Reference.parse(f"{self._repository()}:{inputs.tag(whole)}"), whole), folder
+
+    def _existing(self, name: Reference) -> Published:
+        digest = self._there(str(name))
+        if digest is None:
+            cure = "Mend image.reference, or push the image first."
+            raise ImageError(f"no image {name}", f"{name.registry} does not have it.", cure)
+        return self._published(name, digest)
+
+    def _built(self, folder: context.Context, name: Reference) -> str:
+        recipe, engine = self._recipe(folder), self._engine()
+        for each in bases.read(folder.recipe, self._spec.args).unused(self._spec.args):
+            self._emit(Warned(each))
+        self._emit(Note(f"building {name}"))
+        image = engine.build(recipe, self._emit)
+        engine.tag(image, str(name))
+        return image
+
+    def _push(self, image: str, name: Reference) -> Published:
+        engine = self._engine()
+        pushed = engine.push(str(name), self._auth(name), self._emit)
+        digest = self._there(str(name))
+        if digest is None or digest != pushed.digest:
+            why = f"Pushed was {pushed.digest}, the registry has {digest or 'nothing'} under that tag."
+            cure = "Somebody may have pushed the same inputs at the same time: try again, and what is there is taken."
+            raise ImageError(f"{name} is not what was pushed", why, cure)
+        there = self._manifest(name, digest)
+        found = engine.inspect(image)
+        hashes = found.layers if found else ()
+        moved = _moved(there, hashes, pushed.layers)
+        return Published(name.at(digest), name.tag, True, True, moved, there.bytes, there.labels)
+
+    def _published(self, name: Reference, digest: str) -> Published:
+        image = self._manifest(name, digest)
+        return Published(name.at(digest), name.tag, False, False, 0, image.bytes, image.labels)
+
+    def _manifest(self, name: Reference, digest: str) -> registry.Manifest:
+        found = registry.manifest(
+            name.at(digest), self._auth(name), self._spec.platform, patience=self._site.patience, ca_file=self._ca
+        )
+        if found is None:
+            why = f"{name} is for other machines than image.platform says: {self._spec.platform}."
+            raise ImageError(f"no image for {self._spec.platform}", why, "Mend image.platform or image.reference.")
+        return found
+
+    def _recipe(self, folder: context.Context) -> Recipe:
+        return Recipe(
+            folder,
+            self._spec.args,
+            self._spec.target,
+            self._spec.platform,
+            self._ca,
+            environment.values(self._spec.secrets, "image.secrets", self._site.environ),
+            network=self._site.network,
+        )
+
+    def _repository(self) -> str:
+        repository = self._spec.repository or self._site.repository
+        if repository is None:
+            cure = "Set image.repository to registry/name."
+            raise InputError("image.repository: where is the image pushed?", "No repository is known.", cure)
+        return repository
+
+    def _auth(self, name: Reference) -> Auth:
+        if name.registry not in self._auths:
+            self._auths[name.registry] = self._site.login(name.registry)
+        return self._auths[name.registry]
+
+    def _there(self, reference: str) -> str | None:
+        name = Reference.parse(reference)
+        return registry.find(reference, self._auth(name), patience=self._site.patience, ca_file=self._ca)
+
+    def _here(self, reference: str) -> str | None:
+        """What the engine builds with, as its registry calls it where it came from one. Raises ImageError."""
+        found = self._engine().inspect(reference)
+        if found is None:
+            return None
+        repository = Reference.parse(reference).repository
+        known = (Reference.parse(each) for each in found.digests)
+        return next((each.digest for each in known if each.repository == repository), found.id)
+
+    def _engine(self) -> Engine:
+        from mgpu.image.engine import Engine
+
+        if self._opened is None:
+            self._opened = (self._site.engine or Engine)()
+        return self._opened
+
+
+def _moved(image: registry.Manifest, hashes: tuple[str, ...], states: Mapping[str, str]) -> int:
+    """Compressed bytes of the layers that the registry did not have.
+
+    An engine names a layer by what it is before compression, one with containerd's store by what is pushed.
+    """
+    pushed = {name for name, state in states.items() if state == "pushed"}
+    before = hashes if len(hashes) == len(image.layers) else ("",) * len(image.layers)
+    short = (7, 19)  # the digits after "sha256:" that the engine shows
+    return sum(
+        size
+        for (digest, size), whole in zip(image.layers, before, strict=True)
+        if pushed & {digest[slice(*short)], whole[slice(*short)]}
+    )

@@ -1,0 +1,33 @@
+"""What an engine is to build, and how long it is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mgpu.image.context import Context
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is built: the files, and what `image:` says of them. `secrets`: values by name."""
+
+    context: Context
+    args: Mapping[str, str] = field(default_factory=dict)
+    target: str | None = None
+    platform: str = "linux/amd64"
+    ca_file: Path | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    network: str | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: a short call; a whole build; a whole push; and how long an engine may be silent during these two,
+    which comes on top of their deadline at worst."""
+
+    call_s: float = 60.0
+    build_s: float = 7200.0
+    push_s: float = 7200.0
+    silence_s: float = 1800.0

@@ -1,0 +1,19 @@
+"""Numbers as people read them, the same in every line."""
+
+from __future__ import annotations
+
+
+def amount(size: float) -> str:
+    """`size` bytes in the unit that fits: `512 B`, `1.5 MiB`."""
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1023.95:  # 1024.0 KiB is 1.0 MiB
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"
+
+
+def count(number: int, thing: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")

@@ -1,0 +1,31 @@
+#!/bin/sh
+# Docker's buildx, by which BuildKit is spoken to, built with Go outside the checkout: Debian's Docker comes without it, and
+# a test builds the training image with BuildKit, too. Two minutes; done once. Prints its path. With --kept nothing is
+# built: exit code 1 where it is not there.
+set -eu
+
+VERSION=v0.19.3
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/mgpu/buildx
+program=$cache/docker-buildx-$VERSION
+
+if [ ! -x "$program" ]; then
+    if [ "${1:-}" = --kept ]; then exit 1; fi
+    if ! command -v go >/dev/null; then
+        echo "buildx is built with Go, which is not installed: https://go.dev/dl. Its test is skipped until then." >&2
+        exit 1
+    fi
+    echo "set-up: building buildx $VERSION into $program (once)" >&2
+    mkdir -p "$cache"
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    # a module of its own, whose checksums Go verifies
+    (
+        cd "$work"
+        go mod init build >/dev/null 2>&1
+        go get "github.com/docker/buildx/cmd/buildx@$VERSION" >/dev/null 2>&1
+        go build -trimpath -ldflags "-s -w -X github.com/docker/buildx/version.Version=$VERSION" \
+            -o "$program.new" github.com/docker/buildx/cmd/buildx
+    )
+    mv "$program.new" "$program"
+fi
+echo "$program"

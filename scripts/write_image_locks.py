@@ -1,0 +1,65 @@
+"""Writes the lock files of the training image from uv.lock, and what its Dockerfile says of torch. Run after changing
+that.
+
+Torch and what only torch needs have a file of their own: they are a layer of their own, and may be mounted instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "images" / "trainer"
+_HEAD = "# written by scripts/write_image_locks.py\n"
+_EXPORT = (
+    *("export", "--frozen", "--quiet", "--package", "mgpu-train", "--no-emit-workspace"),
+    *("--no-header", "--no-annotate", "--format", "requirements-txt"),
+)
+
+
+def uv() -> str:
+    """The user's own, else the one that set-up has installed."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mgpu"
+    found = [path for path in (shutil.which("uv"), *map(str, sorted(cache.glob("uv/*/bin/uv")))) if path]
+    if not found:
+        sys.exit("uv is not there: run `make setup` first")
+    return found[0]
+
+
+def exported(*more: str) -> list[str]:
+    """The packages, pinned and hashed, a string each."""
+    done = subprocess.run([uv(), *_EXPORT, *more], cwd=ROOT, capture_output=True, text=True, check=True)
+    return re.findall(r"^\S.*?(?<!\\)\n", done.stdout, re.MULTILINE | re.DOTALL)
+
+
+def said(dockerfile: str, name: str, value: str) -> str:
+    """The Dockerfile with this default of an ARG."""
+    return re.sub(rf"^ARG {name}=.*$", f"ARG {name}={value}", dockerfile, count=1, flags=re.MULTILINE)
+
+
+def release(packages: list[str], name: str) -> str:
+    """The version of one of the packages."""
+    return next(found[1] for package in packages if (found := re.match(rf"{name}==([\d.]+)", package)))
+
+
+def texts() -> dict[Path, str]:
+    """Every file that is written, whole."""
+    base = exported()
+    torch = [package for package in exported("--extra", "torch") if package not in base]
+    cuda = ".".join(release(torch, "cuda-toolkit").split(".")[:2])
+    dockerfile = said((FOLDER / "Dockerfile").read_text(), "TORCH", release(torch, "torch"))
+    return {
+        FOLDER / "requirements.lock": _HEAD + "".join(base),
+        FOLDER / "torch.lock": _HEAD + "".join(torch),
+        FOLDER / "Dockerfile": said(dockerfile, "CUDA", cuda),
+    }
+
+
+if __name__ == "__main__":
+    for path, text in texts().items():
+        path.write_text(text)

@@ -1,0 +1,147 @@
+"""Who a registry is told that we are: AWS's tokens, docker's configuration, its helpers."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import math
+from pathlib import Path
+
+import pytest
+from fakes.aws import FakeAws
+
+from mgpu.errors import ImageError
+from mgpu.image import auth
+from mgpu.image.auth import EcrAuth, Login
+
+ECR = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
+DAY = 86400.0
+
+
+class Ecr:
+    """Gives a token for 12 hours, another one each time."""
+
+    def __init__(self) -> None:
+        self.now, self.given = 1e9, 0
+
+    def get_authorization_token(self):
+        self.given += 1
+        ends = datetime.datetime.fromtimestamp(self.now + DAY / 2, datetime.UTC)
+        token = base64.b64encode(f"AWS:canary-{self.given}:x".encode()).decode()
+        return {"authorizationData": [{"authorizationToken": token, "expiresAt": ends}]}
+
+
+def test_an_ecr_token_is_kept_until_it_is_about_to_end():
+    ecr = Ecr()
+    login = EcrAuth(ECR, lambda: ecr, lambda: ecr.now)
+    assert (login().username, login().password) == ("AWS", "canary-1:x")
+    ecr.now += DAY / 2 - 900 - 1  # a quarter of an hour before its end
+    assert login().password == "canary-1:x"
+    ecr.now += 2
+    assert login().password == "canary-2:x"
+    assert ecr.given == 2
+
+
+def test_aws_gives_tokens_for_its_registries(aws: FakeAws):
+    login = auth.of(ECR)()
+    assert login is not None
+    assert login.username == "AWS"
+    assert login.password
+    assert login.expires_at < math.inf
+
+
+def test_an_account_that_gives_no_token_is_an_error_with_a_cure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(ImageError, match="no login for 123456789012") as caught:
+        auth.of(ECR)()
+    assert "aws sso login" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("registry", "region"),
+    [
+        (ECR, "eu-west-1"),
+        ("123456789012.dkr.ecr.cn-north-1.amazonaws.com.cn", "cn-north-1"),
+        ("123456789012.dkr.ecr-fips.us-east-1.amazonaws.com", "us-east-1"),
+        (f"{ECR}.example.com", ""),
+        ("public.ecr.aws", ""),
+        ("ghcr.io", ""),
+    ],
+)
+def test_ecrs_names_are_known(registry, region):
+    assert auth.ecr_region(registry) == region
+
+
+def test_docker_login_is_found(docker_config: Path):
+    write(docker_config, auths={"r.example:5000": {"auth": base64.b64encode(b"me:canary:1").decode()}})
+    assert auth.of("r.example:5000")() == Login("me", "canary:1")
+    assert auth.of("other.example")() is None
+
+
+def test_docker_hub_has_a_name_of_its_own(docker_config: Path):
+    write(docker_config, auths={"https://index.docker.io/v1/": {"auth": base64.b64encode(b"me:canary").decode()}})
+    assert auth.of("docker.io")() == Login("me", "canary")
+
+
+def test_without_a_configuration_nobody_is_logged_in(docker_config: Path):
+    assert auth.of("r.example")() is None
+
+
+@pytest.mark.parametrize("key", ["credsStore", "credHelpers"])
+def test_a_helper_is_asked(docker_config: Path, key: str):
+    helper(docker_config, 'read server; echo "{\\"Username\\": \\"me\\", \\"Secret\\": \\"canary-$server\\"}"')
+    write(docker_config, **{key: "test" if key == "credsStore" else {"r.example": "test"}})
+    assert auth.of("r.example")() == Login("me", "canary-r.example")
+
+
+def test_a_helper_may_give_an_identity_token(docker_config: Path):
+    helper(docker_config, 'echo "{\\"Username\\": \\"<token>\\", \\"Secret\\": \\"canary\\"}"')
+    write(docker_config, credsStore="test")
+    login = auth.of("r.example")()
+    assert login == Login("", "", identity_token="canary")
+    assert login.for_engine() == {"identitytoken": "canary"}
+
+
+def test_a_helper_that_is_silent_costs_a_deadline(docker_config: Path):
+    helper(docker_config, "exec sleep 5")
+    write(docker_config, credsStore="test")
+    with pytest.raises(ImageError, match="no login") as caught:
+        auth.from_docker("r.example", within_s=0.2)
+    assert "silent for 0.2 s" in caught.value.why
+
+
+def test_a_helper_that_is_not_there_is_named(docker_config: Path, recwarn: pytest.WarningsRecorder):
+    write(docker_config, credsStore="absent")
+    with pytest.raises(ImageError, match="no login") as caught:
+        auth.of("r.example")()
+    assert "docker-credential-absent" in caught.value.why
+    assert not recwarn.list
+
+
+def test_a_password_is_shown_nowhere():
+    login = Login("me", "canary", "canary")
+    assert "canary" not in repr(login)
+    assert login.for_engine() == {"identitytoken": "canary"}
+    assert Login("me", "canary").for_engine() == {"username": "me", "password": "canary"}
+
+
+@pytest.fixture
+def docker_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return tmp_path
+
+
+def write(folder: Path, **config: object) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def helper(folder: Path, script: str) -> None:
+    (folder / "docker-credential-test").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "docker-credential-test").chmod(0o755)

@@ -1,0 +1,145 @@
+"""BuildKit: how docker's program is called, wherever the tests run; and what it builds, where its plugin is."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from fakes import trainer
+from fakes.engine import Engine as FakeEngine
+
+from mgpu.errors import ImageError
+from mgpu.events import Event, ImageStep
+from mgpu.image import buildx, context
+from mgpu.image.engine import Engine
+from mgpu.image.progress import Words
+from mgpu.image.recipe import Limits, Recipe
+
+SECRET = "canary-secret-19c4"
+STEP = {"digest": "d", "name": "[1/1] RUN x", "started": "t"}
+LOG = {"vertex": "d", "data": base64.b64encode(f"token {SECRET}\n".encode()).decode()}
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a program `docker` that notes how it is called, and then does what the file `act` says."""
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context/Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
+    program = tmp_path / "docker"
+    program.write_text(
+        f"#!/bin/sh\ncd {tmp_path}\n"
+        'if [ "$2" = version ]; then cat version; exit; fi\n'
+        'printf "%s\\n" "$@" > argv; env > env; cat > input\n'
+        'for each; do case "$each" in --iidfile=*) echo sha256:made > "${each#*=}";; esac; done\n. ./act\n'
+    )
+    program.chmod(0o755)
+    (tmp_path / "version").write_text("github.com/docker/buildx v0.13.0 abc\n")
+    (tmp_path / "act").write_text("")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return tmp_path
+
+
+def build(docker: Path, limits: Limits | None = None, **recipe: object) -> tuple[str, list[Event]]:
+    told = list[Event]()
+    wanted = Recipe(context.scan(docker / "context"), **{"secrets": {"TOKEN": SECRET}, **recipe})  # type: ignore[arg-type]
+    with (docker / "archive").open("w+b") as packed:
+        packed.write(b"archive")
+        packed.seek(0)
+        words = Words(wanted.secrets.values())
+        return buildx.build(wanted, packed, os.environ, limits or Limits(), told.append, words), told
+
+
+def says(docker: Path, *lines: object, then: str = "") -> None:
+    (docker / "said").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (docker / "act").write_text(f"cat said >&2\n{then}\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("github.com/docker/buildx v0.13.0 abc", "v0.13.0"),
+        ("github.com/docker/buildx 0.19.3 abc", "0.19.3"),
+        ("github.com/docker/buildx v1.0.0-rc1 abc", "v1.0.0-rc1"),
+        ("github.com/docker/buildx v0.12.5 abc", ""),
+        ("something else", ""),
+    ],
+)
+def test_a_buildx_that_says_what_it_does_in_json_is_taken(docker: Path, said: str, expected: str):
+    (docker / "version").write_text(said)
+    assert buildx.version(os.environ) == expected
+
+
+def test_without_docker_there_is_no_buildx(tmp_path: Path):
+    assert buildx.version({"PATH": str(tmp_path)}) == ""
+
+
+def test_it_is_called_with_everything_that_counts_and_no_secret(docker: Path):
+    says(docker, {"vertexes": [STEP]})
+    image, told = build(docker, args={"A": "b c"}, target="t", ca_file=Path("/ca.pem"), network="host")
+    assert (image, told) == ("sha256:made", [ImageStep(1, 1, "RUN x")])
+    argv = (docker / "argv").read_text().splitlines()
+    assert argv[:3] == ["buildx", "build", "--load"]
+    assert argv[-1] == "-"
+    wanted = ["--platform=linux/amd64", "--file=Dockerfile", "--target=t", "--network=host", "--build-arg=A=b c"]
+    assert {*wanted, "--progress=rawjson", "--provenance=false", "--secret=id=mgpu_ca,src=/ca.pem"} <= {*argv}
+    assert SECRET not in "".join(argv)
+    name = next(each for each in argv if each.startswith("--secret=id=TOKEN,env=")).rpartition("=")[2]
+    assert f"{name}={SECRET}" in (docker / "env").read_text().splitlines()
+    assert (docker / "input").read_bytes() == b"archive"
+
+
+def test_a_step_that_fails_is_shown_without_the_secret(docker: Path):
+    says(docker, {"vertexes": [STEP]}, {"logs": [LOG]}, {"vertexes": [{**STEP, "error": "exit 2"}]}, then="exit 1")
+    with pytest.raises(ImageError, match=r"failed at 'RUN x' \(step 1 of 1\)") as caught:
+        build(docker)
+    assert caught.value.why == "token ***\nexit 2"
+
+
+def test_a_dockerfile_that_cannot_be_read_is_told_by_its_line(docker: Path):
+    said = "ERROR: failed to solve: dockerfile parse error on line 2: unknown instruction: RUNN (did you mean RUN?)"
+    (docker / "act").write_text(f"echo 'Dockerfile:2' >&2; echo '{said}' >&2; exit 1\n")
+    with pytest.raises(ImageError) as caught:
+        build(docker)
+    expected = "the Dockerfile cannot be read: line 2: unknown instruction: RUNN (did you mean RUN?)"
+    assert (caught.value.what, caught.value.why) == (expected, "")
+
+
+def test_a_build_ends_at_its_deadline_with_all_it_has_started(docker: Path):
+    says(docker, then="sleep 1000 & echo $! > child; wait")
+    with pytest.raises(ImageError, match=r"within 0\.5 s"):
+        build(docker, Limits(build_s=0.5))
+    child = (docker / "child").read_text().strip()
+    command = Path("/proc", child, "cmdline")
+    assert not command.exists() or not command.read_bytes()  # gone, or a zombie that nobody has heard yet
+
+
+def test_what_buildkit_builds(require, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = trainer.buildx(require)
+    plugins = tmp_path / "config/cli-plugins"
+    plugins.mkdir(parents=True)
+    shutil.copy(program, plugins / "docker-buildx")
+    for name, value in {**engine.env, "DOCKER_CONFIG": str(tmp_path / "config")}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "Dockerfile").write_text(
+        "FROM base:1\nRUN --mount=type=secret,id=TOKEN --mount=type=secret,id=mgpu_ca"
+        " cat /run/secrets/mgpu_ca /run/secrets/TOKEN > /all && head -c 3 /all > /seen && rm /all\n"
+    )
+    (tmp_path / "ca.pem").write_text("ca:canary-ca")
+    recipe = Recipe(context.scan(tmp_path), ca_file=tmp_path / "ca.pem", secrets={"TOKEN": SECRET}, network="host")
+    told = list[Event]()
+    image = Engine().build(recipe, told.append)
+    assert [each.step for each in told if isinstance(each, ImageStep)] == [1, 2]
+    seen = engine.docker("run", "--rm", "--network", "host", image, "cat", "/seen").stdout
+    assert seen == "ca:"
+    whole = subprocess.run(["docker", "save", image], capture_output=True, check=True, timeout=60).stdout
+    whole += engine.docker("history", "--no-trunc", image).stdout.encode()
+    assert SECRET.encode() not in whole
+    (tmp_path / "Dockerfile").write_text("FROM base:1\nRUN echo before && exit 7\n")
+    with pytest.raises(ImageError, match=r"\(step 2 of 2\)") as caught:
+        Engine().build(Recipe(context.scan(tmp_path), network="host"))
+    assert caught.value.why.startswith("before\n")

@@ -1,0 +1,516 @@
+"""Images on a real engine, pushed to a real registry: built once, pushed once, known by their digest."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import tarfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import engine as engines
+from fakes.engine import PASSWORD, USER, Registry, free_port, missing, running_engine, running_registry
+from fakes.registries import Said, certificate, scripted, wire
+
+from mgpu.errors import ImageError, InputError
+from mgpu.events import Event, ImageStep, LayerPushed, Warned
+from mgpu.image import auth, publish
+from mgpu.image.engine import Engine, Pushed
+from mgpu.image.http import Patience
+from mgpu.image.publish import Published, Site
+from mgpu.image.recipe import Limits
+from mgpu.spec.image import ImageSpec
+
+LIBRARY, CODE = 700_000, 9_000  # bytes that cannot be compressed
+DOCKERFILE = """\
+FROM base:1
+COPY lib /lib1
+RUN echo built > /built
+COPY code /code
+"""
+QUICK = Patience(total_s=2.0, request_s=1.0, pause_s=0.1)
+
+
+@pytest.fixture
+def at(engine: engines.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run file's folder with a context, in an environment that leads to the tests' engine."""
+    use(engine, monkeypatch)
+    context = tmp_path / "context"
+    context.mkdir()
+    (context / "Dockerfile").write_text(DOCKERFILE)
+    (context / "lib").write_bytes(os.urandom(LIBRARY))
+    (context / "code").write_bytes(os.urandom(CODE))
+    return tmp_path
+
+
+def use(engine: engines.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in engine.env.items():
+        monkeypatch.setenv(name, value)
+
+
+def spec(address: str, name: str = "train", **more: object) -> ImageSpec:
+    return ImageSpec.model_validate({"context": "context", "repository": f"{address}/{name}", **more})
+
+
+def site(at: Path, **more: object) -> Site:
+    # the tests' engine has no network of its own, which BuildKit would ask for
+    usual = {"environ": {}, "login": lambda _: auth.nobody, "patience": QUICK, "network": "host"}
+    return Site(at, None, **{**usual, **more})  # type: ignore[arg-type]
+
+
+def ensure(at: Path, address: str, name: str = "train", emit: Callable[[Event], None] = lambda _: None) -> Published:
+    return publish.ensure(spec(address, name), site(at), emit)
+
+
+def no_engine() -> Engine:
+    raise AssertionError("no engine is needed")
+
+
+def test_an_image_is_built_and_pushed_once(at: Path, registry: Registry):
+    first = ensure(at, registry.address, "once")
+    assert (first.built, first.pushed) == (True, True)
+    assert first.reference == f"{registry.address}/once@{digest_of(registry, 'once', first.tag)}"
+    assert first.image_bytes > first.bytes_pushed > LIBRARY
+    again = publish.ensure(spec(registry.address, "once"), site(at))
+    assert again == replace(first, built=False, pushed=False, bytes_pushed=0)
+
+
+def test_what_is_in_the_registry_needs_no_engine(at: Path, registry: Registry):
+    pinned = spec(registry.address, "pinned")
+    (at / "context/Dockerfile").write_text("FROM scratch\nCOPY code /\n")
+    built = publish.ensure(pinned, site(at))
+    assert publish.ensure(pinned, site(at, engine=no_engine)).reference == built.reference
+
+
+def test_changed_code_moves_the_last_layer_alone(at: Path, registry: Registry):
+    with wire(registry.address) as first:
+        ensure(at, first.address, "layers")
+    (at / "context/code").write_bytes(os.urandom(CODE))
+    told = list[Event]()
+    with wire(registry.address) as second:
+        image = spec(second.address, "layers")
+        # as the same repository under another port: what is there is asked of the registry, not of a memory
+        published = publish.ensure(image, site(at), told.append)
+    assert first.sent > LIBRARY
+    assert CODE < published.bytes_pushed < CODE + 1000
+    assert published.bytes_pushed < second.sent < CODE + 60_000  # manifests, headers, the image's configuration
+    states = [each.state for each in told if isinstance(each, LayerPushed) and each.state != "pushing"]
+    assert sorted(states) == ["pushed", "there", "there", "there"]
+
+
+def test_every_step_and_layer_is_an_event(at: Path, registry: Registry):
+    told = list[Event]()
+    ensure(at, registry.address, "events", told.append)
+    steps = [each for each in told if isinstance(each, ImageStep)]
+    assert [each.step for each in steps] == [1, 2, 3, 4]
+    assert steps[2].text == "RUN echo built > /built"
+    assert len([each for each in told if isinstance(each, LayerPushed) and each.state != "pushing"]) == 4
+
+
+def test_the_failing_step_is_shown_and_nothing_is_pushed(at: Path, registry: Registry):
+    (at / "context/Dockerfile").write_text("FROM base:1\nRUN echo one && echo two >&2 && exit 7\n")
+    with pytest.raises(ImageError, match=r"failed at 'RUN echo one .* \(step 2 of 2\)") as caught:
+        ensure(at, registry.address, "failing")
+    assert caught.value.exit_code == 4
+    assert sorted(caught.value.why.splitlines()[:2]) == ["one", "two"]  # two streams, in any order
+    assert "7" in caught.value.why
+    assert not tags(registry, "failing")
+
+
+def test_a_dockerfile_that_is_none_is_said(at: Path, registry: Registry):
+    (at / "context/Dockerfile").write_text("FROM base:1\nRUNE x\n")
+    with pytest.raises(ImageError, match=r"cannot be read: line 2: unknown instruction: RUNE"):
+        ensure(at, registry.address, "none")
+
+
+def test_a_dockerfile_without_the_stage_is_said_before_anybody_is_asked(at: Path):
+    image = spec("127.0.0.1:1", target="none")
+    for asked in (publish.wanted, publish.find, publish.ensure, publish.build):
+        with pytest.raises(InputError, match="has no stage `none`"):
+            asked(image, site(at, engine=no_engine))
+
+
+def test_an_argument_that_no_arg_takes_is_told(at: Path):
+    told = list[Event]()
+    publish.build(spec("127.0.0.1:1", args={"NOARG": "1", "HTTP_PROXY": "x"}), site(at), told.append)
+    (warning,) = [each.text for each in told if isinstance(each, Warned)]
+    assert "no ARG NOARG" in warning
+
+
+def test_a_base_that_only_the_engine_has_and_no_engine(at: Path, monkeypatch: pytest.MonkeyPatch):
+    base = f"127.0.0.1:{free_port()}/base:1"
+    (at / "context/Dockerfile").write_text(f"FROM {base}\n")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{at}/none.sock")
+    with pytest.raises(ImageError) as caught:
+        publish.wanted(spec("127.0.0.1:1"), site(at))
+    registry = base.partition("/")[0]
+    assert caught.value.what == (
+        f"no base image {base}: no Docker engine at unix://{at}/none.sock, and {registry} cannot be reached"
+    )
+
+
+def test_arguments_targets_and_other_names_of_the_dockerfile(at: Path, registry: Registry):
+    text = "ARG BASE\nFROM $BASE AS one\nARG WORD\nRUN echo $WORD > /word\nFROM one AS two\nRUN exit 1\n"
+    (at / "context/Other").write_text(text)
+    image = spec(
+        registry.address, "args", dockerfile="Other", args={"BASE": "base:1", "WORD": "canary-word"}, target="one"
+    )
+    found = publish.ensure(image, site(at))
+    assert b"canary-word\n" in contents(Engine(), found.reference)["word"]
+
+
+@pytest.mark.parametrize("ask", ["docker-config", "password"])
+def test_a_locked_registry_takes_the_image_of_who_may_push(
+    at: Path, locked_registry: Registry, engine: engines.Engine, ask: str
+):
+    login: Callable[[str], auth.Auth] = lambda _: auth.password(USER, PASSWORD)  # noqa: E731
+    if ask == "docker-config":
+        engine.docker("login", "-u", USER, "--password-stdin", locked_registry.address, input=PASSWORD)
+        login = auth.of
+    try:
+        found = publish.ensure(spec(locked_registry.address, f"locked-{ask}"), site(at, login=login))
+    finally:
+        engine.docker("logout", locked_registry.address)
+    assert found.pushed
+
+
+def test_who_may_not_push_is_told_before_anything_is_built(at: Path, locked_registry: Registry):
+    (at / "context/Dockerfile").write_text("FROM scratch\nCOPY code /\n")
+    with pytest.raises(ImageError, match="wants a login"):
+        publish.ensure(spec(locked_registry.address), site(at, engine=no_engine))
+    wrong = site(at, login=lambda _: auth.password(USER, "no"), engine=no_engine)
+    with pytest.raises(ImageError, match="does not accept the login"):
+        publish.ensure(spec(locked_registry.address), wrong)
+
+
+def test_an_image_that_exists_is_taken_by_its_digest(at: Path, registry: Registry):
+    made = ensure(at, registry.address, "existing")
+    name = f"{registry.address}/existing"
+    by_tag = publish.ensure(ImageSpec(reference=f"{name}:{made.tag}"), site(at, engine=no_engine))
+    by_digest = publish.ensure(ImageSpec(reference=made.reference), site(at, engine=no_engine))
+    assert by_tag.reference == by_digest.reference == made.reference
+    assert (by_tag.built, by_tag.pushed, by_tag.bytes_pushed, by_tag.tag) == (False, False, 0, made.tag)
+    with pytest.raises(ImageError, match=r"no image .*:other"):
+        publish.ensure(ImageSpec(reference=f"{name}:other"), site(at))
+    with pytest.raises(ImageError, match="no image for linux/arm64"):
+        publish.ensure(ImageSpec(reference=f"{name}:{made.tag}", platform="linux/arm64"), site(at))
+
+
+def test_a_build_without_a_repository_is_refused(at: Path):
+    with pytest.raises(InputError, match=r"image\.repository"):
+        publish.ensure(ImageSpec(context="context"), site(at))
+
+
+def test_the_sites_repository_is_the_default(at: Path, registry: Registry):
+    there = replace(site(at), repository=f"{registry.address}/default")
+    assert publish.ensure(ImageSpec(context="context"), there).reference.startswith(f"{registry.address}/default@")
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_engine(at: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{at}/none.sock")
+    with pytest.raises(ImageError, match="no Docker engine at") as caught:
+        Engine()
+    assert "systemctl start docker" in caught.value.next_step
+
+
+def test_a_socket_that_nobody_listens_to(at: Path, monkeypatch: pytest.MonkeyPatch):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(at / "dead.sock"))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{at}/dead.sock")
+    with pytest.raises(ImageError, match="no Docker engine at"):
+        Engine()
+
+
+def test_an_engine_that_is_silent_costs_a_deadline(at: Path, monkeypatch: pytest.MonkeyPatch):
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(at / "silent.sock"))
+        silent.listen()
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{at}/silent.sock")
+        with pytest.raises(ImageError, match="does not answer"):
+            Engine(Limits(call_s=0.2))
+
+
+def test_an_engine_that_this_user_may_not_use(engine: engines.Engine, at: Path):
+    import docker.transport  # noqa: F401  what is read later would not be readable
+
+    with pytest.raises(ImageError):  # loads whatever else it needs
+        _engine_at(f"unix://{at}/none.sock")
+    reads, writes = os.pipe()
+    (engine.folder).chmod(0o755)
+    pid = os.fork()
+    if not pid:
+        try:
+            os.setgroups([])
+            os.setresuid(65534, 65534, 65534)
+            said = "no error"
+            try:
+                _engine_at(engine.host)
+            except ImageError as error:
+                said = str(error)
+            os.write(writes, said.encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(pid, 0)
+    assert said.startswith("you may not use the Docker engine at")
+    assert "usermod -aG docker" in said
+
+
+def _engine_at(host: str) -> None:
+    os.environ["DOCKER_HOST"] = host
+    Engine()
+
+
+def test_no_space_for_the_build_or_what_it_leaves(require, at: Path, registry: Registry, monkeypatch):
+    require("docker", not missing(), missing())
+    with running_engine(data_mib=24) as small:
+        small.image("base:1")
+        use(small, monkeypatch)
+        (at / "context/Dockerfile").write_text("FROM base:1\nRUN dd if=/dev/zero of=/big bs=1M count=30\n")
+        with pytest.raises(ImageError, match="failed at 'RUN dd") as caught:
+            ensure(at, registry.address, "small")
+        assert "docker system prune" in caught.value.next_step
+        (at / "context/Dockerfile").write_text("FROM base:1\nCOPY big /\n")
+        (at / "context/big").write_bytes(bytes(30 << 20))
+        with pytest.raises(ImageError) as caught:
+            ensure(at, registry.address, "small")
+        assert "docker system prune" in caught.value.next_step
+    assert not tags(registry, "small")
+
+
+@pytest.mark.parametrize(
+    ("status", "what"),
+    [
+        (401, "does not accept the login|wants a login"),
+        (403, "refuses access"),
+        (404, "has no repository"),
+        (429, "too many requests"),
+    ],
+)
+def test_a_registry_that_refuses_a_push(at: Path, status: int, what: str):
+    """F46."""
+    code = {401: "UNAUTHORIZED", 403: "DENIED", 404: "NAME_UNKNOWN", 429: "TOOMANYREQUESTS"}[status]
+    refusal = Said(status, body=json.dumps({"errors": [{"code": code, "message": code.lower()}]}).encode())
+
+    def script(asked) -> Said:
+        if asked.path == "/v2/":
+            return Said(200)
+        return Said(404) if asked.method in ("HEAD", "GET") else refusal
+
+    (at / "context/Dockerfile").write_text("FROM scratch\nCOPY code /\n")
+    with scripted(script) as server, pytest.raises(ImageError, match=what) as caught:
+        ensure(at, server.address)
+    assert caught.value.next_step
+    assert caught.value.what.startswith(server.address)
+
+
+def test_a_push_that_breaks_leaves_nothing_that_anybody_refers_to(at: Path, registry: Registry):
+    """F46."""
+    with wire(registry.address, cut_after=LIBRARY // 2) as line:
+        broken = site(at, engine=lambda: Engine(Limits(push_s=3.0, silence_s=3.0)))
+        with pytest.raises(ImageError, match="could not be pushed") as caught:
+            publish.ensure(spec(line.address, "broken"), broken)
+    assert caught.value.next_step
+    assert not tags(registry, "broken")
+    again = ensure(at, registry.address, "broken")
+    assert again.pushed
+    assert tags(registry, "broken") == [again.tag]
+
+
+def test_a_registry_that_is_killed_while_it_is_pushed_to(require, at: Path, engine: engines.Engine):
+    """F46."""
+    require("docker", not missing("docker-registry"), missing("docker-registry"))
+    port = free_port()
+    with running_registry(port=port) as dying:
+
+        def kill(event: Event) -> None:
+            if isinstance(event, LayerPushed):
+                os.kill(dying.pid, signal.SIGKILL)
+
+        broken = site(at, engine=lambda: Engine(Limits(push_s=3.0, silence_s=3.0)))
+        with pytest.raises(ImageError, match=r"could not be pushed|cannot be reached"):
+            publish.ensure(spec(dying.address, "killed"), broken, _once(kill))
+        assert not tags(dying, "killed")
+
+
+def test_another_image_under_the_tag_is_never_taken_for_ours(at: Path, registry: Registry):
+    class Raced(Engine):
+        """Somebody pushes the same inputs just after us."""
+
+        def push(self, reference: str, auth: auth.Auth = auth.nobody, emit=lambda _: None) -> Pushed:
+            ours = super().push(reference, auth, emit)
+            self.tag("base:1", reference)
+            super().push(reference, auth, emit)
+            return ours
+
+    with pytest.raises(ImageError, match="is not what was pushed") as caught:
+        publish.ensure(spec(registry.address, "raced"), site(at, engine=Raced))
+    assert "try again" in caught.value.next_step
+    assert ensure(at, registry.address, "raced").pushed is False
+
+
+def test_a_build_ends_at_its_deadline_and_so_does_its_container(at: Path, engine: engines.Engine, registry: Registry):
+    (at / "context/Dockerfile").write_text("FROM base:1\nRUN while true; do echo x; sleep 0.1; done\n")
+    slow = site(at, engine=lambda: Engine(Limits(build_s=0.5, silence_s=5.0)))
+    with pytest.raises(ImageError, match=r"within 0\.5 s"):
+        publish.ensure(spec(registry.address, "slow"), slow)
+    wait_for(lambda: not engine.docker("ps", "-q").stdout)
+
+
+# --- what is for the build alone --------------------------------------------------------------------------------------
+
+
+CANARY_CA, CANARY_SECRET = "canary-ca-2f1b", "canary-secret-77aa"
+THROWN_AWAY = """\
+FROM base:1 AS packages
+COPY code .buil[d] /build/
+RUN cat /build/ca.pem /build/secrets/TOKEN > /all && head -c 3 /all > /seen
+FROM base:1
+COPY --from=packages /seen /seen
+COPY code /code
+"""
+
+
+def test_certificates_and_secrets_end_in_no_layer(at: Path, engine: engines.Engine, registry: Registry):
+    (at / "context/Dockerfile").write_text(THROWN_AWAY)
+    # what stands before the certificates of a PEM file is a comment
+    (at / "ca.pem").write_text(f"{CANARY_CA}\n{certificate()[0].decode()}")
+    image = spec(registry.address, "secret", ca_file="ca.pem", secrets=["TOKEN"])
+    told = list[Event]()
+    found = publish.ensure(image, site(at, environ={"TOKEN": CANARY_SECRET, "OTHER": "x"}), told.append)
+    assert contents(Engine(), found.reference)["seen"] == CANARY_CA[:3].encode()
+    whole = everything(engine, found.reference) + json.dumps([each.to_json() for each in told])
+    assert not [word for word in (CANARY_CA, CANARY_SECRET) if word in whole]
+
+
+def test_certificates_reach_the_build_that_asks(at: Path, engine: engines.Engine):
+    from mgpu.image import context
+    from mgpu.image.recipe import Recipe
+
+    (at / "context/Dockerfile").write_text(THROWN_AWAY)
+    (at / "ca.pem").write_text(f"{CANARY_CA}\n")
+    recipe = Recipe(
+        context.scan(at / "context"), ca_file=at / "ca.pem", secrets={"TOKEN": CANARY_SECRET}, network="host"
+    )
+    image = Engine().build(recipe)
+    assert contents(Engine(), image)["seen"] == CANARY_CA[:3].encode()
+    assert not [word for word in (CANARY_CA, CANARY_SECRET) if word in everything(engine, image)]
+
+
+def test_the_proxies_of_dockers_configuration_reach_the_build_and_end_in_no_layer(
+    at: Path, engine: engines.Engine, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "docker").mkdir()
+    proxies = {"proxies": {"default": {"httpsProxy": f"http://me:{CANARY_SECRET}@proxy.test:3128"}}}
+    (tmp_path / "docker/config.json").write_text(json.dumps(proxies))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    (at / "context/Dockerfile").write_text('FROM base:1\nRUN echo "${#HTTPS_PROXY}" > /seen\n')
+    found = ensure(at, registry.address, "proxied")
+    assert (
+        contents(Engine(), found.reference)["seen"] == f"{len(f'http://me:{CANARY_SECRET}@proxy.test:3128')}\n".encode()
+    )
+    assert CANARY_SECRET not in everything(engine, found.reference)
+
+
+def test_a_dockerfile_that_does_not_ask_gets_neither(at: Path, engine: engines.Engine):
+    from mgpu.image import context
+    from mgpu.image.recipe import Recipe
+
+    (at / "context/Dockerfile").write_text("# .build/ is not asked for\nFROM base:1\nCOPY . /all/\n")
+    (at / "ca.pem").write_text(CANARY_CA)
+    recipe = Recipe(context.scan(at / "context"), ca_file=at / "ca.pem", network="host")
+    assert CANARY_CA not in everything(engine, Engine().build(recipe))
+
+
+def test_secrets_without_a_way_for_them_are_refused(at: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mgpu.image.buildx.version", lambda _: "")
+    image = spec(registry.address, "noway", secrets=["TOKEN"])
+    with pytest.raises(ImageError, match="needs BuildKit"):
+        publish.ensure(image, site(at, environ={"TOKEN": CANARY_SECRET}))
+    with pytest.raises(InputError, match="TOKEN not set in the environment"):
+        publish.ensure(image, site(at))
+
+
+def test_a_secret_that_a_build_prints_is_not_repeated(at: Path, registry: Registry):
+    text = THROWN_AWAY.replace("> /seen", "> /seen && cat /all && exit 1")
+    (at / "context/Dockerfile").write_text(text.replace("/build/ca.pem ", ""))
+    image = spec(registry.address, "printed", secrets=["TOKEN"])
+    with pytest.raises(ImageError) as caught:
+        publish.ensure(image, site(at, environ={"TOKEN": CANARY_SECRET}))
+    assert "***" in caught.value.why
+    assert CANARY_SECRET not in str(caught.value)
+
+
+def _once(act: Callable[[Event], None]) -> Callable[[Event], None]:
+    done = threading.Event()
+
+    def emit(event: Event) -> None:
+        if isinstance(event, LayerPushed) and not done.is_set():
+            done.set()
+            act(event)
+
+    return emit
+
+
+def wait_for(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def tags(of: Registry, name: str) -> list[str]:
+    folder = of.folder / "data/docker/registry/v2/repositories" / name / "_manifests/tags"
+    return sorted(each.name for each in folder.iterdir()) if folder.exists() else []
+
+
+def digest_of(of: Registry, name: str, tag: str) -> str:
+    link = of.folder / "data/docker/registry/v2/repositories" / name / "_manifests/tags" / tag / "current/link"
+    return link.read_text()
+
+
+def saved(reference: str) -> bytes:
+    import docker
+
+    client = docker.from_env()
+    try:
+        return b"".join(client.api.get_image(reference))
+    finally:
+        client.close()
+
+
+def layers(reference: str) -> list[tarfile.TarFile]:
+    with tarfile.open(fileobj=io.BytesIO(saved(reference))) as image:
+        names = [name for name in image.getnames() if name.endswith("layer.tar")]
+        assert names
+        return [tarfile.open(fileobj=io.BytesIO(image.extractfile(name).read())) for name in names]  # type: ignore[union-attr]
+
+
+def contents(engine: Engine, reference: str) -> dict[str, bytes]:
+    """Every file of every layer."""
+    assert engine.inspect(reference)
+    return {
+        member.name: layer.extractfile(member).read()  # type: ignore[union-attr]
+        for layer in layers(reference)
+        for member in layer.getmembers()
+        if member.isreg()
+    }
+
+
+def everything(engine: engines.Engine, reference: str) -> str:
+    """All that there is of an image: layers, names in them, configuration, history."""
+    history = engine.docker("history", "--no-trunc", reference).stdout
+    inspected = engine.docker("inspect", reference).stdout
+    return history + inspected + saved(reference).decode("latin-1")
