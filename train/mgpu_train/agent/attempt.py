@@ -54,8 +54,8 @@ class Attempt:
 
     @property
     def work(self) -> Path:
-        """The user's code: where the launcher runs."""
-        return Path(self.layout.work)
+        """The user's code: where the launcher runs. It was sent, or is in the image."""
+        return Path(self.layout.home, self.job.workdir or self.layout.work)
 
     @property
     def checkpoints(self) -> Path:

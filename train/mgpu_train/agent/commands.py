@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from mgpu_train.agent import start
+from mgpu_train.agent.facts import facts
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.log import clean
 from mgpu_train.config import Job, RunId, Secrets
@@ -46,6 +47,8 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(call=_renew)
     parser = verbs.add_parser("free-port", help="print a TCP port that is free on this node")
     parser.set_defaults(call=_free_port)
+    parser = verbs.add_parser("facts", help="print this machine's driver, GPUs, torch and docker")
+    parser.set_defaults(call=_facts)
 
 
 def call(arguments: argparse.Namespace) -> int:
@@ -102,6 +105,10 @@ def _free_port(_arguments: argparse.Namespace) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return {"port": probe.getsockname()[1]}
+
+
+def _facts(_arguments: argparse.Namespace) -> dict[str, Any]:
+    return facts().model_dump()
 
 
 def _layout(run_id: str) -> RunLayout:

@@ -1,9 +1,10 @@
-"""The interpreter that runs the agent on a machine. This file is run there: `<python> -I equip.py ready|lacks ...`.
+"""The interpreter that runs the agent on a machine. It is run there: `<python> -I equip.py ready|find|lacks ...`.
 
 Standard library only, Python 3.8 or newer. An interpreter that has all that the agent needs is taken as it is. Else an
 environment is made in `~/.mgpu/base`, once for each interpreter and list of packages: it has the packages of
 `node-requirements.txt`, and behind them it sees all that the interpreter sees, torch above all. Either way `python`
 beside the package, a program of two lines, starts the one that was found: whoever comes later need not know which.
+`find` is for inside a container: the environment is made in another folder, and `container.py` writes the program.
 
 A result is one line of JSON. So is a problem, {"problem": the kind of it, "why": ...}, with exit status 3.
 """
@@ -37,7 +38,7 @@ _LAST_LINES = 6
 
 
 class Problem(Exception):
-    """This machine cannot run the agent: `kind` is old, torch, pip or packages."""
+    """This machine cannot run the agent: `kind` is old, torch, pip, packages or busy; `container.py` has more."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -60,18 +61,29 @@ def lacking() -> List[str]:  # noqa: UP006
 
 def ready(seconds: float, *, torch: bool) -> Any:
     """Finds or makes the interpreter, within so many seconds, and writes the program that starts it."""
+    answer = find(seconds, LIBRARY.parent.parent / "base", torch=torch)
+    write_program(f'exec {shlex.quote(answer["python"])} "$@"')
+    return answer
+
+
+def find(seconds: float, base: Path, *, torch: bool) -> Any:
+    """Finds the interpreter, or makes it in `base`, within so many seconds."""
     until = time.monotonic() + seconds
     if sys.version_info[:2] < OLDEST:
         raise Problem("old", f"{sys.executable} is Python {sys.version.split()[0]}")
     if torch and importlib.util.find_spec("torch") is None:
         raise Problem("torch", f"{sys.executable} has no torch")
     lacks = lacking()
-    python, fresh = environment(LIBRARY.parent.parent / "base", until) if lacks else (sys.executable, False)
+    python, fresh = environment(base, until) if lacks else (sys.executable, False)
+    return {"python": python, "installed": fresh}
+
+
+def write_program(line: str) -> None:
+    """Puts the program `python` beside the package: a shell's one line."""
     program = LIBRARY / f".python.{os.getpid()}"
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} "$@"\n')
+    program.write_text(f"#!/bin/sh\n{line}\n")
     program.chmod(0o700)
     program.replace(LIBRARY / "python")
-    return {"python": python, "installed": fresh}
 
 
 def environment(base: Path, until: float) -> Any:
@@ -133,7 +145,7 @@ def install(python: Path, until: float) -> None:
 
 @contextmanager
 def locked(path: Path, until: float) -> Iterator[None]:
-    """Holds the lock of one environment: two operators may come at once."""
+    """Holds a lock, of one environment say: two operators may come at once. Raises Problem, busy, when time is over."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -143,7 +155,7 @@ def locked(path: Path, until: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise Problem("packages", "somebody else has been installing them for too long") from None
+                    raise Problem("busy", f"somebody else has held {path} for too long") from None
                 time.sleep(0.2)
         yield
     finally:
@@ -155,8 +167,12 @@ def main(verb: str, *arguments: str) -> int:
     if verb == "lacks":
         sys.stdout.write(json.dumps(lacking()) + "\n")
         return 0
+    torch = "torch" in arguments
     try:
-        answer = ready(float(arguments[0]), torch="torch" in arguments[1:])
+        if verb == "find":
+            answer = find(float(arguments[0]), Path(arguments[1]), torch=torch)
+        else:
+            answer = ready(float(arguments[0]), torch=torch)
     except Problem as problem:
         answer = {"problem": problem.kind, "why": str(problem)}
     except OSError as error:
