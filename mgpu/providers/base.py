@@ -162,6 +162,14 @@ class FleetState(Value):
         return tuple(n.rank for n in self.nodes if n.phase in (NodePhase.STOPPING, NodePhase.TERMINATED))
 
 
+class MachineDriver(Value):
+    """NVIDIA's driver that machines boot with."""
+
+    version: str = Field(description="as nvidia-smi prints it")
+    why: str = Field(description="one sentence: what brings it, as a user can find it")
+    cure: str = Field(description="one sentence: how machines get another one")
+
+
 class Provider(Protocol):
     """One provider. Every call may be made from any thread and any process; nothing is remembered between calls."""
 
@@ -221,6 +229,23 @@ class Provider(Protocol):
     def opened_by_role(self, url: str) -> bool:
         """Whether the machines' own role may read and write at this address of an object store: then no credentials
         of the operator travel to them."""
+        ...
+
+    def image_repository(self, regions: Sequence[str]) -> str | None:
+        """Where images for machines in these regions go unless the run file says: `registry/name`; None: nowhere."""
+        ...
+
+    def registry_client(self, region: str) -> Any:
+        """A client of ECR in a region, with the credentials of this provider's settings; None: it has none."""
+        ...
+
+    def machine_driver(self, regions: Sequence[str]) -> MachineDriver | None:
+        """The driver that a machine rented in one of these regions boots with; None: not known. A region that can rent
+        none is no error here."""
+        ...
+
+    def driver_of(self, handle: Handle) -> MachineDriver | None:
+        """The driver that these machines have booted with; None: not known."""
         ...
 
     def list_owned(self, owner: str) -> tuple[Handle, ...]:

@@ -242,7 +242,7 @@ def test_gc_of_a_region_that_does_not_answer_is_no_success(aws, account, owner):
 def test_gc_that_cannot_end_a_machine_says_so(aws, account, owner, monkeypatch):
     """F11, I7: exit code 7, and the machine is named."""
     fleet, other = rent(aws, 1, owner=owner), rent(aws, 1, owner=owner, token="token-2", fleet="other")
-    monkeypatch.setenv("MGPU_TIMEOUTS", '{"describe_every_s": 0.01, "destroy_s": 0.5}')
+    monkeypatch.setenv("MGPU_TIMEOUTS", '{"describe_every_s": 0.01, "destroy_s": 20}')
     fleets.client(aws).modify_instance_attribute(InstanceId=fleet.ids[0], DisableApiTermination={"Value": True})
     done = gc("--yes")
     assert done.exception is not None

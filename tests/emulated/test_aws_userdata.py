@@ -83,6 +83,18 @@ def test_the_user_logs_in_with_one_key_and_may_become_root(boot: Boot):
     assert "ubuntu ALL=(ALL) NOPASSWD:ALL" in out
 
 
+@pytest.mark.parametrize("docker", [True, False])
+def test_the_user_may_speak_to_docker_where_the_machine_image_has_it(boot: Boot, docker: bool):
+    out = boot(f"""
+        groupdel docker 2>/dev/null || true
+        {"groupadd docker" if docker else ":"}
+        sh /tmp/user-data
+        sh /tmp/user-data
+        id -nG ubuntu
+    """)
+    assert ("docker" in out.split()) == docker
+
+
 def test_sshd_shows_the_one_use_key_and_no_other(boot: Boot, require):
     require("sshd", Path("/usr/sbin/sshd").exists(), "OpenSSH's server is not installed")
     out = boot("""

@@ -99,6 +99,8 @@ let_in() { # the user, and the one key that may log in
     for path in "$home" "$home/.ssh" "$home/.ssh/authorized_keys" "$home/.mgpu" "$lease" "$home/runs"; do
         [ ! -e "$path" ] || chown "$user:" "$path"
     done
+    # Docker, where the machine image has it: no more than sudo gives, and it is asked without a terminal
+    ! getent group docker >/dev/null || usermod -aG docker "$user"
     mkdir -p /etc/sudoers.d
     (umask 227 && printf '%s ALL=(ALL) NOPASSWD:ALL\n' "$user" >"/etc/sudoers.d/.mgpu")
     mv -f /etc/sudoers.d/.mgpu /etc/sudoers.d/90-mgpu

@@ -6,13 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu.errors import NoOffer
+from mgpu.providers.aws import drivers
 from mgpu.providers.aws.failures import calling
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
+from mgpu.providers.base import MachineDriver
 
 # AWS publishes the newest build of each kind under such a name; the first of these that a region has is taken
 PARAMETER = "/aws/service/deeplearning/ami/x86_64/oss-nvidia-driver-gpu-pytorch-{}/latest/ami-id"
-KINDS = ("2.10-ubuntu-24.04", "2.9-ubuntu-24.04", "2.8-ubuntu-24.04", "2.7-ubuntu-22.04", "2.6-ubuntu-22.04")
+KINDS = (
+    "2.12-ubuntu-24.04",
+    "2.11-ubuntu-24.04",
+    "2.10-ubuntu-24.04",
+    "2.9-ubuntu-24.04",
+    "2.8-ubuntu-24.04",
+    "2.7-ubuntu-22.04",
+    "2.6-ubuntu-22.04",
+)  # a call takes ten at most
 # where no parameter is to be had: by name
 PATTERN = "Deep Learning OSS Nvidia Driver AMI GPU PyTorch * (Ubuntu *"
 
@@ -24,6 +34,7 @@ class MachineImage:
     id: str
     root_device: str
     root_gib: int  # a disk may not be smaller
+    driver: MachineDriver | None = None  # None: not known
 
 
 def find(account: Account, options: Options, region: str) -> MachineImage:
@@ -34,6 +45,12 @@ def find(account: Account, options: Options, region: str) -> MachineImage:
         ProviderError: AWS refused, or did not answer.
     """
     return account.once(("image", options, region), lambda: _find(account, options, region))
+
+
+def driver(account: Account, region: str, image: str) -> MachineDriver | None:
+    """The driver that an image brings; None: not known, or the image is not there any more. Raises ProviderError."""
+    shown = _by_id(account, region, image)
+    return drivers.brought_by(shown) if shown else None
 
 
 def _find(account: Account, options: Options, region: str) -> MachineImage:
@@ -49,7 +66,8 @@ def _find(account: Account, options: Options, region: str) -> MachineImage:
         )
     device = shown.get("RootDeviceName") or "/dev/sda1"
     mapped = {each.get("DeviceName"): each.get("Ebs", {}) for each in shown.get("BlockDeviceMappings", ())}
-    return MachineImage(shown["ImageId"], device, int(mapped.get(device, {}).get("VolumeSize") or 0))
+    gib = int(mapped.get(device, {}).get("VolumeSize") or 0)
+    return MachineImage(shown["ImageId"], device, gib, drivers.brought_by(shown))
 
 
 def _published(account: Account, region: str) -> str:

@@ -1,6 +1,6 @@
 """What the operator may do: the two least policies under which mgpu works, as documents to paste.
 
-    machines    rents, watches and ends machines, keeps checkpoints, reads prices and quotas
+    machines    rents, watches and ends machines, keeps checkpoints and images, reads prices and quotas
     base        makes what machines stand on, once for each account and region (`mgpu bootstrap aws`)
 
 They are two because the second writes policies into roles: who may do that may do everything these roles could ever do.
@@ -21,7 +21,12 @@ from mgpu.providers.aws.policies import RUNS, VERSION, Document, partition
 MOST_CHARACTERS = 6144
 """What a managed policy of a customer may have, white space not counted."""
 
+_IMAGES = [
+    "ecr:BatchCheckLayerAvailability", "ecr:BatchGetImage", "ecr:CompleteLayerUpload", "ecr:GetDownloadUrlForLayer",
+    "ecr:InitiateLayerUpload", "ecr:PutImage", "ecr:UploadLayerPart",
+]  # fmt: skip
 CHECKED_WITH = {
+    **dict.fromkeys(_IMAGES, "ecr:GetAuthorizationToken"),
     "ec2:RunInstances": "ec2:CreateFleet",
     "ec2:CreateTags": "ec2:CreateLaunchTemplate",
     "ecr:TagResource": "ecr:CreateRepository",
@@ -30,7 +35,7 @@ CHECKED_WITH = {
     "iam:TagInstanceProfile": "iam:CreateInstanceProfile",
     "iam:TagRole": "iam:CreateRole",
 }
-"""Actions that nobody calls by themselves: AWS asks for them when the other one is called."""
+"""Actions that nobody calls by themselves: AWS asks for them when the other one is called, or what it gave is used."""
 
 _OURS = {"Null": {f"aws:ResourceTag/{names.OWNER}": "false"}}
 _AS_OURS = {"Null": {f"aws:RequestTag/{names.OWNER}": "false"}}
@@ -151,6 +156,8 @@ def machines(where: Where) -> Iterator[Document]:
     )
     yield _allow("Checkpoints", ["s3:GetObject", "s3:PutObject"], [where.s3(f"/{RUNS}/*")])
     yield _allow("ListCheckpoints", ["s3:ListBucket"], [where.s3("")])
+    yield _allow("ImagesLogin", ["ecr:GetAuthorizationToken"], ["*"])  # it knows no narrower resource
+    yield _allow("Images", _IMAGES, [where.arn("ecr", f"repository/{names.REPOSITORY}")])
 
 
 def base(where: Where) -> Iterator[Document]:

@@ -5,11 +5,13 @@ A fleet's machines are made by `launch`, described by `machines`, ended by `endi
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from mgpu.errors import Transient
+from mgpu.errors import NoOffer, Transient
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
@@ -20,6 +22,7 @@ from mgpu.providers.base import (
     FleetState,
     Handle,
     Intent,
+    MachineDriver,
     NodePhase,
     Offers,
     Refreshed,
@@ -161,6 +164,36 @@ class AwsProvider:
         from mgpu.providers.aws.rolestore import opened_by_role
 
         return opened_by_role(self._account, self._options, url)
+
+    def image_repository(self, regions: Sequence[str]) -> str:
+        """The one of base in the first of these regions, else at home. Raises AuthError, InputError."""
+        from mgpu.providers.aws.base.repository import Repository, RepositoryKeeper
+        from mgpu.providers.aws.base.thing import Site
+
+        keeper = RepositoryKeeper(Site(self._account, regions[0] if regions else self._account.home_region))
+        return keeper.expected(keeper.complete(Repository()))["uri"]
+
+    def registry_client(self, region: str) -> Any:
+        """ECR there, with the credentials of `aws.profile`. Raises AuthError, InputError."""
+        return self._account.client("ecr", region)
+
+    def machine_driver(self, regions: Sequence[str]) -> MachineDriver | None:
+        """Of the machine image in the first of these regions that has one: AWS publishes a build in all of them at
+        once. Raises ProviderError: AWS refused, or did not answer."""
+        from mgpu.providers.aws import image
+
+        for region in regions:
+            with contextlib.suppress(NoOffer):
+                return image.find(self._account, self._options, region).driver
+        return None
+
+    def driver_of(self, handle: Handle) -> MachineDriver | None:
+        """Of the machine image that they were made from, where all have the same. Raises ProviderError."""
+        from mgpu.providers.aws import image, listing
+
+        machines = listing.by_id(self._account, handle.region, handle.ids).values()
+        made_from = {machine["ImageId"] for machine in machines if "ImageId" in machine}
+        return image.driver(self._account, handle.region, *made_from) if len(made_from) == 1 else None
 
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
         """What carries this owner's tag, in all regions. Raises ProviderError: not all of them have answered."""

@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from mgpu.providers.local import bill, control, nodes, procs
+from mgpu.providers.local import bill, containers, control, nodes, procs
 from mgpu.providers.local.nodes import Instance, NodeSpec
 
 _HERE = Path(__file__).parent
@@ -155,6 +155,7 @@ class _Keeper:
             self.instance.ask_to_end(reason)
         term_s = 0 if self.outright else _TERM_S
         ended = procs.end(self._below, term_s=term_s, kill_s=_KILL_S, reap=procs.reap_children)
+        containers.remove(self.instance.home)
         if not ended:
             raise OSError("a process of the node cannot be killed")  # the next describe tries again
         self.instance.finish(reason)

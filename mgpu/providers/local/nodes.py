@@ -44,6 +44,7 @@ _PASSED_ON = (
     "HTTP_PROXY",
     "HTTPS_PROXY",
     "NO_PROXY",
+    "DOCKER_HOST",  # nodes have no engine but this machine's
 )
 _PASSED_ON_PREFIXES = ("PIP_", "UV_")
 _REMAINS_S = 2.0  # for processes to vanish after SIGKILL

@@ -163,6 +163,18 @@ class LocalProvider:
         """False: these machines have no role of their own."""
         return False
 
+    def image_repository(self, regions: Sequence[str]) -> None:
+        """Nowhere: this machine has no registry of its own."""
+
+    def registry_client(self, region: str) -> None:
+        """None: this environment's own credentials are all that there is."""
+
+    def machine_driver(self, regions: Sequence[str]) -> None:
+        """Not known: `mgpu check --on-node` asks this machine itself."""
+
+    def driver_of(self, handle: Handle) -> None:
+        """Not known."""
+
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         """Asks the nodes to end; True when all are gone, folders and all."""
         gangs = Gangs(self.root)
