@@ -1,4 +1,4 @@
-"""The machines of one stack: a key that logs in, and a fleet. Yours to change: runs need only the output `mgpu`.
+"""The machines of one stack: a key that logs in, an image, a fleet. Yours to change: runs need only the output `mgpu`.
 
 `. .mgpu/env && pulumi up` makes the fleet that `mgpu.yaml` asks for; another run file for the selected stack:
 `pulumi config set mgpu:runFile other.yaml`.
@@ -15,11 +15,13 @@ spec = mgpu.run_spec()
 opts = pulumi.ResourceOptions(provider=mgpu.Provider("mgpu"))
 
 key = mgpu.SshKey("key", opts=opts)
+image = mgpu.Image("image", mgpu.image_args(spec), opts=opts) if spec.image else None
 fleet = mgpu.Fleet(
     "fleet",
     mgpu.fleet_args(spec),
     key=key,
     store=None if spec.checkpoint == "none" else spec.checkpoint.to,
+    image=image,
     opts=opts,
 )
 

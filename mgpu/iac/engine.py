@@ -24,7 +24,7 @@ from mgpu.errors import Interrupted, MgpuError, StackError, TeardownIncomplete
 from mgpu.events import Emit, Note
 from mgpu.iac import backend, environment, failures, install, locks, operations
 from mgpu.iac.enginelog import Change, EngineLog
-from mgpu.iac.environment import HARD_CAP
+from mgpu.iac.environment import HARD_CAP, IMAGE
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput, validated
 from mgpu.iac.process import CliProcess
@@ -90,10 +90,11 @@ class Stack:
             self._make_way()
             self._run("stack", "init", self.name, "--no-select")
 
-    def up(self, hard_cap_at: float = 0.0) -> None:
+    def up(self, hard_cap_at: float = 0.0, image: str = "") -> None:
         """Makes the machines be what the run file asks for. Those that a create which was cut off has made are
         adopted; what is left of its processes is ended first. `hard_cap_at`: UNIX seconds; a fleet that has to be made
-        anew ends by then, too.
+        anew ends by then, too. `image`: what the run has settled on, repository@sha256:...; it is built or found no
+        more, whatever the run file's `image:` says meanwhile.
 
         Raises:
             StackError: another operator is at work on the stack.
@@ -101,7 +102,7 @@ class Stack:
         self._make_way()
         self._clear()
         limit_s = self._timeouts.provision_s + self._timeouts.destroy_s
-        more = {HARD_CAP: repr(hard_cap_at)} if hard_cap_at else {}
+        more = ({HARD_CAP: repr(hard_cap_at)} if hard_cap_at else {}) | ({IMAGE: image} if image else {})
         self._operate("up", "--yes", "--skip-preview", limit_s=limit_s, more=more)
 
     def preview(self) -> tuple[Change, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 from mgpu.events import Emit, Note, Warned
 
 _VERBS = {"create": "creating", "update": "updating", "delete": "deleting", "replace": "replacing"}
+_KEPT = ("delete", "mgpu:index:Image")  # its handler says what becomes of it
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class EngineLog:
             return  # a look, a step of a replacement, or the engine's own bookkeeping
         name = step["urn"].rpartition("::")[2]
         self.changes.append(Change(step["op"], step["type"], name, tuple(_properties(step))))
-        if not self.planned:
+        if not self.planned and (step["op"], step["type"]) != _KEPT:
             self.emit(Note(f"{_VERBS[step['op']]} {step['type'].rpartition(':')[2]} {name}"))
 
 

@@ -28,6 +28,9 @@ STACK = "dev"
 HARD_CAP = "MGPU_HARD_CAP_AT"
 """Tells the plugin until when the run that wants a fleet may have one, in UNIX seconds."""
 
+IMAGE = "MGPU_IMAGE"
+"""Tells the plugin which image the run that wants a fleet has settled on, repository@sha256:...: no other is built."""
+
 AMBIENT_PASSPHRASE = "PULUMI_CONFIG_PASSPHRASE"  # noqa: S105  a variable's name
 """Must not be set beside the passphrase file: Pulumi prefers it, even when it is empty."""
 

@@ -12,20 +12,23 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.iac import schema
 from mgpu.iac.aws.handler import BaseHandler
 from mgpu.iac.aws.kinds import KEEPERS
-from mgpu.iac.environment import HARD_CAP
+from mgpu.iac.environment import HARD_CAP, IMAGE
 from mgpu.iac.fleet import FleetHandler
 from mgpu.iac.guard import FleetGuardHandler
 from mgpu.iac.handler import Handler
+from mgpu.iac.image import ImageHandler
 from mgpu.iac.servicer import Servicer, serve
 from mgpu.iac.sshkey import SshKeyHandler
 
 _ORPHAN_S = 1.0
 
 
-def handlers(timeouts: Timeouts, hard_cap_at: float = 0.0) -> dict[str, Handler]:
-    """Every resource type, by its token. A new fleet ends by `hard_cap_at` (UNIX seconds; 0: as inputs say)."""
+def handlers(timeouts: Timeouts, hard_cap_at: float = 0.0, image: str = "") -> dict[str, Handler]:
+    """Every resource type, by its token. A new fleet ends by `hard_cap_at` (UNIX seconds; 0: as inputs say), and runs
+    `image`, repository@sha256:... (none: as inputs say)."""
     return {
         schema.SSH_KEY: SshKeyHandler(),
+        schema.IMAGE: ImageHandler(image),
         schema.FLEET_GUARD: FleetGuardHandler(timeouts),
         schema.FLEET: FleetHandler(timeouts, hard_cap_at),
         **{token: BaseHandler(keeper, timeouts.destroy_s) for token, keeper in KEEPERS.items()},
@@ -35,7 +38,8 @@ def handlers(timeouts: Timeouts, hard_cap_at: float = 0.0) -> dict[str, Handler]
 def main() -> None:
     """Serves until the engine ends this process, or dies itself."""
     engine = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
-    known = handlers(Timeouts.of_environment(os.environ), float(os.environ.get(HARD_CAP) or 0))
+    settled = float(os.environ.get(HARD_CAP) or 0), os.environ.get(IMAGE, "")
+    known = handlers(Timeouts.of_environment(os.environ), *settled)
     server, port = serve(Servicer(known, schema.to_json(), engine))
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()

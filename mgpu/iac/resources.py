@@ -2,7 +2,8 @@
 
 spec = mgpu.run_spec()
 key = mgpu.SshKey("key")
-fleet = mgpu.Fleet("fleet", mgpu.fleet_args(spec), key=key)
+image = mgpu.Image("image", mgpu.image_args(spec)) if spec.image else None
+fleet = mgpu.Fleet("fleet", mgpu.fleet_args(spec), key=key, image=image)
 pulumi.export("mgpu", fleet.output)
 """
 
@@ -31,6 +32,9 @@ FLEET_OUTPUTS = (
 )
 """What a Fleet knows beyond its inputs."""
 
+IMAGE_OUTPUTS = ("tag", "digest", "hash", "bytes")
+"""What an Image knows beyond its inputs, and beyond `reference`, which is both."""
+
 _MACHINE = ("host_key", "private_address", "price_usd_per_hour")
 _KEY = ("ssh_public_key", "ssh_private_key_file")
 
@@ -41,11 +45,14 @@ def run_spec() -> RunSpec:
     Raises:
         pulumi.RunError: the file is not there, or has mistakes; ends the program without a traceback.
     """
-    name = pulumi.Config("mgpu").get("runFile") or "mgpu.yaml"
     try:
-        return load(_project_root() / name)
+        return load(_run_file())
     except MgpuError as error:
         raise pulumi.RunError(describe(error)) from error
+
+
+def _run_file() -> Path:
+    return _project_root() / (pulumi.Config("mgpu").get("runFile") or "mgpu.yaml")
 
 
 def _project_root() -> Path:
@@ -78,6 +85,44 @@ def fleet_args(spec: RunSpec) -> FleetArgs:
     """The requirements that a run file states."""
     needed = rank.requirements(spec).model_dump(mode="json")
     return FleetArgs(options=needed.pop("provider_options"), **needed)
+
+
+@dataclass
+class ImageArgs:
+    """Which image: the inputs of `Image`, each documented in the schema. `folder` is the run file's, absolute."""
+
+    folder: Input[str]
+    provider: Input[str]
+    options: Input[Mapping[str, str]] | None = None
+    regions: Input[Sequence[str]] | None = None
+    reference: Input[str] | None = None
+    repository: Input[str] | None = None
+    context: Input[str] | None = None
+    dockerfile: Input[str] | None = None
+    args: Input[Mapping[str, str]] | None = None
+    target: Input[str] | None = None
+    platform: Input[str] | None = None
+    certificates: Input[str] | None = None
+    secrets: Input[Sequence[str]] | None = None
+
+
+def image_args(spec: RunSpec) -> ImageArgs:
+    """What a run file says in `image:`, and who its provider is.
+
+    Raises:
+        ValueError: it says nothing there.
+    """
+    if spec.image is None:
+        raise ValueError("the run file has no `image:`")
+    needed, given = rank.requirements(spec), spec.image.model_dump(mode="json", exclude_defaults=True)
+    return ImageArgs(
+        folder=str(_run_file().resolve().parent),
+        provider=spec.provider,
+        options=needed.provider_options,
+        regions=needed.regions,
+        certificates=given.pop("ca_file", None),
+        **given,
+    )
 
 
 class Provider(pulumi.ProviderResource):
@@ -133,6 +178,24 @@ class SshKey(_Resource):
         super().__init__("mgpu:index:SshKey", resource_name, props, ResourceOptions.merge(opts, secret))
 
 
+class Image(_Resource):
+    """A container image in its registry: found there by what it is made of, else built and pushed.
+
+    `reference` is what nodes may run, repository@sha256:...; the image stays in its registry when the resource goes.
+    """
+
+    reference: Output[str]
+    repository: Output[str]
+    tag: Output[str]
+    digest: Output[str]
+    hash: Output[str]
+    bytes: Output[int]
+
+    def __init__(self, resource_name: str, args: ImageArgs, opts: ResourceOptions | None = None) -> None:
+        inputs = {field.name: getattr(args, field.name) for field in fields(args)}
+        super().__init__("mgpu:index:Image", resource_name, {**inputs, **dict.fromkeys(IMAGE_OUTPUTS)}, opts)
+
+
 class FleetGuard(_Resource):
     """Goes after its fleet, and ends what a crash left outside the state. `Fleet` makes its own."""
 
@@ -158,6 +221,7 @@ class Fleet(_Resource):
     """N equal machines, with the guard that they depend on.
 
     `output` is what a program exports as `mgpu` for runs to use; `store` is the default of `checkpoint.to` in it.
+    `image`: what nodes run; nothing is rented before it is in its registry.
     """
 
     nodes: Output[int]
@@ -181,6 +245,7 @@ class Fleet(_Resource):
         *,
         key: SshKey,
         store: Input[str] | None = None,
+        image: Image | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
         inputs = {field.name: getattr(args, field.name) for field in fields(args)}
@@ -189,10 +254,11 @@ class Fleet(_Resource):
         guard = FleetGuard(f"{resource_name}-guard", args.provider, name, args.owner, args.options, guard_opts)
         props = {**inputs, "name": name, **dict.fromkeys(FLEET_OUTPUTS)}
         props |= {"ssh_public_key": key.public_key, "ssh_private_key_file": key.private_key_file}
-        after = ResourceOptions(depends_on=[guard], delete_before_replace=True)
+        after = ResourceOptions(depends_on=[guard, *([image] if image else [])], delete_before_replace=True)
         super().__init__("mgpu:index:Fleet", resource_name, props, ResourceOptions.merge(opts, after))
         self.output = Output.all(
             store=store,
+            image=image.reference if image else None,
             private_key_file=key.private_key_file,
             **{attribute: getattr(self, attribute) for attribute in _EXPORTED},
         ).apply(_stack_output)

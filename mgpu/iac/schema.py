@@ -10,8 +10,10 @@ from pydantic.alias_generators import to_camel
 from mgpu import __version__
 from mgpu.iac.aws import schema as aws
 from mgpu.iac.fleetmodel import FleetInputs, FleetOutputs, Properties
+from mgpu.iac.imagemodel import ImageInputs, ImageOutputs
 
 SSH_KEY = "mgpu:index:SshKey"
+IMAGE = "mgpu:index:Image"
 FLEET = "mgpu:index:Fleet"
 FLEET_GUARD = "mgpu:index:FleetGuard"
 
@@ -29,7 +31,13 @@ def package() -> dict[str, Any]:
         "license": "Apache-2.0",
         "config": {"variables": _CONFIG},
         "provider": {"description": "Whose machines, and where keys and journals lie", "inputProperties": _CONFIG},
-        "resources": {SSH_KEY: _SSH_KEY, FLEET_GUARD: _FLEET_GUARD, FLEET: _fleet(), **aws.resources()},
+        "resources": {
+            SSH_KEY: _SSH_KEY,
+            IMAGE: _image(),
+            FLEET_GUARD: _FLEET_GUARD,
+            FLEET: _fleet(),
+            **aws.resources(),
+        },
     }
 
 
@@ -79,6 +87,18 @@ _FLEET_GUARD: dict[str, Any] = {
 }
 
 
+def _image() -> dict[str, Any]:
+    inputs, outputs = _properties(ImageInputs), _properties(ImageOutputs)
+    del inputs["hash"]
+    return {
+        "description": "A container image in its registry: found there, or built and pushed.",
+        "inputProperties": inputs,
+        "requiredInputs": ["folder", "provider"],
+        "properties": outputs,
+        "required": ["reference", "repository", "tag", "digest", "hash"],
+    }
+
+
 def _fleet() -> dict[str, Any]:
     inputs, outputs = _properties(FleetInputs), _properties(FleetOutputs)
     required = [to_camel(name) for name, field in FleetInputs.model_fields.items() if field.is_required()]
@@ -98,6 +118,8 @@ def _properties(model: type[Properties]) -> dict[str, Any]:
 
 def _type(field: dict[str, Any]) -> dict[str, Any]:
     """JSON schema -> Pulumi's type language, as far as our models go; a nested model is `Any`."""
+    if "anyOf" in field:  # a type, or null
+        (field,) = (each for each in field["anyOf"] if each.get("type") != "null")
     kind = field.get("type")
     if kind in _JSON_TYPES:
         return {"type": kind}

@@ -21,7 +21,7 @@ from pulumi.runtime.proto import engine_pb2, engine_pb2_grpc, plugin_pb2, provid
 
 from mgpu import __version__, paths
 from mgpu.errors import MgpuError
-from mgpu.events import Event, Note, OfferTried, Warned
+from mgpu.events import Event, ImageStep, LayerPushed, Note, OfferTried, Warned
 from mgpu.iac import failures
 from mgpu.iac.handler import Call, Difference, Handler, Settings
 from mgpu.iac.wire import UNKNOWN, PartialFailure, from_struct, to_struct
@@ -207,6 +207,12 @@ def _text(event: Event) -> str:
     match event:
         case OfferTried(offer, refusal):
             return f"{offer}: {refusal or 'granted'}"
+        case ImageStep(step, steps, text):
+            return f"step {step} of {steps}: {text}" if steps else text
+        case LayerPushed(layer, "pushing", done, total):
+            return f"layer {layer}: {min(100 * done // total, 100)} %" if total else ""
+        case LayerPushed(layer, "pushed", _, _):
+            return f"layer {layer}: pushed"
         case Note(text) | Warned(text):
             return text
         case _:

@@ -126,6 +126,15 @@ def diagnostic(severity, message):
     return {"diagnosticEvent": {"severity": severity, "message": message}}
 
 
+def test_an_image_is_not_deleted_with_its_resource_and_nobody_says_so():
+    emitted = []
+    for op, kind in (("delete", "Image"), ("create", "Image"), ("delete", "Fleet")):
+        metadata = {"op": op, "type": f"mgpu:index:{kind}", "urn": f"urn:pulumi:s::p::mgpu:index:{kind}::it"}
+        log = stream({"resourcePreEvent": {"metadata": metadata}}, emitted=emitted)
+        assert [change.op for change in log.changes] == [op]
+    assert [note.text for note in emitted] == ["creating Image it", "deleting Fleet it"]
+
+
 def test_debug_events_and_the_programs_own_words_are_never_passed_on():
     emitted = []
     secret = "-----BEGIN OPENSSH PRIVATE KEY-----"

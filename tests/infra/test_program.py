@@ -44,6 +44,7 @@ BOUGHT = {
     "hardCapAt": 1e9,
     "owner": "o-1",
 }
+PUBLISHED = {"reference": f"registry.example/a@sha256:{'a' * 64}", "tag": "mgpu-1", "digest": f"sha256:{'a' * 64}"}
 KEY = {"publicKey": "ssh-ed25519 AAAA", "privateKey": "PRIVATE", "privateKeyFile": "/keys/id"}
 RUN_FILE = {
     "name": "demo",
@@ -64,7 +65,11 @@ class Mocks(pulumi.runtime.Mocks):
 
     def new_resource(self, args):
         self.made[args.name] = args
-        answers = {schema.SSH_KEY: KEY, schema.FLEET: BOUGHT | {"gpusPerNode": 0, "leaseMinutes": 60}}
+        answers = {
+            schema.SSH_KEY: KEY,
+            schema.IMAGE: PUBLISHED,
+            schema.FLEET: BOUGHT | {"gpusPerNode": 0, "leaseMinutes": 60},
+        }
         return f"{args.name}-id", {**args.inputs, **answers.get(args.typ, {})}
 
     def call(self, args):
@@ -149,6 +154,34 @@ def test_every_fleet_has_its_guard_and_an_explicit_provider(program):
     assert order.index("fleet-guard") < order.index("fleet")
 
 
+def test_without_an_image_none_is_made_or_exported(program):
+    made, exported = program()
+    assert settled(exported["mgpu"])[0]["image"] is None
+    assert "image" not in made
+
+
+def test_an_image_is_exported_by_its_digest_and_nothing_is_rented_before_it_is_there(program, monkeypatch, tmp_path):
+    waits = {}
+    register = MockMonitor.RegisterResource
+
+    def spy(self, request):
+        waits[request.name] = [urn.rpartition("::")[2] for urn in request.dependencies]
+        return register(self, request)
+
+    monkeypatch.setattr(MockMonitor, "RegisterResource", spy)
+    (tmp_path / "ca.pem").touch()
+    given = {"repository": "registry.example/a", "args": {"BASE": "b:1", "ca_file": "mine"}, "secrets": ["TOKEN"]}
+    made, exported = program(image=given | {"ca_file": "ca.pem"})
+    assert settled(exported["mgpu"])[0]["image"] == PUBLISHED["reference"]
+    assert "image" in waits["fleet"]
+    inputs = made["image"].inputs
+    assert {key: inputs[key] for key in given} == given
+    assert inputs["certificates"] == "ca.pem"
+    assert (inputs["provider"], inputs["options"]) == ("local", {"python": "/opt/python"})
+    assert Path(inputs["folder"]).resolve() == tmp_path.resolve()
+    assert inputs.keys() <= schema.package()["resources"][schema.IMAGE]["inputProperties"].keys()
+
+
 def test_a_run_file_with_mistakes_ends_the_program_without_a_traceback(program):
     with pytest.raises(pulumi.RunError, match="nodes"):
         program(nodes=0)
@@ -177,6 +210,16 @@ def test_the_fleet_args_are_the_schemas_inputs():
     assert given.keys() | {"sshPublicKey", "sshPrivateKeyFile"} == inputs["inputProperties"].keys()
     needed = {name for name, field in given.items() if field.default is not None}
     assert needed | {"sshPublicKey"} == set(inputs["requiredInputs"])
+
+
+def test_the_image_args_are_the_schemas_inputs_and_its_outputs_the_schemas():
+    image = schema.package()["resources"][schema.IMAGE]
+    given = {to_camel(field.name): field for field in fields(resources.ImageArgs)}
+    assert given.keys() == image["inputProperties"].keys()
+    assert {name for name, field in given.items() if field.default is not None} == set(image["requiredInputs"])
+    assert _declared(resources.Image) <= image["properties"].keys()
+    assert {to_camel(name) for name in resources.IMAGE_OUTPUTS} == image["properties"].keys() - given.keys()
+    assert all(name == name.lower() for name in image["properties"]), "nothing is translated: `args` has a user's keys"
 
 
 def test_the_fleets_outputs_are_the_schemas():
