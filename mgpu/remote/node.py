@@ -119,12 +119,14 @@ class Node:
         *,
         exclude: Sequence[str] = DEFAULT_EXCLUDE,
         python: str | None = None,
+        like: str = "",
     ) -> SyncReport:
         """Makes `dest` hold what `folder` holds: sends what differs, deletes what an earlier sync sent and is gone now.
 
         Files on the node that no sync sent stay. A transfer that is cut changes nothing. Links inside the folder stay
         links. `exclude`, and `.mgpuignore` in the folder, hold patterns as .gitignore does. `python`
-        is the node's (default: the target's).
+        is the node's (default: the target's). `like`: a pattern of folders below the home; a `dest` that is new begins
+        with a copy of what is untouched in the one of them that was synced last.
 
         Raises:
             InputError: files that cannot be sent, links that leave the folder.
@@ -132,29 +134,29 @@ class Node:
         """
         snapshot = folder if isinstance(folder, Snapshot) else scan(folder, exclude)
         receiver = [python or self.target.python, "-I", "-c", _RECEIVER.read_text("utf-8")]
-        found = self._found(receiver, check_path(dest))
+        found = self._found(receiver, check_path(dest), like)
         wanted = snapshot.entries
         changed = [path for path, entry in wanted.items() if found.get(path) != entry.identity]
         if not changed and found.keys() == wanted.keys():
             return SyncReport(len(wanted), 0, 0, 0)
-        answer = self._receive([*receiver, "take", dest], snapshot.stream(changed))
+        answer = self._receive([*receiver, "take", dest], dest, snapshot.stream(changed))
         sent = sum(wanted[path].size for path in changed)
         return SyncReport(len(wanted), len(changed), int(answer.stdout), sent)
 
-    def _found(self, receiver: list[str], dest: str) -> dict[str, str]:
+    def _found(self, receiver: list[str], dest: str, like: str) -> dict[str, str]:
         """What the node says of `dest`: identities by path. Only ever compared with our own paths."""
-        answer = self._receive([*receiver, "have", dest], ())
+        answer = self._receive([*receiver, "have", dest, like], dest, ())
         try:
             found = json.loads(answer.stdout)
         except ValueError as error:
             raise RemoteError(f"{self.target.label}: its answer about {dest} cannot be read", str(error)) from error
         return found if isinstance(found, dict) else {}
 
-    def _receive(self, argv: list[str], stdin: Iterable[bytes]) -> Result:
+    def _receive(self, argv: list[str], dest: str, stdin: Iterable[bytes]) -> Result:
         result = self.run(argv, stdin=stdin, timeout=self._timeouts.sync_s, check=False, max_output=_MANIFEST_LIMIT)
         if result.status:
             why = result.stderr[-2000:].decode("utf-8", "replace").strip()
-            what = f"{self.target.label}: the folder could not be synced to {argv[-1]}"
+            what = f"{self.target.label}: the folder could not be synced to {dest}"
             raise CommandFailed(what, why, f"The node needs {argv[0]} 3.8 or newer.", status=result.status, stderr=why)
         return result
 

@@ -80,11 +80,17 @@ class NodeSet:
         return _each(fn, self.nodes)
 
     def sync(
-        self, folder: Path, dest: str, *, exclude: Sequence[str] = DEFAULT_EXCLUDE, python: str | None = None
+        self,
+        folder: Path,
+        dest: str,
+        *,
+        exclude: Sequence[str] = DEFAULT_EXCLUDE,
+        python: str | None = None,
+        like: str = "",
     ) -> list[SyncReport]:
         """`Node.sync` for all nodes; the folder is read once."""
         snapshot = scan(folder, exclude)
-        return self.each(lambda node: node.sync(snapshot, dest, python=python))
+        return self.each(lambda node: node.sync(snapshot, dest, python=python, like=like))
 
     def close(self) -> None:
         """Ends all connections."""

@@ -1,8 +1,9 @@
-"""The node's half of sync. This file's source is sent and run there: `python3 -I -c <source> have|take <folder>`.
+"""The node's half of sync. This file's source is sent and run there: `python3 -I -c <source> have|take <folder> ...`.
 
 Standard library only, Python 3.8 or newer; it knows nothing of the operator. `have` prints what of the folder is as
-sync left it. `take` reads a header and file contents from standard input, writes them aside, checks them, and only then
-puts them in place: a transfer that is cut anywhere before leaves the folder as it was.
+sync left it; given a pattern of other folders, too, a new one first takes over what is untouched in the newest of them.
+`take` reads a header and file contents from standard input, writes them aside, checks them, and only then puts them in
+place: a transfer that is cut anywhere before leaves the folder as it was.
 
 An identity is `f:<sha256>` for a file, `x:<sha256>` for an executable one, `l:<target>` for a symbolic link. The
 manifest maps a path to its identity and its mark (mode, size, mtime): a file with another mark was touched on the node.
@@ -31,11 +32,49 @@ class Refused(Exception):
     """Something here that must not be touched, or contents that are not what was announced."""
 
 
-def have() -> None:
-    """Prints the identities of what is as sync left it, as JSON."""
+def have(others: List[Path]) -> None:  # noqa: UP006
+    """Prints the identities of what is as sync left it, as JSON; `others`: folders that may have the same."""
+    if others and not Path(MANIFEST).exists():
+        adopt(max(others, key=lambda other: (other / MANIFEST).stat().st_mtime_ns))
     entries = load().items()
     found = {path: identity for path, (identity, mark) in entries if mark and mark == mark_of(Path(path))}
     sys.stdout.write(json.dumps(found))
+
+
+def adopt(other: Path) -> None:
+    """Takes over what sync put into another folder and nobody has touched since.
+
+    By hard links, which cost a twentieth of files where those are slow to make: sync itself never writes into a file
+    that is there, and what a program writes into one shows by its mark in both folders, and is mended in both.
+    """
+    known = {path: entry for path, entry in load(other).items() if not os.path.lexists(path)}
+    aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir="."))
+    try:
+        save({path: (identity, None) for path, (identity, _) in known.items()}, aside)  # as in put_in_place
+        save(
+            {
+                path: (identity, linked(other / path, Path(path), identity, mark))
+                for path, (identity, mark) in known.items()
+            },
+            aside,
+        )
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def linked(there: Path, here: Path, identity: str, mark: Optional[str]) -> Optional[str]:  # noqa: UP045
+    """The mark of a file or link that was taken over; None: it was touched there, or cannot be had here."""
+    if mark is None or mark != mark_of(there):
+        return None
+    try:
+        make_folder(here.parent)
+        if identity.startswith("l:"):
+            here.symlink_to(identity[2:])
+        else:
+            os.link(there, here)
+    except (Refused, OSError):  # a file system without links; something in the way, which `take` names if it has to
+        return None
+    return mark_of(here)
 
 
 def take(stream: BinaryIO) -> None:
@@ -139,10 +178,10 @@ def mark_of(path: Path) -> str | None:
     return f"{found.st_mode:o} {found.st_size} {found.st_mtime_ns}"
 
 
-def load() -> Manifest:
-    """The manifest; what cannot be read or leads out of here counts as absent."""
+def load(folder: Path = Path()) -> Manifest:
+    """The manifest; what cannot be read or leads out of the folder counts as absent."""
     try:
-        manifest = json.loads(Path(MANIFEST).read_bytes())
+        manifest = json.loads((folder / MANIFEST).read_bytes())
         return {check(path): (str(identity), mark) for path, (identity, mark) in manifest.items()}
     except (OSError, ValueError, TypeError, AttributeError, Refused):
         return {}
@@ -163,13 +202,14 @@ def check(path: str) -> str:
     return path
 
 
-def main(verb: str, folder: str) -> int:
+def main(verb: str, folder: str, like: str = "") -> int:
     """Returns the exit status."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
+        others = [each.parent.resolve() for each in Path().glob(f"{like}/{MANIFEST}")] if like else []
         os.chdir(folder)
         if verb == "have":
-            have()
+            have(others)
         else:
             take(sys.stdin.buffer)
     except (Refused, OSError) as error:
@@ -179,4 +219,4 @@ def main(verb: str, folder: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2]))
+    sys.exit(main(*sys.argv[1:]))

@@ -17,6 +17,8 @@ from mgpu.errors import RemoteError
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 
+FACTS_S = 80.0  # a driver that no program uses wakes every GPU first
+
 
 @cache
 def library() -> tuple[Path, str]:
@@ -72,10 +74,15 @@ def renew_lease(node: Node, minutes: float, timeouts: Timeouts) -> None:
     node.write(str(LEASE), f"{int(uptime + minutes * 60)}\n".encode())
 
 
-def _call(node: Node, arguments: list[str], timeout: float, stdin: bytes = b"") -> dict[str, Any]:
+def facts(node: Node, python: str, timeouts: Timeouts) -> dict[str, Any]:
+    """What the machine is made of (`mgpu_train.agent.facts.Facts`), as this interpreter of its own sees it."""
+    return _call(node, ["facts"], timeouts.command_s + FACTS_S, program=python)
+
+
+def _call(node: Node, arguments: list[str], timeout: float, stdin: bytes = b"", program: str = "") -> dict[str, Any]:
     _, home = library()
-    # the program that `interpreters.equip` has left there
-    argv = ["env", f"PYTHONPATH={home}", f"{home}/python", "-m", "mgpu_train", "agent", *arguments]
+    # the program that `interpreters.equip` or `containers.up` has left there
+    argv = ["env", f"PYTHONPATH={home}", program or f"{home}/python", "-m", "mgpu_train", "agent", *arguments]
     result = node.run(argv, stdin=stdin, timeout=timeout)
     try:
         answer = json.loads(result.stdout)

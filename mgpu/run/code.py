@@ -14,6 +14,7 @@ from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.snapshot import Snapshot, scan
 from mgpu.run.request import Request
 from mgpu.run.session import Session
+from mgpu.words import amount, count
 
 
 def send(session: Session, request: Request, nodes: NodeSet) -> None:
@@ -29,17 +30,15 @@ def send(session: Session, request: Request, nodes: NodeSet) -> None:
     if not kept.exists():
         _keep(session, scan(request.workdir), kept)
     # what was left out when it was kept is not there: nothing more is to be left out
-    reports = nodes.sync(kept, str(RunLayout(request.run_id).work))
+    reports = nodes.sync(kept, str(RunLayout(request.run_id).work), like=str(RunLayout("*").work))
     sent = max(report.sent for report in reports)
-    session.emit(Note(f"code: {reports[0].files} files, {sent} sent to each of {len(reports)} nodes"))
+    session.emit(Note(f"code: {count(reports[0].files, 'file')}, {sent} sent to each of {count(len(reports), 'node')}"))
 
 
 def _keep(session: Session, snapshot: Snapshot, kept: Path) -> None:
     aside = kept.with_name(f".work.{os.getpid()}")
-    mib = sum(entry.size for entry in snapshot.entries.values()) / 2**20
-    session.emit(
-        Note(f"code: {len(snapshot.entries)} files ({mib:.1f} MiB) of {snapshot.folder} are kept with the run")
-    )
+    files, size = count(len(snapshot.entries), "file"), amount(sum(entry.size for entry in snapshot.entries.values()))
+    session.emit(Note(f"code: {files} ({size}) of {snapshot.folder} kept with the run"))
     try:
         aside.mkdir(mode=0o700)
         snapshot.write_to(aside)

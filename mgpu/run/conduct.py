@@ -14,9 +14,10 @@ from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run import agents, code, interpreters, metrics
+from mgpu.run import agents, code, containers, images, interpreters, metrics
 from mgpu.run.begin import catch_up, start
-from mgpu.run.reach import handle_of, targets
+from mgpu.run.images import Settled
+from mgpu.run.reach import handle_of, provider_for, provider_of, targets
 from mgpu.run.record import State
 from mgpu.run.request import Request
 from mgpu.run.session import Session
@@ -61,10 +62,14 @@ def _begun(session: Session, request: Request, fleet: StackOutput, secrets: Secr
         nodes = NodeSet.connect(targets(fleet), Path(fleet.private_key_file).expanduser(), session.timeouts)
     try:
         session.check()
+        image = images.remembered(session.record)
         with session.phase("sending"):
             agents.send_library(nodes)
-            interpreters.equip(nodes, request.spec, session.timeouts, session.emit)
+            if image is None:
+                interpreters.equip(nodes, request.spec, session.timeouts, session.emit)
             code.send(session, request, nodes)
+        if image is not None:
+            _pull(session, request, fleet, nodes, image)
         session.check()  # nothing trains yet: there is nothing to save, and nobody to ask
         with session.phase("starting"):
             start(session, request, fleet, nodes, secrets)
@@ -73,6 +78,14 @@ def _begun(session: Session, request: Request, fleet: StackOutput, secrets: Secr
         nodes.close()
         raise
     return nodes
+
+
+def _pull(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet, image: Settled) -> None:
+    """Every node runs the agent in a container of the run's image."""
+    with session.phase("pulling", image.reference):
+        to_run = image.to_run(provider_of(fleet) or provider_for(request.spec))
+        times, emit = session.timeouts, session.emit
+        containers.up(nodes, to_run, request.spec, fleet, request.run_id, times, emit, request.folders)
 
 
 def _lost(session: Session, provider: Provider | None, fleet: StackOutput) -> Ended | None:
@@ -140,6 +153,8 @@ def watch(
         metrics.collect(session, nodes, handle_of(fleet), fleet.processes_per_node, ended.lost)
         if not ended.succeeded:
             catch_up(session, request)
+        if request.spec.teardown == "keep" or not fleet.owner:
+            _leave_clean(session, nodes, fleet)
         if request.spec.teardown == "keep":
             _keep(session, nodes, request.spec.lease_minutes)
     if ended.succeeded and request.checkpoint is not None:
@@ -154,6 +169,16 @@ def _keep(session: Session, nodes: NodeSet, minutes: float) -> None:
         session.record.lease_until = min(time.time() + minutes * 60, session.record.hard_cap_at or float("inf"))
     except RemoteError as error:
         session.emit(Warned(f"the lease of the fleet could not be renewed, it ends soon: {error.what}"))
+
+
+def _leave_clean(session: Session, nodes: NodeSet, fleet: StackOutput) -> None:
+    """The run is over and its machines stay: they have no container of it any more."""
+    if session.record.image is None:
+        return
+    try:
+        containers.down(nodes, fleet, session.timeouts)
+    except RemoteError as error:
+        session.emit(Warned(f"a container of the run may be left, the next run removes it: {error.what}"))
 
 
 def _deadline(session: Session) -> float:

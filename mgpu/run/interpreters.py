@@ -16,6 +16,7 @@ from mgpu.remote.targets import Result
 from mgpu.run import agents
 from mgpu.spec.model import RunSpec
 
+_BASE = ".mgpu/base"  # where `equip.py ready` makes environments, too
 _SPARE_S = 10.0  # for the node's answer to arrive, once it has given up by itself
 
 
@@ -36,22 +37,37 @@ def needs_torch(spec: RunSpec) -> bool:
     return spec.launcher == "torchrun" and not brings
 
 
+def find(node: Node, provider: str, timeouts: Timeouts) -> str:
+    """The machine's own interpreter that can run what `agents.send_library` has sent; what runs there stays as it is.
+
+    Raises:
+        RemoteError: as `equip` does.
+    """
+    seconds = timeouts.prepare_s
+    return str(_ask(node, provider, ["find", f"{seconds:g}", _BASE], seconds)["python"])
+
+
 def _equip(node: Node, spec: RunSpec, timeouts: Timeouts) -> bool:
     """True when packages were installed."""
     seconds = timeouts.prepare_s
+    torch = ["torch"] if needs_torch(spec) else []
+    return bool(_ask(node, spec.provider, ["ready", f"{seconds:g}", *torch], seconds).get("installed"))
+
+
+def _ask(node: Node, provider: str, arguments: list[str], seconds: float) -> dict[str, Any]:
     script = f"{agents.library()[1]}/mgpu_train/agent/equip.py"
-    argv = [node.target.python, "-I", script, "ready", f"{seconds:g}", *(["torch"] if needs_torch(spec) else [])]
-    result = node.run(argv, timeout=seconds + _SPARE_S, check=False)
-    answer = _answer(result)
+    result = node.run([node.target.python, "-I", script, *arguments], timeout=seconds + _SPARE_S, check=False)
+    answer = answer_of(result)
     if result.status == 0 and answer:
-        return bool(answer.get("installed"))
+        return answer
     if result.status == PROBLEM and "problem" in answer:
-        raise _problem(node, spec.provider, str(answer["problem"]), str(answer.get("why", "")))
+        raise _problem(node, provider, str(answer["problem"]), str(answer.get("why", "")))
     why = result.stderr[-500:].decode("utf-8", "replace").strip() or f"It ended with status {result.status}."
-    raise RemoteError(f"{node.target.label}: {node.target.python} cannot run the agent", why, _another(spec.provider))
+    raise RemoteError(f"{node.target.label}: {node.target.python} cannot run the agent", why, _another(provider))
 
 
-def _answer(result: Result) -> dict[str, Any]:
+def answer_of(result: Result) -> dict[str, Any]:
+    """What a script of the node side's has printed, its answer or its problem; empty: neither."""
     try:
         answer = json.loads(result.stdout)
     except ValueError:

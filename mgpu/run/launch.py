@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from mgpu_train.config import Secrets
@@ -22,14 +23,16 @@ from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
 from mgpu.iac.project import project_name
 from mgpu.plan import rank
+from mgpu.run import images
 from mgpu.run.begin import require_store
 from mgpu.run.conduct import conduct
 from mgpu.run.finish import Outcome, conclude
+from mgpu.run.images import Machines, Settled
 from mgpu.run.patience import Patience
 from mgpu.run.reach import provider_for, provider_of
 from mgpu.run.record import Folder, Record, busy, load, new_run_id, opening, save, supervising
 from mgpu.run.recover import Attempts
-from mgpu.run.request import Request, resolve, secrets_of, store_keys
+from mgpu.run.request import Request, build_secrets, resolve, secrets_of, store_keys
 from mgpu.run.session import Interrupts, Session
 from mgpu.run.stacks import Context, bring_up, open_stack, project_of, refuse_used, stack_of, standing
 from mgpu.run.storekeys import StoreKeys
@@ -37,12 +40,26 @@ from mgpu.run.supervise import Ended
 from mgpu.spec.model import RunSpec
 
 
-def launch(run_file: Path, spec: RunSpec, context: Context, *, resume: Record | None = None) -> Outcome:
-    """Makes a stack of its own, runs on it, and gives the fleet back (or keeps it: `teardown: keep`)."""
+def launch(
+    run_file: Path,
+    spec: RunSpec,
+    context: Context,
+    *,
+    resume: Record | None = None,
+    machines: Machines = images.ANY,
+) -> Outcome:
+    """Makes a stack of its own, runs on it, and gives the fleet back (or keeps it: `teardown: keep`). The image is in
+    its registry before anything is rented, and fits `machines`."""
     run_id = resume.run_id if resume else new_run_id(spec.name)
-    request = resolve(spec, run_id, run_file.resolve().parent, timeouts=context.timeouts)
+    base = run_file.resolve().parent
+    request = resolve(spec, run_id, base, timeouts=context.timeouts)
     secrets = secrets_of(spec, request.checkpoint, os.environ, provider_for(spec))
-    with _opened(run_id, context, lambda: _record(run_file, spec, run_id, stack=None, resume=resume)) as session:
+    image = images.settle(spec, base, context.emit, machines)
+
+    def made() -> Record:
+        return _record(run_file, spec, run_id, stack=None, resume=resume, image=image)
+
+    with _opened(run_id, context, made) as session:
         stack = stack_of(session.record, context)
         return conclude(session, stack, spec.teardown, lambda: rented(session, stack, request, secrets))
 
@@ -54,10 +71,11 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
     fleet = standing(stack, spec)
     request = resolve(spec, run_id, run_file.resolve().parent, store=fleet.store, timeouts=context.timeouts)
     secrets = secrets_of(spec, request.checkpoint, os.environ, provider_of(fleet))
+    image = images.for_stack(spec, request.base, fleet, context.emit)
 
     def made() -> Record:
         refuse_used(fleet)
-        return _record(run_file, spec, run_id, stack=stack_name, resume=resume, fleet=fleet)
+        return _record(run_file, spec, run_id, stack=stack_name, resume=resume, fleet=fleet, image=image)
 
     price = f"${fleet.price_usd_per_hour:.2f} per hour, all nodes"
     context.emit(Note(f"fleet {fleet.fleet}: {len(fleet.nodes)} nodes, {price}, rented already"))
@@ -75,6 +93,7 @@ def preflight(run_file: Path, spec: RunSpec) -> Path:
     request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
     provider = provider_for(spec)
     secrets_of(spec, request.checkpoint, os.environ, provider)
+    build_secrets(spec, os.environ)
     provider.check()
     require_store(request)
     return project
@@ -88,6 +107,7 @@ def _record(
     stack: str | None,
     resume: Record | None,
     fleet: StackOutput | None = None,
+    image: Settled | None = None,
 ) -> Record:
     if resume is not None:
         resume = load(run_id)
@@ -115,6 +135,7 @@ def _record(
         max_hours=spec.max_hours,
         fleet=fleet.model_dump(mode="json") if fleet else None,
     )
+    images.remember(record, image)
     folder = Folder(run_id)
     folder.make()
     shutil.copyfile(run_file, folder.run_file)
@@ -196,8 +217,21 @@ def conducted(session: Session, request: Request, fleet: StackOutput, secrets: S
     record = session.record
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
     provider = provider_of(fleet)
+    request = _with_image(session, request, fleet)
     keys = store_keys(request.spec, request.checkpoint, os.environ, provider)
     return conduct(session, request, fleet, provider, _fresh(session, secrets, keys), keys)
+
+
+def _with_image(session: Session, request: Request, fleet: StackOutput) -> Request:
+    """The digest of the record is what runs; at a run's first attempt a stack may bring one."""
+    if session.record.image is None and fleet.image:
+        images.remember(session.record, images.for_stack(request.spec, request.base, fleet))
+        session.save()
+    image = images.remembered(session.record)
+    if image is None:
+        return request
+    images.require_fit(image.labels, Machines(tuple(filter(None, [fleet.gpu]))))
+    return replace(request, code_folder=image.workdir if images.in_image(request.spec) else "")
 
 
 def _fresh(session: Session, secrets: Secrets, keys: StoreKeys) -> Secrets:

@@ -135,6 +135,10 @@ class Record:
     fault: str | None = None
     exit_code: int | None = None
     verdict: int | None = None  # what the exit code will be if the teardown succeeds; known before it begins
+    image: str | None = None  # repository@sha256:..., of every attempt; None: the agent runs without a container
+    image_bytes: int | None = None  # of its layers, compressed
+    image_workdir: str = ""  # the folder in it that holds the code, with `code.mode: image`
+    image_labels: dict[str, str] = field(default_factory=dict)  # those of mgpu's: what it fits
     fleet: dict[str, Any] | None = None  # the stack output `mgpu`, as it was read
     teardown: str = "none"  # none | asked | confirmed | kept | not ours
     supervisor_pid: int = 0

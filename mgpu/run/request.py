@@ -13,11 +13,11 @@ from mgpu_train.config import CheckpointTarget, Job, Resume, Secrets
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import paths
-from mgpu.errors import InputError
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
 from mgpu.run.reach import provider_of
 from mgpu.run.storekeys import StoreKeys
+from mgpu.spec import environment
 from mgpu.spec.model import Checkpoint, RunSpec
 
 DEFAULT_EVERY_STEPS = 100
@@ -32,13 +32,21 @@ class Request:
     base: Path  # the run file's folder: what `code.workdir` is relative to
     checkpoint: CheckpointTarget | None
     timeouts: Timeouts
+    code_folder: str = ""  # on the node, where the code is in the image; empty: it is sent
 
     @property
     def workdir(self) -> Path | None:
-        """The user's folder, with `command:`."""
-        if self.spec.command is None:
+        """The user's folder that is sent, with `command:`."""
+        if self.spec.command is None or self.code_folder:
             return None
         return (self.base / (self.spec.code.workdir if self.spec.code else ".")).resolve()
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Stores of the run that are folders of the node."""
+        urls = [self.checkpoint.to] if self.checkpoint else []
+        urls += [item.source for item in self.spec.data]
+        return tuple(url.removeprefix("file://") for url in urls if url.startswith("file://"))
 
     def jobs(
         self, fleet: StackOutput, *, attempt: int, writer: str, port: int, resume: Resume | None
@@ -61,7 +69,7 @@ class Request:
                 command=spec.command,
                 env=spec.env,
                 secrets=spec.secrets,
-                workdir=str(RunLayout(self.run_id).work) if spec.command else None,
+                workdir=(self.code_folder or str(RunLayout(self.run_id).work)) if spec.command else None,
                 requirements=spec.code.requirements if spec.code else None,
                 data=spec.data,
                 checkpoint=self.checkpoint,
@@ -123,15 +131,17 @@ def secrets_of(
         InputError: a secret that the run file names is not set; all of them are named.
         ProviderError: the provider cannot say what its machines' role opens.
     """
-    missing = [name for name in spec.secrets if name not in environ]
-    if missing:
-        raise InputError(
-            f"secrets: {', '.join(missing)} not set in the environment",
-            "The run file names them, and their values come from the environment of this command.",
-            f"Set them, e.g. `export {missing[0]}=...`, or take them out of `secrets:`.",
-        )
-    store = store_keys(spec, checkpoint, environ, provider).now()
-    return Secrets(env={name: environ[name] for name in spec.secrets}, store=store)
+    env = environment.values(spec.secrets, "secrets", environ)
+    return Secrets(env=env, store=store_keys(spec, checkpoint, environ, provider).now())
+
+
+def build_secrets(spec: RunSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """The values of the secrets that building the image takes, from the operator's environment; no node gets them.
+
+    Raises:
+        InputError: one of them is not set; all of these are named.
+    """
+    return environment.values(spec.image.secrets if spec.image else (), "image.secrets", environ)
 
 
 def writer_token(run_id: str, attempt: int) -> str:

@@ -93,7 +93,7 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> Stac
         _end_lost(session, lost)
     with session.undoing(stack.interrupt):
         stack.init()
-        stack.up(session.record.hard_cap_at)
+        stack.up(session.record.hard_cap_at, session.record.image or "")
     fleet = stack.outputs()
     if fleet is None:
         raise StackError(

@@ -136,6 +136,7 @@ def test_sync_reads_the_folder_once_for_all(nodes, servers, tmp_path):
         assert (server.home / "work/7.py").read_bytes() == (folder / "7.py").read_bytes()
     (servers[1].home / "work/7.py").unlink()
     assert [report.sent for report in nodes.sync(folder, "work", python=sys.executable)] == [0, 1, 0]
+    assert [report.sent for report in nodes.sync(folder, "more", python=sys.executable, like="work")] == [0, 0, 0]
 
 
 def test_close_leaves_no_connection_and_no_thread(servers, keys, timeouts):

@@ -105,6 +105,63 @@ def test_what_was_touched_on_the_node_is_mended(node, folder, dest):
     assert tree(dest) == tree(folder)
 
 
+def sync_next(node, folder) -> SyncReport:
+    return node.sync(folder, "runs/s/work", python=sys.executable, like="runs/*/work")
+
+
+def test_a_new_folder_is_sent_only_what_its_neighbour_has_not(node, folder, dest):
+    (folder / "link").symlink_to("train.py")
+    sync(node, folder)
+    (folder / "train.py").write_text("print('world')\n")
+    (folder / "new.py").write_text("new")
+    (folder / "pkg/__init__.py").unlink()
+    (dest / "output.txt").write_text("of the first run")
+    before = tree(dest)
+    assert sync_next(node, folder).sent == 2
+    there = dest.parents[1] / "s/work"
+    assert tree(there) == tree(folder)
+    assert (there / "run.sh").stat().st_mode & stat.S_IXUSR
+    assert tree(dest) == before
+
+
+def test_what_one_run_writes_into_its_code_is_mended_for_each(node, folder, dest):
+    """However much of it they share on the disk."""
+    sync(node, folder)
+    sync_next(node, folder)
+    there = dest.parents[1] / "s/work"
+    (there / "run.sh").write_text("changed by the second run")
+    assert sync(node, folder).sent <= 1
+    assert tree(dest) == tree(folder)
+    assert sync_next(node, folder).sent == 1
+    assert tree(there) == tree(folder)
+
+
+def test_of_several_neighbours_the_newest_is_the_one(node, folder, dest):
+    sync(node, folder)
+    (folder / "train.py").write_text("print('world')\n")
+    assert node.sync(folder, "runs/q/work", python=sys.executable).sent == 4
+    assert sync_next(node, folder).sent == 0
+
+
+def test_what_was_touched_next_door_is_sent(node, folder, dest):
+    sync(node, folder)
+    (dest / "train.py").write_text("print('h4cked')")
+    (dest / "pkg/deep/two words 数据.bin").unlink()
+    assert sync_next(node, folder).sent == 2
+    assert tree(dest.parents[1] / "s/work") == tree(folder)
+
+
+def test_what_is_in_the_way_of_a_copy_is_not_overwritten(node, folder, dest):
+    sync(node, folder)
+    there = dest.parents[1] / "s/work"
+    there.mkdir(parents=True)
+    for name in ("notes.txt", "train.py", "run.sh"):
+        (there / name).write_text("somebody's")
+    (folder / "run.sh").unlink()
+    assert sync_next(node, folder).sent == 1
+    assert tree(there) == tree(folder) | {"notes.txt": b"somebody's", "run.sh": b"somebody's"}
+
+
 def test_files_become_folders_and_folders_files(node, folder, dest):
     sync(node, folder)
     (folder / "train.py").unlink()

@@ -86,8 +86,8 @@ def test_it_is_copied_once_and_said_how_much(run):
     run.write(train="x" * (3 << 19))
     run.send()
     run.send()
-    kept = [event.text for event in run.world.of(Note) if "are kept" in event.text]
-    assert kept == [f"code: 1 files (1.5 MiB) of {run.folder} are kept with the run"]
+    kept = [event.text for event in run.world.of(Note) if "kept with" in event.text]
+    assert kept == [f"code: 1 file (1.5 MiB) of {run.folder} kept with the run"]
 
 
 def test_a_copy_that_fails_leaves_none_behind(run, monkeypatch):

@@ -602,6 +602,13 @@ def test_preflight_wants_every_secret(project, monkeypatch):
     nothing_happened(project.world)
 
 
+def test_preflight_wants_every_secret_of_the_image(project, monkeypatch):
+    monkeypatch.delenv("ONE", raising=False)
+    with pytest.raises(InputError, match=r"image\.secrets: ONE not set"):
+        runs.preflight(project.world.run_file, project.spec("image: {repository: r/a, secrets: [ONE]}\n"))
+    nothing_happened(project.world)
+
+
 def test_preflight_asks_the_provider(project):
     project.world.cloud.refuses["check"] = [AuthError("the key has expired")]
     with pytest.raises(AuthError):

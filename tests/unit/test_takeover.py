@@ -516,6 +516,16 @@ def test_the_hard_cap_is_the_runs_whatever_becomes_of_its_machines(project, dead
     assert project.world.capped == [cap]
 
 
+def test_a_repair_brings_the_stack_up_with_the_image_that_the_run_has(project, dead, kept):
+    """The stack builds none of what was changed since."""
+    image = f"registry.example/a@sha256:{'a' * 64}"
+    found = dead(State.REPAIRING, spec=kept.spec + RECOVERS, store=kept.url, image=image)
+    project.world.cloud.phases |= dict.fromkeys(project.world.cloud.billed, NodePhase.TERMINATED)
+    project.world.hooks["up is done"] = StackError("the test has seen enough")
+    assert attach(project, found).exit_code == StackError.exit_code
+    assert project.world.brought_up_with == [image]
+
+
 @pytest.mark.parametrize("state", [State.PROVISIONING, State.REPAIRING, State.RUNNING])
 def test_so_near_to_the_hard_cap_that_it_is_not_worth_it_no_machine_is_rented(project, dead, kept, state):
     found = dead(state, spec=kept.spec + RECOVERS, store=kept.url, hard_cap_at=time.time() + 30)
