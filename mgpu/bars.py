@@ -10,22 +10,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from mgpu.words import amount
+
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
     from rich.progress import Progress
 
 EVERY_S = 10.0  # between two lines where there is no terminal
-
-
-def amount(size: float) -> str:
-    """`size` bytes in the unit that fits: `512 B`, `1.5 MiB`."""
-    if size < 1024:
-        return f"{size:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1023.95:  # 1024.0 KiB is 1.0 MiB
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"
 
 
 class Lines:
@@ -57,10 +48,11 @@ class Lines:
 
 
 class Bar:
-    """A bar with bytes, speed and the time that is left. `add` may be called from any thread."""
+    """A bar with the time that is left, and bytes and speed unless `sizes` says otherwise. `add` may be called from any
+    thread."""
 
-    def __init__(self, what: str, total: int, console: RichConsole) -> None:
-        self._progress = _progress(console)
+    def __init__(self, what: str, total: int, console: RichConsole, *, sizes: bool = True) -> None:
+        self._progress = _progress(console, sizes=sizes)
         self._task = self._progress.add_task(what, total=max(total, 1))
         self._progress.start()
 
@@ -68,9 +60,40 @@ class Bar:
         """So many bytes more are through."""
         self._progress.advance(self._task, size)
 
+    def reach(self, done: int, total: int) -> None:
+        """So many bytes are through, of as many as are known of by now."""
+        self._progress.update(self._task, completed=done, total=max(total, 1))
+
     def stop(self) -> None:
         """Takes the bar away."""
         self._progress.stop()
+
+
+class Layers:
+    """An image on its way: one bar on a terminal, elsewhere a line for each layer. `console`: the terminal's.
+
+    No sizes: an engine tells those before compression alone, and all others that are shown are compressed.
+    """
+
+    def __init__(self, say: Callable[[str], None], console: RichConsole | None) -> None:
+        self._say, self._bar = say, Bar("pushing", 0, console, sizes=False) if console else None
+        self._known: dict[str, tuple[int, int]] = {}
+
+    def take(self, layer: str, state: str, done: int, total: int) -> None:
+        """How far a layer is, in bytes before compression; `there`: the registry had it."""
+        if state == "there":
+            return
+        total = max(total, self._known.get(layer, (0, 0))[1])
+        self._known[layer] = (total if state == "pushed" else done, total)
+        if self._bar is not None:
+            self._bar.reach(*map(sum, zip(*self._known.values(), strict=True)))
+        elif state == "pushed":
+            self._say(f"  layer {layer} pushed")
+
+    def stop(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
 
 
 @contextmanager
@@ -92,8 +115,17 @@ def interrupting(stop: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _progress(console: RichConsole) -> Progress:
-    from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+def _progress(console: RichConsole, *, sizes: bool) -> Progress:
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
     from rich.text import Text
 
     class Speed(ProgressColumn):  # rich's own counts in powers of ten
@@ -104,8 +136,7 @@ def _progress(console: RichConsole) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=30),
-        DownloadColumn(binary_units=True),
-        Speed(),
+        *([DownloadColumn(binary_units=True), Speed()] if sizes else [TaskProgressColumn()]),
         TimeRemainingColumn(),
         console=console,
         transient=True,

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
+    from mgpu.bars import Layers
+
 PLAIN_EVERY_S = 10.0
 LONGEST_LINE = 4000
+LONGEST_STEP = 100  # of a Dockerfile, on the screen
 WIDEST_TABLE = 400  # where there is no terminal
 _GAP = 3  # blanks between two columns
 SILENCE_S = 1.5  # after which a command says what it waits for
@@ -80,6 +83,7 @@ class Console:
         self.interactive = sys.stderr.isatty()
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
+        self._layers: Layers | None = None
         self._logs: dict[int, LogLines] = {}
         self._plain_at = 0.0
         self._plain_step = -1
@@ -245,6 +249,9 @@ class Console:
         if self._bar is not None:
             self._to_stderr(self._bar.stop)
             self._bar = self._task = None
+        if self._layers is not None:
+            self._to_stderr(self._layers.stop)
+            self._layers = None
 
     # --- one renderer an event ----------------------------------------------------------------------------------
 
@@ -253,7 +260,7 @@ class Console:
         self.say(f"▸ {event.phase}" + (f": {event.detail}" if event.detail else ""), "bold")
 
     def _phase_finished(self, event: events.PhaseFinished) -> None:
-        if event.phase == "training":
+        if event.phase in ("image", "training"):
             self.done()
         self.say(f"  {event.phase} took {event.seconds:.1f} s", "dim")
 
@@ -265,6 +272,22 @@ class Console:
 
     def _warned(self, event: events.Warned) -> None:
         self.say(f"  warning: {neutral(event.text)}", "yellow")
+
+    def _image_step(self, event: events.ImageStep) -> None:
+        number = f"{event.step}/{event.steps} " if event.steps else ""
+        text = " ".join(event.text.split())
+        self.say(f"  {number}{text if len(text) <= LONGEST_STEP else text[: LONGEST_STEP - 3] + '...'}")
+
+    def _layer_pushed(self, event: events.LayerPushed) -> None:
+        from mgpu.bars import Layers
+
+        if self._layers is None:
+            if self.interactive:
+                self.done()  # a terminal has one live bar
+            self._layers = Layers(self.say, self._stderr() if self.interactive else None)
+            atexit.register(self.done)
+        layers = self._layers
+        self._to_stderr(lambda: layers.take(event.layer, event.state, event.done_bytes, event.total_bytes))
 
     def _validated(self, event: events.Validated) -> None:
         self.say(f"  validation at step {event.step}: loss {event.loss:.4f}")
@@ -346,6 +369,8 @@ class Console:
         events.OfferTried: _offer_tried,
         events.Note: _note,
         events.Warned: _warned,
+        events.ImageStep: _image_step,
+        events.LayerPushed: _layer_pushed,
         events.Validated: _validated,
         events.CheckpointCommitted: _committed,
         events.Recovered: _recovered,

@@ -19,6 +19,7 @@ COMMANDS = {
     "policy": "Print the least permissions that mgpu needs at a provider.",
     "spec": "Print the JSON schema of the run file.",
     "offers": "List what providers sell, and the age of the prices.",
+    "image": "Build, push or inspect the container image of a run file.",
     "plan": "Show what a run file would rent, and the price. Rents nothing.",
     "launch": "Rent a fleet, run on it, give it back.",
     "run": "Run on the fleet of a stack that is up.",

@@ -179,6 +179,9 @@ def _report(console: Console, results: list[dict[str, Any]], wanted: Wanted) -> 
     named = ", ".join(f"{key}: {value}" for key, value in theirs.items() if value)
     if named:  # everything else is found by its name
         console.say(f"run files that are to use what you gave need  aws: {{{named}}}", "yellow")
+    if wanted.repository and results:
+        uri = results[0].get("repository", wanted.repository)
+        console.say(f"run files whose image mgpu builds need  image: {{repository: {uri}}}", "yellow")
     if wanted.vpc:
         console.say(f"run files need  aws: {{subnet_ids: [...]}}  with subnets of {wanted.vpc}", "yellow")
     console.next(

@@ -22,8 +22,9 @@ _MARKS = {"ok": "ok", "warning": "warning", "failed": "FAILED"}
 @click.argument("provider", required=False)
 @click.argument("run_file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--profile", help="Profile of provider aws, as `aws: {profile: ...}` of a run file.")
+@click.option("--on-node", metavar="RUN", help="Ask the machines of this run instead: driver, GPUs, Docker, image.")
 @common.json_option
-def check(provider: str | None, run_file: Path | None, profile: str | None, as_json: bool) -> int:
+def check(provider: str | None, run_file: Path | None, profile: str | None, on_node: str | None, as_json: bool) -> int:
     """Test what PROVIDER needs, for RUN_FILE if there is one; by default ./mgpu.yaml and its provider.
 
     Rents and changes nothing. Exit code 3 where something is missing that a run cannot do without.
@@ -32,6 +33,10 @@ def check(provider: str | None, run_file: Path | None, profile: str | None, as_j
     from mgpu.run.base import own_address
 
     console = Console(as_json=as_json)
+    if on_node is not None:
+        if provider or profile:
+            raise InputError("--on-node goes with nothing else", "The run says whose machines they are.")
+        return _on_node(console, on_node)
     needed = _needed(provider, run_file)
     options = dict(needed.provider_options) if needed else {}
     name = provider or (needed.provider if needed else "")
@@ -42,7 +47,21 @@ def check(provider: str | None, run_file: Path | None, profile: str | None, as_j
         needed = needed.model_copy(update={"provider_options": options}) if needed else None
     with console.waiting(f"asking {name}"):
         found = (*registry.get(name, options).findings(needed, own_address), _engine())
-    if as_json:
+    return _told(console, found)
+
+
+def _on_node(console: Console, run: str) -> int:
+    from mgpu.run import onnode
+    from mgpu.run.record import load
+
+    record = load(run)
+    with console.waiting(f"asking the nodes of {record.run_id}"):
+        found = onnode.findings(record, common.timeouts())
+    return _told(console, found)
+
+
+def _told(console: Console, found: tuple[Finding, ...]) -> int:
+    if console.as_json:
         console.data([each.model_dump(mode="json", exclude_defaults=True) for each in found])
     else:
         _show(console, found)

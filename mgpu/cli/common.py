@@ -14,6 +14,7 @@ import click
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, ProviderError
 from mgpu.run.record import Interruption, Record, State
+from mgpu.words import count
 
 if TYPE_CHECKING:
     from mgpu_train.timeouts import Timeouts
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mgpu.plan.model import Offer, Plan
     from mgpu.run.finish import Outcome
     from mgpu.run.fleets import Fleet, Survey
+    from mgpu.run.images import Looked, Machines
     from mgpu.run.stacks import Context
     from mgpu.spec.model import RunSpec
 
@@ -117,6 +119,35 @@ def show_plan(console: Console, plan: Plan) -> None:
             console.say(note, "yellow")
 
 
+def look_at_image(console: Console, spec: RunSpec, run_file: Path, machines: Machines) -> Looked | None:
+    """What the run file's image is now, and whether it fits these machines; None: it names none.
+
+    Raises:
+        ImageError: a registry does not answer, or lacks what should exist.
+        InputError: it cannot be built as the run file says, or does not fit.
+        ProviderError: nobody can tell the driver of the machines.
+    """
+    if spec.image is None:
+        return None
+    from mgpu.run import images
+
+    with console.waiting("asking for the image"):
+        looked = images.look(spec, run_file.resolve().parent)
+        if looked is not None and looked.there is not None:
+            images.require_fit(looked.there.labels, machines)
+    return looked
+
+
+def machines_of(spec: RunSpec, plan: Plan) -> Machines:
+    """What an image has to fit: the GPUs of the best offer, and of all others where the run file names them; and the
+    driver that machines boot with where offers may be taken, the best one's region first."""
+    from mgpu.run.images import Machines
+
+    offers = plan.offers if plan.requirements.gpu else (plan.best,)
+    gpus = dict.fromkeys(offer.gpu for offer in offers if offer.gpu)
+    return Machines.rented(spec, tuple(gpus), tuple(dict.fromkeys(offer.region for offer in plan.offers)))
+
+
 def agree(console: Console, yes: bool) -> None:
     """Asks before money is spent.
 
@@ -198,6 +229,8 @@ def summary(record: Record) -> list[tuple[str, str]]:
     if record.price_usd_per_hour:
         rows.append(("price", f"${record.price_usd_per_hour:.2f} per hour, all nodes"))
     rows.append(("machines", machines(record)))
+    if record.image:
+        rows.append(("image", record.image))
     return rows
 
 
@@ -261,11 +294,6 @@ def not_asked(console: Console, survey: Survey) -> int:
     for error in survey.failures:
         console.error(error)
     return ProviderError.exit_code if survey.failures else 0
-
-
-def count(number: int, thing: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 def phases(record: Record) -> str:

@@ -16,12 +16,14 @@ IGNORED = (".mgpu/", "mgpu-runs/", "Pulumi.*.yaml", "__pycache__/")
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path())
 def init(folder: Path) -> None:
-    """Write a run file, an example train.py, Pulumi.yaml and infra/ into FOLDER (default: this one); set up the engine.
+    """Write a run file, an example train.py, Pulumi.yaml, infra/ and images/ into FOLDER (default: this one); set up
+    the engine.
 
     Files that are there already are left as they are.
     """
     from mgpu.iac import install
     from mgpu.iac.project import project_files
+    from mgpu.image import shipped
 
     console = Console()
     folder.mkdir(parents=True, exist_ok=True)
@@ -33,6 +35,10 @@ def init(folder: Path) -> None:
     else:
         for path in project_files(folder):
             console.say(f"wrote {path}")
+    if (folder / "images").exists():
+        console.say(f"kept the images in {folder}: they were there")
+    else:
+        console.say(f"wrote {shipped.copy_to(folder)}")
     install.set_up(folder, console.say)
     console.next(
         f"{_cd(folder)}mgpu plan       what it would rent",

@@ -26,6 +26,11 @@ def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None) -> int:
     before = load_record(resume) if resume else None
     with console.waiting(common.PREFLIGHT):
         runs.preflight(run_file, spec)
-    common.show_plan(console, common.make_plan(spec))
+    plan = common.make_plan(spec)
+    common.show_plan(console, plan)
+    machines = common.machines_of(spec, plan)
+    if (image := common.look_at_image(console, spec, run_file, machines)) is not None:
+        console.say(str(image))
     common.agree(console, yes)
-    return common.finish(console, runs.launch(run_file, spec, common.context(console), resume=before))
+    context = common.context(console)
+    return common.finish(console, runs.launch(run_file, spec, context, resume=before, machines=machines))

@@ -9,6 +9,7 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.run.record import Record, every, supervised
+from mgpu.words import count
 
 
 @click.command()
@@ -44,12 +45,12 @@ def ls(as_json: bool, all_runs: bool) -> int:
         console.text("no runs yet")
     for fleet in fleets:
         console.text(
-            f"fleet {fleet.name}: {common.count(len(fleet.ids), 'node')} of {fleet.provider}, "
+            f"fleet {fleet.name}: {count(len(fleet.ids), 'node')} of {fleet.provider}, "
             f"${fleet.usd_per_hour:.2f} per hour, used by {common.user_of(fleet)}"
         )
     nodes, dollars = sum(len(f.ids) for f in fleets), sum(f.usd_per_hour for f in fleets)
     rest = ", and what those have that could not be asked" if seen.failures else ""
-    console.text(f"billed now: {common.count(nodes, 'node')}, ${dollars:.2f} per hour{rest}")
+    console.text(f"billed now: {count(nodes, 'node')}, ${dollars:.2f} per hour{rest}")
     if any(not fleet.used_by for fleet in fleets):
         console.next("mgpu gc --yes    end what nothing uses")
     else:

@@ -11,6 +11,7 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.errors import InputError, NoOffer
+from mgpu.words import count
 
 if TYPE_CHECKING:
     from mgpu.plan.model import BoughtAs, Offer
@@ -90,7 +91,7 @@ def _refresh(console: Console, seller: Provider) -> bool:
     """Asks one provider anew; True: not all of it answered."""
     with console.waiting(f"asking {seller.name} in all its regions"):
         done = seller.refresh_offers()
-    console.say(f"{seller.name}: asked {common.count(len(done.regions), 'region')} for its prices")
+    console.say(f"{seller.name}: asked {count(len(done.regions), 'region')} for its prices")
     for region, why in done.failed.items():
         console.say(f"warning: {seller.name} {region}: {why}; what was known of it stays", "yellow")
     return bool(done.failed)

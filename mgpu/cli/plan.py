@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,12 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
+from mgpu.errors import ImageError, InputError, ProviderError
 
 if TYPE_CHECKING:
-    from mgpu.plan.model import Offer
+    from mgpu.plan.model import Offer, Plan
+    from mgpu.run.images import Looked
+    from mgpu.spec.model import RunSpec
 
 _SHOWN = 20  # of those that will be asked for; --json has all
 _REFUSED = 6  # of those that will not: the nearest
@@ -20,17 +24,18 @@ _REFUSED = 6  # of those that will not: the nearest
 @click.command()
 @common.run_file_argument
 @common.json_option
-def plan(run_file: Path, as_json: bool) -> None:
-    """Show what RUN_FILE would rent, and the price of all nodes. Rents nothing."""
+def plan(run_file: Path, as_json: bool) -> int:
+    """Show what RUN_FILE would rent and run, and the price of all nodes. Rents and builds nothing."""
     from mgpu.spec.load import load
 
     console = Console(as_json=as_json)
     spec = load(run_file)
     decided = common.make_plan(spec)
+    image, problem = _image(console, spec, run_file, decided)
     if as_json:
         extra = {"price_usd_per_hour": decided.price_usd_per_hour, "max_cost_usd": decided.max_cost_usd}
-        console.data(decided.model_dump(mode="json") | extra)
-        return
+        console.data(decided.model_dump(mode="json") | extra | ({"image": _words(image)} if spec.image else {}))
+        return common.exit_with(console, problem) if problem else 0
     nodes = decided.requirements.nodes
     rows = [_row("then" if index else "take", o, nodes) for index, o in enumerate(decided.offers[:_SHOWN])]
     rows += [_row("no", r.offer, nodes, r.reason) for r in decided.refused[:_REFUSED]]
@@ -40,7 +45,45 @@ def plan(run_file: Path, as_json: bool) -> None:
     if hidden:
         console.text(f"and {hidden} more: `mgpu plan --json`")
     common.show_plan(console, decided)
+    for doubt in _doubts(spec, run_file):
+        console.say(doubt, "yellow")
+    if problem:  # the price is known all the same
+        return common.exit_with(console, problem)
+    if image is not None:
+        console.say(str(image))
     console.next(f"mgpu launch {run_file}")
+    return 0
+
+
+def _image(
+    console: Console, spec: RunSpec, run_file: Path, plan: Plan
+) -> tuple[Looked | None, ImageError | InputError | ProviderError | None]:
+    """What the image is now, or why it cannot run."""
+    if spec.image is None:
+        return None, None
+    try:
+        return common.look_at_image(console, spec, run_file, common.machines_of(spec, plan)), None
+    except (ImageError, InputError, ProviderError) as error:
+        return None, error
+
+
+def _doubts(spec: RunSpec, run_file: Path) -> list[str]:
+    """What a launch would refuse, or leave out of the image."""
+    from mgpu.spec import environment
+
+    found = environment.unset(spec, os.environ)
+    if spec.image is None:
+        return found
+    from mgpu.run import images
+
+    return found + images.unused_args(spec.image, run_file.resolve().parent)
+
+
+def _words(image: Looked | None) -> dict[str, str | bool | None] | None:
+    if image is None:
+        return None
+    there = image.there
+    return {"name": image.name, "in_registry": there is not None, "reference": there.reference if there else None}
 
 
 def _row(word: str, offer: Offer, nodes: int, reason: str = "") -> tuple[str, ...]:

@@ -9,9 +9,10 @@ import threading
 
 import pytest
 
-from mgpu.bars import EVERY_S, Lines, amount
+from mgpu.bars import EVERY_S, Lines
 from mgpu.console import Console, neutral
 from mgpu.errors import Interrupted
+from mgpu.words import amount
 
 
 class Terminal(io.StringIO):

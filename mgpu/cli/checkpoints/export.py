@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.bars import amount
 from mgpu.cli import common
 from mgpu.cli.checkpoints import source
 from mgpu.cli.checkpoints.pull import Pulled, folder_of, newest_whole
 from mgpu.cli.checkpoints.source import Source
 from mgpu.console import Console
 from mgpu.errors import InputError
+from mgpu.words import amount, count
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.export import ExportReport
@@ -50,7 +50,7 @@ def export(run: str, url: str | None, step: int | None, to: Path, keys: str, as_
         told = {"files": list(report.files), "tensors": report.tensors, "bytes": report.bytes}
         console.data(pulled.told | told | {"folder": str(to)})
         return
-    console.say(f"{common.count(report.tensors, 'tensor')}, {amount(report.bytes)}: {', '.join(report.files)}")
+    console.say(f"{count(report.tensors, 'tensor')}, {amount(report.bytes)}: {', '.join(report.files)}")
     console.text(str(to))
 
 

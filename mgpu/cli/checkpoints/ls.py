@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mgpu.bars import amount
 from mgpu.cli import common
 from mgpu.cli.checkpoints import source
 from mgpu.cli.checkpoints.source import Source
 from mgpu.console import Console
+from mgpu.words import amount
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.lines import Commit

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mgpu.bars import amount
 from mgpu.cli import common
 from mgpu.cli.checkpoints import source
 from mgpu.cli.checkpoints.ls import when
 from mgpu.cli.checkpoints.source import Source
 from mgpu.console import Console
 from mgpu.errors import InputError
+from mgpu.words import amount, count
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.lines import Commit
@@ -100,7 +100,7 @@ def _show(console: Console, found: Source, commits: list[Commit], plan: PrunePla
         console.say(f"warning: {name} does not verify: {problem}", "bold yellow")
     if found.record is not None and not found.record.state.final:
         console.say("the run is not over: after each commit its agent prunes too, by the run file alone", "dim")
-    console.say(f"{len(plan.drop)} of {common.count(len(commits), 'checkpoint')} can go: {amount(plan.bytes)}")
+    console.say(f"{len(plan.drop)} of {count(len(commits), 'checkpoint')} can go: {amount(plan.bytes)}")
 
 
 def _agree(yes: bool, console: Console) -> None:

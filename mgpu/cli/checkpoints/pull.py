@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mgpu.bars import amount
 from mgpu.cli import common
 from mgpu.cli.checkpoints import source
 from mgpu.cli.checkpoints.source import Source
 from mgpu.console import Console
 from mgpu.errors import InputError
+from mgpu.words import amount, count
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.fetch import FetchReport
@@ -135,7 +135,7 @@ def newest_whole(
         if bad:
             back = commits[0].step - commit.step
             console.say(
-                f"warning: {commit.checkpoint_id} is taken instead, {common.count(back, 'step')} before", "bold yellow"
+                f"warning: {commit.checkpoint_id} is taken instead, {count(back, 'step')} before", "bold yellow"
             )
         return Pulled(commit, into(commit), report, bad)
     raise source.damaged(found, list(bad))
@@ -160,7 +160,7 @@ def _fetch(
             str(error),
             "Nothing of it was left on this disk. Call it again when that is mended.",
         ) from error
-    what = f"{common.count(report.files, 'file')}, {amount(report.bytes)}"
+    what = f"{count(report.files, 'file')}, {amount(report.bytes)}"
     reused = f", {report.reused} from this disk" if report.reused else ""
     console.say(
         f"{manifest.checkpoint_id}: {what} in {time.monotonic() - began:.1f} s{reused}; every byte verified", "dim"

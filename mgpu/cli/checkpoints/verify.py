@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.bars import amount
 from mgpu.cli import common
 from mgpu.cli.checkpoints import source
 from mgpu.cli.checkpoints.source import Source
 from mgpu.console import Console
+from mgpu.words import amount, count
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.lines import Commit
@@ -66,7 +66,7 @@ def in_short(problems: tuple[str, ...]) -> str:
 def _look(console: Console, found: Source, commits: list[Commit], deep: bool) -> dict[str, tuple[str, ...]]:
     """The problems of each checkpoint. Raises InputError when the store cannot be read."""
     total, began = sum(each.bytes for each in commits), time.monotonic()
-    what = f"reading {common.count(len(commits), 'checkpoint')}"
+    what = f"reading {count(len(commits), 'checkpoint')}"
     with source.readable(found.store.url):
         if not deep:
             with console.waiting(f"asking {found.store.url} for its objects' sizes and checksums"):

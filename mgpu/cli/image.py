@@ -1,0 +1,223 @@
+"""`mgpu image`: what a run file's `image:` means: built, pushed, and what is in it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from mgpu.cli import common
+from mgpu.console import Console
+from mgpu.errors import ImageError, InputError
+from mgpu.spec.image import Platform
+from mgpu.words import amount
+
+if TYPE_CHECKING:
+    from mgpu.image.publish import Site
+    from mgpu.image.registry import Manifest
+    from mgpu.spec.image import ImageSpec
+
+_LOCAL = "mgpu/image"  # what is built for this machine's engine alone
+_OURS = "dev.mgpu."
+
+
+@click.group()
+def image() -> None:
+    """Build, push or inspect the container image that a run file's `image:` describes.
+
+    Its tag is a hash of all that it is made of: what is in the registry already is neither built nor pushed.
+    """
+
+
+@image.command()
+@common.run_file_argument
+@common.json_option
+def build(run_file: Path, as_json: bool) -> None:
+    """Build what the `image:` of RUN_FILE says, with this machine's Docker engine. Pushes nothing.
+
+    No registry is asked but those of the base images.
+    """
+    from mgpu.image import publish
+
+    console = Console(as_json=as_json)
+    spec, site = _described(run_file, repository=_LOCAL)
+    built = publish.build(spec, site, console.emit)
+    console.done()
+    result = {
+        "name": str(built.wanted.name),
+        "tag": built.wanted.name.tag,
+        "id": built.id,
+        "inputs_hash": built.wanted.inputs_hash,
+    }
+    if as_json:
+        console.data(result)
+        return
+    console.table(("image", result.pop("name")), [(key.replace("_", " "), value) for key, value in result.items()])
+    console.next(f"mgpu image push {run_file}    what nodes can run")
+
+
+@image.command()
+@common.run_file_argument
+@common.json_option
+def push(run_file: Path, as_json: bool) -> None:
+    """Make sure that the image of RUN_FILE is in its registry, and print it by its digest.
+
+    What is there is neither built nor pushed, and needs no Docker engine.
+    """
+    from mgpu.image import publish
+    from mgpu.run.images import told
+
+    console = Console(as_json=as_json)
+    spec, site = _described(run_file)
+    published = publish.ensure(spec, site, console.emit)
+    console.done()
+    if as_json:
+        console.data(asdict(published))
+        return
+    console.say(told(published))
+    console.text(published.reference)
+
+
+@image.command()
+@click.argument("reference", default="")
+@click.option(
+    "--file", "-f", "run_file", type=click.Path(path_type=Path, dir_okay=False), default=Path(common.RUN_FILE),
+    show_default=True, help="The run file whose image is meant where no REFERENCE is given.",
+)  # fmt: skip
+@click.option(
+    "--platform", type=click.Choice(get_args(Platform)), default=get_args(Platform)[0], show_default=True,
+    help="Which one of REFERENCE's.",
+)  # fmt: skip
+@common.json_option
+def inspect(reference: str, run_file: Path, platform: str, as_json: bool) -> None:
+    """Show the digest, labels and layers of an image, and which drivers and GPUs it runs on.
+
+    REFERENCE is repository:tag or repository@sha256:...; without one it is the image of the run file. The registry is
+    asked; the Docker engine only for what no registry has.
+    """
+    console = Console(as_json=as_json)
+    with console.waiting("asking the registry"):
+        shown = _named(reference, platform) if reference else _of_run_file(run_file)
+    if as_json:
+        console.data(shown)
+        return
+    console.table(("image", shown["reference"]), _rows(shown))
+    console.text("")
+    sizes = shown["pushed"]  # an engine does not tell them
+    rows = [(each["digest"], *([amount(each["bytes"])] if sizes else [])) for each in shown["layers"]]
+    console.table(("layer", *(["size"] if sizes else [])), rows)
+
+
+def _described(run_file: Path, repository: str | None = None) -> tuple[ImageSpec, Site]:
+    """The image of a run file, and where it goes; `repository`: unless the run file says."""
+    from mgpu.image import place
+    from mgpu.run.reach import provider_for
+    from mgpu.spec.load import load
+
+    spec = load(run_file)
+    if spec.image is None:
+        cure = "Add one: `image: {}` is the trainer's, `image: {reference: ...}` one that exists."
+        raise InputError(f"{run_file} has no `image:`", "Its nodes run without a container.", cure)
+    image = spec.image
+    if image.builds and image.repository is None and repository:
+        image = image.model_copy(update={"repository": repository})
+    return image, place.site(image, run_file.resolve().parent, provider_for(spec), spec.regions, os.environ)
+
+
+def _of_run_file(run_file: Path) -> dict[str, Any]:
+    from mgpu.image import publish, registry
+    from mgpu.image.reference import Reference
+
+    spec, site = _described(run_file)
+    found = publish.find(spec, site)
+    if found is None:
+        name = publish.wanted(spec, site).name
+        for each in (str(name), f"{_LOCAL}:{name.tag}"):  # where `build` knows no repository
+            if here := _here(each, pushed=False):
+                return here
+        cure = f"Run `mgpu image push {run_file}`: it builds and pushes it."
+        raise ImageError(f"no image {name}", f"{name.registry} does not have it.", cure)
+    login = site.login(Reference.parse(found.reference).registry)
+    manifest = registry.manifest(found.reference, login, spec.platform, ca_file=site.ca_file(spec))
+    if manifest is None:
+        raise ImageError(f"no image {found.reference}", "Its registry had it a moment ago.", "Try again.")
+    return _shown(found.reference, manifest)
+
+
+def _named(reference: str, platform: str) -> dict[str, Any]:
+    from mgpu.image import auth, registry
+    from mgpu.image.reference import Reference
+
+    name, pushed = Reference.parse(reference), False
+    refused = ImageError(f"no image {name} for {platform}", f"{name.registry} does not have it.", "Check the name.")
+    try:
+        digest = registry.find(str(name), auth.of(name.registry))
+        manifest = digest and registry.manifest(name.at(digest), auth.of(name.registry), platform)
+        if digest and manifest:
+            return _shown(name.at(digest), manifest)
+    except ImageError as error:
+        refused, pushed = error, None
+    if here := _here(reference, pushed):
+        return here
+    raise refused
+
+
+def _here(reference: str, pushed: bool | None) -> dict[str, Any] | None:
+    """What this machine's engine has under that name; None also where there is no engine. `pushed`: as far as its
+    registry tells."""
+    from mgpu.image.engine import Engine
+
+    try:
+        found = Engine().inspect(reference)
+    except ImageError:
+        return None
+    if found is None:
+        return None
+    layers = [{"digest": each, "bytes": None} for each in found.layers]
+    return _as_data(reference, pushed, found.id, found.platform, None, found.labels, layers)
+
+
+def _shown(reference: str, manifest: Manifest) -> dict[str, Any]:
+    layers = [{"digest": digest, "bytes": size} for digest, size in manifest.layers]
+    return _as_data(reference, True, manifest.digest, manifest.platform, manifest.bytes, manifest.labels, layers)
+
+
+def _as_data(
+    reference: str, pushed: bool | None, digest: str, platform: str, size: int | None, labels: Any, layers: Any
+) -> dict[str, Any]:
+    from mgpu.image import compat
+
+    fit = compat.fit(labels)
+    return {
+        "reference": reference, "pushed": pushed, "digest": digest, "platform": platform, "bytes": size,
+        "labels": dict(labels), "runs_on": asdict(fit) if fit else None, "layers": layers,
+    }  # fmt: skip
+
+
+def _rows(shown: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [(key, shown[key]) for key in ("digest", "platform")]
+    where = "this machine's engine" + ("; not pushed yet" if shown["pushed"] is False else "")
+    rows += [("size", amount(shown["bytes"]))] if shown["pushed"] else [("where", where)]
+    rows += [(key.removeprefix(_OURS), value) for key, value in sorted(shown["labels"].items())]
+    return rows + (_fit_rows(shown["runs_on"]) if shown["runs_on"] else [_no_fit(shown["labels"])])
+
+
+def _no_fit(labels: dict[str, str]) -> tuple[str, str]:
+    from mgpu.image import compat
+
+    if labels.get(compat.CUDA) == "cpu":
+        return "NVIDIA driver", "none is needed: its PyTorch has no CUDA"
+    return "NVIDIA driver", f"not known: no label {compat.CUDA} says which CUDA it has"
+
+
+def _fit_rows(fit: dict[str, Any]) -> list[tuple[str, str]]:
+    older = ", ".join(map(str, fit["compat_branches"]))
+    also = f"; on data centres' GPUs also of branches {older}" if older else ""
+    return [
+        ("NVIDIA driver", f"{fit['driver'] or 'not known'} or newer{also}"),
+        ("GPU architectures", ", ".join(fit["architectures"]) or "not known"),
+        ("GPUs", ", ".join(fit["gpus"]) or "none that is known"),
+    ]

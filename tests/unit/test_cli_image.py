@@ -1,0 +1,324 @@
+"""`mgpu image`: what each command shows and does, on a real engine and a real registry; Ctrl-C; no engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from fakes import engine as engines
+from fakes.engine import Registry
+
+from mgpu.bars import Layers
+from mgpu.cli import image as cli_image
+from mgpu.console import Console
+from mgpu.events import ImageStep, LayerPushed
+from mgpu.image import compat, place, registry, shipped
+from mgpu.image.compattable import FAMILIES
+from mgpu.spec.image import ImageSpec
+
+DOCKERFILE = 'FROM scratch\nCOPY code /code\nLABEL dev.mgpu.torch="2.15.0" dev.mgpu.cuda="13.2" other="mine"\n'
+CODE = 300_000  # bytes that cannot be compressed
+BROKEN = "FROM base:1\nRUN echo the last words; false\n"
+
+
+@pytest.fixture
+def at(engine: engines.Engine, world, registry: Registry, monkeypatch, request) -> Path:
+    """A project whose run file has an `image:`, in an environment that leads to the tests' engine."""
+    for name, value in engine.env.items():
+        monkeypatch.setenv(name, value)
+    context = world.folder / "docker"
+    context.mkdir(parents=True)
+    (context / "Dockerfile").write_text(DOCKERFILE)
+    (context / "code").write_bytes(os.urandom(CODE))
+    name = request.node.originalname.replace("_", "-")[:80].rstrip("-")
+    want(world.folder, context="docker", repository=f"{registry.address}/cli/{name}")
+    return world.folder
+
+
+def want(folder: Path, **image: object) -> None:
+    usual = {"name": "a", "provider": "local", "max_hours": 1, "max_price_usd_per_hour": 1, "train": {"steps": 2}}
+    (folder / "mgpu.yaml").write_text(json.dumps(usual | ({"image": image} if image else {})))
+
+
+def no_engine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{folder}/none.sock")
+
+
+def repository(folder: Path) -> str:
+    return json.loads((folder / "mgpu.yaml").read_text())["image"]["repository"]
+
+
+def test_build_names_what_it_built_and_pushes_nothing(mgpu, at, engine):
+    done = mgpu("image", "build", "--json")
+    assert done.code == 0, done.err
+    built = done.json
+    assert built["tag"] == f"mgpu-{built['inputs_hash'][:32]}"
+    assert built["name"] == f"{repository(at)}:{built['tag']}"
+    assert engine.docker("image", "inspect", "--format", "{{.Id}}", built["name"]).stdout.strip() == built["id"]
+    assert registry.find(built["name"]) is None
+    again = mgpu("image", "build")
+    assert built["id"] in again.out
+    assert again.err.splitlines()[0] == f"  building {built['name']}"
+    assert "2/3 COPY code /code" in again.err
+    assert "mgpu image push" in again.err
+
+
+def test_build_asks_no_provider_where_images_go(mgpu, at, world):
+    settings = json.loads((at / "mgpu.yaml").read_text())
+    del settings["image"]["repository"]
+    (at / "mgpu.yaml").write_text(json.dumps(settings | {"provider": "aws", "checkpoint": "none"}))
+    done = mgpu("image", "build", "--json")
+    assert done.code == 0, done.err
+    assert done.json["name"] == f"docker.io/mgpu/image:{done.json['tag']}"
+
+
+def test_push_pushes_once_and_says_how_much_went(mgpu, at, monkeypatch):
+    first = mgpu("image", "push", "--json")
+    assert first.code == 0, first.err
+    published = first.json
+    assert (published["built"], published["pushed"]) == (True, True)
+    assert CODE <= published["bytes_pushed"] <= published["image_bytes"]
+    no_engine(monkeypatch, at)
+    again = mgpu("image", "push")
+    assert again.out == f"{published['reference']}\n"
+    assert "found in its registry" in again.err
+    assert "nothing was built or pushed" in again.err
+
+
+def test_push_after_a_change_moves_the_last_layer_alone(mgpu, at):
+    mgpu("image", "push")
+    (at / "docker" / "code").write_bytes(os.urandom(1000))
+    done = mgpu("image", "push")
+    assert "built and pushed: 1." in done.err
+    assert " KiB of " in done.err
+    assert done.out.startswith(f"{repository(at)}@sha256:")
+
+
+def test_a_build_that_fails_shows_the_step_and_its_last_lines(mgpu, at):
+    (at / "docker" / "Dockerfile").write_text(BROKEN)
+    for command in ("build", "push"):
+        done = mgpu("image", command)
+        assert (done.code, done.out) == (4, "")
+        assert "RUN echo the last words; false" in done.err
+        assert "\n  the last words\n" in done.err
+
+
+@pytest.mark.parametrize("command", ["build", "push"])
+def test_without_an_engine_three_lines_and_exit_code_4(mgpu, at, monkeypatch, command):
+    no_engine(monkeypatch, at)
+    done = mgpu("image", command)
+    assert (done.code, done.out) == (4, "")
+    what, why, cure = done.err.splitlines()[-3:]
+    assert what.startswith("error: no Docker engine at unix://")
+    assert why.startswith("  ")
+    assert "DOCKER_HOST" in cure
+
+
+@pytest.mark.parametrize("command", ["build", "push", "inspect"])
+def test_a_run_file_without_an_image_is_bad_input(mgpu, at, command):
+    want(at)
+    done = mgpu("image", command)
+    assert done.code == 2
+    assert "mgpu.yaml has no `image:`" in done.err
+
+
+def test_an_image_that_exists_is_pushed_by_nobody_and_not_built(mgpu, at):
+    reference = mgpu("image", "push").out.strip()
+    want(at, reference=reference)
+    assert mgpu("image", "push").out.strip() == reference
+    done = mgpu("image", "build")
+    assert (done.code, "is not built" in done.err) == (2, True)
+
+
+def test_inspect_asks_the_registry_alone(mgpu, at, monkeypatch):
+    published = mgpu("image", "push", "--json").json
+    no_engine(monkeypatch, at)
+    done = mgpu("image", "inspect", "--json")
+    assert done.code == 0, done.err
+    shown = done.json
+    assert shown["reference"] == published["reference"]
+    assert shown["digest"] == published["reference"].partition("@")[2]
+    assert shown["labels"]["other"] == "mine"
+    assert sum(layer["bytes"] for layer in shown["layers"]) < shown["bytes"] == published["image_bytes"]
+    assert mgpu("image", "inspect", "--json", f"{repository(at)}:{published['tag']}").json == shown
+    table = mgpu("image", "inspect").out
+    for said in ("580.65.06 or newer", "7.5, 8.0, 8.6, 9.0, 10.0, 12.0", "H100-80GB", shown["layers"][-1]["digest"]):
+        assert said in table
+    assert "V100" not in table, "CUDA 13 has no code for it"
+
+
+def test_inspect_of_what_was_only_built_asks_the_engine(mgpu, at, monkeypatch):
+    built = mgpu("image", "build", "--json").json
+    shown = mgpu("image", "inspect", "--json", built["name"]).json
+    assert (shown["digest"], shown["bytes"]) == (built["id"], None)
+    assert (shown["pushed"], shown["layers"][0]["bytes"]) == (False, None)
+    table = mgpu("image", "inspect", built["name"]).out
+    assert "this machine's engine; not pushed yet" in table
+    assert "\n\nlayer\n" in table, "no sizes, no column for them"
+    assert mgpu("image", "inspect", "--json").json == shown, "and so it is by the run file"
+    no_engine(monkeypatch, at)
+    missing = mgpu("image", "inspect")
+    assert (missing.code, "does not have it" in missing.err) == (4, True)
+    assert "mgpu image push" in missing.err
+
+
+def test_inspect_of_what_was_built_before_a_repository_was_known(mgpu, at, engine):
+    engine.docker("tag", mgpu("image", "build", "--json").json["id"], f"mgpu/image:{tag_of(mgpu)}")
+    engine.docker("rmi", f"{repository(at)}:{tag_of(mgpu)}")
+    assert mgpu("image", "inspect", "--json").json["reference"] == f"mgpu/image:{tag_of(mgpu)}"
+
+
+def tag_of(mgpu) -> str:
+    return mgpu("image", "inspect", "--json").json["reference"].rpartition(":")[2]
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ({compat.CUDA: "cpu"}, "none is needed: its PyTorch has no CUDA"),
+        ({}, "not known: no label dev.mgpu.cuda says which CUDA it has"),
+    ],
+    ids=["cpu", "none"],
+)
+def test_what_is_said_of_drivers_where_there_is_no_cuda(labels, said):
+    shown = cli_image._as_data("a:1", None, "sha256:1", "linux/amd64", None, labels, [])
+    assert cli_image._rows(shown)[-1] == ("NVIDIA driver", said)
+    assert ("where", "this machine's engine") in cli_image._rows(shown), "of one whose registry is away nothing is said"
+
+
+def test_inspect_of_nothing_says_what_the_registry_said(mgpu, at, monkeypatch):
+    no_engine(monkeypatch, at)
+    done = mgpu("image", "inspect", f"{repository(at)}:none")
+    assert done.code == 4
+    assert f"no image {repository(at)}:none for linux/amd64" in done.err
+    assert mgpu("image", "inspect", "x:1", "--platform", "windows").code == 2
+
+
+def test_ctrl_c_ends_a_build_and_nothing_refers_to_it(at, engine):
+    (at / "docker" / "Dockerfile").write_text("FROM base:1\nCOPY code /code\nRUN echo begun; sleep 300\n")
+    before = tags(engine)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mgpu", "image", "push"],
+        cwd=at,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    late = threading.Timer(60, process.kill)
+    late.start()
+    try:
+        assert any("RUN echo begun" in line for line in process.stderr or ())
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        late.cancel()
+        process.kill()
+    assert (process.returncode, out) == (130, "")
+    assert tags(engine) == before
+
+
+def tags(engine: engines.Engine) -> set[str]:
+    """All names of images; what was built so far may stay as a cache, without one."""
+    return set(engine.docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}}").stdout.split()) - {"<none>:<none>"}
+
+
+# ---- what needs no engine
+
+
+def test_the_fit_of_labels():
+    fit = compat.fit({compat.TORCH: "2.15.0", compat.CUDA: "13.2", compat.CUDA_COMPAT: "13.0"})
+    assert fit is not None
+    assert fit.driver == "580.65.06"
+    assert 535 in fit.compat_branches
+    assert {"H100-80GB", "B200"} <= set(fit.gpus)
+    assert "V100-16GB" not in fit.gpus
+    for labels in ({}, {compat.CUDA: "cpu"}, {compat.CUDA: "new"}):
+        assert compat.fit(labels) is None
+    old = compat.fit({compat.CUDA: "12.4"})
+    assert old is not None
+    assert (old.driver, old.compat_branches) == ("525.60.13", ())
+    assert FAMILIES[12] == (525, 60, 13)
+
+
+@pytest.mark.parametrize("gpu", ["H100-80GB", "V100-16GB", "T4", "B200"])
+def test_the_fit_says_what_the_check_says(gpu):
+    labels = {compat.TORCH: "2.15.0", compat.CUDA: "13.2"}
+    fit = compat.fit(labels)
+    assert fit is not None
+    assert (gpu in fit.gpus) == (not compat.check(labels, fit.driver, gpu))
+
+
+class Owner:
+    """A provider that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def image_repository(self, regions):
+        self.asked.append(tuple(regions))
+        return "registry.example/base"
+
+    def registry_client(self, region):
+        self.asked.append(region)
+
+
+def test_the_provider_is_asked_for_a_repository_only_where_none_is_named(tmp_path):
+    owner = Owner()
+    for given in ({"repository": "a.example/b"}, {"reference": "a:1"}):
+        assert place.site(ImageSpec.model_validate(given), tmp_path, owner, ("r1",), {}).repository is None
+    assert owner.asked == []
+    site = place.site(ImageSpec.model_validate({}), tmp_path, owner, ("r1", "r2"), {})
+    assert (site.repository, owner.asked) == ("registry.example/base", [("r1", "r2")])
+
+
+def test_layers_are_lines_where_there_is_no_terminal(capsys):
+    console = Console()
+    console.emit(ImageStep(2, 5, "RUN  a \\\n  b " + "x" * 200))
+    console.emit(LayerPushed("abc", "pushing", 1 << 20, 3 << 20))
+    console.emit(LayerPushed("there", "there", 0, 0))
+    console.emit(LayerPushed("abc", "pushed", 0, 0))
+    console.done()
+    step, layer = capsys.readouterr().err.splitlines()
+    assert step.startswith("  2/5 RUN a \\ b xxx")
+    assert len(step) < 120
+    assert layer == "  layer abc pushed", "a size before compression would be of another kind than all others"
+
+
+def test_on_a_terminal_all_layers_are_one_bar(monkeypatch):
+    seen = list[tuple[int, int]]()
+
+    class Shown:
+        def __init__(self, *_: object, sizes: bool) -> None:
+            assert not sizes
+
+        def reach(self, done: int, total: int) -> None:
+            seen.append((done, total))
+
+        def stop(self) -> None:
+            seen.append((-1, -1))
+
+    monkeypatch.setattr("mgpu.bars.Bar", Shown)
+    layers = Layers(print, object())  # type: ignore[arg-type]
+    for said in (("a", "pushing", 5, 10), ("b", "pushing", 1, 2), ("c", "there", 9, 9), ("a", "pushed", 10, 10)):
+        layers.take(*said)
+    layers.stop()
+    assert seen == [(5, 10), (6, 12), (11, 12), (-1, -1)]
+
+
+def test_init_gives_a_project_its_own_copy_of_the_images_and_keeps_one_that_is_there(mgpu, world, monkeypatch):
+    monkeypatch.setattr("mgpu.iac.install.set_up", lambda *_: None)
+    done = mgpu("init", "p")
+    assert done.code == 0, done.err
+    copied = world.folder / "p" / "images" / "trainer"
+    assert shipped.own(world.folder / "p") == copied
+    assert f"wrote {Path('p') / 'images' / 'trainer'}" in done.err
+    (copied / "Dockerfile").write_text("FROM mine\n")
+    again = mgpu("init", "p")
+    assert "kept the images in p" in again.err
+    assert (copied / "Dockerfile").read_text() == "FROM mine\n"
