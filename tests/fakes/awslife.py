@@ -15,6 +15,7 @@ from mgpu_train.store import open_store
 from fakes.aws import FakeAws
 from fakes.aws.fake import Called
 from mgpu.errors import CleanupFailed, RateLimited, Transient
+from mgpu.image import auth
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.aws import names, policies, reaper
 from mgpu.providers.aws.base import thing
@@ -87,6 +88,7 @@ class Life:
             "repaired": self.repaired,
             "listed": lambda: self.provider.list_owned("me"),
             "stored": self.stored,
+            "logged in": lambda: auth.EcrAuth("", lambda: self.provider.registry_client(HERE))(),
             "destroyed": self.destroyed,
             "base deleted": self.base_deleted,
         }

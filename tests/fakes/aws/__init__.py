@@ -1,6 +1,7 @@
 """A fake AWS: moto in a process of its own, with what moto lacks, and Linux machines behind its instances.
 
     with FakeAws.start(folder) as aws:              # machines=True: real ones, in a network of their own
+                                                    # engines=True: with Docker, and ECR has a registry
         os.environ.update(aws.env)                  # less FOREIGN
         aws.capacity(0, zone="us-east-1a")          # nothing left there
         aws.lose_answers("CreateFleet")             # it runs, and the connection closes

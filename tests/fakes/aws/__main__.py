@@ -1,4 +1,4 @@
-"""The fake's process: `python -m fakes.aws FOLDER [--machines] [--all-regions]`; it ends with its standard input."""
+"""The fake's process: `python -m fakes.aws FOLDER [--machines [--engines]] [--all-regions]`; it ends with its input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 # before moto is imported: its thousands of public images cost a second a region, and none is one of ours
 os.environ["MOTO_EC2_LOAD_DEFAULT_AMIS"] = "false"
 
-from fakes.aws import control, ec2, fleets, images, permissions, placement, prices, reading, schedules, world
+from fakes.aws import control, ec2, ecr, fleets, images, permissions, placement, prices, reading, schedules, world
 from fakes.aws.backing import Backing
 from fakes.aws.cloud import Cloud
 from fakes.aws.server import Front, bound, serve
@@ -37,7 +37,9 @@ def main() -> None:
     permissions.install(cloud)
     schedules.install(cloud)
     if machines:
-        cloud.machines = Backing(cloud, folder, port)
+        engines = "--engines" in sys.argv
+        registry = ecr.serve(folder) if engines else None  # noqa: F841  it ends when its pipe does
+        cloud.machines = Backing(cloud, folder, port, engines)
     for listener in listeners:
         serve(Front(cloud), listener)
     control.listen(folder, verbs(cloud))

@@ -13,7 +13,7 @@ from typing import Any
 
 from moto.iam.models import iam_backends
 
-from fakes.aws import launch, permissions, world
+from fakes.aws import ecr, launch, permissions, world
 from fakes.aws.cloud import Cloud
 from fakes.aws.life import STARTED_NOT, Life
 from fakes.aws.machines import Machine, Machines
@@ -26,10 +26,13 @@ class Backing:
 
     real = True
 
-    def __init__(self, cloud: Cloud, folder: Path, port: int) -> None:
+    def __init__(self, cloud: Cloud, folder: Path, port: int, engines: bool = False) -> None:
         environment = {"AWS_ENDPOINT_URL": f"http://{world.GATEWAY}:{port}", "AWS_REGION": "us-east-1"}
         self._cloud = cloud
-        self._machines = Machines(folder, self._powered_off, environment=environment, credentials=self._credentials)
+        engine = {"hosts": ecr.entry(), "ca": ecr.ca_file(folder).read_text()} if engines else None
+        self._machines = Machines(
+            folder, self._powered_off, environment=environment, credentials=self._credentials, engine=engine
+        )
         self._pool = ThreadPoolExecutor(AT_ONCE, "machines")
         self._lock = threading.Lock()  # of `_ending`
         self._ending: set[str] = set()

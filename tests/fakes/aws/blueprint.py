@@ -13,6 +13,7 @@ from fakes.aws import metadata, world
 
 INSIDE = Path(__file__).with_name("inside")
 DISK_MIB = 2048  # a limit, in memory; what is not written costs nothing
+ENGINE_MIB = 4096  # the same, of Docker's data root
 _CHECKOUT = Path(__file__).parents[3]
 _COVERED = ("/root", "/home", "/tmp", "/run", "/var/tmp", "/mnt", "/media")
 
@@ -34,7 +35,9 @@ class Machine:
     hop_limit: int
 
 
-def blueprint(machine: Machine, folder: Path, environment: Mapping[str, str]) -> str:
+def blueprint(
+    machine: Machine, folder: Path, environment: Mapping[str, str], engine: Mapping[str, str] | None = None
+) -> str:
     """The configuration of a machine whose things lie in `folder`/<id>, as a line of JSON for inside/init.py."""
     masked = {*_COVERED, str(Path.home()), str(_CHECKOUT), str(folder.parent)}
     known = asdict(machine)
@@ -50,8 +53,16 @@ def blueprint(machine: Machine, folder: Path, environment: Mapping[str, str]) ->
         "python": sys.executable,
         "environment": dict(environment),
         "cloud_init": (INSIDE / "cloudinit.py").read_text(),
+        "cgroup": cgroup(machine.id),
+        "engine_mib": ENGINE_MIB,
+        "engine": engine and {**engine, "toolkit": (INSIDE / "toolkit.py").read_text()},
     }
     return json.dumps(config) + "\n"
+
+
+def cgroup(machine_id: str) -> str:
+    """The control group, of the host's, that the machine's containers have theirs in."""
+    return f"fake-{machine_id}"
 
 
 def interpreters(masked: Iterable[str]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fakes.aws import base, control, world
+from fakes.aws import base, control, ecr, world
 
 READY_S = 60.0
 HOME_REGION = "us-east-1"
@@ -56,18 +56,26 @@ class Called:
 class FakeAws:
     """A running fake; `with FakeAws.start(folder) as aws:`."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen[bytes], port: int, machines: bool) -> None:
+    def __init__(
+        self, folder: Path, process: subprocess.Popen[bytes], port: int, machines: bool, engines: bool = False
+    ) -> None:
         self.folder, self._process, self._port = folder, process, port
         self._lock, self._session, self._clients = threading.Lock(), None, dict[tuple[Any, ...], Any]()
         # the words before a command that run it where the machines are
         self.prefix: list[str] = world.prefix(process.pid) if machines else []
+        self._engines = engines
+        if engines:
+            self.prefix += ecr.prefix(folder)
         self.endpoint = f"http://{world.GATEWAY if machines else '127.0.0.1'}:{port}"
 
     @classmethod
-    def start(cls, folder: Path, machines: bool = False, *, all_regions: bool = False) -> FakeAws:
-        """Starts one; what it complains about goes to `folder`/fake-aws.log. `all_regions`: else a few are enabled."""
+    def start(
+        cls, folder: Path, machines: bool = False, *, all_regions: bool = False, engines: bool = False
+    ) -> FakeAws:
+        """Starts one; what it complains about goes to `folder`/fake-aws.log. `all_regions`: else a few are enabled.
+        `engines`: the machine images bring Docker, as AWS's do, and ECR has a registry."""
         folder.mkdir(parents=True, exist_ok=True)
-        wanted = {"--machines": machines, "--all-regions": all_regions}
+        wanted = {"--machines": machines, "--all-regions": all_regions, "--engines": engines}
         command = [sys.executable, "-m", "fakes.aws", str(folder), *(flag for flag, on in wanted.items() if on)]
         with (folder / "fake-aws.log").open("ab") as log:
             process = subprocess.Popen(
@@ -79,7 +87,7 @@ class FakeAws:
                 start_new_session=True,  # Ctrl-C is the test's, which closes the fake afterwards
             )
         try:
-            return cls(folder, process, _ready(process, folder)["port"], machines)
+            return cls(folder, process, _ready(process, folder)["port"], machines, engines)
         except BaseException:
             _end(process)
             raise
@@ -103,7 +111,8 @@ class FakeAws:
     def env(self) -> dict[str, str]:
         """What to lay over os.environ, less the names of `FOREIGN`, so that AWS means this fake alone."""
         region = {"AWS_REGION": HOME_REGION, "AWS_DEFAULT_REGION": HOME_REGION}  # boto3 reads the second alone
-        return {**CREDENTIALS, **SHIELD, **region, "AWS_ENDPOINT_URL": self.endpoint}
+        trust = {"SSL_CERT_FILE": str(ecr.ca_file(self.folder))} if self._engines else {}
+        return {**CREDENTIALS, **SHIELD, **region, **trust, "AWS_ENDPOINT_URL": self.endpoint}
 
     @property
     def options(self) -> dict[str, str]:

@@ -30,7 +30,7 @@ KINDS = {
         "Deep Learning OSS Nvidia Driver AMI GPU PyTorch 2.8 (Ubuntu 24.04)"
     ),
 }
-DATES = ("20250601", "20250913")  # of the images of each kind
+DATES = ("20250920", "20260103")  # of the images of each kind: with drivers of branches 570 and 580
 
 
 def install() -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fakes.aws import metadata, world
-from fakes.aws.blueprint import INSIDE, Machine, blueprint
+from fakes.aws.blueprint import INSIDE, Machine, blueprint, cgroup
 
 START_S = 20.0
 END_S = 20.0
@@ -52,7 +52,8 @@ class Machines:
     """All machines of one fake.
 
     `environment` is laid over that of every process in them; `credentials` are a role's, as the metadata service gives
-    them. `on_poweroff` is called, in a thread of its own, with the id of a machine that switched itself off.
+    them. `engine`: each has Docker, with these lines in /etc/hosts and this certificate. `on_poweroff` is called, in a
+    thread of its own, with the id of a machine that switched itself off.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class Machines:
         *,
         environment: Mapping[str, str] | None = None,
         credentials: metadata.Credentials = metadata.made_up,
+        engine: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = folder / "machines"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._on_poweroff = on_poweroff
-        self._environment = dict(environment or {})
+        self._environment, self._engine = dict(environment or {}), engine
         self._lock = threading.Condition()
         self._running: dict[str, _Running] = {}
         self._starting: set[str] = set()
@@ -209,7 +211,7 @@ class Machines:
         world.attach(link, running.pid, machine.private_address)
         if machine.public_address:
             world.lead(machine.public_address, link)
-        process.stdin.write(blueprint(machine, self._folder, self._environment).encode())
+        process.stdin.write(blueprint(machine, self._folder, self._environment, self._engine).encode())
         process.stdin.flush()
         return running
 
@@ -243,6 +245,14 @@ class Machines:
         running.process.stdin.close()
         self._metadata.remove(running.machine)
         shutil.rmtree(self._folder / running.machine.id / "disk", ignore_errors=True)
+        if self._engine is not None:
+            _drop_groups(cgroup(running.machine.id))
+
+
+def _drop_groups(name: str) -> None:
+    """Removes the control groups of a machine that is gone: they are empty."""
+    command = ["find", "/sys/fs/cgroup", "-depth", "-type", "d", "-path", f"*/{name}*", "-exec", "rmdir", "{}", "+"]
+    subprocess.run(command, stderr=subprocess.DEVNULL, timeout=END_S)
 
 
 def _kill(pid: int) -> None:

@@ -54,7 +54,7 @@ class Operator:
         return self.root / "state" / "mgpu"
 
     def write(self, **run_file: Any) -> None:
-        """The run file: two quick spot nodes without torch, but for what is given."""
+        """The run file: two quick spot nodes without torch, but for what is given; None leaves a key out."""
         keys = {
             "name": "w",
             "provider": "aws",
@@ -71,7 +71,9 @@ class Operator:
             "aws": {"endpoint_url": self.aws.endpoint, "python": sys.executable},  # the machines see this interpreter
             **run_file,
         }
-        (self.folder / "mgpu.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
+        (self.folder / "mgpu.yaml").write_text(
+            "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items() if value is not None)
+        )
 
     @property
     def processes(self) -> dict[int, str]:
@@ -128,9 +130,9 @@ class Operator:
 
 
 @contextmanager
-def operator(folder: Path, **variables: str) -> Iterator[Operator]:
-    """A user with an AWS of their own, which has a base and a bucket; both go with it."""
-    with FakeAws.start(folder / "aws", machines=True) as aws:
+def operator(folder: Path, *, engines: bool = False, **variables: str) -> Iterator[Operator]:
+    """A user with an AWS of their own, which has a base and a bucket; both go with it. `engines`: see FakeAws."""
+    with FakeAws.start(folder / "aws", machines=True, engines=engines) as aws:
         aws.base()
         aws.client("s3").create_bucket(Bucket=BUCKET)
         yield Operator(aws, folder / "user", **variables)

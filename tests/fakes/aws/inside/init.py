@@ -52,6 +52,8 @@ class Init:
         """Boots, and returns when the machine is switched off or its server is gone."""
         self._environment = environment
         self._start(python, "-B", rootfs.CLOUD_INIT)
+        if os.path.exists(rootfs.DOCKERD):  # noqa: PTH110
+            self._start(rootfs.DOCKERD)
         sysrq = [os.open(rootfs.SYSRQ, os.O_RDWR | os.O_CLOEXEC)] if os.path.exists(rootfs.SYSRQ) else []  # noqa: PTH110
         while True:
             due = None if self._sshd_at is None else max(0.0, self._sshd_at - time.monotonic())

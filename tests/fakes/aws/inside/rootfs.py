@@ -19,13 +19,16 @@ from typing import Any
 PYTORCH = "/opt/pytorch"
 CLOUD_INIT = "/usr/local/lib/fake-machine/cloudinit.py"
 SETPRIV = "/usr/local/lib/fake-machine/setpriv"
+DOCKERD = "/usr/local/lib/fake-machine/dockerd"
+TOOLKIT = "/usr/bin/nvidia-container-runtime-hook"  # under this name on PATH the engine looks for it
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 SYSRQ = "/proc/sysrq-trigger"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 _NOSUID, _NODEV, _RDONLY, _REMOUNT, _BIND, _REC, _DETACH = 2, 4, 1, 32, 4096, 16384, 2
 _DROP_BOUNDING = 24
-_DROPPED = (16, 17, 25, 27, 34)  # SYS_MODULE, SYS_RAWIO, SYS_TIME, MKNOD, SYSLOG: the host's, not the machine's
+_MKNOD = 27  # an engine makes its containers' devices
+_DROPPED = (16, 17, 25, _MKNOD, 34)  # SYS_MODULE, SYS_RAWIO, SYS_TIME, SYSLOG: the host's, not the machine's
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 _SSHD_CONFIG = """\
@@ -47,6 +50,13 @@ esac
 [ "$name" = systemctl ] && [ -x /usr/bin/systemctl ] && exec /usr/bin/systemctl "$@"
 echo "$name: this fake machine can only be powered off, at once" >&2
 exit 1
+"""
+# Docker as the machine image has it, less what the host's network would have to do; its words go to the console
+_DOCKERD = """\
+#!/bin/sh
+export SSL_CERT_FILE=/usr/local/lib/fake-machine/ca.pem PATH=%s
+exec dockerd --config-file=/etc/docker/fake-machine.json --cgroup-parent=%s \\
+    --bridge=none --iptables=false --ip6tables=false --ip-forward=false --ip-masq=false
 """
 # where the host has no sudo: the passwordless one of a rented machine's user, with the options that programs use
 _SUDO = """\
@@ -96,8 +106,12 @@ def build(config: dict[str, Any]) -> dict[str, str]:
     environment = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", **config["environment"]}
     _identity(root, config, environment)
     _programs(root, config["cloud_init"])
+    if config["engine"]:
+        _engine(root, config)
     _enter(root)
     for capability in _DROPPED:
+        if capability == _MKNOD and config["engine"]:
+            continue
         _LIBC.prctl(_DROP_BOUNDING, capability, 0, 0, 0)
     return environment
 
@@ -187,6 +201,19 @@ def _programs(root: Path, cloud_init: str) -> None:
         shutil.copy(root / "usr/bin/setpriv", root / SETPRIV.lstrip("/"))
         (root / SETPRIV.lstrip("/")).chmod(stat.S_ISUID | 0o755)
         _write(root, "usr/local/bin/sudo", _SUDO % (PATH, SETPRIV), 0o755)
+
+
+def _engine(root: Path, config: dict[str, Any]) -> None:
+    """Docker, and NVIDIA's container toolkit. The control groups are the host's; machines.py removes them."""
+    with (root / "etc/hosts").open("a") as hosts:
+        hosts.write(config["engine"]["hosts"])
+    _write(root, "usr/local/lib/fake-machine/ca.pem", config["engine"]["ca"])
+    _write(root, DOCKERD.lstrip("/"), _DOCKERD % (PATH, config["cgroup"]), 0o755)
+    _write(root, TOOLKIT.lstrip("/"), f"#!{config['python']} -I\n{config['engine']['toolkit']}", 0o755)
+    _write(root, "etc/docker/fake-machine.json", "{}")
+    bind("/sys/fs/cgroup", f"{root}/sys/fs/cgroup")
+    (root / "var/lib/docker").mkdir(parents=True, exist_ok=True)
+    mount("docker", f"{root}/var/lib/docker", "tmpfs", _NODEV, f"size={config['engine_mib']}m,mode=711")
 
 
 def _enter(root: Path) -> None:

@@ -1,0 +1,199 @@
+"""The trainer's image, built by a real engine's classic builder, on Debian's own base, from an index on loopback.
+
+Torch is not built in: this is the variant that has it mounted, read-only, from the environment of the tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fakes import trainer
+from fakes.engine import Engine
+from fakes.trainer import ARGS
+from mgpu_train.agent import facts as module
+
+from mgpu.image import compat, shipped
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD_S = 240
+CANARY = "canary-5ecret-of-the-build"
+CERTIFICATE = "canary-certificate"
+INSTALLED = ("install.sh", "labels.py", "requirements.lock", "torch.lock", "ca.pem")
+
+
+@dataclass(frozen=True)
+class Index:
+    """Wheels on loopback."""
+
+    url: str
+    asked: list[str]
+
+
+@pytest.fixture(scope="module")
+def index(require) -> Iterator[Index]:
+    wheels = trainer.wheels(require)
+    asked: list[str] = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            asked.append(str(args[0]))
+
+    handler = functools.partial(Handler, directory=str(wheels))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Index(f"http://127.0.0.1:{server.server_address[1]}/", asked)
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def builder(engine: Engine, require) -> Engine:
+    base = trainer.base(require)
+    engine.docker("import", str(base), ARGS["BASE"])
+    return engine
+
+
+@pytest.fixture(scope="module")
+def image(builder: Engine, index: Index, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = context(tmp_path_factory.mktemp("image"), index)
+    done = build(builder, folder, "trainer:1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return "trainer:1"
+
+
+def context(folder: Path, index: Index) -> Path:
+    """The shipped one, and what is for the build alone, as mgpu.image.archive packs it."""
+    shutil.copytree(shipped.trainer_context(), folder, dirs_exist_ok=True)
+    secrets = folder / ".build" / "secrets"
+    secrets.mkdir(parents=True)
+    (folder / ".build" / "ca.pem").write_text(CERTIFICATE)
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": index.url, "PRIVATE_TOKEN": CANARY}.items():
+        (secrets / name).write_text(value)
+    return folder
+
+
+def build(engine: Engine, folder: Path, tag: str, **args: str) -> subprocess.CompletedProcess[str]:
+    options = [part for name, value in (ARGS | args).items() for part in ("--build-arg", f"{name}={value}")]
+    environment = {**os.environ, **engine.env, "DOCKER_BUILDKIT": "0"}
+    command = ["docker", "build", "--network", "host", "--tag", tag, *options, str(folder)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BUILD_S, check=False)
+
+
+def files(engine: Engine, image: str) -> Iterator[tuple[str, bytes]]:
+    """Every file of every layer, and the image's own description."""
+    environment = {**os.environ, **engine.env}
+    saved = subprocess.run(["docker", "save", image], env=environment, capture_output=True, timeout=BUILD_S, check=True)
+    with tarfile.open(fileobj=io.BytesIO(saved.stdout)) as outer:
+        for part in outer:
+            if not part.isfile():
+                continue
+            data = outer.extractfile(part).read()
+            yield part.name, b"" if part.name.endswith("layer.tar") else data
+            if part.name.endswith("layer.tar"):
+                with tarfile.open(fileobj=io.BytesIO(data)) as layer:
+                    yield from ((one.name, layer.extractfile(one).read()) for one in layer if one.isfile())
+
+
+def run(engine: Engine, image: str, *command: str, options: tuple[str, ...] = ()) -> str:
+    return engine.docker("run", "--rm", "--network", "none", *options, image, *command).stdout.strip()
+
+
+def test_the_agent_is_what_it_runs_as_nobody_in_particular(builder: Engine, image: str):
+    assert 1024 <= json.loads(run(builder, image, "free-port"))["port"] <= 65535
+    python = ("--entrypoint", "python")
+    who = (
+        "import os, getpass; print(os.getuid(), getpass.getuser(), os.access('.', os.W_OK), os.access('/opt', os.W_OK))"
+    )
+    assert run(builder, image, "-c", who, options=python) == "10001 mgpu True False"
+    assert run(builder, image, "-c", who, options=(*python, "--user", "4321:4321")) == "4321 mgpu True False"
+
+
+def test_its_labels_are_what_is_in_it(builder: Engine, image: str):
+    labels = json.loads(builder.docker("inspect", "--format", "{{json .Config.Labels}}", image).stdout)
+    assert labels[compat.PYTHON] == "3.11"
+    assert labels["org.opencontainers.image.base.name"] == ARGS["BASE"]
+    assert compat.check(labels, "580.105.08", "H100-80GB") == []
+    facts = json.loads(run(builder, image, "facts"))
+    assert facts["python"].startswith("3.11.")
+    assert (facts["torch"], facts["cuda"]) == (None, None)
+
+
+def test_torch_may_be_mounted_instead_of_built_in(builder: Engine, image: str):
+    if sys.version_info[:2] != (3, 11):
+        pytest.skip("the base has Python 3.11: the tests' torch is for another one")
+    mounted = ("--volume", f"{sysconfig.get_path('purelib')}:/opt/torch:ro")
+    facts = json.loads(run(builder, image, "facts", options=mounted))
+    here = module._torch()
+    assert (facts["torch"], facts["cuda"]) == (here["torch"], here["cuda"])
+    code = "import torch, mgpu_train.loop, pydantic; print(torch.ones(3).sum().item(), pydantic.__file__)"
+    assert run(builder, image, "-c", code, options=(*mounted, "--entrypoint", "python")).startswith(
+        "3.0 /opt/mgpu/lib/"
+    )
+
+
+def test_nothing_of_what_is_for_the_build_alone_is_in_the_image(builder: Engine, image: str, index: Index):
+    secret = [CANARY.encode(), CERTIFICATE.encode(), index.url.encode()]
+    seen = 0
+    for name, data in files(builder, image):
+        seen += 1
+        assert not [one for one in secret if one in data], name
+        assert not name.startswith(("build/", "tmp/")) or Path(name).name not in INSTALLED, name
+    assert seen > 1000
+    history = builder.docker("history", "--no-trunc", image).stdout
+    assert not [one for one in secret if one.decode() in history]
+
+
+def test_it_was_built_from_the_lock_alone(image: str, index: Index):
+    fetched = {request.split()[1].rpartition("/")[2] for request in index.asked if ".whl" in request}
+    locked = (ROOT / "images" / "trainer" / "requirements.lock").read_text()
+    assert {name.split("-")[0].replace("_", "-") for name in fetched} == {
+        line.split("==")[0] for line in locked.splitlines() if "==" in line
+    }
+
+
+def test_changed_sources_of_mgpu_train_move_their_own_layer_alone(
+    builder: Engine, image: str, index: Index, tmp_path: Path
+):
+    folder = context(tmp_path / "changed", index)
+    (folder / "mgpu_train" / "errors.py").write_text("# changed\n")
+    asked = len(index.asked)
+    assert build(builder, folder, "trainer:changed").returncode == 0
+    assert len(index.asked) == asked  # no package was fetched again
+    before, after = (layers(builder, one) for one in (image, "trainer:changed"))
+    moved = [number for number, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]]
+    assert moved == [len(before) - 1]
+
+
+def layers(engine: Engine, image: str) -> list[str]:
+    return json.loads(engine.docker("inspect", "--format", "{{json .RootFS.Layers}}", image).stdout)
+
+
+def test_an_image_that_is_not_what_its_labels_say_is_refused(builder: Engine, image: str, index: Index, tmp_path: Path):
+    lies = {"PYTHON_VERSION": "3.12", "TORCH": "", "CUDA": "13.2", "CUDA_COMPAT": "13.0"}
+    done = build(builder, context(tmp_path / "context", index), "trainer:lies", **lies)
+    assert done.returncode
+    for told in ("PYTHON_VERSION=3.11", "CUDA is '13.2', but the image has ''", "CUDA_COMPAT is '13.0', but the image"):
+        assert told in done.stdout + done.stderr
+    assert "TORCH is" not in done.stdout + done.stderr
+
+
+def test_a_package_that_is_not_the_locked_one_is_refused(builder: Engine, image: str, index: Index, tmp_path: Path):
+    folder = context(tmp_path / "context", index)
+    lock = folder / "requirements.lock"
+    lock.write_text("six==1.17.0 --hash=sha256:" + "0" * 64 + "\n")
+    done = build(builder, folder, "trainer:forged")
+    assert done.returncode
+    assert "DO NOT MATCH THE HASHES" in done.stdout + done.stderr
