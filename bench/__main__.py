@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import aws_scale, checkpoint, overhead, recovery, size, startup
+from bench import aws_scale, checkpoint, image, overhead, recovery, size, startup, sync, up
 
 BENCHES = {
     "startup": startup.main,
@@ -16,6 +16,9 @@ BENCHES = {
     "recovery": recovery.main,
     "size": size.main,
     "aws": aws_scale.main,
+    "image": image.main,
+    "sync": sync.main,
+    "up": up.main,
 }
 CHECKPOINT = "checkpoint"
 

@@ -14,6 +14,18 @@ from mgpu import paths
 
 ROOT = Path(__file__).resolve().parent.parent
 MGPU = Path(sys.executable).with_name("mgpu")
+# a run file without torch and without checkpoints; `nodes` and more is for whoever writes it
+PLAIN_RUN = """
+name: bench
+provider: local
+processes_per_node: 1
+market: spot
+max_price_usd_per_hour: 2
+max_hours: 0.5
+launcher: python
+command: [train.py]
+checkpoint: none
+"""
 PEERS = {"skypilot": ("skypilot==0.14.1", "sky"), "dstack": ("dstack==0.22.5", "dstack")}
 
 
