@@ -19,10 +19,11 @@ from mgpu.words import count
 if TYPE_CHECKING:
     from mgpu_train.timeouts import Timeouts
 
+    from mgpu.acquire.fit import Machines
     from mgpu.plan.model import Offer, Plan
     from mgpu.run.finish import Outcome
     from mgpu.run.fleets import Fleet, Survey
-    from mgpu.run.images import Looked, Machines
+    from mgpu.run.images import Looked
     from mgpu.run.stacks import Context
     from mgpu.spec.model import RunSpec
 
@@ -119,8 +120,18 @@ def show_plan(console: Console, plan: Plan) -> None:
             console.say(note, "yellow")
 
 
-def look_at_image(console: Console, spec: RunSpec, run_file: Path, machines: Machines) -> Looked | None:
-    """What the run file's image is now, and whether it fits these machines; None: it names none.
+def machines_of(spec: RunSpec, plan: Plan) -> Machines:
+    """What the image of a run has to fit: the machines that this plan may take."""
+    from mgpu.acquire.fit import Machines
+    from mgpu.run.reach import provider_for
+
+    return Machines.on_offer(provider_for(spec), plan)
+
+
+def look_at_image(
+    console: Console, spec: RunSpec, run_file: Path, plan: Plan, machines: Machines
+) -> tuple[Looked | None, Plan]:
+    """What the run file's image is now, None: it names none; and the plan without offers that cannot run it.
 
     Raises:
         ImageError: a registry does not answer, or lacks what should exist.
@@ -128,24 +139,15 @@ def look_at_image(console: Console, spec: RunSpec, run_file: Path, machines: Mac
         ProviderError: nobody can tell the driver of the machines.
     """
     if spec.image is None:
-        return None
+        return None, plan
+    from mgpu.acquire import fit
     from mgpu.run import images
 
     with console.waiting("asking for the image"):
         looked = images.look(spec, run_file.resolve().parent)
         if looked is not None and looked.there is not None:
-            images.require_fit(looked.there.labels, machines)
-    return looked
-
-
-def machines_of(spec: RunSpec, plan: Plan) -> Machines:
-    """What an image has to fit: the GPUs of the best offer, and of all others where the run file names them; and the
-    driver that machines boot with where offers may be taken, the best one's region first."""
-    from mgpu.run.images import Machines
-
-    offers = plan.offers if plan.requirements.gpu else (plan.best,)
-    gpus = dict.fromkeys(offer.gpu for offer in offers if offer.gpu)
-    return Machines.rented(spec, tuple(gpus), tuple(dict.fromkeys(offer.region for offer in plan.offers)))
+            plan = fit.fitting(looked.there.labels, plan, machines)
+    return looked, plan
 
 
 def agree(console: Console, yes: bool) -> None:

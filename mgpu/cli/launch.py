@@ -27,9 +27,10 @@ def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None) -> int:
     with console.waiting(common.PREFLIGHT):
         runs.preflight(run_file, spec)
     plan = common.make_plan(spec)
-    common.show_plan(console, plan)
     machines = common.machines_of(spec, plan)
-    if (image := common.look_at_image(console, spec, run_file, machines)) is not None:
+    image, plan = common.look_at_image(console, spec, run_file, plan, machines)
+    common.show_plan(console, plan)
+    if image is not None:
         console.say(str(image))
     common.agree(console, yes)
     context = common.context(console)

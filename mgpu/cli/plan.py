@@ -13,7 +13,7 @@ from mgpu.console import Console
 from mgpu.errors import ImageError, InputError, ProviderError
 
 if TYPE_CHECKING:
-    from mgpu.plan.model import Offer, Plan
+    from mgpu.plan.model import Offer
     from mgpu.run.images import Looked
     from mgpu.spec.model import RunSpec
 
@@ -31,7 +31,12 @@ def plan(run_file: Path, as_json: bool) -> int:
     console = Console(as_json=as_json)
     spec = load(run_file)
     decided = common.make_plan(spec)
-    image, problem = _image(console, spec, run_file, decided)
+    image, problem = None, None
+    try:
+        machines = common.machines_of(spec, decided)
+        image, decided = common.look_at_image(console, spec, run_file, decided, machines)
+    except (ImageError, InputError, ProviderError) as error:
+        problem = error
     if as_json:
         extra = {"price_usd_per_hour": decided.price_usd_per_hour, "max_cost_usd": decided.max_cost_usd}
         console.data(decided.model_dump(mode="json") | extra | ({"image": _words(image)} if spec.image else {}))
@@ -53,18 +58,6 @@ def plan(run_file: Path, as_json: bool) -> int:
         console.say(str(image))
     console.next(f"mgpu launch {run_file}")
     return 0
-
-
-def _image(
-    console: Console, spec: RunSpec, run_file: Path, plan: Plan
-) -> tuple[Looked | None, ImageError | InputError | ProviderError | None]:
-    """What the image is now, or why it cannot run."""
-    if spec.image is None:
-        return None, None
-    try:
-        return common.look_at_image(console, spec, run_file, common.machines_of(spec, plan)), None
-    except (ImageError, InputError, ProviderError) as error:
-        return None, error
 
 
 def _doubts(spec: RunSpec, run_file: Path) -> list[str]:

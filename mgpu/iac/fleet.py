@@ -4,6 +4,7 @@ What a changed input does:
 
     nodes                                 update: new ranks are added, or the surplus ranks ended; no other is touched
     lease, price cap, processes per node  update: recorded; machines that run are left alone
+    labels of the image                   the same; an error where those that run cannot run it
     file of the private key               nothing: it says where the key lies, not which one it is
     all others                            replacement, the old machines first: a running machine cannot take them over
                                           (`maxHours` too: the hard cap is fixed at create, and nothing extends it)
@@ -21,7 +22,8 @@ from pathlib import Path
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire
-from mgpu.acquire import Acquired, Terms
+from mgpu.acquire import Acquired, Terms, fit
+from mgpu.acquire.fit import Machines
 from mgpu.errors import Conflict, InputError, MgpuError, StackError
 from mgpu.events import Note, Warned
 from mgpu.iac import fleetcheck, generations
@@ -35,7 +37,7 @@ from mgpu.plan.model import Plan
 from mgpu.providers import registry
 from mgpu.providers.base import Handle, NodePhase, Provider
 
-_UPDATES = ("nodes", "processesPerNode", "maxPriceUsdPerHour", "leaseMinutes")
+_UPDATES = ("nodes", "processesPerNode", "maxPriceUsdPerHour", "leaseMinutes", "imageLabels")
 _REPLACES = (
     *("name", "owner", "provider", "gpu", "gpusPerNode", "market", "regions", "maxHours", "diskGib", "options"),
     "sshPublicKey",
@@ -57,7 +59,10 @@ class FleetHandler:
         return fleetcheck.checked(call, old, new)
 
     def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:
-        """Inputs against inputs, and the count that is wanted against the machines that live; never offers, prices."""
+        """Inputs against inputs, and the count that is wanted against the machines that live; never offers, prices.
+        Labels of an image that is yet to be built are no difference: the update looks again."""
+        if fleetcheck.has_unknown(new.get("imageLabels")):
+            new = {**new, "imageLabels": old_inputs.get("imageLabels")}
         lives = {**old_inputs, "nodes": old.get("nodes", old_inputs.get("nodes"))}
         return Difference(changed(_UPDATES, lives, new), changed(_REPLACES, old_inputs, new))
 
@@ -104,10 +109,12 @@ class FleetHandler:
             unknown = _BOUGHT if new["nodes"] != fleet.nodes else ()
             return {**fleet.to_wire(), **new, **dict.fromkeys(unknown, UNKNOWN)}
         wanted = FleetInputs.model_validate(new)
+        provider = fleet.rented_from()
+        if wanted.image_labels != fleet.image_labels:
+            fit.require(wanted.image_labels, Machines.standing(fleet.offer.gpu, fleet.handle, provider))
         fleet = fleet.model_copy(update=wanted.model_dump(exclude={"nodes"}))
         if fleet.price_usd_per_hour > wanted.max_price_usd_per_hour:
             call.emit(Warned(_above_cap(fleet, wanted)))
-        provider = fleet.rented_from()
         try:
             fleet = self._shrink(call, provider, fleet, wanted.nodes)
             fleet = self._fill(call, provider, fleet, wanted)
@@ -202,7 +209,8 @@ def _time_left(name: str, hard_cap_at: float) -> float:
 
 def _plan(provider: Provider, wanted: FleetInputs) -> Plan:
     requirements = wanted.requirements()
-    return rank.plan(requirements, provider.offers(requirements).offers)
+    plan = rank.plan(requirements, provider.offers(requirements).offers)
+    return fit.fitting(wanted.image_labels, plan, Machines.on_offer(provider, plan))
 
 
 def _plan_like(provider: Provider, fleet: FleetOutputs, wanted: FleetInputs, count: int) -> Plan:
@@ -221,7 +229,7 @@ def _plan_like(provider: Provider, fleet: FleetOutputs, wanted: FleetInputs, cou
 def _preview(call: Call, inputs: Properties) -> Properties:
     """The inputs, and what is known only after an update; says what would be rented, at which price."""
     unknown = {key for key, value in inputs.items() if fleetcheck.has_unknown(value)}
-    if not unknown - {"sshPublicKey", "sshPrivateKeyFile"}:
+    if not unknown - {"sshPublicKey", "sshPrivateKeyFile", "imageLabels"}:
         wanted = FleetInputs.model_validate(inputs | fleetcheck.stand_ins(unknown))
         plan = _plan(wanted.rented_from(), wanted)
         price = f"${plan.best_price_usd_per_hour:.2f}/h, all nodes; ${plan.price_usd_per_hour:.2f}/h at most"

@@ -50,13 +50,17 @@ class FleetInputs(Properties):
         description="its private half, a 0600 file; for providers whose machines come with a one-use host key",
     )
 
+    image_labels: dict[str, str] = Field(
+        default={}, description="what the image that nodes run says it fits; machines that cannot run it are not rented"
+    )
+
     def rented_from(self) -> Provider:
         """The provider, with the settings that the fleet is asked for with."""
         return registry.get(self.provider, self.options)
 
     def requirements(self) -> Requirements:
         """What the plan and the provider are asked for."""
-        own = {"name", "owner", "options", "ssh_public_key", "ssh_private_key_file"}
+        own = {"name", "owner", "options", "ssh_public_key", "ssh_private_key_file", "image_labels"}
         return Requirements(**self.model_dump(exclude=own), provider_options=self.options)
 
     def request(self, generation: int, hard_cap_s: float) -> FleetRequest:

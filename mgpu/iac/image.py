@@ -30,7 +30,7 @@ from mgpu.image.reference import Reference
 from mgpu.spec.image import ImageSpec
 
 _UPDATES = ("hash", "reference", "platform")
-_MADE = ("reference", "tag", "digest", "bytes")
+_MADE = ("reference", "tag", "digest", "bytes", "labels")
 _LOOK_S = 10.0  # for a registry, at a refresh
 _CANCEL_S = 0.2  # until a cancel is seen
 

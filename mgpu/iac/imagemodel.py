@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import Field
 
 from mgpu.iac.fleetmodel import Properties
-from mgpu.image import place
+from mgpu.image import compat, place
 from mgpu.image.publish import Published, Site
 from mgpu.image.reference import Reference
 from mgpu.providers import registry
@@ -74,6 +74,7 @@ class ImageOutputs(_Image):
     tag: str = Field(description="its name there besides: the hash of its inputs, or the tag that was named")
     digest: str = Field(description="sha256:...")
     bytes: int = Field(description="of all layers, compressed")
+    labels: dict[str, str] = Field({}, description="what it says it fits: its CUDA, PyTorch and Python")
 
     @classmethod
     def of(cls, wanted: ImageInputs, published: Published) -> ImageOutputs:
@@ -85,5 +86,6 @@ class ImageOutputs(_Image):
             "tag": published.tag,
             "digest": name.digest,
             "bytes": published.image_bytes,
+            "labels": compat.said(published.labels),
         }
         return cls.model_validate(wanted.model_dump() | found)

@@ -32,11 +32,11 @@ FLEET_OUTPUTS = (
 )
 """What a Fleet knows beyond its inputs."""
 
-IMAGE_OUTPUTS = ("tag", "digest", "hash", "bytes")
+IMAGE_OUTPUTS = ("tag", "digest", "hash", "bytes", "labels")
 """What an Image knows beyond its inputs, and beyond `reference`, which is both."""
 
 _MACHINE = ("host_key", "private_address", "price_usd_per_hour")
-_KEY = ("ssh_public_key", "ssh_private_key_file")
+_OF_OTHERS = ("ssh_public_key", "ssh_private_key_file", "image_labels")
 
 
 def run_spec() -> RunSpec:
@@ -190,6 +190,7 @@ class Image(_Resource):
     digest: Output[str]
     hash: Output[str]
     bytes: Output[int]
+    labels: Output[dict[str, str]]
 
     def __init__(self, resource_name: str, args: ImageArgs, opts: ResourceOptions | None = None) -> None:
         inputs = {field.name: getattr(args, field.name) for field in fields(args)}
@@ -221,7 +222,7 @@ class Fleet(_Resource):
     """N equal machines, with the guard that they depend on.
 
     `output` is what a program exports as `mgpu` for runs to use; `store` is the default of `checkpoint.to` in it.
-    `image`: what nodes run; nothing is rented before it is in its registry.
+    `image`: what nodes run; nothing is rented before it is in its registry, and no machine that cannot run it.
     """
 
     nodes: Output[int]
@@ -236,7 +237,7 @@ class Fleet(_Resource):
     hard_cap_at: Output[float]
     output: Output[dict[str, Any]]
 
-    _names = _camel(*(field.name for field in fields(FleetArgs)), *_KEY, *FLEET_OUTPUTS, *_MACHINE)
+    _names = _camel(*(field.name for field in fields(FleetArgs)), *_OF_OTHERS, *FLEET_OUTPUTS, *_MACHINE)
 
     def __init__(
         self,
@@ -254,7 +255,8 @@ class Fleet(_Resource):
         guard = FleetGuard(f"{resource_name}-guard", args.provider, name, args.owner, args.options, guard_opts)
         props = {**inputs, "name": name, **dict.fromkeys(FLEET_OUTPUTS)}
         props |= {"ssh_public_key": key.public_key, "ssh_private_key_file": key.private_key_file}
-        after = ResourceOptions(depends_on=[guard, *([image] if image else [])], delete_before_replace=True)
+        props["image_labels"] = image.labels if image else None
+        after = ResourceOptions(depends_on=[guard], delete_before_replace=True)
         super().__init__("mgpu:index:Fleet", resource_name, props, ResourceOptions.merge(opts, after))
         self.output = Output.all(
             store=store,

@@ -81,6 +81,11 @@ def fit(labels: Mapping[str, str]) -> Fit | None:
     )
 
 
+def said(labels: Mapping[str, str]) -> dict[str, str]:
+    """Of an image's labels those that say what it fits."""
+    return {name: labels[name] for name in (TORCH, CUDA, CUDA_COMPAT, PYTHON) if labels.get(name)}
+
+
 def has_cuda(labels: Mapping[str, str]) -> bool:
     """Whether an image with these labels says that it has CUDA: a driver has to fit it."""
     return labels.get(CUDA, "cpu") not in ("", "cpu")

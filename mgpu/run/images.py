@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mgpu.errors import AuthError, InputError, MgpuError
+from mgpu.acquire import fit
+from mgpu.acquire.fit import ANY, Machines
+from mgpu.errors import InputError, MgpuError
 from mgpu.events import Emit, Note, PhaseFinished, PhaseStarted, Warned, ignore
 from mgpu.iac.outputs import StackOutput
 from mgpu.image import bases, compat, context, place, publish, registry
 from mgpu.image.http import Patience
 from mgpu.image.publish import Site
 from mgpu.image.reference import Reference
-from mgpu.providers.base import MachineDriver, Provider
+from mgpu.providers.base import Provider
 from mgpu.run.containers import ImageToRun
 from mgpu.run.reach import handle_of, provider_for, provider_of
 from mgpu.run.record import Record
@@ -24,7 +25,6 @@ from mgpu.spec.image import ImageSpec
 from mgpu.spec.model import RunSpec
 from mgpu.words import amount
 
-_OURS = "dev.mgpu."  # labels that say what an image fits
 _COMPARE_S = 10.0  # for a registry, where the stack's image runs all the same if it is silent
 
 
@@ -58,42 +58,6 @@ class Looked:
         if self.there is None:
             return f"image {self.name}: not in its registry yet, it is built and pushed first"
         return f"image {self.there.reference}: in its registry"
-
-
-@dataclass(frozen=True)
-class Machines:
-    """What an image has to fit, as far as it is known: GPUs by name, and the driver that machines boot with; `boots`
-    tells that one and raises ProviderError. It is asked only for an image with CUDA."""
-
-    gpus: tuple[str, ...] = ()
-    boots: Callable[[], MachineDriver | None] = lambda: None
-
-    @classmethod
-    def rented(cls, spec: RunSpec, gpus: Sequence[str], regions: Sequence[str]) -> Machines:
-        """Those that a plan for the run file may take; their provider is asked once."""
-        return cls(tuple(gpus), _asking_once(lambda: provider_for(spec).machine_driver(regions)))
-
-    @classmethod
-    def standing(cls, fleet: StackOutput) -> Machines:
-        """Those of a fleet that stands; of another program's machines only the GPUs are known."""
-        gpus, provider = tuple(filter(None, [fleet.gpu])), provider_of(fleet)
-        return cls(gpus, _asking_once(lambda: provider.driver_of(handle_of(fleet)) if provider else None))
-
-
-ANY = Machines()  # nothing is known of them
-
-
-def _asking_once(ask: Callable[[], MachineDriver | None]) -> Callable[[], MachineDriver | None]:
-    """Without credentials nothing is known: a plan is made all the same, and whoever rents was told of theirs."""
-
-    @functools.cache
-    def asked() -> MachineDriver | None:
-        try:
-            return ask()
-        except AuthError:
-            return None
-
-    return asked
 
 
 def look(spec: RunSpec, base: Path) -> Looked | None:
@@ -131,7 +95,7 @@ def settle(spec: RunSpec, base: Path, emit: Emit = ignore, machines: Machines = 
     seconds = round(time.monotonic() - begin, 3)
     emit(PhaseFinished("image", seconds))
     emit(Note(told(published)))
-    require_fit(settled.labels, machines)
+    fit.require(settled.labels, machines)
     return Settled(settled.reference, settled.compressed_bytes, settled.workdir, settled.labels, seconds)
 
 
@@ -144,7 +108,7 @@ def for_stack(spec: RunSpec, base: Path, fleet: StackOutput, emit: Emit = ignore
             than the run file's folder.
         ProviderError: nobody can tell the driver of the machines.
     """
-    machines = Machines.standing(fleet)
+    machines = Machines.standing(fleet.gpu, handle_of(fleet), provider_of(fleet))
     if fleet.image is None:
         return settle(spec, base, emit, machines)
     if not Reference.parse(fleet.image).digest:
@@ -154,7 +118,7 @@ def for_stack(spec: RunSpec, base: Path, fleet: StackOutput, emit: Emit = ignore
     image = ours.model_copy(update={"reference": fleet.image})
     site = _site(spec, image, base)
     settled = _read(spec, image, site, publish.ensure(image, site).reference)
-    require_fit(settled.labels, machines)
+    fit.require(settled.labels, machines)
     _compare(spec, base, fleet.image, emit)
     return settled
 
@@ -190,23 +154,6 @@ def unused_args(image: ImageSpec, base: Path) -> list[str]:
     return bases.read(recipe, image.args).unused(image.args)
 
 
-def require_fit(labels: Mapping[str, str], machines: Machines) -> None:
-    """Raises InputError where an image with these labels cannot run on one of these GPUs, or with their driver."""
-    driver = machines.boots() if compat.has_cuda(labels) else None
-    for gpu in machines.gpus or (None,):
-        problems = compat.check(labels, driver.version if driver else None, gpu)
-        if problems:
-            raise _misfit(problems, driver)
-
-
-def _misfit(problems: Sequence[compat.Problem], driver: MachineDriver | None) -> InputError:
-    first, *others = problems
-    told = driver if any(each.of_driver for each in problems) else None
-    why = (told.why if told else "", first.why, *(f"{each.what}: {each.why}" for each in others))
-    cure = (first.next_step, told.cure if told else "", "`mgpu image inspect` shows what the image fits.")
-    return InputError(f"image: {first.what}", "\n".join(filter(None, why)), " ".join(filter(None, cure)))
-
-
 def remember(record: Record, image: Settled | None) -> None:
     """Writes into a record what every later attempt, and whoever takes over, runs."""
     if image is None:
@@ -237,8 +184,7 @@ def _read(spec: RunSpec, image: ImageSpec, site: Site, reference: str) -> Settle
         why = f"{name.registry} has none for {image.platform} any more."
         raise InputError(f"no image {reference}", why, "Push it again, or mend `image:`.")
     _require_code(spec, found.workdir)
-    ours = {key: value for key, value in found.labels.items() if key.startswith(_OURS)}
-    return Settled(reference, found.bytes, found.workdir, ours)
+    return Settled(reference, found.bytes, found.workdir, compat.said(found.labels))
 
 
 def _require_code(spec: RunSpec, workdir: str) -> None:

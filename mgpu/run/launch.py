@@ -16,6 +16,8 @@ from pathlib import Path
 from mgpu_train.config import Secrets
 from mgpu_train.timeouts import Timeouts
 
+from mgpu.acquire import fit
+from mgpu.acquire.fit import Machines
 from mgpu.errors import InputError, ProviderError
 from mgpu.events import Note, Warned
 from mgpu.iac.engine import Stack
@@ -27,7 +29,7 @@ from mgpu.run import images
 from mgpu.run.begin import require_store
 from mgpu.run.conduct import conduct
 from mgpu.run.finish import Outcome, conclude
-from mgpu.run.images import Machines, Settled
+from mgpu.run.images import Settled
 from mgpu.run.patience import Patience
 from mgpu.run.reach import provider_for, provider_of
 from mgpu.run.record import Folder, Record, busy, load, new_run_id, opening, save, supervising
@@ -46,7 +48,7 @@ def launch(
     context: Context,
     *,
     resume: Record | None = None,
-    machines: Machines = images.ANY,
+    machines: Machines = fit.ANY,
 ) -> Outcome:
     """Makes a stack of its own, runs on it, and gives the fleet back (or keeps it: `teardown: keep`). The image is in
     its registry before anything is rented, and fits `machines`."""
@@ -230,7 +232,7 @@ def _with_image(session: Session, request: Request, fleet: StackOutput) -> Reque
     image = images.remembered(session.record)
     if image is None:
         return request
-    images.require_fit(image.labels, Machines(tuple(filter(None, [fleet.gpu]))))
+    fit.require(image.labels, Machines(tuple(filter(None, [fleet.gpu]))))
     return replace(request, code_folder=image.workdir if images.in_image(request.spec) else "")
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +34,7 @@ from mgpu.providers.base import (
     FleetState,
     Handle,
     Intent,
+    MachineDriver,
     NodePhase,
     NodeState,
     Offers,
@@ -149,6 +150,9 @@ class FakeProvider:
         self.refuse_describe: ProviderError | None = None
         self.refuse_repair: ProviderError | None = None
         self.zones: tuple[str | None, ...] = (None,)
+        self.gpu: str | None = None
+        self.driver: MachineDriver | None = None  # that machines boot with
+        self.asked_for_driver: list[tuple[str, ...] | Handle] = []
         self.options: list[dict[str, str]] = []  # of every call for this provider
 
     def check(self) -> None: ...
@@ -159,6 +163,7 @@ class FakeProvider:
             Offer(
                 provider="fake",
                 instance_type="m1",
+                gpu=self.gpu,
                 market=market,
                 price_usd_per_hour=self.price,
                 region="r1",
@@ -171,6 +176,14 @@ class FakeProvider:
 
     def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
         return self._make(request, token, range(request.requirements.nodes), ("",) * request.requirements.nodes)
+
+    def machine_driver(self, regions: Sequence[str]) -> MachineDriver | None:
+        self.asked_for_driver.append(tuple(regions))
+        return self.driver
+
+    def driver_of(self, handle: Handle) -> MachineDriver | None:
+        self.asked_for_driver.append(handle)
+        return self.driver
 
     def find(self, intent: Intent) -> Handle | None:
         return self.gangs[intent.token][1] if intent.token in self.gangs else None

@@ -18,8 +18,9 @@ from mgpu.events import Event
 from mgpu.iac import contact, failures, fleet, plugin, schema
 from mgpu.iac.handler import Call, Settings
 from mgpu.iac.wire import UNKNOWN, from_struct
+from mgpu.image import compat
 from mgpu.plan.model import Requirements
-from mgpu.providers.base import FleetState, JumpHost, NodePhase, Offers
+from mgpu.providers.base import FleetState, JumpHost, MachineDriver, NodePhase, Offers
 
 FLEET = schema.FLEET
 WANTED = {
@@ -537,6 +538,61 @@ def test_what_machines_cannot_take_over_replaces_them_old_ones_first(wire, here,
     diff, _ = again(wire, here, made, **change)
     assert list(diff.replaces) == list(change)
     assert diff.deleteBeforeReplace
+
+
+# ---- the image that nodes are to run
+
+CUDA_13 = {compat.TORCH: "2.9.0", compat.CUDA: "13.0"}
+OLD = MachineDriver(version="570.172.08", why="Image m-1 brings 570.172.08.", cure="`machine: m-2` is newer.")
+NEW = OLD.model_copy(update={"version": "580.105.08"})
+
+
+@pytest.mark.parametrize("preview", [True, False], ids=["preview", "up"])
+def test_machines_that_cannot_run_the_image_are_not_rented(wire, here, fake, preview):
+    fake.driver = OLD
+    inputs = wire.inputs(here, WANTED | {"imageLabels": CUDA_13})
+    with pytest.raises(grpc.RpcError, match=r"needs a newer NVIDIA driver than 570\.172\.08[^$]+\[mgpu:InputError\]"):
+        wire.create(here, inputs, preview=preview)
+    assert fake.asked_for_driver == [("r1",)]
+    assert fake.created == []
+
+
+def test_machines_that_run_the_image_are_rented(wire, here, fake):
+    fake.driver, fake.gpu = NEW, "H100-80GB"
+    outputs = from_struct(wire.create(here, wire.inputs(here, WANTED | {"imageLabels": CUDA_13})).properties)
+    assert (outputs["imageLabels"], len(fake.created)) == (CUDA_13, 2)
+
+
+def test_another_image_is_compared_with_the_machines_that_stand_and_replaces_none(wire, here, made, fake):
+    diff, update = again(wire, here, made, imageLabels=CUDA_13)
+    assert (list(diff.diffs), list(diff.replaces)) == (["imageLabels"], [])
+    fake.driver = OLD
+    with pytest.raises(grpc.RpcError, match="needs a newer NVIDIA driver"):
+        update()
+    fake.driver = NEW
+    assert update()["imageLabels"] == CUDA_13
+    assert [asked.ids for asked in fake.asked_for_driver] == [tuple(ids(made[2]))] * 2
+    assert len(fake.created) == 2
+
+
+def test_an_image_that_is_yet_to_be_built_is_no_difference(wire, here, fake):
+    fake.driver = NEW
+    first = wire.inputs(here, WANTED | {"imageLabels": CUDA_13})
+    outputs = from_struct(wire.create(here, first).properties)
+    later = wire.inputs(here, WANTED | {"imageLabels": UNKNOWN}, first)
+    assert wire.diff(here, first, outputs, later).changes == provider_pb2.DiffResponse.DIFF_NONE
+    assert from_struct(wire.create(here, later, preview=True).properties)["machines"] == UNKNOWN
+
+
+def test_a_repair_does_not_ask_for_the_driver_again(wire, here, fake):
+    """An answer that nobody needs must not keep a run from its next machine."""
+    inputs = wire.inputs(here, WANTED | {"imageLabels": CUDA_13})
+    made = wire.create(here, inputs)
+    fake.asked_for_driver.clear()
+    outputs = from_struct(made.properties)
+    fake.phases[ids(outputs)[0]] = NodePhase.TERMINATED
+    assert len(ids(wire.update(here, made.id, outputs, inputs))) == 2
+    assert fake.asked_for_driver == []
 
 
 def test_ignored_changes_are_ignored(wire, here, made):

@@ -45,6 +45,7 @@ BOUGHT = {
     "owner": "o-1",
 }
 PUBLISHED = {"reference": f"registry.example/a@sha256:{'a' * 64}", "tag": "mgpu-1", "digest": f"sha256:{'a' * 64}"}
+PUBLISHED["labels"] = {"dev.mgpu.cuda": "13.0"}
 KEY = {"publicKey": "ssh-ed25519 AAAA", "privateKey": "PRIVATE", "privateKeyFile": "/keys/id"}
 RUN_FILE = {
     "name": "demo",
@@ -174,6 +175,7 @@ def test_an_image_is_exported_by_its_digest_and_nothing_is_rented_before_it_is_t
     made, exported = program(image=given | {"ca_file": "ca.pem"})
     assert settled(exported["mgpu"])[0]["image"] == PUBLISHED["reference"]
     assert "image" in waits["fleet"]
+    assert made["fleet"].inputs["imageLabels"] == PUBLISHED["labels"]
     inputs = made["image"].inputs
     assert {key: inputs[key] for key in given} == given
     assert inputs["certificates"] == "ca.pem"
@@ -207,7 +209,7 @@ def _declared(cls):
 def test_the_fleet_args_are_the_schemas_inputs():
     inputs = schema.package()["resources"][schema.FLEET]
     given = {to_camel(field.name): field for field in fields(resources.FleetArgs)}
-    assert given.keys() | {"sshPublicKey", "sshPrivateKeyFile"} == inputs["inputProperties"].keys()
+    assert given.keys() | {"sshPublicKey", "sshPrivateKeyFile", "imageLabels"} == inputs["inputProperties"].keys()
     needed = {name for name, field in given.items() if field.default is not None}
     assert needed | {"sshPublicKey"} == set(inputs["requiredInputs"])
 

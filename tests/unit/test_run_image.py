@@ -12,17 +12,19 @@ from mgpu_train.agent.equip import PROBLEM
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.status import Fault, Phase
 
+from mgpu.acquire import fit
+from mgpu.acquire.fit import Machines
 from mgpu.errors import AuthError, ImageError, InputError, PermissionDenied, SpecError
 from mgpu.events import Note, PhaseStarted, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.image import compat
 from mgpu.image.auth import Login
-from mgpu.plan.model import Offer
+from mgpu.plan.model import Offer, Plan, Requirements
 from mgpu.providers.base import MachineDriver, Offers
 from mgpu.remote.targets import Result
 from mgpu.run import images, onnode, record, stacks, takeover
 from mgpu.run import launch as runs
-from mgpu.run.images import Looked, Machines, Settled
+from mgpu.run.images import Looked, Settled
 from mgpu.run.record import Folder, State
 from mgpu.spec.load import load, loads
 
@@ -87,6 +89,13 @@ class Place:
 
     def launch(self, more="", **kwargs):
         return runs.launch(self.world.run_file, self.spec(more), self.context, **kwargs)
+
+    def on_offer(self, *offers):
+        """Machines of a plan with these offers, each a GPU and a region."""
+        sold = {"provider": "local", "instance_type": "m", "market": "spot", "price_usd_per_hour": 1, "fetched_at": 0}
+        wanted = Requirements(provider="local", nodes=1, gpu=("any",), max_price_usd_per_hour=1, max_hours=1)
+        offered = tuple(Offer(gpu=gpu, region=region, **sold) for gpu, region in offers)
+        return Machines.on_offer(self.world.cloud, Plan(requirements=wanted, offers=offered))
 
     def stands(self, **more):
         handle = self.world.cloud.rent("mine-dev", len(self.world.nodes))
@@ -241,7 +250,7 @@ def test_a_machine_image_with_an_old_driver_rents_nothing(world):
     world.cloud.driver = OLD
     with at(world, labels=CUDA_13) as place:
         with pytest.raises(InputError, match=r"CUDA 13\.0 needs a newer NVIDIA driver than 570\.172\.08") as caught:
-            place.launch(machines=Machines.rented(place.spec(), ("A100-80GB", "H100-80GB"), ("r-1", "r-2")))
+            place.launch(machines=place.on_offer(("A100-80GB", "r-1"), ("H100-80GB", "r-2")))
         assert caught.value.exit_code == 2
         assert caught.value.why.startswith(f"{OLD.why}\n")
         assert OLD.cure in caught.value.next_step
@@ -252,27 +261,20 @@ def test_a_machine_image_with_an_old_driver_rents_nothing(world):
 def test_a_machine_image_with_a_driver_that_does_is_rented(world):
     world.cloud.driver = NEW
     with at(world, labels=CUDA_13) as place:
-        assert place.launch(machines=Machines.rented(place.spec(), ("A100-80GB",), ("r-1",))).exit_code == 0
-
-
-def test_what_another_gpu_would_cure_says_nothing_of_the_driver():
-    with pytest.raises(InputError, match="no code for the V100") as caught:
-        images.require_fit({**LABELS, compat.TORCH: "2.11.0"}, Machines(("V100-16GB",), lambda: NEW))
-    assert NEW.why not in caught.value.why
-    assert NEW.cure not in caught.value.next_step
+        assert place.launch(machines=place.on_offer(("A100-80GB", "r-1"))).exit_code == 0
 
 
 @pytest.mark.parametrize("cuda", [{compat.CUDA: "cpu"}, {}], ids=["without", "unsaid"])
 def test_for_an_image_that_has_no_cuda_nobody_is_asked_for_a_driver(world, cuda):
     world.cloud.driver = OLD
     with at(world, labels={compat.TORCH: "2.9.0", **cuda}) as place:
-        assert place.launch(machines=Machines.rented(place.spec(), (), ("r-1",))).exit_code == 0
+        assert place.launch(machines=place.on_offer((None, "r-1"))).exit_code == 0
     assert world.cloud.asked_for_driver == []
 
 
 def test_without_credentials_the_driver_is_not_known(place):
     place.world.cloud.refuses["driver"] = [AuthError("there are no credentials")]
-    images.require_fit(CUDA_13, Machines.rented(place.plain(), (), ("r-1",)))
+    fit.require(CUDA_13, place.on_offer((None, "r-1")))
     assert place.world.cloud.asked_for_driver == [("r-1",)]
 
 
