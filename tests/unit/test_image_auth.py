@@ -6,6 +6,7 @@ import base64
 import datetime
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,8 @@ def test_aws_gives_tokens_for_its_registries(aws: FakeAws):
 
 
 def test_an_account_that_gives_no_token_is_an_error_with_a_cure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

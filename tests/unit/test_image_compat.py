@@ -93,11 +93,6 @@ def test_every_gpu_has_a_build_that_runs_on_it(gpu):
     assert any(runs_on(each, GPUS[gpu].capability) for each in codes)
 
 
-@pytest.mark.parametrize("gpu", ["T4", "A10G", "L4", "L40S", "A100-80GB", "H100-80GB", "H200", "B200", "B300"])
-def test_the_lock_files_pytorch_runs_on_what_aws_rents_with_the_driver_of_its_machine_images(gpu):
-    assert check(labels(), "580.105.08", gpu) == []
-
-
 # NVIDIA's own: minor-version-compatibility.html, table 1, and forward-compatibility.html
 @pytest.mark.parametrize(
     ("cuda", "driver", "runs"),

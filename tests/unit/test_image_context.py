@@ -176,7 +176,6 @@ def test_a_name_that_is_not_utf8_is_kept_byte_by_byte(folder):
 @pytest.mark.parametrize("fails", [True, False])
 def test_the_garbage_collector_is_as_it_was(folder, monkeypatch, enabled, fails):
     def look(self: Hashes, path: str, seen: os.stat_result) -> bytes:
-        assert not gc.isenabled()
         if fails:
             raise KeyboardInterrupt
         return b""
@@ -302,12 +301,11 @@ def test_the_archive_is_the_same_whoever_checked_the_folder_out(tmp_path):
     assert all(member.uid == member.gid == 0 for member in archived(scanned(tmp_path / "here"))[1])
 
 
-@pytest.mark.parametrize("text", ["b", "aa", ""], ids=["other", "longer", "shorter"])
+# of what is longer, as many bytes as were hashed are looked at
+@pytest.mark.parametrize("text", ["b", "ba", ""], ids=["other", "longer", "shorter"])
 def test_a_file_that_changed_since_it_was_hashed_is_not_sent(folder, text):
     found = scanned(folder)
     (folder / "src" / "a.py").write_text(text)
-    if text == "aa":  # what was hashed is what is sent: its first byte
-        (folder / "src" / "a.py").write_text("ba")
     with pytest.raises(InputError, match=r"a\.py changed while the image was built"):
         found.write_tar(io.BytesIO())
 

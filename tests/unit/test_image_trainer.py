@@ -14,12 +14,14 @@ import pytest
 
 from mgpu.image import bases, compat, context, shipped
 from mgpu.image.compattable import FAMILIES, TOOLKITS, WHEELS
+from mgpu.providers.aws import drivers
 from mgpu.spec.image import ImageSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "images" / "trainer"
 DOCKERFILE = (TRAINER / "Dockerfile").read_text()
 ARGS = dict(re.findall(r"^ARG (\w+)=(.*)$", DOCKERFILE, re.MULTILINE))
+LABELS = dict(re.findall(r'(dev\.mgpu\.\S+)="\$\{(\w+)\}"', DOCKERFILE))  # by the name of the ARG that each repeats
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +43,8 @@ def modes(folder: Path) -> set[tuple[bool, int]]:
 
 
 def test_the_lock_files_and_the_dockerfile_are_those_of_the_lock(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()  # set-up keeps uv in the user's own cache
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    monkeypatch.delenv("XDG_CACHE_HOME")  # where set-up keeps uv
     import write_image_locks
 
     for path, text in write_image_locks.texts().items():
@@ -92,11 +94,10 @@ def test_what_is_for_the_build_alone_goes_into_a_stage_that_is_thrown_away():
 
 
 def test_the_image_says_of_itself_what_the_table_reads():
-    labels = dict(re.findall(r'(dev\.mgpu\.\S+)="\$\{(\w+)\}"', DOCKERFILE))
-    assert labels == {
+    assert LABELS == {
         compat.PYTHON: "PYTHON_VERSION", compat.TORCH: "TORCH", compat.CUDA: "CUDA", compat.CUDA_COMPAT: "CUDA_COMPAT",
     }  # fmt: skip
-    assert set(labels.values()) <= set(ARGS)
+    assert set(LABELS.values()) <= set(ARGS)
 
 
 def test_the_table_knows_the_default_image():
@@ -104,6 +105,12 @@ def test_the_table_knows_the_default_image():
     assert cuda in WHEELS[torch[:2]]
     assert TOOLKITS[package].compat_on
     assert TOOLKITS[package].driver >= FAMILIES[cuda[0]]
+
+
+@pytest.mark.parametrize("gpu", ["T4", "A10G", "L4", "L40S", "A100-80GB", "H100-80GB", "H200", "B200", "B300"])
+def test_the_default_image_runs_on_what_aws_rents_with_each_driver_of_its_machine_images(gpu: str):
+    says = {label: ARGS[name] for label, name in LABELS.items()}
+    assert [release for release in drivers.RELEASES if compat.check(says, release.driver, gpu)] == []
 
 
 def test_the_context_is_whole_and_has_nothing_compiled(cache: Path):
