@@ -21,6 +21,8 @@ from mgpu.iac.handler import Call, Settings
 from mgpu.iac.image import ImageHandler
 from mgpu.iac.wire import UNKNOWN, from_struct
 from mgpu.image import publish, registry
+from mgpu.image.http import Api
+from mgpu.image.reference import Reference
 
 DOCKERFILE = "ARG BASE\nFROM ${BASE}\nCOPY code /code\n"
 BASE_NAME = "bases/image"
@@ -81,9 +83,6 @@ def no_engine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def delete(reference: str) -> None:
     """Takes an image out of its registry, as a lifecycle rule would."""
-    from mgpu.image.http import Api
-    from mgpu.image.reference import Reference
-
     name = Reference.parse(reference)
     assert Api(name, lambda: None).ask("DELETE", f"manifests/{name.digest}").status == 202
 
@@ -238,10 +237,10 @@ def test_an_import_is_refused(wire, here):
         wire.read(here, "x")
 
 
-def test_the_image_that_a_run_has_settled_on_stays_whatever_was_changed_since(serve, here, asked, folder, monkeypatch):
-    made = from_struct(
-        (first := serve({schema.IMAGE: ImageHandler()})).create(here, first.inputs(here, asked)).properties
-    )
+def test_the_image_that_a_run_has_settled_on_stays_whatever_was_changed_since(
+    wire, serve, here, asked, folder, monkeypatch
+):
+    made = from_struct(wire.create(here, wire.inputs(here, asked)).properties)
     of_run = serve({schema.IMAGE: ImageHandler(made["reference"])})
     before = of_run.inputs(here, asked)
     outputs = from_struct(of_run.create(here, before).properties)
