@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,14 +13,22 @@ import paramiko
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import CommandFailed, RemoteError
+from mgpu.remote import receiver
 from mgpu.remote.command import checked, run_command
 from mgpu.remote.connection import load_key, open_connection
 from mgpu.remote.files import Files
 from mgpu.remote.snapshot import DEFAULT_EXCLUDE, Snapshot, scan
 from mgpu.remote.targets import Result, SyncReport, Target, check_path
 
-_RECEIVER = Path(__file__).with_name("receiver.py")
+_RECEIVER = Path(receiver.__file__)
 _MANIFEST_LIMIT = 256 << 20
+_SPARE_S = 10.0  # for the node's answer to arrive, once it has given up by itself
+_CURES = {
+    receiver.REFUSED: "Mend that on the node (`mgpu ssh`), and run the command again.",
+    receiver.BUSY: "Another `mgpu` sends to this folder: run the command again when it is done. If it is stuck, end "
+    "that process on the node (`mgpu ssh`).",
+    receiver.CHANGED: "Another `mgpu` sends other files to this folder: run the command again when it is done.",
+}
 
 
 class Node:
@@ -123,41 +132,59 @@ class Node:
     ) -> SyncReport:
         """Makes `dest` hold what `folder` holds: sends what differs, deletes what an earlier sync sent and is gone now.
 
-        Files on the node that no sync sent stay. A transfer that is cut changes nothing. Links inside the folder stay
-        links. `exclude`, and `.mgpuignore` in the folder, hold patterns as .gitignore does. `python`
-        is the node's (default: the target's). `like`: a pattern of folders below the home; a `dest` that is new begins
-        with a copy of what is untouched in the one of them that was synced last.
+        Files on the node that no sync sent stay. A transfer that is cut changes nothing. Another one to `dest` that is
+        under way is waited for; one of which the node hears nothing for `silence_s` is ended there. Links inside the
+        folder stay links. `exclude`, and `.mgpuignore` in the folder, hold patterns as .gitignore does. `python` is the
+        node's (default: the target's). `like`: a pattern of folders below the home; a `dest` that is new begins with a
+        copy of what is untouched in the one of them that was synced last.
 
         Raises:
             InputError: files that cannot be sent, links that leave the folder.
-            CommandFailed, ConnectionFailed: as `run`; the whole is bounded by `sync_s`.
+            CommandFailed, ConnectionFailed: as `run`; the whole is bounded by `sync_s`, the wait for others included.
         """
         snapshot = folder if isinstance(folder, Snapshot) else scan(folder, exclude)
-        receiver = [python or self.target.python, "-I", "-c", _RECEIVER.read_text("utf-8")]
-        found = self._found(receiver, check_path(dest), like)
+        program = [python or self.target.python, "-I", "-c", _RECEIVER.read_text("utf-8")]
+        check_path(dest)
+        until = time.monotonic() + self._timeouts.sync_s
+        while True:
+            try:
+                return self._send(snapshot, program, dest, like, until)
+            except CommandFailed as error:
+                # another transfer was done in between: what is there now is asked anew
+                if error.status != receiver.CHANGED or time.monotonic() > until:
+                    raise
+
+    def _send(self, snapshot: Snapshot, program: list[str], dest: str, like: str, until: float) -> SyncReport:
+        """Asks what is there and sends what differs, once."""
+        found = self._found(program, dest, like, until)
         wanted = snapshot.entries
         changed = [path for path, entry in wanted.items() if found.get(path) != entry.identity]
         if not changed and found.keys() == wanted.keys():
             return SyncReport(len(wanted), 0, 0, 0)
-        answer = self._receive([*receiver, "take", dest], dest, snapshot.stream(changed))
+        argv = [*program, "take", dest, f"{self._timeouts.silence_s:g}"]
+        answer = self._receive(argv, dest, snapshot.stream(changed), until)
         sent = sum(wanted[path].size for path in changed)
         return SyncReport(len(wanted), len(changed), int(answer.stdout), sent)
 
-    def _found(self, receiver: list[str], dest: str, like: str) -> dict[str, str]:
+    def _found(self, program: list[str], dest: str, like: str, until: float) -> dict[str, str]:
         """What the node says of `dest`: identities by path. Only ever compared with our own paths."""
-        answer = self._receive([*receiver, "have", dest, like], dest, ())
+        answer = self._receive([*program, "have", dest, like], dest, (), until)
         try:
             found = json.loads(answer.stdout)
         except ValueError as error:
             raise RemoteError(f"{self.target.label}: its answer about {dest} cannot be read", str(error)) from error
         return found if isinstance(found, dict) else {}
 
-    def _receive(self, argv: list[str], dest: str, stdin: Iterable[bytes]) -> Result:
-        result = self.run(argv, stdin=stdin, timeout=self._timeouts.sync_s, check=False, max_output=_MANIFEST_LIMIT)
+    def _receive(self, argv: list[str], dest: str, stdin: Iterable[bytes], until: float) -> Result:
+        """Runs the receiver; it waits for others until `until` at most (monotonic, seconds)."""
+        left_s = max(0.0, until - time.monotonic())
+        whole = [*argv, f"{left_s:.1f}"]
+        result = self.run(whole, stdin=stdin, timeout=left_s + _SPARE_S, check=False, max_output=_MANIFEST_LIMIT)
         if result.status:
             why = result.stderr[-2000:].decode("utf-8", "replace").strip()
             what = f"{self.target.label}: the folder could not be synced to {dest}"
-            raise CommandFailed(what, why, f"The node needs {argv[0]} 3.8 or newer.", status=result.status, stderr=why)
+            cure = _CURES.get(result.status, f"The node needs {argv[0]} 3.8 or newer.")
+            raise CommandFailed(what, why, cure, status=result.status, stderr=why)
         return result
 
 

@@ -3,7 +3,10 @@
 Standard library only, Python 3.8 or newer; it knows nothing of the operator. `have` prints what of the folder is as
 sync left it; given a pattern of other folders, too, a new one first takes over what is untouched in the newest of them.
 `take` reads a header and file contents from standard input, writes them aside, checks them, and only then puts them in
-place: a transfer that is cut anywhere before leaves the folder as it was.
+place: a transfer that is cut anywhere before leaves the folder as it was, and silence for too long is a cut.
+
+Several operators may come at once. Either verb holds the folder's lock, and waits for it `wait_s` seconds at most; a
+process that dies lets go of it. `take` does nothing unless it is sent exactly what is missing by now.
 
 An identity is `f:<sha256>` for a file, `x:<sha256>` for an executable one, `l:<target>` for a symbolic link. The
 manifest maps a path to its identity and its mark (mode, size, mtime): a file with another mark was touched on the node.
@@ -12,18 +15,25 @@ manifest maps a path to its identity and its mark (mode, size, mtime): a file wi
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import io
 import json
 import os
+import select
 import shutil
 import stat
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import BinaryIO, Dict, Iterable, List, Optional, Tuple  # noqa: UP035 - for the Python 3.8 of older images
+from typing import Any, BinaryIO, Dict, Iterable, Iterator, List, Optional, Tuple  # noqa: UP035 - for Python 3.8
 
 MANIFEST = ".mgpu-sync.json"
 ASIDE = ".mgpu-sync."
+LOCK = ".mgpu-sync.lock"  # in it the process id of who holds it, or held it last
+REFUSED, BUSY, CHANGED = 3, 4, 5  # exit statuses; Python's own is 1
+_LOOK_S = 0.1  # between two tries of the lock
 
 Manifest = Dict[str, Tuple[str, Optional[str]]]  # noqa: UP006, UP045
 
@@ -31,14 +41,77 @@ Manifest = Dict[str, Tuple[str, Optional[str]]]  # noqa: UP006, UP045
 class Refused(Exception):
     """Something here that must not be touched, or contents that are not what was announced."""
 
+    status = REFUSED
+
+
+class Busy(Refused):
+    """Another process has held the lock for too long."""
+
+    status = BUSY
+
+
+class Changed(Refused):
+    """The folder is not as `have` told it any more."""
+
+    status = CHANGED
+
+
+class Incoming(io.FileIO):
+    """Standard input; Refused when nothing comes for so many seconds: its sender may be gone without a word."""
+
+    def __init__(self, silence_s: float) -> None:
+        super().__init__(sys.stdin.fileno(), closefd=False)
+        self.silence_s = silence_s
+
+    def readinto(self, buffer: Any, /) -> int:
+        """As of any file."""
+        if not select.select([self], [], [], self.silence_s)[0]:
+            raise Refused(f"nothing came for {self.silence_s:g} s; nothing was changed here")
+        return super().readinto(buffer)
+
+
+@contextlib.contextmanager
+def locked(wait_s: float) -> Iterator[None]:
+    """Holds the folder's lock. Raises Busy."""
+    until = time.monotonic() + wait_s
+    lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip() or "unknown"
+                    raise Busy(f"process {holder} of the node has not let go of it within {wait_s:g} s") from None
+                time.sleep(_LOOK_S)
+        with contextlib.suppress(OSError):  # a full disk: what needs no room goes on
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(lock)
+
 
 def have(others: List[Path]) -> None:  # noqa: UP006
     """Prints the identities of what is as sync left it, as JSON; `others`: folders that may have the same."""
     if others and not Path(MANIFEST).exists():
-        adopt(max(others, key=lambda other: (other / MANIFEST).stat().st_mtime_ns))
+        adopt(max(others, key=synced_ns))
+    sys.stdout.write(json.dumps(untouched()))
+
+
+def untouched() -> Dict[str, str]:  # noqa: UP006
+    """The identities of what is as sync left it."""
     entries = load().items()
-    found = {path: identity for path, (identity, mark) in entries if mark and mark == mark_of(Path(path))}
-    sys.stdout.write(json.dumps(found))
+    return {path: identity for path, (identity, mark) in entries if mark and mark == mark_of(Path(path))}
+
+
+def synced_ns(folder: Path) -> int:
+    """When a folder was synced last; one that was removed since it was found: before all others."""
+    try:
+        return (folder / MANIFEST).stat().st_mtime_ns
+    except OSError:
+        return -1
 
 
 def adopt(other: Path) -> None:
@@ -46,6 +119,7 @@ def adopt(other: Path) -> None:
 
     By hard links, which cost a twentieth of files where those are slow to make: sync itself never writes into a file
     that is there, and what a program writes into one shows by its mark in both folders, and is mended in both.
+    The other folder's lock is not asked for: what changes there meanwhile, or goes, is not taken over.
     """
     known = {path: entry for path, entry in load(other).items() if not os.path.lexists(path)}
     aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir="."))
@@ -72,19 +146,24 @@ def linked(there: Path, here: Path, identity: str, mark: Optional[str]) -> Optio
             here.symlink_to(identity[2:])
         else:
             os.link(there, here)
+            return mark if mark == mark_of(here) else None  # another one may have been put there in between
     except (Refused, OSError):  # a file system without links; something in the way, which `take` names if it has to
         return None
     return mark_of(here)
 
 
 def take(stream: BinaryIO) -> None:
-    """Makes the folder what the header says; prints how many files were deleted."""
+    """Makes the folder what the header says; prints how many files were deleted. Raises Refused, Changed."""
     header = json.loads(stream.readline())
     entries, sent = header["entries"], header["send"]
     for path in entries:
         check(path)
-    for left in Path().glob(ASIDE + "*/"):
-        shutil.rmtree(left)  # of a transfer that was cut; if its receiver still lives, it ends here
+    found = untouched()
+    if {path for path, _ in sent} != {path for path, identity in entries.items() if found.get(path) != identity}:
+        raise Changed("what is here has changed since it was looked at; nothing was changed now")
+    for left in Path().iterdir():
+        if left.name.startswith(ASIDE) and left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)  # of a transfer that was cut: one that lives has the lock
     aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir="."))
     try:
         for number, (path, size) in enumerate(sent):
@@ -202,19 +281,21 @@ def check(path: str) -> str:
     return path
 
 
-def main(verb: str, folder: str, like: str = "") -> int:
-    """Returns the exit status."""
+def main(verb: str, folder: str, more: str, wait_s: str) -> int:
+    """Returns the exit status. `more`: the pattern of `have`; of `take`, after how many seconds silence is a cut."""
     try:
+        like = more if verb == "have" else ""
         Path(folder).mkdir(parents=True, exist_ok=True)
         others = [each.parent.resolve() for each in Path().glob(f"{like}/{MANIFEST}")] if like else []
         os.chdir(folder)
-        if verb == "have":
-            have(others)
-        else:
-            take(sys.stdin.buffer)
+        with locked(float(wait_s)):
+            if verb == "have":
+                have(others)
+            else:
+                take(io.BufferedReader(Incoming(float(more)), 1 << 16))
     except (Refused, OSError) as error:
         sys.stderr.write(f"{folder}: {error}\n")
-        return 1
+        return getattr(error, "status", REFUSED)
     return 0
 
 

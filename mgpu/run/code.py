@@ -44,6 +44,8 @@ def _keep(session: Session, snapshot: Snapshot, kept: Path) -> None:
         snapshot.write_to(aside)
         aside.replace(kept)
     except OSError as error:
+        if kept.exists():  # whole: who took the run over meanwhile has kept it
+            return
         raise InputError(
             f"the code of run {session.record.run_id} cannot be kept in {kept}",
             f"{error.strerror}: {error.filename}",

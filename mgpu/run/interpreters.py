@@ -81,6 +81,9 @@ def _problem(node: Node, provider: str, kind: str, why: str) -> RemoteError:
         return RemoteError(f"{name}: Python {oldest} or newer is needed", why, _another(provider))
     if kind == "torch":
         return RemoteError(f"{name}: PyTorch is needed", why, f"{_another(provider)} Or name torch in requirements.")
+    if kind == "busy":
+        cure = "Wait until the other `mgpu` is done, and run again."
+        return RemoteError(f"{name}: somebody else installs what the agent needs", why, cure)
     cure = "Give the nodes a way to a package index, or a machine image that has pydantic, boto3 and awscrt."
     if kind == "pip":
         cure = "Install its venv and pip on the machine image (Debian: python3-venv), or take another interpreter."

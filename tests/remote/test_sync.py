@@ -18,6 +18,8 @@ from mgpu.remote import receiver
 from mgpu.remote.snapshot import scan
 from mgpu.remote.targets import SyncReport
 
+OWN = {receiver.MANIFEST, receiver.LOCK}
+
 
 def tree(folder: Path) -> dict[str, object]:
     """What a folder holds, without what belongs to sync itself."""
@@ -26,7 +28,7 @@ def tree(folder: Path) -> dict[str, object]:
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
             found[name] = f"-> {path.readlink()}"
-        elif path.is_file() and name != receiver.MANIFEST:
+        elif path.is_file() and name not in OWN:
             found[name] = path.read_bytes()
     return found
 
@@ -326,7 +328,7 @@ def test_dest_that_is_not_plain(node, folder):
 
 def take(dest: Path, entries: dict[str, str], send=(), body: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     header = json.dumps({"entries": entries, "send": list(send)}).encode() + b"\n"
-    command = [sys.executable, "-I", "-c", Path(receiver.__file__).read_text(), "take", str(dest)]
+    command = [sys.executable, "-I", "-c", Path(receiver.__file__).read_text(), "take", str(dest), "30", "0"]
     return subprocess.run(command, input=header + body, capture_output=True, check=False, timeout=30)
 
 
@@ -339,9 +341,9 @@ EMPTY = "f:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 def test_receiver_refuses_paths_that_leave_its_folder(tmp_path, path):
     dest = tmp_path / "dest"
     done = take(dest, {path: EMPTY}, [[path, 0]])
-    assert done.returncode == 1
+    assert done.returncode == receiver.REFUSED
     assert b"not a path inside" in done.stderr
-    assert list(dest.iterdir()) == []
+    assert tree(dest) == {}
     assert list(tmp_path.iterdir()) == [dest]
 
 
@@ -353,7 +355,7 @@ def test_receiver_never_writes_or_deletes_through_a_link(tmp_path):
     (dest / "sub").rmdir()
     (dest / "sub").symlink_to(outside)
     done = take(dest, {"sub/new": EMPTY}, [["sub/new", 0]])
-    assert done.returncode == 1
+    assert done.returncode == receiver.REFUSED
     assert b"sub is in the way" in done.stderr
     assert [path.name for path in outside.iterdir()] == ["file"]
 
@@ -372,7 +374,7 @@ def test_receiver_leaves_a_folder_of_the_nodes_own_alone(tmp_path):
     (tmp_path / "name").mkdir()
     (tmp_path / "name" / "output").write_text("made here")
     done = take(tmp_path, {"name": EMPTY}, [["name", 0]])
-    assert done.returncode == 1
+    assert done.returncode == receiver.REFUSED
     assert b"not from sync" in done.stderr
     assert (tmp_path / "name" / "output").read_text() == "made here"
 
@@ -383,7 +385,7 @@ def test_receiver_forgets_a_broken_manifest_and_what_a_cut_transfer_left(tmp_pat
     left.mkdir()
     (left / "0").write_text("half")
     assert take(tmp_path, {"a": EMPTY}, [["a", 0]]).returncode == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == [receiver.MANIFEST, "a"]
+    assert {path.name for path in tmp_path.iterdir()} == OWN | {"a"}
 
 
 def test_receiver_remembers_what_it_was_about_to_put_in_place(tmp_path, monkeypatch):
@@ -400,10 +402,10 @@ def test_receiver_remembers_what_it_was_about_to_put_in_place(tmp_path, monkeypa
     assert json.loads((tmp_path / receiver.MANIFEST).read_text()).keys() == {"old", "new"}
     monkeypatch.undo()
     assert take(tmp_path, {}).stdout == b"2"
-    assert [path.name for path in tmp_path.iterdir()] == [receiver.MANIFEST]
+    assert {path.name for path in tmp_path.iterdir()} == OWN
 
 
 def test_receiver_refuses_contents_that_are_not_what_was_announced(tmp_path):
-    assert take(tmp_path, {"a": EMPTY}, [["a", 3]], b"abc").returncode == 1
-    assert take(tmp_path, {"a": EMPTY}, [["a", 3]], b"ab").returncode == 1
-    assert list(tmp_path.iterdir()) == []
+    assert take(tmp_path, {"a": EMPTY}, [["a", 3]], b"abc").returncode == receiver.REFUSED
+    assert take(tmp_path, {"a": EMPTY}, [["a", 3]], b"ab").returncode == receiver.REFUSED
+    assert [path.name for path in tmp_path.iterdir()] == [receiver.LOCK]

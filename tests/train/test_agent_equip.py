@@ -4,6 +4,7 @@ pip, and wheels that the test made. No index is asked."""
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import json
 import shutil
@@ -63,10 +64,10 @@ class Machine:
     def requirements(self) -> Path:
         return self.script.with_name("node-requirements.txt")
 
-    def ready(self, *more: str, code: int = 0, python: Path | None = None) -> dict[str, Any]:
+    def ready(self, *more: str, code: int = 0, python: Path | None = None, seconds: float = 120) -> dict[str, Any]:
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(self.home), "PIP_NO_INDEX": "1"}
         done = subprocess.run(
-            [python or self.python, "-I", self.script, "ready", "120", *more],
+            [python or self.python, "-I", self.script, "ready", str(seconds), *more],
             env={**environment, "PIP_FIND_LINKS": str(self.wheels)},
             cwd=self.home,
             capture_output=True,
@@ -140,6 +141,17 @@ def test_two_at_once_install_once(machine):
     for thread in threads:
         thread.join()
     assert sorted(answer["installed"] for answer in answers) == [False, True]
+
+
+def test_who_has_waited_long_enough_for_another_installation_says_so(machine):
+    folder = Path(machine.ready()["python"]).parents[1]
+    (folder / "installed").unlink()
+    with folder.with_suffix(".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        answer = machine.ready(code=equip.PROBLEM, seconds=0)
+    assert answer["problem"] == "busy"
+    assert str(folder.with_suffix(".lock")) in answer["why"]
+    assert machine.ready()["installed"] is True
 
 
 def test_an_installation_that_was_cut_off_is_begun_anew(machine):

@@ -11,6 +11,7 @@ from mgpu_train.agent.layout import RunLayout
 
 from mgpu.errors import InputError
 from mgpu.events import Note
+from mgpu.remote.snapshot import Snapshot
 from mgpu.run import code
 from mgpu.run.record import Folder, load
 from mgpu.run.request import resolve
@@ -103,6 +104,23 @@ def test_a_copy_that_fails_leaves_none_behind(run, monkeypatch):
     assert not [path for path in Folder("run-1").root.iterdir() if "work" in path.name]
     run.send()
     assert run.sent == [{"train": b"first"}] * 2
+
+
+def test_what_another_process_has_kept_meanwhile_is_the_code(run, monkeypatch):
+    """One that took the run over, while this one was about to keep it."""
+    run.write(train="mine")
+    write_to = Snapshot.write_to
+
+    def overtaken(snapshot, aside):
+        write_to(snapshot, aside)
+        kept = Folder("run-1").work
+        kept.mkdir()
+        (kept / "train").write_text("theirs")
+
+    monkeypatch.setattr(Snapshot, "write_to", overtaken)
+    run.send()
+    assert run.sent == [{"train": b"theirs"}] * 2
+    assert [path.name for path in Folder("run-1").root.iterdir() if "work" in path.name] == ["work"]
 
 
 def test_without_a_command_there_is_no_code(world, tmp_path):

@@ -35,6 +35,7 @@ def answers(node, status, **said):
         ("torch", "PyTorch is needed", "aws: {python: /path/to/python}"),
         ("pip", "cannot be installed", "python3-venv"),
         ("packages", "cannot be installed", "package index"),
+        ("busy", "somebody else installs", "other `mgpu` is done"),
     ],
 )
 def test_a_problem_is_named_with_its_cause_and_its_cure(world, kind, words, cure):
