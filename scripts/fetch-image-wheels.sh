@@ -11,6 +11,10 @@ dir=${XDG_CACHE_HOME:-$HOME/.cache}/mgpu/image-wheels/$PYTHON-$(sha256sum "$lock
 
 if [ ! -e "$dir/.complete" ]; then
     if [ "${1:-}" = --kept ]; then exit 1; fi
+    if [ ! -x .venv/bin/python ]; then
+        echo "The packages are fetched with .venv's pip, which \`make setup\` installs: do that first." >&2
+        exit 1
+    fi
     echo "set-up: fetching the training image's packages into $dir (30 MB; done once)" >&2
     mkdir -p "$dir"
     .venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes \

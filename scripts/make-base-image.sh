@@ -59,8 +59,8 @@ rm -rf var/cache/apt/* var/lib/apt/lists/* var/log/* var/cache/ldconfig/aux-cach
 : >etc/machine-id
 rm -f etc/hostname etc/resolv.conf
 find . -name __pycache__ -prune -exec rm -rf {} +
-tar --create --one-file-system --exclude='./dev/*' --sort=name --mtime=@0 --numeric-owner . |
-    gzip --no-name -6 >"$work/base"
+tar --create --file "$work/base" --use-compress-program 'gzip --no-name -6' \
+    --one-file-system --exclude='./dev/*' --sort=name --mtime=@0 --numeric-owner .
 mv "$work/base" "$base"
 (cd "$cache" && sha256sum "${base##*/}" >"$work/sum" && mv "$work/sum" "$base.sha256")
 echo "$base"

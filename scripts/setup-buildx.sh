@@ -18,14 +18,18 @@ if [ ! -x "$program" ]; then
     mkdir -p "$cache"
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
+    trap 'exit 1' INT TERM HUP
     # a module of its own, whose checksums Go verifies
-    (
-        cd "$work"
-        go mod init build >/dev/null 2>&1
-        go get "github.com/docker/buildx/cmd/buildx@$VERSION" >/dev/null 2>&1
-        go build -trimpath -ldflags "-s -w -X github.com/docker/buildx/version.Version=$VERSION" \
-            -o "$program.new" github.com/docker/buildx/cmd/buildx
-    )
+    if ! (
+        cd "$work" && go mod init build && go get "github.com/docker/buildx/cmd/buildx@$VERSION" &&
+            go build -trimpath -ldflags "-s -w -X github.com/docker/buildx/version.Version=$VERSION" \
+                -o "$program.new" github.com/docker/buildx/cmd/buildx
+    ) >"$work/log" 2>&1; then
+        tail -n 20 "$work/log" >&2
+        printf '%s\n' "buildx $VERSION could not be built." "The lines above say why: most often Go's module proxy" \
+            "cannot be reached. Mend that (GOPROXY names another), then do this again." >&2
+        exit 1
+    fi
     mv "$program.new" "$program"
 fi
 echo "$program"

@@ -17,13 +17,18 @@ build() { # name, module, version, import path
     echo "set-up: building $1 $3 into $program (once)" >&2
     mkdir -p "$cache"
     work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    trap 'exit 1' INT TERM HUP
     # a module of its own, whose checksums Go verifies; `go install` would not take every version
-    (
-        cd "$work"
-        go mod init build >/dev/null 2>&1
-        go get "$4@$3" >/dev/null 2>&1
-        go build -trimpath -ldflags "-s -w" -o "$program.new" "$4"
-    )
+    if ! (
+        cd "$work" && go mod init build && go get "$4@$3" &&
+            go build -trimpath -ldflags "-s -w" -o "$program.new" "$4"
+    ) >"$work/log" 2>&1; then
+        tail -n 20 "$work/log" >&2
+        printf '%s\n' "$1 $3 could not be built." "The lines above say why: most often Go's module proxy" \
+            "cannot be reached. Mend that (GOPROXY names another), then do this again." >&2
+        exit 1
+    fi
     mv "$program.new" "$program"
     rm -rf "$work"
 }
