@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 from fakes import pyimage
-from fakes.engine import Engine, Registry, running_registry
+from fakes.engine import Engine, Registry, missing, running_registry
 
 from mgpu.run.record import Folder, every
 
@@ -63,6 +63,7 @@ def python_image(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> En
 @pytest.fixture
 def own_registry(require) -> Iterator[Registry]:
     """One that a test may end."""
+    require("docker", not missing("docker-registry"), missing("docker-registry"))
     with running_registry() as running:
         yield running
 
@@ -72,9 +73,9 @@ def place(project, python_image: Engine, own_registry: Registry) -> Iterator[Pla
     engine = python_image
     project.env |= engine.env | {"MGPU_TIMEOUTS": json.dumps({"prepare_s": 20})}
     engine.docker("tag", "python:base", "python:1")
-    yield Place(project, engine, own_registry, pyimage.push(engine, own_registry, "python:1"))
-    left = engine.docker("ps", "--all", "--quiet", "--filter=label=dev.mgpu.owner").stdout.split()
-    if left:
+    place = Place(project, engine, own_registry, pyimage.push(engine, own_registry, "python:1"))
+    yield place
+    if left := place.containers():
         engine.docker("rm", "--force", *left)
 
 
