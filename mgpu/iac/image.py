@@ -23,7 +23,7 @@ from mgpu.iac.fleetcheck import has_unknown
 from mgpu.iac.handler import Call, Checked, Difference, Found, Properties, changed
 from mgpu.iac.imagemodel import ImageInputs, ImageOutputs
 from mgpu.iac.wire import UNKNOWN
-from mgpu.image import auth, publish, registry
+from mgpu.image import place, publish, registry
 from mgpu.image.http import Patience
 from mgpu.image.publish import Published, Site
 from mgpu.image.reference import Reference
@@ -139,7 +139,7 @@ def _meant(spec: ImageSpec, wanted: ImageInputs) -> tuple[Reference, str]:
 
 
 def _there(image: ImageOutputs) -> bool:
-    login = auth.of(Reference.parse(image.reference).registry, image.lender().registry_client)
+    login = place.login(Reference.parse(image.reference).registry, image.lender())
     return registry.find(image.reference, login, patience=Patience(total_s=_LOOK_S), ca_file=image.ca) is not None
 
 

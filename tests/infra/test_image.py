@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from email.message import Message
 from pathlib import Path
 
 import grpc
 import pytest
+from botocore.exceptions import ClientError
 from fakes import engine as engines
 from fakes.engine import Registry
 from fakes.registries import Said, scripted
@@ -20,8 +22,8 @@ from mgpu.iac import imagemodel, schema, servicer
 from mgpu.iac.handler import Call, Settings
 from mgpu.iac.image import ImageHandler
 from mgpu.iac.wire import UNKNOWN, from_struct
-from mgpu.image import publish, registry
-from mgpu.image.http import Api
+from mgpu.image import auth, publish, registry
+from mgpu.image.http import Answer, Api
 from mgpu.image.reference import Reference
 
 DOCKERFILE = "ARG BASE\nFROM ${BASE}\nCOPY code /code\n"
@@ -209,6 +211,24 @@ def test_a_registry_that_does_not_answer_concludes_nothing_and_holds_up_no_teard
         assert refusing.asked
     wire.delete(here, "x", outputs)
     assert not ImageHandler().refresh_before_update, "`destroy` would ask the registry"
+
+
+class Expired:
+    """A client of ECR whose credentials are too old."""
+
+    def get_authorization_token(self) -> None:
+        raise ClientError({"Error": {"Code": "ExpiredTokenException", "Message": "too old"}}, "GetAuthorizationToken")
+
+
+def test_provider_local_asks_ecr_with_the_credentials_of_the_environment(wire, here, folder, monkeypatch):
+    asked = list[str]()
+    monkeypatch.setattr(auth, "ecr_client", lambda region: asked.append(region) or Expired())
+    challenge = Message()
+    challenge["WWW-Authenticate"] = 'Basic realm="https://ecr.example/"'
+    monkeypatch.setattr(Api, "_once", lambda *_: Answer(401, challenge, b""))
+    outputs = of(folder, "123456789012.dkr.ecr.eu-west-1.amazonaws.com/x")
+    assert from_struct(wire.read(here, "x", outputs, {"folder": "f"}).properties) == outputs
+    assert asked == ["eu-west-1"]
 
 
 def of(folder: Path, repository: str) -> dict[str, object]:
