@@ -19,14 +19,16 @@ _BUILDKIT = re.compile(r"\[(?:\S+ )?(\d+)/(\d+)\] (.*)", re.DOTALL)
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f]")
 _REPORT_BYTES = 8 << 20  # of one layer, between two events
 
-_SHORTEST = 4  # characters of a secret: to hide every "1" of a build would hide the build
+_SHORTEST = 4  # characters of a line of a secret: to hide every "1" of a build would hide the build
 
 
 class Words:
     """The last lines of each step, without what is secret in them."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        self._secrets = sorted({each for each in secrets if len(each) >= _SHORTEST}, key=len, reverse=True)
+        lines = {line.strip() for each in secrets for line in each.splitlines()}  # a step's words come by lines
+        longest_first = sorted((line for line in lines if len(line) >= _SHORTEST), key=len, reverse=True)
+        self._secrets = re.compile("|".join(map(_in_any_form, longest_first)) or r"(?!)")
         self._lines: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=LINES))
         self._open: defaultdict[str, str] = defaultdict(str)
 
@@ -41,11 +43,18 @@ class Words:
         return "\n".join([line for line in lines if line.strip()][-LINES:])
 
     def hide(self, text: str) -> str:
-        """`text` without the secrets, and without what a terminal would obey."""
-        text = _ESCAPES.sub("", text)
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
+        """`text` without any line of a secret, and without what a terminal would obey."""
+        return self._secrets.sub("***", _ESCAPES.sub("", text))
+
+
+def _in_any_form(secret: str) -> str:
+    """A pattern of `secret` as it is, and as it is in a URL, all of it or only some letters quoted."""
+    return re.sub(r"[^A-Za-z0-9_]", _quoted_or_not, secret)
+
+
+def _quoted_or_not(letter: re.Match[str]) -> str:
+    quoted = "".join(f"%{byte:02x}" for byte in letter[0].encode("utf-8", "surrogateescape"))
+    return rf"(?:{re.escape(letter[0])}|(?i:{quoted}){'|[+]' if letter[0] == ' ' else ''})"
 
 
 class Classic:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -79,6 +80,31 @@ def test_secrets_are_not_repeated():
             secrets=("canary-1", "canary-1-long", ""),
         )
     assert caught.value.why == "token=*** and ***\n***"
+
+
+KEY = "-----BEGIN KEY-----\ncanary+1/==\n  canary 2\n}\n-----END KEY-----\n"
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "canary+1/==",
+        KEY,
+        KEY.replace("\n", "\r\n"),
+        repr(KEY),
+        quote(KEY),
+        quote_plus(KEY),
+        quote(KEY, safe=""),
+        "canary%2b1%2f==",
+        "https://me:canary%202@host/",
+    ],
+)
+def test_no_line_of_a_secret_is_repeated_however_it_is_quoted(shown):
+    said = ({"stream": "Step 1/1 : RUN x\n"}, {"stream": f"said: {shown}\n"}, {"error": f"exit 1: {shown}"})
+    with pytest.raises(ImageError) as caught:
+        classic(*said, secrets=(KEY,))
+    assert "canary" not in caught.value.why
+    assert "said: " in caught.value.why
 
 
 def test_a_setting_among_the_secrets_hides_no_other_digit():
