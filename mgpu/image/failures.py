@@ -20,7 +20,8 @@ def refused(reference: Reference, status: int, body: bytes = b"", *, known: bool
     """A registry's HTTP status. `known`: whether it was told who asks."""
     why = f"It answered {status}: {_said(body)}" if _said(body) else f"It answered {status}."
     if status == 401 and not known:
-        return ImageError(f"{reference.registry} wants a login for {reference.name}", why, _login(reference))
+        cure = f"Check the name: many registries say this of one that nobody has. If it is right: {_login(reference)}"
+        return ImageError(f"{reference.registry} wants a login for {reference.name}", why, cure)
     if status == 401:
         return ImageError(f"{reference.registry} does not accept the login", why, _login(reference))
     if status == 403:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from email.message import Message
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 from mgpu import __version__
 from mgpu.errors import ImageError
@@ -76,9 +77,9 @@ class Api:
         self._reference, self._auth, self._patience = reference, auth, patience or Patience()
         host = _HUB_API if reference.registry == HUB else reference.registry
         self._base = f"{'http' if reference.local else 'https'}://{host}/v2/{reference.name}/"
-        self._authorization = ""
+        self._authorization, self._known = "", False
         handler = urllib.request.HTTPSHandler(context=_trust(ca_file))
-        self._opener = urllib.request.build_opener(handler)  # with the proxies of the environment
+        self._opener = urllib.request.build_opener(handler, _Proxies())
 
     def ask(self, method: str, path: str, accept: tuple[str, ...] = ()) -> Answer:
         """The answer to a request for `path`, below the repository.
@@ -90,10 +91,12 @@ class Api:
         request = _Request(method, self._base + path, ", ".join(accept) or "*/*", self._authorization)
         answer = self._patiently(request, end)
         if answer.status == 401:
-            self._authorization = self._introduce(answer, end)
+            login = self._auth()
+            self._known = login is not None
+            self._authorization = self._introduce(answer, login, end)
             answer = self._patiently(replace(request, authorization=self._authorization), end)
         if answer.status not in _GOOD:
-            raise failures.refused(self._reference, answer.status, answer.body)
+            raise self._refused(answer)
         return answer
 
     def _patiently(self, request: _Request, end: float) -> Answer:
@@ -106,7 +109,7 @@ class Api:
                 if answer.status not in _PASSING:
                     return answer
                 wait = max(wait, _retry_after(answer.headers))
-                error = failures.refused(self._reference, answer.status, answer.body)
+                error = self._refused(answer)
             except (OSError, HTTPException) as broken:
                 error = failures.unreachable(self._reference, broken)
                 reason = getattr(broken, "reason", None)
@@ -133,22 +136,21 @@ class Api:
             with error:
                 return Answer(error.code, error.headers, error.read(_BIGGEST))
 
-    def _introduce(self, refusal: Answer, end: float) -> str:
-        """The Authorization header that a registry asks for."""
+    def _introduce(self, refusal: Answer, login: Login | None, end: float) -> str:
+        """The Authorization header that a registry asks for; it may give one to who has no login, too."""
         challenges = refusal.headers.get_all("WWW-Authenticate") or []
-        login = self._auth()
         for challenge in challenges:
             scheme, _, rest = challenge.partition(" ")
             if scheme.lower() == "bearer":
                 return f"Bearer {self._token(dict(_FIELD.findall(rest)), login, end)}"
             if scheme.lower() == "basic" and login is not None:
                 return login.basic()
-        raise failures.refused(self._reference, 401, refusal.body, known=login is not None)
+        raise self._refused(refusal)
 
     def _token(self, challenge: dict[str, str], login: Login | None, end: float) -> str:
         answer = self._patiently(self._token_request(challenge, login), end)
         if answer.status != 200:
-            raise failures.refused(self._reference, answer.status, answer.body, known=login is not None)
+            raise self._refused(answer)
         try:
             said = json.loads(answer.body)
             return said.get("token") or said["access_token"]
@@ -167,6 +169,16 @@ class Api:
             return _Request("POST", realm, body=urllib.parse.urlencode(form).encode())
         query = f"{realm}{'&' if '?' in realm else '?'}{urllib.parse.urlencode(wanted)}"
         return _Request("GET", query, authorization=login.basic() if login else "")
+
+    def _refused(self, answer: Answer) -> ImageError:
+        return failures.refused(self._reference, answer.status, answer.body, known=self._known)
+
+
+class _Proxies(urllib.request.ProxyHandler):
+    """Those of the environment, for what is not this machine."""
+
+    def proxy_open(self, req: urllib.request.Request, proxy: str, type: str) -> Any:  # noqa: A002  named by its base
+        return None if Reference(req.host, "").local else super().proxy_open(req, proxy, type)
 
 
 def _trust(ca_file: Path | None) -> ssl.SSLContext:

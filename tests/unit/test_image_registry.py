@@ -121,6 +121,22 @@ def test_a_token_is_fetched_where_the_registry_says_and_used_there():
     assert "manifest.v2" in second.headers["accept"]
 
 
+def test_a_registry_that_knows_nobody_is_not_said_to_refuse_a_login():
+    def script(asked: Asked) -> Said:
+        if asked.path.startswith("/token"):
+            return Said(200, body=b'{"token": "anonymous"}')
+        return Said(401, {"WWW-Authenticate": f'Bearer realm="http://{server.address}/token"'})
+
+    with scripted(script) as server:
+        name = f"{server.address}/library/pyton:3.12"
+        with pytest.raises(ImageError, match="wants a login for library/pyton") as caught:
+            registries.find(name)
+        with pytest.raises(ImageError, match="does not accept the login"):
+            registries.find(name, password("me", "old"))
+    assert caught.value.next_step.startswith("Check the name")
+    assert "docker login" in caught.value.next_step
+
+
 def test_an_identity_token_is_exchanged():
     def script(asked: Asked) -> Said:
         if asked.path == "/oauth":
@@ -235,6 +251,18 @@ def test_a_proxy_that_refuses_is_thought_of(monkeypatch):
     with pytest.raises(ImageError, match=r"registry\.example cannot be reached") as caught:
         registries.find("registry.example/a:1", patience=Clock().patience())
     assert "HTTPS_PROXY" in caught.value.next_step
+
+
+def test_this_machines_registry_is_asked_through_no_proxy(monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    with scripted(lambda _: FOUND) as elsewhere, scripted(lambda _: FOUND) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://{proxy.address}")
+        with scripted(lambda _: Said(307, {"Location": f"http://{elsewhere.address}/blob"})) as server:
+            assert registries.find(f"{server.address}/a:1", patience=Clock().patience()) == DIGEST
+        assert (len(server.asked), len(elsewhere.asked), proxy.asked) == (1, 1, [])
+        with scripted(lambda _: Said(307, {"Location": "http://storage.example/blob"})) as server:
+            assert registries.find(f"{server.address}/a:1", patience=Clock().patience()) == DIGEST
+        assert [asked.path for asked in proxy.asked] == ["http://storage.example/blob"]
 
 
 @pytest.mark.parametrize(
