@@ -17,7 +17,7 @@ demo-aws: setup  ## the same on a fake AWS with Linux machines behind it, one ta
 	@$(PYTHON) demo_aws.py
 
 test: setup  ## all tests
-	@sh scripts/setup-store-tools.sh versitygw || echo "versitygw could not be built: its tests are skipped" >&2
+	@sh scripts/setup-go-tools.sh versitygw >/dev/null || echo "versitygw could not be built: its tests are skipped" >&2
 	@$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-localstack: setup  ## AWS resources on LocalStack, which it installs first (600 MB); `make test` has them then, too

@@ -64,12 +64,12 @@ def peer(name: str) -> Path | None:
 
 
 def store_tool(name: str) -> Path:
-    """s5cmd or versitygw, as scripts/setup-store-tools.sh builds them, once. Raises SystemExit where that fails."""
-    subprocess.run(["sh", str(ROOT / "scripts" / "setup-store-tools.sh"), name], check=True, stdout=subprocess.DEVNULL)
-    found = sorted((paths.cache_dir() / "store-tools").glob(f"{name}-*"))
-    if not found:
-        raise SystemExit(f"{name} is not there: install Go, and run scripts/setup-store-tools.sh")
-    return found[-1]
+    """s5cmd or versitygw, as scripts/setup-go-tools.sh builds them, once. Raises SystemExit where that fails."""
+    command = ["sh", str(ROOT / "scripts" / "setup-go-tools.sh"), name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name} is not there")
+    return Path(done.stdout.strip())
 
 
 def environment() -> dict[str, str]:

@@ -76,7 +76,7 @@ def moto(require) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def versitygw(require, tmp_path_factory) -> Iterator[Server]:
     program = gateway.program()
-    require("versitygw", program is not None, "it is not installed; scripts/setup-store-tools.sh builds it")
+    require("versitygw", program is not None, "it is not built: scripts/setup-go-tools.sh versitygw")
     with gateway.serving(str(program), tmp_path_factory.mktemp("versitygw")) as env:
         yield Server(env["AWS_ENDPOINT_URL"], dict(env))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -17,12 +16,10 @@ START_S = 30.0
 
 
 def program() -> str | None:
-    """The program: MGPU_VERSITYGW, on PATH, or what scripts/setup-store-tools.sh has built; None: it is not here."""
-    script = (Path(__file__).parents[2] / "scripts" / "setup-store-tools.sh").read_text()
-    version = re.search(r"build versitygw \S+ (\S+)", script)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mgpu" / "store-tools"
-    built = cache / f"versitygw-{version[1] if version else ''}"
-    return os.environ.get("MGPU_VERSITYGW") or shutil.which("versitygw") or (str(built) if built.exists() else None)
+    """The program: MGPU_VERSITYGW, on PATH, or what scripts/setup-go-tools.sh has built; None: it is not here."""
+    script = Path(__file__).parents[2] / "scripts" / "setup-go-tools.sh"
+    built = subprocess.run(["sh", script, "--kept", "versitygw"], capture_output=True, text=True, check=False)
+    return os.environ.get("MGPU_VERSITYGW") or shutil.which("versitygw") or built.stdout.strip() or None
 
 
 @contextmanager

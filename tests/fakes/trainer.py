@@ -24,11 +24,11 @@ def wheels(require: Callable[[str, bool, str], None]) -> Path:
 
 def buildx(require: Callable[[str, bool, str], None]) -> Path:
     """Docker's program for BuildKit."""
-    return _kept("setup-buildx.sh", require, "buildx")
+    return _kept("setup-go-tools.sh", require, "buildx", "docker-buildx")
 
 
-def _kept(script: str, require: Callable[[str, bool, str], None], capability: str = "trainer") -> Path:
+def _kept(script: str, require: Callable[[str, bool, str], None], capability: str = "trainer", *what: str) -> Path:
     """What a script of set-up has made; nothing is made or fetched here."""
-    done = subprocess.run(["sh", _SCRIPTS / script, "--kept"], capture_output=True, text=True, check=False)
-    require(capability, done.returncode == 0, f"run scripts/{script} first")
+    done = subprocess.run(["sh", _SCRIPTS / script, "--kept", *what], capture_output=True, text=True, check=False)
+    require(capability, done.returncode == 0, f"run `{' '.join([f'scripts/{script}', *what])}` first")
     return Path(done.stdout.strip())

@@ -80,7 +80,7 @@ def _moto(stack, require) -> Shelf:
 
 def _gateway(stack, require, tmp_path_factory) -> Shelf:
     program = gateway.program()
-    require("versitygw", program is not None, "versitygw is not built: scripts/setup-store-tools.sh versitygw")
+    require("versitygw", program is not None, "versitygw is not built: scripts/setup-go-tools.sh versitygw")
     folder = tmp_path_factory.mktemp("versitygw")
     env = stack.enter_context(gateway.serving(str(program), folder))
     _bucket(env)

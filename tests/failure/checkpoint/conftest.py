@@ -33,7 +33,7 @@ class Gateway:
 @pytest.fixture(scope="module")
 def gateway(require: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     program = versitygw.program()
-    require("versitygw", program is not None, "versitygw is not built: scripts/setup-store-tools.sh versitygw")
+    require("versitygw", program is not None, "versitygw is not built: scripts/setup-go-tools.sh versitygw")
     folder = tmp_path_factory.mktemp("gateway")
     with versitygw.serving(str(program), folder) as env:
         yield Gateway(folder, env)
