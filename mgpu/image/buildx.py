@@ -47,7 +47,7 @@ def build(
         ImageError: the failing step and its last lines, or the deadline.
     """
     stream = progress.BuildKit(emit, words)
-    with tempfile.TemporaryDirectory(prefix="mgpu-build-") as folder:
+    with _folder() as folder:
         named = Path(folder) / "id"
         process = subprocess.Popen(
             [*_command(recipe), f"--iidfile={named}", "-"],
@@ -76,6 +76,13 @@ def build(
             error = stream.failure(status)
             raise failures.in_dockerfile(error.why) or error
         return named.read_text().strip()
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="mgpu-build-")
+    except OSError as error:
+        raise failures.no_room(error) from error
 
 
 def _command(recipe: Recipe) -> list[str]:

@@ -58,6 +58,7 @@ class Context:
 
         Raises:
             InputError: a file is not what it was when it was hashed.
+            OSError: the stream takes no more.
         """
         with tarfile.open(
             fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape"
@@ -75,24 +76,31 @@ class Context:
             archive.addfile(header)
             return
         header.size = entry.size
+        path = self.root / entry.path
         try:
-            with os.fdopen(os.open(self.root / entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-                source = _Hashed(file)
-                archive.addfile(header, source)
-        except OSError as error:  # also when it is shorter than it was
-            raise _changed(self.root / entry.path) from error
+            file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+        except OSError as error:
+            raise _changed(path) from error
+        with file:
+            source = _Hashed(file, path)
+            archive.addfile(header, source)
         if source.digest.digest() != entry.value:
-            raise _changed(self.root / entry.path)
+            raise _changed(path)
 
 
 class _Hashed(io.RawIOBase):
-    """A file that hashes what is read of it."""
+    """A file that hashes what is read of it, as often as it is asked for bytes that it had. Raises InputError."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.digest = file, hashlib.sha256()
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self.file, self.path, self.digest = file, path, hashlib.sha256()
 
     def read(self, size: int = -1) -> bytes:
-        block = self.file.read(size)
+        try:
+            block = self.file.read(size)
+        except OSError as error:  # here, so that it is not taken for one of the archive
+            raise _changed(self.path) from error
+        if len(block) < size:
+            raise _changed(self.path)
         self.digest.update(block)
         return block
 

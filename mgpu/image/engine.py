@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -64,9 +64,7 @@ class Engine:
             InputError: a file changed meanwhile.
         """
         words = progress.Words(recipe.secrets.values())
-        with tempfile.TemporaryFile(prefix="mgpu-context-") as packed:
-            archive.write(recipe.context, packed, archive.read_ca(recipe.ca_file), recipe.secrets)
-            packed.seek(0)
+        with _packed(recipe) as packed:
             if buildx.version(os.environ):
                 built = buildx.build(recipe, packed, os.environ, self._limits, emit, words)
             else:
@@ -182,6 +180,23 @@ class Engine:
         finally:
             if client is not None:
                 client.close()
+
+
+def _packed(recipe: Recipe) -> IO[bytes]:
+    """What the builder is sent, from its beginning. Raises ImageError, InputError."""
+    ca = archive.read_ca(recipe.ca_file)
+    try:
+        packed = tempfile.TemporaryFile(prefix="mgpu-context-")  # noqa: SIM115  the caller closes it
+        try:
+            archive.write(recipe.context, packed, ca, recipe.secrets)
+            packed.seek(0)  # after what was not written yet
+        except BaseException:
+            with suppress(OSError):  # it tries to write once more
+                packed.close()
+            raise
+    except OSError as error:
+        raise failures.no_room(error) from error
+    return packed
 
 
 def _place() -> dict[str, Any]:

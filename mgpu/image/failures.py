@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +57,14 @@ def nonsense(reference: Reference, what: str) -> ImageError:
     """An answer that no registry gives."""
     cure = "Check that the name is a registry's and that no proxy answers in its place."
     return ImageError(f"{reference.registry} gave {what}", "That is no answer of a registry.", cure)
+
+
+def no_room(error: OSError) -> ImageError:
+    """The folder for temporary files takes nothing, or no more."""
+    cure = (
+        "Make room there, or set TMPDIR to a folder with room for the whole context (.dockerignore makes it smaller)."
+    )
+    return ImageError(f"no room in {tempfile.gettempdir()} for what the builder is sent", str(error), cure)
 
 
 def no_engine(error: BaseException, host: str) -> ImageError:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -118,6 +119,17 @@ def test_without_an_engine_three_lines_and_exit_code_4(mgpu, at, monkeypatch, co
     assert what.startswith("error: no Docker engine at unix://")
     assert why.startswith("  ")
     assert "DOCKER_HOST" in cure
+
+
+def test_a_full_temporary_folder_is_told_as_that(mgpu, at, monkeypatch):
+    full = lambda **_: open("/dev/full", "w+b")  # noqa: E731, PTH123, SIM115
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    done = mgpu("image", "build")
+    assert (done.code, done.out) == (4, "")
+    what, why, cure = done.err.splitlines()[-3:]
+    assert what.startswith(f"error: no room in {tempfile.gettempdir()}")
+    assert "No space left on device" in why
+    assert "TMPDIR" in cure
 
 
 @pytest.mark.parametrize("command", ["build", "push", "inspect"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
 import shutil
 import subprocess
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -109,6 +111,16 @@ def test_a_dockerfile_that_cannot_be_read_is_told_by_its_line(docker: Path):
         build(docker)
     expected = "the Dockerfile cannot be read: line 2: unknown instruction: RUNN (did you mean RUN?)"
     assert (caught.value.what, caught.value.why) == (expected, "")
+
+
+def test_a_full_temporary_folder_is_told_as_that(docker: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(ImageError, match=f"no room in {tempfile.gettempdir()}") as caught:
+        build(docker)
+    assert "TMPDIR" in caught.value.next_step
 
 
 def test_a_build_ends_at_its_deadline_with_all_it_has_started(docker: Path):

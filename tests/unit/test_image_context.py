@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import io
@@ -318,6 +319,20 @@ def test_a_file_that_is_gone_or_became_a_link_is_not_sent(folder, put):
         (folder / "src" / "a.py").symlink_to("moved")
     with pytest.raises(InputError, match="changed while"):
         found.write_tar(io.BytesIO())
+
+
+def test_an_archive_that_finds_no_room_is_no_change_of_a_file(folder):
+    (folder / "src" / "a.py").write_bytes(bytes(1 << 20))
+    full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+
+    class Stream(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if full and self.tell():
+                raise full.pop()
+            return super().write(data)
+
+    with pytest.raises(OSError, match="No space left"):
+        scanned(folder).write_tar(Stream())
 
 
 # --- which folder
