@@ -13,7 +13,7 @@ import yaml
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import errors
-from mgpu.errors import Interrupted, NoCapacity, QuotaExceeded, StackError, TeardownIncomplete
+from mgpu.errors import InputError, Interrupted, NoCapacity, QuotaExceeded, StackError, TeardownIncomplete
 from mgpu.events import Note, Warned
 from mgpu.iac import environment, failures, outputs, project
 from mgpu.iac.engine import Stack, current_stack
@@ -174,7 +174,7 @@ def test_changes_name_what_changes_and_from_what_to_what():
 # ---- errors
 
 
-@pytest.mark.parametrize("kind", [NoCapacity, QuotaExceeded, TeardownIncomplete])
+@pytest.mark.parametrize("kind", [InputError, NoCapacity, QuotaExceeded, TeardownIncomplete])
 def test_an_error_crosses_the_engine_with_its_class_and_its_lines(kind):
     sent = kind("what", "why\nand more", "next")
     got = failures.parse(f"some prefix\n{failures.describe(sent)}\n".removeprefix("some prefix\n"))
@@ -182,11 +182,16 @@ def test_an_error_crosses_the_engine_with_its_class_and_its_lines(kind):
     assert (got.what, got.why, got.next_step) == ("what", "why\nand more", "next")
 
 
-@pytest.mark.parametrize("name", ["InputError", "MgpuError", "Exception", "Scope", "no_such"])
+@pytest.mark.parametrize("name", ["MgpuError", "Exception", "Scope", "no_such"])
 def test_every_other_class_is_the_stacks(name):
     got = failures.parse(f"what\nnext\n[mgpu:{name}]")
     assert type(got) is StackError
     assert got.exit_code == 4
+
+
+def test_mistakes_of_a_run_file_cross_as_one():
+    got = failures.parse("mgpu.yaml: 2 problems\nnext\n[mgpu:SpecError]")
+    assert (type(got), str(got)) == (InputError, "mgpu.yaml: 2 problems\nnext")
 
 
 def test_text_without_a_mark_is_no_error_of_ours():

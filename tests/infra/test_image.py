@@ -16,7 +16,7 @@ from fakes.engine import Registry
 from fakes.registries import Said, scripted
 from pulumi.runtime.proto import provider_pb2
 
-from mgpu.errors import ImageError, Interrupted
+from mgpu.errors import ImageError, InputError, Interrupted
 from mgpu.events import Event, ImageStep, LayerPushed, Note
 from mgpu.iac import imagemodel, schema, servicer
 from mgpu.iac.handler import Call, Settings
@@ -403,6 +403,20 @@ def test_without_an_engine_a_stack_is_previewed_and_up_rents_nothing(project, mo
     assert caught.value.exit_code == 4
     assert all((caught.value.what, caught.value.why, caught.value.next_step))
     assert project.started == 0
+
+
+def test_an_image_that_does_not_fit_rents_nothing(project):
+    dockerfile = project.folder / "docker" / "Dockerfile"
+    dockerfile.write_text(f"{DOCKERFILE}LABEL dev.mgpu.python=3.10\n")
+    with pytest.raises(InputError, match=r"the image's Python is 3\.10") as caught:
+        project.stack.up()
+    assert caught.value.exit_code == 2
+    assert "Fleet" not in project.resources
+    assert project.started == 0
+    dockerfile.write_text(f"{DOCKERFILE}LABEL dev.mgpu.python=3.12\n")
+    project.stack.up()
+    assert "Fleet" in project.resources
+    assert project.started == 1
 
 
 def test_the_run_that_repairs_its_fleet_keeps_its_image(project):
