@@ -20,7 +20,8 @@ def images(engine, registry, locked_registry, tmp_path_factory) -> SimpleNamespa
     folder = tmp_path_factory.mktemp("image")
     pyimage.build(engine, folder)
     for number in (2, 3):
-        pyimage.dockerfile(engine, folder, f"python:{number}", f"FROM python:1\nLABEL number={number}\n")
+        lines = f"FROM python:1\nLABEL number={number}\nSTOPSIGNAL SIGQUIT\n"  # a user's image may have any
+        pyimage.dockerfile(engine, folder, f"python:{number}", lines)
     pyimage.dockerfile(engine, folder, "bare:1", "FROM base:1\nLABEL bare=1\n")
     return SimpleNamespace(
         locked=pyimage.push(engine, locked_registry, "python:3"),

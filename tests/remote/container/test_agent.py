@@ -40,9 +40,12 @@ def test_an_agent_whose_container_was_killed_is_seen_dead(machine, images):
     assert status["phase"] in (Phase.LAUNCHING, Phase.TRAINING)
 
 
-@pytest.mark.parametrize("how", ["down", "docker stop"])
-def test_an_agent_whose_container_is_stopped_ends_in_order(machine, images, how):
-    machine.up(images.first)
+@pytest.mark.parametrize(
+    ("how", "image"), [("down", "first"), ("docker stop", "first"), ("docker stop", "second")],
+    ids=["down", "docker stop", "docker stop of an image with a signal of its own"],
+)  # fmt: skip
+def test_an_agent_whose_container_is_stopped_ends_in_order(machine, images, how, image):
+    machine.up(getattr(images, image))
     machine.start(SLEEPS)
     machine.until(lambda: "it runs" in machine.said)
     if how == "down":

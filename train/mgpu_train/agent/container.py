@@ -190,6 +190,7 @@ def _options(wanted: Wanted) -> list[str]:
         *([f"--device={_INFINIBAND}"] if _INFINIBAND.exists() else []),
         *("--log-driver=json-file", "--log-opt=max-size=10m", "--log-opt=max-file=3"),
         f"--stop-timeout={wanted.stop_s:.0f}",
+        "--stop-signal=SIGTERM",  # what `hold.py` waits for; an image may name another
     ]
 
 
