@@ -42,9 +42,18 @@ _PROBLEMS = {
         "the registry refuses the image",
         "Log in where mgpu runs (`docker login`, `aws sso login`) as somebody who may pull it.",
     ),
+    "limit": (
+        "the registry lets nobody pull as often as that",
+        "Log in where mgpu runs (`docker login`), push the image to a registry of your own, or wait and run again.",
+    ),
     "pull": (
         "the image could not be pulled in time",
-        "Give the nodes a way to the registry (a NAT gateway, or endpoints of the subnet), and run again.",
+        "Give the nodes a faster way to the registry, or one at all (a NAT gateway, or endpoints of the subnet), and "
+        "run again.",
+    ),
+    "unpack": (
+        "Docker cannot unpack the image",
+        "Look at its storage there (`docker info`, `journalctl -u docker`), or take another machine image.",
     ),
     "digest": (
         "another image came than was asked for",

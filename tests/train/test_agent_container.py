@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import base64
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from mgpu_train.agent import container, engine, hold
 from mgpu_train.agent.container import Wanted
-from mgpu_train.agent.engine import Engine
+from mgpu_train.agent.engine import Engine, Login
 from mgpu_train.agent.equip import Problem
 
 DIGEST = "sha256:" + "a" * 64
@@ -23,6 +25,7 @@ REFERENCE = f"registry.example:5000/train@{DIGEST}"
 INFO = {"DockerRootDir": "/", "Architecture": "x86_64", "Runtimes": {"runc": {}}, "DriverStatus": [["a", "b"]]}
 IMAGE = {"Id": "sha256:" + "b" * 64, "Os": "linux", "Architecture": "amd64", "RepoDigests": [f"r/x@{DIGEST}"]}
 AGENT = Path(engine.__file__).parent
+CAT, SLEEP, STAT = (shutil.which(name) for name in ("cat", "sleep", "stat"))
 
 
 @pytest.fixture
@@ -154,6 +157,34 @@ def test_an_engine_that_is_silent_is_not_waited_for(docker, tmp_path):
         ("failed to register layer: write /x: no space left on device", "disk"),
         ("no matching manifest for linux/arm64 in the manifest list entries", "platform"),
         ("manifest verification failed for digest sha256:1", "digest"),
+        ("filesystem layer verification failed for digest sha256:1", "digest"),
+        ("failed to register layer: lchown /x: permission denied", "unpack"),
+        ("You have reached your pull rate limit. You may increase the limit by authenticating and upgrading", "limit"),
+        # of engines that leave their images to containerd
+        ('failed to resolve reference "r/x@sha256:11": r/x@sha256:11: not found', "absent"),
+        (
+            'failed to resolve reference "docker.io/x/y@sha256:1": pull access denied, repository does not exist or '
+            "may require authorization: server message: insufficient_scope: authorization failed",
+            "denied",
+        ),
+        (
+            'failed to resolve reference "r/x@sha256:1": pulling from host r failed with status code '
+            "[manifests sha256:1]: 403 Forbidden",
+            "denied",
+        ),
+        ("unexpected status from HEAD request to https://r/v2/x/manifests/sha256:1: 401 Unauthorized", "denied"),
+        (
+            'failed commit on ref "layer-sha256:1": unexpected commit digest sha256:1, expected sha256:2: failed '
+            "precondition",
+            "digest",
+        ),
+        ("failed to extract layer sha256:1: mount callback failed: lchown /x: operation not permitted", "unpack"),
+        ("no match for platform in manifest sha256:1: not found", "platform"),
+        (
+            "image with reference r/x@sha256:1 was found but does not provide the specified platform (linux/arm64)",
+            "platform",
+        ),
+        ("error from registry: You have reached your unauthenticated pull rate limit.", "limit"),
     ],
 )
 def test_a_pull_that_no_other_try_mends_is_given_up_at_once(docker, error, expected):
@@ -171,6 +202,8 @@ def test_a_pull_that_no_other_try_mends_is_given_up_at_once(docker, error, expec
         "net/http: TLS handshake timeout",
         "unexpected EOF",
         "lookup registry.example: no such host",
+        'failed to resolve reference "r/x@sha256:1": failed to do request: dial tcp: lookup r: no such host',
+        "open /var/lib/docker/tmp/x: permission denied",
     ],
 )
 def test_a_pull_is_tried_again(docker, monkeypatch, error):
@@ -187,6 +220,40 @@ def test_the_pulls_deadline_is_kept(docker, monkeypatch):
     monkeypatch.setattr(engine, "time", late)
     docker(image=[(1, "", "")], pull=[(1, "", "unexpected EOF")])
     assert kind(lambda: engine.image(an_engine(0.5), INFO, REFERENCE, None, None)) == "pull"
+
+
+def test_a_pull_that_is_slow_is_no_docker_that_is_silent(docker, tmp_path, monkeypatch):
+    docker(image=[(1, "", "")])
+    program = tmp_path / "bin" / "docker"
+    program.write_text(f"#!/bin/sh\ntest $1 = image && exit 1\nexec {SLEEP} 60\n")
+    with pytest.raises(Problem, match="`docker pull` did not end within") as caught:
+        engine.image(an_engine(0.5), INFO, REFERENCE, None, None)
+    assert caught.value.kind == "pull"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [("toomanyrequests: Rate exceeded", "limit"), ("error from registry: Too Many Requests", "limit"), ("EOF", "pull")],
+)
+def test_a_registry_that_asks_for_patience_all_the_time_is_told_apart(docker, error, expected):
+    docker(image=[(1, "", "")], pull=[(1, "", error)])
+    assert kind(lambda: engine.image(an_engine(0.5), INFO, REFERENCE, None, None)) == expected
+
+
+@pytest.mark.parametrize(
+    ("registry", "key"),
+    [("registry.example:5000", "registry.example:5000"), ("docker.io", "https://index.docker.io/v1/")],
+)
+def test_a_login_is_written_as_docker_reads_it(docker, tmp_path, monkeypatch, registry, key):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    program = tmp_path / "bin" / "docker"
+    docker()
+    program.write_text(f"#!/bin/sh\n{CAT} $DOCKER_CONFIG/config.json\n{STAT} -c ' %a' $DOCKER_CONFIG/config.json\n")
+    with engine._private_folder() as folder:
+        done = engine._try(an_engine(), REFERENCE, Login(registry, "user", "pass:word"), folder)
+    said, _, mode = done.out.rpartition(" ")
+    assert json.loads(said) == {"auths": {key: {"auth": base64.b64encode(b"user:pass:word").decode()}}}
+    assert mode == "600\n"
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_a_problem_is_named_with_its_cause_and_its_cure(timeouts, kind):
 
 def test_every_problem_that_a_node_may_name_has_a_cure():
     sources = "".join(Path(module.__file__).read_text() for module in (container, engine, equip))
-    kinds = set(re.findall(r'Problem\("(\w+)"', sources)) | set(engine._FINAL) | {"permission", "run", "old"}
+    kinds = set(re.findall(r'Problem\("(\w+)"', sources)) | set(engine._FINAL) | {"permission", "run", "old", "pull"}
     assert kinds == set(containers._PROBLEMS)
 
 

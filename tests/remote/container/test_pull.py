@@ -39,6 +39,18 @@ def test_a_registrys_password_is_left_nowhere(machine, images, locked_registry, 
     assert locked_registry.password not in json.dumps(machine.container)
 
 
+def test_a_credential_store_of_the_node_is_not_asked(machine, images, locked_registry, engine, programs, tmp_path):
+    """Docker's program takes one that it finds on PATH, unless its configuration has a login."""
+    engine.docker("rmi", "--force", images.locked, check=False)
+    for name in ("secretservice", "pass"):
+        store = programs / f"docker-credential-{name}"
+        store.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/stored\ncat >> {tmp_path}/stored\nexit 1\n')
+        store.chmod(0o755)
+    machine.up(ImageToRun(images.locked, 1000, auth.password(locked_registry.user, locked_registry.password)))
+    assert "pulled on 1 of 1 node," in machine.noted
+    assert not (tmp_path / "stored").exists()
+
+
 def test_a_wrong_password_is_told_apart(machine, images, locked_registry, engine):
     engine.docker("rmi", "--force", images.locked, check=False)
     login = auth.password(locked_registry.user, "wr0ng-canary")

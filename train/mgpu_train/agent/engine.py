@@ -5,6 +5,7 @@ Standard library only, Python 3.8 or newer: `container.py` stands on it.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -30,14 +31,29 @@ _LAST_LINES = 6
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _CONTAINERD = "/var/lib/containerd"  # where an engine that leaves its images to containerd has them
 
-# what no other try mends, as registries and the engine say it; anything else about a pull may pass
+# What no other try mends, the first that fits; anything else about a pull may pass. The words are those of moby
+# (distribution/{errors,pull_v2}.go, layer/; with containerd's store daemon/containerd/image_pull.go), of containerd
+# (client/pull.go, core/remotes/docker/, core/content/, core/diff/apply/, core/images/image.go), and of registries (the
+# codes of OCI's distribution-spec; Docker Hub's and ECR's own texts).
 _FINAL = {
-    "absent": re.compile(r"manifest unknown|name unknown|manifest for .* not found|repository .* not found"),
-    "denied": re.compile(r"(?i)unauthorized|forbidden|denied|authentication required|no basic auth|token has expired"),
-    "digest": re.compile(r"manifest verification failed"),
     "disk": re.compile(r"no space left on device"),
-    "platform": re.compile(r"no matching manifest"),
+    "digest": re.compile(r"(manifest|layer) verification failed|unexpected commit digest"),
+    "unpack": re.compile(
+        r"failed to (register|extract) layer.*(permission denied|not permitted|read-only file system)"
+    ),
+    "platform": re.compile(r"no matching manifest|no match for platform|not provide the specified platform"),
+    "limit": re.compile(r"pull rate limit|Data limit exceeded"),  # of hours; others (ECR's) are of seconds
+    "absent": re.compile(
+        r"(manifest|name) unknown|(manifest for|repository) .* not found|failed to resolve reference .*: not found"
+    ),
+    # "permission denied" is a file's
+    "denied": re.compile(
+        r"(?i)unauthorized|forbidden|(?<!permission )denied|authentication required|authorization failed|no basic auth"
+        r"|token has expired"
+    ),
 }
+_LIMITED = re.compile(r"(?i)toomanyrequests|too many requests")
+_HUB, _HUB_KEY = "docker.io", "https://index.docker.io/v1/"  # how Docker's own configuration names its own registry
 
 
 class Done(NamedTuple):
@@ -66,24 +82,24 @@ class Engine:
         self.program = program
         self.until = until
 
-    def call(self, *arguments: str, seconds: float = ASK_S, stdin: str = "", folder: str | None = None) -> Done:
+    def call(self, *arguments: str, seconds: float = ASK_S, folder: str | None = None, late: str = "docker") -> Done:
         """`docker arguments`, at most so many seconds; `folder`: in the place of the user's ~/.docker.
 
         Raises:
-            Problem: docker, when it does not answer in time.
+            Problem: `late`, when it does not end in time.
         """
         seconds = max(1.0, min(seconds, self.until - time.monotonic()))
         try:
             done = subprocess.run(
                 [self.program, *arguments],
-                input=stdin.encode(),
+                stdin=subprocess.DEVNULL,
                 capture_output=True,
                 env={**os.environ, **({"DOCKER_CONFIG": folder} if folder else {})},
                 timeout=seconds,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise Problem("docker", f"`docker {arguments[0]}` did not end within {seconds:.0f} s.") from None
+            raise Problem(late, f"`docker {arguments[0]}` did not end within {seconds:.0f} s.") from None
         error = done.stderr.decode(errors="replace").strip().splitlines()
         return Done(done.returncode, done.stdout.decode(errors="replace"), "\n".join(error[-_LAST_LINES:]))
 
@@ -125,7 +141,7 @@ def image(engine: Engine, info: dict[str, Any], reference: str, size: int | None
     """The id of the image that has this digest, and whether it was pulled just now; `size`: its compressed bytes.
 
     Raises:
-        Problem: reference, disk, absent, denied, pull, platform, digest.
+        Problem: reference, disk, absent, denied, limit, pull, unpack, platform, digest.
     """
     if not BY_DIGEST.fullmatch(reference):
         raise Problem("reference", f"{reference!r} is not `repository@sha256:...`.")
@@ -186,7 +202,8 @@ def _pull(engine: Engine, reference: str, login: Login | None) -> None:
                 if words.search(done.error):
                     raise Problem(kind, done.error)
             if time.monotonic() + pause > engine.until:
-                raise Problem("pull", done.error or f"`docker pull` ended with status {done.status}.")
+                kind = "limit" if _LIMITED.search(done.error) else "pull"
+                raise Problem(kind, done.error or f"`docker pull` ended with status {done.status}.")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -194,18 +211,25 @@ def _pull(engine: Engine, reference: str, login: Login | None) -> None:
 def _try(engine: Engine, reference: str, login: Login | None, folder: str) -> Done:
     left = engine.until - time.monotonic()
     if login is None:  # what the machine has of its own: a helper of its image, say
-        return engine.call("pull", "--quiet", reference, seconds=left)
-    entry = ("login", f"--username={login.username}", "--password-stdin", login.registry)
-    done = engine.call(*entry, stdin=login.password, folder=folder, seconds=2 * ASK_S)
-    if done.status == 0:
-        done = engine.call("pull", "--quiet", reference, folder=folder, seconds=left)
+        return engine.call("pull", "--quiet", reference, seconds=left, late="pull")
+    _write_login(login, Path(folder, "config.json"))
+    done = engine.call("pull", "--quiet", reference, folder=folder, seconds=left, late="pull")
     # whatever a registry echoes
     return done._replace(error=done.error.replace(login.password, "***"))
 
 
+def _write_login(login: Login, path: Path) -> None:
+    """As `docker login` does without a credential store; with one that it finds on PATH, it would put it there."""
+    auth = base64.b64encode(f"{login.username}:{login.password}".encode()).decode()
+    key = _HUB_KEY if login.registry == _HUB else login.registry
+    path.touch(0o600)
+    path.write_text(json.dumps({"auths": {key: {"auth": auth}}}))
+
+
 @contextmanager
 def _private_folder() -> Iterator[str]:
-    """A folder for what `docker login` writes down: in memory where there is such a place, and gone afterwards."""
+    """A folder for the login, which Docker's program reads from a file: in memory where there is such a place; gone
+    afterwards."""
     mine = f"mgpu-pull-{os.getuid()}-{hashlib.sha256(str(Path(__file__)).encode()).hexdigest()[:8]}-"
     places = [os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm", tempfile.gettempdir()]  # noqa: S108 - 0700
     place = next(place for place in places if place and os.access(place, os.W_OK | os.X_OK))
