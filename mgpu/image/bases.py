@@ -1,48 +1,89 @@
-"""What a Dockerfile names: stages, arguments, and the images that it builds on with which ones they are today."""
+"""What a Dockerfile names: stages, arguments, what it copies, and the images that it builds on with which ones they are
+today."""
 
 from __future__ import annotations
 
+import platform as machine
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from typing import NamedTuple
 
 from mgpu.errors import ImageError, InputError
+from mgpu.image import dockerfile
+from mgpu.image.dockerfile import Instruction
 from mgpu.image.reference import Reference
 
-_FROM = re.compile(r"FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?\s*\Z", re.IGNORECASE)
-_ARG = re.compile(r"ARG\s+(.+)", re.IGNORECASE)
-_COPY = re.compile(r"(?:COPY|ADD)\s.*?--from=(\S+)", re.IGNORECASE)
-_VALUE = re.compile(r"(\w+)(?:=(\"[^\"]*\"|'[^']*'|\S*))?")
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::([-+])([^}]*))?\}|(\w+))")
+_VALUE = re.compile(r"(\w+)(?:=((?:\"[^\"]*\"|'[^']*'|\\.|\S)*))?")
+_VARIABLE = re.compile(r"\\(.)|'([^']*)'|(\")|\$(?:\{(\w+)(?:(:?)([-+?])((?:[^{}]|\{[^{}]*\})*))?\}|(\w+))")
+_MOUNTED = re.compile(r"(?:\A|[,\"'])from=([^,\"']+)")
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 # what a build is given without an ARG
 _PREDEFINED = re.compile(r"(HTTP|HTTPS|FTP|NO|ALL)_PROXY|BUILDKIT_\w+|SOURCE_DATE_EPOCH", re.IGNORECASE)
 
 
+class Use(NamedTuple):
+    """Where a Dockerfile names an image."""
+
+    image: str
+    begin: int
+    end: int
+
+
+class Copied(NamedTuple):
+    """What a COPY or ADD of a stage takes out of the context, which line it is, and its text."""
+
+    stage: int
+    line: int
+    text: str
+    sources: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Named:
-    """What a Dockerfile names. `images`: of `FROM` and `COPY --from`, each once; its own stages and `scratch` are none.
-    `stages`: in order, in lower case as builders compare them, "" for one without a name. `args`: of every ARG."""
+    """What a Dockerfile names. `images`: of `FROM`, `COPY --from` and `RUN --mount`, each once, and `uses`, each place
+    where they are; its own stages and `scratch` are none. `stages`: in order, in lower case as builders compare them,
+    "" for one without a name; `parents`: the number of the stage that each one begins with, None for an image. `args`:
+    of every ARG. `copied`: what is taken out of the context."""
 
     images: tuple[str, ...]
     stages: tuple[str, ...]
     args: frozenset[str]
+    parents: tuple[int | None, ...] = ()
+    uses: tuple[Use, ...] = ()
+    copied: tuple[Copied, ...] = ()
 
     def require(self, target: str | None, path: str) -> None:
         """Raises InputError where there is nothing to build, or no stage `target`. `path`: how the file is called."""
         if not self.stages:
             raise InputError(f"{path} builds nothing", "It has no FROM.", "Begin it with the image to build on.")
-        if target is None or target.lower() in self.stages or target in map(str, range(len(self.stages))):
+        if self._number(target) is not None:
             return
         names = list(filter(None, self.stages))
-        near = get_close_matches(target.lower(), names, 1)
+        near = get_close_matches((target or "").lower(), names, 1)
         why = f"Its stages with a name: {', '.join(names)}." if names else "None of its stages has a name (`AS`)."
         cure = f"Did you mean `{near[0]}`?" if near else "Mend image.target, or leave it out for the last stage."
         raise InputError(f"image.target: {path} has no stage `{target}`", why, cure)
 
+    def kept(self, target: str | None) -> set[int]:
+        """The stages whose layers are the image's: the target's, and those that it begins with."""
+        number, found = self._number(target), set[int]()
+        while number is not None:
+            found.add(number)
+            number = self.parents[number]
+        return found
+
     def unused(self, args: Mapping[str, str]) -> list[str]:
         """What is said of arguments that no ARG takes: a builder leaves them out."""
         return [self._unused(name) for name in args if name not in self.args and not _PREDEFINED.fullmatch(name)]
+
+    def _number(self, target: str | None) -> int | None:
+        if target is None:
+            return len(self.stages) - 1
+        if target.lower() in self.stages:
+            return self.stages.index(target.lower())
+        return next((number for number in range(len(self.stages)) if target == str(number)), None)
 
     def _unused(self, name: str) -> str:
         near = get_close_matches(name.upper(), self.args, 1)
@@ -50,70 +91,183 @@ class Named:
         return f"image.args: the Dockerfile has no ARG {name}, the value is not used{meant}"
 
 
-def read(recipe: bytes, args: Mapping[str, str]) -> Named:
-    """What a Dockerfile names; `args` are values of the ARGs before the first FROM."""
-    values, found, stages, known = dict[str, str](), dict[str, None](), list[str](), set[str]()
-    for line in _instructions(recipe.decode("utf-8", "replace")):
-        if match := _FROM.match(line):
-            image = _filled(match[1], values)
-            if not _own(image, stages):
-                found[image] = None
-            stages.append((match[2] or "").lower())
-        elif match := _ARG.match(line):
-            for name, default in _VALUE.findall(match[1]):
-                known.add(name)
-                if not stages:
-                    values[name] = args.get(name, _filled(default.strip("\"'"), values))
-        elif (match := _COPY.match(line)) and not _own(match[1], stages) and not match[1].isdigit():
-            found[match[1]] = None
-    return Named(tuple(found), tuple(stages), frozenset(known))
+def read(recipe: bytes, args: Mapping[str, str], platform: str = "linux/amd64") -> Named:
+    """What a Dockerfile names; `args` are values of its ARGs, `platform` is what is built for."""
+    instructions = dockerfile.read(recipe)
+    reader = _Reader(args, {name: args.get(name, value) for name, value in _of_platforms(platform).items()})
+    for each in instructions:
+        reader.take(each)
+    stages = tuple(reader.stages)
+    uses = [*reader.uses, *(use for each in instructions for use in _borrowed(each) if not _own(use.image, stages))]
+    uses.sort(key=lambda use: use.begin)
+    images = tuple(dict.fromkeys(use.image for use in uses))
+    known = frozenset(reader.known)
+    return Named(images, stages, known, tuple(reader.parents), tuple(uses), tuple(reader.copied))
 
 
-def _own(image: str, stages: list[str]) -> bool:
-    return image.lower() in ("scratch", "", *stages)
+class Base(NamedTuple):
+    """Which image a name means today. `digest`: as its registry says it; else the engine's, which has it alone, or
+    before its registry (`pinned` is False), by whatever name it has there."""
+
+    digest: str
+    pinned: bool
 
 
 def resolve(
-    names: tuple[str, ...], engine: Callable[[str], str | None], registry: Callable[[str], str | None]
-) -> dict[str, str]:
-    """The digest or id of each: as the name says itself, else as the engine has it, which builds with that; else as
-    its registry has it.
+    names: tuple[str, ...],
+    engine: Callable[[str], Base | None],
+    registry: Callable[[str], str | None],
+    glance: Callable[[str], str | None],
+    tell: Callable[[str], object],
+) -> dict[str, Base]:
+    """What each name means: by its own digest; else the engine's own image of that name; else as the registry has it.
+
+    `engine`: what it has, `pinned` where that came from a registry, which is asked by `glance` then: the engine's copy
+    counts only where that does not answer, and `tell` is told so. `registry` is asked for what the engine lacks.
 
     Raises:
         ImageError: nobody has it, and why not.
         InputError: a name that is none.
     """
-    return {name: Reference.parse(name).digest or _asked(name, engine, registry) for name in names}
+    return {name: _resolved(name, engine, registry, glance, tell) for name in names}
 
 
-def _asked(name: str, engine: Callable[[str], str | None], registry: Callable[[str], str | None]) -> str:
-    """Where the engine is not there, what is in the registry is built on all the same, elsewhere."""
-    said, errors = list[str](), list[ImageError]()
-    for who, ask in (("the Docker engine", engine), (Reference.parse(name).registry, registry)):
-        try:
-            if digest := ask(name):
-                return digest
-            said.append(f"{who} does not have it")
-        except ImageError as error:
-            said.append(error.what)
-            errors.append(error)
+def pinned(recipe: bytes, named: Named, found: Mapping[str, Base]) -> bytes:
+    """The Dockerfile with images by their digest: nothing else is built on. The engine's own keep their names."""
+    by_tag = [(use, Reference.parse(use.image)) for use in named.uses if found[use.image].pinned]
+    by_tag = [(use, name) for use, name in by_tag if not name.digest]
+    return dockerfile.replaced(recipe, [(use.begin, use.end, name.at(found[use.image].digest)) for use, name in by_tag])
+
+
+def _resolved(
+    name: str,
+    engine: Callable[[str], Base | None],
+    registry: Callable[[str], str | None],
+    glance: Callable[[str], str | None],
+    tell: Callable[[str], object],
+) -> Base:
+    reference = Reference.parse(name)
+    if reference.digest:
+        return Base(reference.digest, pinned=True)
+    here, errors = None, list[ImageError]()
+    said = "the Docker engine does not have it"
+    try:
+        here = engine(name)
+    except ImageError as error:
+        errors.append(error)
+        said = error.what
+    if here is not None and not here.pinned:
+        return here
+    try:
+        if digest := (registry if here is None else glance)(name):
+            return Base(digest, pinned=True)
+        silent = f"{reference.registry} does not have it"
+    except ImageError as error:
+        errors.append(error)
+        silent = error.what
+    if here is not None:
+        tell(f"base image {name}: {silent}; the Docker engine's copy of it is built on")
+        return Base(here.digest, pinned=False)
     why = "\n".join(f"{each.what}: {each.why}" for each in errors)
     cure = " ".join(each.next_step for each in errors)
     cure = cure or "Mend FROM or the ARG that names it; a private one needs `docker login`."
-    raise ImageError(f"no base image {name}: {said[0]}, and {said[1]}", why, cure)
+    raise ImageError(f"no base image {name}: {said}, and {silent}", why, cure)
 
 
-def _instructions(text: str) -> list[str]:
-    """Lines without comments, continued ones as one."""
-    lines = [line.strip() for line in text.splitlines() if not line.lstrip().startswith("#")]
-    return [line for line in re.sub(r"\\\n", " ", "\n".join(lines)).splitlines() if line]
+@dataclass
+class _Reader:
+    """Goes through a Dockerfile. `outer`: values for every FROM; `inner`: in each stage, which begins with its
+    parent's."""
+
+    args: Mapping[str, str]
+    outer: dict[str, str]
+    inner: list[dict[str, str]] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
+    stages: list[str] = field(default_factory=list)
+    parents: list[int | None] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    copied: list[Copied] = field(default_factory=list)
+
+    def take(self, each: Instruction) -> None:
+        if each.word == "FROM":
+            self._from(each)
+        elif each.word == "ARG":
+            self._arg(each)
+        elif each.word == "ENV" and self.stages:
+            self._env(each)
+        elif each.word in ("COPY", "ADD") and self.stages:
+            self._copy(each)
+
+    def _from(self, each: Instruction) -> None:
+        match = re.compile(r"\s*(\S+)(?:\s+AS\s+(\S+))?", re.IGNORECASE).match(each.text, each.after_flags)
+        if match is None:
+            return
+        image = _filled(match[1], self.outer)
+        parent = self.stages.index(image.lower()) if image and image.lower() in self.stages else None
+        if parent is None and not _own(image, ()):
+            self.uses.append(Use(image, *each.span(*match.span(1))))
+        self.inner.append({} if parent is None else {**self.inner[parent]})
+        self.parents.append(parent)
+        self.stages.append((match[2] or "").lower())
+
+    def _arg(self, each: Instruction) -> None:
+        values = self.inner[-1] if self.inner else self.outer
+        for match in _VALUE.finditer(each.text):
+            name, default = match[1], match[2]
+            self.known.add(name)
+            value = self.outer.get(name) if default is None else _filled(default, values)
+            value = self.args.get(name, value)
+            if value is not None:
+                values[name] = value
+
+    def _env(self, each: Instruction) -> None:
+        first, _, rest = each.text.partition(" ")
+        pairs = [match.groups() for match in _VALUE.finditer(each.text)] if "=" in first else [(first, rest)]
+        self.inner[-1].update({name: _filled(value or "", self.inner[-1]) for name, value in pairs})
+
+    def _copy(self, each: Instruction) -> None:
+        if any(flag.name == "from" for flag in each.flags):
+            return
+        sources = tuple(_filled(source, self.inner[-1], unknown="*") for source in each.arguments[:-1])
+        self.copied.append(Copied(len(self.stages) - 1, each.line, f"{each.word} {each.text}", sources))
 
 
-def _filled(text: str, values: Mapping[str, str]) -> str:
+def _borrowed(each: Instruction) -> Iterator[Use]:
+    """What a COPY or a mount takes out of another image, or stage."""
+    for flag in () if each.later else each.flags:
+        if (each.word, flag.name) in (("COPY", "from"), ("ADD", "from")):
+            yield Use(flag.value, *each.span(flag.at, flag.at + len(flag.value)))
+        elif (each.word, flag.name) == ("RUN", "mount") and (match := _MOUNTED.search(flag.value)):
+            yield Use(match[1], *each.span(flag.at + match.start(1), flag.at + match.end(1)))
+
+
+def _own(image: str, stages: tuple[str, ...]) -> bool:
+    return image.lower() in ("scratch", "", *stages) or (bool(stages) and image.isdigit())
+
+
+def _of_platforms(platform: str) -> dict[str, str]:
+    """What every FROM may use without an ARG, of the machine that is built for and the one that builds."""
+    here = f"linux/{_MACHINES.get(machine.machine(), machine.machine())}"
+    return {
+        f"{whose}{part}": value
+        for whose, name in (("TARGET", platform), ("BUILD", here))
+        for part, value in (
+            ("PLATFORM", name), ("OS", name.partition("/")[0]), ("ARCH", name.partition("/")[2]), ("VARIANT", ""),
+        )
+    }  # fmt: skip
+
+
+def _filled(text: str, values: Mapping[str, str], unknown: str = "") -> str:
+    """A word without quotes, with the values of its variables; `unknown` for one that has none."""
+
     def value(match: re.Match[str]) -> str:
-        known = values.get(match[1] or match[4], "")
-        if match[2] == "-":
-            return known or match[3]
-        return (match[3] if known else "") if match[2] == "+" else known
+        escaped, quoted, quote, braced, colon, sign, word, bare = match.groups()
+        if escaped is not None or quoted is not None or quote:
+            return escaped or quoted or ""
+        known = values.get(braced or bare)
+        there = known is not None and (known != "" or not colon)
+        if sign == "+" or (sign == "-" and not there):
+            return _filled(word, values, unknown) if there == (sign == "+") else ""
+        return unknown if known is None else known
 
     return _VARIABLE.sub(value, text)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu.errors import ImageError, InputError
 from mgpu.events import Emit, Note, Warned, ignore
+from mgpu.image import archive, bases, context, inputs, registry
 from mgpu.image import auth as auths
-from mgpu.image import bases, context, inputs, registry
 from mgpu.image.auth import Auth
 from mgpu.image.http import Patience
 from mgpu.image.recipe import Recipe
@@ -20,6 +20,8 @@ from mgpu.spec.image import ImageSpec
 
 if TYPE_CHECKING:
     from mgpu.image.engine import Engine
+
+_ONCE = Patience(total_s=4.0, request_s=2.0, pause_s=8.0)  # for a base that the engine has: one try
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def ensure(spec: ImageSpec, site: Site, emit: Emit = ignore) -> Published:
 
     Raises:
         ImageError: the engine, the build or the registry; nothing refers to what was pushed by half.
-        InputError: the context cannot be read or changes, a secret is not set, no repository is named.
+        InputError: the context cannot be read or changes, a secret is not set or would end in the image, no repository
+            is named.
     """
     return _Publishing(spec, site, emit).run()
 
@@ -111,6 +114,15 @@ def build(spec: ImageSpec, site: Site, emit: Emit = ignore) -> Built:
     return _Publishing(spec, site, emit).build()
 
 
+@dataclass(frozen=True)
+class _MadeOf:
+    """What an image is built from: `bases` are the images that its Dockerfile names, as they are now."""
+
+    folder: context.Context
+    named: bases.Named
+    bases: Mapping[str, bases.Base]
+
+
 class _Publishing:
     def __init__(self, spec: ImageSpec, site: Site, emit: Emit) -> None:
         self._spec, self._site, self._emit = spec, site, emit
@@ -119,12 +131,12 @@ class _Publishing:
         self._auths = dict[str, Auth]()
 
     def run(self) -> Published:
-        wanted, folder = self.wanted()
-        if folder is None:
+        wanted, made_of = self.wanted()
+        if made_of is None:
             return self._existing(wanted.name)
         if (digest := self._there(str(wanted.name))) is not None:
             return self._published(wanted.name, digest)
-        return self._push(self._built(folder, wanted.name), wanted.name)
+        return self._push(self._built(made_of, wanted.name), wanted.name)
 
     def find(self) -> Published | None:
         name = self.wanted()[0].name
@@ -132,20 +144,24 @@ class _Publishing:
         return None if digest is None else self._published(name, digest)
 
     def build(self) -> Built:
-        wanted, folder = self.wanted()
-        if folder is None:
+        wanted, made_of = self.wanted()
+        if made_of is None:
             raise InputError(f"{wanted.name} is not built", "image.reference names an image that exists.")
-        return Built(wanted, self._built(folder, wanted.name))
+        return Built(wanted, self._built(made_of, wanted.name))
 
-    def wanted(self) -> tuple[Wanted, context.Context | None]:
+    def wanted(self) -> tuple[Wanted, _MadeOf | None]:
         """And what it is built from."""
         if self._spec.reference is not None:
             return Wanted(Reference.parse(self._spec.reference)), None
         folder = context.scan(context.folder_of(self._spec, self._site.folder), self._spec.dockerfile)
-        names = bases.read(folder.recipe, self._spec.args)
-        names.require(self._spec.target, str(folder.root / folder.dockerfile))
-        whole = inputs.inputs_hash(folder, self._spec, bases.resolve(names.images, self._here, self._there))
-        return Wanted(Reference.parse(f"{self._repository()}:{inputs.tag(whole)}"), whole), folder
+        named = bases.read(folder.recipe, self._spec.args, self._spec.platform)
+        named.require(self._spec.target, str(folder.root / folder.dockerfile))
+        if self._spec.secrets or self._spec.ca_file:
+            archive.require_thrown_away(named, self._spec.target, folder.dockerfile, self._spec.secrets)
+        found = bases.resolve(named.images, self._here, self._there, self._glance, self._warn)
+        whole = inputs.inputs_hash(folder, self._spec, {name: base.digest for name, base in found.items()})
+        wanted = Wanted(Reference.parse(f"{self._repository()}:{inputs.tag(whole)}"), whole)
+        return wanted, _MadeOf(folder, named, found)
 
     def _existing(self, name: Reference) -> Published:
         digest = self._there(str(name))
@@ -154,14 +170,23 @@ class _Publishing:
             raise ImageError(f"no image {name}", f"{name.registry} does not have it.", cure)
         return self._published(name, digest)
 
-    def _built(self, folder: context.Context, name: Reference) -> str:
-        recipe, engine = self._recipe(folder), self._engine()
-        for each in bases.read(folder.recipe, self._spec.args).unused(self._spec.args):
-            self._emit(Warned(each))
+    def _built(self, made_of: _MadeOf, name: Reference) -> str:
+        recipe, engine = self._recipe(made_of), self._engine()
+        for each in made_of.named.unused(self._spec.args):
+            self._warn(each)
         self._emit(Note(f"building {name}"))
         image = engine.build(recipe, self._emit)
+        for base, before in made_of.bases.items():
+            self._require_same(base, before)
         engine.tag(image, str(name))
         return image
+
+    def _require_same(self, base: str, before: bases.Base) -> None:
+        """The engine's own images cannot be built on by their digest."""
+        now = None if before.pinned else self._here(base)
+        if not before.pinned and (now is None or now.digest != before.digest):
+            why = f"It was {before.digest}, and is {now.digest if now else 'not there any more'}."
+            raise ImageError(f"base image {base} changed while the image was built", why, "Run the command again.")
 
     def _push(self, image: str, name: Reference) -> Published:
         engine = self._engine()
@@ -190,9 +215,10 @@ class _Publishing:
             raise ImageError(f"no image for {self._spec.platform}", why, "Mend image.platform or image.reference.")
         return found
 
-    def _recipe(self, folder: context.Context) -> Recipe:
+    def _recipe(self, made_of: _MadeOf) -> Recipe:
+        folder = made_of.folder
         return Recipe(
-            folder,
+            replace(folder, recipe=bases.pinned(folder.recipe, made_of.named, made_of.bases)),
             self._spec.args,
             self._spec.target,
             self._spec.platform,
@@ -217,14 +243,22 @@ class _Publishing:
         name = Reference.parse(reference)
         return registry.find(reference, self._auth(name), patience=self._site.patience, ca_file=self._ca)
 
-    def _here(self, reference: str) -> str | None:
-        """What the engine builds with, as its registry calls it where it came from one. Raises ImageError."""
+    def _warn(self, text: str) -> None:
+        self._emit(Warned(text))
+
+    def _glance(self, reference: str) -> str | None:
+        name = Reference.parse(reference)
+        return registry.find(reference, self._auth(name), patience=_ONCE, ca_file=self._ca)
+
+    def _here(self, reference: str) -> bases.Base | None:
+        """What the engine has, as its registry calls it where it came from one. Raises ImageError."""
         found = self._engine().inspect(reference)
         if found is None:
             return None
         repository = Reference.parse(reference).repository
         known = (Reference.parse(each) for each in found.digests)
-        return next((each.digest for each in known if each.repository == repository), found.id)
+        digest = next((each.digest for each in known if each.repository == repository), "")
+        return bases.Base(digest or found.id, pinned=bool(digest))
 
     def _engine(self) -> Engine:
         from mgpu.image.engine import Engine

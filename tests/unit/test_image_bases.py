@@ -27,22 +27,95 @@ DIGEST = "sha256:" + "c" * 64
         ("# FROM comment\nFROM \\\n# in between\n  a\n", {}, ("a",)),
         ("FROM a AS s\nRUN echo FROM b", {}, ("a",)),
         ("ARG A=1\nFROM a", {"OTHER": "x"}, ("a",)),
+        ("FROM a:1${V-.2}\nFROM b${V:+c}", {}, ("a:1.2", "b")),
+        ("ARG V=\nFROM a:1${V-.2}\nFROM b:${V:-3}\nFROM c${V+d}", {}, ("a:1", "b:3", "cd")),
+        ("ARG W=2\nFROM a:${V:-1.${W}}", {}, ("a:1.2",)),
+        ('FROM "a:1"', {}, ("a:1",)),
+        ("FROM a\\\n# in between\n:1 AS b\nFROM b", {}, ("a:1",)),
+        ("# escape=`\nFROM `\na", {}, ("a",)),
+        ("FROM a\r\nCOPY --from=b x y\r\n", {}, ("a", "b")),
+        ("FROM a:${TARGETARCH}\nFROM b:$TARGETOS", {}, ("a:amd64", "b:linux")),
+        ("ARG TARGETARCH\nFROM a:${TARGETARCH}", {"TARGETARCH": "x"}, ("a:x",)),
+        ("FROM a AS base-amd64\nFROM base-${TARGETARCH}", {}, ("a",)),
+        ("FROM a\nRUN <<EOF\nFROM users\nEOF\nFROM b", {}, ("a", "b")),
+        ("FROM a\nCOPY <<-'X' <<Y /z\nFROM q\n\tX\nFROM r\nY\nFROM b", {}, ("a", "b")),
+        ("FROM a\nRUN cat <<NEVER\nFROM b", {}, ("a", "b")),
+        ('FROM a\nRUN echo "<<EOF" $((1<<2)) <<<x\nFROM b\nEOF', {}, ("a", "b")),
+        (
+            "FROM a\nRUN --mount=from=u:1,source=/uv,target=/uv --mount=type=bind,from=later uv\nFROM b AS later",
+            {},
+            ("a", "u:1", "b"),
+        ),
+        (
+            "FROM a AS s\nRUN --mount=type=cache,target=/from=x y\nFROM b\nRUN --mount=from=s,target=/s x",
+            {},
+            ("a", "b"),
+        ),
+        ("FROM a\nONBUILD COPY --from=b x y", {}, ("a",)),
     ],
 )
 def test_images(recipe, args, expected):
     assert bases.read(recipe.encode(), args).images == expected
 
 
+def test_what_is_built_for_is_what_a_name_says():
+    assert bases.read(b"FROM a:$TARGETARCH", {}, "linux/arm64").images == ("a:arm64",)
+
+
+PINNED = bases.Base(DIGEST, pinned=True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        ("FROM a:1", "FROM docker.io/library/a@D"),
+        ("# a:1\n\nfrom --platform=$X a:1 as a", "# a:1\n\nfrom --platform=$X docker.io/library/a@D as a"),
+        ("FROM a AS b\nFROM b", "FROM docker.io/library/a@D AS b\nFROM b"),
+        ("ARG V=1\nFROM r.io/a:${V} AS b\n", "ARG V=1\nFROM r.io/a@D AS b\n"),
+        ("FROM a\\\n# x\n:1 AS b\nRUN y", "FROM \\\n\\\ndocker.io/library/a@D AS b\nRUN y"),
+        ("\ufeff# é\r\nFROM a\r\nRUN x\r\n", "\ufeff# é\r\nFROM docker.io/library/a@D\r\nRUN x\r\n"),
+        ("FROM own\nCOPY --from=a --chown=1 a b", "FROM own\nCOPY --from=docker.io/library/a@D --chown=1 a b"),
+        ("FROM own\nRUN --mount=from=r.io/a,target=/a \\\n a", "FROM own\nRUN --mount=from=r.io/a@D,target=/a \\\n a"),
+        (f"FROM a:1@{DIGEST}", f"FROM a:1@{DIGEST}"),
+        ("FROM scratch\nRUN <<E\nFROM a\nE", "FROM scratch\nRUN <<E\nFROM a\nE"),
+    ],
+)  # fmt: skip
+def test_the_builder_is_sent_digests_in_the_same_lines(recipe, expected):
+    named = bases.read(recipe.encode(), {})
+    found = {name: PINNED._replace(pinned=name != "own") for name in named.images}
+    sent = bases.pinned(recipe.encode(), named, found)
+    assert sent.decode() == expected.replace("@D", f"@{DIGEST}")
+    assert sent.count(b"\n") == recipe.count("\n")
+    again = bases.read(sent, {})
+    assert (again.stages, again.parents) == (named.stages, named.parents)
+
+
+def nobody(_: str) -> None:
+    raise AssertionError("nobody is asked")
+
+
+def here(**digests: str):
+    return {name: bases.Base(digest, pinned=True) for name, digest in digests.items()}.get
+
+
+def resolve(name: str, engine=nobody, registry=nobody, glance=nobody, tell=nobody) -> bases.Base:
+    return bases.resolve((name,), engine, registry, glance, tell)[name]
+
+
 def test_a_name_with_a_digest_is_asked_of_nobody():
-    def nobody(_: str) -> str:
-        raise AssertionError
-
-    assert bases.resolve((f"a@{DIGEST}",), nobody, nobody) == {f"a@{DIGEST}": DIGEST}
+    assert resolve(f"a@{DIGEST}") == PINNED
 
 
-def test_the_engine_is_asked_before_the_registry():
-    engine, registry = {"a": "1"}.get, {"a": "2", "b": "3"}.get
-    assert bases.resolve(("a", "b"), engine, registry) == {"a": "1", "b": "3"}
+def test_what_only_the_engine_has_is_asked_of_no_registry():
+    assert resolve("a", {"a": bases.Base("id", pinned=False)}.get) == bases.Base("id", pinned=False)
+
+
+def test_a_copy_that_is_older_than_the_registrys_does_not_count():
+    assert resolve("a", here(a="old"), glance={"a": "new"}.get) == bases.Base("new", pinned=True)
+
+
+def test_what_the_engine_lacks_is_the_registrys():
+    assert resolve("a", here(), {"a": "1"}.get) == bases.Base("1", pinned=True)
 
 
 def refuses(what: str, cure: str):
@@ -56,6 +129,15 @@ NO_ENGINE, AWAY = refuses("no Docker engine at x", "Start Docker."), refuses("do
 
 
 @pytest.mark.parametrize(
+    ("glance", "why"), [(AWAY, "docker.io cannot be reached"), ({}.get, "docker.io does not have it")]
+)
+def test_without_its_registry_the_engines_copy_counts_and_that_is_told(glance, why):
+    told = list[str]()
+    assert resolve("a", here(a="1"), glance=glance, tell=told.append) == bases.Base("1", pinned=False)
+    assert told == [f"base image a: {why}; the Docker engine's copy of it is built on"]
+
+
+@pytest.mark.parametrize(
     ("engine", "registry", "said", "cure"),
     [
         ({}.get, {}.get, "the Docker engine does not have it, and docker.io does not have it", "Mend FROM"),
@@ -66,13 +148,13 @@ NO_ENGINE, AWAY = refuses("no Docker engine at x", "Start Docker."), refuses("do
 )
 def test_a_base_that_nobody_has_is_named_with_both_reasons(engine, registry, said, cure):
     with pytest.raises(ImageError) as caught:
-        bases.resolve(("a",), engine, registry)
+        resolve("a", engine, registry)
     assert caught.value.what == f"no base image a: {said}"
     assert cure in caught.value.next_step
 
 
 def test_what_the_registry_has_needs_no_engine():
-    assert bases.resolve(("a",), NO_ENGINE, {"a": "1"}.get) == {"a": "1"}
+    assert resolve("a", NO_ENGINE, {"a": "1"}.get) == bases.Base("1", pinned=True)
 
 
 @pytest.mark.parametrize("target", [None, "one", "ONE", "two", "0", "2"])

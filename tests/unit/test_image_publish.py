@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import tarfile
@@ -15,13 +16,14 @@ from pathlib import Path
 
 import pytest
 from fakes import engine as engines
+from fakes import pyimage, trainer
 from fakes.aws.operator import until
 from fakes.engine import PASSWORD, USER, Registry, free_port, missing, running_engine, running_registry
 from fakes.registries import Said, certificate, scripted, wire
 
 from mgpu.errors import ImageError, InputError
 from mgpu.events import Event, ImageStep, LayerPushed, Warned
-from mgpu.image import auth, context, publish
+from mgpu.image import auth, buildx, context, publish
 from mgpu.image.engine import Engine, Pushed
 from mgpu.image.http import Patience
 from mgpu.image.publish import Published, Site
@@ -213,6 +215,137 @@ def test_the_sites_repository_is_the_default(at: Path, registry: Registry):
     assert publish.ensure(ImageSpec(context="context"), there).reference.startswith(f"{registry.address}/default@")
 
 
+# --- what is built on ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def buildkit(require, at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker's program has its plugin."""
+    plugins = tmp_path / "config/cli-plugins"
+    plugins.mkdir(parents=True)
+    shutil.copy(trainer.buildx(require), plugins / "docker-buildx")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "config"))
+    assert buildx.version(os.environ)
+
+
+@pytest.fixture(params=["classic", "buildkit"])
+def builder(request: pytest.FixtureRequest, at: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both builders: what is built on must not depend on which one is there."""
+    if request.param == "buildkit":
+        request.getfixturevalue("buildkit")
+    else:
+        monkeypatch.setattr("mgpu.image.buildx.version", lambda _: "")
+    return request.param
+
+
+def push_base(engine: engines.Engine, name: str, word: str, *, pull: bool = False) -> None:
+    """Makes the file /which of an image say `word`; the engine itself has it only with `pull`."""
+    folder = engine.folder / "bases" / word
+    folder.mkdir(parents=True, exist_ok=True)
+    pyimage.dockerfile(engine, folder, name, f"FROM base:1\nRUN echo {word} > /which\n")
+    engine.docker("push", name)
+    if not pull:
+        engine.docker("image", "rm", name)
+
+
+def read_which(engine: engines.Engine, reference: str, path: str = "/which") -> str:
+    return engine.docker("run", "--rm", "--network=none", reference, "cat", path).stdout.strip()
+
+
+def test_what_was_hashed_is_what_is_built_on(at: Path, engine: engines.Engine, registry: Registry, builder: str):
+    base, other = f"{registry.address}/moving-{builder}:1", f"{registry.address}/other-{builder}:1"
+    push_base(engine, base, "old")
+    push_base(engine, other, "other-old")
+    (at / "context/Dockerfile").write_text(
+        f"ARG V=1\nFROM \\\n  {base.removesuffix('1')}${{V}} AS x\nCOPY --from={other} /which /other\n"
+    )
+
+    class Moving(Engine):
+        def build(self, *args, **options) -> str:
+            push_base(engine, base, "new", pull=True)
+            push_base(engine, other, "other-new")
+            return super().build(*args, **options)
+
+    named = publish.wanted(spec(registry.address), site(at)).name
+    published = publish.ensure(spec(registry.address), site(at, engine=Moving))
+    assert published.tag == named.tag
+    assert read_which(engine, published.reference) == "old"
+    assert read_which(engine, published.reference, "/other") == "other-old"
+    assert publish.wanted(spec(registry.address), site(at)).name.tag != named.tag
+
+
+@pytest.mark.usefixtures("buildkit")
+def test_the_image_of_a_mount_is_pinned_too(at: Path, engine: engines.Engine, registry: Registry):
+    tool = f"{registry.address}/tool:1"
+    push_base(engine, tool, "old")
+    (at / "context/Dockerfile").write_text(
+        f"FROM base:1\nRUN --mount=from={tool},source=/,target=/tool cat /tool/which > /seen\n"
+    )
+
+    class Moving(Engine):
+        def build(self, *args, **options) -> str:
+            push_base(engine, tool, "new")
+            return super().build(*args, **options)
+
+    published = publish.ensure(spec(registry.address, "mount"), site(at, engine=Moving))
+    assert read_which(engine, published.reference, "/seen") == "old"
+    assert publish.wanted(spec(registry.address, "mount"), site(at)).name.tag != published.tag
+
+
+def test_an_old_copy_in_the_engine_makes_no_other_image(
+    at: Path, engine: engines.Engine, registry: Registry, monkeypatch: pytest.MonkeyPatch
+):
+    base, aside = f"{registry.address}/stale:1", f"{registry.address}/stale:aside"
+    push_base(engine, base, "new")
+    engine.docker("pull", base)
+    engine.docker("tag", base, aside)
+    push_base(engine, base, "old", pull=True)
+    engine.docker("tag", base, "old:1")
+    engine.docker("tag", aside, base)
+    engine.docker("push", base)  # the registry has the new one, and what the engine has under that name is the old one
+    engine.docker("tag", "old:1", base)
+    (at / "context/Dockerfile").write_text(f"FROM {base}\n")
+    with_engine = publish.wanted(spec(registry.address), site(at))
+    assert read_which(engine, publish.ensure(spec(registry.address), site(at)).reference) == "new"
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{at}/none.sock")
+    assert publish.wanted(spec(registry.address), site(at)) == with_engine
+
+
+def test_without_the_registry_of_its_base_an_image_is_built_all_the_same(
+    at: Path, engine: engines.Engine, require, builder: str
+):
+    require("docker", not missing("docker-registry"), missing("docker-registry"))
+    with running_registry() as gone:
+        base = f"{gone.address}/base:1"
+        push_base(engine, base, "kept", pull=True)
+        (at / "context/Dockerfile").write_text(f"FROM {base}\nRUN true\n")
+        before = publish.wanted(spec("127.0.0.1:1"), site(at))
+    told = list[Event]()
+    built = publish.build(spec("127.0.0.1:1"), site(at), told.append)
+    assert built.wanted == before
+    assert read_which(engine, built.id) == "kept"
+    (warning,) = [each.text for each in told if isinstance(each, Warned)]
+    assert warning.startswith(f"base image {base}: {gone.address} cannot be reached; ")
+
+
+def test_the_engines_own_base_may_not_change_meanwhile(at: Path, engine: engines.Engine):
+    engine.docker("tag", "base:1", "mine:1")
+    (at / "context/Dockerfile").write_text("FROM mine:1\n")
+    other = engine.image("other:1", ["sh"])
+
+    class Moving(Engine):
+        def build(self, *args, **options) -> str:
+            built = super().build(*args, **options)
+            engine.docker("tag", other, "mine:1")
+            return built
+
+    with pytest.raises(ImageError, match="base image mine:1 changed while the image was built"):
+        publish.build(spec("127.0.0.1:1", "own"), site(at, engine=Moving))
+    assert "127.0.0.1:1/own" not in engine.docker("images").stdout
+    publish.build(spec("127.0.0.1:1", "own"), site(at))
+    assert "127.0.0.1:1/own" in engine.docker("images").stdout
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +528,25 @@ def test_certificates_and_secrets_end_in_no_layer(at: Path, engine: engines.Engi
     assert contents(Engine(), found.reference)["seen"] == CANARY_CA[:3].encode()
     whole = everything(engine, found.reference) + json.dumps([each.to_json() for each in told])
     assert not [word for word in (CANARY_CA, CANARY_SECRET) if word in whole]
+
+
+def test_a_dockerfile_that_would_keep_them_is_refused_before_anybody_is_asked(at: Path):
+    (at / "context/Dockerfile").write_text(f"{THROWN_AWAY}COPY . .\n")
+    (at / "ca.pem").write_bytes(certificate()[0])
+    given = site(at, environ={"TOKEN": CANARY_SECRET}, engine=no_engine)
+    for asked in (publish.wanted, publish.find, publish.ensure, publish.build):
+        with pytest.raises(InputError, match=r"image\.secrets would end in the image: Dockerfile, line 7"):
+            asked(spec("127.0.0.1:1", secrets=["TOKEN"]), given)
+        with pytest.raises(InputError, match=r"image\.ca_file would end in the image: Dockerfile, line 7"):
+            asked(spec("127.0.0.1:1", ca_file="ca.pem"), given)
+
+
+@pytest.mark.parametrize("line", ["COPY . /all/", "RUN echo mypkg.build"])
+def test_words_that_only_look_like_it_bring_nothing_into_the_context(at: Path, engine: engines.Engine, line: str):
+    (at / "context/Dockerfile").write_text(f"FROM base:1\nCOPY . /all/\n{line}\n")
+    (at / "ca.pem").write_text(CANARY_CA)
+    recipe = Recipe(context.scan(at / "context"), ca_file=at / "ca.pem", network="host")
+    assert CANARY_CA not in everything(engine, Engine().build(recipe))
 
 
 def test_the_proxies_of_dockers_configuration_reach_the_build_and_end_in_no_layer(

@@ -1,0 +1,144 @@
+"""What is for the build alone: who gets it, and which Dockerfiles would take it into their image."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from mgpu.errors import InputError
+from mgpu.image import archive, bases, context
+from mgpu.image.hashes import Hashes
+
+PACKAGES = "FROM a AS packages\nCOPY .buil[d] /build/\nRUN x\nFROM a\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("COPY .build /b", True),
+        ("COPY x .buil[d] /b/", True),
+        ("copy --chown=1:1 ./.build/secrets/T /b", True),
+        ('ADD [".build", "/b"]', True),
+        ("COPY \\\n  .buil[d] \\\n  /b", True),
+        ("# COPY .build /b", False),
+        ("COPY . /b", False),
+        ("COPY x /b/.build", False),
+        ("COPY app.build/x /x", False),
+        ("COPY x/.build /x", False),
+        ("COPY --from=0 .build /x", False),
+        ("RUN echo mypkg.build", False),
+        ("RUN <<E\nCOPY .build /b\nE", False),
+    ],
+)
+def test_only_a_copy_asks(line, expected):
+    assert archive.asks(f"FROM a\n{line}\n".encode()) is expected
+
+
+def refused(recipe: str, target: str | None = None, secrets: tuple[str, ...] = ("TOKEN",)) -> str:
+    try:
+        archive.require_thrown_away(bases.read(recipe.encode(), {}), target, "Dockerfile", secrets)
+    except InputError as error:
+        return f"{error.what} | {error.why} | {error.next_step}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ".", "./", "/", "./.", "x/..", "app .", "*", "./*", ".*", ".b*", ".buil?", ".bui[a-l]d", "[^x]build", "?build",
+        ".build", "./.build/", "\\.build", ".buil[d]", ".build/*", "*/secrets", ".build/secrets/TOKEN", "*/*/TOKEN",
+        "*/ca.pem", "$X", "${X}/*",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("word", ["COPY", "ADD --chown=1:1"])
+def test_a_copy_that_takes_it_along_into_the_image_is_refused(source, word):
+    said = refused(f"{PACKAGES}RUN y\n{word} {source} /app")
+    assert said.startswith("image.secrets would end in the image: Dockerfile, line 6 | ")
+    assert f"{word} {source} /app" in said
+    assert "COPY app /app" in said
+    assert "--mount=type=secret" in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "COPY app /app",
+        "COPY app/. app/* /app/",
+        "COPY *.py [a-z]* /app/",
+        "COPY ..build .builds .[a-b] /app",
+        "COPY --from=packages / /app",
+        "COPY */secrets/OTHER /app",
+        "COPY a[ /app",
+        "COPY <<E /app\nCOPY . /\nE",
+        "RUN cp . /app",
+        "ARG APP=app\nCOPY ${APP} $APP/x /app/",
+        "ENV APP app\nCOPY $APP /app/",
+    ],
+)
+def test_other_copies_are_not(line):
+    assert not refused(f"{PACKAGES}{line}\n")
+
+
+def test_a_variable_that_means_the_whole_context_is_seen():
+    assert refused(f"{PACKAGES}ARG APP=.\nCOPY ${{APP}} /app")
+    assert refused(f"{PACKAGES}ENV A=b APP=.\nCOPY ${{APP}} /app")
+
+
+def test_a_list_in_json_and_continued_lines_are_read():
+    assert "line 5" in refused(f'{PACKAGES}COPY ["app", ".", "/app"]')
+    assert "line 5" in refused(f"{PACKAGES}COPY \\\n  . \\\n  /app")
+
+
+CHAIN = """\
+FROM a AS packages
+COPY .buil[d] /build/
+FROM a AS one
+COPY . /app
+FROM One AS two
+RUN x
+FROM packages AS three
+FROM a AS four
+COPY --from=one /app/x /x
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [("one", "line 4"), ("two", "line 4"), ("2", "line 4"), ("packages", "line 2"), ("three", "line 2")],
+)
+def test_what_the_target_begins_with_is_in_the_image(target, line):
+    assert line in refused(CHAIN, target)
+
+
+@pytest.mark.parametrize("target", ["four", None])
+def test_a_stage_that_is_thrown_away_may_take_all(target):
+    assert not refused(CHAIN, target)
+
+
+def test_without_a_way_for_them_nothing_is_in_the_context():
+    assert not refused("FROM a\nCOPY . /app")
+
+
+def test_certificates_alone_are_named():
+    assert refused(f"{PACKAGES}COPY . /app", secrets=()).startswith("image.ca_file would end in the image")
+    assert not refused(f"{PACKAGES}COPY .build/secrets/TOKEN /app", secrets=())
+
+
+def test_the_dockerfile_of_the_archive_is_the_one_that_was_pinned(tmp_path: Path):
+    (tmp_path / "docker").mkdir()
+    (tmp_path / "docker/Dockerfile").write_text("FROM a\n")
+    (tmp_path / "x").write_text("x")
+    found = context.scan(tmp_path, "docker/Dockerfile", Hashes())
+    pinned = context.Context(found.root, found.dockerfile, b"FROM b@sha256:1\n", found.entries)
+    for each, text in ((found, b"FROM a\n"), (pinned, b"FROM b@sha256:1\n")):
+        packed = io.BytesIO()
+        archive.write(each, packed, b"", {})
+        packed.seek(0)
+        with tarfile.open(fileobj=packed) as tar:
+            members = {member.name: member for member in tar.getmembers()}
+            assert sorted(tar.getnames()) == ["docker", "docker/Dockerfile", "x"]
+            assert tar.extractfile("docker/Dockerfile").read() == text
+            assert members["docker/Dockerfile"].mode == 0o644
