@@ -190,17 +190,35 @@ class _Publishing:
 
     def _push(self, image: str, name: Reference) -> Published:
         engine = self._engine()
-        pushed = engine.push(str(name), self._auth(name), self._emit)
+        try:
+            pushed = engine.push(str(name), self._auth(name), self._emit)
+        except ImageError:
+            if (faster := self._there_now(name)) is None:
+                raise
+            return self._taken(name, faster)
         digest = self._there(str(name))
-        if digest is None or digest != pushed.digest:
-            why = f"Pushed was {pushed.digest}, the registry has {digest or 'nothing'} under that tag."
-            cure = "Somebody may have pushed the same inputs at the same time: try again, and what is there is taken."
-            raise ImageError(f"{name} is not what was pushed", why, cure)
+        if digest is None:
+            why = f"Pushed was {pushed.digest}, the registry has nothing under that tag."
+            raise ImageError(f"{name} is not what was pushed", why, "Try again.")
+        if digest != pushed.digest:
+            return self._taken(name, digest)
         there = self._manifest(name, digest)
         found = engine.inspect(image)
         hashes = found.layers if found else ()
         moved = _moved(there, hashes, pushed.layers)
         return Published(name.at(digest), name.tag, True, True, moved, there.bytes, there.labels)
+
+    def _taken(self, name: Reference, digest: str) -> Published:
+        """What somebody else has pushed of the same inputs meanwhile."""
+        self._emit(Note(f"{name} was pushed by somebody else meanwhile: that one is taken"))
+        return replace(self._published(name, digest), built=True)
+
+    def _there_now(self, name: Reference) -> str | None:
+        """After a push that failed, whose reason counts: the registry may refuse because another one was faster."""
+        try:
+            return self._there(str(name))
+        except ImageError:
+            return None
 
     def _published(self, name: Reference, digest: str) -> Published:
         image = self._manifest(name, digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import http.client
 import ipaddress
 import socket
 import ssl
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import IO
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -61,8 +63,9 @@ def scripted(script: Script, tls: ssl.SSLContext | None = None, port: int = 0) -
         protocol_version = "HTTP/1.1"
 
         def _answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             headers = {name.lower(): value for name, value in self.headers.items()}
+            chunked = headers.pop("transfer-encoding", "") == "chunked"
+            body = _chunks(self.rfile) if chunked else self.rfile.read(int(headers.get("content-length", 0)))
             asked = Asked(self.command, self.path, headers, body)
             served.asked.append(asked)
             said = served.script(asked)
@@ -90,6 +93,27 @@ def scripted(script: Script, tls: ssl.SSLContext | None = None, port: int = 0) -
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _chunks(stream: IO[bytes]) -> bytes:
+    whole = b""
+    while size := int(stream.readline(), 16):
+        whole += stream.read(size)
+        stream.readline()
+    stream.readline()
+    return whole
+
+
+def forwarded(to: str, asked: Asked) -> Said:
+    """What the registry at `to` says to a request, which was made under another address."""
+    connection = http.client.HTTPConnection(to)
+    try:
+        connection.request(asked.method, asked.path, asked.body, dict(asked.headers))  # with the Host that was asked
+        answer = connection.getresponse()
+        headers = {name: value for name, value in answer.getheaders() if name.lower() != "transfer-encoding"}
+        return Said(answer.status, headers, answer.read())
+    finally:
+        connection.close()
 
 
 def certificate(host: str = "127.0.0.1") -> tuple[bytes, bytes]:

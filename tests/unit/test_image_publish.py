@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import tarfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from fakes import engine as engines
 from fakes import pyimage, trainer
 from fakes.aws.operator import until
 from fakes.engine import PASSWORD, USER, Registry, free_port, missing, running_engine, running_registry
-from fakes.registries import Said, certificate, scripted, wire
+from fakes.registries import Asked, Said, certificate, forwarded, scripted, wire
 
 from mgpu.errors import ImageError, InputError
 from mgpu.events import Event, ImageStep, LayerPushed, Warned
@@ -480,6 +482,64 @@ def test_a_registry_that_is_killed_while_it_is_pushed_to(require, at: Path, engi
         assert not tags(dying, "killed")
 
 
+@contextmanager
+def immutable(of: Registry) -> Iterator[str]:
+    """The way to a registry whose tags stay what they are, which answers what ECR does; its address."""
+    said = "The image tag already exists in the repository and cannot be overwritten because the tag is immutable."
+    refusal = Said(400, body=json.dumps({"errors": [{"code": "TAG_INVALID", "message": said}]}).encode())
+
+    def script(asked: Asked) -> Said:
+        tag = asked.method == "PUT" and re.fullmatch(r"/v2/(.+)/manifests/([^:]+)", asked.path)
+        if tag and tag[2] in tags(of, tag[1]):
+            return refusal
+        return forwarded(of.address, asked)
+
+    with scripted(script) as server:
+        yield server.address
+
+
+class Slower(Engine):
+    """Somebody pushes another build of the same inputs just before us."""
+
+    def push(self, reference: str, *args, **options) -> Pushed:
+        ours = self.inspect(reference)
+        assert ours is not None
+        self.tag("base:1", reference)
+        super().push(reference)
+        self.tag(ours.id, reference)
+        return super().push(reference, *args, **options)
+
+
+def test_who_was_faster_where_tags_stay_what_they_are_is_taken(at: Path, registry: Registry):
+    """F46: two launches of new inputs at once, on ECR."""
+    with immutable(registry) as address:
+        found = publish.ensure(spec(address, "faster"), site(at, engine=Slower))
+    assert (found.built, found.pushed, found.bytes_pushed) == (True, False, 0)
+    assert found.reference == f"{address}/faster@{digest_of(registry, 'faster', found.tag)}"
+
+
+def test_a_refused_push_without_anybody_faster_is_an_error(at: Path, registry: Registry):
+    class Refused(Engine):
+        def push(self, *_: object, **__: object) -> Pushed:
+            raise ImageError("refused", "because", "cure")
+
+    with pytest.raises(ImageError, match="refused"):
+        publish.ensure(spec(registry.address, "refused"), site(at, engine=Refused))
+
+
+def test_a_registry_that_is_gone_after_a_refused_push_hides_no_reason(at: Path, require):
+    require("docker", not missing("docker-registry"), missing("docker-registry"))
+    with running_registry() as dying:
+
+        class Refused(Engine):
+            def push(self, *_: object, **__: object) -> Pushed:
+                os.kill(dying.pid, signal.SIGKILL)
+                raise ImageError("refused", "because", "cure")
+
+        with pytest.raises(ImageError, match="refused"):
+            publish.ensure(spec(dying.address, "refused"), site(at, engine=Refused))
+
+
 def test_another_image_under_the_tag_is_never_taken_for_ours(at: Path, registry: Registry):
     class Raced(Engine):
         """Somebody pushes the same inputs just after us."""
@@ -490,10 +550,19 @@ def test_another_image_under_the_tag_is_never_taken_for_ours(at: Path, registry:
             super().push(reference, auth, emit)
             return ours
 
-    with pytest.raises(ImageError, match="is not what was pushed") as caught:
-        publish.ensure(spec(registry.address, "raced"), site(at, engine=Raced))
-    assert "try again" in caught.value.next_step
-    assert ensure(at, registry.address, "raced").pushed is False
+    found = publish.ensure(spec(registry.address, "raced"), site(at, engine=Raced))
+    assert (found.pushed, found.bytes_pushed) == (False, 0)
+    assert found.reference == f"{registry.address}/raced@{digest_of(registry, 'raced', found.tag)}"
+    assert ensure(at, registry.address, "raced") == replace(found, built=False)
+
+
+def test_a_push_that_left_no_tag_is_an_error(at: Path, registry: Registry):
+    class Lost(Engine):
+        def push(self, *_: object, **__: object) -> Pushed:
+            return Pushed(f"sha256:{'0' * 64}", {})
+
+    with pytest.raises(ImageError, match="is not what was pushed"):
+        publish.ensure(spec(registry.address, "lost"), site(at, engine=Lost))
 
 
 def test_a_build_ends_at_its_deadline_and_so_does_its_container(at: Path, engine: engines.Engine, registry: Registry):
