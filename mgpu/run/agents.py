@@ -4,20 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mgpu_train
+from mgpu_train.agent.equip import PROBLEM
 from mgpu_train.agent.layout import LEASE, LIB, RunLayout
 from mgpu_train.config import Job, Secrets
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.errors import RemoteError
+from mgpu.errors import CommandFailed, RemoteError
+from mgpu.iac.outputs import StackOutput
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 
 FACTS_S = 80.0  # a driver that no program uses wakes every GPU first
+
+
+class Used(RemoteError):
+    """Another run has the node: nothing of it was touched."""
+
+
+def claim(run_id: str, fleet: StackOutput) -> dict[str, str]:
+    """What a run says of itself on its nodes (`mgpu_train.agent.equip.Claim`); nothing secret."""
+    # machines that are not mgpu's have no owner: their fleet has its name
+    return {"run": run_id, "owner": fleet.owner or fleet.fleet, "host": os.uname().nodename}
+
+
+def used(node: Node, answer: dict[str, Any]) -> Used:
+    """What a node's problem `used` is to the user, and its cure."""
+    run = answer.get("run", "")
+    return Used(
+        f"{node.target.label} is used by run {run}",
+        str(answer.get("why", "")),
+        f"Wait until it is over, end it where it was started (`mgpu stop {run}`), or take another stack.",
+    )
 
 
 @cache
@@ -42,9 +65,19 @@ def send_job(node: Node, job: Job) -> None:
 
 
 def start(node: Node, run_id: str, secrets: Secrets, timeouts: Timeouts) -> None:
-    """Starts the attempt that `job.json` describes; a second call starts nothing. Secrets go by standard input."""
+    """Starts the attempt that `job.json` describes; a second call starts nothing. Secrets go by standard input.
+
+    Raises:
+        Used: another run has come to the node since it was made ready.
+        RemoteError: the agent did not start.
+    """
     job = str(RunLayout(run_id).job)
-    _call(node, ["start", "--job", job], timeouts.command_s, secrets.model_dump_json().encode())
+    try:
+        _call(node, ["start", "--job", job], timeouts.command_s, secrets.model_dump_json().encode())
+    except CommandFailed as error:
+        if error.status != PROBLEM:
+            raise
+        raise used(node, json.loads(error.stderr.splitlines()[-1])) from error
 
 
 def stop(node: Node, run_id: str, timeouts: Timeouts, *, now: bool = False) -> None:

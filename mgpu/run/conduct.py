@@ -21,6 +21,7 @@ from mgpu.run.reach import handle_of, provider_for, provider_of, targets
 from mgpu.run.record import State
 from mgpu.run.request import Request
 from mgpu.run.session import Session
+from mgpu.run.stacks import InUse
 from mgpu.run.storekeys import StoreKeys
 from mgpu.run.supervise import Ended, Supervisor
 from mgpu.run.verdict import NodeView
@@ -39,6 +40,7 @@ def conduct(
     """Runs one attempt from the first connection to its judged end. `keys` has fresh credentials of the store.
 
     Raises:
+        InUse: another run, which may be another operator's, has a node.
         RemoteError: a node could not be reached, or refused, and no machine is gone.
         TrainingFailed: the attempt could not be started.
         Interrupted: the end was asked for before the start.
@@ -46,6 +48,8 @@ def conduct(
     """
     try:
         nodes = _begun(session, request, fleet, secrets)
+    except agents.Used as error:  # no fault of the machines: another attempt would end there too
+        raise InUse(error.what, error.why, error.next_step) from error
     except RemoteError as error:
         lost = _lost(session, provider, fleet)
         if lost is None:
@@ -66,7 +70,8 @@ def _begun(session: Session, request: Request, fleet: StackOutput, secrets: Secr
         with session.phase("sending"):
             agents.send_library(nodes)
             if image is None:
-                interpreters.equip(nodes, request.spec, session.timeouts, session.emit)
+                claim = agents.claim(request.run_id, fleet)
+                interpreters.equip(nodes, request.spec, session.timeouts, session.emit, claim)
             code.send(session, request, nodes)
         if image is not None:
             _pull(session, request, fleet, nodes, image)
@@ -176,7 +181,7 @@ def _leave_clean(session: Session, nodes: NodeSet, fleet: StackOutput) -> None:
     if session.record.image is None:
         return
     try:
-        containers.down(nodes, fleet, session.timeouts)
+        containers.down(nodes, fleet, session.record.run_id, session.timeouts)
     except RemoteError as error:
         session.emit(Warned(f"a container of the run may be left, the next run removes it: {error.what}"))
 

@@ -100,6 +100,7 @@ def up(
     What is called later (`mgpu.run.agents`) stays as it is. `folders`: of the node, that the agent reads and writes.
 
     Raises:
+        Used: another run trains on a node; it is left alone.
         RemoteError: a node that cannot pull or run it: why, and the cure.
         ImageError: nobody gives a login for its registry.
         InputError: a login that cannot be handed on.
@@ -127,13 +128,14 @@ def _tell(answers: list[dict[str, Any]], seconds: float, emit: Emit) -> None:
         emit(Warned(f"in the containers of {capped} of {nodes} {why}"))
 
 
-def down(nodes: NodeSet, fleet: StackOutput, timeouts: Timeouts) -> int:
-    """Ends the containers of a fleet that stays, and returns how many there were; an agent in one stops in order first.
+def down(nodes: NodeSet, fleet: StackOutput, run_id: str, timeouts: Timeouts) -> int:
+    """Ends a run's containers on a fleet that stays, and returns how many there were; an agent in one stops in order
+    first.
 
     Raises:
         RemoteError: a node could not be reached, or its Docker refuses.
     """
-    wanted = {"owner": fleet.owner or fleet.fleet, "stop_s": timeouts.stop_grace_s, "seconds": _down_s(timeouts)}
+    wanted = {**agents.claim(run_id, fleet), "stop_s": timeouts.stop_grace_s, "seconds": _down_s(timeouts)}
     return sum(
         answer["removed"] for answer in nodes.each(lambda node: _call(node, "down", wanted, fleet.provider, timeouts))
     )
@@ -152,9 +154,8 @@ def _down_s(timeouts: Timeouts) -> float:
 def _wanted(image: ImageToRun, spec: RunSpec, fleet: StackOutput, run_id: str, timeouts: Timeouts) -> dict[str, Any]:
     """What `mgpu_train.agent.container.Wanted` says; nothing secret."""
     return {
-        "owner": fleet.owner or fleet.fleet,  # machines that are not mgpu's have no owner: their fleet has its name
+        **agents.claim(run_id, fleet),
         "fleet": fleet.fleet,
-        "run": run_id,
         "reference": image.reference,
         "bytes": image.compressed_bytes,
         "gpus": spec.gpus_per_node or 0,
@@ -194,6 +195,8 @@ def _call(node: Node, verb: str, wanted: dict[str, Any], provider: str, timeouts
     answer = answer_of(result)
     if result.status == 0 and answer:
         return answer
+    if result.status == PROBLEM and answer.get("problem") == "used":
+        raise agents.used(node, answer)
     if result.status == PROBLEM and answer.get("problem") in _PROBLEMS:
         what, cure = _PROBLEMS[answer["problem"]]
         raise RemoteError(f"{node.target.label}: {what}", str(answer.get("why", "")), cure or docker_cure(provider))

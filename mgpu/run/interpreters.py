@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from mgpu_train.agent.equip import OLDEST, PROBLEM
@@ -17,16 +18,19 @@ from mgpu.run import agents
 from mgpu.spec.model import RunSpec
 
 _BASE = ".mgpu/base"  # where `equip.py ready` makes environments, too
+_NOBODY: Mapping[str, str] = {}  # the agent of any run may start
 _SPARE_S = 10.0  # for the node's answer to arrive, once it has given up by itself
 
 
-def equip(nodes: NodeSet, spec: RunSpec, timeouts: Timeouts, emit: Emit) -> None:
+def equip(nodes: NodeSet, spec: RunSpec, timeouts: Timeouts, emit: Emit, claim: Mapping[str, str] = _NOBODY) -> None:
     """Makes every node able to run the agent that `agents.send_library` has sent; quick where nothing is missing.
+    `claim`: for whom (`agents.claim`).
 
     Raises:
+        Used: another run trains on a node; it is left alone.
         RemoteError: an interpreter that is not there, is too old, or lacks torch; packages that cannot be had.
     """
-    fresh = nodes.each(lambda node: _equip(node, spec, timeouts))
+    fresh = nodes.each(lambda node: _equip(node, spec, timeouts, claim))
     if count := sum(fresh):
         emit(Note(f"the packages that the agent needs were installed on {count} of {len(fresh)} nodes"))
 
@@ -47,11 +51,12 @@ def find(node: Node, provider: str, timeouts: Timeouts) -> str:
     return str(_ask(node, provider, ["find", f"{seconds:g}", _BASE], seconds)["python"])
 
 
-def _equip(node: Node, spec: RunSpec, timeouts: Timeouts) -> bool:
+def _equip(node: Node, spec: RunSpec, timeouts: Timeouts, claim: Mapping[str, str]) -> bool:
     """True when packages were installed."""
     seconds = timeouts.prepare_s
     torch = ["torch"] if needs_torch(spec) else []
-    return bool(_ask(node, spec.provider, ["ready", f"{seconds:g}", *torch], seconds).get("installed"))
+    arguments = ["ready", f"{seconds:g}", json.dumps(dict(claim)), *torch]
+    return bool(_ask(node, spec.provider, arguments, seconds).get("installed"))
 
 
 def _ask(node: Node, provider: str, arguments: list[str], seconds: float) -> dict[str, Any]:
@@ -60,6 +65,8 @@ def _ask(node: Node, provider: str, arguments: list[str], seconds: float) -> dic
     answer = answer_of(result)
     if result.status == 0 and answer:
         return answer
+    if result.status == PROBLEM and answer.get("problem") == "used":
+        raise agents.used(node, answer)
     if result.status == PROBLEM and "problem" in answer:
         raise _problem(node, provider, str(answer["problem"]), str(answer.get("why", "")))
     why = result.stderr[-500:].decode("utf-8", "replace").strip() or f"It ended with status {result.status}."

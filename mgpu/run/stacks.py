@@ -29,6 +29,10 @@ from mgpu.run.teardown import give_back
 from mgpu.spec.model import RunSpec
 
 
+class InUse(InputError):
+    """A run that is not over uses machines of the fleet: nobody else changes them, or gives them back."""
+
+
 @dataclass(frozen=True)
 class Context:
     """What a command gives every run: where events go, the deadlines, and how to ask on a terminal."""
@@ -173,12 +177,13 @@ def require_ours(stack: str, fleet: StackOutput) -> None:
 
 
 def refuse_used(fleet: StackOutput, but: str = "") -> None:
-    """Raises InputError when a run that is not over uses machines of this fleet; `but` is a run that may."""
+    """Raises InUse when a run of this machine that is not over uses machines of this fleet; `but` is a run that may.
+    Those of other machines are seen on the nodes alone (`agents.Used`)."""
     ids = {node.id for node in fleet.nodes}
     for record in every():
         theirs = {node.get("id") for node in (record.fleet or {}).get("nodes", ())}
         if not record.state.final and record.run_id != but and ids & theirs:
-            raise InputError(
+            raise InUse(
                 f"fleet {fleet.fleet} is used by run {record.run_id}",
                 f"That run is not over: {record.state}.",
                 f"Follow it with `mgpu attach {record.run_id}`, or end it with `mgpu stop {record.run_id}`.",

@@ -17,11 +17,12 @@ from mgpu.errors import RemoteError
 from mgpu.events import Note
 from mgpu.iac.outputs import NodeOutput, StackOutput
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run import agents, containers
+from mgpu.run import agents, containers, interpreters
 from mgpu.run.containers import ImageToRun
 from mgpu.spec.model import RunSpec
 
 RUN, OWNER = "run-1", "me-1"
+BASE = {"name": "a", "provider": "aws", "max_hours": 1, "max_price_usd_per_hour": 1, "launcher": "python"}
 WANTED = {"owner": OWNER, "seconds": 60, "stop_s": 1, "run": RUN}  # of `container.py`, where a test calls it itself
 
 
@@ -58,13 +59,17 @@ class Machine:
     def up(self, image: ImageToRun | str, run: str = RUN, *, owner: str = OWNER, times=None, send=True, **spec) -> None:
         if send:
             agents.send_library(self.nodes)
-        base = {"name": "a", "provider": "aws", "max_hours": 1, "max_price_usd_per_hour": 1, "launcher": "python"}
-        if "train" not in spec:
-            base["command"] = ["prog.py"]
-        made = RunSpec.model_validate(base | spec)
+        program = {} if "train" in spec else {"command": ["prog.py"]}
+        made = RunSpec.model_validate(BASE | program | spec)
         image = ImageToRun(image) if isinstance(image, str) else image
         times = self.timeouts.model_copy(update=times or {})
         containers.up(self.nodes, image, made, self.fleet(owner), run, times, self.events.append)
+
+    def equip(self, run: str = RUN, *, owner: str = OWNER) -> None:
+        """As a run without an image makes the node ready."""
+        agents.send_library(self.nodes)
+        spec = RunSpec.model_validate(BASE | {"command": ["prog.py"]})
+        interpreters.equip(self.nodes, spec, self.timeouts, self.events.append, agents.claim(run, self.fleet(owner)))
 
     def refused(self, image: ImageToRun | str, what: str, **more) -> RemoteError:
         with pytest.raises(RemoteError, match=what) as caught:
@@ -72,8 +77,8 @@ class Machine:
         assert caught.value.next_step
         return caught.value
 
-    def down(self, **times) -> int:
-        return containers.down(self.nodes, self.fleet(), self.timeouts.model_copy(update=times))
+    def down(self, run: str = RUN, **times) -> int:
+        return containers.down(self.nodes, self.fleet(), run, self.timeouts.model_copy(update=times))
 
     def ids(self, owner: str = OWNER) -> list[str]:
         filters = [f"--filter=label=dev.mgpu.{key}={value}" for key, value in (("owner", owner), ("home", self.home))]
@@ -112,18 +117,19 @@ class Machine:
 
     # --- the agent
 
-    def start(self, program: str, **changes) -> None:
-        self.work.mkdir(parents=True, exist_ok=True)
-        (self.work / "prog.py").write_text(program)
+    def start(self, program: str, run: str = RUN, **changes) -> None:
+        work = self.home / RunLayout(run).work
+        work.mkdir(parents=True, exist_ok=True)
+        (work / "prog.py").write_text(program)
         job = Job.model_validate(
             {
-                "run_id": RUN, "attempt": 1, "writer": "w", "node_rank": 0, "nodes": 1, "processes_per_node": 1,
+                "run_id": run, "attempt": 1, "writer": "w", "node_rank": 0, "nodes": 1, "processes_per_node": 1,
                 "master_addr": "127.0.0.1", "master_port": 29999, "launcher": "python", "command": ["prog.py"],
-                "workdir": str(RunLayout(RUN).work), "lease_file": str(LEASE), "timeouts": self.timeouts,
+                "workdir": str(RunLayout(run).work), "lease_file": str(LEASE), "timeouts": self.timeouts,
             } | changes
         )  # fmt: skip
         agents.send_job(self.node, job)
-        agents.start(self.node, RUN, Secrets(env={"TOKEN": "canary"}), self.timeouts)
+        agents.start(self.node, run, Secrets(env={"TOKEN": "canary"}), self.timeouts)
 
     @property
     def status(self) -> dict:

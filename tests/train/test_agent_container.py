@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from mgpu_train.agent import container, engine, hold
+from mgpu_train.agent import container, engine, equip, hold
 from mgpu_train.agent.container import Wanted
 from mgpu_train.agent.engine import Engine, Login
 from mgpu_train.agent.equip import Problem
@@ -375,6 +375,19 @@ def test_the_program_starts_the_container_and_passes_arguments_exactly(docker, h
     docker(start=[(1, "", "No such container: name")])
     done = subprocess.run([program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "No such container: name")
+
+
+def test_who_is_overtaken_while_its_container_is_made_leaves_the_node_as_the_other_made_it(docker, home, monkeypatch):
+    calls = docker(info=[(0, json.dumps(INFO), "")], image=[(0, json.dumps([IMAGE]), "")])
+
+    def overtaken(*_given):
+        equip.claim(home, equip.Claim("theirs"), time.monotonic() + 60)
+        return {"python": "/p"}
+
+    monkeypatch.setattr(container, "_equip", overtaken)
+    monkeypatch.setattr(container, "write_program", lambda _line: pytest.fail("it is the other's"))
+    assert kind(lambda: container.up(wanted())) == "used"
+    assert [call[0] for call in calls()][-3:] == ["run", "stop", "rm"]
 
 
 def test_a_path_may_hold_a_comma_or_a_quote():

@@ -11,19 +11,26 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pip
 import pytest
-from mgpu_train.agent import equip
+from mgpu_train.agent import equip, start
+from mgpu_train.agent.equip import Claim, Problem
+from mgpu_train.agent.layout import RunLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = Path(".mgpu/lib/0123")
+CLAIM = Claim("mine", "me", "here")
 
 
 def wheel(folder: Path, name: str, version: str) -> str:
@@ -64,10 +71,12 @@ class Machine:
     def requirements(self) -> Path:
         return self.script.with_name("node-requirements.txt")
 
-    def ready(self, *more: str, code: int = 0, python: Path | None = None, seconds: float = 120) -> dict[str, Any]:
+    def ready(
+        self, *more: str, code: int = 0, python: Path | None = None, seconds: float = 120, claim: Claim = CLAIM
+    ) -> dict[str, Any]:
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(self.home), "PIP_NO_INDEX": "1"}
         done = subprocess.run(
-            [python or self.python, "-I", self.script, "ready", str(seconds), *more],
+            [python or self.python, "-I", self.script, "ready", str(seconds), json.dumps(claim._asdict()), *more],
             env={**environment, "PIP_FIND_LINKS": str(self.wheels)},
             cwd=self.home,
             capture_output=True,
@@ -200,9 +209,83 @@ def test_no_torch_is_a_problem_before_anything_is_installed(machine):
     assert machine.ready()["installed"] is True, "a program may bring its own"
 
 
+# --- whose the node is
+
+
+@contextmanager
+def living(home: Path, run: str, phase: str = "training") -> Iterator[int]:
+    """An agent of this run lives: it holds its lock."""
+    layout = RunLayout(run, home)
+    Path(layout.root).mkdir(parents=True)
+    Path(layout.status).write_text(json.dumps({"phase": phase}))
+    with Path(layout.lock).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock.fileno()
+
+
+def claim(home: Path, mine: Claim = CLAIM, seconds: float = 60) -> None:
+    equip.claim(home, mine, time.monotonic() + seconds)
+
+
+def test_a_node_on_which_another_run_trains_is_left_as_it_is(machine):
+    python = Path(sys.executable)
+    machine.ready(python=python, claim=Claim("theirs", "you", "there"))
+    program = machine.home / LIBRARY / "python"
+    program.write_text("theirs")
+    with living(machine.home, "theirs"):
+        answer = machine.ready(python=python, code=equip.PROBLEM)
+    assert answer == {
+        "problem": "used", "why": "Run theirs (owner you, from there) trains there.", "run": "theirs",
+    }  # fmt: skip
+    assert program.read_text() == "theirs"
+    machine.ready(python=python)
+    assert program.read_text() != "theirs", "its agent is dead"
+
+
+def test_a_run_is_not_in_its_own_way(tmp_path):
+    with living(tmp_path, CLAIM.run):
+        claim(tmp_path)
+
+
+def test_an_agent_that_ends_is_waited_for(tmp_path, monkeypatch):
+    with living(tmp_path, "theirs", "done") as lock:
+        later = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: fcntl.flock(lock, fcntl.LOCK_UN))
+        monkeypatch.setattr(equip, "time", later)
+        claim(tmp_path)
+
+
+def test_an_agent_that_never_ends_is_not_waited_for_for_ever(tmp_path):
+    with living(tmp_path, "theirs", "failed"), pytest.raises(Problem, match="Run theirs trains there") as caught:
+        claim(tmp_path, seconds=0)
+    assert caught.value.kind == "used"
+
+
+def test_whoever_claimed_it_last_has_it(tmp_path):
+    claim(tmp_path)
+    claim(tmp_path, Claim("theirs"))
+    end = time.monotonic() + 60
+    with pytest.raises(Problem, match="Run theirs has come") as caught, equip.claimed(tmp_path, CLAIM.run, end):
+        pass
+    assert (caught.value.kind, caught.value.run) == ("used", "theirs")
+    with equip.claimed(tmp_path, "theirs", end):
+        with pytest.raises(Problem) as caught:
+            claim(tmp_path, seconds=0)
+        assert caught.value.kind == "busy"
+
+
+def test_an_agent_does_not_start_where_another_run_has_claimed_the_node(tmp_path):
+    layout = RunLayout("mine", tmp_path)
+    claim(tmp_path, Claim("theirs"))
+    job = SimpleNamespace(run_id="mine", secrets=(), timeouts=SimpleNamespace(command_s=5))
+    with pytest.raises(Problem) as caught:
+        start.start(job, SimpleNamespace(env={}), layout)
+    assert caught.value.run == "theirs"
+    assert not Path(layout.root).exists()
+
+
 def test_an_interpreter_that_is_too_old_is_a_problem(monkeypatch, capsys):
     monkeypatch.setattr(equip, "OLDEST", (99, 0))
-    assert equip.main("ready", "10", "torch") == equip.PROBLEM
+    assert equip.main("ready", "10", "{}", "torch") == equip.PROBLEM
     assert json.loads(capsys.readouterr().out)["problem"] == "old"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from mgpu.iac.outputs import NodeOutput, StackOutput
 from mgpu.image.auth import Login
 from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.targets import Result, Target
-from mgpu.run import containers
+from mgpu.run import agents, containers
 from mgpu.run.containers import ImageToRun
 from mgpu.spec.model import RunSpec
 
@@ -113,8 +114,8 @@ def test_what_is_wanted_is_what_a_node_reads(timeouts):
     data = [{"from": "s3://data/a", "to": "/fast"}]
     up([node], timeouts, ImageToRun(REFERENCE, 7), gpus_per_node=8, data=data, launcher="torchrun")
     assert container._read(json.dumps(node.wanted)) == Wanted(
-        owner="me", seconds=timeouts.prepare_s, stop_s=timeouts.stop_grace_s, boot_s=60, fleet="f", run="r",
-        reference=REFERENCE, bytes=7, gpus=8, torch=True, writable=("/fast",), login=None,
+        owner="me", host=os.uname().nodename, seconds=timeouts.prepare_s, stop_s=timeouts.stop_grace_s, boot_s=60,
+        fleet="f", run="r", reference=REFERENCE, bytes=7, gpus=8, torch=True, writable=("/fast",), login=None,
     )  # fmt: skip
     assert node.limit > timeouts.prepare_s, "the node's own deadline comes first"
 
@@ -162,8 +163,22 @@ def test_a_problem_is_named_with_its_cause_and_its_cure(timeouts, kind):
 
 def test_every_problem_that_a_node_may_name_has_a_cure():
     sources = "".join(Path(module.__file__).read_text() for module in (container, engine, equip))
-    kinds = set(re.findall(r'Problem\("(\w+)"', sources)) | set(engine._FINAL) | {"permission", "run", "old", "pull"}
+    kinds = (
+        set(re.findall(r'Problem\("(\w+)"', sources)) - {"used"}
+        | set(engine._FINAL)
+        | {"permission", "run", "old", "pull"}
+    )
     assert kinds == set(containers._PROBLEMS)
+
+
+def test_another_run_on_a_node_is_named_with_what_to_do(timeouts):
+    node = Node(1)
+    why = {"problem": "used", "why": "Run theirs (owner you, from there) trains there.", "run": "theirs"}
+    node.result = Result(PROBLEM, json.dumps(why).encode(), b"")
+    with pytest.raises(agents.Used, match=r"node 1 .* is used by run theirs") as caught:
+        up([Node(0), node], timeouts)
+    assert caught.value.why == why["why"]
+    assert "`mgpu stop theirs`" in caught.value.next_step
 
 
 @pytest.mark.parametrize(
@@ -189,9 +204,10 @@ def test_down_asks_all_and_counts(timeouts):
     nodes = [Node(0), Node(1)]
     for node in nodes:
         node.result = Result(0, b'{"removed": 1}', b"")
-    assert containers.down(NodeSet(nodes), fleet(), timeouts) == 2
+    assert containers.down(NodeSet(nodes), fleet(), "r", timeouts) == 2
     assert nodes[0].verb == "down"
-    assert container._read(json.dumps(nodes[0].wanted)).owner == "me"
+    read = container._read(json.dumps(nodes[0].wanted))
+    assert (read.owner, read.run) == ("me", "r"), "of other runs none"
 
 
 def test_machines_without_an_owner_are_known_by_their_fleet(timeouts):
@@ -199,5 +215,5 @@ def test_machines_without_an_owner_are_known_by_their_fleet(timeouts):
     containers.up(NodeSet([node]), ImageToRun(REFERENCE), spec(), fleet(""), "r", timeouts, lambda _: None)
     assert node.wanted["owner"] == "f"
     node.result = Result(0, b'{"removed": 0}', b"")
-    containers.down(NodeSet([node]), fleet(""), timeouts)
+    containers.down(NodeSet([node]), fleet(""), "r", timeouts)
     assert node.wanted["owner"] == "f"

@@ -6,6 +6,7 @@ The nodes are processes of this machine; their commands speak to the engine of t
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,7 +59,7 @@ def new_machine(tmp_path, engine, programs, timeouts, new_server, open_node, mon
                 patch.setenv(name, value)
             server = new_server()
         times = timeouts.model_copy(update={"prepare_s": 120, "stop_grace_s": 10, "kill_s": 10})
-        made.append(Machine(on, server, open_node(server), times, tmp_path / "calls"))
+        made.append(Machine(on, server, open_node(server, python=sys.executable), times, tmp_path / "calls"))
         return made[-1]
 
     yield make

@@ -1,7 +1,7 @@
 """`python3 -m mgpu_train agent ...`: what the operator calls over SSH. The working directory is the node's home.
 
 A result is one line of JSON on standard output; an error is one line on standard error, with exit code 2 for a mistake
-in what was given and 1 for the rest.
+in what was given, 3 (and JSON, as `equip.py` prints it) where another run has the node, and 1 for the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from mgpu_train.agent import start
+from mgpu_train.agent import equip, start
 from mgpu_train.agent.facts import facts
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.log import clean
@@ -58,6 +58,9 @@ def call(arguments: argparse.Namespace) -> int:
     except BadInput as error:
         print(f"mgpu_train agent {arguments.verb}: {clean(str(error))}", file=sys.stderr)  # noqa: T201
         return 2
+    except equip.Problem as problem:
+        print(json.dumps(problem.answer), file=sys.stderr)  # noqa: T201
+        return equip.PROBLEM
     except (start.Refused, OSError) as error:
         print(f"mgpu_train agent {arguments.verb}: {clean(str(error))}", file=sys.stderr)  # noqa: T201
         return 1

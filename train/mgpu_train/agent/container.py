@@ -1,9 +1,9 @@
 """The container that the agent runs in on a machine. This file is run there: `<python> -I container.py up|down`.
 
 Standard library only, Python 3.8 or newer. What is wanted comes as JSON on standard input, a registry's password with
-it. A node has one container for the run that uses it. The container only holds (`hold.py`); whoever speaks to the agent
-goes on calling `python` beside the package, which then starts the image's interpreter in there. So a container that was
-killed comes back empty when the agent is asked for, and the agent is seen dead.
+it. A node has one container for the run that has claimed it (`equip.py`). The container only holds (`hold.py`); whoever
+speaks to the agent goes on calling `python` beside the package, which then starts the image's interpreter in there. So
+a container that was killed comes back empty when the agent is asked for, and the agent is seen dead.
 
 A result is one line of JSON. So is a problem, {"problem": the kind of it, "why": ...}, with exit status 3.
 """
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 from mgpu_train.agent import engine as engines  # noqa: E402
 from mgpu_train.agent.engine import Done, Engine, Login  # noqa: E402
-from mgpu_train.agent.equip import PROBLEM, Problem, locked, write_program  # noqa: E402
+from mgpu_train.agent.equip import PROBLEM, Claim, Problem, claim, claimed, locked, write_program  # noqa: E402
 from mgpu_train.agent.layout import RunLayout  # noqa: E402
 
 HOME = LIBRARY.parents[2]
@@ -50,14 +50,15 @@ _COUNT_GPUS = "import glob; print(len(glob.glob('/dev/nvidia[0-9]*')))"
 
 
 class Wanted(NamedTuple):
-    """What `up` reads; `down` reads owner, seconds and stop_s."""
+    """What `up` reads; `down` reads owner, run, seconds and stop_s."""
 
     owner: str
     seconds: float
     stop_s: float  # from SIGTERM to SIGKILL
     boot_s: float = 0.0  # for an engine that starts with its machine
-    fleet: str = ""
     run: str = ""
+    host: str = ""  # where it is supervised
+    fleet: str = ""
     reference: str = ""
     bytes: int | None = None  # of the compressed layers
     gpus: int = 0
@@ -74,39 +75,42 @@ def up(wanted: Wanted) -> dict[str, Any]:
     if wanted.gpus:
         _require_gpus(info)
     with locked(HOME / ".mgpu" / "container.lock", engine.until):
+        claim(HOME, Claim(wanted.run, wanted.owner, wanted.host), engine.until)
         image, pulled = engines.image(engine, info, wanted.reference, wanted.bytes, wanted.login)
         name, made, memlock = _stand(engine, wanted, image)
         try:
             found = _equip(engine, wanted, name, image)
             _count_gpus(engine, wanted, name)
+            with claimed(HOME, wanted.run, engine.until):
+                write_program(_program(engine, name, found["python"]))
         except BaseException:
             if made:
                 _remove(engine, name, 0)
             raise
-        write_program(_program(engine, name, found["python"]))
     capped = not memlock and _locks_memory(wanted)
     answer = {"container": name, "made": made, "pulled": pulled, "capped": capped, **found}
     return {**answer, "seconds": round(time.monotonic() - begin, 1)}
 
 
 def down(wanted: Wanted) -> dict[str, Any]:
-    """Ends what this owner has here: SIGTERM, the grace, SIGKILL; nothing there is success."""
+    """Ends what this run has here: SIGTERM, the grace, SIGKILL; nothing there is success."""
     try:
         engine = Engine(time.monotonic() + wanted.seconds)
     except Problem:  # no docker, no container
         return {"removed": 0}
     engine.info()
     with locked(HOME / ".mgpu" / "container.lock", engine.until):
-        ours = _ours(engine, wanted.owner)
+        ours = _ours(engine, wanted.owner, f"run={wanted.run}")
         for container in ours:
             _remove(engine, container, wanted.stop_s)
     return {"removed": len(ours)}
 
 
-def _ours(engine: Engine, owner: str) -> list[str]:
-    """Ids of the owner's containers that have this home: names may be anybody's."""
-    labels = (f"{LABEL}owner={owner}", f"{LABEL}home={HOME}")
-    done = engine.call("ps", "--all", "--quiet", "--no-trunc", *(f"--filter=label={label}" for label in labels))
+def _ours(engine: Engine, owner: str, *more: str) -> list[str]:
+    """Ids of the owner's containers that have this home, and these labels: names may be anybody's."""
+    labels = (f"owner={owner}", f"home={HOME}", *more)
+    found = (f"--filter=label={LABEL}{label}" for label in labels)
+    done = engine.call("ps", "--all", "--quiet", "--no-trunc", *found)
     if done.status:
         raise Problem("docker", done.error)
     return done.out.split()
@@ -287,7 +291,7 @@ def main(verb: str) -> int:
     try:
         answer = up(wanted) if verb == "up" else down(wanted)
     except Problem as problem:
-        answer = {"problem": problem.kind, "why": str(problem)}
+        answer = problem.answer
     except OSError as error:
         answer = {"problem": "run", "why": str(error)}
     sys.stdout.write(json.dumps(answer) + "\n")

@@ -6,6 +6,10 @@ environment is made in `~/.mgpu/base`, once for each interpreter and list of pac
 beside the package, a program of two lines, starts the one that was found: whoever comes later need not know which.
 `find` is for inside a container: the environment is made in another folder, and `container.py` writes the program.
 
+A node trains for one run at a time. A run claims the node before it changes anything there, and its agent starts only
+while nobody else has claimed it since. While an agent lives, which its lock says in whatever container it is, nobody
+else can.
+
 A result is one line of JSON. So is a problem, {"problem": the kind of it, "why": ...}, with exit status 3.
 """
 
@@ -26,7 +30,7 @@ import time
 import venv
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, List  # noqa: UP035 - for the Python 3.8 of older images
+from typing import Any, Iterator, List, NamedTuple, Optional  # noqa: UP035 - for the Python 3.8 of older images
 
 NEEDS = {"awscrt": (0, 27), "boto3": (1, 40), "pydantic": (2, 11)}
 OLDEST = (3, 11)
@@ -34,15 +38,33 @@ PROBLEM = 3  # exit status
 LIST = Path(__file__).resolve().with_name("node-requirements.txt")
 LIBRARY = Path(__file__).resolve().parents[2]  # ~/.mgpu/lib/<digest>
 _DONE = "installed"  # a file in a finished environment
+_CLAIM, _CLAIM_LOCK = Path(".mgpu", "claim.json"), Path(".mgpu", "claim.lock")
+_LIVES = "*/agent.lock"  # in `runs`: an agent holds its own for life
+_ENDING_S = 30.0  # for an agent that has said its last word
+_LOOK_S = 0.2
 _LAST_LINES = 6
 
 
 class Problem(Exception):
-    """This machine cannot run the agent: `kind` is old, torch, pip, packages or busy; `container.py` has more."""
+    """This machine cannot run the agent: `kind` is old, torch, pip, packages, busy or used; `container.py` has more.
+    `run`: by which it is used."""
 
-    def __init__(self, kind: str, why: str) -> None:
+    def __init__(self, kind: str, why: str, run: str = "") -> None:
         super().__init__(why)
-        self.kind = kind
+        self.kind, self.run = kind, run
+
+    @property
+    def answer(self) -> Any:
+        """As it is printed."""
+        return {"problem": self.kind, "why": str(self), **({"run": self.run} if self.run else {})}
+
+
+class Claim(NamedTuple):
+    """Whose a node is."""
+
+    run: str = ""
+    owner: str = ""
+    host: str = ""  # where the run is supervised
 
 
 def lacking() -> List[str]:  # noqa: UP006
@@ -59,10 +81,13 @@ def lacking() -> List[str]:  # noqa: UP006
     return found
 
 
-def ready(seconds: float, *, torch: bool) -> Any:
+def ready(seconds: float, mine: Claim, *, torch: bool) -> Any:
     """Finds or makes the interpreter, within so many seconds, and writes the program that starts it."""
-    answer = find(seconds, LIBRARY.parent.parent / "base", torch=torch)
-    write_program(f'exec {shlex.quote(answer["python"])} "$@"')
+    until, home = time.monotonic() + seconds, LIBRARY.parents[2]
+    answer = find(seconds, home / ".mgpu" / "base", torch=torch)
+    claim(home, mine, until)
+    with claimed(home, mine.run, until):
+        write_program(f'exec {shlex.quote(answer["python"])} "$@"')
     return answer
 
 
@@ -143,6 +168,83 @@ def install(python: Path, until: float) -> None:
         raise Problem("packages", f"pip has installed them, and {python} still lacks {', '.join(lacks)}")
 
 
+def claim(home: Path, mine: Claim, until: float) -> None:
+    """Makes the node `mine`, from whoever had it last. An agent of another run that lives is left alone.
+
+    Raises:
+        Problem: used, or busy.
+    """
+    end = min(until, time.monotonic() + _ENDING_S)
+    with locked(home / _CLAIM_LOCK, until):
+        while True:
+            other = _living(home, mine.run)
+            if other is None:
+                break
+            if not _ending(other) or time.monotonic() > end:
+                raise _used(other.name, _claim(home), "trains there")
+            time.sleep(_LOOK_S)
+        aside = home / _CLAIM.with_name(f".{_CLAIM.name}.{os.getpid()}")
+        aside.write_text(json.dumps(mine._asdict()) + "\n")
+        aside.replace(home / _CLAIM)
+
+
+@contextmanager
+def claimed(home: Path, run: str, until: float) -> Iterator[None]:
+    """While the block runs nobody else claims the node. What nobody has claimed is anybody's.
+
+    Raises:
+        Problem: used, by a run that has claimed it after this one; or busy.
+    """
+    with locked(home / _CLAIM_LOCK, until):
+        holder = _claim(home)
+        if holder.run not in ("", run):
+            raise _used(holder.run, holder, "has come there since this run began")
+        yield
+
+
+def _claim(home: Path) -> Claim:
+    try:
+        return Claim(**json.loads((home / _CLAIM).read_text()))
+    except FileNotFoundError:
+        return Claim()
+
+
+def _living(home: Path, but: str) -> Optional[Path]:  # noqa: UP045
+    """The folder of another run whose agent lives, or is being started."""
+    for lock in sorted((home / "runs").glob(_LIVES)):
+        if lock.parent.name != but and _held(lock):
+            return lock.parent
+    return None
+
+
+def _held(path: Path) -> bool:
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _ending(folder: Path) -> bool:
+    """True for an agent whose status is final: its process ends next."""
+    try:
+        return json.loads((folder / "status.json").read_text())["phase"] in ("done", "failed")
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _used(run: str, holder: Claim, how: str) -> Problem:
+    known = holder if holder.run == run else Claim()
+    who = ", ".join(f"{name} {value}" for name, value in (("owner", known.owner), ("from", known.host)) if value)
+    return Problem("used", f"Run {run}{f' ({who})' if who else ''} {how}.", run)
+
+
 @contextmanager
 def locked(path: Path, until: float) -> Iterator[None]:
     """Holds a lock, of one environment say: two operators may come at once. Raises Problem, busy, when time is over."""
@@ -172,9 +274,9 @@ def main(verb: str, *arguments: str) -> int:
         if verb == "find":
             answer = find(float(arguments[0]), Path(arguments[1]), torch=torch)
         else:
-            answer = ready(float(arguments[0]), torch=torch)
+            answer = ready(float(arguments[0]), Claim(**json.loads(arguments[1])), torch=torch)
     except Problem as problem:
-        answer = {"problem": problem.kind, "why": str(problem)}
+        answer = problem.answer
     except OSError as error:
         answer = {"problem": "packages", "why": str(error)}
     sys.stdout.write(json.dumps(answer) + "\n")

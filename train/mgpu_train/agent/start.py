@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mgpu_train.agent import procs, renewal, report
+from mgpu_train.agent import equip, procs, renewal, report
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.log import Log
 from mgpu_train.agent.status import AgentStatus, Fault, Phase
@@ -59,10 +59,21 @@ def start(job: Job, secrets: Secrets, layout: RunLayout) -> dict[str, Any]:
 
     Raises:
         Refused: another attempt's agent lives, the attempt is over or older, or the agent did not come up.
+        Problem: used: another run has claimed the node.
     """
     missing = sorted(set(job.secrets) - set(secrets.env))
     if missing:
         raise Refused(f"no value came for the secrets {', '.join(missing)}; set them where `mgpu` runs")
+    try:
+        with equip.claimed(Path(layout.home), job.run_id, time.monotonic() + job.timeouts.command_s):
+            return _started(job, secrets, layout)
+    except equip.Problem as problem:
+        if problem.kind == "used":
+            raise
+        raise Refused(str(problem)) from problem
+
+
+def _started(job: Job, secrets: Secrets, layout: RunLayout) -> dict[str, Any]:
     Path(layout.root).mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
