@@ -40,11 +40,13 @@ def build(run_file: Path, as_json: bool) -> None:
 
     No registry is asked but those of the base images.
     """
-    from mgpu.image import publish
+    from mgpu.image import cancellable
+    from mgpu.run.images import cancelling
 
     console = Console(as_json=as_json)
     spec, site = _described(run_file, repository=_LOCAL)
-    built = publish.build(spec, site, console.emit)
+    with cancelling() as cancelled:
+        built = cancellable.build(spec, site, console.emit, cancelled)
     console.done()
     result = {
         "name": str(built.wanted.name),
@@ -67,12 +69,13 @@ def push(run_file: Path, as_json: bool) -> None:
 
     What is there is neither built nor pushed, and needs no Docker engine.
     """
-    from mgpu.image import publish
-    from mgpu.run.images import told
+    from mgpu.image import cancellable
+    from mgpu.run.images import cancelling, told
 
     console = Console(as_json=as_json)
     spec, site = _described(run_file)
-    published = publish.ensure(spec, site, console.emit)
+    with cancelling() as cancelled:
+        published = cancellable.ensure(spec, site, console.emit, cancelled)
     console.done()
     if as_json:
         console.data(asdict(published))

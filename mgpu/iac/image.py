@@ -12,27 +12,23 @@ finds it. Old ones end by the repository's own rules (mgpu:aws:Repository has so
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 from pydantic import ValidationError
 
-from mgpu.errors import ImageError, InputError, Interrupted, MgpuError
-from mgpu.events import Emit, Event, Note, Warned
+from mgpu.errors import ImageError, InputError, MgpuError
+from mgpu.events import Note, Warned
 from mgpu.iac.fleetcheck import has_unknown
 from mgpu.iac.handler import Call, Checked, Difference, Found, Properties, changed
 from mgpu.iac.imagemodel import ImageInputs, ImageOutputs
 from mgpu.iac.wire import UNKNOWN
-from mgpu.image import place, publish, registry
+from mgpu.image import cancellable, place, publish, registry
 from mgpu.image.http import Patience
-from mgpu.image.publish import Published, Site
+from mgpu.image.publish import Site
 from mgpu.image.reference import Reference
 from mgpu.spec.image import ImageSpec
 
 _UPDATES = ("hash", "reference", "platform")
 _MADE = ("reference", "tag", "digest", "bytes", "labels")
 _LOOK_S = 10.0  # for a registry, at a refresh
-_CANCEL_S = 0.2  # until a cancel is seen
 
 
 class ImageHandler:
@@ -106,7 +102,7 @@ class ImageHandler:
     def _made(self, call: Call, wanted: ImageInputs) -> Properties:
         spec, site = _whole(wanted)
         if not call.preview:
-            made = _until_cancelled(call, lambda emit: publish.ensure(spec, site, emit))
+            made = cancellable.ensure(spec, site, call.emit, call.cancelled)
             return ImageOutputs.of(wanted, made).to_wire()
         found = publish.find(spec, site)
         if found is not None:
@@ -141,34 +137,3 @@ def _meant(spec: ImageSpec, wanted: ImageInputs) -> tuple[Reference, str]:
 def _there(image: ImageOutputs) -> bool:
     login = place.login(Reference.parse(image.reference).registry, image.lender())
     return registry.find(image.reference, login, patience=Patience(total_s=_LOOK_S), ca_file=image.ca) is not None
-
-
-def _until_cancelled(call: Call, work: Callable[[Emit], Published]) -> Published:
-    """What `work` returns. A build may say nothing for minutes, so it has a thread of its own, which nobody waits for
-    once the engine cancels: this process ends then, and with its connection the build. What a push has sent by then has
-    no name.
-
-    Raises:
-        Interrupted: the engine has cancelled.
-    """
-    over, outcome = threading.Event(), list[Published | BaseException]()
-
-    def emit(event: Event) -> None:
-        if call.cancelled.is_set():
-            raise Interrupted("the image: cancelled")
-        call.emit(event)
-
-    def run() -> None:
-        try:
-            outcome.append(work(emit))
-        except BaseException as error:  # noqa: BLE001  raised again by who waits
-            outcome.append(error)
-        over.set()
-
-    threading.Thread(target=run, daemon=True).start()
-    while not over.wait(_CANCEL_S):
-        if call.cancelled.is_set():
-            raise Interrupted("the image was not finished: cancelled", "Nothing refers to what was built of it.")
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]

@@ -9,17 +9,20 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from mgpu.errors import ImageError
 from mgpu.events import Emit
-from mgpu.image import failures, progress
+from mgpu.image import cancel, failures, progress
 from mgpu.image.recipe import Limits, Recipe
 
 _RAWJSON = (0, 13)  # the first that says what it does in JSON
 _VERSION_S = 20.0
+GRACE_S = 3.0  # between SIGTERM and SIGKILL for a build that is to end
 _SECRET = "MGPU_BUILD_SECRET_"  # noqa: S105  a name: what docker's own program reads must not be hidden from it
 CA_ID = "mgpu_ca"
 
@@ -39,12 +42,19 @@ def version(environ: Mapping[str, str]) -> str:
 
 
 def build(
-    recipe: Recipe, archive: IO[bytes], environ: Mapping[str, str], limits: Limits, emit: Emit, words: progress.Words
+    recipe: Recipe,
+    archive: IO[bytes],
+    environ: Mapping[str, str],
+    limits: Limits,
+    emit: Emit,
+    words: progress.Words,
+    cancelled: threading.Event,
 ) -> str:
     """Builds from an archive of the context; the image's id.
 
     Raises:
         ImageError: the failing step and its last lines, or the deadline.
+        Interrupted: `cancelled` was set; the build and its folder are gone.
     """
     stream = progress.BuildKit(emit, words)
     with _folder() as folder:
@@ -60,15 +70,18 @@ def build(
             start_new_session=True,
         )
         late = threading.Event()
-        timer = threading.Timer(limits.build_s, _end, (process, late))
+        timer = threading.Timer(limits.build_s, _end, (process, late.set))
         timer.start()
         try:
-            for line in process.stderr or ():
-                stream.take(line)
-            status = process.wait()
+            with cancel.ending(cancelled, partial(_end, process)):
+                for line in process.stderr or ():
+                    stream.take(line)
+                status = process.wait()
         finally:
             timer.cancel()
-            _kill(process)
+            _end(process)
+        if cancelled.is_set():
+            raise cancel.interrupted()
         if late.is_set():
             why = "It was ended at that deadline."
             raise ImageError(f"the image could not be built within {limits.build_s:g} s", why, "Try again.")
@@ -100,12 +113,13 @@ def _environment(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, **{f"{_SECRET}{name}": value for name, value in recipe.secrets.items()}}
 
 
-def _end(process: subprocess.Popen[str], late: threading.Event) -> None:
-    late.set()
-    _kill(process)
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _end(process: subprocess.Popen[str], first: Callable[[], None] = lambda: None) -> None:
+    """Ends it and all that it has started: on SIGTERM it takes the build back, which without it goes on a while."""
+    first()
+    if process.poll() is not None:
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)

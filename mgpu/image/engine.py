@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 from mgpu.errors import ImageError
 from mgpu.events import Emit, ignore
-from mgpu.image import archive, buildx, failures, progress
+from mgpu.image import archive, buildx, cancel, failures, progress
 from mgpu.image.auth import Auth, nobody
 from mgpu.image.recipe import Limits, Recipe
 from mgpu.image.reference import Reference
@@ -43,13 +45,14 @@ class Pushed:
 class Engine:
     """The engine that docker's own program would use: DOCKER_HOST, else docker's context. Safe from any thread."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        """Asks the engine whether it is there.
+    def __init__(self, limits: Limits | None = None, cancelled: threading.Event | None = None) -> None:
+        """Asks the engine whether it is there. Once `cancelled` is set, what it does for us is ended, and every call
+        raises Interrupted.
 
         Raises:
             ImageError: it is not, or this user may not use it.
         """
-        self._limits = limits or Limits()
+        self._limits, self._cancelled = limits or Limits(), cancelled or threading.Event()
         self._place = _place()
         self.host = str(self._place.get("base_url", "the usual place"))
         with self._client(self._limits.call_s) as client:
@@ -66,7 +69,7 @@ class Engine:
         words = progress.Words(recipe.secrets.values())
         with _packed(recipe) as packed:
             if buildx.version(os.environ):
-                built = buildx.build(recipe, packed, os.environ, self._limits, emit, words)
+                built = buildx.build(recipe, packed, os.environ, self._limits, emit, words, self._cancelled)
             else:
                 built = self._build(recipe, packed, emit, words)
         self._check_platform(built, recipe.platform)
@@ -163,23 +166,49 @@ class Engine:
 
     @contextmanager
     def _client(self, timeout_s: float) -> Iterator[Any]:
-        """A client of its own, so that closing it ends what it has asked for."""
+        """A client of its own, so that closing it ends what it has asked for. Raises ImageError, Interrupted."""
         import docker
         from docker.errors import APIError, DockerException
         from requests.exceptions import RequestException
         from urllib3.exceptions import HTTPError
 
-        client = None
+        client, answers = None, list[Any]()
+
+        def take(answer: Any, **_: Any) -> None:
+            answers.append(answer)
+            self._require_wanted()  # whoever was to hang up may have looked too early
+
+        self._require_wanted()
         try:
             client = docker.DockerClient(**self._place, version="auto", timeout=timeout_s)
-            yield client
-        except APIError as error:
-            raise failures.engine_said("the Docker engine refuses", str(error.explanation or error)) from error
-        except (DockerException, RequestException, HTTPError, OSError) as error:
-            raise failures.no_engine(error, self.host) from error
+            client.api.hooks["response"].append(take)
+            with cancel.ending(self._cancelled, partial(_hang_up, answers)):
+                yield client
+            self._require_wanted()
+        except Exception as error:
+            self._require_wanted(error)
+            if isinstance(error, APIError):
+                raise failures.engine_said("the Docker engine refuses", str(error.explanation or error)) from error
+            if isinstance(error, (DockerException, RequestException, HTTPError, OSError)):
+                raise failures.no_engine(error, self.host) from error
+            raise
         finally:
+            for answer in answers:
+                answer.close()
             if client is not None:
                 client.close()
+
+    def _require_wanted(self, cause: Exception | None = None) -> None:
+        if self._cancelled.is_set():
+            raise cancel.interrupted() from cause
+
+
+def _hang_up(answers: list[Any]) -> None:
+    """Whoever reads one of them reads its end: the engine stops what nobody listens to."""
+    for answer in answers:
+        # one that is over has nothing to hang up; and urllib3 before 2.3 cannot: then the end of this process does
+        with suppress(AttributeError, RuntimeError, ValueError, OSError):
+            answer.raw.shutdown()
 
 
 def _packed(recipe: Recipe) -> IO[bytes]:

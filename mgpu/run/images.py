@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from mgpu.acquire.fit import ANY, Machines
 from mgpu.errors import InputError, MgpuError
 from mgpu.events import Emit, Note, PhaseFinished, PhaseStarted, Warned, ignore
 from mgpu.iac.outputs import StackOutput
-from mgpu.image import bases, compat, context, place, publish, registry
+from mgpu.image import bases, cancellable, compat, context, place, publish, registry
 from mgpu.image.http import Patience
 from mgpu.image.publish import Site
 from mgpu.image.reference import Reference
@@ -21,6 +23,7 @@ from mgpu.providers.base import Provider
 from mgpu.run.containers import ImageToRun
 from mgpu.run.reach import handle_of, provider_for, provider_of
 from mgpu.run.record import Record
+from mgpu.run.session import Interrupts
 from mgpu.spec.image import ImageSpec
 from mgpu.spec.model import RunSpec
 from mgpu.words import amount
@@ -83,6 +86,7 @@ def settle(spec: RunSpec, base: Path, emit: Emit = ignore, machines: Machines = 
     Raises:
         ImageError: it cannot be built, pushed or found.
         InputError: it does not fit the run file, or these machines.
+        Interrupted: a signal asked for the end; no build or push goes on.
         ProviderError: nobody can tell the driver of the machines.
     """
     if spec.image is None:
@@ -90,13 +94,23 @@ def settle(spec: RunSpec, base: Path, emit: Emit = ignore, machines: Machines = 
     site = _site(spec, spec.image, base)
     begin = time.monotonic()
     emit(PhaseStarted("image", (spec.image.reference or spec.image.repository or "").partition("@")[0]))
-    published = publish.ensure(spec.image, site, emit)
+    with cancelling() as cancelled:
+        published = cancellable.ensure(spec.image, site, emit, cancelled)
     settled = _read(spec, spec.image, site, published.reference)
     seconds = round(time.monotonic() - begin, 3)
     emit(PhaseFinished("image", seconds))
     emit(Note(told(published)))
     fit.require(settled.labels, machines)
     return Settled(settled.reference, settled.compressed_bytes, settled.workdir, settled.labels, seconds)
+
+
+@contextmanager
+def cancelling() -> Iterator[threading.Event]:
+    """What Ctrl-C, SIGTERM and the end of the terminal set while the block runs. The second of them waits for nothing:
+    KeyboardInterrupt."""
+    interrupts = Interrupts()
+    with interrupts.installed(), interrupts.leaving():
+        yield interrupts.cancelled
 
 
 def for_stack(spec: RunSpec, base: Path, fleet: StackOutput, emit: Emit = ignore) -> Settled | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from email.message import Message
@@ -11,18 +12,20 @@ from pathlib import Path
 import grpc
 import pytest
 from botocore.exceptions import ClientError
+from fakes import builders
 from fakes import engine as engines
+from fakes.aws.operator import until
 from fakes.engine import Registry
 from fakes.registries import Said, scripted
 from pulumi.runtime.proto import provider_pb2
 
-from mgpu.errors import ImageError, InputError, Interrupted
+from mgpu.errors import ImageError, InputError, Interrupted, MgpuError
 from mgpu.events import Event, ImageStep, LayerPushed, Note
 from mgpu.iac import imagemodel, schema, servicer
 from mgpu.iac.handler import Call, Settings
 from mgpu.iac.image import ImageHandler
 from mgpu.iac.wire import UNKNOWN, from_struct
-from mgpu.image import auth, publish, registry
+from mgpu.image import auth, cancellable, publish, registry
 from mgpu.image.http import Answer, Api
 from mgpu.image.reference import Reference
 
@@ -286,7 +289,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     end.set()
 
 
-def test_a_cancel_ends_a_build_that_is_silent(held, folder):
+def test_a_cancel_waits_for_nothing_that_does_not_end(held, folder, monkeypatch):
+    monkeypatch.setattr(cancellable, "END_S", 0.1)
     call = Call("urn:pulumi:s::p::t::n", Settings(folder, "o"), lambda _: None, threading.Event())
     raised = list[BaseException]()
 
@@ -417,6 +421,38 @@ def test_an_image_that_does_not_fit_rents_nothing(project):
     project.stack.up()
     assert "Fleet" in project.resources
     assert project.started == 1
+
+
+@pytest.mark.parametrize("builder", builders.BUILDERS)
+def test_a_cancelled_up_leaves_no_build_at_work(project, require, monkeypatch, tmp_path, builder):
+    builders.choose(builder, require, monkeypatch, tmp_path / builder)
+    step, temporary = builders.Endless(), tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    (project.folder / "docker" / "Dockerfile").write_text(f"{DOCKERFILE}{step.line}\n")
+    raised = list[MgpuError]()
+
+    def up() -> None:
+        try:
+            project.stack.up()
+        except MgpuError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=up, daemon=True)
+    thread.start()
+    try:
+        until(step.runs)
+        project.stack.interrupt()
+        thread.join(60)
+        assert [type(error) for error in raised] == [Interrupted]
+        assert not project.processes("buildx")
+        until(lambda: not step.runs())
+    finally:
+        for process in step.runs():
+            process.send(signal.SIGKILL)
+    assert not list(temporary.glob("mgpu-*"))
+    assert "Image" not in project.resources
+    assert project.started == 0
 
 
 def test_the_run_that_repairs_its_fleet_keeps_its_image(project):

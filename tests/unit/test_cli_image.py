@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
+import uuid
 from pathlib import Path
 
 import pytest
+from fakes import builders
 from fakes import engine as engines
+from fakes.aws.operator import until
 from fakes.engine import Registry
+from mgpu_train.agent import procs
 
 from mgpu.bars import Layers
 from mgpu.cli import image as cli_image
@@ -21,6 +24,7 @@ from mgpu.console import Console
 from mgpu.events import ImageStep, LayerPushed
 from mgpu.image import compat, place, registry, shipped
 from mgpu.image.compattable import FAMILIES
+from mgpu.run import images
 from mgpu.spec.image import ImageSpec
 
 DOCKERFILE = 'FROM scratch\nCOPY code /code\nLABEL dev.mgpu.torch="2.15.0" dev.mgpu.cuda="13.2" other="mine"\n'
@@ -212,27 +216,60 @@ def test_inspect_of_nothing_says_what_the_registry_said(mgpu, at, monkeypatch):
     assert mgpu("image", "inspect", "x:1", "--platform", "windows").code == 2
 
 
-def test_ctrl_c_ends_a_build_and_nothing_refers_to_it(at, engine):
-    (at / "docker" / "Dockerfile").write_text("FROM base:1\nCOPY code /code\nRUN echo begun; sleep 300\n")
-    before = tags(engine)
+@pytest.mark.parametrize("builder", builders.BUILDERS)
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        (("image", "build"), signal.SIGTERM),
+        (("image", "push"), signal.SIGINT),
+        (("image", "push"), signal.SIGTERM),
+        (("image", "push"), signal.SIGHUP),
+        (("launch", "--yes"), signal.SIGTERM),
+    ],
+    ids=["build, SIGTERM", "push, SIGINT", "push, SIGTERM", "push, SIGHUP", "launch, SIGTERM"],
+)
+def test_a_signal_ends_a_build_and_all_that_it_has_begun(
+    at, engine, require, tmp_path, monkeypatch, builder, command, number
+):
+    builders.choose(builder, require, monkeypatch, tmp_path / builder)
+    step = builders.Endless()
+    (at / "docker" / "Dockerfile").write_text(f"FROM base:1\nCOPY code /code\n{step.line}\n")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    before, mark = tags(engine), f"MGPU_TEST_OPERATOR={uuid.uuid4().hex}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "mgpu", "image", "push"],
+        [sys.executable, "-m", "mgpu", *command],
         cwd=at,
+        env=dict([*os.environ.items(), mark.split("=")]),
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    late = threading.Timer(60, process.kill)
-    late.start()
     try:
-        assert any("RUN echo begun" in line for line in process.stderr or ())
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        until(lambda: step.runs() or process.poll() is not None)
+        assert step.runs(), process.communicate()
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (130, "")
+        assert "Traceback" not in err
+        assert not procs.carrying(mark), "what builds is gone before the command is"
+        until(lambda: not step.runs())
     finally:
-        late.cancel()
-        process.kill()
-    assert (process.returncode, out) == (130, "")
+        for each in (*procs.carrying(mark), *step.runs()):
+            each.send(signal.SIGKILL)
+        process.communicate()
+    assert not list(temporary.iterdir())
     assert tags(engine) == before
+
+
+def test_a_second_signal_waits_for_nothing(monkeypatch):
+    monkeypatch.setattr("mgpu.run.session.ECHO_S", 0.0)
+    with images.cancelling() as cancelled:
+        signal.raise_signal(signal.SIGTERM)
+        assert cancelled.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def tags(engine: engines.Engine) -> set[str]:

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fakes import trainer
 from fakes.aws.operator import until
 from fakes.engine import Engine as FakeEngine
 
-from mgpu.errors import ImageError
+from mgpu.errors import ImageError, Interrupted
 from mgpu.events import Event, ImageStep
 from mgpu.image import buildx, context
 from mgpu.image.engine import Engine
@@ -48,14 +49,17 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def build(docker: Path, limits: Limits | None = None, **recipe: object) -> tuple[str, list[Event]]:
+def build(
+    docker: Path, limits: Limits | None = None, cancelled: threading.Event | None = None, **recipe: object
+) -> tuple[str, list[Event]]:
     told = list[Event]()
     wanted = Recipe(context.scan(docker / "context"), **{"secrets": {"TOKEN": SECRET}, **recipe})  # type: ignore[arg-type]
     with (docker / "archive").open("w+b") as packed:
         packed.write(b"archive")
         packed.seek(0)
         words = Words(wanted.secrets.values())
-        return buildx.build(wanted, packed, os.environ, limits or Limits(), told.append, words), told
+        cancelled = cancelled or threading.Event()
+        return buildx.build(wanted, packed, os.environ, limits or Limits(), told.append, words, cancelled), told
 
 
 def says(docker: Path, *lines: object, then: str = "") -> None:
@@ -127,14 +131,39 @@ def test_a_build_ends_at_its_deadline_with_all_it_has_started(docker: Path):
     says(docker, then="sleep 1000 & echo $! > child; wait")
     with pytest.raises(ImageError, match="within 2 s"):
         build(docker, Limits(build_s=2))
-    child = Path("/proc", (docker / "child").read_text().strip())
+    until(lambda: ended(docker / "child"))
 
-    def ended() -> bool:
-        with suppress(FileNotFoundError, ProcessLookupError):
-            return not (child / "cmdline").read_bytes()  # a zombie that nobody has heard yet
-        return True
 
-    until(ended)
+def ended(named: Path) -> bool:
+    """Whether the process whose id is in a file is gone."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return not Path("/proc", named.read_text().strip(), "cmdline").read_bytes()  # a zombie
+    return True
+
+
+@pytest.mark.parametrize(
+    ("on_term", "heard"),
+    [("echo asked > term; kill $!; exit 1", "asked\n"), ("echo deaf >> term", "deaf\n")],
+    ids=["obeys", "deaf"],
+)
+def test_a_cancelled_build_is_asked_to_end_and_ended(docker: Path, monkeypatch: pytest.MonkeyPatch, on_term, heard):
+    monkeypatch.setattr(buildx, "GRACE_S", 0.2 if "deaf" in heard else 60.0)
+    monkeypatch.setenv("TMPDIR", str(docker))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    cancelled = threading.Event()
+    os.mkfifo(docker / "begun")
+    says(docker, then=f"trap '{on_term}' TERM; sleep 1000 & echo $! > child; echo > begun; while :; do wait $!; done")
+
+    def cancel() -> None:
+        (docker / "begun").read_text()
+        cancelled.set()
+
+    threading.Thread(target=cancel, daemon=True).start()
+    with pytest.raises(Interrupted):
+        build(docker, cancelled=cancelled)
+    assert (docker / "term").read_text().startswith(heard)
+    until(lambda: ended(docker / "child"))
+    assert not list(docker.glob("mgpu-build-*"))
 
 
 def test_what_buildkit_builds(require, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

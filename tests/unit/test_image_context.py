@@ -321,6 +321,18 @@ def test_a_file_that_is_gone_or_became_a_link_is_not_sent(folder, put):
         found.write_tar(io.BytesIO())
 
 
+def test_a_file_that_cannot_be_read_any_more_is_not_sent(folder, monkeypatch):
+    found = scanned(folder)
+
+    class Broken(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(module.os, "fdopen", lambda number, _: os.close(number) or Broken())
+    with pytest.raises(InputError, match="changed while"):
+        found.write_tar(io.BytesIO())
+
+
 def test_an_archive_that_finds_no_room_is_no_change_of_a_file(folder):
     (folder / "src" / "a.py").write_bytes(bytes(1 << 20))
     full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
