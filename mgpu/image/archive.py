@@ -17,7 +17,7 @@ from typing import IO
 
 from mgpu.errors import ImageError, InputError
 from mgpu.image import bases
-from mgpu.image.bases import Named
+from mgpu.image.bases import Copied, Named
 from mgpu.image.context import Context
 from mgpu.image.ignore import Rules
 
@@ -31,20 +31,27 @@ def asks(recipe: bytes) -> bool:
 
 
 def require_thrown_away(named: Named, target: str | None, dockerfile: str, secrets: Collection[str]) -> None:
-    """Raises InputError where `.build` would end in the image: by its name, or along with what lies beside it.
+    """Raises InputError where `.build` would end in the image: by its name, or along with what lies beside it, also by
+    way of a stage that is thrown away.
 
     `secrets`: their names; without any it is about certificates.
     """
-    kept = named.kept(target)
+    kept, strays = named.kept(target), dict[int, set[str]]()
+    given = {f"{_FOLDER}/ca.pem", *(f"{_FOLDER}/secrets/{name}" for name in secrets)}
     for each in named.copied if _asks(named) else ():
-        if each.stage in kept and any(_along(source, secrets) for source in each.sources):
-            what = "image.secrets" if secrets else "image.ca_file"
-            why = f"`{each.text}` takes `.build` along, where they are, and its stage is not thrown away."
-            cure = (
-                "Put what it copies into a folder (`COPY app /app`), or use BuildKit's --mount=type=secret instead of "
-                "`.build`: docs/image.md."
-            )
-            raise InputError(f"{what} would end in the image: {dockerfile}, line {each.line}", why, cure)
+        there = given if each.origin is None else _strays_of(each.origin, named, strays)
+        for source in each.sources:
+            taken = {rest for path in there if (rest := _rest(source, path)) is not None}
+            if taken and each.stage in kept:
+                raise _kept(each, dockerfile, "image.secrets" if secrets else "image.ca_file")
+            if each.origin is not None or not _is_plain(source):  # who names it knows what becomes of it
+                strays.setdefault(each.stage, set()).update(_path(f"{each.into}/{rest}") for rest in taken)
+
+
+def _kept(copied: Copied, dockerfile: str, what: str) -> InputError:
+    why = f"`{copied.text}` takes `.build` along, where they are, and its stage is not thrown away."
+    cure = "Copy a folder of its own (`COPY app /app`), or use BuildKit's --mount=type=secret: docs/image.md."
+    return InputError(f"{what} would end in the image: {dockerfile}, line {copied.line}", why, cure)
 
 
 def write(context: Context, stream: IO[bytes], ca: bytes, secrets: Mapping[str, str]) -> None:
@@ -71,25 +78,36 @@ def read_ca(path: Path | None) -> bytes:
 
 
 def _asks(named: Named) -> bool:
-    sources = (source for each in named.copied for source in each.sources)
-    return any(_path(source).split("/")[0] in _PLAIN for source in sources)
+    return any(_is_plain(source) for each in named.copied if each.origin is None for source in each.sources)
 
 
-def _along(source: str, secrets: Collection[str]) -> bool:
-    """Whether a source matches `.build`, a folder around it, or something in it. Patterns are Go's filepath.Match."""
-    path = _path(source)
-    if not path:
-        return True
+def _is_plain(source: str) -> bool:
+    return _path(source).split("/")[0] in _PLAIN
+
+
+def _strays_of(stage: int, named: Named, strays: Mapping[int, set[str]]) -> set[str]:
+    """What was taken along into a stage, and into those that it begins with."""
+    parent = named.parents[stage]
+    return strays.get(stage, set()) | (set() if parent is None else _strays_of(parent, named, strays))
+
+
+def _rest(source: str, path: str) -> str | None:
+    """Where a file is below what a COPY takes, if it takes that. Patterns are Go's filepath.Match."""
+    pattern, parts = _path(source), path.split("/")
+    if not pattern:
+        return path
     try:
-        rules = Rules((path,))
+        rules = Rules((pattern,))
     except ValueError:  # builders do not take it either
-        return False
-    inside = (f"{_FOLDER}/ca.pem", f"{_FOLDER}/secrets", *(f"{_FOLDER}/secrets/{name}" for name in secrets))
-    return any(rules.look(each, each.rpartition("/")[2], rules.root)[0] for each in (_FOLDER, *inside))
+        return None
+    for number in range(1, len(parts) + 1):
+        if rules.look("/".join(parts[:number]), parts[number - 1], rules.root)[0]:
+            return "/".join(parts[number:])
+    return None
 
 
 def _path(source: str) -> str:
-    """From the context's root, as builders clean it; "" for the root."""
+    """From the root of the context, or of a stage, as builders clean it; "" for the root."""
     return posixpath.normpath(f"/{source.lstrip('/')}")[1:]
 
 

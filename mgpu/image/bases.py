@@ -4,8 +4,9 @@ today."""
 from __future__ import annotations
 
 import platform as machine
+import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import NamedTuple
@@ -32,12 +33,15 @@ class Use(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What a COPY or ADD of a stage takes out of the context, which line it is, and its text."""
+    """What a COPY or ADD of a stage takes out of the context, or out of the stage `origin`, and where it puts that;
+    which line it is, and its text."""
 
     stage: int
+    origin: int | None
     line: int
     text: str
     sources: tuple[str, ...]
+    into: str
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Named:
     """What a Dockerfile names. `images`: of `FROM`, `COPY --from` and `RUN --mount`, each once, and `uses`, each place
     where they are; its own stages and `scratch` are none. `stages`: in order, in lower case as builders compare them,
     "" for one without a name; `parents`: the number of the stage that each one begins with, None for an image. `args`:
-    of every ARG. `copied`: what is taken out of the context."""
+    of every ARG. `copied`: what is taken out of the context, and from stage to stage."""
 
     images: tuple[str, ...]
     stages: tuple[str, ...]
@@ -58,7 +62,7 @@ class Named:
         """Raises InputError where there is nothing to build, or no stage `target`. `path`: how the file is called."""
         if not self.stages:
             raise InputError(f"{path} builds nothing", "It has no FROM.", "Begin it with the image to build on.")
-        if self._number(target) is not None:
+        if self._target(target) is not None:
             return
         names = list(filter(None, self.stages))
         near = get_close_matches((target or "").lower(), names, 1)
@@ -68,7 +72,7 @@ class Named:
 
     def kept(self, target: str | None) -> set[int]:
         """The stages whose layers are the image's: the target's, and those that it begins with."""
-        number, found = self._number(target), set[int]()
+        number, found = self._target(target), set[int]()
         while number is not None:
             found.add(number)
             number = self.parents[number]
@@ -78,12 +82,8 @@ class Named:
         """What is said of arguments that no ARG takes: a builder leaves them out."""
         return [self._unused(name) for name in args if name not in self.args and not _PREDEFINED.fullmatch(name)]
 
-    def _number(self, target: str | None) -> int | None:
-        if target is None:
-            return len(self.stages) - 1
-        if target.lower() in self.stages:
-            return self.stages.index(target.lower())
-        return next((number for number in range(len(self.stages)) if target == str(number)), None)
+    def _target(self, target: str | None) -> int | None:
+        return len(self.stages) - 1 if target is None else _number(target, self.stages)
 
     def _unused(self, name: str) -> str:
         near = get_close_matches(name.upper(), self.args, 1)
@@ -177,7 +177,7 @@ def _resolved(
 @dataclass
 class _Reader:
     """Goes through a Dockerfile. `outer`: values for every FROM; `inner`: in each stage, which begins with its
-    parent's."""
+    parent's; `folders`: where each one works."""
 
     args: Mapping[str, str]
     outer: dict[str, str]
@@ -185,6 +185,7 @@ class _Reader:
     known: set[str] = field(default_factory=set)
     stages: list[str] = field(default_factory=list)
     parents: list[int | None] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     copied: list[Copied] = field(default_factory=list)
 
@@ -195,6 +196,8 @@ class _Reader:
             self._arg(each)
         elif each.word == "ENV" and self.stages:
             self._env(each)
+        elif each.word == "WORKDIR" and self.stages:
+            self.folders[-1] = posixpath.join(self.folders[-1], _filled(each.text.strip(), self.inner[-1]))
         elif each.word in ("COPY", "ADD") and self.stages:
             self._copy(each)
 
@@ -207,6 +210,7 @@ class _Reader:
         if parent is None and not _own(image, ()):
             self.uses.append(Use(image, *each.span(*match.span(1))))
         self.inner.append({} if parent is None else {**self.inner[parent]})
+        self.folders.append("/" if parent is None else self.folders[parent])
         self.parents.append(parent)
         self.stages.append((match[2] or "").lower())
 
@@ -226,10 +230,21 @@ class _Reader:
         self.inner[-1].update({name: _filled(value or "", self.inner[-1]) for name, value in pairs})
 
     def _copy(self, each: Instruction) -> None:
-        if any(flag.name == "from" for flag in each.flags):
-            return
-        sources = tuple(_filled(source, self.inner[-1], unknown="*") for source in each.arguments[:-1])
-        self.copied.append(Copied(len(self.stages) - 1, each.line, f"{each.word} {each.text}", sources))
+        origin = next((_number(flag.value, self.stages) for flag in each.flags if flag.name == "from"), None)
+        words = each.arguments
+        if not words or (origin is None and any(flag.name == "from" for flag in each.flags)):
+            return  # out of an image
+        sources = tuple(_filled(source, self.inner[-1], unknown="*") for source in words[:-1])
+        into = posixpath.join(self.folders[-1], _filled(words[-1], self.inner[-1]))
+        text = f"{each.word} {each.text}"
+        self.copied.append(Copied(len(self.stages) - 1, origin, each.line, text, sources, into))
+
+
+def _number(stage: str, stages: Sequence[str]) -> int | None:
+    """Which stage has that name or number."""
+    if stage and stage.lower() in stages:
+        return stages.index(stage.lower())
+    return next((number for number in range(len(stages)) if stage == str(number)), None)
 
 
 def _borrowed(each: Instruction) -> Iterator[Use]:

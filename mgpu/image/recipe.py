@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mgpu.image import archive, bases
 from mgpu.image.context import Context
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is built: the files, and what `image:` says of them. `secrets`: values by name."""
+    """What is built: the files, and what `image:` says of them. `secrets`: values by name.
+
+    Raises InputError where secrets or certificates would end in the image.
+    """
 
     context: Context
     args: Mapping[str, str] = field(default_factory=dict)
@@ -20,6 +24,11 @@ class Recipe:
     ca_file: Path | None = None
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     network: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.secrets or self.ca_file:
+            named = bases.read(self.context.recipe, self.args, self.platform)
+            archive.require_thrown_away(named, self.target, self.context.dockerfile, self.secrets)
 
 
 @dataclass(frozen=True)

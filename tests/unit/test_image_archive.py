@@ -11,6 +11,7 @@ import pytest
 from mgpu.errors import InputError
 from mgpu.image import archive, bases, context
 from mgpu.image.hashes import Hashes
+from mgpu.image.recipe import Recipe
 
 PACKAGES = "FROM a AS packages\nCOPY .buil[d] /build/\nRUN x\nFROM a\n"
 
@@ -118,8 +119,70 @@ def test_a_stage_that_is_thrown_away_may_take_all(target):
     assert not refused(CHAIN, target)
 
 
+BY_WAY = """\
+FROM a AS packages
+COPY .buil[d] /build/
+FROM a AS code
+WORKDIR /srv
+ARG TO=app
+COPY . ./$TO
+FROM code AS more
+FROM a
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "COPY --from=code /srv/app /app",
+        "COPY --from=CODE / /",
+        "COPY --from=1 /srv /x",
+        "COPY --from=more srv/app/. /app",
+        "COPY --from=code /srv/app/* /app/",
+        "COPY --from=code /srv/app/.build/secrets /x",
+    ],
+)
+def test_what_a_stage_has_taken_along_is_not_carried_into_the_image(line):
+    said = refused(f"{BY_WAY}{line}\n")
+    assert "line 9" in said
+    assert line in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "COPY --from=code /srv/app/out /app",
+        "COPY --from=code /srv/app2 /srv/ap /app",
+        "COPY --from=packages / /",
+        "COPY --from=packages /opt /opt",
+        "COPY --from=r.io/code /srv/app /app",
+    ],
+)
+def test_other_things_of_such_a_stage_are(line):
+    assert not refused(f"{BY_WAY}{line}\n")
+
+
+def test_a_stage_between_two_carries_on():
+    assert "line 11" in refused(f"{BY_WAY}COPY --from=code /srv/app /o\nFROM a\nCOPY --from=3 /o /x")
+    assert not refused(f"{BY_WAY}COPY --from=code /srv/app /o\nFROM a\nCOPY --from=3 /p /x")
+
+
 def test_without_a_way_for_them_nothing_is_in_the_context():
     assert not refused("FROM a\nCOPY . /app")
+
+
+@pytest.mark.parametrize("given", [{"secrets": {"T": "x"}}, {"ca_file": Path("ca.pem")}])
+def test_nothing_that_would_keep_them_can_be_built(given):
+    def made(line: str, **more: object) -> Recipe:
+        return Recipe(context.Context(Path("x"), "D", f"{PACKAGES}{line}".encode(), ()), **more)
+
+    with pytest.raises(InputError, match="would end in the image: D, line 5"):
+        made("COPY . /app", **given)
+    with pytest.raises(InputError, match="would end in the image: D, line 5"):
+        made("COPY $A /app\nFROM a", target="1", **given)
+    made("COPY app /app", **given)
+    made("ARG A\nCOPY $A /app", args={"A": "app"}, **given)
+    made("COPY . /app")
 
 
 def test_certificates_alone_are_named():

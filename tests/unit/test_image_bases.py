@@ -39,6 +39,9 @@ DIGEST = "sha256:" + "c" * 64
         ("FROM a AS base-amd64\nFROM base-${TARGETARCH}", {}, ("a",)),
         ("FROM a\nRUN <<EOF\nFROM users\nEOF\nFROM b", {}, ("a", "b")),
         ("FROM a\nCOPY <<-'X' <<Y /z\nFROM q\n\tX\nFROM r\nY\nFROM b", {}, ("a", "b")),
+        ("FROM a\nRUN cat <<-X <<Y\nFROM q\n\tX\nY\nFROM b", {}, ("a", "b")),
+        ("FROM a\nRUN cat <<-X\nFROM q\n\tX\nFROM b", {}, ("a", "b")),
+        ("FROM a\nRUN cat <<X\nFROM q\n\tX\nFROM r\nX\nFROM b", {}, ("a", "b")),
         ("FROM a\nRUN cat <<NEVER\nFROM b", {}, ("a", "b")),
         ('FROM a\nRUN echo "<<EOF" $((1<<2)) <<<x\nFROM b\nEOF', {}, ("a", "b")),
         (
