@@ -254,6 +254,13 @@ def test_an_agent_that_ends_is_waited_for(tmp_path, monkeypatch):
         claim(tmp_path)
 
 
+def test_an_agent_that_trains_is_not_waited_for(tmp_path, monkeypatch):
+    impatient = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("it will not end"))
+    monkeypatch.setattr(equip, "time", impatient)
+    with living(tmp_path, "theirs"), pytest.raises(Problem, match="trains there"):
+        claim(tmp_path)
+
+
 def test_an_agent_that_never_ends_is_not_waited_for_for_ever(tmp_path):
     with living(tmp_path, "theirs", "failed"), pytest.raises(Problem, match="Run theirs trains there") as caught:
         claim(tmp_path, seconds=0)
