@@ -206,8 +206,7 @@ class Engine:
 def _hang_up(answers: list[Any]) -> None:
     """Whoever reads one of them reads its end: the engine stops what nobody listens to."""
     for answer in answers:
-        # one that is over has nothing to hang up; and urllib3 before 2.3 cannot: then the end of this process does
-        with suppress(AttributeError, RuntimeError, ValueError, OSError):
+        with suppress(RuntimeError, ValueError, OSError):  # one that is over has nothing to hang up
             answer.raw.shutdown()
 
 
