@@ -48,8 +48,8 @@ _PROBLEMS = {
     ),
     "pull": (
         "the image could not be pulled in time",
-        "Give the nodes a faster way to the registry, or one at all (a NAT gateway, or endpoints of the subnet), and "
-        "run again.",
+        "Give the nodes a way to the registry (a NAT gateway, or endpoints of the subnet), or a faster one, and run "
+        "again.",
     ),
     "unpack": (
         "Docker cannot unpack the image",
