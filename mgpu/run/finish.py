@@ -28,7 +28,7 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.run.record import Record, State
 from mgpu.run.session import Session
-from mgpu.run.stacks import Context, give_back_fleet
+from mgpu.run.stacks import Context, InUse, give_back_fleet
 from mgpu.run.supervise import Ended
 
 
@@ -110,7 +110,8 @@ def _close(session: Session, stack: Stack, teardown: str, error: MgpuError | Non
     record.verdict = error.exit_code if error else 0
     record.reason = error.what if error else ""
     try:
-        _teardown(session, stack, teardown)
+        # the machines are the other run's as long as it trains on them
+        _teardown(session, stack, "keep" if isinstance(error, InUse) else teardown)
     except TakenOver:
         raise
     except TeardownIncomplete as incomplete:

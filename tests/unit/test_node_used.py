@@ -20,7 +20,6 @@ nodes: 2
 max_hours: 1
 max_price_usd_per_hour: 1
 command: [train.py]
-teardown: keep
 recovery: {attempts: 5}
 """
 ANSWER = json.dumps({"problem": "used", "why": "Run theirs (owner you, from there) trains there.", "run": "theirs"})
@@ -59,6 +58,14 @@ def test_where_the_other_came_before_the_agents_started_those_that_did_are_ended
     world.nodes[1].faults["start"] = [CommandFailed("agent", status=PROBLEM, stderr=f"a warning\n{ANSWER}\n")]
     is_told(second())
     assert world.nodes[0].stops == 1
+
+
+def test_the_machines_stay_with_the_run_that_has_them(world, second):
+    """Though the run file says that they go when the run ends."""
+    world.nodes[1].equipped = Result(PROBLEM, ANSWER.encode(), b"")
+    is_told(second())
+    assert (world.cloud.ended, record.load("last").teardown) == ([], "kept")
+    assert world.cloud.billed
 
 
 def test_another_failure_of_the_start_is_what_it_was(world, second):
