@@ -280,6 +280,15 @@ def test_whoever_claimed_it_last_has_it(tmp_path):
         assert caught.value.kind == "busy"
 
 
+@pytest.mark.parametrize("torn", ["", '{"run": "th', '{"ran": "theirs"}'])
+def test_a_claim_that_a_machine_has_torn_as_it_went_down_is_nobodys(tmp_path, torn):
+    claim(tmp_path)
+    (tmp_path / ".mgpu/claim.json").write_text(torn)
+    with equip.claimed(tmp_path, "other", time.monotonic() + 60):
+        pass
+    claim(tmp_path, Claim("other"))
+
+
 def test_an_agent_does_not_start_where_another_run_has_claimed_the_node(tmp_path):
     layout = RunLayout("mine", tmp_path)
     claim(tmp_path, Claim("theirs"))

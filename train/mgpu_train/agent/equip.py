@@ -205,7 +205,7 @@ def claimed(home: Path, run: str, until: float) -> Iterator[None]:
 def _claim(home: Path) -> Claim:
     try:
         return Claim(**json.loads((home / _CLAIM).read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError):  # nobody's; or torn, by a machine that went down
         return Claim()
 
 
