@@ -24,8 +24,8 @@ lease_file=$1 end=$2 hard_cap=$2 poll=$3
 shift 3
 
 left() { # sets left: seconds until the end
-    # a pipe would never answer, and a huge file would keep this script from the clock
-    if [ -f "$lease_file" ] && lease=$(dd if="$lease_file" bs=32 count=1 2>/dev/null) && number "$lease"; then
+    # a pipe would never answer, also one that is put there just now, and a huge file would keep this script from the clock
+    if [ -f "$lease_file" ] && lease=$(timeout 5 dd if="$lease_file" bs=32 count=1 2>/dev/null) && number "$lease"; then
         end=$((lease < hard_cap ? lease : hard_cap))
     fi
     read -r up _ <"${MGPU_UPTIME_FILE:-/proc/uptime}"

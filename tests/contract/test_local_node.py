@@ -636,6 +636,7 @@ class LeaseScript:
 
     def __init__(self, folder: Path, hard_cap: int = 1000) -> None:
         self.uptime, self.lease, self.off = folder / "uptime", folder / "lease", folder / "off"
+        self.tools, self.polls = folder / "tools", folder / "polls"
         self.at(100)
         self.hard_cap = hard_cap
         self.process: subprocess.Popen | None = None
@@ -647,14 +648,23 @@ class LeaseScript:
 
     def start(self) -> None:
         # a poll of 0 seconds would be a busy loop: `sleep` is replaced by a short one
-        tools = self.uptime.parent / "tools"
-        tools.mkdir(exist_ok=True)
-        (tools / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.02\n")
-        (tools / "sleep").chmod(0o755)
+        self.tool("sleep", f"echo >>{self.polls}; exec /bin/sleep 0.02")
         power_off = ("sh", "-c", f"echo off >>{self.off}")
         command = ["sh", SCRIPTS.parent / "lease.sh", self.lease, str(self.hard_cap), "5", *power_off]
-        path = f"{tools}:{os.environ['PATH']}"
+        path = f"{self.tools}:{os.environ['PATH']}"
         self.process = subprocess.Popen(command, env={"PATH": path, "MGPU_UPTIME_FILE": str(self.uptime)})
+
+    def tool(self, name: str, does: str) -> None:
+        """What the script calls by this name."""
+        self.tools.mkdir(exist_ok=True)
+        (self.tools / name).write_text(f"#!/bin/sh\n{does}\n")
+        (self.tools / name).chmod(0o755)
+
+    def settled(self) -> None:
+        """Returns when the script has looked at least once since this call: it sleeps after each look."""
+        polled = lambda: self.polls.stat().st_size if self.polls.exists() else 0  # noqa: E731
+        before = polled()
+        until(lambda: polled() >= before + 2)
 
     @property
     def powered_off(self) -> int:
@@ -670,17 +680,13 @@ def script(tmp_path: Path) -> Iterator[LeaseScript]:
         script.process.wait()
 
 
-def settled() -> None:
-    time.sleep(0.15)  # several polls of the script
-
-
 def test_the_lease_script_powers_off_at_the_lease_and_repeats_until_it_works(script: LeaseScript):
     script.lease.write_text("200\n")
     script.start()
-    settled()
+    script.settled()
     assert script.powered_off == 0
     script.at(199)
-    settled()
+    script.settled()
     assert script.powered_off == 0
     script.at(200)
     until(lambda: script.powered_off >= 3)
@@ -690,9 +696,9 @@ def test_a_renewed_lease_counts_and_the_hard_cap_beats_it(script: LeaseScript):
     script.lease.write_text("200\n")
     script.start()
     script.lease.write_text("99999\n")
-    settled()
+    script.settled()
     script.at(999)
-    settled()
+    script.settled()
     assert script.powered_off == 0
     script.at(1000)
     until(lambda: script.powered_off)
@@ -704,14 +710,14 @@ def test_a_renewed_lease_counts_and_the_hard_cap_beats_it(script: LeaseScript):
 def test_a_lease_that_cannot_be_read_leaves_the_last_good_one(script: LeaseScript, garbage: str | None):
     script.lease.write_text("300\n")
     script.start()
-    settled()
+    script.settled()
     if garbage is None:
         script.lease.unlink()
     else:
         script.lease.write_text(garbage)
-    settled()
+    script.settled()
     script.at(299)
-    settled()
+    script.settled()
     assert script.powered_off == 0
     script.at(300)
     until(lambda: script.powered_off)
@@ -720,7 +726,7 @@ def test_a_lease_that_cannot_be_read_leaves_the_last_good_one(script: LeaseScrip
 def test_without_any_lease_the_hard_cap_stands(script: LeaseScript):
     script.start()
     script.at(999)
-    settled()
+    script.settled()
     assert script.powered_off == 0
     script.at(1000)
     until(lambda: script.powered_off)
@@ -730,7 +736,7 @@ def test_without_any_lease_the_hard_cap_stands(script: LeaseScript):
 def test_what_is_no_small_file_keeps_nobody_from_the_clock(script: LeaseScript, kind: str):
     script.lease.write_text("300\n")
     script.start()
-    settled()
+    script.settled()
     script.lease.unlink()
     if kind == "pipe":
         os.mkfifo(script.lease)
@@ -741,9 +747,20 @@ def test_what_is_no_small_file_keeps_nobody_from_the_clock(script: LeaseScript, 
     else:
         with script.lease.open("w") as file:
             file.truncate(1 << 34)
-    settled()
+    script.settled()
     assert script.powered_off == 0
     script.at(300)
+    until(lambda: script.powered_off)
+
+
+def test_a_pipe_that_is_put_there_while_it_looks_keeps_nobody_from_the_clock(script: LeaseScript):
+    script.tool("dd", f'rm {script.lease}; mkfifo {script.lease}; exec /bin/dd "$@"')
+    script.tool("timeout", 'shift; exec /usr/bin/timeout 0.1 "$@"')
+    script.lease.write_text("300\n")
+    script.start()
+    script.settled()
+    assert script.powered_off == 0
+    script.at(1000)
     until(lambda: script.powered_off)
 
 
