@@ -28,8 +28,10 @@ def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None) -> int:
         runs.preflight(run_file, spec)
     plan = common.make_plan(spec)
     machines = common.machines_of(spec, plan)
-    image, plan = common.look_at_image(console, spec, run_file, plan, machines)
-    common.show_plan(console, plan)
+    try:
+        image, plan = common.look_at_image(console, spec, run_file, plan, machines)
+    finally:  # the price is known all the same
+        common.show_plan(console, plan)
     if image is not None:
         console.say(str(image))
     common.agree(console, yes)
