@@ -16,25 +16,25 @@ fail() { # what, why, next
     exit 1
 }
 
-build() { # name, module, version, import path, its variable of the version
-    program=$cache/$1-$3
+build() { # name, version, import path, its variable of the version
+    program=$cache/$1-$2
     if [ ! -x "$program" ]; then
         if [ "$kept" ]; then exit 1; fi
         if ! command -v go >/dev/null; then
             fail "$1 is built with Go, which is not installed: https://go.dev/dl. What needs $1 is skipped until then."
         fi
-        echo "set-up: building $1 $3 into $program (once)" >&2
+        echo "set-up: building $1 $2 into $program (once)" >&2
         mkdir -p "$cache"
         work=$(mktemp -d)
         trap 'rm -rf "$work"' EXIT
         trap 'exit 1' INT TERM HUP
         # a module of its own, whose checksums Go verifies; `go install` would not take every version
         if ! (
-            cd "$work" && go mod init build && go get "$2@$3" &&
-                go build -trimpath -ldflags "-s -w ${5:+-X $5=$3}" -o "$program.new" "$4"
+            cd "$work" && go mod init build && go get "$3@$2" &&
+                go build -trimpath -ldflags "-s -w ${4:+-X $4=$2}" -o "$program.new" "$3"
         ) >"$work/log" 2>&1; then
             tail -n 20 "$work/log" >&2
-            fail "$1 $3 could not be built." "The lines above say why: most often Go's module proxy cannot be reached." \
+            fail "$1 $2 could not be built." "The lines above say why: most often Go's module proxy cannot be reached." \
                 "Mend that (GOPROXY names another), then do this again."
         fi
         mv "$program.new" "$program"
@@ -45,11 +45,10 @@ build() { # name, module, version, import path, its variable of the version
 
 for name in "$@"; do
     case $name in
-    versitygw) build versitygw github.com/versity/versitygw v1.8.0 github.com/versity/versitygw/cmd/versitygw ;;
-    s5cmd) build s5cmd github.com/peak/s5cmd/v2 v2.3.0 github.com/peak/s5cmd/v2 ;;
+    versitygw) build versitygw v1.8.0 github.com/versity/versitygw/cmd/versitygw ;;
+    s5cmd) build s5cmd v2.3.0 github.com/peak/s5cmd/v2 ;;
     docker-buildx)
-        module=github.com/docker/buildx
-        build docker-buildx $module v0.19.3 $module/cmd/buildx $module/version.Version
+        build docker-buildx v0.19.3 github.com/docker/buildx/cmd/buildx github.com/docker/buildx/version.Version
         ;;
     *) fail "no tool $name; there are versitygw, s5cmd and docker-buildx" ;;
     esac
