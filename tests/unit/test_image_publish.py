@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import tarfile
@@ -17,15 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes import builders, pyimage
 from fakes import engine as engines
-from fakes import pyimage, trainer
 from fakes.aws.operator import until
 from fakes.engine import PASSWORD, USER, Registry, free_port, missing, running_engine, running_registry
 from fakes.registries import Asked, Said, certificate, forwarded, scripted, wire
 
 from mgpu.errors import ImageError, InputError
 from mgpu.events import Event, ImageStep, LayerPushed, Warned
-from mgpu.image import auth, buildx, context, publish
+from mgpu.image import auth, context, publish
 from mgpu.image.engine import Engine, Pushed
 from mgpu.image.http import Patience
 from mgpu.image.publish import Published, Site
@@ -223,20 +222,15 @@ def test_the_sites_repository_is_the_default(at: Path, registry: Registry):
 @pytest.fixture
 def buildkit(require, at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Docker's program has its plugin."""
-    plugins = tmp_path / "config/cli-plugins"
-    plugins.mkdir(parents=True)
-    shutil.copy(trainer.buildx(require), plugins / "docker-buildx")
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "config"))
-    assert buildx.version(os.environ)
+    builders.choose("buildkit", require, monkeypatch, tmp_path / "config")
 
 
-@pytest.fixture(params=["classic", "buildkit"])
-def builder(request: pytest.FixtureRequest, at: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=builders.BUILDERS)
+def builder(
+    request: pytest.FixtureRequest, at: Path, require: Callable[[str, bool, str], None], monkeypatch: pytest.MonkeyPatch
+) -> str:
     """Both builders: what is built on must not depend on which one is there."""
-    if request.param == "buildkit":
-        request.getfixturevalue("buildkit")
-    else:
-        monkeypatch.setattr("mgpu.image.buildx.version", lambda _: "")
+    builders.choose(request.param, require, monkeypatch, at / "config")
     return request.param
 
 
