@@ -14,6 +14,13 @@ def amount(size: float) -> str:
     return f"{size / 1024:.1f} TiB"
 
 
+def duration(seconds: float) -> str:
+    """`45 s`, `13 min`, `2 h`: minutes from two on, hours from one on."""
+    if seconds >= 3600:
+        return f"{seconds / 3600:.3g} h"
+    return f"{seconds / 60:.3g} min" if seconds >= 120 else f"{seconds:.0f} s"
+
+
 def count(number: int, thing: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number} {thing}" + ("" if number == 1 else "s")

@@ -91,9 +91,9 @@ def renew(node: Node, run_id: str, store: dict[str, str], timeouts: Timeouts) ->
     _call(node, ["renew", "--run", run_id], timeouts.command_s, secrets.model_dump_json().encode())
 
 
-def free_port(node: Node, timeouts: Timeouts) -> int:
-    """A TCP port that is free on the node now, for the rendezvous."""
-    return int(_call(node, ["free-port"], timeouts.command_s)["port"])
+def free_ports(node: Node, count: int, timeouts: Timeouts) -> list[int]:
+    """So many TCP ports that are free on the node now."""
+    return [int(port) for port in _call(node, ["free-ports", str(count)], timeouts.command_s)["ports"]]
 
 
 def status(node: Node, run_id: str, timeouts: Timeouts) -> dict[str, Any]:
@@ -119,10 +119,12 @@ def _call(node: Node, arguments: list[str], timeout: float, stdin: bytes = b"", 
     result = node.run(argv, stdin=stdin, timeout=timeout)
     try:
         answer = json.loads(result.stdout)
+        if not isinstance(answer, dict):
+            raise ValueError("no object")
     except ValueError as error:
         raise RemoteError(
             f"node {node.target.rank}: the agent's answer to `{arguments[0]}` cannot be read",
             f"It printed {result.stdout[:200]!r}.",
             "See the node's log: `mgpu logs`.",
         ) from error
-    return answer if isinstance(answer, dict) else {"port": answer}
+    return answer

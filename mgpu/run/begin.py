@@ -34,8 +34,8 @@ def start(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet
         record.store, record.checkpoint_id, record.checkpoint_step = store, None, -1
     record.attempt, record.writer, resume = _begin(session, request)
     session.save()
-    port = agents.free_port(nodes.nodes[0], session.timeouts)
-    jobs = request.jobs(fleet, attempt=record.attempt, writer=record.writer, port=port, resume=resume)
+    ports = agents.free_ports(nodes.nodes[0], 2, session.timeouts)
+    jobs = request.jobs(fleet, attempt=record.attempt, writer=record.writer, ports=ports, resume=resume)
     session.journal.append("start", attempt=record.attempt, resume=resume.checkpoint_id if resume else None)
 
     def begin(node: Node) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from mgpu.spec import environment
 from mgpu.spec.model import Checkpoint, RunSpec
 
 DEFAULT_EVERY_STEPS = 100
+QUIET_S = 7200.0  # a program of the user's own
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Request:
         return tuple(url.removeprefix("file://") for url in urls if url.startswith("file://"))
 
     def jobs(
-        self, fleet: StackOutput, *, attempt: int, writer: str, port: int, resume: Resume | None
+        self, fleet: StackOutput, *, attempt: int, writer: str, ports: Sequence[int], resume: Resume | None
     ) -> tuple[Job, ...]:
-        """One job a node, in rank order."""
+        """One job a node, in rank order. `ports` are free on node 0: for the launchers, and for the agents."""
         spec, first, provider = self.spec, fleet.nodes[0], provider_of(fleet)
         notices = provider.caps.notices if provider else "file"
         return tuple(
@@ -63,7 +64,8 @@ class Request:
                 nodes=len(fleet.nodes),
                 processes_per_node=spec.processes,
                 master_addr=first.private_address or first.address,
-                master_port=port,
+                master_port=ports[0],
+                peer_port=ports[1] if len(fleet.nodes) > 1 else None,
                 launcher=spec.launcher,
                 train=spec.train,
                 command=spec.command,
@@ -85,7 +87,25 @@ class Request:
 
 def resolve(spec: RunSpec, run_id: str, base: Path, *, store: str | None = None, timeouts: Timeouts) -> Request:
     """Fills in the defaults that depend on the provider. `store` is the stack's own default for `checkpoint.to`."""
-    return Request(run_id, spec, base, _target(spec, store), timeouts)
+    return Request(run_id, spec, base, _target(spec, store), _timeouts(spec, timeouts))
+
+
+def _timeouts(spec: RunSpec, timeouts: Timeouts) -> Timeouts:
+    """How long the program may be quiet: what MGPU_TIMEOUTS says, else the run file, else what suits its kind.
+
+    The bundled trainer says often where it is. Of another program a line an hour is all that can be asked.
+    """
+    given = spec.timeouts
+    minutes = {
+        "first_step_s": given.first_step_minutes,
+        "stall_s": given.training_minutes,
+        "validation_s": given.validation_minutes,
+        "save_s": given.saving_minutes,
+    }
+    usual_s = None if spec.train else QUIET_S
+    changes = {name: usual_s if value is None else 60 * value for name, value in minutes.items()}
+    left = {name: s for name, s in changes.items() if s is not None and name not in timeouts.model_fields_set}
+    return timeouts.model_copy(update=left)
 
 
 def _target(spec: RunSpec, store: str | None) -> CheckpointTarget | None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mgpu_train.agent.status import CheckpointStatus, Fault
+from mgpu_train.agent.status import AgentStatus, CheckpointStatus, Fault
 
-from mgpu.events import CheckpointCommitted, Note, Progress, Validated
+from mgpu.events import CheckpointCommitted, Note, Progress, Validated, Warned
 from mgpu.providers.base import Handle, Provider
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run import timeline
@@ -23,6 +23,7 @@ from mgpu.run.renewal import Renewal
 from mgpu.run.session import Session
 from mgpu.run.storekeys import StoreKeys
 from mgpu.run.verdict import Action, Verdict, decide
+from mgpu.words import duration
 
 SETTLE_S = 5.0  # for the provider's word on a node that does not answer, before a program is blamed
 
@@ -67,6 +68,7 @@ class Supervisor:
         self._deadline = deadline
         self._clock, self._wall, self._sleep = clock, wall, sleep
         self._stopped_by = ""
+        self._quiet = False  # and it was told
         self._stop_by: float | None = None
         self._stop_level = 0
         self._heard = 0  # signals that were acted on
@@ -199,6 +201,7 @@ class Supervisor:
         status = eyes[0].status
         if status is None or status.attempt != record.attempt:
             return
+        self._tell_of_silence(status)
         steps = status.steps or 0
         phase = "stopping" if self._stop_by is not None else str(status.phase)
         progress = Progress(status.step, steps, status.loss or 0.0, status.tokens_per_s or 0.0, phase)
@@ -220,6 +223,18 @@ class Supervisor:
         if done.save_problem:
             self._outlook.once(f"checkpoint: {done.save_problem}; the training goes on")
         self._session.save()
+
+    def _tell_of_silence(self, status: AgentStatus) -> None:
+        """Once half of the time is over that the program may be quiet; again after its next sign of progress."""
+        if status.quiet_s is None or status.quiet_until is None or status.phase.final:
+            return
+        left_s = status.quiet_until - status.updated_at
+        quiet = left_s < status.quiet_s / 2
+        if quiet and not self._quiet:
+            what = f"no sign of progress from any node for {duration(status.quiet_s - left_s)}"
+            why = f"after {duration(status.quiet_s)} the attempt counts as hung (`timeouts` in the run file)"
+            self._session.emit(Warned(f"{what}; {why}"))
+        self._quiet = quiet
 
     # --- stopping -----------------------------------------------------------------------------------------------
 

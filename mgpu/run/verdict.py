@@ -50,7 +50,8 @@ class Verdict:
 def decide(views: tuple[NodeView, ...], *, attempt: int, silence_s: float) -> Verdict:
     """The verdict over one pass. A silent node is UNKNOWN until `silence_s`; a provider's word is believed at once."""
     nodes = tuple(_Node(view, attempt, silence_s) for view in views)
-    causes = [kind for kind in (_lost, _noticed, _failed) if any(kind(node) for node in nodes)]
+    causes = [kind for kind in (_lost, _noticed) if any(kind(node) for node in nodes)]
+    causes += [_hung] * all(_hung(node) for node in nodes) + [_failed] * any(_failed(node) for node in nodes)
     over = all(_lost(node) or node.final or node.view.dead for node in nodes)
     if not causes:
         return Verdict(Action.END, succeeded=True) if over else Verdict(Action.WAIT)
@@ -63,7 +64,10 @@ def decide(views: tuple[NodeView, ...], *, attempt: int, silence_s: float) -> Ve
 
 def _can_save(nodes: tuple[_Node, ...]) -> bool:
     """Without a peer no rank can save any more; before a machine goes all of them can, if there is time."""
-    alone = any(_lost(node) or (_failed(node) and node.fault not in (Fault.STOPPED, Fault.PROVIDER)) for node in nodes)
+    alone = all(_hung(node) for node in nodes)
+    alone = alone or any(
+        _lost(node) or (_failed(node) and node.fault not in (Fault.STOPPED, Fault.PROVIDER)) for node in nodes
+    )
     return not alone and all(node.notice.fits for node in nodes if node.notice)
 
 
@@ -89,6 +93,11 @@ def _noticed(node: _Node) -> bool:
     return node.notice is not None and not node.done
 
 
+def _hung(node: _Node) -> bool:
+    # agents that never heard of each other leave it to whoever sees them all
+    return node.status is not None and node.status.overdue and not node.done
+
+
 def _failed(node: _Node) -> bool:
     # an agent names the fault before it drains: the peers need not wait for its uploads
     named = node.status is not None and (node.status.phase is Phase.FAILED or node.status.fault is not None)
@@ -107,6 +116,11 @@ def _of_notices(nodes: tuple[_Node, ...]) -> tuple[str, Fault]:
     why = ("the provider takes the machine", "its lease cannot be renewed, and ends the machine")
     words = (f"node {node.view.rank}: {why[lease]}" for node, lease in zip(noticed, leases, strict=True))
     return "; ".join(words), Fault.INFRASTRUCTURE if all(leases) else Fault.PROVIDER
+
+
+def _of_hangs(nodes: tuple[_Node, ...]) -> tuple[str, Fault]:
+    longest_s = max((node.status.quiet_s or 0.0 for node in nodes if node.status), default=0.0)
+    return f"no sign of progress on any of {len(nodes)} nodes for {longest_s:g} s", Fault.INFRASTRUCTURE
 
 
 # a program that crashes takes its peers' connections along, and a peer may say so first; one that was told to stop is
@@ -128,4 +142,4 @@ def _failure(node: _Node) -> tuple[float, str, Fault | None]:
     return status.updated_at, f"node {rank}: {status.reason or ''}", status.fault
 
 
-_CAUSES = {_lost: _of_losses, _noticed: _of_notices, _failed: _of_failures}
+_CAUSES = {_lost: _of_losses, _noticed: _of_notices, _hung: _of_hangs, _failed: _of_failures}

@@ -108,6 +108,29 @@ class Recovery(Block):
     wait_minutes: float = Field(10, ge=0, description="minutes to wait for capacity, at first and at every repair")
 
 
+class Quiet(Block):
+    """`timeouts:` how long a healthy program may be quiet, on all nodes together, before it counts as hung.
+
+    A line on any node, a metric and a checkpoint are signs of progress. A program of your own says by a metrics line of
+    kind `phase` that it validates or saves; without one, it is training after its first sign.
+    """
+
+    first_step_minutes: float | None = Field(
+        None,
+        gt=0,
+        description="minutes before the first step, or a `command`'s first sign (default: 30, with `command` 120)",
+    )
+    training_minutes: float | None = Field(
+        None, gt=0, description="minutes between two signs of progress (default: 13, with `command` 120)"
+    )
+    validation_minutes: float | None = Field(
+        None, gt=0, description="minutes while it validates (default: 30, with `command` 120)"
+    )
+    saving_minutes: float | None = Field(
+        None, gt=0, description="minutes while it saves; the trainer's own limit, too (default: 30, with `command` 120)"
+    )
+
+
 class Code(Block):
     """`code:` the user's folder, sent to the nodes with `command:`."""
 
@@ -213,6 +236,7 @@ class RunSpec(Block):
     )
     checkpoint: CheckpointOrNone = Field(Checkpoint(), description="where checkpoints go, or `none`")  # type: ignore[call-arg]
     recovery: Recovery = Field(Recovery(), description="what happens when a machine is lost")  # type: ignore[call-arg]
+    timeouts: Quiet = Field(Quiet(), description="how long the program may be quiet")  # type: ignore[call-arg]
     teardown: Teardown = Field(
         "always", description="always: the machines go when the run ends; keep: they stay under their lease"
     )

@@ -149,7 +149,7 @@ def test_buildkit_builds_the_same_image_and_keeps_nothing_of_the_build_in_it(use
     assert "1/2 FROM" in done.stderr, "BuildKit counts the steps of each stage, the classic builder those of all"
     image = json.loads(done.stdout)["id"]
     docker = ("docker",)
-    ran = user.mgpu("run", "--rm", "--network=none", image, "free-port", program=docker)
+    ran = user.mgpu("run", "--rm", "--network=none", image, "free-ports", "1", program=docker)
     assert json.loads(ran.stdout)["port"] > 0, ran.stderr
     looked = json.loads(user.mgpu("inspect", image, program=docker).stdout)[0]
     assert looked["Config"]["Labels"]["dev.mgpu.python"] == "3.11"

@@ -112,7 +112,7 @@ def run(engine: Engine, image: str, *command: str, options: tuple[str, ...] = ()
 
 
 def test_the_agent_is_what_it_runs_as_nobody_in_particular(builder: Engine, image: str):
-    assert 1024 <= json.loads(run(builder, image, "free-port"))["port"] <= 65535
+    assert 1024 <= json.loads(run(builder, image, "free-ports", "1"))["ports"][0] <= 65535
     python = ("--entrypoint", "python")
     who = (
         "import os, getpass; print(os.getuid(), getpass.getuser(), os.access('.', os.W_OK), os.access('/opt', os.W_OK))"

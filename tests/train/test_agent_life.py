@@ -244,8 +244,8 @@ def test_a_node_whose_peer_is_gone_does_not_drain_for_long(nodes):
     end = '{"kind": "end", "step": 3, "reason": "stopped"}'
     _, node = nodes(2)  # node 0 asks for no upload
     node.program(
-        SAVE + f"with open(os.environ['MGPU_METRICS_DIR'] + '/rank-0.jsonl', 'a') as file: print('{end}', file=file)\n"
-        "save(3)\n"
+        SAVE + "save(3)\n"
+        f"with open(os.environ['MGPU_METRICS_DIR'] + '/rank-0.jsonl', 'a') as file: print('{end}', file=file)\n"
     )
     node.job(timeouts={"peers_s": 0.5, "drain_s": 3600})
     node.start()
@@ -300,18 +300,16 @@ def test_silence_is_a_stall(node):
     node.job(timeouts={"first_step_s": 0.5})
     node.start()
     (status,) = ended(node)
-    assert (status["fault"], "first_step_s" in status["reason"]) == ("infrastructure", True)
+    assert (status["fault"], "timeouts.first_step_minutes" in status["reason"]) == ("infrastructure", True)
 
 
-def test_a_program_that_stops_moving_is_a_stall_and_its_lease_is_not_renewed(node):
+def test_a_program_that_stops_moving_is_a_stall(node):
     node.program(WAIT)
     node.job(checkpoint=None, timeouts={"stall_s": 1.5})
     node.start()
     node.until(lambda: node.said["phase"] == "training")
     (status,) = ended(node)
-    assert (status["fault"], "stall_s" in status["reason"]) == ("infrastructure", True)
-    lease = int((node.home / ".mgpu" / "lease").read_text())
-    assert lease - 900 < procs.uptime_s() - 1.0
+    assert (status["fault"], "timeouts.training_minutes" in status["reason"]) == ("infrastructure", True)
 
 
 def test_success_without_a_checkpoint_is_none(node):
@@ -539,13 +537,14 @@ def test_bad_input_is_one_line_and_exit_code_2(node):
     assert "no value came for the secrets TOKEN" in node.start(code=1)["error"]
 
 
-def test_a_free_port_can_be_bound(node):
+def test_free_ports_are_all_different_and_can_be_bound(node):
     import socket
 
+    ports = node.call("free-ports", "16")["ports"]
+    assert len(set(ports)) == 16
     with socket.socket() as probe:
-        port = node.call("free-port")["port"]
-        probe.bind(("", port))
-        assert probe.getsockname()[1] == port
+        probe.bind(("", ports[0]))
+        assert probe.getsockname()[1] == ports[0]
 
 
 # --- torchrun ------------------------------------------------------------------------------------------------------

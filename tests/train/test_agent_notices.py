@@ -223,13 +223,13 @@ def test_what_saves_and_steps_take_is_learned_from_the_metrics():
 
 # --- what is done -----------------------------------------------------------------------------------------------------
 
-TIMES = Timeouts(first_step_s=100, stall_s=50, stop_grace_s=30)
+TIMES = Timeouts(stop_grace_s=30)
 FITS = going(Fault.PROVIDER, "gone", now=100, left_s=20, wanted=Need(10, 5), grace_s=30)
 LATE = going(Fault.PROVIDER, "gone", now=100, left_s=12, wanted=Need(10, 5), grace_s=30)
 
 
 def seen(now: float, **changes) -> Watched:
-    return Watched(**{"now": now, "launched": 0, "progress": now, **changes})
+    return Watched(**{"now": now, **changes})
 
 
 def test_a_save_that_fits_is_asked_for_until_the_upload_needs_the_rest():

@@ -156,8 +156,8 @@ class Node:
     def _facts(self, _stdin: bytes) -> dict[str, Any]:
         return self.facts
 
-    def _free_port(self, _stdin: bytes) -> int:
-        return 29500
+    def _free_ports(self, _stdin: bytes) -> dict[str, list[int]]:
+        return {"ports": [29500, 29501]}
 
     def _start(self, stdin: bytes) -> dict[str, Any]:
         self.secrets = stdin

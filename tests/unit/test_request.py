@@ -41,7 +41,7 @@ def fleet(nodes: int) -> StackOutput:
 
 def jobs(run_spec: RunSpec, nodes: int = 2):
     request = resolve(run_spec, "a-1", Path("/base"), timeouts=Timeouts())
-    return request.jobs(fleet(nodes), attempt=1, writer="w", port=29500, resume=None)
+    return request.jobs(fleet(nodes), attempt=1, writer="w", ports=(29500, 29501), resume=None)
 
 
 def test_jobs_differ_in_their_node_rank_alone():
@@ -49,6 +49,27 @@ def test_jobs_differ_in_their_node_rank_alone():
     assert (first.node_rank, second.node_rank) == (0, 1)
     assert first.model_copy(update={"node_rank": 1}) == second
     assert first.master_addr == "10.0.0.0"
+
+
+def test_the_agents_of_several_nodes_have_a_port_of_their_own():
+    assert [(job.master_port, job.peer_port) for job in jobs(spec(train={}, nodes=2))] == [(29500, 29501)] * 2
+    assert jobs(spec(train={}), nodes=1)[0].peer_port is None
+
+
+def quiet(run_spec: RunSpec, **given: float) -> tuple[float, ...]:
+    """How long the nodes let the program be quiet: before its first step, training, validating, saving."""
+    times = resolve(run_spec, "a-1", Path("/base"), timeouts=Timeouts(**given)).timeouts
+    return times.first_step_s, times.stall_s, times.validation_s, times.save_s
+
+
+def test_how_long_a_program_may_be_quiet():
+    assert quiet(spec(train={})) == (1800, 780, 1800, 1800)
+    assert quiet(spec(command=["t.py"])) == (7200,) * 4, "a line an hour is enough"
+    minutes = {"first_step_minutes": 1, "training_minutes": 2, "validation_minutes": 3, "saving_minutes": 4}
+    for program in ({"train": {}}, {"command": ["t.py"]}):
+        assert quiet(spec(**program, timeouts=minutes)) == (60, 120, 180, 240)
+        assert quiet(spec(**program, timeouts=minutes), stall_s=5, save_s=6) == (60, 5, 180, 6), "MGPU_TIMEOUTS wins"
+    assert quiet(spec(command=["t.py"], timeouts={"training_minutes": 0.5})) == (7200, 30, 7200, 7200)
 
 
 def test_train_saves_on_all_nodes_and_a_command_on_node_0():
@@ -108,11 +129,11 @@ def test_a_file_store_takes_no_credentials_along():
 
 def test_the_nodes_look_for_notices_where_the_provider_puts_them(world):
     request = resolve(spec(train={}), "a-1", Path("/base"), timeouts=Timeouts())
-    told = request.jobs(fleet(1).model_copy(update={"owner": "o"}), attempt=1, writer="w", port=1, resume=None)
+    told = request.jobs(fleet(1).model_copy(update={"owner": "o"}), attempt=1, writer="w", ports=(1, 2), resume=None)
     assert told[0].notices == "file"
     world.cloud.caps = world.cloud.caps.model_copy(update={"notices": "ec2"})
     options = {"account": "123456789012"}
     theirs = fleet(1).model_copy(update={"owner": "o", "options": options})
-    assert request.jobs(theirs, attempt=1, writer="w", port=1, resume=None)[0].notices == "ec2"
+    assert request.jobs(theirs, attempt=1, writer="w", ports=(1, 2), resume=None)[0].notices == "ec2"
     assert world.reached[-1] == ("local", options)
     assert jobs(spec(train={}))[0].notices == "file", "of a program of the user's own nothing else is known"

@@ -657,6 +657,19 @@ def test_a_problem_with_checkpoints_is_told_once(watch):
     assert [event.text for event in watch.world.of(Warned)] == ["checkpoint: 403 from the store"]
 
 
+def test_silence_is_told_at_half_of_its_time_and_again_after_the_next_sign(watch):
+    for second, left_s in ((0, 7200), (2, 3700), (4, 3500), (6, 100), (8, 7200), (10, 3000)):
+        said = {"quiet_s": 7200.0, "quiet_until": 1.0 + left_s}  # it was updated at 1
+        watch.at(second, lambda said=said: watch.world.nodes[0].says(Phase.TRAINING, **said))
+    watch.done_at(12).run()
+    told = [event.text for event in watch.world.of(Warned)]
+    assert [text.partition(";")[0] for text in told] == [
+        "no sign of progress from any node for 1.03 h",
+        "no sign of progress from any node for 1.17 h",
+    ]
+    assert "after 2 h the attempt counts as hung (`timeouts` in the run file)" in told[0]
+
+
 def test_the_node_whose_upload_failed_says_why(watch):
     watch.world.nodes[1].says(Phase.TRAINING, checkpoint=CheckpointStatus(problem="403 from the store", failed=1))
     watch.done_at(9).run()

@@ -182,3 +182,23 @@ def test_a_run_that_is_done_within_the_notice_succeeded():
 def test_an_older_attempts_notice_is_not_this_ones():
     view = NodeView(1, status(Phase.TRAINING, attempt=2, fits=True))
     assert judge(NodeView(0, status(Phase.TRAINING)), view).action is Action.WAIT
+
+
+def overdue(phase: Phase = Phase.TRAINING, **more) -> AgentStatus:
+    return status(phase, **more).model_copy(update={"overdue": True, "quiet_s": 780.0})
+
+
+def test_a_node_whose_time_is_over_ends_nothing_while_another_is_at_work():
+    assert judge(NodeView(0, status(Phase.TRAINING)), NodeView(1, overdue())).action is Action.WAIT
+    assert judge(NodeView(0, status(Phase.DONE)), NodeView(1, overdue())).action is Action.WAIT
+    assert judge(NodeView(0, None), NodeView(1, overdue())).action is Action.WAIT
+
+
+def test_agents_that_never_heard_of_each_other_are_judged_by_whoever_sees_all():
+    verdict = judge(NodeView(0, overdue()), NodeView(1, overdue(Phase.LAUNCHING)))
+    assert (verdict.action, verdict.now, verdict.lost) == (Action.STOP, True, ())
+    assert verdict.reason == "no sign of progress on any of 2 nodes for 780 s"
+    # and it stays the reason when they have done as they were asked
+    asked = overdue(Phase.FAILED, fault=Fault.STOPPED, reason="the operator asked to stop")
+    after = judge(NodeView(0, asked), NodeView(1, asked))
+    assert (after.action, after.reason, after.fault) == (Action.END, verdict.reason, Fault.INFRASTRUCTURE)

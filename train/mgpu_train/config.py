@@ -127,6 +127,9 @@ class Job(Model):
     processes_per_node: int = Field(ge=1)
     master_addr: Text = Field(description="node 0, as the other nodes reach it")
     master_port: int = Field(ge=1, le=65535)
+    peer_port: int | None = Field(
+        default=None, ge=1, le=65535, description="where node 0's agent hears the others'; None: they do not speak"
+    )
     launcher: Literal["torchrun", "python"] = "torchrun"
     train: TrainConfig | None = None
     command: tuple[Text, ...] | None = Field(None, description="the user's program: what torchrun or python is given")
@@ -139,7 +142,7 @@ class Job(Model):
     data: tuple[DataItem, ...] = ()
     checkpoint: CheckpointTarget | None = Field(None, description="None: `checkpoint: none`")
     resume: Resume | None = None
-    lease_file: Text | None = Field(None, description="what the agent renews while it sees progress; None: no lease")
+    lease_file: Text | None = Field(None, description="what the agent renews unless the attempt hangs; None: no lease")
     notices: Literal["file", "ec2", "none"] = Field(
         default="file", description="where it stands that the machine is about to be taken; ec2: its metadata service"
     )

@@ -53,6 +53,8 @@ from mgpu_train.tasks.lm import ByteGPT
 
 log = logging.getLogger("mgpu_train")
 
+ALIVE_S = 10.0  # between two lines that say only that a rank goes on
+
 USAGE = (
     "usage: MGPU_JOB=job.json [MGPU_CHECKPOINT_DIR=folder] [MGPU_METRICS_DIR=folder] [MGPU_RESUME_DIR=folder] "
     "torchrun --nproc-per-node N -m mgpu_train.loop"
@@ -167,6 +169,7 @@ class Trainer:
         self.early = True  # one checkpoint ahead of time may be asked for
         self.metrics = MetricLines(folders.metrics, place.rank)
         self.busy_s = 0.0  # spent in steps since the last line of metrics
+        self.lived = time.monotonic()  # when this rank said last that it goes on
 
     def run(self) -> Progress:
         """Train to the last step, or until any rank is asked to stop; returns how far it came.
@@ -194,7 +197,9 @@ class Trainer:
             stopping, wanted = self._step()
             step = self.progress.step
             if step == self.config.steps or (step % self.config.validate_every == 0 and not stopping):
+                self.metrics.write("phase", phase="validation")
                 self._validate()
+                self.metrics.write("phase", phase="training")
             self._hear()
             if (wanted or self.save_clock.due(step)) and step < self.config.steps and not stopping:
                 self._save()
@@ -257,7 +262,14 @@ class Trainer:
                 loss = self.model(micro[:, :-1], micro[:, 1:]) * (len(micro) / len(batch))
                 loss.backward()
             total += loss.item()
+            self._live()
         return total
+
+    def _live(self) -> None:
+        """Says now and then that this rank goes on: lines of steps may be far apart, and validations long."""
+        if (now := time.monotonic()) - self.lived >= ALIVE_S:
+            self.lived = now
+            self.metrics.write("alive", step=self.progress.step)
 
     @torch.no_grad()
     def _validate(self) -> None:
@@ -271,6 +283,7 @@ class Trainer:
             batch = text.tensor(samples, config.seq_len).to(self.place.device)
             with parallel.forward_pass(self.model, config.precision, self.place):
                 total += self.model(batch[:, :-1], batch[:, 1:]).item()
+            self._live()
         loss = self.place.sum(total / config.validate_batches)[0] / self.place.world_size
         self.validation = (self.progress.step, loss)
         self.metrics.write("validation", step=self.progress.step, loss=loss)
@@ -293,8 +306,10 @@ class Trainer:
         if self.saver is None:
             return
         began = time.perf_counter()
+        self.metrics.write("phase", phase="saving")
         self._tell(self.saver.wait())
         if self.saved != self.progress:
+            self.metrics.write("phase", phase="saving")  # another one: its time begins now
             waited = time.perf_counter() - began
             self.saver.begin(self.progress, self._meta_of_step())
             last = self.saver.wait()

@@ -25,8 +25,14 @@ class Timeouts(BaseModel):
     sync_s: float = Field(1800, description="for code and config to reach the nodes")
     prepare_s: float = Field(1800, description="on the node: requirements installed, data fetched")
     resume_s: float = Field(1800, description="on the node: the checkpoint to resume from, fetched and verified")
-    first_step_s: float = Field(1800, description="from the launcher's start to the first sign of progress")
-    stall_s: float = Field(780, description="without any progress before the agent ends the attempt; below lease_s")
+    rendezvous_s: float = Field(1800, description="for the launchers of all nodes to meet")
+    first_step_s: float = Field(
+        1800,
+        description="before the first step, without a sign of progress on any node, until an attempt is hung",
+    )
+    stall_s: float = Field(780, description="... while training")
+    validation_s: float = Field(1800, description="... while validating")
+    heartbeat_s: float = Field(10, description="between two words of a node's agent to node 0's on how alive it is")
     collective_s: float = Field(600, description="for one collective operation of the ranks")
     save_s: float = Field(1800, description="for a checkpoint to stand on the disk of every node")
     stop_grace_s: float = Field(60, description="from SIGTERM to SIGKILL of the launcher")

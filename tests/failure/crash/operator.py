@@ -36,7 +36,7 @@ from mgpu.run import record
 
 LOOKS = re.compile(
     r"(LocalProvider\.(check|offers|find|describe|list_owned)|FileStore\.(get|list|stat|checksum)"
-    r"|Node\.(read|read_from|exists|fetch|greet|close)|Node\.run .*(have|free-port|status)"
+    r"|Node\.(read|read_from|exists|fetch|greet|close)|Node\.run .*(have|free-ports|status)"
     r"|pulumi stack (output|export))\b"
 )
 _WORD = re.compile(r"\w[\w-]*")

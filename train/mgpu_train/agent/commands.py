@@ -10,6 +10,7 @@ import argparse
 import json
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -45,8 +46,9 @@ def add_parser(commands: Any) -> None:
     parser = verbs.add_parser("renew", help="give the living agent fresh credentials of the store, by stdin")
     parser.add_argument("--run", required=True, metavar="ID")
     parser.set_defaults(call=_renew)
-    parser = verbs.add_parser("free-port", help="print a TCP port that is free on this node")
-    parser.set_defaults(call=_free_port)
+    parser = verbs.add_parser("free-ports", help="print TCP ports that are free on this node")
+    parser.add_argument("count", type=int, choices=range(1, 17), metavar="COUNT")
+    parser.set_defaults(call=_free_ports)
     parser = verbs.add_parser("facts", help="print this machine's driver, GPUs, torch and docker")
     parser.set_defaults(call=_facts)
 
@@ -104,10 +106,12 @@ def _status(arguments: argparse.Namespace) -> dict[str, Any]:
     return start.status(_layout(arguments.run))
 
 
-def _free_port(_arguments: argparse.Namespace) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return {"port": probe.getsockname()[1]}
+def _free_ports(arguments: argparse.Namespace) -> dict[str, Any]:
+    with ExitStack() as stack:  # all are held at once: no two are the same
+        probes = [stack.enter_context(socket.socket()) for _ in range(arguments.count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return {"ports": [probe.getsockname()[1] for probe in probes]}
 
 
 def _facts(_arguments: argparse.Namespace) -> dict[str, Any]:

@@ -50,8 +50,7 @@ class Watched:
     """A launcher that runs, as one pass of the agent sees it. All times are of one monotonic clock."""
 
     now: float
-    launched: float
-    progress: float | None = None  # when progress was last seen
+    hung: str | None = None  # no node has shown progress in time: in which words
     asked: float | None = None  # when a stop was first asked for
     asked_now: bool = False  # ... without grace
     going: Going | None = None  # this machine goes
@@ -91,12 +90,7 @@ def _cause(seen: Watched, times: Timeouts) -> Cause | None:
         return gone(seen.going, seen.now, times)
     if (why := _went_back(seen.saved_step, seen.resumed_step)) is not None:
         return Cause(Fault.USER, why, seen.now, 0)
-    if seen.progress is None and seen.now - seen.launched > times.first_step_s:
-        why = f"no sign of progress in {times.first_step_s:g} s after the launcher's start (first_step_s)"
-        return Cause(Fault.INFRASTRUCTURE, why, seen.now, 0)
-    if seen.progress is not None and seen.now - seen.progress > times.stall_s:
-        return Cause(Fault.INFRASTRUCTURE, f"no progress for {times.stall_s:g} s (stall_s)", seen.now, 0)
-    return None
+    return None if seen.hung is None else Cause(Fault.INFRASTRUCTURE, seen.hung, seen.now, 0)
 
 
 def _went_back(saved: int, resumed: int) -> str | None:

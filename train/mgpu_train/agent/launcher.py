@@ -42,8 +42,8 @@ def argv(job: Job, python: str) -> list[str]:
         *("--nproc-per-node", str(job.processes_per_node)),
         *("--master-addr", job.master_addr, "--master-port", str(job.master_port)),
         *("--rdzv-backend", "static", "--rdzv-id", f"{job.run_id}-{job.attempt}"),
-        # peers may still fetch what this node has already: they get as long as the first step may take
-        *("--rdzv-conf", f"timeout={math.ceil(job.timeouts.first_step_s)}"),
+        # peers may still fetch what this node has already
+        *("--rdzv-conf", f"timeout={math.ceil(job.timeouts.rendezvous_s)}"),
         *("--max-restarts", "0"),  # a restart is a new attempt, and the operator's decision
         *program,
     ]

@@ -91,6 +91,14 @@ class AgentStatus(Model):
     validation_loss: float | None = Field(default=None, description="nat per target, newest")
     validation_step: int = Field(default=-1, description="the optimizer step it was measured at; -1 = none")
     progress_at: float | None = Field(default=None, description="when progress was last seen")
+    quiet_s: float | None = Field(
+        default=None,
+        description="seconds without a sign of progress on any node after which the attempt counts as hung",
+    )
+    quiet_until: float | None = Field(default=None, description="when they are over, as far as is known here")
+    overdue: bool = Field(
+        default=False, description="they are over, but some nodes were never heard here: the operator judges"
+    )
     checkpoint: CheckpointStatus = Field(default_factory=CheckpointStatus)
     notice: Notice | None = Field(default=None, description="the machine is about to be taken")
     at_risk_since: float | None = Field(

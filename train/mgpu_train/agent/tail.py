@@ -92,6 +92,8 @@ class Progress:
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {"step": -1}
         self.ended: str | None = None  # the program's own word: "done" or "stopped"
+        self.lines = 0  # that were taken: each is a sign of life
+        self.stage: str | None = None  # where the program said last that it is; a step says that it trains
         self.saves = Saves()
         self._of_saves = {
             "checkpoint": self.saves.stands,
@@ -108,8 +110,15 @@ class Progress:
 
     def take(self, record: dict[str, Any]) -> bool:
         """Folds one line in; True: a new optimizer step, which is progress."""
-        kind, before, self._t = record.get("kind"), self._t, _number(record.get("t"))
+        self.lines += 1
+        kind, before = record.get("kind"), self._t
+        if kind == "phase":
+            self.stage = str(record.get("phase"))
+        if kind in ("phase", "alive"):  # no event of its own: the times between steps are those between other lines
+            return False
+        self._t = _number(record.get("t"))
         if kind == "step":
+            self.stage = "training"
             return self._step(record, before)
         if kind == "validation" and (loss := _number(record.get("loss"))) is not None:
             step = record.get("step")

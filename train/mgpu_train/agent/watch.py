@@ -9,7 +9,9 @@ from mgpu_train.agent.attempt import Attempt
 from mgpu_train.agent.budget import NOTHING, Need, need
 from mgpu_train.agent.decide import Act, AttemptFailed, Cause, Ended, Watched, look
 from mgpu_train.agent.launcher import Launch, Launcher
+from mgpu_train.agent.liveness import Liveness, Quiet, Stage, deadline_s
 from mgpu_train.agent.log import clean, last_words
+from mgpu_train.agent.peers import Peers
 from mgpu_train.agent.saves import tidy
 from mgpu_train.agent.status import Fault, Phase
 from mgpu_train.agent.tail import MetricsTail, Progress
@@ -18,7 +20,10 @@ from mgpu_train.checkpoint.local import finished
 
 
 class Watch:
-    """One launcher under watch. Nothing is believed but what can be seen: metrics, checkpoints, and a user's log."""
+    """One launcher under watch. Nothing is believed but what can be seen: metrics, checkpoints, and a user's log.
+
+    The attempt is judged as a whole: see `liveness`.
+    """
 
     def __init__(self, attempt: Attempt, uploads: Uploads | None, resumed_step: int = -1) -> None:
         """`uploads` looks at the checkpoint folder, where the node has a part in the checkpoints."""
@@ -27,7 +32,10 @@ class Watch:
         self._metrics = Progress()
         self._saved = -1
         self._logged = self._log_size()
-        self._progress: float | None = None  # monotonic seconds
+        self._durable = (-1, -1)  # steps uploaded and committed
+        self._liveness = Liveness(attempt.job, time.monotonic())
+        self._peers = Peers(attempt.job, attempt.say)
+        self._overdue = False
         self._cause: Cause | None = None
         self._warned = False
 
@@ -49,13 +57,17 @@ class Watch:
             launcher = Launcher(launch, self._attempt.log.fd)
         except OSError as error:
             raise AttemptFailed(Fault.USER, f"the launcher cannot be started: {error}") from error
-        launched = time.monotonic()
+        self._liveness.sign(time.monotonic(), Stage.FIRST_STEP)
+        self._peers.start()
         if self._uploads is not None:
             self._uploads.start()
         self._attempt.need = self._need
         while (code := launcher.poll()) is None:
-            self._act(launcher, launched)
+            # a torchrun whose ranks were stopped along with a peer's waits 5 minutes for the peer's, which may be gone;
+            # one that ends by itself has until the next pass
+            along = self._metrics.ended == "stopped"
             self._pass()
+            self._act(launcher, along=along)
             time.sleep(self._attempt.times.poll_s)
         launcher.kill(self._attempt.times.kill_s)  # survivors: ranks whose launcher died before them
         self._pass()
@@ -69,12 +81,11 @@ class Watch:
             saved_step=self._saved,
         )
 
-    def _act(self, launcher: Launcher, launched: float) -> None:
-        stop = self._attempt.stop
+    def _act(self, launcher: Launcher, *, along: bool) -> None:
+        stop, now = self._attempt.stop, time.monotonic()
         seen = Watched(
-            now=time.monotonic(),
-            launched=launched,
-            progress=self._progress,
+            now=now,
+            hung=self._liveness.reason if self._quiet(now).hung else None,
             asked=stop.asked,
             asked_now=stop.now,
             going=self._attempt.going,
@@ -87,8 +98,6 @@ class Watch:
         if cause is not None and self._cause is None:
             self._attempt.say(f"ending the launcher: {cause.reason}")
         self._cause = cause
-        # a torchrun whose ranks were stopped along with a peer's waits 5 minutes for the peer's, which may be gone
-        along = self._metrics.ended == "stopped"
         if act is Act.KILL:
             launcher.kill(self._attempt.times.kill_s)
         elif (act is Act.TERMINATE or along) and not self._warned:
@@ -96,18 +105,41 @@ class Watch:
             launcher.terminate()
 
     def _pass(self) -> None:
+        lines = self._metrics.lines
         progress = self._observe()
         changes = dict(self._metrics.fields)
+        now = time.monotonic()
+        if progress or self._metrics.lines > lines or self._durably():
+            self._liveness.sign(now, self._metrics.stage, stepped=self._metrics.fields["step"] >= 0)
         if progress:
-            self._progress = time.monotonic()
             changes["progress_at"] = time.time()
             if self._attempt.report.status.phase is Phase.LAUNCHING:
                 self._attempt.enter(Phase.TRAINING)
         if self._uploads is not None:
             self._tell_saves(self._uploads)
             changes["checkpoint"] = self._uploads.status
-        waiting = self._attempt.report.status.phase is Phase.LAUNCHING and self._cause is None
-        self._attempt.tick(alive=progress or waiting, **changes)
+        self._peers.vouch(self._liveness.until)
+        quiet = self._quiet(now)
+        changes |= {
+            "quiet_s": deadline_s(self._liveness.stage, self._attempt.times),
+            "quiet_until": time.time() + quiet.until - now,
+            "overdue": quiet.overdue,
+        }
+        if quiet.overdue and not self._overdue:
+            self._attempt.say(f"{self._liveness.reason}; but some nodes were never heard here, and may be at work")
+        self._overdue = quiet.overdue
+        self._attempt.tick(alive=progress or (self._cause is None and not quiet.hung), **changes)
+
+    def _quiet(self, now: float) -> Quiet:
+        return self._liveness.judge(now, self._peers.known)
+
+    def _durably(self) -> bool:
+        """True where more of the checkpoints has become safe since the last look."""
+        if self._uploads is None:
+            return False
+        status, before = self._uploads.status, self._durable
+        self._durable = status.uploaded_step, status.committed_step
+        return self._durable > before
 
     def _tell_saves(self, uploads: Uploads) -> None:
         """What the program says of its saves goes into the status, without secrets; a failed one into the log, too."""

@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["start", "step", "validation", "checkpoint", "save_failed", "save_skipped", "end"]
+Kind = Literal["start", "phase", "alive", "step", "validation", "checkpoint", "save_failed", "save_skipped", "end"]
 Value = str | int | float | None
 _KEPT = 1 << 20  # bytes of lines that a disk did not take
 
