@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-aws test test-localstack check bench bench-checkpoint clean
+.PHONY: help setup demo demo-aws test test-all test-localstack check bench bench-checkpoint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 16
@@ -16,9 +16,12 @@ demo: setup  ## the main job on real data on this machine: no account, no Docker
 demo-aws: setup  ## the same on a fake AWS with Linux machines behind it, one taken with a notice; as root
 	@$(PYTHON) demo_aws.py
 
-test: setup  ## all tests
+test: setup  ## all tests; of kill points, seeds and stores x faults a share that the commit draws (tests/draw.py)
 	@sh scripts/setup-go-tools.sh versitygw >/dev/null || echo "versitygw could not be built: its tests are skipped" >&2
-	@$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@MGPU_DRAW=$${MGPU_DRAW:-commit} $(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test-all:  ## all tests with every point; writes anew which points are known
+	@MGPU_DRAW=all $(MAKE) --no-print-directory test
 
 test-localstack: setup  ## AWS resources on LocalStack, which it installs first (600 MB); `make test` has them then, too
 	@sh scripts/setup-localstack.sh

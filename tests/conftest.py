@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -9,9 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import draw
 import pytest
+from fakes import gateway
 from fakes.aws import FOREIGN, FakeAws, world
 from fakes.engine import engine, locked_registry, registry  # noqa: F401  fixtures, one of each for the session
+from fakes.localstack import installed as localstack_installed
 from fakes.localstack import localstack  # noqa: F401  a fixture, one for the session
 from xdist.scheduler import LoadFileScheduling
 
@@ -21,6 +25,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts anythin
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 Require = Callable[[str, bool, str], None]
+DRAWING = pytest.StashKey[draw.Drawing]()
 
 # Whole runs, of several processes that wait for each other at every step and keep all cores busy: one at a time. The
 # other worker has the tests that wait for clocks.
@@ -105,7 +110,37 @@ class FailuresAtOnce:
             terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})")
 
 
+@functools.cache
+def _has(server: object) -> bool:
+    if server == "localstack":
+        return localstack_installed()
+    return server != "versitygw" or gateway.program() is not None
+
+
+def _absent(item: pytest.Item) -> bool:
+    """A case of a server that this machine lacks."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return not all(_has(value) for value in parameters.values() if isinstance(value, str))
+
+
+@pytest.fixture
+def share(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> draw.Share:
+    """Draws among the points that a test finds for itself; see draw.py."""
+    return draw.Share(request.config.stash[DRAWING].draw, request.path, record_property)
+
+
+@pytest.fixture(scope="module")
+def left_out(request: pytest.FixtureRequest) -> Callable[[str], set[Any]]:
+    """`left_out("parameter")`: the values of the module's cases that were not drawn."""
+    items = request.config.stash[DRAWING].left_out
+    cases = [item for item in items if isinstance(item, pytest.Function) and item.module is request.module]
+    return lambda parameter: {case.callspec.params[parameter] for case in cases if parameter in case.callspec.params}
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "drawn(label, *sources): `make test` draws among the cases; see tests/draw.py")
+    config.stash[DRAWING] = drawing = draw.of_session(config, _absent)
+    config.pluginmanager.register(drawing)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailuresAtOnce(config))
 

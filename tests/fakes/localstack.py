@@ -42,11 +42,15 @@ class LocalStack:
         return {**SHIELD, **keys, "AWS_REGION": HERE, "AWS_DEFAULT_REGION": HERE, "AWS_ENDPOINT_URL": self.endpoint}
 
 
+def installed() -> bool:
+    """Whether there is one to start."""
+    return (_folder() / ".complete").exists() and (_folder() / "bin" / "python").exists()
+
+
 @pytest.fixture(scope="session")
 def localstack(require, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     python = _folder() / "bin" / "python"
-    installed = (_folder() / ".complete").exists() and python.exists()
-    require("localstack", installed, "it is not installed; `make test-localstack` does that")
+    require("localstack", installed(), "it is not installed; `make test-localstack` does that")
     home = tmp_path_factory.mktemp("localstack")
     endpoint = f"http://127.0.0.1:{_free_port()}"
     with (home / "log").open("wb") as log:

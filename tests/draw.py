@@ -1,0 +1,219 @@
+"""Where a test enumerates points that are equal in kind, `make test` draws a share of them by the commit.
+
+Points are the moments at which a process is killed, seeds, cells of a matrix such as stores x faults. A plain `pytest`
+has them all, for somebody who names a test means it; `make test` sets MGPU_DRAW=commit, `make test-all` MGPU_DRAW=all.
+
+Every draw is that of a *number*; MGPU_DRAW=NUMBER draws it again. Of the points of one enumeration it has
+
+- the eighth that is due: a point is due when the hash of its name and the number are equal modulo 8. So eight numbers
+  in a row draw every point, whatever other points come and go meanwhile;
+- others until they are a quarter, in the order of a hash of name and number: not always the same points go together;
+- all that are new or were changed, which includes every point whose name a list of known ones lacks.
+
+The number is the commit's place in the history, counted along first parents: it goes up by one from commit to commit,
+which no hash does. Where the history is cut off the commit's hash is taken, without git the hash of the sources; such
+draws are as large, but nothing is due in turn. Changed is what differs from the first parent of the commit, in it or in
+the working tree; MGPU_DRAW_SINCE=COMMIT names another one, for several commits that are tested once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import subprocess
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUND = 8  # draws in a row that have every point
+SHARE = 4  # a fourth of the points, at least
+SOURCES = ("mgpu", "train", "infra", "tests")
+ALL = "all"
+TOLD = "drawn"  # the property of a report that says how many of how many
+
+
+def _hash(text: str | bytes) -> int:
+    data = text.encode() if isinstance(text, str) else text
+    return int.from_bytes(hashlib.sha256(data).digest()[:8])
+
+
+def chosen(points: Collection[str], number: int) -> set[str]:
+    """The draw of this number: of each point it matters only how it is named and who else there is."""
+    due = {point for point in points if _hash(point) % ROUND == number % ROUND}
+    others = sorted(set(points) - due, key=lambda point: _hash(f"{number} {point}"))
+    return due | set(others[: max(0, -(-len(set(points)) // SHARE) - len(due))])
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is drawn in this session; all processes of it have the same."""
+
+    number: int | None  # None: every point
+    said: str = ""  # why it is this number; of plain runs nothing is said
+    changed: tuple[str, ...] = ()  # files of the checkout
+
+    def of(self, points: Iterable[str], sources: Iterable[str] = (), new: Collection[str] = ()) -> list[str]:
+        """Those of the points that are drawn, in their order. A change of a source, a file or a folder, draws all."""
+        points = list(points)
+        if self.number is None or any(self._has_changed(source) for source in sources):
+            return points
+        taken = chosen(points, self.number) | set(new)
+        return [point for point in points if point in taken]
+
+    def _has_changed(self, source: str) -> bool:
+        return any(file == source or file.startswith(f"{source}/") for file in self.changed)
+
+
+def by(wanted: str, since: str = "", root: Path = ROOT) -> Draw:
+    """The draw that MGPU_DRAW asks for."""
+    if wanted in ("", ALL):
+        return Draw(None, "every point" if wanted else "")
+    changed, unknown = _changed(root, since)
+    if wanted.isdecimal():
+        return Draw(int(wanted), f"given by MGPU_DRAW{unknown}", changed)
+    if wanted != "commit":
+        raise pytest.UsageError(f"MGPU_DRAW={wanted!r} is neither `commit`, nor `all`, nor the number of a draw")
+    number, why = _number(root)
+    return Draw(number, why + unknown, changed)
+
+
+def _number(root: Path) -> tuple[int, str]:
+    try:
+        commit = _git(root, "rev-parse", "HEAD").strip()
+        if _git(root, "rev-parse", "--is-shallow-repository").strip() == "false":
+            count = _git(root, "rev-list", "--count", "--first-parent", "HEAD").strip()
+            return int(count), f"the place of commit {commit[:8]}"
+        return int(commit[:6], 16), f"the hash of commit {commit[:8]}, for its history is cut off"
+    except (OSError, subprocess.CalledProcessError):
+        return _hash_of_sources(root) % 10**6, "the hash of the sources, for git knows no commit here"
+
+
+def _hash_of_sources(root: Path) -> int:
+    files = sorted(path for folder in SOURCES for path in (root / folder).rglob("*.py"))
+    return _hash("".join(f"{path.relative_to(root)} {_hash(path.read_bytes())}\n" for path in files))
+
+
+def _changed(root: Path, since: str) -> tuple[tuple[str, ...], str]:
+    """The files, and what is to be said where they are not known."""
+    try:
+        found = _git(root, "diff", "--name-only", "--no-renames", "--relative", "-z", since or "HEAD^", "--")
+        found += _git(root, "ls-files", "--others", "--exclude-standard", "-z")
+    except (OSError, subprocess.CalledProcessError):
+        if since:
+            raise pytest.UsageError(f"MGPU_DRAW_SINCE={since!r} is no commit that git knows here") from None
+        return (), "; what was changed is not known"
+    return tuple(sorted(set(found.split("\0")) - {""})), ""
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+class Share:
+    """Draws among points that only the test itself knows, and says how many."""
+
+    def __init__(self, draw: Draw, file: Path, tell: Callable[[str, object], None]) -> None:
+        self._draw, self._file, self._tell = draw, file, tell
+
+    def of(
+        self,
+        label: str,
+        points: Mapping[str, Collection[str]] | Collection[str],
+        *,
+        known: Path | None = None,
+        sources: Iterable[Path] = (),
+    ) -> list[str]:
+        """Those that are drawn. `known` lists names; a point that it lacks, or a name of which it lacks, is new. A
+        change of the test's file or of another source draws all."""
+        parts = points if isinstance(points, Mapping) else {point: (point,) for point in points}
+        old = set(known.read_text().splitlines() if known and known.exists() else ())
+        new = [point for point, names in parts.items() if known and not old.issuperset(names)]
+        files = [source.resolve().relative_to(ROOT).as_posix() for source in (self._file, *sources)]
+        drawn = self._draw.of(parts, files, new)
+        self._tell(TOLD, [label, len(drawn), len(parts), len(new)])
+        return drawn
+
+    def know(self, points: Iterable[str], known: Path) -> None:
+        """Lists the points, which have all been tried and are good; only `make test-all` writes into the checkout."""
+        text = "".join(f"{point}\n" for point in sorted(set(points)))
+        if self._draw == by(ALL) and (not known.exists() or known.read_text() != text):
+            known.write_text(text)
+            self._tell("counted", f"{known.relative_to(ROOT)} was written anew: it is to be committed")
+
+
+class Drawing:
+    """The part of pytest: leaves out cases of tests that are marked `drawn(label, *sources)`, and sums up."""
+
+    def __init__(self, draw: Draw, absent: Callable[[pytest.Item], bool]) -> None:
+        """`absent`: a case that this machine has to skip. It stands for no other, so it is not drawn among."""
+        self.draw, self._absent = draw, absent
+        self.left_out: list[pytest.Item] = []
+
+    @pytest.hookimpl(tryfirst=True)  # before -k and -m: what they choose is of the same draw
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        tests: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            if item.get_closest_marker("drawn") and not self._absent(item):
+                tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        for cases in tests.values():
+            self._among(cases)
+        if self.left_out:
+            config.hook.pytest_deselected(items=self.left_out)
+            gone = set(self.left_out)
+            items[:] = [item for item in items if item not in gone]
+
+    def _among(self, cases: list[pytest.Item]) -> None:
+        """Of each test, so that none is without a case."""
+        label, *sources = next(cases[0].iter_markers("drawn")).args
+        drawn = set(self.draw.of([case.nodeid for case in cases], [cases[0].nodeid.partition("::")[0], *sources]))
+        self.left_out += [case for case in cases if case.nodeid not in drawn]
+        if len(cases) > 1:
+            first = next(case for case in cases if case.nodeid in drawn)
+            first.user_properties.append((TOLD, [label, len(drawn), len(cases), 0]))
+
+    @pytest.hookimpl(optionalhook=True)  # also where xdist is switched off
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["draw"] = [self.draw.number, self.draw.said, list(self.draw.changed)]
+
+    def pytest_report_header(self) -> str | None:
+        return f"draw: {self}" if self.draw.said else None
+
+    def __str__(self) -> str:
+        if self.draw.number is None:
+            return "every point"
+        number = self.draw.number
+        return f"number {number}, {self.draw.said}; MGPU_DRAW={number} replays it, `make test-all` runs every point"
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        told = list(self._told(terminalreporter)) if self.draw.said else []
+        if not told:
+            return
+        for label in dict.fromkeys(label for label, *_ in told):
+            drawn, of, new = (sum(row[column] for row in told if row[0] == label) for column in (1, 2, 3))
+            terminalreporter.write_line(f"{label}: {drawn} of {of} drawn" + (f", {new} of them new" if new else ""))
+        terminalreporter.write_line(f"the draw: {self}")
+
+    def _told(self, terminalreporter: pytest.TerminalReporter) -> Iterable[list[Any]]:
+        tests: dict[
+            str, list[list[Any]]
+        ] = {}  # the reports of a test, of its beginning, call and end, repeat each other
+        for report in (report for reports in terminalreporter.stats.values() for report in reports):
+            rows = [value for name, value in getattr(report, "user_properties", ()) if name == TOLD]
+            if rows:
+                tests[report.nodeid] = rows
+        return itertools.chain.from_iterable(tests.values())
+
+
+def of_session(config: pytest.Config, absent: Callable[[pytest.Item], bool]) -> Drawing:
+    """What this session draws; a worker of xdist draws what its session does."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
+        return Drawing(by(os.environ.get("MGPU_DRAW", ""), os.environ.get("MGPU_DRAW_SINCE", "")), absent)
+    number, said, changed = worker["draw"]
+    return Drawing(Draw(number, said, tuple(changed)), absent)
