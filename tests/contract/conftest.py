@@ -81,7 +81,11 @@ def versitygw(require, tmp_path_factory) -> Iterator[Server]:
         yield Server(env["AWS_ENDPOINT_URL"], dict(env))
 
 
-@pytest.fixture(params=["file", "moto", "versitygw", "localstack"])
+STORES = ("file", "moto", "versitygw", "localstack")
+DRAWN = pytest.mark.drawn("stores x what is asked of them", "tests/contract/conftest.py", "train/mgpu_train/store")
+
+
+@pytest.fixture(params=[pytest.param(kind, marks=DRAWN) for kind in STORES])
 def site(request, tmp_path) -> Site:
     if request.param == "file":
         return _folder(tmp_path / "store")

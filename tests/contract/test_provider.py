@@ -74,7 +74,10 @@ def aws_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
 HARNESSES: dict[str, Callable[[pytest.FixtureRequest, Path], Harness]] = {"local": local_harness, "aws": aws_harness}
 
 
-@pytest.fixture(params=registry.names())
+DRAWN = pytest.mark.drawn("providers x what is asked of them", "mgpu/providers")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=DRAWN) for name in registry.names()])
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     harness = HARNESSES[request.param](request, tmp_path / "provider")
     yield harness

@@ -482,6 +482,7 @@ def test_a_silent_server_is_given_up(through):
     assert 1 < len(proxy.calls) <= 8  # as long as `store_retry_s` lets it, and not once more
 
 
+@pytest.mark.drawn("faults on the way to a store", "train/mgpu_train/store")
 @pytest.mark.parametrize("what", ["put", "put_file", "put_file of parts", "get", "get_file", "stat", "delete"])
 def test_an_outage_of_half_a_minute_is_borne(through, tmp_path, what):
     """Longer than all of botocore's attempts, in whatever may be done twice."""

@@ -99,6 +99,7 @@ def once_each():
 # --- what a network does ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn("faults on the way to a store", "train/mgpu_train/store")
 @pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (500, "InternalError"), (429, "TooManyRequests")])
 def test_a_third_of_all_requests_is_refused(weather, source, status, code):
     """F27."""
@@ -180,6 +181,7 @@ def test_a_body_that_is_cut_goes_on_where_it_was_cut(weather, source):
     assert len(came) > SIZE // (2 * MIB)
 
 
+@pytest.mark.drawn("faults on the way to a store", "train/mgpu_train/store")
 @pytest.mark.parametrize("short", [1, 100])
 def test_a_body_that_always_ends_too_early_is_damage(weather, source, short):
     def cut(call) -> None:
@@ -228,6 +230,7 @@ def test_a_byte_that_flips_on_its_way_up_is_refused_and_sent_again(weather, sour
     there_and_back(store, source)
 
 
+@pytest.mark.drawn("faults on the way to a store", "train/mgpu_train/store")
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_silent_server_is_given_up(weather, source, way):
     """It takes all that it gets and says nothing; the bytes in the buffers of the network are no progress."""
@@ -257,6 +260,7 @@ def test_a_server_that_fails_for_longer_than_is_borne(weather, source):
     assert store.sweep("", lambda _key: True) == 0  # aborted
 
 
+@pytest.mark.drawn("faults on the way to a store", "train/mgpu_train/store")
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_kilobyte_a_second_is_too_slow(weather, source, way):
     def slow_up(call) -> None:
@@ -291,6 +295,7 @@ def test_a_small_object_at_a_kilobyte_a_second_is_too_slow(weather):
 # --- what happens to the file -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn("faults on the way to a store", "train/mgpu_train/store")
 @pytest.mark.parametrize("harm", ["cut", "written to", "replaced", "gone"])
 def test_a_file_that_changes_while_it_is_sent(weather, source, harm):
     """The transfer fails, and nothing else: no part of it is an object, and the next one works."""
@@ -353,6 +358,7 @@ def test_a_full_disk_is_said(weather, source):
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn("faults on the way to a store", "train/mgpu_train/store")
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_process_that_is_killed_in_the_middle_is_begun_again(weather, source, way):
     killed = []
@@ -470,6 +476,7 @@ def test_many_files_at_once(weather, source):
     assert {store.checksum(stat.key, stat.size) for stat in store.list("f/")} == {disk.checksum(source)[1]}
 
 
+@pytest.mark.drawn("faults on the way to a store", "train/mgpu_train/store")
 @pytest.mark.parametrize("key", ["a b/c+d.bin", "ü/é&=%~(1)!*'.bin", "x@y:z,$;.bin"])
 @pytest.mark.parametrize("size", [MIB, 9 * MIB])
 def test_odd_keys(weather, source, key, size):
@@ -594,6 +601,7 @@ def _pump(one: socket.socket, other: socket.socket) -> None:
         pass
 
 
+@pytest.mark.drawn("faults on the way to a store", "train/mgpu_train/store")
 @pytest.mark.parametrize("secure", [True, False], ids=["tunnel", "plain"])
 def test_proxies_are_used(moto, weather, source, certificates, monkeypatch, secure):
     relay = Relay()

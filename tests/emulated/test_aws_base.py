@@ -168,6 +168,7 @@ FIRST_CALLS = {
 }
 
 
+@pytest.mark.drawn("calls of AWS x errors", "mgpu/providers/aws")
 @pytest.mark.parametrize(("action", "asked"), FIRST_CALLS.items(), ids=FIRST_CALLS)
 def test_what_was_cut_off_anywhere_is_completed(world, action, asked):
     world.aws.unavailable(action)
@@ -316,6 +317,7 @@ DRIFTS = [
 ]
 
 
+@pytest.mark.drawn("kinds of drift", "mgpu/providers/aws")
 @pytest.mark.parametrize(("asked", "harm", "shows"), DRIFTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_drift_shows_by_its_property_and_is_closed(world, asked, harm, shows):
     made = world.ensure(asked)

@@ -197,6 +197,7 @@ def test_what_is_refused_for_all_is_not_asked_a_thousand_times(aws, account):
     assert len(aws.calls("TerminateInstances")) < 110
 
 
+@pytest.mark.drawn("calls of AWS x errors", "mgpu/providers/aws")
 @pytest.mark.parametrize(
     ("code", "error"), [("Unavailable", Transient), ("Throttling", RateLimited), ("Denied", PermissionDenied)]
 )

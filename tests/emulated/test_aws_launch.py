@@ -257,6 +257,7 @@ def test_no_secret_but_the_one_use_key_is_in_the_user_data(aws: FakeAws, provide
 # --- one token, one gang ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn("calls of AWS x errors", "mgpu/providers/aws")
 @pytest.mark.parametrize(
     "action", ["CreatePlacementGroup", "CreateLaunchTemplate", "CreateFleet", "CreateTags", "CreateSchedule"]
 )

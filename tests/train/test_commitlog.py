@@ -350,6 +350,7 @@ def test_of_twenty_that_take_over_at_once_the_last_one_supervises_and_alone_begi
     assert run.log.begin_attempt(3, "writer-x", supervisor=supervisor).attempt == 3
 
 
+@pytest.mark.drawn("seeds of races", "train/mgpu_train/checkpoint")
 @pytest.mark.parametrize("seed", range(10))
 def test_a_zombie_and_its_successor_never_both_begin(run, seed):
     """The zombie's twenty threads begin attempt 2 while another takes over and begins it as well."""

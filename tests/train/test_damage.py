@@ -99,7 +99,10 @@ def _bucket(env: Mapping[str, str]) -> Any:
     return client
 
 
-@pytest.fixture(params=["file", "moto", "versitygw"])
+DRAWN = pytest.mark.drawn("stores x damage", "train/mgpu_train/checkpoint", "train/mgpu_train/store")
+
+
+@pytest.fixture(params=[pytest.param(kind, marks=DRAWN) for kind in ("file", "moto", "versitygw")])
 def shelf(request, servers, tmp_path) -> Shelf:
     if request.param == "file":
         return _on_disk("file", open_store(f"file://{tmp_path}/store"), tmp_path / "store")

@@ -138,6 +138,7 @@ def told(place: Place, attempt: int) -> dict[tuple[str, int], tuple[Any, ...]]:
     return {(kind, line["step"]): tuple(line[key] for key in keys) for kind, line, keys in found}
 
 
+@pytest.mark.drawn("strategies of training")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_killed_between_two_checkpoints_and_resumed_equals_uninterrupted_bit_for_bit(place, text, strategy, same_bits):
     """I9"""
