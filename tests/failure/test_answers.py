@@ -15,6 +15,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.drawn("answers of a provider")
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_a_create_whose_answer_cannot_be_trusted_makes_one_gang(new_world, answer):
     world = new_world()

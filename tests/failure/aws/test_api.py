@@ -195,6 +195,7 @@ STORIES = {
 }
 
 
+@pytest.mark.drawn("whole runs on the fake AWS", "tests/failure/aws/conftest.py")
 @pytest.mark.parametrize("name", STORIES)
 def test_nothing_is_made_twice_or_left_and_the_truth_is_told_when(told, name):
     told(name)

@@ -89,6 +89,7 @@ STORIES = {
 }
 
 
+@pytest.mark.drawn("whole runs on the fake AWS", "tests/failure/aws/conftest.py")
 @pytest.mark.parametrize("name", ["120 s", "2 s", "0 s", "none"])
 def test_a_taken_machine_is_replaced_alone_and_the_run_goes_on_from_its_newest_checkpoint(told, name):
     was = told(name)

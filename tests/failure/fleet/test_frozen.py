@@ -13,6 +13,7 @@ from mgpu.providers.local import bill
 SILENCE_S, STOPS_S = 3, 5
 
 
+@pytest.mark.drawn("faults x nodes of a fleet")
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_frozen_node_counts_as_lost_in_time_and_is_ended_before_it_is_replaced(new_line, node):
     line = new_line(steps=60, times={"silence_s": SILENCE_S})

@@ -10,6 +10,7 @@ from mgpu_train.agent.status import Fault
 from mgpu.providers.local import bill, control
 
 
+@pytest.mark.drawn("faults x nodes of a fleet")
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_dies_in_the_middle_of_a_save_costs_that_save_and_nothing_more(new_line, node):
     line = new_line(save_s=0.6, every=10, steps=40)
@@ -28,6 +29,7 @@ def test_a_node_that_dies_in_the_middle_of_a_save_costs_that_save_and_nothing_mo
     line.judge()
 
 
+@pytest.mark.drawn("faults x nodes of a fleet")
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_dies_when_all_is_saved_leaves_nothing_to_do_again(new_line, node):
     line = new_line(steps=20, every=10, linger_s=20)

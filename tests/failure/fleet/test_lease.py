@@ -11,6 +11,7 @@ from mgpu.providers.local import bill
 LEASE_S = 12
 
 
+@pytest.mark.drawn("faults x nodes of a fleet")
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_lease_that_cannot_be_renewed_ends_in_a_save_and_a_machine_that_goes_by_itself(new_line, node):
     line = new_line(steps=2000, every=1000, attempts=1, times={"lease_s": LEASE_S})

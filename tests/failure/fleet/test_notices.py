@@ -38,6 +38,7 @@ def begun(new_line, pause_s=PAUSE_S, **program):
     return line, line.fleet.ids
 
 
+@pytest.mark.drawn("faults x nodes of a fleet")
 @pytest.mark.parametrize(("notice_s", "save_s", "node"), [(30, 0, 0), (10, 1.2, 1), (2, 0, 1)])
 def test_a_save_that_fits_into_the_notice_loses_no_step(new_line, notice_s, save_s, node):
     line, before = begun(new_line, save_s=save_s)
@@ -50,6 +51,7 @@ def test_a_save_that_fits_into_the_notice_loses_no_step(new_line, notice_s, save
     assert line.record.interruptions[0].steps_lost == 0
 
 
+@pytest.mark.drawn("faults x nodes of a fleet")
 @pytest.mark.parametrize(("notice_s", "save_s", "node"), [(3, 1.5, 0), (0, 0, 1)])
 def test_a_save_that_does_not_fit_is_not_begun(new_line, notice_s, save_s, node):
     line, before = begun(new_line, save_s=save_s)

@@ -41,6 +41,7 @@ def refused(call, *given, **more) -> agents.Used:
     return caught.value
 
 
+@pytest.mark.drawn("runs that meet on a machine")
 @pytest.mark.parametrize("owner", [OWNER, "other"])
 @pytest.mark.parametrize("kind", ["container", "machine"])
 def test_whoever_comes_second_is_refused(training, images, owner, kind):

@@ -43,6 +43,7 @@ def test_a_half_open_connection_is_noticed_in_time_and_the_run_goes_on_to_its_en
     one_attempt_of(line)
 
 
+@pytest.mark.drawn("faults of links")
 @pytest.mark.parametrize("dropped", ["before_banner", "after_login"])
 def test_the_first_connections_may_be_dropped(new_line, new_link, dropped):
     line, link = new_line(steps=20, attempts=1), new_link()
@@ -57,6 +58,7 @@ def test_the_first_connections_may_be_dropped(new_line, new_link, dropped):
     one_attempt_of(line)
 
 
+@pytest.mark.drawn("faults of links")
 @pytest.mark.parametrize("dropped", ["before_banner", "after_login"])
 def test_a_node_that_never_lets_anybody_in_ends_the_start_within_its_deadline(new_line, new_link, dropped):
     line, link = new_line(attempts=1, times={"connect_s": 2, "ssh_banner_s": 1}), new_link()
@@ -73,6 +75,7 @@ def test_a_node_that_never_lets_anybody_in_ends_the_start_within_its_deadline(ne
     assert len(bill.read(line.fleet.provider.root).alive) == 2, "SSH alone ends no machine"
 
 
+@pytest.mark.drawn("faults of links")
 @pytest.mark.parametrize("way", ["cut", "half-open"])
 def test_a_node_that_cannot_be_reached_any_more_trains_on_until_it_counts_as_lost(new_line, new_link, way):
     line, link = new_line(steps=100, times={"silence_s": 4, "ssh_banner_s": 1}), new_link()
