@@ -245,9 +245,10 @@ def test_killed_at_any_point_the_next_up_has_what_was_wanted_and_nothing_else(ne
     assert end > 10, "the points are counted"
 
 
-def test_killed_twice_at_any_two_points_of_a_repair(new_world):
+def test_killed_twice_at_any_two_points_of_a_repair(new_world, share):
     ends = range(1, 60, 3)
-    for first, second in itertools.product(ends, ends):
+    pairs = {f"{first}, {second}": (first, second) for first, second in itertools.product(ends, ends)}
+    for first, second in map(pairs.get, share.of("pairs of points to kill a repair at", pairs)):
         world = new_world()
         two_and_one_lost(world)
         world.killed(world.up, first)

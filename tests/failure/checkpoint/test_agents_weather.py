@@ -69,6 +69,7 @@ def checkpoint(node: Node) -> dict[str, Any]:
     return node.said["checkpoint"]
 
 
+@pytest.mark.drawn("nodes x weather on the way to the store")
 @pytest.mark.parametrize("fate", ["slowdown", "lost", "reset"])
 def test_with_a_third_of_all_requests_failing_every_save_arrives(under_way, fate):
     nodes, ways = under_way(2)
@@ -84,6 +85,7 @@ def test_with_a_third_of_all_requests_failing_every_save_arrives(under_way, fate
     assert all(way.met[fate] > 3 for way in ways)
 
 
+@pytest.mark.drawn("nodes x weather on the way to the store")
 @pytest.mark.parametrize(("fate", "rank"), [("silent", 0), ("slow", 1), ("slowdown", 1)])
 def test_a_blocked_way_fails_that_save_as_a_whole_by_name_and_the_next_one_is_tried(under_way, fate, rank):
     """F27, and a silent or crawling server: no node is kept waiting for ever."""

@@ -1,11 +1,16 @@
-"""200 kills of the uploader alone, at random moments: each start is a new attempt that goes on from what verifies."""
+"""200 kills of the uploader alone, at random moments: each start is a new attempt that goes on from what verifies.
+
+They come in sets, each with a seed of its own; `make test` draws among the sets. MGPU_KILL_SEED tells all sets anew.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from failure.checkpoint.judge import Place
@@ -14,20 +19,24 @@ from fakes import gateway
 from mgpu_train.checkpoint.lines import Commit
 from mgpu_train.checkpoint.verify import verify
 
-KILLS = 200
-SEED = int(os.environ.get("MGPU_KILL_SEED", "7"))
+SETS, KILLS = 8, 25  # in each
+SEED = os.environ.get("MGPU_KILL_SEED", "7")
 PATIENCE_S = 30.0  # for one save
 
 
 @pytest.mark.timeout(1200)  # a minute on two quiet cores
-def test_the_durable_step_never_goes_back_whenever_the_uploader_is_killed(places, savers, record_property):
+def test_the_durable_step_never_goes_back_whenever_the_uploader_is_killed(places, savers, record_property, share):
     place: Place = places("versitygw" if gateway.program() else "file")("world")
-    server, draw = savers(), random.Random(SEED)
+    sets = [f"{SEED}-{number}" for number in range(SETS)]
+    if "MGPU_KILL_SEED" not in os.environ:
+        sets = share.of("sets of random kills", sets, sources=[Path(__file__).with_name("saver.py")])
+    server, kills = savers(), len(sets) * KILLS
+    draws = itertools.chain.from_iterable([random.Random(seed)] * KILLS for seed in sets)
     once_s = 1.0
     verified: set[str] = set()
     durable = empty = 0
     began = time.monotonic()
-    for number in range(KILLS):
+    for number, draw in enumerate(draws):
         pid = server.begin("go on", **place.given)
         if number == 0 or draw.random() < 0.4:  # of five, two are killed after its first save, in any of the next
             lasts = until_saved(place, pid, server)
@@ -47,9 +56,9 @@ def test_the_durable_step_never_goes_back_whenever_the_uploader_is_killed(places
     attempt, step = place.log.newest_attempt() + 1, place.newest + 1
     assert server.run("save", **place.given, attempt=attempt, step=step) == 0, server.said
     assert place.left() == [f"a{attempt:03d}-step-{step}"]
-    told = f"{KILLS} random kills of an uploader, {empty} before it had committed; {len(verified)} checkpoints whole"
+    told = f"{kills} random kills of an uploader, {empty} before it had committed; {len(verified)} checkpoints whole"
     record_property("counted", f"{told}, up to step {durable}; {time.monotonic() - began:.0f} s")
-    assert KILLS / 10 < empty < KILLS * 9 / 10, "the kills do not fall where they are to fall"
+    assert kills / 10 < empty < kills * 9 / 10, "the kills do not fall where they are to fall"
 
 
 def until_saved(place: Place, pid: int, server: Savers) -> float:

@@ -2,7 +2,8 @@
 
 The points are generated: a recording run of the same program writes down every journal write and every external call of
 the operator's process (operator.py beside this file, which says what counts as one moment). Real engine, real machines
-of provider `local`, real clocks. MGPU_CRASH_POINTS=REGEX replays those whose name it fits.
+of provider `local`, real clocks. `make test` draws among the moments; one with a point that points.txt beside this file
+lacks is new. MGPU_CRASH_POINTS=REGEX replays those whose name it fits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from threading import Semaphore
 
 import pytest
 
-OPERATOR = Path(__file__).with_name("operator.py")
+OPERATOR, KNOWN = (Path(__file__).with_name(name) for name in ("operator.py", "points.txt"))
 LEASE_S, RUN_LEASE_S = 24, 12
 NODES, STEPS = 1, 20
 LEFT_S = LEASE_S + 60  # I1: within the lease and a minute
@@ -86,12 +87,18 @@ def moments_of_launch(new_world) -> list[list[str]]:
 
 
 @pytest.mark.timeout(1200)  # 3 minutes on two quiet cores
-def test_killed_anywhere_it_ends_alone_and_converges_when_it_is_gone_on_with(new_world, tmp_path, record_property):
+def test_killed_anywhere_it_ends_alone_and_converges_when_it_is_gone_on_with(
+    new_world, tmp_path, record_property, share
+):
     began = time.monotonic()
     moments = moments_of_launch(new_world)
     points = sum(map(len, moments))
     assert len(moments) >= FEWEST
     wanted = [names for names in moments if re.search(os.environ.get("MGPU_CRASH_POINTS", ""), " ".join(names))]
+    if "MGPU_CRASH_POINTS" not in os.environ:
+        named = {names[0]: names for names in moments}
+        drawn = share.of("moments to kill a launch at", named, known=KNOWN, sources=[OPERATOR])
+        wanted = [named[name] for name in drawn]
     worlds, working = [world_of(new_world, f"p{number:03d}") for number in range(len(wanted))], Semaphore(AT_ONCE)
     with ThreadPoolExecutor(16) as pool:
         stories = list(pool.map(lambda world, names: live(world, Story(names), working), worlds, wanted))
@@ -105,6 +112,7 @@ def test_killed_anywhere_it_ends_alone_and_converges_when_it_is_gone_on_with(new
     assert found.stdout.strip() == "[]", found.stdout + found.stderr
     wrong = [str(story) for story in stories if story.problems]
     assert not wrong, "\n".join(wrong)
+    share.know((name for names in wanted for name in names), KNOWN)
 
 
 def live(world, story: Story, working: Semaphore) -> Story:
