@@ -120,6 +120,7 @@ class Share:
 
     def __init__(self, draw: Draw, file: Path, tell: Callable[[str, object], None]) -> None:
         self._draw, self._file, self._tell = draw, file, tell
+        self._met: dict[Path, set[str]] = {}
 
     def of(
         self,
@@ -133,18 +134,21 @@ class Share:
         change of the test's file or of another source draws all."""
         parts = points if isinstance(points, Mapping) else {point: (point,) for point in points}
         old = set(known.read_text().splitlines() if known and known.exists() else ())
+        if known:
+            self._met[known] = set(itertools.chain.from_iterable(parts.values()))
         new = [point for point, names in parts.items() if known and not old.issuperset(names)]
         files = [source.resolve().relative_to(ROOT).as_posix() for source in (self._file, *sources)]
         drawn = self._draw.of(parts, files, new)
         self._tell(TOLD, [label, len(drawn), len(parts), len(new)])
         return drawn
 
-    def know(self, points: Iterable[str], known: Path) -> None:
+    def know(self) -> None:
         """Lists the points, which have all been tried and are good; only `make test-all` writes into the checkout."""
-        text = "".join(f"{point}\n" for point in sorted(set(points)))
-        if self._draw == by(ALL) and (not known.exists() or known.read_text() != text):
-            known.write_text(text)
-            self._tell("counted", f"{known.relative_to(ROOT)} was written anew: it is to be committed")
+        for known, names in self._met.items():
+            text = "".join(f"{name}\n" for name in sorted(names))
+            if self._draw == by(ALL) and (not known.exists() or known.read_text() != text):
+                known.write_text(text)
+                self._tell("counted", f"{known.relative_to(ROOT)} was written anew: it is to be committed")
 
 
 class Drawing:

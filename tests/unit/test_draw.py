@@ -75,7 +75,8 @@ def test_what_was_changed_is_drawn_whole_and_nothing_else(source, every):
 
 def sharing(number: int | None, said: str = "") -> tuple[draw.Share, list[tuple[str, object]]]:
     told = list[tuple[str, object]]()
-    return draw.Share(draw.Draw(number, said), Path(__file__), lambda name, value: told.append((name, value))), told
+    file = draw.ROOT / "test_it.py"
+    return draw.Share(draw.Draw(number, said), file, lambda name, value: told.append((name, value))), told
 
 
 def test_a_point_that_is_not_known_or_has_got_a_new_part_is_new(tmp_path):
@@ -92,14 +93,20 @@ def test_a_point_that_is_not_known_or_has_got_a_new_part_is_new(tmp_path):
 def test_only_a_run_of_every_point_that_was_asked_for_writes_what_is_known(monkeypatch, tmp_path):
     monkeypatch.setattr(draw, "ROOT", tmp_path)
     known = tmp_path / "points.txt"
-    for share, _ in (sharing(7), sharing(None)):
-        share.know(POINTS, known)
+    every = draw.by(draw.ALL).said
+    for number, said in ((7, ""), (None, "")):
+        share, _ = sharing(number, said)
+        share.of("points", POINTS, known=known)
+        share.know()
         assert not known.exists()
-    share, told = sharing(None, draw.by(draw.ALL).said)
-    share.know(["b", "a", "b"], known)
-    share.know(["b", "a"], known)
-    assert known.read_text() == "a\nb\n"
-    assert len(told) == 1, "said once, when it was another one"
+    sharing(None, every)[0].know()
+    assert not known.exists(), "a test that was told which points to take draws among none"
+    for times in (1, 0):
+        share, told = sharing(None, every)
+        share.of("points", {"b": ["b", "c"], "a": ["a"]}, known=known)
+        share.know()
+        assert known.read_text() == "a\nb\nc\n"
+        assert [name for name, _ in told].count("counted") == times, "said when it was another one"
 
 
 # --- the number -------------------------------------------------------------------------------------------------------
