@@ -207,8 +207,10 @@ class Drawing:
         tests: dict[
             str, list[list[Any]]
         ] = {}  # the reports of a test, of its beginning, call and end, repeat each other
-        for report in (report for reports in terminalreporter.stats.values() for report in reports):
-            rows = [value for name, value in getattr(report, "user_properties", ()) if name == TOLD]
+        for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+            if not isinstance(report, pytest.TestReport):  # a case that was deselected is told there as itself
+                continue
+            rows = [value for name, value in report.user_properties if name == TOLD]
             if rows:
                 tests[report.nodeid] = rows
         return itertools.chain.from_iterable(tests.values())

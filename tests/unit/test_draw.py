@@ -267,7 +267,9 @@ def test_cases_are_drawn_of_each_test_that_is_marked_and_how_many_is_said(tests)
     assert len(passed(printed, "test_that_has_each_something_of_its_own_to_say")) == 5
     assert f"cells of a matrix: {len(present) + len(numbers)} of 46 drawn" in printed
     assert any(line.startswith("the draw: number 470, given by MGPU_DRAW") for line in printed)
-    assert passed(lines(tests, "-k", "numbers", MGPU_DRAW="470"), "test_numbers") == numbers, "what -k chooses, too"
+    some = lines(tests, "-k", "numbers", MGPU_DRAW="470")
+    assert passed(some, "test_numbers") == numbers, "what -k chooses is of the same draw"
+    assert f"cells of a matrix: {len(numbers)} of 40 drawn" in some, "of what was run"
 
 
 def test_all_workers_draw_the_same_and_it_is_summed_up(tests):
