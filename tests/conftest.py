@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +148,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says what tests have counted, `record_property("counted", "...")`, also when they ran side by side."""
+    """Says what tests have counted, `record_property("counted", "...")`, also when they ran side by side; and what was
+    not tested, by what it lacked."""
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
             for name, value in report.user_properties if report.when == "call" else ():
                 if name == "counted":
                     terminalreporter.write_line(f"{value}")
+    skips = [report.longrepr for report in terminalreporter.getreports("skipped")]
+    for line in skipped([skip[2] for skip in skips if isinstance(skip, tuple)]):
+        terminalreporter.write_line(line)
+
+
+def skipped(words: Sequence[str]) -> Iterator[str]:
+    """A table of what was skipped: the capability of `require`, how many tests lacked it, and why it is absent."""
+    rows = Counter(found.groups() for text in words if (found := re.match(r"(?s)Skipped: (?:(\w+): )?(.*)", text)))
+    if not rows:
+        return
+    yield f"\nSkipped for what this machine lacks: {len(words)} tests. MGPU_REQUIRE=<name>,... makes failures of them."
+    width = max(len(capability or "-") for capability, _ in rows)
+    for (capability, reason), count in rows.most_common():
+        yield f"  {capability or '-':<{width}}  {count:5d}  {' '.join(reason.split())}"
