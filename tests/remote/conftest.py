@@ -160,12 +160,14 @@ def sshd(tmp_path, keys, require) -> Iterator[Server]:
     folder.mkdir()
     host_key = make_key(folder / "host_key")
     (folder / "authorized_keys").write_text(keys.public + "\n")
+    become_root = _sudo(folder / "bin") if os.geteuid() else ""
     port = free_port()
     config = folder / "config"
     config.write_text(
         f"ListenAddress 127.0.0.1\nPort {port}\n"
         f"HostKey {folder}/host_key\nAuthorizedKeysFile {folder}/authorized_keys\n"
         f"PidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication no\nSubsystem sftp internal-sftp\n"
+        f"{become_root}"
     )
     stderr = folder / "stderr"
     process = subprocess.Popen([str(program), "-D", "-e", "-f", config], stderr=stderr.open("wb"))
@@ -177,6 +179,15 @@ def sshd(tmp_path, keys, require) -> Iterator[Server]:
         yield server
     finally:
         server.end()
+
+
+def _sudo(folder: Path) -> str:
+    """The line of sshd's configuration by which an ordinary user's sessions find a `sudo` that changes no user: the
+    files of this server are that user's, and many a machine has no sudo, or one that asks for a password."""
+    folder.mkdir()
+    (folder / "sudo").write_text('#!/bin/sh\ntest "$1" = -n && shift && exec "$@"\n')
+    (folder / "sudo").chmod(0o755)
+    return f"SetEnv PATH={folder}:/usr/local/bin:/usr/bin:/bin\n"
 
 
 def free_port() -> int:
