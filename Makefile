@@ -24,7 +24,7 @@ test-all:  ## all tests with every point; writes anew which points are known
 	@MGPU_DRAW=all $(MAKE) --no-print-directory test
 
 test-localstack: setup  ## AWS resources on LocalStack, which it installs first (600 MB); `make test` has them then, too
-	@sh scripts/setup-localstack.sh
+	@sh scripts/setup-localstack.sh >/dev/null
 	@MGPU_REQUIRE=localstack $(PYTHON) -m pytest tests/localstack
 
 check: setup  ## lint, format, types, layers: all four run, whatever the first ones say

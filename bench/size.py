@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from bench.tools import PEERS, ROOT, peer
+from bench.tools import PEERS, ROOT, UV, peer
 
 
 def main() -> None:
     """Prints packages and MB of `pip install mgpu`, and of the peers."""
     with tempfile.TemporaryDirectory() as folder:
         requirements, home = Path(folder, "requirements.txt"), Path(folder, "env")
-        uv = [sys.executable, "-m", "uv"] if _has_uv() else ["uv"]
-        export = [*uv, "export", "-q", "--frozen", "--no-dev", "--package", "mgpu", "--no-emit-workspace", "-o"]
+        export = [*UV, "export", "-q", "--frozen", "--no-dev", "--package", "mgpu", "--no-emit-workspace", "-o"]
         subprocess.run([*export, str(requirements)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        subprocess.run([*uv, "venv", "-q", str(home)], check=True)
+        subprocess.run([*UV, "venv", "-q", str(home)], check=True)
         python = str(home / "bin" / "python")
-        subprocess.run([*uv, "pip", "install", "-q", "--python", python, "-r", str(requirements)], check=True)
+        subprocess.run([*UV, "pip", "install", "-q", "--python", python, "-r", str(requirements)], check=True)
         print("operator's environment: packages, MB on disk")
         packages, megabytes = _measure(home)
         print(f"  mgpu      {packages + 2:4d} {megabytes:6.0f}   (limits 60, 200)")
@@ -28,10 +26,6 @@ def main() -> None:
         if command:
             theirs, size = _measure(command.parent.parent)
             print(f"  {name:<9} {theirs:4d} {size:6.0f}   {theirs / packages:.1f} x, {size / megabytes:.1f} x ours")
-
-
-def _has_uv() -> bool:
-    return subprocess.run([sys.executable, "-m", "uv", "--version"], capture_output=True, check=False).returncode == 0
 
 
 def _measure(home: Path) -> tuple[int, float]:

@@ -7,6 +7,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -26,6 +27,7 @@ launcher: python
 command: [train.py]
 checkpoint: none
 """
+UV = ("sh", str(ROOT / "scripts" / "uv.sh"))
 PEERS = {"skypilot": ("skypilot==0.14.1", "sky"), "dstack": ("dstack==0.22.5", "dstack")}
 
 
@@ -46,20 +48,21 @@ def peer(name: str) -> Path | None:
     program = home / "bin" / command
     if program.exists():
         return program
-    uv = shutil.which("uv")
-    installer = [uv] if uv else [sys.executable, "-m", "uv"]
     print(f"installing {requirement} into {home} (once) ...", file=sys.stderr)
-    try:
-        subprocess.run([*installer, "venv", "-q", str(home)], check=True, capture_output=True)
-        python = str(home / "bin" / "python")
-        subprocess.run(
-            [*installer, "pip", "install", "-q", "--python", python, requirement], check=True, capture_output=True
-        )
-        subprocess.run([python, "-m", "compileall", "-q", str(home / "lib")], check=False, capture_output=True)
-    except (subprocess.CalledProcessError, FileNotFoundError) as error:
-        print(f"{name} is left out: {error}", file=sys.stderr)
-        shutil.rmtree(home, ignore_errors=True)
-        return None
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home.parent, prefix=".new-") as work:  # a bench may be killed
+        made = Path(work, "env")
+        python = str(made / "bin" / "python")
+        try:
+            subprocess.run([*UV, "venv", "-q", "--relocatable", str(made)], check=True, capture_output=True, text=True)
+            install = [*UV, "pip", "install", "-q", "--python", python, requirement]
+            subprocess.run(install, check=True, capture_output=True, text=True)
+        except subprocess.CalledProcessError as error:
+            print(f"{name} is left out:\n{error.stderr.strip()}", file=sys.stderr)
+            return None
+        subprocess.run([python, "-m", "compileall", "-q", str(made / "lib")], check=False, capture_output=True)
+        shutil.rmtree(home, ignore_errors=True)  # what an older bench may have left half made
+        made.rename(home)
     return program
 
 

@@ -6,41 +6,35 @@
 #     scripts/setup-go-tools.sh NAME...       prints the path of each
 #     scripts/setup-go-tools.sh --kept NAME   builds nothing; exit code 1 where it is not there
 set -eu
+. "$(dirname "$0")/common.sh"
 
-cache=${XDG_CACHE_HOME:-$HOME/.cache}/mgpu/go-tools
+tools=$cache/go-tools
 kept=
 if [ "${1:-}" = --kept ]; then kept=1 && shift; fi
 
-fail() { # what, why, next
-    printf '%s\n' "$@" >&2
-    exit 1
-}
-
 build() { # name, version, import path, its variable of the version
-    program=$cache/$1-$2
+    program=$tools/$1-$2
     if [ ! -x "$program" ]; then
         if [ "$kept" ]; then exit 1; fi
         if ! command -v go >/dev/null; then
             fail "$1 is built with Go, which is not installed: https://go.dev/dl. What needs $1 is skipped until then."
         fi
-        echo "set-up: building $1 $2 into $program (once)" >&2
-        mkdir -p "$cache"
-        work=$(mktemp -d)
-        trap 'rm -rf "$work"' EXIT
-        trap 'exit 1' INT TERM HUP
-        # a module of its own, whose checksums Go verifies; `go install` would not take every version
-        if ! (
-            cd "$work" && go mod init build && go get "$3@$2" &&
-                go build -trimpath -ldflags "-s -w ${4:+-X $4=$2}" -o "$program.new" "$3"
-        ) >"$work/log" 2>&1; then
-            tail -n 20 "$work/log" >&2
-            fail "$1 $2 could not be built." "The lines above say why: most often Go's module proxy cannot be reached." \
-                "Mend that (GOPROXY names another), then do this again."
-        fi
-        mv "$program.new" "$program"
+        lock "$tools"
+    fi
+    if [ ! -x "$program" ]; then # nor has another set-up built it meanwhile
+        say "building $1 $2 into $program (once)"
+        workplace "$tools"
+        try "$1 $2 could not be built." "Mend that, then do this again (GOPROXY names another module proxy)." \
+            "$tools" compile "$@"
+        mv "$work/program" "$program"
         rm -rf "$work"
     fi
     echo "$program"
+}
+
+compile() { # in a module of its own, whose checksums Go verifies; `go install` would not take every version
+    cd "$work" && go mod init build && go get "$3@$2" &&
+        go build -trimpath -ldflags "-s -w ${4:+-X $4=$2}" -o "$work/program" "$3"
 }
 
 for name in "$@"; do

@@ -1,27 +1,34 @@
 #!/bin/sh
 # LocalStack, a second imitation of AWS to test against, in an environment of its own outside the checkout: it wants
-# other versions of what mgpu uses. 600 MB, a minute; done once. Prints nothing where all is there.
+# other versions of what mgpu uses. 600 MB, a minute; done once. Prints the environment's folder. With --kept nothing is
+# installed: exit code 1 where it is not there, or not whole.
 set -eu
 cd "$(dirname "$0")/.."
+. scripts/common.sh
 
 VERSION=4.6.0
 NOTHING_NEWER=2025-07-15 # its dependencies have no upper limits, and it does not run with today's
-cache=${XDG_CACHE_HOME:-$HOME/.cache}/mgpu
 dir=$cache/localstack/$VERSION
 
-if [ -e "$dir/.complete" ]; then exit 0; fi
+there() { [ -x "$dir/bin/python" ] && whole "$dir"; }
 
-uv=$(command -v uv || true)
-for each in "$cache"/uv/*/bin/uv; do # as set-up has installed it
-    if [ -z "$uv" ] && [ -x "$each" ]; then uv=$each; fi
-done
-if [ -z "$uv" ]; then
-    echo "LocalStack needs uv, which \`make setup\` installs: do that first." >&2
-    exit 1
+install() {
+    sh scripts/uv.sh venv --quiet --relocatable --python 3.11 "$work/env" &&
+        VIRTUAL_ENV=$work/env sh scripts/uv.sh pip install --quiet --exclude-newer "$NOTHING_NEWER" \
+            "localstack-core[runtime]==$VERSION" &&
+        "$work/env/bin/python" -c 'import localstack.runtime.main' && seal "$work/env"
+}
+
+if ! there; then
+    if [ "${1:-}" = --kept ]; then exit 1; fi
+    sh scripts/uv.sh --version >/dev/null
+    lock "$cache/localstack"
+    if ! there; then # nor has another set-up made it meanwhile
+        say "installing LocalStack $VERSION into $dir (600 MB, a minute; done once)"
+        workplace "$cache/localstack"
+        try "LocalStack $VERSION could not be installed: 600 MB." "Mend that, then do this again." "$cache" install
+        rm -rf "$dir"
+        mv "$work/env" "$dir"
+    fi
 fi
-
-echo "set-up: installing LocalStack $VERSION into $dir (600 MB, a minute; done once)" >&2
-mkdir -p "$cache/localstack"
-"$uv" venv --quiet --clear --python 3.11 "$dir"
-VIRTUAL_ENV=$dir "$uv" pip install --quiet --exclude-newer "$NOTHING_NEWER" "localstack-core[runtime]==$VERSION"
-touch "$dir/.complete"
+echo "$dir"

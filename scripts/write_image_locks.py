@@ -6,11 +6,8 @@ Torch and what only torch needs have a file of their own: they are a layer of th
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,18 +19,11 @@ _EXPORT = (
 )
 
 
-def uv() -> str:
-    """The user's own, else the one that set-up has installed."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mgpu"
-    found = [path for path in (shutil.which("uv"), *map(str, sorted(cache.glob("uv/*/bin/uv")))) if path]
-    if not found:
-        sys.exit("uv is not there: run `make setup` first")
-    return found[0]
-
-
 def exported(*more: str) -> list[str]:
     """The packages, pinned and hashed, a string each."""
-    done = subprocess.run([uv(), *_EXPORT, *more], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["sh", "scripts/uv.sh", *_EXPORT, *more], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return re.findall(r"^\S.*?(?<!\\)\n", done.stdout, re.MULTILINE | re.DOTALL)
 
 

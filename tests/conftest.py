@@ -115,7 +115,7 @@ class FailuresAtOnce:
 @functools.cache
 def _has(server: object) -> bool:
     if server == "localstack":
-        return localstack_installed()
+        return localstack_installed() is not None
     return server != "versitygw" or gateway.program() is not None
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import time
@@ -42,15 +41,18 @@ class LocalStack:
         return {**SHIELD, **keys, "AWS_REGION": HERE, "AWS_DEFAULT_REGION": HERE, "AWS_ENDPOINT_URL": self.endpoint}
 
 
-def installed() -> bool:
-    """Whether there is one to start."""
-    return (_folder() / ".complete").exists() and (_folder() / "bin" / "python").exists()
+def installed() -> Path | None:
+    """The folder of the one that set-up has installed whole; None: there is none to start."""
+    kept = subprocess.run(["sh", SCRIPT, "--kept"], capture_output=True, text=True, check=False)
+    return Path(kept.stdout.strip()) if kept.returncode == 0 else None
 
 
 @pytest.fixture(scope="session")
 def localstack(require, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    python = _folder() / "bin" / "python"
-    require("localstack", installed(), "it is not installed; `make test-localstack` does that")
+    folder = installed()
+    require("localstack", folder is not None, "it is not installed; `make test-localstack` does that")
+    assert folder is not None
+    python = folder / "bin" / "python"
     home = tmp_path_factory.mktemp("localstack")
     endpoint = f"http://127.0.0.1:{_free_port()}"
     with (home / "log").open("wb") as log:
@@ -70,14 +72,6 @@ def localstack(require, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
         assert process.stdin
         process.stdin.close()
         process.wait(END_S)
-
-
-def _folder() -> Path:
-    """Where the script puts it."""
-    version = re.search(r"^VERSION=(\S+)", SCRIPT.read_text(), re.MULTILINE)
-    assert version
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "mgpu" / "localstack" / version[1]
 
 
 def _environment(home: Path, listen: str) -> dict[str, str]:

@@ -1,23 +1,71 @@
-"""scripts/setup.sh on machines made of fakes: what it finds, what it leaves alone, and what it says when it cannot."""
+"""The scripts of set-up on machines made of fakes: what they find, what they leave alone, what they say when they
+cannot, and that nothing half made counts as done."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("sh", "dirname", "cksum", "cat", "sed", "sort", "head", "cut", "mkdir", "rm", "mv", "cp", "chmod")
+TOOLS = (
+    *(
+        "sh",
+        "env",
+        "true",
+        "dirname",
+        "cksum",
+        "cat",
+        "sed",
+        "sort",
+        "head",
+        "tail",
+        "cut",
+        "grep",
+        "find",
+        "stat",
+        "id",
+    ),
+    *(
+        "mkdir",
+        "mktemp",
+        "touch",
+        "rm",
+        "rmdir",
+        "mv",
+        "cp",
+        "ln",
+        "chmod",
+        "flock",
+        "sleep",
+        "sha256sum",
+        "tar",
+        "gzip",
+    ),
+    *("dpkg", "umount", "mount", "tr"),
+)
 
 # A uv that makes the environment it is asked for, out of a Python that writes down how it was called.
+# Its words are those of the file `says`, where there is one; with `slow` there, it takes long.
 UV = """#!/bin/sh
 echo "uv $*" >>calls
+echo "$* ${{UV_SYSTEM_CERTS:-}}" >>certificates
+if [ "$1" != --version ]; then cat says >&2 2>/dev/null; fi
+for last; do :; done
 case $1 in
     --version) echo "uv {version}" ;;
-    venv) mkdir -p .venv/bin; printf '#!/bin/sh\\necho "venv-python $*" >>calls\\n' >.venv/bin/python
-          chmod +x .venv/bin/python ;;
+    venv) mkdir -p "$last/bin"; printf '#!/bin/sh\\necho "venv-python $*" >>calls\\n' >"$last/bin/python"
+          chmod +x "$last/bin/python"; touch "$last/pyvenv.cfg" ;;
+    pip) touch "$VIRTUAL_ENV/half"; if [ -e slow ]; then sleep 60; fi; touch "$VIRTUAL_ENV/whole"; exit {sync} ;;
     sync) exit {sync} ;;
 esac
 """
@@ -26,7 +74,11 @@ PYTHON = """#!/bin/sh
 case "$*" in
     *version_info*) exit 0 ;;
     "-m pip --version") exit 0 ;;
-    "-m pip install"*) echo "pip $*" >>calls; mkdir -p "$5/bin"; cp uv.fake "$5/bin/uv"; exit {pip} ;;
+    "-m pip config list") cat pip.config 2>/dev/null ;;
+    "-m pip install"*) echo "pip $*" >>calls; echo "${{PIP_CERT:-}}" >pip.cert; cat says >&2 2>/dev/null
+        for last; do :; done; mkdir -p "$last/bin"; cp uv.fake "$last/bin/uv"; exit {pip} ;;
+    "-m pip download"*) while [ "$1" != --dest ]; do shift; done; mkdir -p "$2"; touch "$2/one.whl"
+        cat says >&2 2>/dev/null; test {pip} = 0 && echo wheel >"$2/two.whl" ;;
 esac
 """
 
@@ -36,7 +88,11 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.checkout, self.bin, self.cache = folder / "checkout", folder / "bin", folder / "cache"
-        for name in ("scripts/setup.sh", "scripts/uv.txt", "uv.lock", "pyproject.toml", "train/pyproject.toml"):
+        scripts = [
+            str(path.relative_to(ROOT)) for pattern in ("*.sh", "uv.txt") for path in ROOT.glob(f"scripts/{pattern}")
+        ]
+        others = ("uv.lock", "pyproject.toml", "train/pyproject.toml", "images/trainer/requirements.lock")
+        for name in (*scripts, *others):
             (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.checkout / name)
         self.bin.mkdir()
@@ -56,10 +112,29 @@ class Machine:
         self.program(self.bin / "uv", UV.format(version=version, sync=sync))
         return self
 
-    def set_up(self) -> subprocess.CompletedProcess[str]:
-        env = {"PATH": str(self.bin), "HOME": "/nonexistent", "XDG_CACHE_HOME": str(self.cache)}
-        command = [str(self.bin / "sh"), "scripts/setup.sh"]
-        return subprocess.run(command, cwd=self.checkout, env=env, capture_output=True, text=True, check=False)
+    def has_go(self, build: int) -> Machine:
+        """A Go that writes what it "builds", the exit code of that, and what `says` holds."""
+        writes = 'for last; do test "$before" = -o && echo built >"$last" && chmod +x "$last"; before=$last; done'
+        words = f"cat {self.checkout}/says >&2 2>/dev/null"
+        case = f"case $1 in build) before=; {writes}; {words}; exit {build} ;; esac"
+        self.program(self.bin / "go", f"#!/bin/sh\n{case}\n")
+        return self
+
+    def says(self, words: str) -> Machine:
+        """What uv and pip say on standard error."""
+        (self.checkout / "says").write_text(f"{words}\n")
+        return self
+
+    def set_up(self, name: str = "setup.sh", *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(**self.command(name, *args, **env), capture_output=True, text=True, check=False)
+
+    def command(self, name: str, *args: str, **env: str) -> dict[str, Any]:
+        given = {"PATH": str(self.bin), "HOME": "/nonexistent", "XDG_CACHE_HOME": str(self.cache), **env}
+        return {"args": [str(self.bin / "sh"), f"scripts/{name}", *args], "cwd": self.checkout, "env": given}
+
+    def kept(self, name: str) -> bool:
+        """Whether the script takes what it has made for whole."""
+        return self.set_up(name, "--kept").returncode == 0
 
     def calls(self) -> list[str]:
         """What was called since the last time this was asked."""
@@ -123,8 +198,8 @@ def test_no_python_is_one_error_with_the_cure(machine):
 def test_a_uv_that_cannot_be_installed_is_an_error_with_the_cure(machine):
     done = machine.has_python(pip=1).set_up()
     assert done.returncode != 0
-    assert "Install uv by hand" in done.stderr
-    assert not list(machine.cache.glob("mgpu/uv/*[0-9]/bin/uv")), "half an installation is not taken for one"
+    assert "install uv by hand" in done.stderr
+    assert not list(machine.cache.glob("mgpu/uv/**/bin/uv")), "half an installation is not taken for one"
 
 
 def test_packages_that_cannot_be_installed_are_an_error_and_tried_again(machine):
@@ -134,3 +209,281 @@ def test_packages_that_cannot_be_installed_are_an_error_and_tried_again(machine)
     machine.calls()
     machine.has_uv().set_up()
     assert "uv sync --quiet --frozen" in machine.calls()
+
+
+@pytest.mark.parametrize("name", ["uv.lock", "pyproject.toml"])
+def test_what_a_failed_set_up_has_changed_does_not_count_with_the_lock_of_before(machine, name):
+    machine.has_python().has_uv().set_up()
+    before = (machine.checkout / name).read_text()
+    (machine.checkout / name).write_text(f"{before}# changed\n")
+    assert machine.has_uv(sync=1).set_up().returncode != 0
+    (machine.checkout / name).write_text(before)
+    machine.calls()
+    assert machine.has_uv().set_up().returncode == 0
+    assert "uv sync --quiet --frozen" in machine.calls()
+
+
+@pytest.mark.parametrize("lacks", ["bin/python", "pyvenv.cfg"])
+def test_an_environment_that_was_made_by_half_is_made_anew(machine, lacks):
+    machine.has_python().has_uv().set_up()
+    (machine.checkout / ".venv" / ".mgpu-stamp").unlink()
+    (machine.checkout / ".venv" / lacks).unlink()
+    machine.calls()
+    assert machine.set_up().returncode == 0
+    assert any(call.startswith("uv venv --quiet --clear") for call in machine.calls())
+
+
+# ---- certificates
+
+
+def test_uv_and_pip_trust_what_this_machine_trusts(machine, tmp_path):
+    store = tmp_path / "certificates.pem"
+    store.write_text("one")
+    assert machine.has_python().set_up(SSL_CERT_FILE=str(store)).returncode == 0
+    assert (machine.checkout / "pip.cert").read_text() == f"{store}\n"
+    lines = (machine.checkout / "certificates").read_text().splitlines()
+    assert {"sync --quiet --frozen 1"} <= set(lines)
+    assert all(line.endswith(" 1") for line in lines)
+
+
+def test_certificates_that_the_user_has_chosen_stay(machine, tmp_path):
+    store = tmp_path / "certificates.pem"
+    store.write_text("one")
+    (machine.checkout / "pip.config").write_text("global.cert='/etc/company.pem'\n")
+    assert machine.has_python().set_up(SSL_CERT_FILE=str(store), UV_SYSTEM_CERTS="0").returncode == 0
+    assert (machine.checkout / "pip.cert").read_text() == "\n"
+    assert "sync --quiet --frozen 0" in (machine.checkout / "certificates").read_text()
+
+
+# ---- what is said of the cause
+
+
+FULL = "error: Failed to copy\n  cause: No space left on device (os error 28)"
+SIGNED_ANEW = "error: Failed to fetch\n  cause: invalid peer certificate: UnknownIssuer"
+NO_NAME = "  cause: dns error\n  cause: failed to lookup address information: Temporary failure in name resolution"
+SILENT = "  cause: something else"
+
+
+@pytest.mark.parametrize("script", ["setup.sh", "setup-localstack.sh", "fetch-image-wheels.sh", "setup-go-tools.sh"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (FULL, r"A disk is full, .*Free now: \d+ MiB in /\S+, \d+ MiB in /"),
+        (SIGNED_ANEW, "certificate is not one that this machine trusts"),
+        (NO_NAME, "name of the network could not be resolved"),
+        ("connection refused (os error 111)", "server could not be reached"),
+        (SILENT, "The lines above say why"),
+    ],
+    ids=["full", "signed anew", "no name", "refused", "silent"],
+)
+def test_the_cause_is_told_where_it_shows_and_nothing_is_guessed(machine, script, words, told):
+    machine.has_python().has_uv().set_up()
+    machine.has_python(pip=1).has_uv(sync=1).has_go(1).says(words)
+    (machine.checkout / ".venv" / ".mgpu-stamp").unlink()
+    shutil.copy(machine.bin / "python3", machine.checkout / ".venv" / "bin" / "python")
+    done = machine.set_up(script, *(["s5cmd"] if "go" in script else []))
+    assert done.returncode != 0
+    assert words in done.stderr, "the program's own words are there"
+    assert re.search(told, done.stderr), done.stderr
+    others = {"A disk is full", "certificate is not", "could not be resolved", "could not be reached"}
+    assert sum(other in done.stderr for other in others) == (words != SILENT)
+
+
+# ---- nothing half made counts
+
+
+MADE = ["setup-localstack.sh", "fetch-image-wheels.sh"]
+
+
+@pytest.fixture
+def made(machine) -> Callable[[str], Path]:
+    """`made(script)`: the folder that it has made on a machine where all goes well."""
+
+    def make(script: str) -> Path:
+        machine.has_python().has_uv().set_up()
+        shutil.copy(machine.bin / "python3", machine.checkout / ".venv" / "bin" / "python")
+        done = machine.set_up(script)
+        assert done.returncode == 0, done.stderr
+        return Path(done.stdout.strip())
+
+    return make
+
+
+@pytest.mark.parametrize("script", MADE)
+def test_what_failed_in_the_middle_is_not_kept_and_leaves_nothing(machine, made, script):
+    folder = made(script)
+    assert machine.kept(script)
+    shutil.rmtree(folder)
+    machine.has_python(pip=1).has_uv(sync=1)
+    shutil.copy(machine.bin / "python3", machine.checkout / ".venv" / "bin" / "python")
+    assert machine.set_up(script).returncode != 0
+    assert not machine.kept(script)
+    assert [path.name for path in folder.parent.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("script", MADE)
+@pytest.mark.parametrize("damage", ["lost", "cut off", "empty seal"])
+def test_what_was_made_and_is_not_whole_any_more_is_made_anew(machine, made, script, damage):
+    folder = made(script)
+    name = "pyvenv.cfg" if "localstack" in script else "two.whl"
+    if damage == "lost":
+        (folder / name).unlink()
+    elif damage == "cut off":
+        (folder / name).write_text("wh")
+    else:
+        (folder / ".complete").write_text("")  # as older versions of the script have left it, half made or whole
+    assert not machine.kept(script)
+    assert machine.set_up(script).returncode == 0
+    assert machine.kept(script)
+
+
+@pytest.mark.parametrize("script", MADE)
+def test_bytecode_that_comes_with_use_breaks_no_seal(machine, made, script):
+    folder = made(script)
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "module.pyc").touch()
+    assert machine.kept(script)
+
+
+def test_a_set_up_that_is_killed_leaves_nothing_that_counts_and_the_next_one_clears_it_away(machine, made):
+    folder = made("setup-localstack.sh")
+    shutil.rmtree(folder)
+    (machine.checkout / "slow").touch()
+    process = subprocess.Popen(**machine.command("setup-localstack.sh"), start_new_session=True)
+    try:
+        wait_for(lambda: list(folder.parent.glob("**/half")))
+        waiting = subprocess.Popen(**machine.command("setup-localstack.sh"), stderr=subprocess.PIPE, text=True)
+        assert waiting.stderr
+        assert "waiting for another set-up" in waiting.stderr.readline()
+        (machine.checkout / "slow").unlink()
+        assert not machine.kept("setup-localstack.sh")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    waiting.communicate(timeout=30)
+    assert waiting.returncode == 0
+    assert machine.kept("setup-localstack.sh")
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".lock", folder.name]
+
+
+def test_a_go_program_counts_only_when_it_was_built_to_its_end(machine):
+    machine.has_go(1)
+    assert machine.set_up("setup-go-tools.sh", "s5cmd").returncode != 0
+    tools = machine.cache / "mgpu" / "go-tools"
+    assert [path.name for path in tools.iterdir()] == [".lock"]
+    machine.has_go(0)
+    done = machine.set_up("setup-go-tools.sh", "s5cmd")
+    assert done.stdout.splitlines() == [str(tools / "s5cmd-v2.3.0")]
+    assert sorted(path.name for path in tools.iterdir()) == [".lock", "s5cmd-v2.3.0"]
+
+
+# ---- the base image
+
+DEBOOTSTRAP = """#!/bin/sh
+for last; do root=$before; before=$last; done
+mkdir -p "$root/proc" "$root/etc" "$root/tmp"
+mount --bind {outside} "$root/proc"
+echo "$root" >{outside}/root
+{then}
+umount "$root/proc"
+"""
+
+
+@pytest.fixture
+def bare(machine, require, tmp_path) -> Callable[..., tuple[Path, Path]]:
+    """`bare(then)`: a debootstrap that mounts a folder with a file in it, and then does that. Returns that folder, and
+    the one for what is temporary."""
+    root = os.geteuid() == 0
+    require("mounts", root, "only root can mount")
+    outside, temporary = tmp_path / "outside", tmp_path / "temporary"
+    outside.mkdir()
+    temporary.mkdir()
+    (outside / "precious").touch()
+    tried = ["unshare", "--mount", "mount", "--bind", outside, temporary]
+    allowed = subprocess.run(tried, check=False, capture_output=True).returncode == 0
+    require("mounts", allowed, "root may not mount here")
+    keyring = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+    require("trainer", keyring.exists(), f"there is no {keyring}")
+    require("trainer", shutil.which("dpkg") is not None, "this is no Debian")
+
+    def make(then: str) -> tuple[Path, Path]:
+        machine.program(machine.bin / "debootstrap", DEBOOTSTRAP.format(outside=outside, then=then))
+        return outside, temporary
+
+    yield make
+    for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
+        if (point := line.split()[1]).startswith(f"{tmp_path}/"):
+            subprocess.run(["umount", point], check=True)
+
+
+def mounted(under: Path) -> list[str]:
+    """What is mounted there."""
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    return [line.split()[1] for line in lines if line.split()[1].startswith(f"{under}/")]
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["mounts of its own", "this machine's mounts"])
+def test_a_debootstrap_that_fails_leaves_no_mount_and_nothing_in_the_cache(machine, bare, private):
+    outside, temporary = bare("echo 'E: No space left on device'; exit 1")
+    if private:
+        (machine.bin / "unshare").symlink_to(str(shutil.which("unshare")))
+    done = machine.set_up("make-base-image.sh", TMPDIR=str(temporary))
+    assert done.returncode != 0
+    assert "A disk is full" in done.stderr
+    assert Path((outside / "root").read_text()).is_relative_to(temporary), "it was made elsewhere than in the cache"
+    assert mounted(temporary) == []
+    assert list(temporary.iterdir()) == []
+    assert (outside / "precious").exists(), "what was mounted is not removed with it"
+    assert [path.name for path in (machine.cache / "mgpu" / "base-image").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_base_image_that_is_ended_in_the_middle_leaves_no_mount(machine, bare, number):
+    outside, temporary = bare("sleep 60")
+    if number == signal.SIGKILL:  # nothing can be done then: the mounts go with the processes that see them
+        (machine.bin / "unshare").symlink_to(str(shutil.which("unshare")))
+    command = machine.command("make-base-image.sh", TMPDIR=str(temporary))
+    process = subprocess.Popen(**command, start_new_session=True)
+    wait_for((outside / "root").exists)
+    os.killpg(process.pid, number)
+    assert process.wait(30) != 0
+    assert mounted(temporary) == []
+    assert (outside / "precious").exists()
+    assert number == signal.SIGKILL or list(temporary.iterdir()) == []
+    assert not machine.kept("make-base-image.sh")
+
+
+def test_a_base_image_is_kept_while_it_is_what_was_made(machine, bare):
+    _, temporary = bare("touch $root/etc/hostname $root/etc/kept")
+    done = machine.set_up("make-base-image.sh", TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stderr
+    base = Path(done.stdout.strip())
+    packed = subprocess.run(["tar", "-tzf", base], capture_output=True, text=True, check=True).stdout.split()
+    assert "./etc/kept" in packed
+    assert "./proc/precious" not in packed
+    assert machine.kept("make-base-image.sh")
+    assert list(temporary.iterdir()) == []
+    with base.open("r+b") as file:
+        file.truncate(20)
+    assert not machine.kept("make-base-image.sh")
+
+
+# ---- one way to find uv
+
+
+def test_a_bench_finds_the_uv_of_set_up_on_a_machine_that_has_no_other(machine):
+    machine.has_python().set_up()
+    command = "from bench.tools import UV; import subprocess; subprocess.run([*UV, '--version'], check=True)"
+    env = {"PATH": str(machine.bin), "HOME": "/nonexistent", "XDG_CACHE_HOME": str(machine.cache)}
+    env["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=machine.checkout, env=env, capture_output=True, check=True
+    )
+    assert done.stdout == b"uv 0.13.8\n"
+
+
+def wait_for(ready: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not ready():
+        assert time.monotonic() < end, "nothing within 30 s"
+        time.sleep(0.02)
