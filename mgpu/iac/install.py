@@ -30,7 +30,18 @@ from pathlib import Path
 from mgpu import paths
 from mgpu.errors import StackError
 from mgpu.iac import environment
-from mgpu.iac.sources import FILES, VERSION, Origin, Outside, Report, Unavailable, from_modules, from_release
+from mgpu.iac.sources import (
+    FILES,
+    VERSION,
+    NoRoom,
+    Origin,
+    Outside,
+    Report,
+    Unavailable,
+    from_modules,
+    from_release,
+    no_room,
+)
 
 MINIMUM = (3, 259, 0)
 """The oldest engine taken from PATH: our provider's interface is experimental, and nothing older was tried with it."""
@@ -122,6 +133,12 @@ def _install_first_of(sources: Sequence[Source], root: Path, report: Report, out
         try:
             with tempfile.TemporaryDirectory(dir=root, prefix=_SCRATCH) as scratch:
                 return _install_from(source, Path(scratch), root, report, outside)
+        except NoRoom as reason:
+            raise _full(str(reason), root) from reason
+        except OSError as error:
+            if no_room(error):
+                raise _full(str(error), root) from error
+            raise
         except Unavailable as reason:
             report(f"no: {reason}")
             reasons.append(str(reason))
@@ -130,6 +147,16 @@ def _install_first_of(sources: Sequence[Source], root: Path, report: Report, out
         "; ".join(reasons),
         "Install it by hand (https://www.pulumi.com/docs/install/), "
         f"{VERSION} or newer, so that `pulumi` is on PATH; or install Go 1.25 or newer; then do the set-up again.",
+    )
+
+
+def _full(reason: str, root: Path) -> StackError:
+    folders = dict.fromkeys((root, Path(tempfile.gettempdir())))
+    free = ", ".join(f"{shutil.disk_usage(folder).free / 1e6:.0f} MB in {folder}" for folder in folders)
+    return StackError(
+        f"The Pulumi engine {VERSION} could not be installed: there is no room.",
+        f"{reason}. Free now: {free}.",
+        "Make room, then do the set-up again.",
     )
 
 

@@ -6,10 +6,12 @@ through `Outside`, which tests replace.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.client
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tarfile
@@ -39,6 +41,15 @@ class Unavailable(Exception):
     """One source has no engine for this machine; the next one is tried."""
 
 
+class NoRoom(Unavailable):
+    """A disk is full, or a quota is used up: the next source would fail, too, after minutes."""
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether this error is that of a disk without room."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 class Outside:
     """Everything that set-up asks of the world: programs and the network. Tests pass a fake."""
 
@@ -62,7 +73,7 @@ class Outside:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Unavailable(str(error)) from error
         if done.returncode:
-            raise Unavailable(f"`{Path(argv[0]).name} {argv[1]}` failed: {_last_line(done.stderr or done.stdout)}")
+            raise _failed(f"`{Path(argv[0]).name} {argv[1]}` failed", done.stderr or done.stdout)
         return done.stdout
 
     def open(self, url: str, timeout_s: float) -> tuple[IO[bytes], int | None]:
@@ -85,7 +96,8 @@ def from_release(into: Path, report: Report, outside: Outside) -> Origin:
         _check_sum(archive, expected)
         _unpack(archive, into)
     except (OSError, http.client.HTTPException, tarfile.TarError, EOFError) as error:
-        raise Unavailable(f"the official release could not be had ({getattr(error, 'reason', error)})") from error
+        kind = NoRoom if no_room(error) else Unavailable
+        raise kind(f"the official release could not be had ({getattr(error, 'reason', error)})") from error
     return "release"
 
 
@@ -203,6 +215,11 @@ def _go_env() -> dict[str, str]:
     return {**os.environ, "GOWORK": "off", "GOFLAGS": "", "CGO_ENABLED": "0"}
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else "it said nothing"
+_FULL = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
+
+
+def _failed(what: str, words: str) -> Unavailable:
+    """With the program's last line; or with the one about a full disk, which is seldom the last."""
+    lines = [line.strip() for line in words.strip().splitlines()] or ["it said nothing"]
+    full = [line for line in lines if _FULL.search(line)]
+    return NoRoom(f"{what}: {full[-1]}") if full else Unavailable(f"{what}: {lines[-1]}")

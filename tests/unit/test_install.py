@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -298,6 +300,36 @@ def test_a_failed_build_leaves_neither_engine_nor_scratch(tmp_path):
     outside.on_run = half
     with pytest.raises(StackError, match="could not be installed"):
         install_engine(quiet, outside)
+    assert [path.name for path in install.cache_dir().iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("source", ["release", "staged", "modules"])
+def test_a_full_disk_is_called_that_at_once_and_no_other_source_is_tried(tmp_path, monkeypatch, source):
+    outside = with_go(FakeOutside(), tmp_path)
+    build = outside.on_run
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise full
+
+    def fail(argv: list[str], cwd: Path | None) -> str | None:
+        if argv[1] != "build":
+            return build(argv, cwd)
+        words = "compile: write $WORK/_pkg_.a: no space left on device\nnote: module requires Go 1.25"
+        return Outside().run([sys.executable, "-c", f"import sys; sys.exit({words!r})"], 20)
+
+    outside.on_run = fail
+    if source == "release":
+        with_release(outside, archive_of(FILES))
+        monkeypatch.setattr(sources, "_download", refuse)
+    elif source == "staged":
+        with_release(outside, archive_of(FILES))
+        monkeypatch.setattr(install, "_publish", refuse)
+    with pytest.raises(StackError, match="there is no room") as caught:
+        install_engine(quiet, outside)
+    assert re.search(r"(?i)no space left on device.* Free now: \d+ MB in ", caught.value.why)
+    assert "Make room" in caught.value.next_step
+    assert [argv for argv in outside.ran if "go" in Path(argv[0]).name] == [] or source == "modules"
     assert [path.name for path in install.cache_dir().iterdir()] == [".lock"]
 
 
