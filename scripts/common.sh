@@ -39,10 +39,10 @@ cause() { # words, the folder that was written to
     if shows "$1" 'no space left on device|disk quota exceeded|os error (28|122)\b'; then
         echo "A disk is full, or a quota is used up. Free now: $(room "$2")."
     elif shows "$1" 'unknownissuer|certificate.verify.failed|x509: |invalid peer certificate|unable to get local issuer|self.signed certificate'; then
-        echo "The server's certificate is not one that this machine trusts: ${certificates:-it has no store of certificates}." \
-            "Behind a proxy that signs anew, that needs the proxy's certificate, or SSL_CERT_FILE names a file that has it."
+        echo "The server's certificate is signed by nobody whom this machine trusts (${certificates:-it has no certificates})." \
+            "Behind a proxy that signs anew, add the proxy's certificate there, or set SSL_CERT_FILE to a file that has it."
     elif shows "$1" 'no such host|name resolution|name or service not known|failed to lookup address|could not resolve|dns error|nameresolutionerror'; then
-        echo "A name of the network could not be resolved: this machine has no network, or wants a proxy (HTTPS_PROXY)."
+        echo "The name of a server could not be resolved; the lines above say which."
     elif shows "$1" 'connection refused|connection reset|network is unreachable|no route to host|timed out|i/o timeout'; then
         echo "A server could not be reached; the lines above say which."
     elif shows "$1" 'permission denied|read-only file system'; then

@@ -105,6 +105,7 @@ class Terminal(io.StringIO):
 def test_the_live_bar_shows_what_is_known(event, shown, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one has no live bar
     console = Console()
     console.emit(event)
     console.emit(event)
