@@ -7,7 +7,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -45,24 +44,23 @@ def peer(name: str) -> Path | None:
     """The peer's command in an environment of its own, installed on first use; None where that fails."""
     requirement, command = PEERS[name]
     home = paths.cache_dir() / "bench" / requirement.replace("==", "-")
-    program = home / "bin" / command
-    if program.exists():
+    program, seal = home / "bin" / command, home / ".complete"
+    if seal.exists() and seal.read_text() == requirement:
         return program
     print(f"installing {requirement} into {home} (once) ...", file=sys.stderr)
-    home.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home.parent, prefix=".new-") as work:  # a bench may be killed
-        made = Path(work, "env")
-        python = str(made / "bin" / "python")
-        try:
-            subprocess.run([*UV, "venv", "-q", "--relocatable", str(made)], check=True, capture_output=True, text=True)
-            install = [*UV, "pip", "install", "-q", "--python", python, requirement]
-            subprocess.run(install, check=True, capture_output=True, text=True)
-        except subprocess.CalledProcessError as error:
-            print(f"{name} is left out:\n{error.stderr.strip()}", file=sys.stderr)
-            return None
-        subprocess.run([python, "-m", "compileall", "-q", str(made / "lib")], check=False, capture_output=True)
-        shutil.rmtree(home, ignore_errors=True)  # what an older bench may have left half made
-        made.rename(home)
+    shutil.rmtree(home, ignore_errors=True)  # a bench was killed in the middle
+    # in its place from the start: programs that can be moved begin with a shell, which the peer's time would contain
+    python = str(home / "bin" / "python")
+    try:
+        subprocess.run([*UV, "venv", "-q", str(home)], check=True, capture_output=True, text=True)
+        install = [*UV, "pip", "install", "-q", "--python", python, requirement]
+        subprocess.run(install, check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        print(f"{name} is left out:\n{error.stderr.strip()}", file=sys.stderr)
+        shutil.rmtree(home, ignore_errors=True)
+        return None
+    subprocess.run([python, "-m", "compileall", "-q", str(home / "lib")], check=False, capture_output=True)
+    seal.write_text(requirement)
     return program
 
 

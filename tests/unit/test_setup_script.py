@@ -65,7 +65,8 @@ case $1 in
     --version) echo "uv {version}" ;;
     venv) mkdir -p "$last/bin"; printf '#!/bin/sh\\necho "venv-python $*" >>calls\\n' >"$last/bin/python"
           chmod +x "$last/bin/python"; touch "$last/pyvenv.cfg" ;;
-    pip) touch "$VIRTUAL_ENV/half"; if [ -e slow ]; then sleep 60; fi; touch "$VIRTUAL_ENV/whole"; exit {sync} ;;
+    pip) : "${{VIRTUAL_ENV:=.}}"; touch "$VIRTUAL_ENV/half"
+        if [ -e slow ]; then sleep 60; fi; touch "$VIRTUAL_ENV/whole"; exit {sync} ;;
     sync) exit {sync} ;;
 esac
 """
@@ -480,6 +481,29 @@ def test_a_bench_finds_the_uv_of_set_up_on_a_machine_that_has_no_other(machine):
         [sys.executable, "-c", command], cwd=machine.checkout, env=env, capture_output=True, check=True
     )
     assert done.stdout == b"uv 0.13.8\n"
+
+
+def test_a_peer_of_the_benches_that_was_installed_by_half_is_installed_anew(machine):
+    machine.has_python().has_uv(sync=1)  # its own words are shown, and nothing stays
+    assert peer_of(machine.says("cause: the index has gone")) == ("None\n", True)
+    machine.has_uv()
+    shown, installed = peer_of(machine)
+    program = Path(shown.strip())
+    assert (program.name, installed) == ("dstack", True)
+    assert peer_of(machine) == (shown, False)
+    (program.parents[1] / ".complete").write_text("")
+    assert peer_of(machine) == (shown, True)
+
+
+def peer_of(machine: Machine) -> tuple[str, bool]:
+    """What a bench has for a peer, and whether it has installed it for that."""
+    command = "from bench.tools import peer; print(peer('dstack'))"
+    env = {"PATH": str(machine.bin), "HOME": "/nonexistent", "XDG_CACHE_HOME": str(machine.cache)}
+    run = [sys.executable, "-c", command]
+    env["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(run, cwd=machine.checkout, env=env, capture_output=True, text=True, check=True)
+    assert ("index has gone" in done.stderr) == (done.stdout == "None\n")
+    return done.stdout, "installing" in done.stderr
 
 
 def wait_for(ready: Callable[[], object]) -> None:
