@@ -1,5 +1,6 @@
 # Every target does all set-up first. Needed on a fresh machine: Python 3.11+, git, make.
 PYTHON := .venv/bin/python
+WORKERS ?= 4  # of the tests, most of which wait: more than there are cores
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-aws test test-all test-localstack check bench bench-checkpoint clean
@@ -18,7 +19,7 @@ demo-aws: setup  ## the same on a fake AWS with Linux machines behind it, one ta
 
 test: setup  ## all tests; of kill points, seeds and stores x faults a share that the commit draws (tests/draw.py)
 	@sh scripts/setup-go-tools.sh versitygw >/dev/null || echo "versitygw could not be built: its tests are skipped" >&2
-	@MGPU_DRAW=$${MGPU_DRAW:-commit} $(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@MGPU_DRAW=$${MGPU_DRAW:-commit} $(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-all:  ## all tests with every point; writes anew which points are known
 	@MGPU_DRAW=all $(MAKE) --no-print-directory test

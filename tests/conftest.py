@@ -7,19 +7,26 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import draw
+import figures
 import pytest
+import scheduling
 from fakes import gateway
 from fakes.aws import FOREIGN, FakeAws, world
 from fakes.engine import engine, locked_registry, registry  # noqa: F401  fixtures, one of each for the session
 from fakes.localstack import installed as localstack_installed
 from fakes.localstack import localstack  # noqa: F401  a fixture, one for the session
-from xdist.scheduler import LoadFileScheduling
+
+# What tests import, and what they start, is compiled once, also where the environment forbids it, as many a CI image
+# does: a single quick test takes half the time then, and a worker needs 10 s to read all tests instead of 30 s.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,26 +36,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts anythin
 Require = Callable[[str, bool, str], None]
 DRAWING = pytest.StashKey[draw.Drawing]()
 
-# Whole runs, of several processes that wait for each other at every step and keep all cores busy: one at a time. The
-# other worker has the tests that wait for clocks.
-WHOLE_RUNS = ("tests/e2e/", "tests/examples/", "tests/failure/aws/", "tests/failure/fleet/")
-
-
-class OneRunAtATime(LoadFileScheduling):
-    """Tests of one file share a worker, and so do all whole runs."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "whole runs" if nodeid.startswith(WHOLE_RUNS) else super()._split_scope(nodeid)
-
 
 @pytest.hookimpl(optionalhook=True)  # also where xdist is switched off
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneRunAtATime:
-    return OneRunAtATime(config, log)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs first: whoever has them is the last to end."""
-    items.sort(key=lambda item: not item.nodeid.startswith(WHOLE_RUNS))
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> scheduling.LongestFirst:
+    return scheduling.LongestFirst(config, log, figures.known(config))
 
 
 @pytest.fixture(scope="session")
@@ -143,8 +134,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "drawn(label, *sources): `make test` draws among the cases; see tests/draw.py")
     config.stash[DRAWING] = drawing = draw.of_session(config, _absent)
     config.pluginmanager.register(drawing)
+    config.pluginmanager.register(figures.Meter())
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailuresAtOnce(config))
+        config.pluginmanager.register(figures.Figures(config))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
