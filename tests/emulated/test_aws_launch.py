@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from mgpu.errors import (
     Transient,
 )
 from mgpu.plan.model import BoughtAs, Offer, Requirements
-from mgpu.providers.aws import names
+from mgpu.providers.aws import launch, names
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.aws.userdata import HostKey
 from mgpu.providers.base import FleetRequest, Handle, NodePhase, create_token
@@ -286,13 +287,15 @@ def test_a_lost_answer_is_told_as_the_same_call_again(aws: FakeAws, provider: Aw
     assert sorted(handle.ids) == sorted(aws.alive())
 
 
-def test_a_later_try_keeps_the_first_ones_host_key_and_hard_cap(aws: FakeAws, provider: AwsProvider):
+def test_a_later_try_keeps_the_first_ones_host_key_and_hard_cap(
+    aws: FakeAws, provider: AwsProvider, monkeypatch: pytest.MonkeyPatch
+):
     aws.unavailable("CreateFleet", n=10)
     with pytest.raises(Transient):
         provider.create(request(), offer(), token(offer()))
     (call,) = aws.calls("CreateLaunchTemplate")
     aws.calm()
-    time.sleep(1.1)  # so that the clock shows another second
+    monkeypatch.setattr(launch, "time", SimpleNamespace(time=lambda: time.time() + 2))  # another second
     AwsProvider(aws.options).create(request(), offer(), token(offer()))
     assert len(aws.calls("CreateLaunchTemplate")) == 1
     (wanted,) = (

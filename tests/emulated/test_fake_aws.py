@@ -440,16 +440,14 @@ def test_a_share_of_calls_is_a_share(aws: FakeAws, ec2: Any):
 
 
 def test_a_hanging_call_holds_no_other(aws: FakeAws, ec2: Any):
-    aws.hang("DescribeVpcs", 30.0)
-    begun = time.monotonic()
+    aws.hang("DescribeVpcs", 120.0)
     hanging = subprocess.Popen(
         [sys.executable, "-c", "import boto3; boto3.client('ec2').describe_vpcs()"], stderr=subprocess.DEVNULL
     )
     try:
         until(lambda: bool(aws.calls("DescribeVpcs")))
         ec2.describe_regions()
-        assert time.monotonic() - begun < 25
-        assert hanging.poll() is None
+        assert hanging.poll() is None, "it was waited for"
     finally:
         hanging.kill()
         hanging.wait()

@@ -121,10 +121,8 @@ def machine(bench: Bench) -> Iterator[Callable[..., Node]]:
 def test_a_machine_boots_and_is_one_of_its_own(machine, bench):
     secret = bench.folder / "secret"
     secret.write_text("the operator's")
-    began = time.monotonic()
     node = machine()
     assert node.run("sudo", "-n", "id", "-u") == "0"
-    assert time.monotonic() - began < 10  # 0.7 s where nothing else runs
     assert node.run("hostname", "-f") == f"ip-{node.private_address.replace('.', '-')}.ec2.internal"
     assert node.run("sh", "-c", "echo $FAKE; ls /home; cat /proc/1/comm").split() == ["yes", "ubuntu", "python"]
     assert int(node.run("sh", "-c", "ps -e | wc -l")) < 20

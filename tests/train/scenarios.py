@@ -101,7 +101,7 @@ class Held(Patient):
 
         def late_copy(*given: Any, **named: Any) -> None:
             self.passed.wait(60)
-            self.stepped.wait(0.5)  # in vain, since the step waits for the copy
+            assert not self.stepped.wait(0.5), "the step does not wait for the copy"
             copy(*given, **named)
 
         def late_write(*given: Any, **named: Any) -> Any:

@@ -199,7 +199,7 @@ def test_a_save_that_training_has_left_behind_is_of_its_own_step(out, strategy, 
         same_bits(held / f"step-{step}", long / f"step-{step}")
     for rank in (0, 1):
         first, *_ = lines(out, f"{strategy}-held", "checkpoint", rank)
-        assert 0.5 <= first["stall_s"] < first["save_s"]  # the step waited for the copy, and not for the disk
+        assert 0 < first["stall_s"] < first["save_s"]  # the step waited for the copy, and not for the disk
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from mgpu_train.agent.status import Phase
@@ -128,25 +127,24 @@ def test_status_live_asks_the_nodes(mgpu, running, world):
 
 def test_nodes_that_do_not_answer_cost_no_more_than_the_deadline(mgpu, running, world, monkeypatch):
     monkeypatch.setattr("mgpu.run.live.NODES_S", 0.3)
-    hang = threading.Event()
-    world.nodes[0].read = lambda _path: str(hang.wait(20))
+    hang, waited = threading.Event(), []
+    world.nodes[0].read = lambda _path: str(waited.append(hang.wait(120)))
     world.nodes[1].reachable = False
-    began = time.monotonic()
     done = mgpu("status", "--live")
+    assert waited == []
     hang.set()
-    assert time.monotonic() - began < 15
     assert done.out.count("running, no answer over SSH in time") == 2
     assert done.code == 0
 
 
-def test_a_machine_that_is_gone_is_not_waited_for(mgpu, running, world):
+def test_a_machine_that_is_gone_is_not_waited_for(mgpu, running, world, monkeypatch):
+    monkeypatch.setattr("mgpu.run.live.NODES_S", 3600.0)
     world.cloud.phases["mine-run-1-1"] = NodePhase.TERMINATED
-    hang = threading.Event()
-    world.nodes[1].read = lambda _path: str(hang.wait(20))
-    began = time.monotonic()
+    hang, waited = threading.Event(), []
+    world.nodes[1].read = lambda _path: str(waited.append(hang.wait(120)))
     assert "terminated\n" in mgpu("status", "--live").out
+    assert waited == []
     hang.set()
-    assert time.monotonic() - began < 15
 
 
 def test_where_the_provider_cannot_be_asked_the_nodes_still_are(mgpu, running, world):

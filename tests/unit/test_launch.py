@@ -337,7 +337,7 @@ def test_the_engines_error_after_a_signal_is_an_interrupt(project):
 def test_mgpu_stop_while_provisioning_undoes_like_a_signal(project):
     def until_the_engine_is_told():
         Folder(record.ids()[-1]).stop.touch()
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while "interrupt" not in project.world.calls:
             assert time.monotonic() < end, "nobody looked at the stop file"
             time.sleep(0.01)

@@ -673,11 +673,9 @@ def test_who_was_dispossessed_leaves_at_once_and_touches_nothing(project):
 @pytest.mark.parametrize("state", [State.PROVISIONING, State.REPAIRING, State.TEARDOWN])
 def test_a_suspended_supervisor_is_not_waited_for_and_loses_its_engine(project, dead, suspended, state):
     found = dead(state, spec=RECOVERS, verdict=0)
-    project.world.timeouts = project.world.timeouts.model_copy(update={"destroy_s": 60.0})
+    project.world.timeouts = project.world.timeouts.model_copy(update={"destroy_s": 3600.0})
     old = suspended("run-1")
-    began = time.monotonic()
     assert attach(project, found, force=True).exit_code == 0
-    assert time.monotonic() - began < 50
     assert [process.pid for process in project.world.ousted] == [old.pid]
     all_is_given_back(project)
 
