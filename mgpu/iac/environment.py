@@ -31,8 +31,13 @@ HARD_CAP = "MGPU_HARD_CAP_AT"
 IMAGE = "MGPU_IMAGE"
 """Tells the plugin which image the run that wants a fleet has settled on, repository@sha256:...: no other is built."""
 
+PYTHON = "MGPU_PYTHON"
+"""Tells `python.sh` which Python runs the Pulumi program."""
+
 AMBIENT_PASSPHRASE = "PULUMI_CONFIG_PASSPHRASE"  # noqa: S105  a variable's name
 """Must not be set beside the passphrase file: Pulumi prefers it, even when it is empty."""
+
+_PYTHON = Path(__file__).with_name("python.sh")
 
 
 def backend_dir() -> Path:
@@ -58,7 +63,9 @@ def engine_env(engine_path: Sequence[Path], venv: Path | None = None) -> dict[st
     return {
         # The language host runs the first Python on PATH, whatever Pulumi.yaml says of a virtual environment.
         "PATH": os.pathsep.join(str(folder) for folder in (programs, *engine_path)),
-        "PULUMI_PYTHON_CMD": str(programs / "python"),
+        # An installer that lost the script's mode costs half a second for each operation, and nothing else.
+        "PULUMI_PYTHON_CMD": str(_PYTHON if os.access(_PYTHON, os.X_OK) else programs / "python"),
+        PYTHON: str(programs / "python"),
         "PULUMI_BACKEND_URL": backend_dir().as_uri(),
         "PULUMI_CONFIG_PASSPHRASE_FILE": str(passphrase_file()),
         "PULUMI_HOME": str(pulumi_home()),
