@@ -213,14 +213,16 @@ def strange(first: Peers, other: Peers) -> dict[str, Callable[[], bytes]]:
     impostor = Peers(job(3, 1, writer="another"), print)
     seal = other._seal
 
+    good = {"rank": 1, "beat": 99, "left_s": 5.0}
+
     def said(**changes) -> bytes:
-        return seal(b"word", {"rank": 1, "beat": 99, "left_s": 5.0, **changes})
+        return seal(b"word", {**good, **changes})
 
     return {
         "an old word": lambda: word,
-        "another attempt's": impostor.word,
-        "its own answer": lambda: first._seal(b"answer", {"beat": 1, "left_s": 5.0, "all": True}),
-        "changed on its way": lambda: other.word().replace(b"left_s", b"left_t"),
+        "another attempt's": lambda: impostor._seal(b"word", good),
+        "its own answer": lambda: first._seal(b"answer", good),
+        "changed on its way": lambda: other.word().replace(b'"beat": 2', b'"beat": 9'),
         "node 0's own": lambda: said(rank=0),
         "of a node that there is not": lambda: said(rank=3),
         "of no node": lambda: said(rank="1"),
