@@ -167,6 +167,29 @@ def agree(console: Console, yes: bool) -> None:
     )
 
 
+def show_changes(console: Console, before: Record, spec: RunSpec) -> bool:
+    """What a resumed run's file says otherwise than at its beginning; False: nothing."""
+    from mgpu.run.resume import changes
+
+    changed = changes(before, spec)
+    if changed:
+        console.say(f"changed since run {before.run_id} began:", "yellow")
+    for line in changed:
+        console.say(f"  {line}", "yellow")
+    return bool(changed)
+
+
+def agree_to_changes(console: Console) -> None:
+    """Asks before a run goes on otherwise than it began.
+
+    Raises:
+        InputError: the answer is no, or there is nobody to ask.
+    """
+    if not console.confirm("go on with it?"):
+        cure = "Take the run file as it was, or add `--yes` to agree to the changes above."
+        raise InputError("not agreed", "The run file has changed since the run began. Nothing was started.", cure)
+
+
 def finish(console: Console, outcome: Outcome) -> int:
     """The closing lines of a run: its result on stdout, the error if there is one, what to type next."""
     console.done()

@@ -18,10 +18,14 @@ from mgpu.run.record import load, supervised
 def down(run: str | None, stack: str | None) -> int:
     """Give back the machines of RUN (default: the newest run), or of a stack. Nothing is saved first."""
     console = Console()
+    if stack is not None and run is not None:
+        raise InputError(
+            "either RUN or --stack is given, not both", f"`{run}` is a run, `{stack}` a stack.", "Give one of them."
+        )
     if stack is not None:
         _stack_down(console, stack)
         return 0
-    record = load(run or "last")
+    record = load("last" if run is None else run)
     if supervised(record.run_id):
         raise InputError(
             f"run {record.run_id} is being supervised",

@@ -18,12 +18,12 @@ from mgpu.console import Console
 def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None) -> int:
     """Rent what RUN_FILE asks for, run on it, keep the checkpoints, give every machine back."""
     from mgpu.run import launch as runs
-    from mgpu.run.record import load as load_record
+    from mgpu.run.resume import before as resumed
     from mgpu.spec.load import load
 
     spec = load(run_file)
     console = Console(as_json=as_json, show_logs=spec.command is not None)
-    before = load_record(resume) if resume else None
+    before = resumed(resume, run_file, spec)
     with console.waiting(common.PREFLIGHT):
         runs.preflight(run_file, spec)
     plan = common.make_plan(spec)
@@ -34,6 +34,8 @@ def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None) -> int:
         common.show_plan(console, plan)
     if image is not None:
         console.say(str(image))
+    if before is not None:
+        common.show_changes(console, before, spec)
     common.agree(console, yes)
     context = common.context(console)
     return common.finish(console, runs.launch(run_file, spec, context, resume=before, machines=machines))

@@ -13,23 +13,26 @@ from mgpu.errors import InputError
 
 @click.command()
 @common.run_file_argument
+@click.option("--yes", "-y", is_flag=True, help="Do not ask; what has changed in a resumed run is still shown.")
 @common.json_option
 @click.option("--stack", help="Stack to run on (default: the selected one, $PULUMI_STACK).")
 @click.option("--resume", metavar="RUN", help="Go on with this run from its newest checkpoint that verifies.")
-def run(run_file: Path, as_json: bool, stack: str | None, resume: str | None) -> int:
+def run(run_file: Path, yes: bool, as_json: bool, stack: str | None, resume: str | None) -> int:
     """Run RUN_FILE on machines that `pulumi up` made, or that an earlier run kept."""
     from mgpu.iac.engine import current_stack
     from mgpu.run import launch as runs
-    from mgpu.run.record import load as load_record
+    from mgpu.run.resume import before as resumed
     from mgpu.spec.load import load
 
     spec = load(run_file)
     console = Console(as_json=as_json, show_logs=spec.command is not None)
-    before = load_record(resume) if resume else None
+    before = resumed(resume, run_file, spec)
     project = runs.preflight(run_file, spec)
     name = stack or current_stack(project)
     if name is None:
         raise InputError(
             "no stack is selected", f"{project} has none yet.", "Run `. .mgpu/env && pulumi up`, or give `--stack`."
         )
+    if before is not None and common.show_changes(console, before, spec) and not yes:
+        common.agree_to_changes(console)
     return common.finish(console, runs.run(run_file, spec, name, common.context(console), resume=before))

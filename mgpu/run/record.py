@@ -248,13 +248,17 @@ def write(record: Record) -> None:
 
 
 def load(run_id: str) -> Record:
-    """Reads a record; a prefix of the id is enough where it is the only one; "" or "last" is the newest run.
+    """Reads a record; a prefix of the id is enough where it is the only one; "last" is the newest run.
 
     Raises:
         InputError: no such run, or several, or its record cannot be read.
     """
     known = ids()
-    if run_id in ("", "last"):
+    if not run_id.strip():  # most often a variable of a script that is not set
+        raise InputError(
+            "RUN is empty", "It could mean any run.", "Name one (see `mgpu ls`), or `last` for the newest."
+        )
+    if run_id == "last":
         matches = known[-1:]
     else:
         matches = [run_id] if run_id in known else [each for each in known if each.startswith(run_id)]
