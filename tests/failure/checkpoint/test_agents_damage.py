@@ -40,7 +40,10 @@ def pair(tmp_path: Path) -> Iterator[list[Node]]:
         node.kill()
 
 
-def start(nodes: list[Node], program: str, attempt: int = 1, resume: Commit | None = None) -> None:
+def start(
+    nodes: list[Node], program: str, attempt: int = 1, resume: Commit | None = None, patience_s: float = 60
+) -> None:
+    """`patience_s`: how long node 0 waits for the other's part, which begins later."""
     chosen = resume and {"checkpoint_id": resume.checkpoint_id, "seq": resume.seq}
     for node in nodes:
         node.program(program)
@@ -50,7 +53,7 @@ def start(nodes: list[Node], program: str, attempt: int = 1, resume: Commit | No
             writer=f"writer-{attempt}",
             resume=chosen,
             checkpoint=to,
-            timeouts={"peers_s": 2, "drain_s": 4},
+            timeouts={"peers_s": patience_s, "drain_s": patience_s},
         )
     for node in nodes:
         node.start()
@@ -86,7 +89,9 @@ def objects(node: Node, commit: Commit, rank: int) -> Path:
 
 def test_a_part_that_is_lost_makes_no_checkpoint_and_the_next_attempt_goes_on_from_the_one_before(pair):
     """F26: the node of one part dies between its save and its upload."""
-    start(pair, WAIT + "save(1)\nwait('2')\nsave(2)\nwait('3')\n")
+    start(pair, WAIT + "wait('1')\nsave(1)\nwait('2')\nsave(2)\nwait('3')\n", patience_s=6)
+    for node in pair:  # both are at work
+        (node.run / "work" / "1").touch()
     committed(pair[0], 1)
     pair[1].kill()
     (pair[0].run / "work" / "2").touch()
@@ -147,7 +152,9 @@ def test_a_flipped_byte_starts_no_launcher_on_any_node(pair):
 
 def test_who_was_stopped_and_wakes_up_in_a_newer_attempt_commits_nothing(pair, tmp_path):
     """F31: the old agents stand still, and with them the uploads; the new ones commit."""
-    start(pair, WAIT + "save(1)\nwait('2')\nsave(2)\nsave(9)\nwait('never')\n")
+    start(pair, WAIT + "wait('1')\nsave(1)\nwait('2')\nsave(2)\nsave(9)\nwait('never')\n", patience_s=6)
+    for node in pair:
+        (node.run / "work" / "1").touch()
     committed(pair[0], 1)
     old = [procs.Process(**json.loads((node.run / "agent.json").read_text())["process"]) for node in pair]
     for agent in old:
