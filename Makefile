@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 WORKERS ?= 4  # of the tests, most of which wait: more than there are cores
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-aws test test-all test-localstack check bench bench-checkpoint clean
+.PHONY: help setup demo demo-aws test test-all coverage test-localstack check bench bench-checkpoint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 16
@@ -23,6 +23,9 @@ test: setup  ## all tests; of kill points, seeds and stores x faults a share tha
 
 test-all:  ## all tests with every point; writes anew which points are known
 	@MGPU_DRAW=all $(MAKE) --no-print-directory test
+
+coverage: setup  ## the lines and branches that the tests pass, in all processes; ONLY=tests/unit for some of them
+	@$(PYTHON) scripts/measure_coverage.py --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ONLY)
 
 test-localstack: setup  ## AWS resources on LocalStack, which it installs first (600 MB); `make test` has them then, too
 	@sh scripts/setup-localstack.sh >/dev/null
@@ -44,5 +47,5 @@ bench-checkpoint: setup  ## checkpoints to S3 and back beside s5cmd and boto3; 1
 	@$(PYTHON) -m bench checkpoint
 
 clean:  ## .venv and what builds and tools leave behind; runs, stacks and the engine's cache stay
-	rm -rf .venv dist .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv dist .coverage.d .pytest_cache .ruff_cache .import_linter_cache
 	find mgpu train infra tests bench -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
