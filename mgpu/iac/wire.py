@@ -11,13 +11,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from google.protobuf import json_format, struct_pb2
-from pulumi.runtime import rpc
 from pulumi.runtime.proto import provider_pb2, status_pb2
 
 from mgpu.errors import MgpuError
 from mgpu.iac import failures
 
-UNKNOWN = rpc.UNKNOWN
+UNKNOWN = "04da6b54-80e4-46f7-96ec-b56ff0331ba9"
 """Stands for a value that only an update will know."""
 
 _SIGNATURE = "4dabf18193072939515e22adb298388d"
