@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from moto import backends
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
 from fakes.aws import faults, prices
 from fakes.aws.cloud import Cloud
+from fakes.aws.patching import replace
 from fakes.aws.protocol import Call, read, refusal, understand
 
 Start = Callable[..., Any]
@@ -34,6 +36,8 @@ class Front:
 
     def __init__(self, cloud: Cloud) -> None:
         self.cloud = cloud
+        services = tuple(backends.list_of_moto_modules())  # moto looks at its 200 folders anew for each request
+        replace(backends, "list_of_moto_modules", lambda: services)
         self.moto = DomainDispatcherApplication(create_backend_app)
 
     def __call__(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
