@@ -14,7 +14,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 WHOLE_RUNS = ("tests/e2e/", "tests/examples/", "tests/failure/aws/", "tests/failure/crash/", "tests/failure/fleet/")
-WHOLE_RUNS_AT_ONCE = 2
+WHOLE_RUNS_AT_ONCE = 1
 
 # Seconds a test takes, until a run on this machine has measured it. The first prefix that fits holds.
 GUESSES = {
