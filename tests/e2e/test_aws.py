@@ -26,8 +26,8 @@ CANARY = "canary-7be21f"
 KINDS = ("billed", "launch templates", "placement groups", "addresses", "schedules")
 NOTHING: dict[str, list[str]] = {kind: [] for kind in KINDS}
 BY_ITSELF, BY_A_CALL = "Client.InstanceInitiatedShutdown", "Client.UserInitiatedShutdown"
-LEASE_S, CAP_S = 12, 75
-QUICK = json.dumps({"lease_s": LEASE_S, "lease_renew_s": 2, "stall_s": 600})
+LEASE_S, CAP_S, STALL_S = 12, 75, 10
+QUICK = json.dumps({"lease_s": LEASE_S, "lease_renew_s": 2, "stall_s": STALL_S, "heartbeat_s": 1})
 I1_S = 60  # beyond the lease
 POWER_OFF_S = 20  # beyond the hard cap: the script looks every 5 s
 
@@ -138,9 +138,9 @@ def stories(ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield stories
 
 
-def test_a_lease_that_nobody_renews_ends_the_machines_and_whoever_comes_back_finds_nothing(stories: Stories):
+def test_machines_whose_program_hangs_end_with_their_lease_and_whoever_comes_back_finds_nothing(stories: Stories):
     user = stories.told("hangs")
-    until(lambda: not user.aws.alive(), LEASE_S + I1_S, "a machine lives for ever")
+    until(lambda: not user.aws.alive(), STALL_S + LEASE_S + I1_S, "a machine lives for ever")
     assert why_ended(user.aws) == [BY_ITSELF] * 2
     down = user.mgpu("down", user.run()["run_id"])
     assert down.returncode == 0, down.stderr
