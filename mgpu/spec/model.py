@@ -108,7 +108,7 @@ class Recovery(Block):
     wait_minutes: float = Field(10, ge=0, description="minutes to wait for capacity, at first and at every repair")
 
 
-class Quiet(Block):
+class PhaseTimeouts(Block):
     """`timeouts:` how long a healthy program may be quiet, on all nodes together, before it counts as hung.
 
     A line on any node, a metric and a checkpoint are signs of progress. A program of your own says by a metrics line of
@@ -236,7 +236,7 @@ class RunSpec(Block):
     )
     checkpoint: CheckpointOrNone = Field(Checkpoint(), description="where checkpoints go, or `none`")  # type: ignore[call-arg]
     recovery: Recovery = Field(Recovery(), description="what happens when a machine is lost")  # type: ignore[call-arg]
-    timeouts: Quiet = Field(Quiet(), description="how long the program may be quiet")  # type: ignore[call-arg]
+    timeouts: PhaseTimeouts = Field(PhaseTimeouts(), description="how long the program may be quiet")  # type: ignore[call-arg]
     teardown: Teardown = Field(
         "always", description="always: the machines go when the run ends; keep: they stay under their lease"
     )

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 from mgpu_train.agent import procs
-from mgpu_train.agent.liveness import ALONE, Liveness, Stage, deadline_s
-from mgpu_train.agent.liveness import Peers as Known
+from mgpu_train.agent.liveness import ALONE, Known, Liveness, Stage, deadline_s
 from mgpu_train.agent.peers import Peers
 from mgpu_train.config import Job
 from mgpu_train.timeouts import Timeouts

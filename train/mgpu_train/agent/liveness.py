@@ -26,18 +26,18 @@ class Stage(StrEnum):
     SAVING = "saving"
 
 
-class Peers(NamedTuple):
+class Known(NamedTuple):
     """What is known of the other nodes. `heard`: every one of them has been heard of in this attempt."""
 
     until: float = float("-inf")  # they vouch for the attempt until then
     heard: bool = True
 
 
-ALONE = Peers()  # there are no others
+ALONE = Known()  # there are no others
 
 
 @dataclass(frozen=True)
-class Quiet:
+class Silence:
     """What an attempt's silence means now. `until`: the nodes vouch for it so long. `hung`: that is over. `overdue`: it
     is, as far as is known, but some nodes were never heard."""
 
@@ -85,7 +85,7 @@ class Liveness:
         elif self.stage is Stage.FIRST_STEP and (stepped or self._job.command is not None):
             self.stage = Stage.TRAINING
 
-    def judge(self, now: float, peers: Peers = ALONE) -> Quiet:
+    def judge(self, now: float, peers: Known = ALONE) -> Silence:
         """What the silence of all nodes means. Silence ends nothing while a node was never heard: it may be at work.
 
         An agent that stood still itself, on a machine that was frozen or swapped, hears its peers first.
@@ -97,7 +97,7 @@ class Liveness:
                 self._watching = now
         self._judged = now
         over = now > max(until, self._watching) + margin_s
-        return Quiet(until, hung=over and peers.heard, overdue=over and not peers.heard)
+        return Silence(until, hung=over and peers.heard, overdue=over and not peers.heard)
 
     @property
     def reason(self) -> str:

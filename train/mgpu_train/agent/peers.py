@@ -41,11 +41,11 @@ class Peers:
         self._all_heard = job.nodes == 1
 
     @property
-    def known(self) -> liveness.Peers:
+    def known(self) -> liveness.Known:
         """What the other nodes are known to vouch for. What was heard stands, also when they fall silent."""
         with self._lock:
             until = max((until for _, until in self._others.values()), default=self._rest)
-            return liveness.Peers(until, self._all_heard)
+            return liveness.Known(until, self._all_heard)
 
     def vouch(self, until: float) -> None:
         """This node's own word from now on."""

@@ -9,7 +9,7 @@ from mgpu_train.agent.attempt import Attempt
 from mgpu_train.agent.budget import NOTHING, Need, need
 from mgpu_train.agent.decide import Act, AttemptFailed, Cause, Ended, Watched, look
 from mgpu_train.agent.launcher import Launch, Launcher
-from mgpu_train.agent.liveness import Liveness, Quiet, Stage, deadline_s
+from mgpu_train.agent.liveness import Liveness, Silence, Stage, deadline_s
 from mgpu_train.agent.log import clean, last_words
 from mgpu_train.agent.peers import Peers
 from mgpu_train.agent.saves import tidy
@@ -130,7 +130,7 @@ class Watch:
         self._overdue = quiet.overdue
         self._attempt.tick(alive=progress or (self._cause is None and not quiet.hung), **changes)
 
-    def _quiet(self, now: float) -> Quiet:
+    def _quiet(self, now: float) -> Silence:
         return self._liveness.judge(now, self._peers.known)
 
     def _durably(self) -> bool:
