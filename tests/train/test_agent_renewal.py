@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 
 import pytest
 from mgpu_train.agent import depot, renewal
@@ -92,7 +93,7 @@ def test_nonsense_is_not_taken_and_does_not_end_it(listening, said):
 def test_an_agent_that_is_out_of_files_for_a_moment_goes_on_listening(monkeypatch):
     agent, operator = socket.socketpair()
     turns, taken, slept = iter([OSError("too many open files"), (agent, None)]), [], []
-    monkeypatch.setattr(renewal.time, "sleep", slept.append)
+    monkeypatch.setattr(renewal, "time", SimpleNamespace(sleep=slept.append))  # other tests' threads sleep on
 
     class Server:
         def accept(self):
