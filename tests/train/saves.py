@@ -1,11 +1,11 @@
 """What test_saving.py looks at: trainings of several forked ranks, since torch starts slowly.
 
-`saves.py OUT STORY` writes checkpoints and metrics below OUT, and exit codes into `codes.json`. `disks` mounts: it is
-started in a mount namespace of its own.
+`saves.py OUT STORY` writes checkpoints and metrics below OUT, and exit codes into `codes.json`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -28,6 +28,7 @@ from scenarios import Patient, Signal, job
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 STEPS, EVERY, LIMIT_S = 8, 2, 30
+_CLONE_NEWNS = 0x20000  # linux/sched.h; `os.unshare` comes with Python 3.12
 Hook = Callable[[int], object]
 
 
@@ -101,6 +102,7 @@ def train(
 
 def disks(out: Path) -> list[int]:
     """F32, F33: what a disk does to the second save, and what it does once there is room again."""
+    _keep_mounts_here()
 
     def body(place: parallel.Place) -> None:
         train(out, out / "plain", place)
@@ -119,6 +121,13 @@ def disks(out: Path) -> list[int]:
             _on_disk(out, name, options, place)
 
     return ranks(2, body)
+
+
+def _keep_mounts_here() -> None:
+    """What this process mounts from now on is seen by it and its children alone."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
 def _on_disk(out: Path, name: str, options: str, place: parallel.Place) -> None:
@@ -228,20 +237,19 @@ def late(out: Path) -> list[int]:
 # --- other world sizes ------------------------------------------------------------------------------------------------
 
 
-def reshard(out: Path) -> list[int]:
+def reshard(out: Path, strategy: str) -> list[int]:
     """4 ranks, then 2, then 8, as if 4 had never been interrupted."""
-    codes = []
-    for strategy in ("ddp", "fsdp"):
-        resume = None
-        codes += ranks(4, lambda place, s=strategy: train(out, out / s / "whole", place, strategy=s, steps=9))
-        for number, world_size in enumerate((4, 2, 8)):
-            home = out / strategy / f"{number}-of-{world_size}"
+    resume = None
+    codes = ranks(4, lambda place: train(out, out / "whole", place, strategy=strategy, steps=9))
+    for number, world_size in enumerate((4, 2, 8)):
+        home = out / f"{number}-of-{world_size}"
 
-            def body(place: parallel.Place, s: str = strategy, home: Path = home, resume: Path | None = resume) -> None:
-                train(out, home, place, resume=resume, stop=Signal(place, 3, 1), strategy=s, steps=9, every_steps=100)
+        def body(place: parallel.Place, home: Path = home, resume: Path | None = resume) -> None:
+            stop = Signal(place, 3, 1)
+            train(out, home, place, resume=resume, stop=stop, strategy=strategy, steps=9, every_steps=100)
 
-            codes += ranks(world_size, body)
-            resume = home / "checkpoints" / f"step-{3 * number + 3}"
+        codes += ranks(world_size, body)
+        resume = home / "checkpoints" / f"step-{3 * number + 3}"
     return codes
 
 
@@ -250,7 +258,8 @@ STORIES: dict[str, Callable[[Path], object]] = {
     "disks": disks,
     "unpublished": unpublished,
     "late": late,
-    "reshard": reshard,
+    "reshard-ddp": lambda out: reshard(out, "ddp"),
+    "reshard-fsdp": lambda out: reshard(out, "fsdp"),
     "killed": lambda out: {f"{rank}-{moment}": killed(out, rank, moment) for rank, moment in KILLED},
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import warnings
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,23 +25,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 SAVES = Path(__file__).with_name("exports.py")
 
 
-def launch(out: Path, ranks: int) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SAVES, out],
-            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
+def launch(out: Path, count: int) -> None:
+    started = ranks.meet(SAVES, count, out, said=out / "said")
     try:
-        assert [process.wait(200) for process in processes] == [0] * ranks
+        assert [rank.wait(200) for rank in started] == [0] * count, started[0].said
     finally:
-        for process in processes:
-            process.kill()
+        for rank in started:
+            rank.kill()
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +41,8 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out / "text").mkdir()
     for number in range(12):
         (out / "text" / f"{number}").write_text("the quick brown fox " * 20)
-    for ranks in (1, 2, 4):
-        launch(out, ranks)
+    for count in (1, 2, 4):
+        launch(out, count)
     return out
 
 

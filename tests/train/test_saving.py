@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from mgpu_train.checkpoint.dcp import Checkpointer, Progress, _share
 from mgpu_train.checkpoint.local import finished
@@ -40,13 +38,14 @@ def tell(tmp_path_factory: pytest.TempPathFactory) -> Tell:
     """`tell("reshard")` runs a story of saves.py once and returns its folder."""
     told: dict[str, Path] = {}
 
-    def run(story: str, *prefix: str) -> Path:
+    def run(story: str) -> Path:
         if story not in told:
             out = told[story] = tmp_path_factory.mktemp(story)
             for number in range(20):
                 (out / "text").mkdir(exist_ok=True)
                 (out / "text" / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
-            subprocess.run([*prefix, sys.executable, STORIES, out, story], check=True, timeout=240)
+            teller = ranks.start(STORIES, [out, story], out / "said", os.environ)
+            assert teller.wait(240) == 0, teller.said
         return told[story]
 
     return run
@@ -76,9 +75,8 @@ DISKS = {
 
 @pytest.fixture(scope="module")
 def disks(tell: Tell, require: Any) -> Path:
-    root = os.geteuid() == 0 and shutil.which("unshare") is not None
-    require("mounts", root, "only root can mount")
-    return tell("disks", "unshare", "--mount", "--propagation=private")
+    require("mounts", os.geteuid() == 0, "only root can mount")
+    return tell("disks")
 
 
 @pytest.mark.parametrize(("disk", "reason"), DISKS.items(), ids=DISKS)
@@ -132,14 +130,15 @@ def test_training_ends_where_no_later_save_can_succeed(tell):
         assert "in 4 s (save_s)" in (out / f"error-{rank}").read_text()
 
 
+@pytest.mark.drawn("strategies of training", "train/mgpu_train/checkpoint")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_four_ranks_then_two_then_eight_go_on_as_if_never_interrupted(tell, strategy):
     """F52"""
-    out = tell("reshard")
+    out = tell(f"reshard-{strategy}")
     assert set(codes(out)) == {0}
-    homes = [out / strategy / name for name in ("0-of-4", "1-of-2", "2-of-8")]
+    homes = [out / name for name in ("0-of-4", "1-of-2", "2-of-8")]
     found = [(line["step"], line["loss"]) for home in homes for line in lines(home, "step")]
-    whole = [line["loss"] for line in lines(out / strategy / "whole", "step")]
+    whole = [line["loss"] for line in lines(out / "whole", "step")]
     assert [step for step, _ in found] == list(range(1, 10))
     assert [loss for _, loss in found] == pytest.approx(whole, rel=1e-4)
     shards = list((homes[2] / "checkpoints" / "step-9").glob("__*_0.distcp"))

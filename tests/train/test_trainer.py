@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import random
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import mgpu_train
 import pytest
+import ranks
 import torch
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 STEPS = 6
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def launch(out: Path, ranks: int) -> None:
-    port = str(free_port())
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCENARIOS, out],
-            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
+def launch(out: Path, count: int) -> None:
+    started = ranks.meet(SCENARIOS, count, out, said=out / "said")
     try:
-        assert [process.wait(120) for process in processes] == [0] * ranks
+        assert [rank.wait(120) for rank in started] == [0] * count, started[0].said
     finally:
-        for process in processes:
-            process.kill()
+        for rank in started:
+            rank.kill()
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +35,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = [chance.choice(["def", "return", "self", "import", "lambda", "None"]) for _ in range(60)]
         (out / "text").mkdir(exist_ok=True)
         (out / "text" / f"{number}.txt").write_text(" ".join(words))
-    for ranks in (1, 2, 1):
-        launch(out, ranks)
+    for count in (1, 2, 1):
+        launch(out, count)
     return out
 
 

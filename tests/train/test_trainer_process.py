@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import ranks
+from mgpu_train.agent import saves
+from mgpu_train.checkpoint.local import finished
+from ranks import Rank
 
-Start = Callable[..., list[subprocess.Popen[str]]]
+Start = Callable[..., list[Rank]]
 TINY = {
     "steps": 100_000, "global_batch": 4, "seq_len": 16, "validate_batches": 1, "validate_every": 100_000,
     "model": {"layers": 1, "dim": 16, "heads": 2},
@@ -27,49 +29,49 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for number in range(12):
         (tmp_path / "text").mkdir(exist_ok=True)
         (tmp_path / "text" / f"{number}").write_text("the quick brown fox " * 20)
-    started: list[subprocess.Popen[str]] = []
+    started: list[Rank] = []
 
-    def begin(ranks: int, **train: object) -> list[subprocess.Popen[str]]:
+    def begin(
+        count: int, home: Path = tmp_path, every_steps: int = 100_000, resume: Path | None = None, **train: object
+    ) -> list[Rank]:
+        home.mkdir(exist_ok=True)
         job = {
-            "run_id": "try", "attempt": 1, "writer": "me", "node_rank": 0, "nodes": 1, "processes_per_node": ranks,
+            "run_id": "try", "attempt": 1, "writer": "me", "node_rank": 0, "nodes": 1, "processes_per_node": count,
             "master_addr": "127.0.0.1", "master_port": 1, "train": {**TINY, "text": str(tmp_path / "text"), **train},
-            "checkpoint": {"to": "file:///x", "every_steps": 100_000, "writers": "all"},
+            "checkpoint": {"to": "file:///x", "every_steps": every_steps, "writers": "all"},
+            "resume": {"checkpoint_id": "a001-step-1", "seq": 1} if resume else None,
         }  # fmt: skip
-        (tmp_path / "job.json").write_text(json.dumps(job))
+        (home / "job.json").write_text(json.dumps(job))
         environment = {
             **os.environ,
-            "MGPU_JOB": str(tmp_path / "job.json"),
-            "MGPU_CHECKPOINT_DIR": str(tmp_path / "checkpoints"),
-            "MGPU_METRICS_DIR": str(tmp_path / "metrics"),
+            "MGPU_JOB": str(home / "job.json"),
+            "MGPU_CHECKPOINT_DIR": str(home / "checkpoints"),
+            "MGPU_METRICS_DIR": str(home / "metrics"),
+            **({"MGPU_RESUME_DIR": str(resume)} if resume else {}),
         }
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = str(listener.getsockname()[1])
-        for rank in range(ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "mgpu_train.loop"],
-                    env=environment if ranks == 1 else {**environment, **place, **rendezvous},
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        return started
+        said = home / "said"
+        if count == 1:
+            begun = [ranks.start("mgpu_train.loop", [], said, environment)]
+        else:
+            begun = ranks.meet("mgpu_train.loop", count, said=said, env=environment)
+        started.extend(begun)
+        return begun
 
     yield begin
     for process in started:
         process.kill()
-        process.communicate()
 
 
-def wait_for_step(metrics: Path, rank: int, limit_s: float = 60) -> None:
-    path = metrics / f"rank-{rank}.jsonl"
+def wait_until(condition: Callable[[], object], limit_s: float = 60) -> None:
     deadline = time.monotonic() + limit_s
-    while not (path.exists() and '"kind": "step"' in path.read_text()):
-        assert time.monotonic() < deadline, "no step in time"
-        time.sleep(0.05)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def wait_for_step(metrics: Path, rank: int) -> None:
+    path = metrics / f"rank-{rank}.jsonl"
+    wait_until(lambda: path.exists() and '"kind": "step"' in path.read_text())
 
 
 def last_event(metrics: Path, rank: int) -> dict:
@@ -77,10 +79,10 @@ def last_event(metrics: Path, rank: int) -> dict:
 
 
 def test_sigterm_to_one_rank_saves_and_ends_all_with_exit_code_0(start, tmp_path):
-    ranks = start(2, strategy="fsdp")
+    both = start(2, strategy="fsdp")
     wait_for_step(tmp_path / "metrics", 1)
-    ranks[1].send_signal(signal.SIGTERM)
-    assert [process.wait(30) for process in ranks] == [0, 0]
+    both[1].send_signal(signal.SIGTERM)
+    assert [process.wait(30) for process in both] == [0, 0]
     ends = [last_event(tmp_path / "metrics", rank) for rank in (0, 1)]
     assert [(end["kind"], end["reason"]) for end in ends] == [("end", "stopped")] * 2
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{ends[0]['step']}"]
@@ -90,24 +92,55 @@ def test_a_killed_rank_ends_the_other_with_exit_code_1_and_a_last_word(start, tm
     survivor, victim = start(2, strategy="ddp")
     wait_for_step(tmp_path / "metrics", 0)
     victim.kill()
-    _, said = survivor.communicate(timeout=30)
-    assert survivor.returncode == 1
-    assert said.splitlines()[-1].startswith("[rank0]: ")
-    assert "Error: " in said.splitlines()[-1]
+    assert survivor.wait(30) == 1
+    last = survivor.said.splitlines()[-1]
+    assert last.startswith("[rank0]: ")
+    assert "Error: " in last
     assert last_event(tmp_path / "metrics", 0)["kind"] != "end"
 
 
 def test_one_process_needs_no_torchrun(start, tmp_path):
     (process,) = start(1, steps=3, strategy="single")
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 0, said
+    assert process.wait(60) == 0, process.said
     assert last_event(tmp_path / "metrics", 0)["reason"] == "done"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
 
 
 def test_a_mistake_is_one_line_and_exit_code_1(start, tmp_path):
     (process,) = start(1, text=str(tmp_path / "absent"))
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
-    (line,) = said.splitlines()
+    assert process.wait(60) == 1
+    (line,) = process.said.splitlines()
     assert line == f"[rank0]: TrainError: `train.text` names {tmp_path / 'absent'}, which is no folder on this node"
+
+
+def test_killed_in_the_middle_of_a_save_leaves_nothing_that_looks_whole_and_is_not(start, tmp_path, same_bits):
+    """F23: again and again, at other moments of a save; each attempt goes on from what is whole."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    settings = {"strategy": "fsdp", "steps": 40, "every_steps": 2}
+    assert [rank.wait(120) for rank in start(2, home=whole, **settings)] == [0, 0]
+    halves = 0
+    for moment in ("__1_0.distcp", ".metadata"):
+        both = start(2, home=cut, resume=newest(cut), **settings)
+        half = f".tmp-step-*/{moment}"
+        wait_until(lambda half=half: finished(cut / "checkpoints") and any((cut / "checkpoints").glob(half)))
+        for rank in both:
+            rank.kill()
+        assert [rank.wait(30) for rank in both] == [-signal.SIGKILL] * 2
+        halves += any((cut / "checkpoints").glob(".tmp-step-*"))
+        for step, folder in finished(cut / "checkpoints"):
+            other = whole / "checkpoints" / f"step-{step}"  # while one save is under way the next one is skipped
+            same_bits(folder, other if other.is_dir() else folder)
+    assert halves, "no kill was in the middle of a save"
+    assert [rank.wait(120) for rank in start(2, home=cut, resume=newest(cut), **settings)] == [0, 0]
+    same_bits(whole / "checkpoints" / "step-40", cut / "checkpoints" / "step-40")
+
+
+def newest(home: Path) -> Path | None:
+    """The newest whole checkpoint, moved to where the agent puts what an attempt goes on from."""
+    checkpoints, resume = home / "checkpoints", home / "resume"
+    if not (found := finished(checkpoints)):
+        return None
+    shutil.rmtree(resume, ignore_errors=True)
+    shutil.copytree(found[-1][1], resume)
+    saves.clear(checkpoints)
+    return resume
