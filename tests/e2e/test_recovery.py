@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import suppress
 
 from mgpu.paths import state_dir
 from mgpu.providers.local import bill
@@ -21,7 +22,8 @@ def kill_node(instance: str) -> None:
     """All of a machine at once, as when its host loses power: every process, then its disk."""
     node = next(node for node in bill.read(state_dir() / "local").alive if node.start.instance == instance)
     for pid in {node.start.pid, *(process.pid for process in marked().get(instance, ()))}:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # what died with its keeper
+            os.kill(pid, signal.SIGKILL)
     shutil.rmtree(state_dir() / "local" / "nodes" / instance, ignore_errors=True)
 
 
