@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from mgpu_train.agent.layout import RUN_ID
 from mgpu_train.timeouts import Timeouts
 
-RunId = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,62}$")]
+RunId = Annotated[str, StringConstraints(pattern=RUN_ID)]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 # one argument or value: anything but NUL, which no operating system can carry
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=65536)]

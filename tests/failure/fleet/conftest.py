@@ -146,7 +146,7 @@ class Fleet:
 
     def agent(self, name: str) -> bool:
         """True while a run's agent is on it."""
-        return any(b"mgpu_train.agent.serve" in _command(process.pid) for process in self.machine(name))
+        return any(b"\0agent\0start\0" in _command(process.pid) for process in self.machine(name))
 
     def lose_power(self, name: str) -> None:
         """All of it at once, its host too: every process, then the disk."""

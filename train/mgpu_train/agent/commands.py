@@ -2,31 +2,44 @@
 
 A result is one line of JSON on standard output; an error is one line on standard error, with exit code 2 for a mistake
 in what was given, 3 (and JSON, as `equip.py` prints it) where another run has the node, and 1 for the rest.
+
+What needs models imports them by itself: with pydantic a command takes ten times as long, and an operator waits for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from mgpu_train.agent import equip, start
-from mgpu_train.agent.facts import facts
-from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent import identity
+from mgpu_train.agent.layout import RUN_ID, RunLayout
 from mgpu_train.agent.log import clean
-from mgpu_train.config import Job, RunId, Secrets
+from mgpu_train.errors import Refused
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from mgpu_train.config import Secrets
 
 _MAX_STDIN = 1 << 20
 
 
 class BadInput(Exception):
     """A mistake in what was given; one line."""
+
+
+class Problem(Exception):
+    """What `equip.py` calls so: its answer and exit status are the command's."""
+
+    def __init__(self, answer: dict[str, Any], status: int) -> None:
+        super().__init__(str(answer))
+        self.answer, self.status = answer, status
 
 
 def add_parser(commands: Any) -> None:
@@ -60,10 +73,10 @@ def call(arguments: argparse.Namespace) -> int:
     except BadInput as error:
         print(f"mgpu_train agent {arguments.verb}: {clean(str(error))}", file=sys.stderr)  # noqa: T201
         return 2
-    except equip.Problem as problem:
+    except Problem as problem:
         print(json.dumps(problem.answer), file=sys.stderr)  # noqa: T201
-        return equip.PROBLEM
-    except (start.Refused, OSError) as error:
+        return problem.status
+    except (Refused, OSError) as error:
         print(f"mgpu_train agent {arguments.verb}: {clean(str(error))}", file=sys.stderr)  # noqa: T201
         return 1
     print(json.dumps(answer))  # noqa: T201 - the result
@@ -71,6 +84,11 @@ def call(arguments: argparse.Namespace) -> int:
 
 
 def _start(arguments: argparse.Namespace) -> dict[str, Any]:
+    from pydantic import ValidationError
+
+    from mgpu_train.agent import equip, start
+    from mgpu_train.config import Job
+
     path = Path(arguments.job)
     try:
         job = Job.model_validate_json(path.read_bytes())
@@ -81,10 +99,17 @@ def _start(arguments: argparse.Namespace) -> dict[str, Any]:
     layout = _layout(job.run_id)
     if path.absolute() != Path(layout.job):
         raise BadInput(f"{path} is not the job file of run {job.run_id}: {layout.job}")
-    return start.start(job, _secrets(), layout)
+    try:
+        return start.start(job, _secrets(), layout)
+    except equip.Problem as problem:
+        raise Problem(problem.answer, equip.PROBLEM) from problem
 
 
 def _secrets() -> Secrets:
+    from pydantic import ValidationError
+
+    from mgpu_train.config import Secrets
+
     data = sys.stdin.buffer.read(_MAX_STDIN + 1)
     if len(data) > _MAX_STDIN:
         raise BadInput(f"more than {_MAX_STDIN} bytes of secrets on standard input")
@@ -95,14 +120,18 @@ def _secrets() -> Secrets:
 
 
 def _stop(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"asked": start.stop(_layout(arguments.run), now=arguments.now)}
+    return {"asked": identity.stop(_layout(arguments.run), now=arguments.now)}
 
 
 def _renew(arguments: argparse.Namespace) -> dict[str, Any]:
+    from mgpu_train.agent import start
+
     return {"renewed": start.renew(_layout(arguments.run), _secrets())}
 
 
 def _status(arguments: argparse.Namespace) -> dict[str, Any]:
+    from mgpu_train.agent import start
+
     return start.status(_layout(arguments.run))
 
 
@@ -115,14 +144,14 @@ def _free_ports(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _facts(_arguments: argparse.Namespace) -> dict[str, Any]:
+    from mgpu_train.agent.facts import facts
+
     return facts().model_dump()
 
 
 def _layout(run_id: str) -> RunLayout:
-    try:
-        TypeAdapter(RunId).validate_python(run_id)
-    except ValidationError as error:
-        raise BadInput(f"{run_id!r} is not a run id") from error
+    if not re.fullmatch(RUN_ID, run_id):
+        raise BadInput(f"{run_id!r} is not a run id")
     return RunLayout(run_id, PurePosixPath(Path.cwd()))
 
 

@@ -1,8 +1,9 @@
-"""`agent start` and `agent stop`: one agent a node and attempt, however often it is asked for.
+"""`agent start`, and what else asks for models: one agent a node and attempt, however often it is asked for.
 
-The starter takes the run's lock, starts the agent in a session of its own, hands it the lock, the job and the secrets
-(by a pipe: they never touch a disk), and returns when the agent's first status file stands. The lock is the agent's for
-life; the kernel gives it back when the agent ends, however it ends.
+The starter takes the run's lock and forks: the agent goes on in a session of its own, with the lock, the job, the
+secrets, which never touch a disk, and all that was imported, which takes longer than the rest of a start. The starter
+returns when the agent's first status file stands. The lock is the agent's for life; the kernel gives it back when the
+agent ends, however it ends.
 """
 
 from __future__ import annotations
@@ -12,46 +13,19 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from mgpu_train.agent import equip, procs, renewal, report
+from mgpu_train.agent import equip, identity, renewal, report
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.log import Log
 from mgpu_train.agent.status import AgentStatus, Fault, Phase
-from mgpu_train.config import Job, Model, Secrets
-
-
-class Refused(Exception):
-    """The command cannot be carried out; the message is one line that says why."""
-
-
-class Identity(Model):
-    """`agent.json`: which process the newest agent of a run is."""
-
-    attempt: int
-    process: procs.Process
-
-
-class Handover(Model):
-    """What the starter writes to the agent's standard input, once."""
-
-    job: Job
-    secrets: Secrets
-    lock_fd: int
-    ready_fd: int
-
-
-def identity(layout: RunLayout) -> Identity | None:
-    """The newest agent of a run; it may have ended."""
-    try:
-        return Identity.model_validate_json(Path(layout.agent).read_bytes())
-    except (OSError, ValueError):
-        return None
+from mgpu_train.config import Job, Secrets
+from mgpu_train.errors import Refused
 
 
 def start(job: Job, secrets: Secrets, layout: RunLayout) -> dict[str, Any]:
@@ -96,7 +70,7 @@ def _take(lock: int, job: Job, layout: RunLayout) -> int | None:
         else:
             return None
         # someone starts an agent, or an agent lives; who it is stands there as soon as it lives
-        holder = identity(layout)
+        holder = identity.read(layout)
         if holder is not None and holder.process.alive:
             status = report.read(Path(layout.status))
             ending = status is not None and status.phase.final and holder.attempt < job.attempt
@@ -136,47 +110,52 @@ def _died(status: AgentStatus) -> AgentStatus:
 
 
 def _spawn(lock: int, job: Job, secrets: Secrets, layout: RunLayout) -> int:
-    """Starts the agent's process and waits until its first status file stands."""
+    """Forks the agent, and waits until its first status file stands."""
     log = Log(Path(layout.log))
-    (ready, theirs), (ours, given) = os.pipe(), os.pipe()
-    here = Path.cwd()
-    paths = [str(here / path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    ready, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _become(lock, theirs, log, job, secrets, layout)
+    os.close(theirs)
     try:
-        process = subprocess.Popen(
-            # run id and attempt are for people who look at the list of processes
-            [sys.executable, "-m", "mgpu_train.agent.serve", job.run_id, str(job.attempt)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            stdin=ours,
-            stdout=log.fd,
-            stderr=log.fd,
-            start_new_session=True,
-            pass_fds=(lock, theirs),
-        )
-    finally:
-        os.close(theirs)
-        os.close(ours)
-    handover = Handover(job=job, secrets=secrets, lock_fd=lock, ready_fd=theirs)
-    try:
-        with suppress(BrokenPipeError), os.fdopen(given, "wb") as stdin:
-            stdin.write(handover.model_dump_json(by_alias=True).encode())
         if _answers(ready, job.timeouts.command_s):
-            return process.pid
+            return pid
     finally:
         os.close(ready)
-    process.kill()
+        os.close(log.fd)
+    os.kill(pid, signal.SIGKILL)  # it is this process's child: nobody else has its number yet
     raise Refused(f"the agent did not come up within {job.timeouts.command_s:g} s, or failed at once: see {layout.log}")
+
+
+def _become(lock: int, ready: int, log: Log, job: Job, secrets: Secrets, layout: RunLayout) -> NoReturn:
+    """The agent's own process: nothing of its starter but the lock and the pipe is open in it."""
+    code = 1
+    try:
+        os.setsid()
+        for theirs, ours in ((os.open(os.devnull, os.O_RDONLY), 0), (log.fd, 1), (log.fd, 2)):
+            os.dup2(theirs, ours)
+        for number in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {0, 1, 2, lock, ready}:
+            with suppress(OSError):  # the listing's own
+                os.close(number)
+        # the folders of programs that it starts may be others
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join(str(Path.cwd() / path) for path in paths if path)
+        from mgpu_train.agent import serve  # only the agent needs all of it
+
+        serve.serve(job, secrets, layout, ready)
+        code = 0
+    except BaseException:  # noqa: BLE001 - to go on would be to do the starter's work twice
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # threads that were given up must not hold the end up
 
 
 def _answers(ready: int, deadline_s: float) -> bool:
     """True when the agent wrote to the pipe; an agent that ended has closed it without a word."""
     readable, _, _ = select.select([ready], [], [], deadline_s)
     return bool(readable and os.read(ready, 1))
-
-
-def stop(layout: RunLayout, *, now: bool) -> bool:
-    """Asks the living agent to stop, `now` without grace; False: there is none to ask."""
-    agent = identity(layout)
-    return agent is not None and agent.process.send(signal.SIGUSR1 if now else signal.SIGTERM)
 
 
 def renew(layout: RunLayout, secrets: Secrets) -> bool:
@@ -199,6 +178,6 @@ def status(layout: RunLayout) -> dict[str, Any]:
     said = report.read(Path(layout.status))
     if said is None:
         raise Refused(f"no agent was started for run {layout.run_id} on this node")
-    agent = identity(layout)
+    agent = identity.read(layout)
     alive = agent is not None and agent.attempt == said.attempt and agent.process.alive
     return {**json.loads(said.model_dump_json()), "alive": alive}
