@@ -8,6 +8,7 @@ new machine in its place. At the end the final checkpoint is pulled and verified
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -25,7 +26,8 @@ ROOT = Path(__file__).resolve().parent
 # the run file of this checkout, with the demo's own store put in
 RUN_FILE = ROOT / ".mgpu" / "demo.yaml"
 STORE = "s3://mgpu-demo/runs"
-KILL_AFTER = 125  # the committed step, of 300, after which a node is killed,
+STEPS, LEAST = 300, 100
+KILL_AFTER = 5 / 12  # the share of the steps after whose commit a node is killed,
 KILL_LATE = 12  # and as many steps later: in the middle between two checkpoints
 
 
@@ -52,20 +54,22 @@ def start_s3() -> tuple[object, str]:
     return server, endpoint
 
 
-def write_run_file() -> None:
-    """mgpu.yaml with `checkpoint.to` set to the demo's bucket."""
+def write_run_file(steps: int) -> None:
+    """mgpu.yaml with `checkpoint.to` set to the demo's bucket, and so many steps."""
     import yaml
 
     run = yaml.safe_load((ROOT / "mgpu.yaml").read_text())
     run["checkpoint"]["to"] = STORE
+    run["train"]["steps"] = steps
     RUN_FILE.write_text(yaml.safe_dump(run, sort_keys=False))
 
 
 class Accident:
     """Passes events on, and kills the last node of the run, once, in the middle between two checkpoints."""
 
-    def __init__(self, emit: Emit, say: Callable[[str], None]) -> None:
-        self._emit, self._say = emit, say
+    def __init__(self, emit: Emit, say: Callable[[str], None], after: int) -> None:
+        """`after`: the committed step from which on it is due."""
+        self._emit, self._say, self._after = emit, say, after
         self._committed = -1
         self.at: float | None = None  # UNIX seconds
 
@@ -73,9 +77,8 @@ class Accident:
         self._emit(event)
         if isinstance(event, CheckpointCommitted):
             self._committed = event.step
-        due = (
-            self._committed >= KILL_AFTER and isinstance(event, Progress) and event.step >= self._committed + KILL_LATE
-        )
+        late = isinstance(event, Progress) and event.step >= self._committed + KILL_LATE
+        due = late and self._committed >= self._after
         if due and self.at is None:
             self._kill()
 
@@ -148,6 +151,11 @@ def boot_s(fleet: dict[str, Any]) -> float:
 def main() -> int:
     """Runs the demo; the exit code is the run's, or 7 when something is still billed."""
     began = time.monotonic()
+    parser = argparse.ArgumentParser(description="the main job on this machine, with nothing but this machine")
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps in all (%(default)s)")
+    steps = parser.parse_args().steps
+    if steps < LEAST:
+        parser.error(f"--steps {steps}: in fewer than {LEAST} there is nothing to see")
     import logging
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -165,12 +173,12 @@ def main() -> int:
     console = Console()
     try:
         console.say(f"S3 for the demo: {endpoint} (this process, this machine)")
-        write_run_file()
+        write_run_file(steps)
         spec = load(RUN_FILE)
         runs.preflight(RUN_FILE, spec)
         common.show_plan(console, common.make_plan(spec))
         context = common.context(console)
-        accident = Accident(context.emit, console.say)
+        accident = Accident(context.emit, console.say, round(steps * KILL_AFTER))
         outcome = runs.launch(RUN_FILE, spec, replace(context, emit=accident))
         console.done()
         record = outcome.record
