@@ -69,6 +69,7 @@ class Stack:
         self._values = config
         self._cli = CliProcess(grace_s=timeouts.destroy_s)
         self._ousted: Process | None = None
+        self._exported: dict[str, Any] | None = None  # by the last `up`, until something else works on the stack
 
     @property
     def fleet(self) -> str:
@@ -103,7 +104,7 @@ class Stack:
         self._clear()
         limit_s = self._timeouts.provision_s + self._timeouts.destroy_s
         more = ({HARD_CAP: repr(hard_cap_at)} if hard_cap_at else {}) | ({IMAGE: image} if image else {})
-        self._operate("up", "--yes", "--skip-preview", limit_s=limit_s, more=more)
+        self._exported = self._operate("up", "--yes", "--skip-preview", limit_s=limit_s, more=more).outputs
 
     def preview(self) -> tuple[Change, ...]:
         """What `up` would change, and which inputs are the cause; nothing is changed."""
@@ -140,7 +141,7 @@ class Stack:
         Raises:
             StackError: it is not what docs/formats.md says.
         """
-        values = self.values()
+        values = self.values() if self._exported is None else self._exported
         return validated(values[_OUTPUT], self.name) if _OUTPUT in values else None
 
     def values(self) -> dict[str, Any]:
@@ -217,6 +218,7 @@ class Stack:
 
     def _operate(self, verb: str, *flags: str, limit_s: float, more: Mapping[str, str] = _NOTHING) -> EngineLog:
         """An operation that starts the program or the plugin, with its events followed; `more` is for the plugin."""
+        self._exported = None
         if self._cli.interrupted:
             raise Interrupted(f"stack {self.name}: interrupted before `pulumi {verb}`")
         # without a name: the raw stream carries secrets, and no crash may leave it behind

@@ -15,6 +15,7 @@ from typing import Any
 from mgpu.events import Emit, Note, Warned
 
 _VERBS = {"create": "creating", "update": "updating", "delete": "deleting", "replace": "replacing"}
+_STACK = "pulumi:pulumi:Stack"
 _KEPT = ("delete", "mgpu:index:Image")  # its handler says what becomes of it
 
 
@@ -37,6 +38,8 @@ class EngineLog:
     planned: bool = False
     errors: list[str] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
+    outputs: dict[str, Any] | None = None
+    """What the stack exports, as it was last said."""
     _offset: int = 0
     _partial: bytes = b""
 
@@ -47,6 +50,8 @@ class EngineLog:
                 self._diagnostic(event["diagnosticEvent"])
             elif "resourcePreEvent" in event:
                 self._resource(event["resourcePreEvent"]["metadata"])
+            elif "resOutputsEvent" in event and event["resOutputsEvent"]["metadata"]["type"] == _STACK:
+                self.outputs = (event["resOutputsEvent"]["metadata"].get("new") or {}).get("outputs") or {}
 
     def _events(self) -> Iterator[dict[str, Any]]:
         while chunk := os.pread(self.fd, 1 << 20, self._offset):

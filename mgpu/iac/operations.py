@@ -92,7 +92,9 @@ def end_orphans(
         whose = "is stuck has" if ousted else "died left"
         emit(Note(f"cancelling `pulumi` (process {_pids(orphans)}), which a process that {whose} at work"))
         for cli in orphans:
-            cli.send(signal.SIGINT)  # first: one that is stopped finds it when it wakes, before it goes on with anything
+            cli.send(
+                signal.SIGINT
+            )  # first: one that is stopped finds it when it wakes, before it goes on with anything
             cli.send(signal.SIGCONT)
         deadline = clock() + save_s
         while _orphans(place, ousted) and clock() < deadline and not given_up():

@@ -2,45 +2,96 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.iac import schema
-from mgpu.iac.aws.handler import BaseHandler
-from mgpu.iac.aws.kinds import KEEPERS
+from mgpu.iac import tokens
 from mgpu.iac.environment import HARD_CAP, IMAGE
-from mgpu.iac.fleet import FleetHandler
-from mgpu.iac.guard import FleetGuardHandler
 from mgpu.iac.handler import Handler
-from mgpu.iac.image import ImageHandler
 from mgpu.iac.servicer import Servicer, serve
-from mgpu.iac.sshkey import SshKeyHandler
 
 _ORPHAN_S = 1.0
 
 
-def handlers(timeouts: Timeouts, hard_cap_at: float = 0.0, image: str = "") -> dict[str, Handler]:
-    """Every resource type, by its token. A new fleet ends by `hard_cap_at` (UNIX seconds; 0: as inputs say), and runs
-    `image`, repository@sha256:... (none: as inputs say)."""
-    return {
-        schema.SSH_KEY: SshKeyHandler(),
-        schema.IMAGE: ImageHandler(image),
-        schema.FLEET_GUARD: FleetGuardHandler(timeouts),
-        schema.FLEET: FleetHandler(timeouts, hard_cap_at),
-        **{token: BaseHandler(keeper, timeouts.destroy_s) for token, keeper in KEEPERS.items()},
-    }
+class Handlers(Mapping[str, Handler]):
+    """Every resource type's, made when it is first asked for: the engine starts the plug-in for each operation, and
+    what the types import that a stack does not have is most of what a start would take."""
+
+    def __init__(self, timeouts: Timeouts, hard_cap_at: float = 0.0, image: str = "") -> None:
+        """A new fleet ends by `hard_cap_at` (UNIX seconds; 0: as inputs say), and runs `image`, repository@sha256:...
+        (none: as inputs say)."""
+        self._timeouts, self._hard_cap_at, self._image = timeouts, hard_cap_at, image
+        self._makers: dict[str, Callable[[], Handler]] = {
+            tokens.SSH_KEY: self._ssh_key,
+            tokens.IMAGE: self._image_handler,
+            tokens.FLEET_GUARD: self._guard,
+            tokens.FLEET: self._fleet,
+            **{token: functools.partial(self._base, token) for token in tokens.BASE},
+        }
+        self._made: dict[str, Handler] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, token: str) -> Handler:
+        maker = self._makers[token]
+        with self._lock:  # calls come side by side
+            if token not in self._made:
+                self._made[token] = maker()
+            return self._made[token]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._makers
+
+    def _ssh_key(self) -> Handler:
+        from mgpu.iac.sshkey import SshKeyHandler
+
+        return SshKeyHandler()
+
+    def _image_handler(self) -> Handler:
+        from mgpu.iac.image import ImageHandler
+
+        return ImageHandler(self._image)
+
+    def _guard(self) -> Handler:
+        from mgpu.iac.guard import FleetGuardHandler
+
+        return FleetGuardHandler(self._timeouts)
+
+    def _fleet(self) -> Handler:
+        from mgpu.iac.fleet import FleetHandler
+
+        return FleetHandler(self._timeouts, self._hard_cap_at)
+
+    def _base(self, token: str) -> Handler:
+        from mgpu.iac.aws.handler import BaseHandler
+        from mgpu.iac.aws.kinds import KEEPERS
+
+        return BaseHandler(KEEPERS[token], self._timeouts.destroy_s)
+
+
+def _schema() -> str:
+    from mgpu.iac import schema
+
+    return schema.to_json()
 
 
 def main() -> None:
     """Serves until the engine ends this process, or dies itself."""
     engine = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
     settled = float(os.environ.get(HARD_CAP) or 0), os.environ.get(IMAGE, "")
-    known = handlers(Timeouts.of_environment(os.environ), *settled)
-    server, port = serve(Servicer(known, schema.to_json(), engine))
+    known = Handlers(Timeouts.of_environment(os.environ), *settled)
+    server, port = serve(Servicer(known, _schema, engine))
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
     threading.Thread(target=_end_when_orphaned, args=(os.getppid(),), daemon=True).start()

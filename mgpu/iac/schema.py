@@ -11,11 +11,7 @@ from mgpu import __version__
 from mgpu.iac.aws import schema as aws
 from mgpu.iac.fleetmodel import FleetInputs, FleetOutputs, Properties
 from mgpu.iac.imagemodel import ImageInputs, ImageOutputs
-
-SSH_KEY = "mgpu:index:SshKey"
-IMAGE = "mgpu:index:Image"
-FLEET = "mgpu:index:Fleet"
-FLEET_GUARD = "mgpu:index:FleetGuard"
+from mgpu.iac.tokens import FLEET, FLEET_GUARD, IMAGE, SSH_KEY
 
 _STRING = {"type": "string"}
 _ANY = {"$ref": "pulumi.json#/Any"}

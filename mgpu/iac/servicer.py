@@ -62,9 +62,10 @@ def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Servicer(provider_pb2_grpc.ResourceProviderServicer):
-    """Serves the handlers, by type token. `engine` is the address of the engine's own service ("" = no log there)."""
+    """Serves the handlers, by type token. `schema` makes the package's, as JSON, for the few who ask; `engine` is the
+    address of the engine's own service ("" = no log there)."""
 
-    def __init__(self, handlers: Mapping[str, Handler], schema: str, engine: str = "") -> None:
+    def __init__(self, handlers: Mapping[str, Handler], schema: Callable[[], str], engine: str = "") -> None:
         self._handlers = handlers
         self._schema = schema
         self._settings: Settings | None = None
@@ -83,7 +84,7 @@ class Servicer(provider_pb2_grpc.ResourceProviderServicer):
 
     @_answering
     def GetSchema(self, _request: Any) -> provider_pb2.GetSchemaResponse:
-        return provider_pb2.GetSchemaResponse(schema=self._schema)
+        return provider_pb2.GetSchemaResponse(schema=self._schema())
 
     @_answering
     def Cancel(self, _request: Any) -> empty_pb2.Empty:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu import acquire, paths
 from mgpu.errors import MgpuError
-from mgpu.iac import schema
+from mgpu.iac import tokens
 from mgpu.iac.environment import backend_dir
 from mgpu.iac.naming import fleet_name
 from mgpu.providers import registry
@@ -214,7 +214,7 @@ def _fleets_in(state: Path) -> list[dict[str, Any]] | None:
         data = state.read_bytes()
         whole = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
         resources = whole["checkpoint"]["latest"]["resources"]
-        found = [each["inputs"] for each in resources if each["type"] in (schema.FLEET, schema.FLEET_GUARD)]
+        found = [each["inputs"] for each in resources if each["type"] in (tokens.FLEET, tokens.FLEET_GUARD)]
         return [dict(inputs) for inputs in found]
     except FileNotFoundError:  # it has just gone
         return []

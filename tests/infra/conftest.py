@@ -108,7 +108,7 @@ def serve(xdg: Path) -> Iterator[Serve]:
     servers: list[grpc.Server] = []
 
     def start(handlers: dict[str, Handler], **named: str) -> Wire:
-        server, port = servicer.serve(servicer.Servicer(handlers, "{}"))
+        server, port = servicer.serve(servicer.Servicer(handlers, lambda: "{}"))
         servers.append(server)
         stub = provider_pb2_grpc.ResourceProviderStub(grpc.insecure_channel(f"127.0.0.1:{port}"))
         config = stub.CheckConfig(provider_pb2.CheckRequest(news=to_struct(named))).inputs

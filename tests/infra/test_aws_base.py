@@ -16,18 +16,18 @@ from mgpu_train.timeouts import Timeouts
 from pulumi.runtime.proto import provider_pb2
 from pydantic.alias_generators import to_camel
 
-from mgpu.iac import install, plugin, schema
+from mgpu.iac import install, plugin, schema, tokens
 from mgpu.iac.aws import kinds, resources
 from mgpu.iac.wire import UNKNOWN, from_struct
 
 ACCOUNT, HERE, THERE = "123456789012", "us-east-1", "us-west-2"
 PROGRAM = Path(__file__).parents[2] / "infra" / "base" / "__main__.py"
 WANTED = {
-    kinds.BUCKET: {"keep": False},
-    kinds.REPOSITORY: {},
-    kinds.NODE_ROLE: {"bucket": "mgpu-1", "repository": "mgpu/trainer"},
-    kinds.REAPER_ROLE: {},
-    kinds.SECURITY_GROUP: {"ssh": ["203.0.113.7"]},
+    tokens.BUCKET: {"keep": False},
+    tokens.REPOSITORY: {},
+    tokens.NODE_ROLE: {"bucket": "mgpu-1", "repository": "mgpu/trainer"},
+    tokens.REAPER_ROLE: {},
+    tokens.SECURITY_GROUP: {"ssh": ["203.0.113.7"]},
 }
 every = pytest.mark.parametrize("token", WANTED)
 
@@ -37,7 +37,7 @@ def handlers():
     from mgpu.iac.aws.handler import _account
 
     _account.cache_clear()
-    return plugin.handlers(Timeouts().scaled(0.02))
+    return plugin.Handlers(Timeouts().scaled(0.02))
 
 
 @pytest.fixture
@@ -71,12 +71,12 @@ def test_what_nobody_sets_and_what_does_not_exist_is_refused(wire, at, token):
 
 @pytest.mark.parametrize("name", ["publicAccessBlocked", "tlsOnly", "versioned"])
 def test_the_buckets_guards_cannot_be_turned_off(wire, at, name):
-    answer = wire.check(at(kinds.BUCKET), {name: False})
+    answer = wire.check(at(tokens.BUCKET), {name: False})
     assert [failure.property for failure in answer.failures] == [name]
 
 
 def test_a_value_of_the_wrong_kind_names_its_property(wire, at):
-    answer = wire.check(at(kinds.BUCKET), {"oldVersionsDays": 0})
+    answer = wire.check(at(tokens.BUCKET), {"oldVersionsDays": 0})
     assert [failure.property for failure in answer.failures] == ["oldVersionsDays"]
 
 
@@ -88,8 +88,8 @@ def test_without_account_and_region_nothing_is_made(serve, handlers, at, token):
 
 def test_the_world_is_refused_unless_it_is_forced(wire, at):
     with pytest.raises(grpc.RpcError, match="whole world"):
-        wire.check(at(kinds.SECURITY_GROUP), {"ssh": ["0.0.0.0/0"]})
-    assert wire.inputs(at(kinds.SECURITY_GROUP), {"ssh": ["0.0.0.0/0"], "allowWorld": True})["ssh"] == ["0.0.0.0/0"]
+        wire.check(at(tokens.SECURITY_GROUP), {"ssh": ["0.0.0.0/0"]})
+    assert wire.inputs(at(tokens.SECURITY_GROUP), {"ssh": ["0.0.0.0/0"], "allowWorld": True})["ssh"] == ["0.0.0.0/0"]
 
 
 @every
@@ -108,7 +108,7 @@ def test_a_preview_makes_nothing_and_knows_the_names(wire, aws, at, token):
     assert answer.id == ""
     assert changes(aws) == []
     facts = {key: shown[key] for key in _facts(token)}
-    if token == kinds.SECURITY_GROUP:
+    if token == tokens.SECURITY_GROUP:
         assert facts == {"groupId": UNKNOWN, "vpc": UNKNOWN}
     else:
         made = from_struct(wire.create(at(token), inputs).properties)
@@ -116,17 +116,17 @@ def test_a_preview_makes_nothing_and_knows_the_names(wire, aws, at, token):
 
 
 def test_a_preview_goes_on_where_another_resource_is_not_known_yet(wire, aws, at):
-    inputs = wire.inputs(at(kinds.NODE_ROLE), {"bucket": UNKNOWN, "repository": "r"})
-    shown = from_struct(wire.create(at(kinds.NODE_ROLE), inputs, preview=True).properties)
+    inputs = wire.inputs(at(tokens.NODE_ROLE), {"bucket": UNKNOWN, "repository": "r"})
+    shown = from_struct(wire.create(at(tokens.NODE_ROLE), inputs, preview=True).properties)
     assert shown["bucket"] == shown["arn"] == UNKNOWN
     assert changes(aws) == []
 
 
 def test_a_preview_refuses_what_another_has_made(wire, aws, at):
     aws.client("ecr").create_repository(repositoryName="mgpu/trainer")
-    inputs = wire.inputs(at(kinds.REPOSITORY), {})
+    inputs = wire.inputs(at(tokens.REPOSITORY), {})
     with pytest.raises(grpc.RpcError, match="mgpu did not make it"):
-        wire.create(at(kinds.REPOSITORY), inputs, preview=True)
+        wire.create(at(tokens.REPOSITORY), inputs, preview=True)
 
 
 # ---- the life of a resource
@@ -164,8 +164,8 @@ def test_one_that_is_gone_is_gone_and_one_that_cannot_be_asked_for_is_not(wire, 
 
 
 def test_somebody_opened_22_to_the_world_it_shows_and_up_closes_it(wire, aws, at, make):
-    here = at(kinds.SECURITY_GROUP)
-    group, inputs, state = make(kinds.SECURITY_GROUP)
+    here = at(tokens.SECURITY_GROUP)
+    group, inputs, state = make(tokens.SECURITY_GROUP)
     way = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
     aws.client("ec2").authorize_security_group_ingress(GroupId=group, IpPermissions=[way])
     read = wire.read(here, group, state, inputs)
@@ -180,8 +180,8 @@ def test_somebody_opened_22_to_the_world_it_shows_and_up_closes_it(wire, aws, at
 
 
 def test_a_preview_of_an_update_changes_nothing(wire, aws, at, make):
-    here = at(kinds.BUCKET)
-    name, _, state = make(kinds.BUCKET)
+    here = at(tokens.BUCKET)
+    name, _, state = make(tokens.BUCKET)
     before = changes(aws)
     new = wire.inputs(here, {"keep": False, "oldVersionsDays": 5})
     assert wire.update(here, name, state, new, preview=True)["oldVersionsDays"] == 5
@@ -191,11 +191,11 @@ def test_a_preview_of_an_update_changes_nothing(wire, aws, at, make):
 @pytest.mark.parametrize(
     ("token", "change"),
     [
-        (kinds.BUCKET, {"name": "other-bucket"}),
-        (kinds.BUCKET, {"existing": "other-bucket"}),
-        (kinds.REPOSITORY, {"name": "other"}),
-        (kinds.SECURITY_GROUP, {"vpcId": "vpc-1"}),
-        (kinds.NODE_ROLE, {"existing": "theirs"}),
+        (tokens.BUCKET, {"name": "other-bucket"}),
+        (tokens.BUCKET, {"existing": "other-bucket"}),
+        (tokens.REPOSITORY, {"name": "other"}),
+        (tokens.SECURITY_GROUP, {"vpcId": "vpc-1"}),
+        (tokens.NODE_ROLE, {"existing": "theirs"}),
     ],
 )
 def test_another_name_or_network_is_another_thing(wire, at, make, token, change):
@@ -205,21 +205,21 @@ def test_another_name_or_network_is_another_thing(wire, at, make, token, change)
 
 
 def test_a_bucket_is_kept_by_default(wire, aws, at, make):
-    name, _, state = make(kinds.BUCKET, keep=True)
-    wire.delete(at(kinds.BUCKET), name, state)
+    name, _, state = make(tokens.BUCKET, keep=True)
+    wire.delete(at(tokens.BUCKET), name, state)
     assert name in [each["Name"] for each in aws.client("s3").list_buckets()["Buckets"]]
 
 
 def test_a_group_in_use_fails_its_delete_and_stays_in_state(wire, aws, at, make):
-    group, inputs, state = make(kinds.SECURITY_GROUP)
+    group, inputs, state = make(tokens.SECURITY_GROUP)
     aws.errors("DeleteSecurityGroup", "DependencyViolation")
     with pytest.raises(grpc.RpcError, match="CleanupFailed"):
-        wire.delete(at(kinds.SECURITY_GROUP), group, state)
-    assert wire.read(at(kinds.SECURITY_GROUP), group, state, inputs).id == group
+        wire.delete(at(tokens.SECURITY_GROUP), group, state)
+    assert wire.read(at(tokens.SECURITY_GROUP), group, state, inputs).id == group
 
 
 def test_one_of_the_users_that_went_bad_shows_and_stops_the_up(wire, aws, at):
-    here, group = at(kinds.SECURITY_GROUP), None
+    here, group = at(tokens.SECURITY_GROUP), None
     ec2 = aws.client("ec2")
     group = ec2.create_security_group(GroupName="theirs", Description="theirs")["GroupId"]
     everything = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}

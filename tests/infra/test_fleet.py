@@ -15,14 +15,14 @@ from mgpu import acquire
 from mgpu.acquire import search
 from mgpu.errors import HostKeyMismatch, NoCapacity, TeardownIncomplete, Transient
 from mgpu.events import Event
-from mgpu.iac import contact, failures, fleet, plugin, schema
+from mgpu.iac import contact, failures, fleet, plugin, tokens
 from mgpu.iac.handler import Call, Settings
 from mgpu.iac.wire import UNKNOWN, from_struct
 from mgpu.image import compat
 from mgpu.plan.model import Requirements
 from mgpu.providers.base import FleetState, JumpHost, MachineDriver, NodePhase, Offers
 
-FLEET = schema.FLEET
+FLEET = tokens.FLEET
 WANTED = {
     "provider": "fake",
     "nodes": 2,
@@ -35,7 +35,7 @@ WANTED = {
 
 @pytest.fixture
 def wire(serve, fake):
-    return serve(plugin.handlers(Timeouts().scaled(0.01)))
+    return serve(plugin.Handlers(Timeouts().scaled(0.01)))
 
 
 @pytest.fixture
@@ -459,7 +459,7 @@ def test_no_machine_is_added_at_the_hard_cap(wire, here, made, fake):
 
 def test_a_fleet_that_is_made_again_for_a_run_ends_by_the_hard_cap_that_the_run_had(serve, here, fake):
     cap = time.time() + 1800
-    wire = serve(plugin.handlers(Timeouts().scaled(0.01), cap))
+    wire = serve(plugin.Handlers(Timeouts().scaled(0.01), cap))
     made = from_struct(wire.create(here, wire.inputs(here, WANTED)).properties)
     fake.phases |= dict.fromkeys(ids(made), NodePhase.TERMINATED)
     assert not wire.read(here, "fake/dev", made).id, "all were lost: it has to be made anew"
@@ -469,14 +469,14 @@ def test_a_fleet_that_is_made_again_for_a_run_ends_by_the_hard_cap_that_the_run_
 
 
 def test_no_fleet_is_made_at_the_hard_cap_of_its_run(serve, here, fake):
-    wire = serve(plugin.handlers(Timeouts().scaled(0.01), time.time() + acquire.ENDING_S - 1))
+    wire = serve(plugin.Handlers(Timeouts().scaled(0.01), time.time() + acquire.ENDING_S - 1))
     with pytest.raises(grpc.RpcError, match="at its hard cap"):
         wire.create(here, wire.inputs(here, WANTED))
     assert not fake.created
 
 
 def test_the_hard_cap_of_a_run_makes_no_fleet_live_longer(serve, here, fake):
-    wire = serve(plugin.handlers(Timeouts().scaled(0.01), time.time() + 1e6))
+    wire = serve(plugin.Handlers(Timeouts().scaled(0.01), time.time() + 1e6))
     wire.create(here, wire.inputs(here, WANTED))
     assert [request.hard_cap_s for request, _ in fake.gangs.values()] == [7200]
 
@@ -618,7 +618,7 @@ def test_import_of_a_fleet_that_stands_is_refused(wire, here, made):
 
 @pytest.fixture
 def guard(wire, at):
-    where = at(schema.FLEET_GUARD, name="fleet-guard")
+    where = at(tokens.FLEET_GUARD, name="fleet-guard")
     inputs = wire.inputs(where, {"provider": "fake", "options": {"a": "b"}})
     answer = wire.create(where, inputs)
     return where, answer.id, from_struct(answer.properties)

@@ -21,7 +21,7 @@ from pulumi.runtime.proto import provider_pb2
 
 from mgpu.errors import ImageError, InputError, Interrupted, MgpuError
 from mgpu.events import Event, ImageStep, LayerPushed, Note
-from mgpu.iac import imagemodel, schema, servicer
+from mgpu.iac import imagemodel, servicer, tokens
 from mgpu.iac.handler import Call, Settings
 from mgpu.iac.image import ImageHandler
 from mgpu.iac.wire import UNKNOWN, from_struct
@@ -58,12 +58,12 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def wire(serve):
-    return serve({schema.IMAGE: ImageHandler()})
+    return serve({tokens.IMAGE: ImageHandler()})
 
 
 @pytest.fixture
 def here(at) -> str:
-    return at(schema.IMAGE)
+    return at(tokens.IMAGE)
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_the_image_that_a_run_has_settled_on_stays_whatever_was_changed_since(
     wire, serve, here, asked, folder, monkeypatch
 ):
     made = from_struct(wire.create(here, wire.inputs(here, asked)).properties)
-    of_run = serve({schema.IMAGE: ImageHandler(made["reference"])})
+    of_run = serve({tokens.IMAGE: ImageHandler(made["reference"])})
     before = of_run.inputs(here, asked)
     outputs = from_struct(of_run.create(here, before).properties)
     assert outputs["reference"] == made["reference"]
@@ -373,7 +373,7 @@ def test_an_image_of_a_stack_is_built_once_follows_its_files_and_comes_back(proj
 
     (project.folder / "docker" / "code").write_text("2")
     (change,) = project.stack.preview()
-    assert (change.op, change.type) == ("update", schema.IMAGE)
+    assert (change.op, change.type) == ("update", tokens.IMAGE)
     project.stack.up()
     second = image_of(project)
     assert second != first

@@ -13,7 +13,7 @@ import pytest
 from pulumi.runtime.mocks import MockMonitor
 from pydantic.alias_generators import to_camel
 
-from mgpu.iac import resources, schema
+from mgpu.iac import resources, schema, tokens
 from mgpu.iac.outputs import StackOutput
 
 PROGRAM = Path(__file__).parents[2] / "infra" / "__main__.py"
@@ -67,9 +67,9 @@ class Mocks(pulumi.runtime.Mocks):
     def new_resource(self, args):
         self.made[args.name] = args
         answers = {
-            schema.SSH_KEY: KEY,
-            schema.IMAGE: PUBLISHED,
-            schema.FLEET: BOUGHT | {"gpusPerNode": 0, "leaseMinutes": 60},
+            tokens.SSH_KEY: KEY,
+            tokens.IMAGE: PUBLISHED,
+            tokens.FLEET: BOUGHT | {"gpusPerNode": 0, "leaseMinutes": 60},
         }
         return f"{args.name}-id", {**args.inputs, **answers.get(args.typ, {})}
 
@@ -141,13 +141,13 @@ def test_the_fleet_asks_for_what_the_run_file_says_and_no_more(program):
     assert inputs["maxPriceUsdPerHour"] == 0.2
     assert inputs["options"] == {"python": "/opt/python"}
     assert (inputs["sshPublicKey"], inputs["sshPrivateKeyFile"]) == (KEY["publicKey"], KEY["privateKeyFile"])
-    assert inputs.keys() <= schema.package()["resources"][schema.FLEET]["inputProperties"].keys()
+    assert inputs.keys() <= schema.package()["resources"][tokens.FLEET]["inputProperties"].keys()
 
 
 def test_every_fleet_has_its_guard_and_an_explicit_provider(program):
     made, exported = program()
     settled(exported["mgpu"])
-    assert made["fleet-guard"].typ == schema.FLEET_GUARD
+    assert made["fleet-guard"].typ == tokens.FLEET_GUARD
     options = {"python": "/opt/python"}
     assert made["fleet-guard"].inputs == {"provider": "local", "fleet": "dev", "options": options}
     assert all("mgpu-id" in made[name].provider for name in ("key", "fleet-guard", "fleet"))
@@ -181,7 +181,7 @@ def test_an_image_is_exported_by_its_digest_and_nothing_is_rented_before_it_is_t
     assert inputs["certificates"] == "ca.pem"
     assert (inputs["provider"], inputs["options"]) == ("local", {"python": "/opt/python"})
     assert Path(inputs["folder"]).resolve() == tmp_path.resolve()
-    assert inputs.keys() <= schema.package()["resources"][schema.IMAGE]["inputProperties"].keys()
+    assert inputs.keys() <= schema.package()["resources"][tokens.IMAGE]["inputProperties"].keys()
 
 
 def test_a_run_file_with_mistakes_ends_the_program_without_a_traceback(program):
@@ -207,7 +207,7 @@ def _declared(cls):
 
 
 def test_the_fleet_args_are_the_schemas_inputs():
-    inputs = schema.package()["resources"][schema.FLEET]
+    inputs = schema.package()["resources"][tokens.FLEET]
     given = {to_camel(field.name): field for field in fields(resources.FleetArgs)}
     assert given.keys() | {"sshPublicKey", "sshPrivateKeyFile", "imageLabels"} == inputs["inputProperties"].keys()
     needed = {name for name, field in given.items() if field.default is not None}
@@ -215,7 +215,7 @@ def test_the_fleet_args_are_the_schemas_inputs():
 
 
 def test_the_image_args_are_the_schemas_inputs_and_its_outputs_the_schemas():
-    image = schema.package()["resources"][schema.IMAGE]
+    image = schema.package()["resources"][tokens.IMAGE]
     given = {to_camel(field.name): field for field in fields(resources.ImageArgs)}
     assert given.keys() == image["inputProperties"].keys()
     assert {name for name, field in given.items() if field.default is not None} == set(image["requiredInputs"])
@@ -225,14 +225,14 @@ def test_the_image_args_are_the_schemas_inputs_and_its_outputs_the_schemas():
 
 
 def test_the_fleets_outputs_are_the_schemas():
-    properties = schema.package()["resources"][schema.FLEET]["properties"].keys()
-    inputs = schema.package()["resources"][schema.FLEET]["inputProperties"].keys()
+    properties = schema.package()["resources"][tokens.FLEET]["properties"].keys()
+    inputs = schema.package()["resources"][tokens.FLEET]["inputProperties"].keys()
     assert {to_camel(name) for name in resources.FLEET_OUTPUTS} == properties - inputs
     assert _declared(resources.Fleet) - {"output"} == (properties - inputs) | {"nodes"}
     assert set(resources.Fleet._names.values()) >= properties
 
 
-@pytest.mark.parametrize(("cls", "token"), [("SshKey", schema.SSH_KEY), ("FleetGuard", schema.FLEET_GUARD)])
+@pytest.mark.parametrize(("cls", "token"), [("SshKey", tokens.SSH_KEY), ("FleetGuard", tokens.FLEET_GUARD)])
 def test_the_other_resources_have_the_schemas_properties(cls, token):
     assert _declared(getattr(resources, cls)) == schema.package()["resources"][token]["properties"].keys()
 
@@ -244,4 +244,4 @@ def test_every_property_says_what_it_is():
 
 
 def test_the_schema_marks_the_private_key_secret():
-    assert schema.package()["resources"][schema.SSH_KEY]["properties"]["privateKey"]["secret"]
+    assert schema.package()["resources"][tokens.SSH_KEY]["properties"]["privateKey"]["secret"]

@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from mgpu.iac import schema
+from mgpu.iac import tokens
 from mgpu.iac.sshkey import SshKeyHandler
 from mgpu.iac.wire import UNKNOWN, from_struct
 
-TOKEN = schema.SSH_KEY
+TOKEN = tokens.SSH_KEY
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from mgpu.cli import cli
 from mgpu.errors import AuthError, InputError, Transient
-from mgpu.iac import schema
+from mgpu.iac import tokens
 from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
 from mgpu.run import fleets, record, stacks
@@ -252,7 +252,7 @@ def test_it_is_asked_where_a_stack_has_machines_of_it(world, far):
     far.is_configured = False
     far.rent("theirs")
     inputs = {"name": "theirs", "provider": "far", "options": {"account": "1"}}
-    state = {"checkpoint": {"latest": {"resources": [{"type": schema.FLEET, "inputs": inputs}]}}}
+    state = {"checkpoint": {"latest": {"resources": [{"type": tokens.FLEET, "inputs": inputs}]}}}
     stack_file("mine", "dev").write_text(json.dumps(state))
     assert [(fleet.name, fleet.used_by) for fleet in fleets.survey().fleets] == [("theirs", "stack dev")]
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from mgpu.iac.tokens import BUCKET, NODE_ROLE, REAPER_ROLE, REPOSITORY, SECURITY_GROUP
 from mgpu.providers.aws.base.bucket import BucketKeeper
 from mgpu.providers.aws.base.group import GroupKeeper
 from mgpu.providers.aws.base.repository import RepositoryKeeper
 from mgpu.providers.aws.base.roles import NodeKeeper, ReaperKeeper
 from mgpu.providers.aws.base.thing import Keeper
-
-BUCKET = "mgpu:aws:Bucket"
-REPOSITORY = "mgpu:aws:Repository"
-NODE_ROLE = "mgpu:aws:NodeRole"
-REAPER_ROLE = "mgpu:aws:ReaperRole"
-SECURITY_GROUP = "mgpu:aws:SecurityGroup"
 
 KEEPERS: dict[str, type[Keeper[Any]]] = {
     BUCKET: BucketKeeper,

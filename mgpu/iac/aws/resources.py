@@ -9,7 +9,7 @@ import pulumi
 from pulumi import Input, Output, ResourceOptions
 from pydantic.alias_generators import to_camel, to_snake
 
-from mgpu.iac.aws import kinds
+from mgpu.iac import tokens
 
 
 class _Thing(pulumi.CustomResource):
@@ -61,7 +61,7 @@ class Bucket(_Thing):
             "abort_uploads_days": abort_uploads_days,
             "old_versions_days": old_versions_days,
         }
-        super().__init__(kinds.BUCKET, resource_name, given, opts)
+        super().__init__(tokens.BUCKET, resource_name, given, opts)
 
 
 class Repository(_Thing):
@@ -89,7 +89,7 @@ class Repository(_Thing):
         opts: ResourceOptions | None = None,
     ) -> None:
         given = {"existing": existing, "name": name, "untagged_days": untagged_days, "keep_images": keep_images}
-        super().__init__(kinds.REPOSITORY, resource_name, given, opts)
+        super().__init__(tokens.REPOSITORY, resource_name, given, opts)
 
 
 class NodeRole(_Thing):
@@ -117,7 +117,7 @@ class NodeRole(_Thing):
         opts: ResourceOptions | None = None,
     ) -> None:
         given = {"existing": existing, "bucket": bucket, "repository": repository}
-        super().__init__(kinds.NODE_ROLE, resource_name, given, opts)
+        super().__init__(tokens.NODE_ROLE, resource_name, given, opts)
 
 
 class ReaperRole(_Thing):
@@ -133,7 +133,7 @@ class ReaperRole(_Thing):
     def __init__(
         self, resource_name: str, *, existing: Input[str] | None = None, opts: ResourceOptions | None = None
     ) -> None:
-        super().__init__(kinds.REAPER_ROLE, resource_name, {"existing": existing}, opts)
+        super().__init__(tokens.REAPER_ROLE, resource_name, {"existing": existing}, opts)
 
 
 class SecurityGroup(_Thing):
@@ -163,4 +163,4 @@ class SecurityGroup(_Thing):
         opts: ResourceOptions | None = None,
     ) -> None:
         given = {"existing": existing, "name": name, "vpc_id": vpc_id, "ssh": ssh, "allow_world": allow_world}
-        super().__init__(kinds.SECURITY_GROUP, resource_name, given, opts)
+        super().__init__(tokens.SECURITY_GROUP, resource_name, given, opts)
