@@ -16,7 +16,8 @@ from mgpu_train.timeouts import Timeouts
 from pulumi.runtime.proto import provider_pb2
 from pydantic.alias_generators import to_camel
 
-from mgpu.iac import install, plugin, schema, tokens
+from mgpu.cli import main
+from mgpu.iac import environment, install, plugin, schema, tokens
 from mgpu.iac.aws import kinds, resources
 from mgpu.iac.wire import UNKNOWN, from_struct
 
@@ -359,7 +360,7 @@ def operator(require, aws, tmp_path):
     return Operator(tmp_path)
 
 
-def test_base_is_made_kept_in_line_taken_over_and_taken_down(operator, aws, tmp_path):
+def test_base_is_made_kept_in_line_taken_over_and_taken_down(operator, aws, tmp_path, monkeypatch):
     iam, ec2, s3 = (aws.client(service) for service in ("iam", "ec2", "s3"))
 
     done = operator.bootstrap("--allow-ssh", "203.0.113.7", code=2)  # nobody agreed
@@ -384,6 +385,23 @@ def test_base_is_made_kept_in_line_taken_over_and_taken_down(operator, aws, tmp_
     assert taken["security_group"] == made["security_group"]
     other.up("--region", THERE)
 
+    tags = [{"ResourceType": "instance", "Tags": [{"Key": "mgpu:owner", "Value": "o-1"}]}]
+    machine = ec2.run_instances(
+        ImageId=aws.image(), InstanceType="g4dn.xlarge", MinCount=1, MaxCount=1, TagSpecifications=tags
+    )["Instances"][0]["InstanceId"]
+    before = changes(aws)
+    done = operator.bootstrap("--destroy", "--yes", code=2)  # it is in use
+    assert machine in done.stderr
+    assert changes(aws) == before
+    ec2.terminate_instances(InstanceIds=[machine])
+
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, operator.env[name])
+    done = plainly_destroyed(f"{ACCOUNT}-{HERE}")
+    assert done.returncode != 0
+    assert "protected" in done.stdout + done.stderr
+    assert iam.get_role(RoleName="mgpu-node")
+
     operator.bootstrap("--destroy", "--yes")
     assert not ec2.describe_security_groups(Filters=[{"Name": "group-name", "Values": ["mgpu-nodes"]}])[
         "SecurityGroups"
@@ -398,40 +416,18 @@ def test_base_is_made_kept_in_line_taken_over_and_taken_down(operator, aws, tmp_
     assert iam.list_roles()["Roles"] == []
 
 
-def test_base_in_use_is_not_taken_down(operator, aws):
-    operator.up()
-    tags = [{"ResourceType": "instance", "Tags": [{"Key": "mgpu:owner", "Value": "o-1"}]}]
-    machine = aws.client("ec2").run_instances(
-        ImageId=aws.image(), InstanceType="g4dn.xlarge", MinCount=1, MaxCount=1, TagSpecifications=tags
-    )["Instances"][0]["InstanceId"]
-    before = changes(aws)
-    done = operator.bootstrap("--destroy", "--yes", code=2)
-    assert machine in done.stderr
-    assert changes(aws) == before
-
-
-def test_plain_pulumi_destroy_is_refused(operator, aws, monkeypatch):
-    from mgpu.iac import environment
-
-    operator.up()
-    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.setenv(name, operator.env[name])
+def plainly_destroyed(stack):
+    """What `pulumi destroy` says, as a user's own hands would type it."""
     engine = install.find_engine()
-    env = environment.process_env(environment.engine_env(engine.path))
-    program = Path(operator.env["XDG_STATE_HOME"]) / "mgpu" / "base" / "program"
-    command = [
-        engine.pulumi,
-        "destroy",
-        "--yes",
-        "--skip-preview",
-        "--non-interactive",
-        "--stack",
-        "123456789012-us-east-1",
-    ]
-    done = subprocess.run(command, cwd=program, env=env, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode != 0
-    assert "protected" in done.stdout + done.stderr
-    assert aws.client("iam").get_role(RoleName="mgpu-node")
+    return subprocess.run(
+        [engine.pulumi, "destroy", "--yes", "--skip-preview", "--non-interactive", "--stack", stack],
+        cwd=Path(os.environ["XDG_STATE_HOME"]) / "mgpu" / "base" / "program",
+        env=environment.process_env(environment.engine_env(engine.path)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
 
 
 BAD = {
@@ -449,16 +445,33 @@ BAD = {
 }
 
 
+@pytest.fixture
+def bootstrap(aws, tmp_path, monkeypatch, capsys):
+    """The command in this very process, for what ends before an engine is started: its exit code and its words."""
+    for name in ("STATE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(["bootstrap", "aws", "--yes", *arguments])
+        return ended.value.code, capsys.readouterr().err
+
+    return call
+
+
 @pytest.mark.parametrize(("arguments", "says"), BAD.values(), ids=BAD)
-def test_bad_input_is_told_before_anything_is_made(aws, tmp_path, arguments, says):
-    done = Operator(tmp_path).bootstrap("--yes", *arguments, code=2)
-    assert done.stderr.startswith("error: ")
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_input_is_told_before_anything_is_made(bootstrap, aws, arguments, says):
+    code, said = bootstrap(*arguments)
+    assert code == 2
+    assert said.startswith("error: ")
+    assert says in said
+    assert "Traceback" not in said
     assert changes(aws) == []
 
 
-def test_credentials_that_have_expired_are_told(aws, tmp_path):
+def test_credentials_that_have_expired_are_told(bootstrap, aws):
     aws.expire()
-    done = Operator(tmp_path).bootstrap("--yes", "--allow-ssh", "203.0.113.7", code=3)
-    assert "expired" in done.stderr
+    code, said = bootstrap("--allow-ssh", "203.0.113.7")
+    assert code == 3
+    assert "expired" in said
