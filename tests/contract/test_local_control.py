@@ -20,6 +20,7 @@ import asyncssh
 import pytest
 from mgpu_train.agent.layout import NOTICE
 from mgpu_train.timeouts import Timeouts
+from waiting import until
 
 from mgpu import acquire
 from mgpu.errors import AmbiguousCreate, InputError, InvalidRequest, NoCapacity, Transient
@@ -50,13 +51,6 @@ GARBAGE = [
     '{"action": "notice", "at": 1e300}',
     b"\xff\xfe",
 ]
-
-
-def until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @dataclass

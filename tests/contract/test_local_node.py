@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import asyncssh
 import paramiko
 import pytest
 from mgpu_train.agent.layout import LEASE
+from waiting import until
 
 from mgpu.errors import InvalidRequest, NoCapacity, Transient
 from mgpu.plan.model import Requirements
@@ -34,13 +35,6 @@ from mgpu.providers.local.provider import LocalProvider
 
 DEADLINE_S = 60.0
 SCRIPTS = Path(module.__file__).parent
-
-
-def until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @dataclass

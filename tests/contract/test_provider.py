@@ -20,6 +20,7 @@ from typing import Any
 import asyncssh
 import pytest
 from fakes.aws import FakeAws
+from waiting import until
 
 import mgpu.providers
 from mgpu.errors import Conflict, InputError
@@ -111,13 +112,6 @@ def ask(harness: Harness, nodes: int = 2, owner: str = "o-1", generation: int = 
         hard_cap_s=600,
     )
     return request, offer, create_token(owner, f"demo-{owner}", generation, offer, 0)
-
-
-def until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def ready(provider: Provider, handle: Handle) -> FleetState:

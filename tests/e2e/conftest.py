@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from mgpu.iac import install
 from mgpu.paths import state_dir
@@ -66,10 +66,7 @@ class Project:
         return len(bill.read(state_dir() / "local").alive)
 
     def wait(self, what: Callable[[], bool], seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < end, "it did not happen in time"
-            time.sleep(0.1)
+        until(what, seconds)
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
 from fakes.aws.fake import FakeAws
-from fakes.aws.operator import Operator, left_behind, operator, until, why_ended
+from fakes.aws.operator import Operator, left_behind, operator, why_ended
+from waiting import until
 
 from mgpu.iac import install
 

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 from fakes import trainer
 from fakes.aws import ecr, world
-from fakes.aws.operator import BUCKET, Operator, left_behind, operator, until
+from fakes.aws.operator import BUCKET, Operator, left_behind, operator
 from fakes.engine import missing, running_engine
+from waiting import until
 
 from mgpu.iac import install
 from mgpu.providers.aws import names

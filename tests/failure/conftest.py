@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from mgpu.iac import install
 from mgpu.providers.local import bill
@@ -136,10 +136,7 @@ class World:
         return runs[-1] if runs else {}
 
     def wait(self, what: Callable[[], Any], seconds: float = 60, why: str = "it did not happen in time") -> None:
-        end = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < end, why
-            time.sleep(0.1)
+        until(what, seconds, why)
 
     def clear(self) -> None:
         """Ends whatever is left; a test that has proved its point leaves nothing to end."""

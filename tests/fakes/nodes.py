@@ -16,6 +16,7 @@ from typing import Any
 from mgpu_train.agent import procs
 from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.store import Store, open_store
+from waiting import until
 
 TIMES = {"poll_s": 0.05, "peers_s": 10, "drain_s": 30, "stop_grace_s": 20, "lease_renew_s": 0.2, "command_s": 30}
 SAVING = """
@@ -136,11 +137,7 @@ class Node:
         return procs.carrying(f"MGPU_CHECKPOINT_DIR={self.run / 'checkpoints'}")
 
     def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
-        end = time.monotonic() + deadline_s
-        while not (result := condition()):
-            assert time.monotonic() < end, f"it did not happen in time: {self.log}"
-            time.sleep(0.03)
-        return result
+        return until(condition, deadline_s, lambda: self.log)
 
     def ended(self) -> dict[str, Any]:
         """The final status; the agent and everything it started has ended."""

@@ -17,6 +17,7 @@ import pytest
 from mgpu_train.agent import procs
 from mgpu_train.timeouts import Timeouts
 from pulumi.runtime.proto import provider_pb2, provider_pb2_grpc
+from waiting import until
 
 from mgpu.errors import Conflict, InputError, MgpuError, ProviderError
 from mgpu.events import Event
@@ -308,10 +309,7 @@ if any(arg.endswith("pulumi-resource-mgpu") for arg in sys.orig_argv):
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = 40) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(condition, limit_s)
 
 
 class Held:

@@ -14,10 +14,10 @@ import pytest
 from botocore.exceptions import ClientError
 from fakes import builders
 from fakes import engine as engines
-from fakes.aws.operator import until
 from fakes.engine import Registry
 from fakes.registries import Said, scripted
 from pulumi.runtime.proto import provider_pb2
+from waiting import until
 
 from mgpu.errors import ImageError, InputError, Interrupted, MgpuError
 from mgpu.events import Event, ImageStep, LayerPushed, Note

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import asyncssh
 import pytest
 from mgpu_train.timeouts import Timeouts
+from waiting import until
 
 from mgpu.remote.node import Node, connect
 from mgpu.remote.targets import Jump, Target
@@ -197,12 +197,7 @@ def free_port() -> int:
 
 
 def wait_for(ready: Callable[[], object], seconds: float = START_S):
-    end = time.monotonic() + seconds
-    while not (value := ready()):
-        if time.monotonic() > end:
-            pytest.fail(f"nothing within {seconds} s")
-        time.sleep(0.02)
-    return value
+    return until(ready, seconds)
 
 
 def _answers(port: int) -> bool:

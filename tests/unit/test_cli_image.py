@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from fakes import builders
 from fakes import engine as engines
-from fakes.aws.operator import until
 from fakes.engine import Registry
 from mgpu_train.agent import procs
+from waiting import until
 
 from mgpu.bars import Layers
 from mgpu.cli import image as cli_image

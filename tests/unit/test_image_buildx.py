@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from fakes import trainer
-from fakes.aws.operator import until
 from fakes.engine import Engine as FakeEngine
+from waiting import until
 
 from mgpu.errors import ImageError, Interrupted
 from mgpu.events import Event, ImageStep

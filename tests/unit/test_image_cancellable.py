@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 from fakes import builders
-from fakes.aws.operator import until
 from fakes.builders import Endless
 from fakes.engine import Engine as FakeEngine
 from fakes.registries import Asked, Said, scripted
+from waiting import until
 
 from mgpu.errors import ImageError, Interrupted
 from mgpu.events import Event, Note, ignore

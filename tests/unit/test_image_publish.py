@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from fakes import builders, pyimage
 from fakes import engine as engines
-from fakes.aws.operator import until
 from fakes.engine import PASSWORD, USER, Registry, free_port, missing, running_engine, running_registry
 from fakes.registries import Asked, Said, certificate, forwarded, scripted, wire
+from waiting import until
 
 from mgpu.errors import ImageError, InputError
 from mgpu.events import Event, ImageStep, LayerPushed, Warned

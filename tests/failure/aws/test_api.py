@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from fakes.aws.operator import PULUMI, Done, Operator, left_behind, until, why_ended
+from fakes.aws.operator import PULUMI, Done, Operator, left_behind, why_ended
+from waiting import until
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for stories of others, too
 

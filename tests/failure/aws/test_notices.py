@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from fakes.aws.operator import Operator, left_behind, until
+from fakes.aws.operator import Operator, left_behind
+from waiting import until
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for stories of others, too
 

@@ -30,6 +30,7 @@ from mgpu_train.checkpoint.verify import verify
 from mgpu_train.config import Secrets
 from mgpu_train.store import open_store
 from mgpu_train.timeouts import Timeouts
+from waiting import until
 
 from mgpu import acquire, paths
 from mgpu.events import Event
@@ -296,12 +297,14 @@ class Line:
 
     def wait(self, what: Callable[[], Any], seconds: float = 40) -> Any:
         """What `what` answers as soon as that is anything; fails when the run ends before."""
-        end = time.monotonic() + seconds
-        while not (found := what()):
-            assert time.monotonic() < end, f"it did not happen in {seconds} s: {self.entries()[-3:]}"
-            assert self._thread is None or self.going or what(), f"it is over: {self._result}"
-            time.sleep(0.02)
-        return found
+
+        def asked() -> Any:
+            over = self._thread is not None and not self.going  # first: what happens at its very end has happened
+            found = what()
+            assert found or not over, f"it is over: {self._result}"
+            return found
+
+        return until(asked, seconds, lambda: self.entries()[-3:])
 
     def copied(self, rank: int) -> int:
         """Bytes of a node's log on the operator's machine."""

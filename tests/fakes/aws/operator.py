@@ -10,8 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -154,11 +153,3 @@ def left_behind(aws: FakeAws, region: str = HOME_REGION) -> dict[str, list[str]]
     schedules = [each["Name"] for each in aws.client("scheduler", region).list_schedules()["Schedules"]]
     found: Mapping[str, list[str]] = dict(zip(kinds, (templates, groups, addresses, schedules), strict=True))
     return {"billed": aws.alive(), **found}
-
-
-def until(what: Callable[[], object], seconds: float = 60, why: str = "it did not happen in time") -> None:
-    """Waits for something to be true. Raises AssertionError."""
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, why
-        time.sleep(0.1)
