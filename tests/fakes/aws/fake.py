@@ -6,15 +6,18 @@ import json
 import os
 import select
 import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from forks import Forked, Forks
 
 from fakes.aws import base, control, ecr, world
 
 READY_S = 60.0
+_PROCESS = "fakes.aws.process"
+_FORKS = Forks(_PROCESS)  # moto alone takes 2 s of CPU
 HOME_REGION = "us-east-1"
 # credentials of moto's root user; a user's own configuration is shielded off
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "AKIAFAKEFAKEFAKEFAKE", "AWS_SECRET_ACCESS_KEY": "fake"}
@@ -57,9 +60,9 @@ class FakeAws:
     """A running fake; `with FakeAws.start(folder) as aws:`."""
 
     def __init__(
-        self, folder: Path, process: subprocess.Popen[bytes], port: int, machines: bool, engines: bool = False
+        self, folder: Path, process: Forked, life: BinaryIO, port: int, machines: bool, engines: bool = False
     ) -> None:
-        self.folder, self._process, self._port = folder, process, port
+        self.folder, self._process, self._life, self._port = folder, process, life, port
         self._lock, self._session, self._clients = threading.Lock(), None, dict[tuple[Any, ...], Any]()
         # the words before a command that run it where the machines are
         self.prefix: list[str] = world.prefix(process.pid) if machines else []
@@ -76,20 +79,20 @@ class FakeAws:
         `engines`: the machine images bring Docker, as AWS's do, and ECR has a registry."""
         folder.mkdir(parents=True, exist_ok=True)
         wanted = {"--machines": machines, "--all-regions": all_regions, "--engines": engines}
-        command = [sys.executable, "-m", "fakes.aws", str(folder), *(flag for flag, on in wanted.items() if on)]
+        arguments = [str(folder), *(flag for flag, on in wanted.items() if on)]
+        (stdin, ours), (theirs, stdout) = os.pipe(), os.pipe()
+        life = os.fdopen(ours, "wb")  # the fake ends when it is closed, by our end too
         with (folder / "fake-aws.log").open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=_own_environment(),
-                start_new_session=True,  # Ctrl-C is the test's, which closes the fake afterwards
+            process = _FORKS.start(
+                _PROCESS, arguments, _own_environment(), stdin=stdin, stdout=stdout, stderr=log.fileno()
             )
+        os.close(stdin)
+        os.close(stdout)
         try:
-            return cls(folder, process, _ready(process, folder)["port"], machines, engines)
+            with os.fdopen(theirs, "rb") as answer:
+                return cls(folder, process, life, _ready(answer, folder)["port"], machines, engines)
         except BaseException:
-            _end(process)
+            _end(process, life)
             raise
 
     def __enter__(self) -> FakeAws:
@@ -100,7 +103,7 @@ class FakeAws:
 
     def close(self) -> None:
         """Ends it and all that it made."""
-        _end(self._process)
+        _end(self._process, self._life)
 
     @property
     def pid(self) -> int:
@@ -306,18 +309,15 @@ def _own_environment() -> dict[str, str]:
     return {**kept, **SHIELD, "PYTHONPATH": path}
 
 
-def _ready(process: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
-    assert process.stdout
-    line = process.stdout.readline() if select.select([process.stdout], [], [], READY_S)[0] else b""
+def _ready(answer: BinaryIO, folder: Path) -> dict[str, Any]:
+    line = answer.readline() if select.select([answer], [], [], READY_S)[0] else b""
     if not line:
         raise RuntimeError(f"the fake AWS did not start: {(folder / 'fake-aws.log').read_text()[-2000:]}")
     return json.loads(line)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe:
-            pipe.close()
+def _end(process: Forked, life: BinaryIO) -> None:
+    life.close()
     try:
         process.wait(timeout=20)
     except subprocess.TimeoutExpired:

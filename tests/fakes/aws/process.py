@@ -1,4 +1,5 @@
-"""The fake's process: `python -m fakes.aws FOLDER [--machines [--engines]] [--all-regions]`; it ends with its input."""
+"""The fake's process: `python -m fakes.aws.process FOLDER [--machines [--engines]] [--all-regions]`; it ends with its
+input."""
 
 from __future__ import annotations
 
@@ -49,4 +50,5 @@ def main() -> None:
     os._exit(0)  # threads that still wait for a client shall not hold it
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Processes that are forked by a server which has imported what they need: a start costs milliseconds, no seconds.
+
+`python -m forks FD MODULE ...` is the server, which `Forks` starts with the first process. What it forks is a process
+of its own, with an environment, a folder, arguments, input and output of its own; /proc alone shows the server's
+command line and environment for it, so who looks for processes by those starts real ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+_START_S = 120.0  # for all that is imported, on a busy machine
+
+
+class Forked:
+    """A process like `subprocess.Popen`'s, as far as a test asks."""
+
+    def __init__(self, pid: int, ends: int) -> None:
+        self.pid, self._ends = pid, ends
+        self.returncode: int | None = None
+
+    def __del__(self) -> None:
+        os.close(self._ends)
+
+    def wait(self, timeout: float) -> int:
+        """The exit code, or -signal.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        if self.returncode is None:
+            if not select.select([self._ends], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            self.returncode = int(os.read(self._ends, 16) or -signal.SIGKILL)  # nothing: the server is gone
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        """Sends nothing to one that has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        if self.returncode is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Forks:
+    """Forks processes that have imported `modules`; `env` is laid over the environment in which they are imported."""
+
+    def __init__(self, *modules: str, env: Mapping[str, str] | None = None) -> None:
+        self._modules, self._env = modules, dict(env or {})
+        self._lock, self._control = threading.Lock(), None
+
+    def start(
+        self,
+        what: Path | str,
+        arguments: Sequence[object],
+        env: Mapping[str, str],
+        *,
+        stdin: int | None = None,
+        stdout: int,
+        stderr: int,
+        cwd: Path | None = None,
+    ) -> Forked:
+        """Forks a process that runs the script of this path, or the module of this name as `python -m` would, in a
+        session of its own. `env` is the whole environment; without `stdin` there is no input."""
+        said = {"what": str(what), "script": isinstance(what, Path), "arguments": [str(each) for each in arguments]}
+        said |= {"env": dict(env), "cwd": str(cwd or Path.cwd())}
+        ends, told = os.pipe()
+        null = os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin
+        try:
+            with self._lock:
+                control = self._running()
+                control.sendall(b"%12d" % len(request := json.dumps(said).encode()))
+                socket.send_fds(control, [request], [null, stdout, stderr, told])
+                pid = int(control.recv(16) or 0)
+        finally:
+            os.close(told)
+            if stdin is None:
+                os.close(null)
+        if not pid:
+            os.close(ends)
+            raise RuntimeError(f"the server that has imported {', '.join(self._modules)} has ended")
+        return Forked(pid, ends)
+
+    def _running(self) -> socket.socket:
+        if self._control is None:
+            self._control, theirs = socket.socketpair()
+            self._control.settimeout(_START_S)
+            paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "forks", str(theirs.fileno()), *self._modules],
+                    env={**os.environ, **self._env, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is the test's, which ends what it has started
+                )
+        return self._control
+
+
+def _serve(control: socket.socket) -> None:
+    """Until the other side is gone."""
+    children: dict[int, tuple[int, int]] = {}  # by pidfd: the process, and where its end is told
+    while True:
+        for ready in select.select([control, *children], [], [])[0]:
+            if ready is control:
+                head = control.recv(12, socket.MSG_WAITALL)
+                if len(head) < 12:
+                    return
+                said, fds, _, _ = socket.recv_fds(control, int(head), 4)
+                while len(said) < int(head):
+                    said += control.recv(int(head) - len(said))
+                pid = os.fork()
+                if pid == 0:
+                    control.close()
+                    _become(json.loads(said), fds)
+                children[os.pidfd_open(pid)] = pid, fds.pop()
+                for fd in fds:
+                    os.close(fd)
+                control.sendall(b"%d" % pid)
+            else:
+                pid, told = children.pop(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with suppress(OSError):  # nobody wants to know
+                    os.write(told, b"%d" % code)
+                os.close(told)
+                os.close(ready)
+
+
+def _become(said: dict[str, Any], fds: list[int]) -> NoReturn:
+    """In the forked process."""
+    os.setsid()
+    for number, fd in enumerate(fds[:3]):
+        os.dup2(fd, number)
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if int(path.name) > 2:
+            with suppress(OSError):  # of what lists them
+                os.close(int(path.name))
+    os.environ.clear()
+    os.environ.update(said["env"])
+    os.chdir(said["cwd"])
+    what = said["what"]
+    sys.argv = [what, *said["arguments"]]
+    sys.path[:0] = [path for path in said["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    code: object = 1
+    try:
+        if said["script"]:
+            sys.path.insert(0, str(Path(what).parent))
+            runpy.run_path(what, run_name="__main__")
+        else:
+            sys.modules.pop(what, None)  # runpy warns of one that was imported
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            sys.stderr.write(f"{code}\n")
+    except BaseException:  # noqa: BLE001 - to go on would be to serve
+        sys.excepthook(*sys.exc_info())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # what was imported may have threads
