@@ -36,8 +36,8 @@ STATE = ROOT / ".mgpu" / "demo-aws"
 RUN_FILE = ROOT / ".mgpu" / "demo-aws.yaml"
 REGION = "us-east-1"
 NOTICE_S = 30.0  # EC2 gives two minutes: nobody wants to watch them
-STEPS, EVERY = 120, 20
-TAKE_AFTER = 60  # the committed step after which a machine is taken,
+STEPS, EVERY = 80, 20
+TAKE_AFTER = 40  # the committed step after which a machine is taken,
 TAKE_LATE = 10  # and as many steps later: in the middle between two checkpoints
 
 

@@ -216,6 +216,7 @@ def test_inspect_of_nothing_says_what_the_registry_said(mgpu, at, monkeypatch):
     assert mgpu("image", "inspect", "x:1", "--platform", "windows").code == 2
 
 
+@pytest.mark.drawn("signals at a build", "mgpu/image", "mgpu/cli/image.py")
 @pytest.mark.parametrize("builder", builders.BUILDERS)
 @pytest.mark.parametrize(
     ("command", "number"),

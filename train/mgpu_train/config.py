@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from mgpu_train.agent.layout import RUN_ID
+from mgpu_train.names import RUN_ID
 from mgpu_train.timeouts import Timeouts
 
 RunId = Annotated[str, StringConstraints(pattern=RUN_ID)]

@@ -18,9 +18,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from mgpu_train.agent import identity
-from mgpu_train.agent.layout import RUN_ID, RunLayout
+from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.log import clean
 from mgpu_train.errors import Refused
+from mgpu_train.names import RUN_ID
 
 if TYPE_CHECKING:
     from pydantic import ValidationError

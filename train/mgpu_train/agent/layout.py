@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-RUN_ID = r"^[a-z][a-z0-9-]{0,62}$"
 LIB = PurePosixPath(".mgpu/lib")
 LEASE = PurePosixPath(".mgpu/lease")
 NOTICE = PurePosixPath(".mgpu/notice.json")  # as EC2's spot/instance-action: {"action": "terminate", "time": RFC 3339}
