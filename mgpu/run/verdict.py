@@ -120,7 +120,7 @@ def _of_notices(nodes: tuple[_Node, ...]) -> tuple[str, Fault]:
 
 def _of_hangs(nodes: tuple[_Node, ...]) -> tuple[str, Fault]:
     longest_s = max((node.status.quiet_s or 0.0 for node in nodes if node.status), default=0.0)
-    return f"no sign of progress on any of {len(nodes)} nodes for {longest_s:g} s", Fault.INFRASTRUCTURE
+    return f"no sign of progress on any of {len(nodes)} nodes for {longest_s:g} s", Fault.USER
 
 
 # a program that crashes takes its peers' connections along, and a peer may say so first; one that was told to stop is

@@ -91,7 +91,7 @@ def test_a_healthy_program_may_be_quiet_for_longer_than_a_lease(told):
 def test_a_stalled_attempt_is_ended_and_says_so_before_its_machine_goes(told):
     world, killed_at = told["stalls"].result()
     (end,) = [entry for entry in world.commits(world.run()["run_id"]) if entry["kind"] == "end"]
-    assert (end["succeeded"], end["fault"]) == (False, "infrastructure")
+    assert (end["succeeded"], end["fault"]) == (False, "user")
     assert "no sign of progress" in end["reason"]
     assert billed(world).end_at <= killed_at + 6 + LEASE_S + I1_S
 

@@ -40,6 +40,7 @@ def train_job(**changes) -> Job:
     [
         (Watched(now=100), Act.WATCH),
         (Watched(now=100, hung="no sign of progress"), Act.KILL),
+        (Watched(now=100, hung="no sign of progress", silent=True), Act.KILL),
         (Watched(now=5, asked=5), Act.TERMINATE),
         (Watched(now=14, asked=5), Act.TERMINATE),
         (Watched(now=15, asked=5), Act.KILL),  # stop_grace_s
@@ -52,6 +53,13 @@ def train_job(**changes) -> Job:
 )
 def test_what_is_done_to_a_launcher(seen, act):
     assert look(seen, TIMES)[0] is act
+
+
+def test_a_hang_is_the_programs_unless_a_node_has_fallen_silent():
+    _, hung = look(Watched(now=100, hung="no sign of progress"), TIMES)
+    assert (hung.fault, hung.reason) == (Fault.USER, "no sign of progress")
+    _, missed = look(Watched(now=100, hung="no sign of progress", silent=True), TIMES)
+    assert (missed.fault, "heard no more" in missed.reason) == (Fault.INFRASTRUCTURE, True)
 
 
 def test_the_first_cause_stands_and_only_its_grace_is_cut():
@@ -93,15 +101,30 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         (job(), Ended(exit_code=0, saved_step=2, durable_step=1), Fault.INFRASTRUCTURE, "step-2, is not safe"),
         (job(), Ended(exit_code=0, saved_step=2, resumed_step=9), Fault.USER, "load MGPU_RESUME_DIR"),
         (job(), Ended(exit_code=3, last_words="ValueError: x"), Fault.USER, "exit code 3: ValueError: x"),
-        (job(), Ended(exit_code=-signal.SIGKILL), Fault.INFRASTRUCTURE, "SIGKILL"),
+        (job(), Ended(exit_code=-signal.SIGKILL), Fault.USER, "the program was ended by SIGKILL: most often"),
+        (job(), Ended(exit_code=-signal.SIGKILL, starved=1), Fault.USER, "SIGKILL: out of memory, the kernel says"),
         (
             job(),
-            Ended(exit_code=1, last_words="Signal 9 (SIGKILL) received by PID 7"),
-            Fault.INFRASTRUCTURE,
-            "a rank was",
+            Ended(exit_code=1, rank=3, rank_code=3, last_words="bye"),
+            Fault.USER,
+            "rank 3 ended with exit code 3: ",
         ),
-        (job(), Ended(exit_code=1, last_words="Signal 11 (SIGSEGV) received by PID 7"), Fault.USER, "SIGSEGV"),
-        (job(), Ended(exit_code=-signal.SIGSEGV), Fault.USER, "signal 11"),
+        (
+            job(),
+            Ended(exit_code=1, rank=1, rank_code=-9, last_words="[gloo] x"),
+            Fault.USER,
+            "rank 1 was ended by SIGKILL",
+        ),
+        (job(), Ended(exit_code=1, rank=1, rank_code=-9, starved=2), Fault.USER, "out of memory"),
+        (job(), Ended(exit_code=1, rank=0, rank_code=-11), Fault.USER, "rank 0 was ended by SIGSEGV"),
+        (
+            job(),
+            Ended(exit_code=1, rank=0, rank_code=-6, last_words="NCCL watchdog"),
+            Fault.INFRASTRUCTURE,
+            "SIGABRT: NCCL",
+        ),
+        (job(), Ended(exit_code=-signal.SIGSEGV), Fault.USER, "the program was ended by SIGSEGV"),
+        (job(), Ended(exit_code=-99), Fault.USER, "the program was ended by signal 99"),
         (job(), Ended(exit_code=1, last_words="RuntimeError: [gloo] Connection closed"), Fault.INFRASTRUCTURE, "gloo"),
         (job(nodes=1), Ended(exit_code=1, last_words="RuntimeError: [gloo] wrong shape"), Fault.USER, "gloo"),
         # a node that has no part in the checkpoints answers for its launcher alone

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -540,7 +541,6 @@ def test_bad_input_is_one_line_and_exit_code_2(node):
 
 
 def test_free_ports_are_all_different_and_can_be_bound(node):
-    import socket
 
     ports = node.call("free-ports", "16")["ports"]
     assert len(set(ports)) == 16
@@ -552,12 +552,14 @@ def test_free_ports_are_all_different_and_can_be_bound(node):
 # --- torchrun ------------------------------------------------------------------------------------------------------
 
 
-def test_torchrun_on_two_nodes_of_one_machine(nodes):
-    import socket
-
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+def test_torchrun_on_two_nodes_of_one_machine(nodes):
+    port = free_port()
     pair = nodes(2)
     for node in pair:
         node.program(
@@ -577,3 +579,14 @@ def test_torchrun_on_two_nodes_of_one_machine(nodes):
     assert "total 3.0 0" in pair[0].log
     assert "total 3.0 1" in pair[1].log
     assert pair[0].commits == [1]
+
+
+def test_the_rank_that_failed_first_is_named_with_its_own_exit_code(node):
+    node.program(
+        "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('no such file: x')\ntime.sleep(60)\n"
+    )
+    node.job(launcher="torchrun", processes_per_node=2, master_port=free_port(), checkpoint=None)
+    node.start()
+    (status,) = ended(node)
+    assert (status["phase"], status["fault"], status["exit_code"]) == ("failed", "user", 1)
+    assert status["reason"] == "rank 1 ended with exit code 1: no such file: x"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
@@ -127,3 +128,42 @@ def test_the_example_saves_when_it_is_stopped_and_its_workers_do_not_mind(place)
     torchrun.wait(60)
     assert "is killed by signal" not in node.log.read_text()
     assert len(finished(node.checkpoints)) == 1
+
+
+ENDS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("bye", flush=True)
+    {end}
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("sys.exit(3)", 3, "rank 1 ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", -9, "rank 1 was ended by SIGKILL"),
+    ],
+    ids=["exit 3", "SIGKILL"],
+)
+def test_how_the_first_rank_has_ended_is_known_without_a_stack(place, end, code, words):
+    """torchrun itself ends with 1 for all of them."""
+    node = place("node")
+    (Path(node.layout.work) / "ends.py").write_text(ENDS.format(end=end))
+    assert node.start(command=["ends.py"]).wait(60) == 1
+    assert json.loads(Path(node.layout.failure(1)).read_text()) == {"rank": 1, "exit_code": code}
+    log = node.log.read_text()
+    assert f"torchrun: {words} (pid " in log
+    assert "Traceback" not in log
+
+
+def test_a_stop_is_one_line(place):
+    node = place("node")
+    (Path(node.layout.work) / "waits.py").write_text("print('ready', flush=True)\nimport time\ntime.sleep(60)\n")
+    torchrun = node.start(command=["waits.py"])
+    node.until(lambda: node.log.read_text().count("ready") == 2)
+    torchrun.send_signal(signal.SIGTERM)
+    assert torchrun.wait(60) == 1
+    assert node.log.read_text().splitlines() == ["ready", "ready", "torchrun: stopped by SIGTERM"]
+    assert not Path(node.layout.failure(1)).exists()

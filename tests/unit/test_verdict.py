@@ -201,4 +201,4 @@ def test_agents_that_never_heard_of_each_other_are_judged_by_whoever_sees_all():
     # and it stays the reason when they have done as they were asked
     asked = overdue(Phase.FAILED, fault=Fault.STOPPED, reason="the operator asked to stop")
     after = judge(NodeView(0, asked), NodeView(1, asked))
-    assert (after.action, after.reason, after.fault) == (Action.END, verdict.reason, Fault.INFRASTRUCTURE)
+    assert (after.action, after.reason, after.fault) == (Action.END, verdict.reason, Fault.USER)

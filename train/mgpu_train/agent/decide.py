@@ -11,6 +11,7 @@ from mgpu_train.agent.log import peer_lost
 from mgpu_train.agent.status import Fault
 from mgpu_train.config import Job
 from mgpu_train.timeouts import Timeouts
+from mgpu_train.torchrun import ended
 
 
 class AttemptFailed(Exception):
@@ -51,6 +52,7 @@ class Watched:
 
     now: float
     hung: str | None = None  # no node has shown progress in time: in which words
+    silent: bool = False  # ... and one of them is heard no more
     asked: float | None = None  # when a stop was first asked for
     asked_now: bool = False  # ... without grace
     going: Going | None = None  # this machine goes
@@ -90,7 +92,12 @@ def _cause(seen: Watched, times: Timeouts) -> Cause | None:
         return gone(seen.going, seen.now, times)
     if (why := _went_back(seen.saved_step, seen.resumed_step)) is not None:
         return Cause(Fault.USER, why, seen.now, 0)
-    return None if seen.hung is None else Cause(Fault.INFRASTRUCTURE, seen.hung, seen.now, 0)
+    if seen.hung is None:
+        return None
+    if seen.silent:
+        why = f"{seen.hung}; a node that was heard before is heard no more"
+        return Cause(Fault.INFRASTRUCTURE, why, seen.now, 0)
+    return Cause(Fault.USER, seen.hung, seen.now, 0)  # every machine answers: what hangs is the program
 
 
 def _went_back(saved: int, resumed: int) -> str | None:
@@ -104,8 +111,13 @@ def _went_back(saved: int, resumed: int) -> str | None:
 class Ended:
     """All that is known when the launcher has ended and the uploads are over. Steps are -1 where there is none."""
 
-    exit_code: int
+    exit_code: int  # the launcher's
     last_words: str = ""
+    rank: int | None = (
+        None  # that failed first, as torchrun knows it; None: there is none, or it is the launcher itself
+    )
+    rank_code: int = 0  # that rank's exit code, negative for a signal
+    starved: int = 0  # processes that the kernel killed meanwhile, because this machine was out of memory
     cause: Cause | None = None  # set when the agent ended it
     said: str | None = None  # the trainer's own last metrics line: "done" or "stopped"
     resumed_step: int = -1
@@ -155,17 +167,23 @@ def asks_peers(job: Job) -> bool:
 
 
 def _exited(job: Job, end: Ended) -> AttemptFailed:
-    words = f": {end.last_words}" if end.last_words else ""
-    if end.exit_code == -signal.SIGKILL:
-        # nobody kills itself so: out of memory, or someone on the machine
-        return AttemptFailed(Fault.INFRASTRUCTURE, f"the launcher was killed (SIGKILL){words}")
-    if "(SIGKILL)" in end.last_words:  # as torchrun tells it, which itself exits with 1
-        return AttemptFailed(Fault.INFRASTRUCTURE, f"a rank was killed{words}")
-    if end.exit_code < 0:
-        return AttemptFailed(Fault.USER, f"the program was ended by signal {-end.exit_code}{words}")
-    lost = job.nodes > 1 and peer_lost(end.last_words)
-    fault = Fault.INFRASTRUCTURE if lost else Fault.USER
-    return AttemptFailed(fault, f"the program ended with exit code {end.exit_code}{words}")
+    """A machine is at fault where a peer was lost, which its own agent explains. All else a program can do to itself,
+    and would do again on other machines: an exit code, a signal, more memory than there is."""
+    code = end.exit_code if end.rank is None else end.rank_code
+    who = "the program" if end.rank is None else f"rank {end.rank}"
+    what = f"{who} {ended(code)}"
+    if code == -signal.SIGKILL:
+        what += f": {_killer(end)}"
+    elif end.last_words:
+        what += f": {end.last_words}"
+    lost = job.nodes > 1 and code != -signal.SIGKILL and peer_lost(end.last_words)
+    return AttemptFailed(Fault.INFRASTRUCTURE if lost else Fault.USER, what)
+
+
+def _killer(end: Ended) -> str:
+    if end.starved:
+        return "out of memory, the kernel says: a smaller batch, fewer workers of the data loader, or a larger machine"
+    return "most often that is a limit of memory (a container's, for example); mgpu did not do it"
 
 
 def _durable(job: Job, end: Ended) -> AttemptFailed | None:

@@ -18,7 +18,9 @@ from mgpu_train.agent import procs
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.network import interface_to
 from mgpu_train.config import Job
+from mgpu_train.torchrun import FAILURE_FILE
 
+TORCHRUN = "mgpu_train.torchrun"
 _STORES_PROCESS = b"mgpu_train.store.bulk.child"  # what its command line names
 
 
@@ -37,7 +39,7 @@ def argv(job: Job, python: str) -> list[str]:
     if job.launcher == "python":
         return [python, *program]
     return [
-        *(python, "-m", "torch.distributed.run"),
+        *(python, "-m", TORCHRUN),
         *("--nnodes", str(job.nodes), "--node-rank", str(job.node_rank)),
         *("--nproc-per-node", str(job.processes_per_node)),
         *("--master-addr", job.master_addr, "--master-port", str(job.master_port)),
@@ -88,8 +90,7 @@ def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: M
     given.pop("MGPU_RESUME_DIR", None)
     if job.resume is not None:
         given["MGPU_RESUME_DIR"] = str(layout.resume)
-    if job.launcher == "python":
-        given |= _one_process(job)
+    given |= _one_process(job) if job.launcher == "python" else {FAILURE_FILE: str(layout.failure(job.attempt))}
     paths = [shipped_library(), given.get("PYTHONPATH", "")]
     given["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     return given
@@ -129,7 +130,7 @@ class Launcher:
         """
         agent = os.getpid()
         # torchrun passes SIGTERM on to its ranks, which are in sessions of their own; plain python may ignore it
-        signum = signal.SIGTERM if "torch.distributed.run" in launch.argv else signal.SIGKILL
+        signum = signal.SIGTERM if TORCHRUN in launch.argv else signal.SIGKILL
         self._process = subprocess.Popen(
             launch.argv,
             cwd=launch.folder,

@@ -39,6 +39,10 @@ class RunLayout:
         """`MGPU_SAVE_REQUEST`: appears in an attempt when a checkpoint ahead of time is wise."""
         return self.root / f"save-{attempt}"
 
+    def failure(self, attempt: int) -> PurePosixPath:
+        """What torchrun has left of the rank that failed first, if one did (`mgpu_train.torchrun`)."""
+        return self.root / f"failure-{attempt}.json"
+
     @property
     def lock(self) -> PurePosixPath:
         """Held by the living agent (flock)."""

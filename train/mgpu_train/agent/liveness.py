@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mgpu_train.config import Job
 from mgpu_train.timeouts import Timeouts
 
-_ROUNDS = 3  # of words between the agents, before one that was not heard in time is taken for a silent one
+ROUNDS = 3  # of words between the agents, before one that was not heard in time is taken for a silent one
 
 
 class Stage(StrEnum):
@@ -27,10 +27,12 @@ class Stage(StrEnum):
 
 
 class Known(NamedTuple):
-    """What is known of the other nodes. `heard`: every one of them has been heard of in this attempt."""
+    """What is known of the other nodes. `heard`: every one of them has been heard of in this attempt; `silent`: one
+    that was heard is heard no more, it or its machine."""
 
     until: float = float("-inf")  # they vouch for the attempt until then
     heard: bool = True
+    silent: bool = False
 
 
 ALONE = Known()  # there are no others
@@ -39,11 +41,12 @@ ALONE = Known()  # there are no others
 @dataclass(frozen=True)
 class Silence:
     """What an attempt's silence means now. `until`: the nodes vouch for it so long. `hung`: that is over. `overdue`: it
-    is, as far as is known, but some nodes were never heard."""
+    is, as far as is known, but some nodes were never heard. `silent`: one has fallen silent, which explains it."""
 
     until: float
     hung: bool
     overdue: bool
+    silent: bool = False
 
 
 def deadline_s(stage: Stage, times: Timeouts) -> float:
@@ -92,12 +95,12 @@ class Liveness:
         """
         until, margin_s = max(self.until, peers.until), 0.0
         if self._job.nodes > 1:
-            margin_s = _ROUNDS * self._times.heartbeat_s
+            margin_s = ROUNDS * self._times.heartbeat_s
             if now - self._judged > margin_s:
                 self._watching = now
         self._judged = now
         over = now > max(until, self._watching) + margin_s
-        return Silence(until, hung=over and peers.heard, overdue=over and not peers.heard)
+        return Silence(until, hung=over and peers.heard, overdue=over and not peers.heard, silent=peers.silent)
 
     @property
     def reason(self) -> str:

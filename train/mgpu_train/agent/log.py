@@ -16,6 +16,8 @@ _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)
 _EXCEPTION = re.compile(
     r"^(?:\[\w+\]:\s*)?(?!torch\.distributed\.elastic)[\w.]*(?:Error|Exception|Interrupt|Exit)\b(?::|$)"
 )
+# what torchrun says of its ranks: the agent has it from torchrun itself
+_OF_TORCHRUN = re.compile(r"^torchrun: |^[EWI]\d{4} .*torch/distributed/elastic/")
 # torchrun's word for a rank that was killed; SIGTERM is what torchrun itself sends to the others
 _KILLED = re.compile(r"\bSignal \d+ \((?!SIGTERM\b)SIG\w+\) received by PID \d+")
 _PEER_LOST = re.compile(r"gloo|nccl|TCPStore|ProcessGroup|DistBackendError|DistNetworkError", re.IGNORECASE)
@@ -61,6 +63,7 @@ def last_words(log: Log, begin: int) -> str:
     begin = max(begin, log.size - _WINDOW)
     lines = os.pread(log.fd, _WINDOW, begin).decode(errors="replace").splitlines()
     lines = [line for line in lines if any(map(str.isalnum, line)) and not line.startswith(PREFIX)]
+    lines = [line for line in lines if not _OF_TORCHRUN.match(line)]
     errors = [line for line in lines if _EXCEPTION.match(line)]
     killed = [found[0] for line in lines if (found := _KILLED.search(line))]
     # of several exceptions those that only tell of a lost peer are consequences

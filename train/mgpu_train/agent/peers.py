@@ -38,6 +38,8 @@ class Peers:
         self._beat = 0
         self._others: dict[int, tuple[int, float]] = {}  # node 0: rank -> its newest word's number, and until when
         self._rest = float("-inf")  # the others: until when node 0 vouches for all
+        self._heard: dict[int, float] = {}  # rank -> when it was heard last: node 0 of all, the others of node 0
+        self._missed = False  # the others: node 0 misses one
         self._all_heard = job.nodes == 1
 
     @property
@@ -45,7 +47,11 @@ class Peers:
         """What the other nodes are known to vouch for. What was heard stands, also when they fall silent."""
         with self._lock:
             until = max((until for _, until in self._others.values()), default=self._rest)
-            return liveness.Known(until, self._all_heard)
+            return liveness.Known(until, self._all_heard, self._silent())
+
+    def _silent(self) -> bool:
+        late = self._clock() - liveness.ROUNDS * self._job.timeouts.heartbeat_s
+        return self._missed or any(at < late for at in self._heard.values())
 
     def vouch(self, until: float) -> None:
         """This node's own word from now on."""
@@ -110,9 +116,12 @@ class Peers:
                 raise ValueError("an old word")
             now = self._clock()
             self._others[rank] = beat, now + self._seconds(left_s)
+            self._heard[rank] = now
             self._all_heard = len(self._others) == self._job.nodes - 1
             until = max(self._mine, *(until for _, until in self._others.values()))
-            return self._seal(_ANSWER, {"beat": beat, "left_s": until - now, "all": self._all_heard})
+            return self._seal(
+                _ANSWER, {"beat": beat, "left_s": until - now, "all": self._all_heard, "silent": self._silent()}
+            )
 
     # --- the other nodes ------------------------------------------------------------------------------------------
 
@@ -141,7 +150,9 @@ class Peers:
         with self._lock:
             if answer.get("beat") != self._beat:
                 raise ValueError("an answer to another word")
-            self._rest = self._clock() + self._seconds(answer.get("left_s"))
+            self._heard[0] = self._clock()
+            self._missed = answer.get("silent") is True
+            self._rest = self._heard[0] + self._seconds(answer.get("left_s"))
             self._all_heard = self._all_heard or answer.get("all") is True
 
     # --- both -----------------------------------------------------------------------------------------------------

@@ -68,6 +68,15 @@ def uptime_s() -> float:
     return float((_PROC / "uptime").read_text().split()[0])
 
 
+def out_of_memory_kills() -> int:
+    """How many processes this kernel has killed because memory was short, since boot; 0 where it does not say."""
+    try:
+        lines = (_PROC / "vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
 def of(pid: int) -> Process | None:
     """The process that has this pid now."""
     stat = _stat(pid)

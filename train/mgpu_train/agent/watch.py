@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
+from mgpu_train.agent import procs
 from mgpu_train.agent.attempt import Attempt
 from mgpu_train.agent.budget import NOTHING, Need, need
 from mgpu_train.agent.decide import Act, AttemptFailed, Cause, Ended, Watched, look
@@ -52,7 +54,7 @@ class Watch:
         Raises:
             AttemptFailed: it could not be started.
         """
-        begin = self._attempt.log.size
+        begin, starved = self._attempt.log.size, procs.out_of_memory_kills()
         try:
             launcher = Launcher(launch, self._attempt.log.fd)
         except OSError as error:
@@ -72,9 +74,13 @@ class Watch:
         launcher.kill(self._attempt.times.kill_s)  # survivors: ranks whose launcher died before them
         self._pass()
         self._attempt.need = lambda: NOTHING  # what was saved is on disk
+        rank, rank_code = _first_failure(Path(self._attempt.layout.failure(self._attempt.job.attempt)))
         return Ended(
             exit_code=code,
             last_words=last_words(self._attempt.log, begin),
+            rank=rank,
+            rank_code=rank_code,
+            starved=procs.out_of_memory_kills() - starved,
             cause=self._cause,
             said=self._metrics.ended,
             resumed_step=self._resumed,
@@ -83,9 +89,11 @@ class Watch:
 
     def _act(self, launcher: Launcher, *, along: bool) -> None:
         stop, now = self._attempt.stop, time.monotonic()
+        quiet = self._quiet(now)
         seen = Watched(
             now=now,
-            hung=self._liveness.reason if self._quiet(now).hung else None,
+            hung=self._liveness.reason if quiet.hung else None,
+            silent=quiet.silent,
             asked=stop.asked,
             asked_now=stop.now,
             going=self._attempt.going,
@@ -169,3 +177,12 @@ class Watch:
 
     def _log_size(self) -> int:
         return self._attempt.log.size - self._attempt.log.own
+
+
+def _first_failure(path: Path) -> tuple[int | None, int]:
+    """The rank that failed first and its exit code, from what torchrun has left; None where it has left nothing."""
+    try:
+        said = json.loads(path.read_bytes())
+        return int(said["rank"]), int(said["exit_code"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None, 0
