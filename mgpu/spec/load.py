@@ -8,6 +8,7 @@ it is not said.
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -17,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mgpu.errors import InputError
+from mgpu.spec import command
 from mgpu.spec.document import MAX_BYTES, Document, Where, read
 from mgpu.spec.model import RunSpec
 from mgpu.spec.rules import Mistake, mistakes
@@ -24,6 +26,8 @@ from mgpu.spec.wording import where, word
 
 # for required keys that are missing or wrong, so that the rules can read the others
 _STAND_INS = {"name": "x", "provider": "local", "max_price_usd_per_hour": 1, "max_hours": 1}
+_PROGRAMS = (".py", ".pyc", ".pyz", ".zip")  # whatever they hold, Python says it best
+_PROGRAM_BYTES = 1 << 20  # that are looked at
 
 
 def load(path: Path) -> RunSpec:
@@ -142,10 +146,47 @@ def _code_files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
         yield _absent(("code", "requirements"), workdir, requirements, ("code", "workdir"))
     elif requirements and not (workdir / requirements).resolve().is_relative_to(workdir.resolve()):
         yield Mistake(("code", "requirements"), f"is a link out of {workdir}", (("code", "workdir"),))
-    script = spec.command[0]
-    # with `data`, a script may also come from there
-    if script.endswith(".py") and not script.startswith("/") and not spec.data and not (workdir / script).is_file():
-        yield _absent(("command", 0), workdir, script, ("code", "workdir"))
+    yield from _program(spec, spec.command[0], workdir)
+
+
+def _program(spec: RunSpec, name: str, workdir: Path) -> Iterator[Mistake]:
+    """The file that Python is given on the nodes, where it can be seen from here."""
+    in_image = spec.image is not None and (
+        name.startswith("/") or (spec.code is not None and spec.code.mode == "image")
+    )
+    elsewhere = name.startswith("/") and spec.provider != "local"  # a machine image of the user's may have it
+    if name.startswith("-") or in_image or elsewhere or command.started_by_us((name,)) or command.is_shell((name,)):
+        return
+    path, reads = workdir / name, (("code", "workdir"),)
+    if not path.exists():
+        if not spec.data:  # from which it may come, too
+            yield _absent(("command", 0), workdir, name, *reads)
+    elif path.is_dir():
+        if not (path / "__main__.py").is_file():
+            yield Mistake(("command", 0), f"{path} is a folder without a __main__.py: name a Python file", reads)
+    elif (why := _no_python(path)) is not None:
+        yield Mistake(("command", 0), f"{path} {why}: the launcher gives it to Python", reads)
+
+
+def _no_python(path: Path) -> str | None:
+    """Why a file cannot be a Python program, where its beginning or its name says so."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_PROGRAM_BYTES)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    interpreter = begin.partition(b"\n")[0].decode(errors="replace") if begin.startswith(b"#!") else ""
+    if interpreter and "python" not in interpreter:
+        return f"is a script for another program ({interpreter})"
+    if path.suffix == ".ipynb":
+        return "is a notebook (`jupyter nbconvert --to script` makes a program of it)"
+    if path.suffix in _PROGRAMS or len(begin) == _PROGRAM_BYTES:  # the nodes' Python may know more than this one
+        return None
+    try:
+        ast.parse(begin)
+    except (SyntaxError, ValueError):
+        return "is no Python program"
+    return None
 
 
 def _image_files(spec: RunSpec, base: Path) -> Iterator[Mistake]:

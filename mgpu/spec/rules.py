@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from mgpu.spec import command
 from mgpu.spec.image import ImageSpec
 from mgpu.spec.model import PROVIDERS, Checkpoint, RunSpec
 
@@ -149,6 +150,11 @@ def _variables(spec: RunSpec) -> Iterator[Mistake]:
             )
 
 
+def _command(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.command and (wrong := command.mistake(spec.command, python=spec.launcher == "python")):
+        yield Mistake(("command", 0), wrong, (("launcher",),))
+
+
 def _repeats(spec: RunSpec) -> Iterator[Mistake]:
     lists: list[tuple[Where, tuple[str, ...]]]
     lists = [(("gpu",), spec.gpu), (("regions",), spec.regions), (("secrets",), spec.secrets)]
@@ -231,6 +237,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _image,
     _training,
     _variables,
+    _command,
     _repeats,
     _checkpoint,
     _data,

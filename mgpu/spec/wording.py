@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from mgpu.spec import command
 from mgpu.spec.document import Document, Where, dotted
 from mgpu.spec.image import no_reference
 from mgpu.spec.model import BRANCHES, FORMS, RunSpec
@@ -98,8 +98,11 @@ def _not_a_list(at: Where, given: Any, plain: str | None) -> str:
         words = shlex.split(given)
     except ValueError:
         words = given.split()
-    quoted = ", ".join(part if re.fullmatch(r"[\w./=-]+", part) else json.dumps(part) for part in words[:8])
-    return f"a list is needed, because no shell reads it; one item an argument: [{quoted}]"
+    right = command.program(words)
+    if not words or right is None or command.is_shell(words):
+        return f"a list is needed, because no shell reads it; one item an argument: `{command.line(words)}`"
+    ours = f", and mgpu starts {command.started_by_us(words)} itself" if command.started_by_us(words) else ""
+    return f"a list is needed, because no shell reads it{ours}: write `{command.line(right)}`"
 
 
 def _shown(value: Any, plain: str | None) -> str:

@@ -242,10 +242,33 @@ def test_a_mistake_in_one_key(key, value, field, message, nearest):
 def test_a_command_as_one_string_is_told_how_to_be_a_list():
     found = the_problem(edited(OWN, "command", "python train.py --name 'a b'"))
     assert found.field == "command"
-    assert found.message.endswith('[python, train.py, --name, "a b"]')
+    assert found.message.endswith('mgpu starts python itself: write `command: [train.py, --name, "a b"]`')
     assert "no shell" in found.message
     unbalanced = the_problem(edited(OWN, "command", '"train.py \'a"'))
-    assert unbalanced.message.endswith("""[train.py, "'a"]""")
+    assert unbalanced.message.endswith("""`command: [train.py, "'a"]`""")
+    shell = the_problem(edited(OWN, "command", "bash -c 'python train.py && ls'"))
+    assert shell.message.endswith('one item an argument: `command: [bash, -c, "python train.py && ls"]`')
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("[python, train.py, --steps, 20]", "mgpu starts torchrun itself: write `command: [train.py, --steps, 20]`"),
+        ("[/usr/bin/python3.11, -u, train.py]", "write `command: [train.py]`"),
+        ("[python, -m, package.train]", "write `command: [-m, package.train]`"),
+        ("[python, -c, 'print(1)']", "name the Python file"),
+        ("[torchrun, --nproc-per-node, 8, train.py, --lr, '1e-3']", "write `command: [train.py, --lr, 1e-3]`"),
+        ("[python, -m, torch.distributed.run, --standalone, train.py]", "write `command: [train.py]`"),
+        ("[accelerate, launch, --multi_gpu, train.py]", "write `command: [train.py]`"),
+        ("[torchrun, --standalone]", "name the Python file"),
+        ("[bash, -c, 'python train.py']", "no shell is started"),
+        ("[/bin/sh, run.sh]", "no shell is started"),
+    ],
+)
+def test_what_the_launcher_does_itself_is_no_program(command, says):
+    """Each of these was rented for, and torchrun said `can't open file`."""
+    found = the_problem(edited(OWN, "command", command))
+    assert (found.field, says in found.message) == ("command[0]", True), found.message
 
 
 def test_an_empty_command_is_refused():
@@ -579,7 +602,42 @@ def test_the_users_code_has_to_be_there(project):
     ]
     assert loaded(project, "{workdir: src, requirements: link.txt}") == [("code.requirements", None)]
     assert loaded(project, "{workdir: src}", "[trian.py]") == [("command[0]", "train.py")]
-    assert loaded(project, "{workdir: src}", "[some-program]") == []
+    assert loaded(project, "{workdir: src}", "[trian]") == [("command[0]", "train.py")]
+    assert loaded(project, "{workdir: src}", "[-m, package.train]") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "good"),
+    [
+        ("train", b"#!/usr/bin/env python3\nprint(1)\n", True),
+        ("train", b"print(1)\n", True),
+        ("new.py", b"match = type[x] := syntax of tomorrow\n", True),
+        ("run.sh", b"#!/bin/bash\npython train.py\n", False),
+        ("run.sh", b"python train.py --steps 20\n", False),
+        ("passwd", b"root:x:0:0:root:/root:/bin/bash\n", False),
+        ("program", b"\x7fELF\x02\x01\0\0", False),
+        ("train.ipynb", b'{"cells": []}', False),
+    ],
+)
+def test_a_program_is_what_python_can_run(project, name, content, good):
+    (project / "src" / name).write_bytes(content)
+    assert loaded(project, "{workdir: src}", f"[{name}]") == ([] if good else [("command[0]", None)])
+    absolute = loaded(project, "{workdir: src}", f"[{project / 'src' / name}]")
+    assert absolute == ([] if good else [("command[0]", None)])
+
+
+def test_a_folder_is_a_program_where_it_says_so(project):
+    (project / "src" / "tool").mkdir()
+    assert loaded(project, "{workdir: src}", "[tool]") == [("command[0]", None)]
+    (project / "src" / "tool" / "__main__.py").touch()
+    assert loaded(project, "{workdir: src}", "[tool]") == []
+
+
+def test_a_program_that_data_or_an_image_may_bring_is_not_looked_for(project):
+    path = project / "mgpu.yaml"
+    with_data = edited(edited(OWN, "command", "[scripts/x.py]"), "data", "[{from: 'file:///d', to: scripts}]")
+    path.write_text(with_data)
+    assert load(path).command == ("scripts/x.py",)
 
 
 def test_files_are_looked_for_beside_the_run_file_not_in_the_current_folder(project, monkeypatch):
