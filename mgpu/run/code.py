@@ -17,6 +17,17 @@ from mgpu.run.session import Session
 from mgpu.words import amount, count
 
 
+def check(request: Request) -> None:
+    """Reads the folder as it would be sent, before anything is rented.
+
+    Raises:
+        InputError: files that cannot be sent.
+    """
+    in_image = request.spec.code is not None and request.spec.code.mode == "image"
+    if request.workdir is not None and not in_image:
+        scan(request.workdir)
+
+
 def send(session: Session, request: Request, nodes: NodeSet) -> None:
     """Makes every node hold the run's code; a node that has it is sent nothing. With `train:` there is none.
 

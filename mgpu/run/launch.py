@@ -25,7 +25,7 @@ from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
 from mgpu.iac.project import project_name
 from mgpu.plan import rank
-from mgpu.run import images
+from mgpu.run import code, images
 from mgpu.run.begin import require_store
 from mgpu.run.conduct import conduct
 from mgpu.run.finish import Outcome, conclude
@@ -85,14 +85,17 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
         return conclude(session, stack, spec.teardown, lambda: used(session, stack, request, secrets, fleet))
 
 
-def preflight(run_file: Path, spec: RunSpec) -> Path:
-    """What can be known before money is spent: project, secrets, provider, store. Returns the project's folder.
+def preflight(run_file: Path, spec: RunSpec, *, resumes: bool = False) -> Path:
+    """What can be known before money is spent: project, code, secrets, provider, store. Returns the project's folder.
+    A run that `resumes` has its code already.
 
     Raises:
         InputError, ProviderError: what is missing.
     """
     project = project_of(run_file)
     request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
+    if not resumes:
+        code.check(request)
     provider = provider_for(spec)
     secrets_of(spec, request.checkpoint, os.environ, provider)
     build_secrets(spec, os.environ)

@@ -130,6 +130,7 @@ def _drop(data: dict[str, Any], at: Where) -> None:
 
 def _files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
     yield from _code_files(spec, base)
+    yield from _data_folders(spec)
     yield from _image_files(spec, base)
 
 
@@ -187,6 +188,14 @@ def _no_python(path: Path) -> str | None:
     except (SyntaxError, ValueError):
         return "is no Python program"
     return None
+
+
+def _data_folders(spec: RunSpec) -> Iterator[Mistake]:
+    """Those that the nodes of this machine would read."""
+    for index, item in enumerate(spec.data if spec.provider == "local" else ()):
+        folder = Path(item.source.removeprefix("file://"))
+        if item.source.startswith("file:///") and not folder.is_dir():
+            yield Mistake(("data", index, "from"), f"there is no folder {folder}")
 
 
 def _image_files(spec: RunSpec, base: Path) -> Iterator[Mistake]:

@@ -594,6 +594,18 @@ def test_preflight_wants_a_project(project):
     nothing_happened(project.world)
 
 
+def test_preflight_wants_files_that_can_be_sent(project):
+    """This was found when machines were there."""
+    spec = project.spec().model_copy(update={"train": None, "command": ("x.py",)})
+    (project.world.folder / "x.py").touch()
+    (project.world.folder / "elsewhere").symlink_to("/etc/hosts")
+    with pytest.raises(InputError, match="1 of its files cannot be sent") as refused:
+        runs.preflight(project.world.run_file, spec)
+    assert "elsewhere" in refused.value.why
+    nothing_happened(project.world)
+    assert runs.preflight(project.world.run_file, spec, resumes=True), "it has its code already"
+
+
 def test_preflight_wants_every_secret(project, monkeypatch):
     monkeypatch.delenv("ONE", raising=False)
     monkeypatch.setenv("TWO", "x")

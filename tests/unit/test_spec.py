@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -633,10 +634,16 @@ def test_a_folder_is_a_program_where_it_says_so(project):
     assert loaded(project, "{workdir: src}", "[tool]") == []
 
 
-def test_a_program_that_data_or_an_image_may_bring_is_not_looked_for(project):
-    path = project / "mgpu.yaml"
-    with_data = edited(edited(OWN, "command", "[scripts/x.py]"), "data", "[{from: 'file:///d', to: scripts}]")
-    path.write_text(with_data)
+def test_a_program_that_data_may_bring_is_not_looked_for_but_the_data_is(project):
+    path, source = project / "mgpu.yaml", project / "scripts"
+    data = json.dumps([{"from": source.as_uri(), "to": "scripts"}])
+    path.write_text(edited(edited(OWN, "command", "[scripts/x.py]"), "data", data))
+    with pytest.raises(SpecError) as refused:
+        load(path)
+    assert [(each.field, each.message) for each in refused.value.problems] == [
+        ("data[0].from", f"there is no folder {source}")
+    ]
+    source.mkdir()
     assert load(path).command == ("scripts/x.py",)
 
 
