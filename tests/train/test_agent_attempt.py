@@ -70,7 +70,7 @@ def test_work_beside_has_a_deadline_and_the_agent_beats_on(tmp_path, never):
     attempt = make(tmp_path)
     failed = failure(attempt, never, 0.1)
     assert (failed.fault, failed.reason) == (Fault.INFRASTRUCTURE, "it took more than 0.1 s")
-    assert attempt.report.status.beat > 2
+    assert attempt.report.status.beat > 0
     assert (tmp_path / "lease").exists()
 
 

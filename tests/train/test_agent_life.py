@@ -294,7 +294,7 @@ def test_a_killed_launcher_leaves_no_survivors(node):
     )
     launcher.send(signal.SIGKILL)
     (status,) = ended(node)  # asserts that nothing is left
-    assert (status["phase"], status["fault"]) == ("failed", "infrastructure")
+    assert (status["phase"], status["fault"]) == ("failed", "user")  # out of memory, most often
     assert "SIGKILL" in status["reason"]
 
 
@@ -303,7 +303,7 @@ def test_silence_is_a_stall(node):
     node.job(timeouts={"first_step_s": 0.5})
     node.start()
     (status,) = ended(node)
-    assert (status["fault"], "timeouts.first_step_minutes" in status["reason"]) == ("infrastructure", True)
+    assert (status["fault"], "timeouts.first_step_minutes" in status["reason"]) == ("user", True)
 
 
 def test_a_program_that_stops_moving_is_a_stall(node):
@@ -312,7 +312,7 @@ def test_a_program_that_stops_moving_is_a_stall(node):
     node.start()
     node.until(lambda: node.said["phase"] == "training")
     (status,) = ended(node)
-    assert (status["fault"], "timeouts.training_minutes" in status["reason"]) == ("infrastructure", True)
+    assert (status["fault"], "timeouts.training_minutes" in status["reason"]) == ("user", True)
 
 
 def test_success_without_a_checkpoint_is_none(node):
