@@ -189,17 +189,17 @@ def claim(home: Path, mine: Claim, until: float) -> None:
 
 
 @contextmanager
-def claimed(home: Path, run: str, until: float) -> Iterator[None]:
-    """While the block runs nobody else claims the node. What nobody has claimed is anybody's.
+def claimed(home: Path, run: str, until: float) -> Iterator[int]:
+    """While the block runs nobody else claims the node. What nobody has claimed is anybody's. Yields the lock's fd.
 
     Raises:
         Problem: used, by a run that has claimed it after this one; or busy.
     """
-    with locked(home / _CLAIM_LOCK, until):
+    with locked(home / _CLAIM_LOCK, until) as lock:
         holder = _claim(home)
         if holder.run not in ("", run):
             raise _used(holder.run, holder, "has come there since this run began")
-        yield
+        yield lock
 
 
 def _claim(home: Path) -> Claim:
@@ -246,8 +246,9 @@ def _used(run: str, holder: Claim, how: str) -> Problem:
 
 
 @contextmanager
-def locked(path: Path, until: float) -> Iterator[None]:
-    """Holds a lock, of one environment say: two operators may come at once. Raises Problem, busy, when time is over."""
+def locked(path: Path, until: float) -> Iterator[int]:
+    """Holds a lock, of one environment say: two operators may come at once. Yields its fd; raises Problem, busy, when
+    time is over."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -259,7 +260,7 @@ def locked(path: Path, until: float) -> Iterator[None]:
                 if time.monotonic() > until:
                     raise Problem("busy", f"somebody else has held {path} for too long") from None
                 time.sleep(0.2)
-        yield
+        yield lock
     finally:
         os.close(lock)
 

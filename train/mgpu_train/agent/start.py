@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,22 +38,22 @@ def start(job: Job, secrets: Secrets, layout: RunLayout) -> dict[str, Any]:
     if missing:
         raise Refused(f"no value came for the secrets {', '.join(missing)}; set them where `mgpu` runs")
     try:
-        with equip.claimed(Path(layout.home), job.run_id, time.monotonic() + job.timeouts.command_s):
-            return _started(job, secrets, layout)
+        with equip.claimed(Path(layout.home), job.run_id, time.monotonic() + job.timeouts.command_s) as claim:
+            return _started(claim, job, secrets, layout)
     except equip.Problem as problem:
         if problem.kind == "used":
             raise
         raise Refused(str(problem)) from problem
 
 
-def _started(job: Job, secrets: Secrets, layout: RunLayout) -> dict[str, Any]:
+def _started(claim: int, job: Job, secrets: Secrets, layout: RunLayout) -> dict[str, Any]:
     Path(layout.root).mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         known = _take(lock, job, layout) or _over(job, layout)
         if known is not None:
             return {"pid": known, "already": True}
-        return {"pid": _spawn(lock, job, secrets, layout), "already": False}
+        return {"pid": _spawn(claim, job, secrets, layout), "already": False}
     finally:
         os.close(lock)
 
@@ -109,13 +108,13 @@ def _died(status: AgentStatus) -> AgentStatus:
     return status.model_copy(update=change)
 
 
-def _spawn(lock: int, job: Job, secrets: Secrets, layout: RunLayout) -> int:
-    """Forks the agent, and waits until its first status file stands."""
+def _spawn(claim: int, job: Job, secrets: Secrets, layout: RunLayout) -> int:
+    """Forks the agent, and waits until its first status file stands. The claim is the starter's alone."""
     log = Log(Path(layout.log))
     ready, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _become(lock, theirs, log, job, secrets, layout)
+        _become((claim, ready), theirs, log, job, secrets, layout)
     os.close(theirs)
     try:
         if _answers(ready, job.timeouts.command_s):
@@ -127,16 +126,16 @@ def _spawn(lock: int, job: Job, secrets: Secrets, layout: RunLayout) -> int:
     raise Refused(f"the agent did not come up within {job.timeouts.command_s:g} s, or failed at once: see {layout.log}")
 
 
-def _become(lock: int, ready: int, log: Log, job: Job, secrets: Secrets, layout: RunLayout) -> NoReturn:
-    """The agent's own process: nothing of its starter but the lock and the pipe is open in it."""
+def _become(others: tuple[int, ...], ready: int, log: Log, job: Job, secrets: Secrets, layout: RunLayout) -> NoReturn:
+    """The agent's own process, which keeps the run's lock that is open; `others` are the starter's own."""
     code = 1
     try:
         os.setsid()
-        for theirs, ours in ((os.open(os.devnull, os.O_RDONLY), 0), (log.fd, 1), (log.fd, 2)):
+        null = os.open(os.devnull, os.O_RDONLY)
+        for theirs, ours in ((null, 0), (log.fd, 1), (log.fd, 2)):
             os.dup2(theirs, ours)
-        for number in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {0, 1, 2, lock, ready}:
-            with suppress(OSError):  # the listing's own
-                os.close(number)
+        for number in (*others, null, log.fd):
+            os.close(number)
         # the folders of programs that it starts may be others
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join(str(Path.cwd() / path) for path in paths if path)
