@@ -10,6 +10,10 @@ Every draw is that of a *number*; MGPU_DRAW=NUMBER draws it again. Of the points
 - others until they are a quarter, in the order of a hash of name and number: not always the same points go together;
 - all that are new or were changed, which includes every point whose name a list of known ones lacks.
 
+Slow tests are points, too, although each says something different: an eighth of all tests takes nine tenths of the
+time. `slow.txt` names them. The same draw is made in each folder; a change of a test's file, or of what SERVES names,
+draws all that it touches. A test that the list lacks is run, and `make test-all` writes the list anew.
+
 The number is the commit's place in the history, counted along first parents: it goes up by one from commit to commit,
 which no hash does. Where the history is cut off the commit's hash is taken, without git the hash of the sources; such
 draws are as large, but nothing is due in turn. Changed is what differs from the first parent of the commit, in it or in
@@ -34,6 +38,18 @@ ROUND = 8  # draws in a row that have every point
 SHARE = 4  # a fourth of the points, at least
 SOURCES = ("mgpu", "train", "infra", "tests")
 ALL = "all"
+SLOW = ROOT / "tests" / "slow.txt"
+SLOW_S, QUICK_S = 1.5, 0.8  # a test gets onto the list at the first, and off it at the second
+# Whose slow tests stand for which code, by the folder, or the beginning of the file's name. The longest holds.
+SERVES = {
+    "tests/contract/": ("mgpu/providers", "train/mgpu_train/store"),
+    "tests/emulated/": ("mgpu/providers/aws", "mgpu/iac/aws", "tests/fakes/aws"),
+    "tests/infra/": ("mgpu/iac", "infra"),
+    "tests/remote/": ("mgpu/remote",),
+    "tests/remote/container/": ("mgpu/run/containers.py", "train/mgpu_train/agent/container.py"),
+    "tests/train/": ("train/mgpu_train",),
+    "tests/train/test_agent": ("train/mgpu_train/agent",),
+}
 TOLD = "drawn"  # the property of a report that says how many of how many
 
 
@@ -60,13 +76,14 @@ class Draw:
     def of(self, points: Iterable[str], sources: Iterable[str] = (), new: Collection[str] = ()) -> list[str]:
         """Those of the points that are drawn, in their order. A change of a source, a file or a folder, draws all."""
         points = list(points)
-        if self.number is None or any(self._has_changed(source) for source in sources):
+        if self.number is None or self.has_changed(*sources):
             return points
         taken = chosen(points, self.number) | set(new)
         return [point for point in points if point in taken]
 
-    def _has_changed(self, source: str) -> bool:
-        return any(file == source or file.startswith(f"{source}/") for file in self.changed)
+    def has_changed(self, *sources: str) -> bool:
+        """Whether one of these files differs, or something in one of these folders."""
+        return any(file == source or file.startswith(f"{source}/") for file in self.changed for source in sources)
 
 
 def by(wanted: str, since: str = "", root: Path = ROOT) -> Draw:
@@ -167,6 +184,7 @@ class Drawing:
                 tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
         for cases in tests.values():
             self._among(cases)
+        self._among_slow(items)
         if self.left_out:
             config.hook.pytest_deselected(items=self.left_out)
             gone = set(self.left_out)
@@ -180,6 +198,23 @@ class Drawing:
         if len(cases) > 1:
             first = next(case for case in cases if case.nodeid in drawn)
             first.user_properties.append((TOLD, [label, len(drawn), len(cases), 0]))
+
+    def _among_slow(self, items: list[pytest.Item]) -> None:
+        """Of each folder, without the tests that draw among points of their own."""
+        known = slow()
+        folders: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            own = item.get_closest_marker("drawn") or "share" in getattr(item, "fixturenames", ())
+            if item.nodeid in known and not own and not self._absent(item):
+                folders.setdefault(item.nodeid.partition("::")[0].rpartition("/")[0], []).append(item)
+        for tests in folders.values():
+            taken = chosen([test.nodeid for test in tests], self.draw.number) if self.draw.number is not None else None
+            drawn = [
+                test for test in tests if taken is None or test.nodeid in taken or is_touched(self.draw, test.nodeid)
+            ]
+            gone = set(tests) - set(drawn)
+            self.left_out += [test for test in tests if test in gone]
+            drawn[0].user_properties.append((TOLD, ["slow tests, by folder", len(drawn), len(tests), 0]))
 
     @pytest.hookimpl(optionalhook=True)  # also where xdist is switched off
     def pytest_configure_node(self, node: Any) -> None:
@@ -214,6 +249,28 @@ class Drawing:
             if rows:
                 tests[report.nodeid] = rows
         return itertools.chain.from_iterable(tests.values())
+
+
+def slow() -> set[str]:
+    """The names of the slow tests."""
+    return set(SLOW.read_text().splitlines()) if SLOW.exists() else set()
+
+
+def is_touched(draw: Draw, test: str) -> bool:
+    """Whether the test's file was changed, or the code that it stands for."""
+    serves = max((each for each in SERVES if test.startswith(each)), key=len, default="")
+    return draw.has_changed(test.partition("::")[0], *SERVES.get(serves, ()))
+
+
+def list_slow(seconds: Mapping[str, float]) -> str:
+    """Writes the names of slow tests anew, by what each took now; what to say of it. A test that was not run is gone
+    from the list, so only a run of all tests may call this."""
+    old = slow()
+    new = {test for test, took in seconds.items() if took >= (QUICK_S if test in old else SLOW_S)}
+    if new == old:
+        return ""
+    SLOW.write_text("".join(f"{test}\n" for test in sorted(new)))
+    return f"{SLOW.relative_to(ROOT)} was written anew: it is to be committed"
 
 
 def of_session(config: pytest.Config, absent: Callable[[pytest.Item], bool]) -> Drawing:

@@ -7,11 +7,13 @@ such as keepers that outlive their parent, is missing: it is the least that was 
 
 from __future__ import annotations
 
+import os
 import resource
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import draw
 import pytest
 
 SLOWEST = 15
@@ -64,8 +66,10 @@ class Figures:
         self._seconds = defaultdict[str, float](float)  # by test
         self._cpu = defaultdict[str, float](float)
         self._workers_cpu_s = 0.0
+        self._failed = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._failed |= report.failed
         self._seconds[report.nodeid] += report.duration
         self._cpu[report.nodeid] += getattr(report, "cpu_s", 0.0)
 
@@ -79,7 +83,18 @@ class Figures:
             rounded = {test: round(seconds, 2) for test, seconds in self._seconds.items()}
             cache.set(KEPT, known(self._config) | rounded)
 
+    def _list_slow(self) -> str:
+        """After a run of everything, and only then: a test that was not run would be missing from the list."""
+        if os.environ.get("MGPU_DRAW") != draw.ALL or self._failed:
+            return ""
+        option, source = self._config.option, self._config.args_source
+        if source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or option.markexpr or option.lf:
+            return ""
+        return draw.list_slow(self._seconds)
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if said := self._list_slow():
+            terminalreporter.write_line(said)
         files = self._rows(lambda test: test.partition("::")[0])
         if len(files) < 2:
             return  # pytest's last line says it all
@@ -92,7 +107,8 @@ class Figures:
             beside = right[row] if row < len(right) else ""
             terminalreporter.write_line(f"{left[row] if row < len(left) else '':{width}}{beside}".rstrip())
         in_tests = sum(self._cpu.values())
-        total = max(self._workers_cpu_s + cpu_s() if self._workers_cpu_s else cpu_s(), in_tests)
+        # workers that have been waited for are in `cpu_s` already
+        total = max(self._workers_cpu_s, cpu_s(), in_tests)
         terminalreporter.write_line(
             f"{sum(self._seconds.values()):.0f} s in tests; {total:.0f} s of CPU, {in_tests:.0f} of them in tests"
         )

@@ -10,23 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import draw
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
 WHOLE_RUNS = ("tests/e2e/", "tests/examples/", "tests/failure/aws/", "tests/failure/crash/", "tests/failure/fleet/")
-WHOLE_RUNS_AT_ONCE = 1
+WHOLE_RUNS_AT_ONCE = 2
 
-# Seconds a test takes, until a run on this machine has measured it. The first prefix that fits holds.
+# Seconds that a slow test takes, until a run on this machine has measured it. The first prefix that fits holds.
+QUICK = 0.2
 GUESSES = {
     "tests/failure/crash/": 540.0,
     "tests/failure/aws/": 28.0,
     "tests/failure/": 20.0,
     "tests/e2e/": 40.0,
     "tests/examples/": 23.0,
-    "tests/infra/": 1.6,
-    "tests/remote/": 1.5,
-    "tests/unit/": 0.05,
-    "": 0.7,
+    "": 8.0,
 }
 
 
@@ -35,7 +34,7 @@ class LongestFirst(LoadFileScheduling):
 
     def __init__(self, config: pytest.Config, log: Any, seconds: Mapping[str, float]) -> None:
         super().__init__(config, log)
-        self._seconds = seconds
+        self._seconds, self._slow = seconds, draw.slow()
 
     def _reschedule(self, node: Any) -> None:
         # A worker begins its last test only when it knows what comes next. Told earlier than that, files would wait
@@ -62,4 +61,5 @@ class LongestFirst(LoadFileScheduling):
 
     def _expected(self, file: str) -> float:
         guess = next(seconds for prefix, seconds in GUESSES.items() if file.startswith(prefix))
-        return sum(self._seconds.get(test, guess) for test, done in self.workqueue[file].items() if not done)
+        left = [test for test, done in self.workqueue[file].items() if not done]
+        return sum(self._seconds.get(test, guess if test in self._slow else QUICK) for test in left)

@@ -235,6 +235,21 @@ def test_pair_{}(side): ...
 """
 
 
+SLOW = """
+import pytest
+
+@pytest.mark.parametrize("number", range(16))
+def test_slow(number): ...
+
+@pytest.mark.drawn("own points")
+@pytest.mark.parametrize("number", range(8))
+def test_own(number): ...
+
+@pytest.mark.parametrize("number", range(8))
+def test_quick(number): ...
+"""
+
+
 @pytest.fixture
 def tests(tmp_path) -> Path:
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {HERE}\n")
@@ -246,7 +261,10 @@ def tests(tmp_path) -> Path:
 def lines(tests: Path, *options: str, **env: str) -> list[str]:
     """What pytest prints."""
     known = {name: value for name, value in os.environ.items() if not name.startswith(("MGPU_DRAW", "PYTEST_"))}
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "test_it.py", *options]
+    files = (
+        [] if any(not option.startswith("-") and (tests / option).exists() for option in options) else ["test_it.py"]
+    )
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *files, *options]
     done = subprocess.run(command, cwd=tests, env=known | env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
@@ -290,3 +308,77 @@ def test_all_is_all(tests):
     printed = lines(tests, MGPU_DRAW="all")
     assert (len(passed(printed, "test_matrix")), len(passed(printed, "test_numbers"))) == (8, 40)
     assert "cells of a matrix: 46 of 46 drawn" in printed
+
+
+# --- slow tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(tests) -> Path:
+    """Two folders with slow tests, of which a list in the first one tells."""
+    names = []
+    for folder in ("one", "two"):
+        (tests / folder).mkdir()
+        (tests / folder / f"test_{folder}.py").write_text(SLOW)
+        names += [f"{folder}/test_{folder}.py::test_slow[{number}]" for number in range(16)]
+        names += [f"{folder}/test_{folder}.py::test_own[{number}]" for number in range(8)]
+    (tests / "slow.txt").write_text("".join(f"{name}\n" for name in names))
+    listed = f"draw.SLOW = draw.Path({str(tests / 'slow.txt')!r})\n"
+    (tests / "conftest.py").write_text(CONFTEST.replace("import draw, pytest\n", f"import draw, pytest\n{listed}"))
+    (tests / "test_it.py").unlink()
+    return tests
+
+
+def test_of_slow_tests_each_folder_runs_a_quarter_and_eight_draws_all(slow):
+    met = set[str]()
+    for number in range(470, 478):
+        printed = lines(slow, "one", "two", MGPU_DRAW=str(number))
+        drawn = passed(printed, "test_slow")
+        for folder in ("one", "two"):
+            assert 4 <= len([name for name in drawn if name.startswith(folder)]) < 12
+            assert len([name for name in passed(printed, "test_own") if name.startswith(folder)]) < 8, "by its own draw"
+        assert f"slow tests, by folder: {len(drawn)} of 32 drawn" in printed
+        assert len(passed(printed, "test_quick")) == 16
+        met |= drawn
+    assert len(met) == 32
+    assert len(passed(lines(slow, "one"), "test_slow")) == 16, "who names a folder means all of it"
+
+
+def test_own_draws_are_no_smaller_because_they_are_slow(slow):
+    some = passed(lines(slow, "one", MGPU_DRAW="470"), "test_own")
+    (slow / "slow.txt").unlink()
+    assert passed(lines(slow, "one", MGPU_DRAW="470"), "test_own") == some
+
+
+@pytest.mark.parametrize(
+    ("changed", "test", "touched"),
+    [
+        ("tests/e2e/test_a.py", "tests/e2e/test_a.py::test_it[1]", True),
+        ("tests/e2e/test_b.py", "tests/e2e/test_a.py::test_it", False),
+        ("mgpu/iac/engine.py", "tests/infra/test_a.py::test_it", True),
+        ("mgpu/run/launch.py", "tests/infra/test_a.py::test_it", False),
+        ("train/mgpu_train/agent/watch.py", "tests/train/test_agent_ends.py::test_it", True),
+        ("train/mgpu_train/store/s3.py", "tests/train/test_agent_ends.py::test_it", False),
+        ("train/mgpu_train/agent/container.py", "tests/remote/container/test_a.py::test_it", True),
+        ("mgpu/remote/node.py", "tests/remote/container/test_a.py::test_it", False),
+    ],
+)
+def test_a_slow_test_is_run_when_its_file_or_what_it_stands_for_was_changed(changed, test, touched):
+    assert draw.is_touched(draw.Draw(7, changed=(changed,)), test) == touched
+
+
+def test_what_slow_tests_stand_for_is_there():
+    paths = {path for paths in draw.SERVES.values() for path in paths}
+    assert [path for path in paths if not (draw.ROOT / path).exists()] == []
+    assert [path for path in draw.SERVES if not list(draw.ROOT.glob(f"{path}*"))] == []
+
+
+def test_the_list_keeps_what_is_neither_slow_nor_quick(monkeypatch, tmp_path):
+    monkeypatch.setattr(draw, "ROOT", tmp_path)
+    monkeypatch.setattr(draw, "SLOW", tmp_path / "slow.txt")
+    between = (draw.SLOW_S + draw.QUICK_S) / 2
+    assert "to be committed" in draw.list_slow({"a": draw.SLOW_S, "b": between, "c": 60.0})
+    assert draw.slow() == {"a", "c"}
+    assert draw.list_slow({"a": between, "b": between, "c": 60.0}) == "", "a machine that is a little faster or slower"
+    assert draw.list_slow({"a": draw.QUICK_S / 2, "b": between})
+    assert draw.slow() == set()

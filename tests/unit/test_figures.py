@@ -24,7 +24,7 @@ def figures(lines):
     adds = Figures(SimpleNamespace(cache=Cache({KEPT: {"tests/unit/test_old.py::test_a": 3.0}})))
 
     def report(nodeid: str, seconds: float, cpu: float) -> None:
-        adds.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, duration=seconds, cpu_s=cpu))
+        adds.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, duration=seconds, cpu_s=cpu, failed=False))
 
     report.adds, report.kept = adds, adds._config.cache
     report.printed = lambda: adds.pytest_terminal_summary(SimpleNamespace(write_line=lines.append)) or lines

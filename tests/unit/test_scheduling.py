@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import draw
 import pytest
-import scheduling
 from scheduling import WHOLE_RUNS, WHOLE_RUNS_AT_ONCE, LongestFirst
 
 RUNS = {f"{folder}test_{n}.py": [40.0, 2.0, 30.0] for n, folder in enumerate(WHOLE_RUNS)}
@@ -127,7 +127,7 @@ def test_no_file_waits_behind_a_long_test_while_another_worker_is_idle(config):
 
 
 def test_a_machine_that_has_measured_nothing_goes_by_its_guesses(config, monkeypatch):
-    monkeypatch.setattr(scheduling, "GUESSES", {"tests/infra/": 120.0, "": 0.5})
+    monkeypatch.setattr(draw, "slow", lambda: {f"{file}::test_0" for file in LONG})
     run = play(config, {**WAITING, **LONG}, known=False)
     assert any(test.startswith(tuple(LONG)) for test in run.order[:4])
 
