@@ -25,7 +25,7 @@ def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None) -> int:
     console = Console(as_json=as_json, show_logs=spec.command is not None)
     before = resumed(resume, run_file, spec)
     with console.waiting(common.PREFLIGHT):
-        runs.preflight(run_file, spec, resumes=resume is not None)
+        runs.preflight(run_file, spec, console.emit)
     plan = common.make_plan(spec)
     machines = common.machines_of(spec, plan)
     try:

@@ -27,7 +27,7 @@ def run(run_file: Path, yes: bool, as_json: bool, stack: str | None, resume: str
     spec = load(run_file)
     console = Console(as_json=as_json, show_logs=spec.command is not None)
     before = resumed(resume, run_file, spec)
-    project = runs.preflight(run_file, spec, resumes=resume is not None)
+    project = runs.preflight(run_file, spec, console.emit)
     name = stack or current_stack(project)
     if name is None:
         raise InputError(

@@ -17,7 +17,7 @@ from mgpu.remote import receiver
 from mgpu.remote.command import checked, run_command
 from mgpu.remote.connection import load_key, open_connection
 from mgpu.remote.files import Files
-from mgpu.remote.snapshot import DEFAULT_EXCLUDE, Snapshot, scan
+from mgpu.remote.snapshot import Snapshot, scan
 from mgpu.remote.targets import Result, SyncReport, Target, check_path
 
 _RECEIVER = Path(receiver.__file__)
@@ -126,7 +126,6 @@ class Node:
         folder: Path | Snapshot,
         dest: str,
         *,
-        exclude: Sequence[str] = DEFAULT_EXCLUDE,
         python: str | None = None,
         like: str = "",
     ) -> SyncReport:
@@ -134,15 +133,15 @@ class Node:
 
         Files on the node that no sync sent stay. A transfer that is cut changes nothing. Another one to `dest` that is
         under way is waited for; one of which the node hears nothing for `silence_s` is ended there. Links inside the
-        folder stay links. `exclude`, and `.mgpuignore` in the folder, hold patterns as .gitignore does. `python` is the
-        node's (default: the target's). `like`: a pattern of folders below the home; a `dest` that is new begins with a
-        copy of what is untouched in the one of them that was synced last.
+        folder stay links. What of a Path is left out: see `scan`. `python` is the node's (default: the target's).
+        `like`: a pattern of folders below the home; a `dest` that is new begins with a copy of what is untouched in the
+        one of them that was synced last.
 
         Raises:
             InputError: files that cannot be sent, links that leave the folder.
             CommandFailed, ConnectionFailed: as `run`; the whole is bounded by `sync_s`, the wait for others included.
         """
-        snapshot = folder if isinstance(folder, Snapshot) else scan(folder, exclude)
+        snapshot = folder if isinstance(folder, Snapshot) else scan(folder)
         program = [python or self.target.python, "-I", "-c", _RECEIVER.read_text("utf-8")]
         check_path(dest)
         until = time.monotonic() + self._timeouts.sync_s

@@ -16,7 +16,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.errors import ConnectionFailed, MgpuError
 from mgpu.remote.connection import load_key
 from mgpu.remote.node import Node
-from mgpu.remote.snapshot import DEFAULT_EXCLUDE, scan
+from mgpu.remote.snapshot import Snapshot, scan
 from mgpu.remote.targets import SyncReport, Target
 
 THREADS = 32
@@ -81,15 +81,14 @@ class NodeSet:
 
     def sync(
         self,
-        folder: Path,
+        folder: Path | Snapshot,
         dest: str,
         *,
-        exclude: Sequence[str] = DEFAULT_EXCLUDE,
         python: str | None = None,
         like: str = "",
     ) -> list[SyncReport]:
         """`Node.sync` for all nodes; the folder is read once."""
-        snapshot = scan(folder, exclude)
+        snapshot = folder if isinstance(folder, Snapshot) else scan(folder)
         return self.each(lambda node: node.sync(snapshot, dest, python=python, like=like))
 
     def close(self) -> None:

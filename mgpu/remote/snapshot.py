@@ -11,12 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pathspec import GitIgnoreSpec
-
 from mgpu.errors import InputError, MgpuError
+from mgpu.remote.ignored import IGNORE_FILE, Ignored
 from mgpu.remote.targets import check_path
 
-IGNORE_FILE = ".mgpuignore"
 RESERVED = "/.mgpu-sync.*"  # the receiver's own names
 DEFAULT_EXCLUDE = (".git", "__pycache__", "*.pyc", ".venv", ".mgpu", "mgpu-runs")
 _BLOCK = 256 << 10
@@ -39,6 +37,12 @@ class Snapshot:
     folder: Path
     entries: dict[str, Entry]
     kept: dict[str, bytes] = field(default_factory=dict, repr=False)
+    left_out: list[str] = field(default_factory=list)  # by its owner's ignore files; of a folder only its own name
+
+    @property
+    def size(self) -> int:
+        """Bytes of contents."""
+        return sum(entry.size for entry in self.entries.values())
 
     def stream(self, paths: Sequence[str]) -> Iterator[bytes]:
         """What `receiver take` reads. Raises InputError when a file changes meanwhile."""
@@ -79,8 +83,9 @@ class Snapshot:
             raise InputError(f"{self.folder / path} changed while it was sent", "", "Run the command again.")
 
 
-def scan(folder: Path, exclude: Sequence[str] = DEFAULT_EXCLUDE) -> Snapshot:
-    """Reads the folder. `exclude` and the folder's own `.mgpuignore` hold patterns as .gitignore does.
+def scan(folder: Path, exclude: Sequence[str] = DEFAULT_EXCLUDE, *, ignore_files: bool = True) -> Snapshot:
+    """Reads the folder. `exclude` holds patterns as .gitignore does; `ignore_files`: what the owner's own ones and
+    `.mgpuignore` name is left out, too.
 
     Empty folders, sockets, pipes and devices are left out.
 
@@ -90,7 +95,8 @@ def scan(folder: Path, exclude: Sequence[str] = DEFAULT_EXCLUDE) -> Snapshot:
     if not folder.is_dir():
         raise InputError(f"no folder {folder}", "There is nothing to send to the nodes.")
     snapshot, problems = Snapshot(folder.resolve(), {}), list[str]()
-    for path in _walk(snapshot.folder, _patterns(folder, exclude)):
+    ignored = Ignored(snapshot.folder, [*exclude, RESERVED], files=ignore_files)
+    for path in _walk(snapshot, ignored):
         try:
             _add(snapshot, check_path(path))
         except MgpuError as error:
@@ -104,34 +110,22 @@ def scan(folder: Path, exclude: Sequence[str] = DEFAULT_EXCLUDE) -> Snapshot:
     return snapshot
 
 
-def _patterns(folder: Path, exclude: Sequence[str]) -> GitIgnoreSpec:
-    lines = [*exclude]
-    try:
-        lines += (folder / IGNORE_FILE).read_text("utf-8").splitlines()
-    except FileNotFoundError:
-        pass
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{folder / IGNORE_FILE} cannot be read", str(error)) from error
-    try:
-        return GitIgnoreSpec.from_lines([*lines, RESERVED])
-    except ValueError as error:
-        raise InputError(
-            f"{folder / IGNORE_FILE}: not a pattern", str(error), "Patterns are as in .gitignore."
-        ) from error
-
-
-def _walk(root: Path, ignored: GitIgnoreSpec, below: str = "") -> Iterator[str]:
+def _walk(snapshot: Snapshot, ignored: Ignored, below: str = "") -> Iterator[str]:
+    root = snapshot.folder
     try:
         entries = sorted(os.scandir(root / below), key=lambda entry: entry.name)
     except OSError as error:
         raise InputError(f"{root / below} cannot be read", str(error)) from error
+    ignored.enter(below)
     for entry in entries:
-        path = below + entry.name
         is_folder = entry.is_dir(follow_symlinks=False)
-        if ignored.match_file(path + "/" if is_folder else path):
-            continue
-        if is_folder:
-            yield from _walk(root, ignored, path + "/")
+        path = below + entry.name + ("/" if is_folder else "")
+        why = ignored.left_out(path)
+        if why is not None:
+            if why:
+                snapshot.left_out.append(path)
+        elif is_folder:
+            yield from _walk(snapshot, ignored, path)
         elif entry.is_symlink() or entry.is_file(follow_symlinks=False):
             yield path
 

@@ -19,6 +19,7 @@ from mgpu.errors import CommandFailed, RemoteError
 from mgpu.iac.outputs import StackOutput
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
+from mgpu.remote.snapshot import scan
 
 FACTS_S = 80.0  # a driver that no program uses wakes every GPU first
 
@@ -56,7 +57,7 @@ def library() -> tuple[Path, str]:
 def send_library(nodes: NodeSet) -> None:
     """Sends the node side's package to the nodes that do not have just this one."""
     package, home = library()
-    nodes.sync(package, f"{home}/mgpu_train")
+    nodes.sync(scan(package, ignore_files=False), f"{home}/mgpu_train")
 
 
 def send_job(node: Node, job: Job) -> None:

@@ -19,7 +19,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
 from mgpu.errors import InputError, ProviderError
-from mgpu.events import Note, Warned
+from mgpu.events import Emit, Note, Warned
 from mgpu.iac.engine import Stack
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
@@ -85,22 +85,23 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
         return conclude(session, stack, spec.teardown, lambda: used(session, stack, request, secrets, fleet))
 
 
-def preflight(run_file: Path, spec: RunSpec, *, resumes: bool = False) -> Path:
+def preflight(run_file: Path, spec: RunSpec, emit: Emit) -> Path:
     """What can be known before money is spent: project, code, secrets, provider, store. Returns the project's folder.
-    A run that `resumes` has its code already.
+    What the user should know of the code is emitted.
 
     Raises:
         InputError, ProviderError: what is missing.
     """
     project = project_of(run_file)
     request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
-    if not resumes:
-        code.check(request)
+    told = code.look(request)
     provider = provider_for(spec)
     secrets_of(spec, request.checkpoint, os.environ, provider)
     build_secrets(spec, os.environ)
     provider.check()
     require_store(request)
+    for each in told:
+        emit(each)
     return project
 
 

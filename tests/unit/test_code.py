@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from mgpu_train.agent.layout import RunLayout
 
 from mgpu.errors import InputError
-from mgpu.events import Note
+from mgpu.events import Note, Warned
+from mgpu.remote.node import SyncReport
 from mgpu.remote.snapshot import Snapshot
 from mgpu.run import code
 from mgpu.run.record import Folder, load
@@ -78,17 +82,113 @@ def test_links_modes_and_what_is_ignored_stay_as_they_were(run):
     work = run.send()
     assert run.sent[0].keys() == {"tool", "sub/link"}
     assert (work / "sub" / "link").readlink().as_posix() == "../tool"
-    assert stat.S_IMODE((work / "tool").stat().st_mode) == 0o700
+    assert stat.S_IMODE((work / "tool").stat().st_mode) == 0o500
     assert stat.S_IMODE(work.stat().st_mode) == 0o700
-    assert (work / "tool").stat().st_nlink == 1
+    assert not (work / "tool").samefile(run.folder / "tool")
 
 
-def test_it_is_copied_once_and_said_how_much(run):
-    run.write(train="x" * (3 << 19))
+# --- what is told of it before anything is rented ---------------------------------------------------------------------
+
+
+def test_how_much_it_is_and_what_is_left_out(run):
+    run.write(train="x" * (3 << 19), note="x")
+    (run.folder / ".gitignore").write_text("/note\n/data/\n.gitignore\n*.pt\n")
+    (run.folder / "data").mkdir()
+    run.write(**{"data/1": "x", "data/2": "x", "a.pt": "x", "b.pt": "x"})
+    (told,) = code.look(run.request)
+    left_out = "left out by .gitignore or .mgpuignore: .gitignore, a.pt, b.pt and 2 more"
+    assert told == Note(f"code: 1 file (1.5 MiB) of {run.folder}; {left_out}")
     run.send()
+    assert [sent.keys() for sent in run.sent] == [{"train"}] * 2
+
+
+def test_a_large_folder_is_told_with_its_largest_files(run, monkeypatch):
+    monkeypatch.setattr(code, "LARGE", 5000)
+    run.write(train="x", a="x" * 2000, b="x" * 2999, c="x" * 10)
+    assert len(code.look(run.request)) == 2
+    _, warned = code.look(run.request)
+    assert isinstance(warned, Warned)
+    assert "b (2.9 KiB), a (2.0 KiB), c (10 B) and 1 more" in warned.text
+    (run.folder / ".mgpuignore").write_text("b\n")
+    assert len(code.look(run.request)) == 1
+
+
+@pytest.mark.parametrize("ignored", ["t.py", "*.py", "/t.py"])
+def test_a_program_that_is_left_out_is_refused(run, ignored):
+    run.write(**{"t.py": "", ".gitignore": ignored})
+    with pytest.raises(InputError, match=r"t\.py would not be sent") as refused:
+        code.look(run.request)
+    assert "!t.py" in refused.value.next_step
+    (run.folder / ".mgpuignore").write_text("!t.py")
+    assert code.look(run.request)
+
+
+def test_a_program_in_a_folder_that_is_left_out_is_refused(world, tmp_path):
+    run = Run(world, tmp_path, command=["src/t.py"])
+    (run.folder / "src").mkdir()
+    run.write(**{"src/t.py": "", ".gitignore": "src/"})
+    with pytest.raises(InputError, match=r"src/t\.py would not be sent"):
+        code.look(run.request)
+
+
+# --- kept once --------------------------------------------------------------------------------------------------------
+
+
+def another(run, run_id):
+    """The code of another run of the same folder."""
+    run.world.record(run_id)
+    session = Session(load(run_id), run.world.events.append, run.world.timeouts)
+    nodes = SimpleNamespace(sync=lambda *_args, **_kwargs: [SyncReport(1, 1, 0, 0)])
+    code.send(session, replace(run.request, run_id=run_id), nodes)
+    return session.folder.work
+
+
+def test_runs_share_what_has_the_same_contents(run):
+    run.write(train="x" * 5000, other="1", empty="")
+    first = run.send()
+    run.write(other="2")
+    second = another(run, "run-2")
+    assert (first / "train").samefile(second / "train")
+    assert ((first / "other").read_text(), (second / "other").read_text()) == ("1", "2")
+
+
+def test_a_program_and_a_note_of_the_same_contents_keep_their_modes(run):
+    run.write(a="#!", b="#!")
+    (run.folder / "a").chmod(0o755)
+    work = run.send()
+    assert (os.access(work / "a", os.X_OK), stat.S_IMODE((work / "b").stat().st_mode)) == (True, 0o400)
+
+
+def test_contents_that_are_not_whole_are_given_to_no_other_run(run):
+    """A power cut has lost some of them, or somebody has edited them in the folder of a run."""
+    run.write(train="x" * 5000)
+    first = run.send()
+    (first / "train").chmod(0o600)
+    (first / "train").write_text("edited")
+    second, third = another(run, "run-2"), another(run, "run-3")
+    assert (second / "train").read_text() == (third / "train").read_text() == "x" * 5000
+    assert (second / "train").samefile(third / "train")
+    assert (first / "train").read_text() == "edited"
+
+
+def test_a_disk_without_links_has_copies(run, monkeypatch):
+    def refused(*_args):
+        raise PermissionError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refused)
+    run.write(train="x")
+    assert (run.send() / "train").read_text() == (another(run, "run-2") / "train").read_text() == "x"
+
+
+def test_what_no_run_has_any_more_is_removed(run):
+    run.write(train="x" * 5000, other="1")
     run.send()
-    kept = [event.text for event in run.world.of(Note) if "kept with" in event.text]
-    assert kept == [f"code: 1 file (1.5 MiB) of {run.folder} kept with the run"]
+    run.write(other="2" * 100)
+    second = another(run, "run-2")
+    assert code.prune() == 0
+    shutil.rmtree(second)
+    assert code.prune() == 100
+    assert another(run, "run-3").joinpath("train").read_text() == "x" * 5000
 
 
 def test_a_copy_that_fails_leaves_none_behind(run, monkeypatch):

@@ -590,7 +590,7 @@ def test_preflight_wants_a_project(project):
     spec = project.spec()
     (project.world.folder / "Pulumi.yaml").unlink()
     with pytest.raises(InputError, match=r"no Pulumi\.yaml"):
-        runs.preflight(project.world.run_file, spec)
+        runs.preflight(project.world.run_file, spec, project.context.emit)
     nothing_happened(project.world)
 
 
@@ -600,31 +600,33 @@ def test_preflight_wants_files_that_can_be_sent(project):
     (project.world.folder / "x.py").touch()
     (project.world.folder / "elsewhere").symlink_to("/etc/hosts")
     with pytest.raises(InputError, match="1 of its files cannot be sent") as refused:
-        runs.preflight(project.world.run_file, spec)
+        runs.preflight(project.world.run_file, spec, project.context.emit)
     assert "elsewhere" in refused.value.why
     nothing_happened(project.world)
-    assert runs.preflight(project.world.run_file, spec, resumes=True), "it has its code already"
+    assert runs.preflight(project.world.run_file, spec, project.context.emit)
 
 
 def test_preflight_wants_every_secret(project, monkeypatch):
     monkeypatch.delenv("ONE", raising=False)
     monkeypatch.setenv("TWO", "x")
     with pytest.raises(InputError, match="ONE"):
-        runs.preflight(project.world.run_file, project.spec("secrets: [ONE, TWO]\n"))
+        runs.preflight(project.world.run_file, project.spec("secrets: [ONE, TWO]\n"), project.context.emit)
     nothing_happened(project.world)
 
 
 def test_preflight_wants_every_secret_of_the_image(project, monkeypatch):
     monkeypatch.delenv("ONE", raising=False)
     with pytest.raises(InputError, match=r"image\.secrets: ONE not set"):
-        runs.preflight(project.world.run_file, project.spec("image: {repository: r/a, secrets: [ONE]}\n"))
+        runs.preflight(
+            project.world.run_file, project.spec("image: {repository: r/a, secrets: [ONE]}\n"), project.context.emit
+        )
     nothing_happened(project.world)
 
 
 def test_preflight_asks_the_provider(project):
     project.world.cloud.refuses["check"] = [AuthError("the key has expired")]
     with pytest.raises(AuthError):
-        runs.preflight(project.world.run_file, project.spec())
+        runs.preflight(project.world.run_file, project.spec(), project.context.emit)
     nothing_happened(project.world)
 
 
@@ -635,7 +637,7 @@ def test_preflight_looks_into_the_store(project, monkeypatch, error):
 
     monkeypatch.setattr(CommitLog, "read", read)
     with pytest.raises(InputError, match=r"checkpoint\.to: .* cannot be used") as caught:
-        runs.preflight(project.world.run_file, project.spec())
+        runs.preflight(project.world.run_file, project.spec(), project.context.emit)
     assert (caught.value.why, "nothing was rented" in caught.value.next_step) == (str(error), True)
     nothing_happened(project.world)
 

@@ -1,0 +1,111 @@
+"""What of a folder is not sent: whose word is the last, where a repository begins, and what git would say."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from mgpu.errors import InputError
+from mgpu.remote.snapshot import scan
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write(
+        tmp_path / "mine", **{"train.py": "", "data/a": "", "data/b": "", "sub/x.log": "", "sub/deep/y.log": ""}
+    )
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def sent(folder, **options):
+    """What is sent of it, without what says so."""
+    return {path for path in scan(folder, **options).entries if not path.endswith("ignore")}
+
+
+ALL = {"train.py", "data/a", "data/b", "sub/x.log", "sub/deep/y.log"}
+
+
+@pytest.mark.parametrize(
+    ("files", "gone"),
+    [
+        ({".gitignore": "data/"}, {"data/a", "data/b"}),
+        ({".gitignore": "*.log\n!x.log"}, {"sub/deep/y.log"}),
+        ({"sub/.gitignore": "*.log"}, {"sub/x.log", "sub/deep/y.log"}),
+        ({"sub/.gitignore": "/*.log"}, {"sub/x.log"}),
+        ({".gitignore": "*.log", "sub/deep/.gitignore": "!y.log"}, {"sub/x.log"}),
+        ({".gitignore": "sub/", "sub/deep/.gitignore": "!y.log"}, {"sub/x.log", "sub/deep/y.log"}),
+        ({".gitignore": "data/", ".mgpuignore": "!data/"}, set()),
+        ({".gitignore": "data/*", ".mgpuignore": "!data/a"}, {"data/b"}),
+        ({".mgpuignore": "data/b"}, {"data/b"}),
+        ({".gitignore": "!data/b", ".mgpuignore": "data/b"}, {"data/b"}),
+        ({".gitignore": "\ufeffdata/"}, {"data/a", "data/b"}),
+        ({".gitignore": "!\n///\ndata/b"}, {"data/b"}),
+    ],
+)
+def test_whose_word_is_the_last(folder, files, gone):
+    write(folder, **files)
+    assert sent(folder) == ALL - gone
+    assert sent(folder, ignore_files=False) == ALL
+
+
+def test_it_is_as_git_itself_says(folder):
+    """Compared with git: a file that it would add is sent, and no other."""
+    rules = "*.log\n!/sub/x.log\ndata/*\n!data/b\n\\#odd\n[ab].txt\n**/deep/z*\nname \nspace\\ \n"
+    write(
+        folder,
+        **{".gitignore": rules, "sub/.gitignore": "q\n", "#odd": "", "a.txt": "", "c.txt": "", "sub/deep/zz": ""},
+    )
+    write(folder, **{"name": "", "space ": "", "sub/q": "", "q": "", "sub/deep/b.txt": ""})
+    subprocess.run(["git", "init", "-q", "."], cwd=folder, check=True)
+    command = ["git", "-c", "core.excludesFile=", "ls-files", "-z", "--others", "--exclude-standard"]
+    said = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+    assert set(scan(folder).entries) == set(said.split("\0")) - {""}
+
+
+def test_the_rules_of_the_repository_around_it_count(tmp_path, folder):
+    write(tmp_path, **{".gitignore": "/mine/data/\n*.log\n", ".git/info/exclude": "train.py\n"})
+    assert sent(folder) == set()
+    write(folder, **{".mgpuignore": "!train.py\n!data/\n"})
+    assert sent(folder) == {"train.py", "data/a", "data/b"}
+
+
+def test_beyond_the_repository_nobody_is_asked(tmp_path, folder):
+    write(tmp_path, **{".gitignore": "*\n"})
+    (folder / ".git").mkdir()
+    assert sent(folder) == ALL
+
+
+def test_without_a_repository_folders_above_are_not_asked(tmp_path, folder):
+    write(tmp_path, **{".gitignore": "*\n"})
+    assert sent(folder) == ALL
+
+
+def test_a_folder_that_is_left_out_as_a_whole_was_chosen_all_the_same(tmp_path, folder):
+    (tmp_path / ".git").mkdir()
+    write(tmp_path, **{".gitignore": "mine/\n*.log\n"})
+    assert sent(folder) == ALL
+
+
+def test_what_nobody_sends_is_not_told_and_a_folder_is_told_by_its_name(folder):
+    write(folder, **{".gitignore": "data/\n*.log\n", "__pycache__/x.pyc": "", ".venv/bin/python": ""})
+    assert scan(folder).left_out == ["data/", "sub/deep/y.log", "sub/x.log"]
+
+
+@pytest.mark.parametrize("name", [".gitignore", ".mgpuignore"])
+def test_one_that_cannot_be_read_is_named(folder, name):
+    (folder / name).write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=name.replace(".", r"\.")):
+        scan(folder)
+
+
+def test_of_its_own_file_every_line_is_a_pattern(folder):
+    write(folder, **{".mgpuignore": "!\n"})
+    with pytest.raises(InputError, match="not a pattern"):
+        scan(folder)
