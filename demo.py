@@ -175,7 +175,7 @@ def main() -> int:
         console.say(f"S3 for the demo: {endpoint} (this process, this machine)")
         write_run_file(steps)
         spec = load(RUN_FILE)
-        runs.preflight(RUN_FILE, spec)
+        runs.preflight(RUN_FILE, spec, console.emit)
         common.show_plan(console, common.make_plan(spec))
         context = common.context(console)
         accident = Accident(context.emit, console.say, round(steps * KILL_AFTER))
