@@ -11,8 +11,9 @@ Every draw is that of a *number*; MGPU_DRAW=NUMBER draws it again. Of the points
 - all that are new or were changed, which includes every point whose name a list of known ones lacks.
 
 Slow tests are points, too, although each says something different: an eighth of all tests takes nine tenths of the
-time. `slow.txt` names them. The same draw is made in each folder; a change of a test's file, or of what SERVES names,
-draws all that it touches. A test that the list lacks is run, and `make test-all` writes the list anew.
+time. `slow.txt` names them. Each folder has a draw of its own. A change of a test's file draws it, and a change of what
+SERVES names draws all that serves it: there an eighth of the others is enough. Of whole stories a fourth is drawn. A
+test that the list lacks is run, and `make test-all` writes the list anew.
 
 The number is the commit's place in the history, counted along first parents: it goes up by one from commit to commit,
 which no hash does. Where the history is cut off the commit's hash is taken, without git the hash of the sources; such
@@ -46,6 +47,7 @@ SERVES = {
     "tests/emulated/": ("mgpu/providers/aws", "mgpu/iac/aws", "tests/fakes/aws"),
     "tests/infra/": ("mgpu/iac", "infra"),
     "tests/remote/": ("mgpu/remote",),
+    "tests/unit/": ("mgpu/image", "mgpu/cli/image.py"),
     "tests/remote/container/": ("mgpu/run/containers.py", "train/mgpu_train/agent/container.py"),
     "tests/train/": ("train/mgpu_train",),
     "tests/train/test_agent": ("train/mgpu_train/agent",),
@@ -58,11 +60,11 @@ def _hash(text: str | bytes) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8])
 
 
-def chosen(points: Collection[str], number: int) -> set[str]:
+def chosen(points: Collection[str], number: int, share: int = SHARE) -> set[str]:
     """The draw of this number: of each point it matters only how it is named and who else there is."""
     due = {point for point in points if _hash(point) % ROUND == number % ROUND}
     others = sorted(set(points) - due, key=lambda point: _hash(f"{number} {point}"))
-    return due | set(others[: max(0, -(-len(set(points)) // SHARE) - len(due))])
+    return due | set(others[: max(0, -(-len(set(points)) // share) - len(due))])
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,10 @@ class Drawing:
             own = item.get_closest_marker("drawn") or "share" in getattr(item, "fixturenames", ())
             if item.nodeid in known and not own and not self._absent(item):
                 folders.setdefault(item.nodeid.partition("::")[0].rpartition("/")[0], []).append(item)
-        for tests in folders.values():
-            taken = chosen([test.nodeid for test in tests], self.draw.number) if self.draw.number is not None else None
+        for folder, tests in folders.items():
+            share = ROUND if serves(f"{folder}/") else SHARE
+            names, number = [test.nodeid for test in tests], self.draw.number
+            taken = chosen(names, number, share) if number is not None else None
             drawn = [
                 test for test in tests if taken is None or test.nodeid in taken or is_touched(self.draw, test.nodeid)
             ]
@@ -258,8 +262,12 @@ def slow() -> set[str]:
 
 def is_touched(draw: Draw, test: str) -> bool:
     """Whether the test's file was changed, or the code that it stands for."""
-    serves = max((each for each in SERVES if test.startswith(each)), key=len, default="")
-    return draw.has_changed(test.partition("::")[0], *SERVES.get(serves, ()))
+    return draw.has_changed(test.partition("::")[0], *serves(test))
+
+
+def serves(test: str) -> tuple[str, ...]:
+    """The code that a test, or a folder of tests, stands for; none: for all of it."""
+    return SERVES.get(max((each for each in SERVES if test.startswith(each)), key=len, default=""), ())
 
 
 def list_slow(seconds: Mapping[str, float]) -> str:

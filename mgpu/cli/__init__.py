@@ -31,6 +31,7 @@ COMMANDS = {
     "ls": "List runs and what is billed.",
     "ssh": "Log in on a node, or run a command there.",
     "checkpoints": "List, verify, download, export or prune a run's checkpoints.",
+    "outputs": "Download a run's outputs from its store.",
     "rm": "Remove the records of runs that are over.",
     "gc": "Find machines that nothing uses, and end them.",
     "local": "Take machines of provider local away, as a cloud would: to see a run recover.",

@@ -14,7 +14,7 @@ import click
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, ProviderError
 from mgpu.run.record import Interruption, Record, State
-from mgpu.words import count
+from mgpu.words import amount, count
 
 if TYPE_CHECKING:
     from mgpu_train.timeouts import Timeouts
@@ -62,7 +62,7 @@ def context(console: Console) -> Context:
 
     ask = None
     if sys.stdin.isatty() and sys.stderr.isatty():
-        ask = lambda: console.answer("stop the run (checkpoint, then teardown)? `n` leaves it running", ANSWER_S)  # noqa: E731
+        ask = lambda first: console.answer(f"stop the run ({first}, then teardown)? `n` leaves it running", ANSWER_S)  # noqa: E731
     return Context(console.emit, timeouts(), ask)
 
 
@@ -247,6 +247,8 @@ def summary(record: Record) -> list[tuple[str, str]]:
         rows.append(("checkpoint", f"step {record.checkpoint_step} in {record.store}/{record.run_id}"))
     if record.saves:
         rows.append(("saves", saves(record)))
+    if record.outputs:
+        rows.append(("outputs", outputs(record.outputs)))
     rows += _interruptions(record)
     seconds = (record.ended_at or time.time()) - record.created_at
     by_phase = phases(record)
@@ -269,6 +271,12 @@ def saves(record: Record) -> str:
     ]
     lost = [f"{known[name]:.0f} {name}" for name in ("failed", "skipped") if name in known]
     return "; ".join(([f"the newest: {', '.join(newest)}"] if newest else []) + lost)
+
+
+def outputs(known: dict[str, Any]) -> str:
+    """What came home, in words."""
+    missing = f"; {known['missing']} did not come" if known["missing"] else ""
+    return f"{count(known['files'], 'file')} ({amount(known['bytes'])}) in {known['folder']}{missing}"
 
 
 def _interruptions(record: Record) -> list[tuple[str, str]]:

@@ -64,12 +64,26 @@ def _doubts(spec: RunSpec, run_file: Path) -> list[str]:
     """What a launch would refuse, or leave out of the image."""
     from mgpu.spec import environment
 
-    found = environment.unset(spec, os.environ)
+    found = environment.unset(spec, os.environ) + _of_the_code(spec, run_file)
     if spec.image is None:
         return found
     from mgpu.run import images
 
     return found + images.unused_args(spec.image, run_file.resolve().parent)
+
+
+def _of_the_code(spec: RunSpec, run_file: Path) -> list[str]:
+    from mgpu_train.timeouts import Timeouts
+
+    from mgpu.events import Warned
+    from mgpu.run import code
+    from mgpu.run.request import resolve
+
+    request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
+    try:
+        return [event.text for event in code.look(request) if isinstance(event, Warned)]
+    except InputError as error:
+        return [" ".join(str(error).splitlines())]
 
 
 def _words(image: Looked | None) -> dict[str, str | bool | None] | None:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from mgpu_train.agent.layout import RunLayout
 
@@ -17,11 +18,14 @@ from mgpu import paths
 from mgpu.errors import InputError
 from mgpu.events import Event, Note, Warned
 from mgpu.remote.ignored import GIT_FILE, IGNORE_FILE
-from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.snapshot import Snapshot, scan
+from mgpu.run import saving
 from mgpu.run.request import Request
-from mgpu.run.session import Session
 from mgpu.words import amount, count
+
+if TYPE_CHECKING:
+    from mgpu.remote.nodeset import NodeSet
+    from mgpu.run.session import Session
 
 LARGE = 100 << 20  # bytes of a folder of code that are worth a warning
 NAMED = 3  # files or folders that a line names
@@ -38,7 +42,7 @@ def look(request: Request) -> list[Event]:
         return []
     snapshot = scan(request.workdir)
     _require_program(request, snapshot)
-    return _told(snapshot)
+    return [*_told(snapshot), *map(Warned, saving.doubts(request, snapshot))]
 
 
 def _require_program(request: Request, snapshot: Snapshot) -> None:

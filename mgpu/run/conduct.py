@@ -14,12 +14,13 @@ from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run import agents, code, containers, images, interpreters, metrics
+from mgpu.run import agents, code, containers, images, interpreters, metrics, outputs
 from mgpu.run.begin import catch_up, start
 from mgpu.run.images import Settled
 from mgpu.run.reach import handle_of, provider_for, provider_of, targets
 from mgpu.run.record import State
 from mgpu.run.request import Request
+from mgpu.run.saving import Saving
 from mgpu.run.session import Session
 from mgpu.run.stacks import InUse
 from mgpu.run.storekeys import StoreKeys
@@ -152,9 +153,11 @@ def watch(
             processes_per_node=fleet.processes_per_node,
             keys=keys,
             sent=sent,
+            saving=Saving.of(request),
         )
         ended = supervisor.watch()
     if not ended.left:
+        outputs.collect(session, request, nodes, ended.lost)
         metrics.collect(session, nodes, handle_of(fleet), fleet.processes_per_node, ended.lost)
         if not ended.succeeded:
             catch_up(session, request)

@@ -140,6 +140,7 @@ class Record:
     image_workdir: str = ""  # the folder in it that holds the code, with `code.mode: image`
     image_labels: dict[str, str] = field(default_factory=dict)  # those of mgpu's: what it fits
     fleet: dict[str, Any] | None = None  # the stack output `mgpu`, as it was read
+    outputs: dict[str, Any] | None = None  # of the newest attempt: `folder`, `files`, `bytes`, how many are `missing`
     teardown: str = "none"  # none | asked | confirmed | kept | not ours
     supervisor_pid: int = 0
 

@@ -100,7 +100,8 @@ class Session:
     emit: Emit
     timeouts: Timeouts
     interrupts: Interrupts = field(default_factory=Interrupts)
-    ask: Callable[[], bool | None] | None = None  # on a terminal: True = stop, False = leave it running, None = neither
+    # on a terminal, told what becomes of the work: True = stop, False = leave it running, None = neither
+    ask: Callable[[str], bool | None] | None = None
 
     def __post_init__(self) -> None:
         folder = Folder(self.record.run_id)

@@ -39,7 +39,7 @@ class Context:
 
     emit: Emit
     timeouts: Timeouts
-    ask_to_stop: Callable[[], bool | None] | None = None
+    ask_to_stop: Callable[[str], bool | None] | None = None  # told what becomes of the run's work
 
 
 def project_of(run_file: Path) -> Path:

@@ -20,6 +20,7 @@ from mgpu.run import timeline
 from mgpu.run.outlook import HURRY, NOW, SAVE, Outlook
 from mgpu.run.record import Interruption, State
 from mgpu.run.renewal import Renewal
+from mgpu.run.saving import Saving
 from mgpu.run.session import Session
 from mgpu.run.storekeys import StoreKeys
 from mgpu.run.verdict import Action, Verdict, decide
@@ -55,17 +56,21 @@ class Supervisor:
         processes_per_node: int = 1,
         keys: StoreKeys | None = None,
         sent: Mapping[str, str] | None = None,
+        saving: Saving | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`deadline` is on `clock`; `wall` is UNIX seconds; `provider` None: the machines are not ours to describe.
-        `keys` are credentials of the store, `sent` those that the agents have."""
+        `keys` are credentials of the store, `sent` those that the agents have;
+        `saving`: what of the run's work is kept."""
         self._session = session
         self._outlook = Outlook(session, nodes, provider, handle, processes_per_node, clock, wall)
         self._renewal = Renewal(session, keys, sent, clock, self._outlook.once) if keys else None
         self._asks_provider = provider is not None
         self._deadline = deadline
+        self._outputs_s = session.timeouts.outputs_s if saving and saving.outputs else 0.0
+        self._saving = saving or Saving()
         self._clock, self._wall, self._sleep = clock, wall, sleep
         self._stopped_by = ""
         self._quiet = False  # and it was told
@@ -218,6 +223,8 @@ class Supervisor:
         if done.committed_id and done.committed_id != record.checkpoint_id:
             record.checkpoint_id, record.checkpoint_step = done.committed_id, done.committed_step
             self._session.emit(CheckpointCommitted(done.committed_id, done.committed_step))
+        if overdue := self._saving.overdue(status):
+            self._outlook.once(overdue)
         if done.problem:
             self._outlook.once(f"checkpoint: {done.problem}")
         if done.save_problem:
@@ -254,10 +261,10 @@ class Supervisor:
             self._stop("user", "interrupted")
         return answer is False
 
-    def _asked(self, ask: Callable[[], bool | None]) -> bool | None:
+    def _asked(self, ask: Callable[[str], bool | None]) -> bool | None:
         try:
             with self._session.interrupts.leaving():
-                return ask()
+                return ask(self._saving.promise(self._session.record))
         except KeyboardInterrupt:
             return False
 
@@ -278,7 +285,7 @@ class Supervisor:
                     self._session.folder.stop.touch()
             self._session.to(State.STOPPING)
             self._session.emit(Note(f"stopping: {why}"))
-        grace_s = times.stop_grace_s + (times.kill_s if level == HURRY else times.drain_s)
+        grace_s = times.stop_grace_s + (times.kill_s if level == HURRY else times.drain_s + self._outputs_s)
         self._stop_by = min(self._stop_by or float("inf"), self._clock() + grace_s)
         self._outlook.stop(level)
 

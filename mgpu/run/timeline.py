@@ -29,7 +29,7 @@ def moved(session: Session, status: AgentStatus) -> None:
     way = session.record.interruptions[-1] if session.record.interruptions else None
     if way is None or way.resumed_at is not None or way.started_at is None or way.resumed_step is None:
         return
-    since = _training_since(status)
+    since = training_since(status)
     # a program that says no steps is back with its first sign of progress
     if since is None or 0 <= status.step <= way.resumed_step:
         return
@@ -37,7 +37,7 @@ def moved(session: Session, status: AgentStatus) -> None:
     session.emit(_recovered(way))
 
 
-def _training_since(status: AgentStatus) -> float | None:
+def training_since(status: AgentStatus) -> float | None:
     """When an attempt made its first progress, however late somebody looks: UNIX seconds of the node's clock."""
     if Phase.TRAINING not in status.phase_seconds:
         return None

@@ -52,6 +52,7 @@ Teardown = Literal["always", "keep"]
 Name = Annotated[str, StringConstraints(pattern=_NAME)]
 Word = Annotated[str, StringConstraints(pattern=_WORD)]
 Words = Annotated[tuple[Word, ...], BeforeValidator(_as_list, json_schema_input_type=Word | tuple[Word, ...])]
+Names = Annotated[tuple[Text, ...], BeforeValidator(_as_list, json_schema_input_type=Text | tuple[Text, ...])]
 StoreUrl = Annotated[str, StringConstraints(pattern=_URL, max_length=1024)]
 
 
@@ -233,6 +234,11 @@ class RunSpec(Block):
     )
     data: tuple[Data, ...] = Field(
         (), description="files that every node fetches before the program starts (default: none)"
+    )
+    outputs: Names = Field(
+        (),
+        description="files that a `command` writes and that come back: paths in its folder, globs (`**` for any "
+        "folders), folders (default: none)",
     )
     checkpoint: CheckpointOrNone = Field(Checkpoint(), description="where checkpoints go, or `none`")  # type: ignore[call-arg]
     recovery: Recovery = Field(Recovery(), description="what happens when a machine is lost")  # type: ignore[call-arg]

@@ -158,6 +158,7 @@ def _command(spec: RunSpec) -> Iterator[Mistake]:
 def _repeats(spec: RunSpec) -> Iterator[Mistake]:
     lists: list[tuple[Where, tuple[str, ...]]]
     lists = [(("gpu",), spec.gpu), (("regions",), spec.regions), (("secrets",), spec.secrets)]
+    lists.append((("outputs",), spec.outputs))
     if spec.image:
         lists.append((("image", "secrets"), spec.image.secrets))
     for at, values in lists:
@@ -203,6 +204,15 @@ def _data(spec: RunSpec) -> Iterator[Mistake]:
             yield Mistake(at, message, (("code", "mode"),))
 
 
+def _outputs(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.outputs and spec.command is None:
+        yield Mistake(("outputs",), "are files that a `command` writes; `train` has checkpoints", (("train",),))
+    for index, name in enumerate(spec.outputs):
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or name.startswith("~"):
+            yield Mistake(("outputs", index), "is not below the folder of the code: paths are relative to it")
+
+
 def _names_of_files(spec: RunSpec) -> Iterator[Mistake]:
     for at, name in _files(spec):
         if not name.strip() or name != name.strip() or "\n" in name:
@@ -224,6 +234,8 @@ def _files(spec: RunSpec) -> Iterator[tuple[Where, str]]:
         yield ("local", "python"), spec.local.python
     for index, item in enumerate(spec.data):
         yield ("data", index, "to"), item.to
+    for index, name in enumerate(spec.outputs):
+        yield ("outputs", index), name
     for key in ("context", "dockerfile", "ca_file") if spec.image else ():
         if (name := getattr(spec.image, key)) is not None:
             yield ("image", key), name
@@ -241,5 +253,6 @@ RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _repeats,
     _checkpoint,
     _data,
+    _outputs,
     _names_of_files,
 )

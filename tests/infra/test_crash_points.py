@@ -26,7 +26,7 @@ from mgpu.journal import Journal
 from mgpu.providers import registry
 from mgpu.providers.base import NodePhase
 
-TIMES = Timeouts().scaled(0.002)
+TIMES = Timeouts().scaled(0.002).model_copy(update={"provision_s": 60.0, "destroy_s": 60.0})  # on a busy machine
 URN = "urn:pulumi:dev::mgpu::mgpu:index:Fleet::fleet"
 CALLS = ("offers", "create", "find", "describe", "repair", "list_owned", "destroy")
 

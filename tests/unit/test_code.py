@@ -22,6 +22,8 @@ from mgpu.run.request import resolve
 from mgpu.run.session import Session
 from mgpu.spec.model import RunSpec
 
+SAVES = "MGPU_CHECKPOINT_DIR"
+
 
 class Run:
     """A run of a folder, and what each attempt sends of it."""
@@ -91,7 +93,7 @@ def test_links_modes_and_what_is_ignored_stay_as_they_were(run):
 
 
 def test_how_much_it_is_and_what_is_left_out(run):
-    run.write(train="x" * (3 << 19), note="x")
+    run.write(train=SAVES + "x" * (3 << 19), note="x")
     (run.folder / ".gitignore").write_text("/note\n/data/\n.gitignore\n*.pt\n")
     (run.folder / "data").mkdir()
     run.write(**{"data/1": "x", "data/2": "x", "a.pt": "x", "b.pt": "x"})
@@ -104,11 +106,11 @@ def test_how_much_it_is_and_what_is_left_out(run):
 
 def test_a_large_folder_is_told_with_its_largest_files(run, monkeypatch):
     monkeypatch.setattr(code, "LARGE", 5000)
-    run.write(train="x", a="x" * 2000, b="x" * 2999, c="x" * 10)
+    run.write(train=SAVES, a="x" * 2000, b="x" * 2999, c="x" * 30)
     assert len(code.look(run.request)) == 2
     _, warned = code.look(run.request)
     assert isinstance(warned, Warned)
-    assert "b (2.9 KiB), a (2.0 KiB), c (10 B) and 1 more" in warned.text
+    assert "b (2.9 KiB), a (2.0 KiB), c (30 B) and 1 more" in warned.text
     (run.folder / ".mgpuignore").write_text("b\n")
     assert len(code.look(run.request)) == 1
 

@@ -344,6 +344,15 @@ def test_of_slow_tests_each_folder_runs_a_quarter_and_eight_draws_all(slow):
     assert len(passed(lines(slow, "one"), "test_slow")) == 16, "who names a folder means all of it"
 
 
+def test_an_eighth_is_enough_of_what_stands_for_code_of_its_own(slow):
+    serves = "draw.SERVES = {'one/': ('no/such/folder',)}\n"
+    (slow / "conftest.py").write_text((slow / "conftest.py").read_text() + serves)
+    shares = [passed(lines(slow, "one", "two", MGPU_DRAW=str(number)), "test_slow") for number in range(470, 478)]
+    of = {folder: sum(name.startswith(folder) for share in shares for name in share) for folder in ("one", "two")}
+    assert of["one"] < of["two"]
+    assert len(set().union(*shares)) == 32
+
+
 def test_own_draws_are_no_smaller_because_they_are_slow(slow):
     some = passed(lines(slow, "one", MGPU_DRAW="470"), "test_own")
     (slow / "slow.txt").unlink()

@@ -313,7 +313,7 @@ def test_a_bug_while_it_trains_leaves_the_run_to_the_next_supervisor(project, mo
 @pytest.mark.parametrize("answer", [None, True, False], ids=["no terminal", "stop", "leave"])
 def test_interrupted_while_provisioning_is_undone(project, number, answer):
     """DESIGN section 9: while provisioning a signal always undoes; nobody is asked."""
-    project.ask = None if answer is None else lambda: answer
+    project.ask = None if answer is None else lambda _first: answer
     project.world.hooks["up is done"] = lambda: signal.raise_signal(number)
     outcome = project.launch()
     assert isinstance(outcome.error, Interrupted)
@@ -368,7 +368,7 @@ def test_left_running_is_left(project, monkeypatch):
         project.world.train_on(node, job)
         interrupts.count = 1
 
-    project.ask = lambda: False
+    project.ask = lambda _first: False
     project.world.program = program
     outcome = project.launch()
     assert outcome.left
@@ -603,6 +603,7 @@ def test_preflight_wants_files_that_can_be_sent(project):
         runs.preflight(project.world.run_file, spec, project.context.emit)
     assert "elsewhere" in refused.value.why
     nothing_happened(project.world)
+    (project.world.folder / "elsewhere").unlink()
     assert runs.preflight(project.world.run_file, spec, project.context.emit)
 
 

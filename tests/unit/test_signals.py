@@ -60,7 +60,7 @@ def watch(world):
 
 
 def test_sigterm_stops_and_asks_nobody(watch):
-    watch.session.ask = lambda: pytest.fail("whoever sends SIGTERM does not sit at the terminal")
+    watch.session.ask = lambda _first: pytest.fail("whoever sends SIGTERM does not sit at the terminal")
     ended = watch.watch(s2=lambda: signal.raise_signal(signal.SIGTERM))
     assert (ended.left, ended.stopped_by) == (False, "user")
 
@@ -82,13 +82,13 @@ def test_nohup_means_it():
 
 
 def test_a_second_signal_at_the_prompt_leaves(watch):
-    watch.session.ask = lambda: signal.raise_signal(signal.SIGINT)
+    watch.session.ask = lambda _first: signal.raise_signal(signal.SIGINT)
     assert watch.watch(s2=lambda: signal.raise_signal(signal.SIGINT)).left
 
 
 def test_nobody_answers_and_the_run_goes_on_until_it_is_asked_again(watch):
     answers = [None, True]
-    watch.session.ask = lambda: answers.pop(0)
+    watch.session.ask = lambda _first: answers.pop(0)
     interrupt = lambda: signal.raise_signal(signal.SIGINT)  # noqa: E731
     ended = watch.watch(s2=interrupt, s5=interrupt)
     assert (ended.left, ended.stopped_by, answers) == (False, "user", [])

@@ -540,7 +540,7 @@ def test_a_signal_without_a_terminal_stops(watch):
 
 
 def test_on_a_terminal_the_answer_leave_leaves_it_running(watch):
-    watch.session = watch.new_session(ask=lambda: False)
+    watch.session = watch.new_session(ask=lambda _first: False)
     ended = watch.at(2, watch.signal).run()
     assert ended.left
     assert watch.stops == [0, 0]
@@ -549,7 +549,7 @@ def test_on_a_terminal_the_answer_leave_leaves_it_running(watch):
 
 def test_on_a_terminal_the_answer_stop_stops_and_asks_no_more(watch):
     asked = []
-    watch.session = watch.new_session(ask=lambda: asked.append(1) or True)
+    watch.session = watch.new_session(ask=lambda _first: asked.append(1) or True)
     for node in watch.world.nodes:
         node.ends_when_stopped = False
     watch.at(2, watch.signal).at(6, lambda: [node.says(Phase.DONE) for node in watch.world.nodes])
@@ -585,7 +585,7 @@ def test_a_second_signal_leaves_whatever_the_first_was_for(watch, why):
 
 def test_a_signal_while_the_peers_are_stopped_asks_at_most_once(watch):
     asked = []
-    watch.session = watch.new_session(ask=lambda: asked.append(1) or True)
+    watch.session = watch.new_session(ask=lambda _first: asked.append(1) or True)
     watch.world.nodes[1].ends_when_stopped = False
     watch.at(2, lambda: stop_by_peers(watch)).at(4, watch.signal)
     watch.run()

@@ -141,6 +141,7 @@ class Job(Model):
     )
     requirements: Text | None = Field(None, description="a requirements file in the work folder")
     data: tuple[DataItem, ...] = ()
+    outputs: tuple[Text, ...] = Field((), description="files of the work folder that are kept: globs, or folders")
     checkpoint: CheckpointTarget | None = Field(None, description="None: `checkpoint: none`")
     resume: Resume | None = None
     lease_file: Text | None = Field(None, description="what the agent renews unless the attempt hangs; None: no lease")
@@ -169,3 +170,19 @@ class Secrets(Model):
 
     env: dict[EnvName, Text] = Field(default_factory=dict, description="the run's secrets, for the launcher")
     store: dict[EnvName, Text] = Field(default_factory=dict, description="AWS_* variables, for the agent alone")
+
+
+class OutputFile(Model):
+    """One output; its path is relative to the work folder."""
+
+    path: Text
+    size: int = Field(ge=0, description="bytes")
+
+
+class OutputList(Model):
+    """`outputs.json`: what an attempt has left in the folder beside it."""
+
+    version: Literal[1] = 1
+    attempt: int
+    files: tuple[OutputFile, ...]
+    problems: tuple[str, ...] = Field((), description="what could not be kept, and why")

@@ -38,6 +38,9 @@ class Timeouts(BaseModel):
     stop_grace_s: float = Field(60, description="from SIGTERM to SIGKILL of the launcher")
     kill_s: float = Field(30, description="until processes that were sent SIGKILL have to be gone")
     drain_s: float = Field(900, description="for the uploads that are left when the launcher has ended")
+    outputs_s: float = Field(
+        900, description="for the run's outputs to reach the store, and as long again to come home"
+    )
     peers_s: float = Field(120, description="for the other nodes' parts of a checkpoint to appear in the store")
     store_connect_s: float = Field(10, description="for a connection to the object store")
     store_read_s: float = Field(30, description="without a byte from the object store before a request is repeated")

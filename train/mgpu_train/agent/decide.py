@@ -197,6 +197,9 @@ def _durable(job: Job, end: Ended) -> AttemptFailed | None:
         why = f"the program ended with exit code 0, but its last checkpoint is of step {safe}, not {job.train.steps}"
         return AttemptFailed(Fault.INFRASTRUCTURE, why)
     if safe < 0:
-        why = "the program ended with exit code 0, but left no folder `step-<n>` in MGPU_CHECKPOINT_DIR"
+        why = (
+            "the program ended with exit code 0, but left no folder `step-<n>` in MGPU_CHECKPOINT_DIR "
+            "(one that saves none has `checkpoint: none`, and names its files in `outputs:`)"
+        )
         return AttemptFailed(Fault.USER, why)
     return None

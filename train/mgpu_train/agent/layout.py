@@ -84,6 +84,16 @@ class RunLayout:
         return self.root / "resume"
 
     @property
+    def outputs(self) -> PurePosixPath:
+        """Files that the run file names as outputs, as the newest attempt left them."""
+        return self.root / "outputs"
+
+    @property
+    def outputs_list(self) -> PurePosixPath:
+        """Which ones there are (`OutputList`), written when all of them are in place."""
+        return self.root / "outputs.json"
+
+    @property
     def metrics(self) -> PurePosixPath:
         """`MGPU_METRICS_DIR`: `rank-<rank>.jsonl`."""
         return self.root / "metrics"

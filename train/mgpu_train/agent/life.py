@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import TypeVar
 
-from mgpu_train.agent import launcher, procs
+from mgpu_train.agent import launcher, outputs, procs
 from mgpu_train.agent.attempt import Attempt
 from mgpu_train.agent.decide import AttemptFailed, Ended, asked_to_stop, asks_peers, gone, has_part, lost, verdict
 from mgpu_train.agent.depot import StoreDepot
@@ -72,7 +72,9 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
     attempt.enter(Phase.LAUNCHING)
     uploads = _uploads(attempt, job.checkpoint, resumed_step) if job.checkpoint and has_part(job) else None
     ended = Watch(attempt, uploads, resumed_step).run(Launch(launcher.argv(job, python), environment, attempt.work))
-    return _drain(attempt, uploads, ended)
+    failure = _drain(attempt, uploads, ended)
+    _keep_outputs(attempt)
+    return failure
 
 
 def _end_older(attempt: Attempt) -> None:
@@ -176,6 +178,25 @@ def _finish(attempt: Attempt, uploads: Uploads, certain: AttemptFailed | None) -
         attempt.tick(checkpoint=uploads.status)
 
 
+def _keep_outputs(attempt: Attempt) -> None:
+    """Brings the outputs to safety, as far as the deadline, the machine or an operator in haste allows."""
+    if not attempt.job.outputs:
+        return
+    kept, times = outputs.Kept(), attempt.times
+    work, end, hurried = _begin(lambda: outputs.keep(attempt, kept)), time.monotonic() + times.outputs_s, False
+    while not wait([work], timeout=times.poll_s).done:
+        if attempt.stop.now and not hurried:
+            hurried, end = True, min(end, time.monotonic() + times.stop_grace_s)
+        if time.monotonic() > min(end, attempt.going.at if attempt.going else end):
+            kept.cancelled.set()
+            attempt.say(f"{kept}; there was no time for more")
+            return
+        attempt.tick()
+    if error := work.exception():
+        attempt.say(f"outputs could not be kept: {error}")
+    attempt.say(str(kept))
+
+
 def _judge(attempt: Attempt, ended: Ended) -> AttemptFailed | None:
     return verdict(attempt.job, _explained(attempt, ended))
 
@@ -206,7 +227,7 @@ def _last_word(attempt: Attempt, target: CheckpointTarget, failure: AttemptFaile
 
 def _of_peers(attempt: Attempt, depot: StoreDepot) -> AttemptFailed | None:
     """What keeps a good end of this node from being the attempt's; silence does, too."""
-    end = time.monotonic() + attempt.times.drain_s
+    end = time.monotonic() + attempt.times.drain_s + (attempt.times.outputs_s if attempt.job.outputs else 0.0)
     for rank in range(1, attempt.job.nodes):
         while True:
             last = attempt.stop.now or time.monotonic() > end

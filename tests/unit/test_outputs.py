@@ -1,0 +1,178 @@
+"""Outputs come home: from nodes that answer and are not to be trusted, and from the store; and what is told of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from mgpu_train.agent.layout import RunLayout
+from mgpu_train.config import OutputFile, OutputList
+from mgpu_train.store import open_store
+
+from mgpu.events import Note, Warned
+from mgpu.run import outputs
+from mgpu.run.record import load
+from mgpu.run.session import Session
+
+LAYOUT = RunLayout("run-1")
+
+
+@pytest.fixture
+def run(world):
+    world.record("run-1", attempt=1)
+    nodes = world.has_nodes(2)
+    world.record("run-1", attempt=1, nodes=2)
+    session = Session(load("run-1"), world.events.append, world.timeouts)
+    request = SimpleNamespace(spec=SimpleNamespace(outputs=("runs/",)))
+    return SimpleNamespace(
+        world=world, nodes=nodes, session=session, home=outputs.home(session.record),
+        collect=lambda lost=(): outputs.collect(session, request, nodes, lost),
+    )  # fmt: skip
+
+
+def leaves(node, files, attempt=1, size=None, problems=()):
+    """What the agent has kept."""
+    told = [OutputFile(path=path, size=len(text) if size is None else size) for path, text in files.items()]
+    listed = OutputList(attempt=attempt, files=tuple(told), problems=problems)
+    node.files[str(LAYOUT.outputs_list)] = listed.model_dump_json().encode()
+    node.files.update({str(LAYOUT.outputs / path): text.encode() for path, text in files.items()})
+
+
+def here(folder):
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def warned(run):
+    return [event.text for event in run.world.of(Warned)]
+
+
+def test_those_of_the_first_node_are_where_the_program_wrote_them_others_beside_them(run):
+    leaves(run.world.nodes[0], {"runs/log": "a", "model.pt": "weights"})
+    leaves(run.world.nodes[1], {"runs/log": "b"})
+    run.collect()
+    assert here(run.home) == {"runs/log": "a", "model.pt": "weights", "node-1/runs/log": "b"}
+    assert run.home == run.world.folder / "mgpu-runs" / "run-1" / "outputs"
+    assert f"outputs: 3 files (9 B) in {run.home}" in [event.text for event in run.world.of(Note)]
+    assert warned(run) == []
+    assert load("run-1").outputs == {"folder": str(run.home), "files": 3, "bytes": 9, "missing": 0}
+
+
+def test_a_later_attempt_replaces_what_an_earlier_one_brought(run):
+    leaves(run.world.nodes[0], {"runs/log": "old", "gone": "x"})
+    leaves(run.world.nodes[1], {})
+    run.collect()
+    leaves(run.world.nodes[0], {"runs/log": "new"}, attempt=2)
+    leaves(run.world.nodes[1], {}, attempt=2)
+    run.session.record.attempt = 2
+    run.collect()
+    assert here(run.home) == {"runs/log": "new", "gone": "x"}, "nothing that came home is deleted"
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/x", "a/../../x", "a/../../../../../../tmp/x", "..", "runs/../../node-1/x"]
+)
+def test_a_node_cannot_write_outside_of_the_folder(run, path):
+    leaves(run.world.nodes[0], {"good": "x", path: "evil"})
+    leaves(run.world.nodes[1], {})
+    run.collect()
+    assert here(run.home) == {"good": "x"}
+    assert any("is no path in the folder of the code" in text for text in warned(run))
+    assert [found.name for found in run.home.parent.parent.iterdir()] == ["run-1"]
+
+
+def test_a_lost_node_that_still_answers_is_asked_and_no_new_connection_is_made_for_it(run):
+    leaves(run.world.nodes[0], {"a": "0"})
+    leaves(run.world.nodes[1], {"a": "1"})
+    run.collect(lost=(1,))
+    assert here(run.home) == {"a": "0", "node-1/a": "1"}
+    run.world.nodes[1].closed = True
+    run.collect(lost=(1,))
+    assert "outputs of node 1: the connection was lost" in warned(run)[-1]
+
+
+def test_what_does_not_come_is_told_with_the_way_to_the_store(run):
+    run.session.record.store = "s3://b/p"
+    leaves(run.world.nodes[0], {"a": "x", "b": "y", "c": "z"})
+    del run.world.nodes[0].files[str(LAYOUT.outputs / "b")]
+    run.collect()
+    assert here(run.home) == {"a": "x"}
+    first, second = warned(run)
+    assert first.startswith("2 outputs of node 0 did not come home: b: ")
+    assert "`mgpu outputs run-1` fetches what is in s3://b/p" in first
+    assert "node 1: its agent has kept none" in second
+    assert load("run-1").outputs["missing"] == 3
+
+
+def test_a_file_that_came_short_did_not_come(run):
+    leaves(run.world.nodes[0], {"a": "xyz"}, size=9)
+    leaves(run.world.nodes[1], {})
+    run.collect()
+    assert "1 output of node 0 did not come home: a: 3 bytes came of 9" in warned(run)[0]
+
+
+def test_what_the_agent_could_not_keep_is_told(run):
+    leaves(run.world.nodes[0], {"a": "x"}, problems=("b: no room",))
+    leaves(run.world.nodes[1], {})
+    run.collect()
+    assert warned(run) == ["outputs of node 0: b: no room"]
+
+
+def test_a_list_of_an_earlier_attempt_is_not_this_ones(run):
+    leaves(run.world.nodes[0], {"a": "x"})
+    leaves(run.world.nodes[1], {})
+    run.session.record.attempt = 2
+    run.collect()
+    assert not run.home.exists()
+    assert all("kept none of this attempt" in text for text in warned(run))
+
+
+def test_the_time_is_bounded(run, monkeypatch):
+    leaves(run.world.nodes[0], {"a": "x"})
+    leaves(run.world.nodes[1], {})
+    monkeypatch.setattr(run.session, "timeouts", run.world.timeouts.model_copy(update={"outputs_s": 0.0}))
+    run.collect()
+    assert "they took more than 0 s (outputs_s)" in warned(run)[0]
+
+
+def test_a_disk_that_cannot_be_written_ends_nothing(run):
+    (run.world.folder / "mgpu-runs").write_text("a file")
+    leaves(run.world.nodes[0], {"a": "x"})
+    leaves(run.world.nodes[1], {})
+    run.collect()
+    assert "did not come home" in warned(run)[0]
+
+
+# --- from the store ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(world, tmp_path):
+    store = open_store(f"file://{tmp_path / 'store'}")
+    store.put("run-1/outputs/0/runs/log", b"a")
+    store.put("run-1/outputs/1/runs/log", b"bb")
+    store.put("run-10/outputs/0/other", b"x")
+    return world.record("run-1", store=store.url)
+
+
+def test_they_come_from_the_store_to_the_same_places(stored, mgpu, world):
+    assert mgpu("outputs", "run-1", "--json").json["bytes"] == 3
+    assert here(world.folder / "mgpu-runs" / "run-1" / "outputs") == {"runs/log": "a", "node-1/runs/log": "bb"}
+    done = mgpu("outputs", "run-1", "--to", "elsewhere")
+    assert "2 files (3 B) in elsewhere" in done.out
+    assert here(world.folder / "elsewhere") == {"runs/log": "a", "node-1/runs/log": "bb"}
+
+
+def test_a_store_without_any_says_so(world, mgpu, tmp_path):
+    world.record("run-1", store=f"file://{tmp_path / 'empty'}")
+    assert "has no outputs of run run-1" in mgpu("outputs", "run-1").err
+
+
+def test_a_run_without_a_store_has_none_there(world, mgpu):
+    world.record("run-1", store=None)
+    refused = mgpu("outputs", "run-1")
+    assert (refused.code, "has no store" in refused.err) == (2, True)
+
+
+def test_a_folder_that_cannot_be_written_is_named(stored, mgpu):
+    refused = mgpu("outputs", "run-1", "--to", "/proc/x")
+    assert (refused.code, "/proc/x cannot be written" in refused.err, "--to" in refused.err) == (2, True, True)
