@@ -180,10 +180,7 @@ class Stack:
 
     @cached_property
     def _engine(self) -> install.Engine:
-        engine = install.find_engine()
-        if engine is None:
-            raise StackError("The Pulumi engine is not on this machine.", "", "Run `make setup`, or `mgpu init`.")
-        return engine
+        return install.install_engine(lambda line: self._emit(Note(line)))
 
     def _environment(self) -> Mapping[str, str]:
         environment.make_passphrase()  # refuses an empty one

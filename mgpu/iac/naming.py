@@ -8,9 +8,12 @@ PROJECT = "mgpu"
 BASE_PROJECT = "mgpu-base"
 """The project of what machines stand on. One for all folders: its stacks are named by account and region."""
 
+RUNS_PROJECT = "mgpu-runs"
+"""The project of runs whose folder has no Pulumi program of its own. Its stacks are named by run."""
+
 
 def fleet_name(project: str, stack: str) -> str:
     """The fleet of a stack: the stack's own name. A project under another name puts it in front: two projects may both
-    have a stack `dev`, and the guard of one must never take the machines of the other.
+    have a stack `dev`, and the guard of one must never take the machines of the other. Names of runs are random.
     """
-    return stack if project == PROJECT else f"{project}-{stack}"
+    return stack if project in (PROJECT, RUNS_PROJECT) else f"{project}-{stack}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sysconfig
@@ -14,8 +15,9 @@ import mgpu
 from mgpu import paths
 from mgpu.errors import InputError, StackError
 from mgpu.iac.environment import backend_dir
-from mgpu.iac.naming import BASE_PROJECT, PROJECT
+from mgpu.iac.naming import BASE_PROJECT, PROJECT, RUNS_PROJECT
 
+OURS = (PROJECT, BASE_PROJECT, RUNS_PROJECT)
 _BASE = "base"  # the folder of stack base in infra/
 _CARRIED = Path(mgpu.__file__).parent / "_data"
 _CHECKOUT = Path(mgpu.__file__).parent.parent
@@ -27,17 +29,17 @@ def project_files(dest: Path, *, overwrite: bool = False) -> tuple[Path, ...]:
     Raises:
         InputError: one of them is there already, and `overwrite` is false: nothing was written.
     """
-    program, settings = dest / "infra", dest / "Pulumi.yaml"
-    there = [path for path in (settings, program) if path.exists()]
+    infra, settings = dest / "infra", dest / "Pulumi.yaml"
+    there = [path for path in (settings, infra) if path.exists()]
     if there and not overwrite:
         names = " and ".join(path.name for path in there)
         raise InputError(f"{dest} has {names} already", "They may hold changes of yours.", "Move them away first.")
     dest.mkdir(parents=True, exist_ok=True)
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(_source(), program, dirs_exist_ok=True, ignore=ignored)
+    shutil.copytree(_source(), infra, dirs_exist_ok=True, ignore=ignored)
     settings.write_text(_settings(_new_name(dest), "Machines for distributed training, one fleet a stack", "infra/"))
-    (program / _BASE / "Pulumi.yaml").write_text(_base_settings())
-    return settings, program
+    (infra / _BASE / "Pulumi.yaml").write_text(_base_settings())
+    return settings, infra
 
 
 def base_program(start: Path) -> Path:
@@ -46,10 +48,35 @@ def base_program(start: Path) -> Path:
     for folder in (start.resolve(), *start.resolve().parents):
         if (folder / "infra" / _BASE / "Pulumi.yaml").is_file():
             return folder / "infra" / _BASE
-    copy = paths.state_dir() / "base" / "program"
-    shutil.copytree(_source() / _BASE, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "Pulumi.yaml").write_text(_base_settings())
-    return copy
+    return _copied(_source() / _BASE, paths.state_dir() / "base" / "program", _base_settings())
+
+
+def program(start: Path) -> Path:
+    """The folder of the Pulumi program that rents machines: the nearest one above `start` that has a Pulumi.yaml; else
+    a copy of what mgpu carries, in the state folder."""
+    for folder in (start.resolve(), *start.resolve().parents):
+        if (folder / "Pulumi.yaml").exists():
+            return folder
+    settings = _settings(RUNS_PROJECT, "Machines for distributed training, one fleet a run", "infra/")
+    return _copied(_source(), paths.state_dir() / "program", settings, "infra")
+
+
+def _copied(source: Path, dest: Path, settings: str, below: str = "") -> Path:
+    """A copy of a program; what is the same already is not touched, because an engine may be reading it."""
+    wanted = {
+        Path(below) / path.relative_to(source): path.read_bytes()
+        for path in source.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    for name, content in {**wanted, Path("Pulumi.yaml"): settings.encode()}.items():
+        path = dest / name
+        if path.is_file() and path.read_bytes() == content:
+            continue
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        aside.write_bytes(content)
+        aside.replace(path)
+    return dest
 
 
 def project_name(project: Path) -> str:
@@ -79,7 +106,7 @@ def _new_name(dest: Path) -> str:
     base = re.sub(r"[^a-z0-9]+", "-", dest.resolve().name.lower()).strip("-")[:24] or PROJECT
     taken = backend_dir() / ".pulumi" / "stacks"
     names = (base if n == 1 else f"{base}-{n}" for n in count(1))
-    return next(name for name in names if name not in (PROJECT, BASE_PROJECT) and not (taken / name).exists())
+    return next(name for name in names if name not in OURS and not (taken / name).exists())
 
 
 def _base_settings() -> str:

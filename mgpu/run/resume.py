@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu.errors import InputError, MgpuError, StackError
+from mgpu.iac.naming import RUNS_PROJECT
 from mgpu.iac.project import project_name
 from mgpu.run.record import Folder, Record, load
 from mgpu.run.stacks import project_of
@@ -30,6 +31,7 @@ def before(run_id: str | None, run_file: Path, spec: RunSpec) -> Record | None:
             f"Take the run file of that run ({record.run_file}), or leave `--resume` out: that is a run of its own.",
         )
     project = project_of(run_file)
+    _require_folder(record, run_file, project)
     if (theirs := _name_of(Path(record.project))) not in (None, project_name(project)):
         raise InputError(
             f"run {record.run_id} is of another project: `{theirs}` in {record.project}",
@@ -37,6 +39,22 @@ def before(run_id: str | None, run_file: Path, spec: RunSpec) -> Record | None:
             f"Resume it from there ({record.run_file}), or leave `--resume` out: that is a run of its own.",
         )
     return record
+
+
+def _require_folder(record: Record, run_file: Path, project: Path) -> None:
+    """Raises InputError for another folder's run: folders without a Pulumi program of their own share one project."""
+    folder, theirs = run_file.resolve().parent, Path(record.project_base)
+    if (
+        str(project) == record.project
+        and project_name(project) == RUNS_PROJECT
+        and theirs != folder
+        and theirs.exists()
+    ):
+        raise InputError(
+            f"run {record.run_id} is of another folder: {theirs}",
+            f"{run_file} is in {folder}.",
+            f"Resume it from there ({record.run_file}), or leave `--resume` out: that is a run of its own.",
+        )
 
 
 def _name_of(project: Path) -> str | None:

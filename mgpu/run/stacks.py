@@ -20,6 +20,7 @@ from mgpu.errors import (
 from mgpu.events import Emit
 from mgpu.iac.engine import Stack
 from mgpu.iac.outputs import StackOutput
+from mgpu.iac.project import program
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
 from mgpu.run.reach import handle_of
@@ -43,19 +44,8 @@ class Context:
 
 
 def project_of(run_file: Path) -> Path:
-    """The folder with Pulumi.yaml: the run file's own, or the nearest above it.
-
-    Raises:
-        InputError: there is none.
-    """
-    for folder in (run_file.resolve().parent, *run_file.resolve().parents):
-        if (folder / "Pulumi.yaml").exists():
-            return folder
-    raise InputError(
-        f"{run_file}: no Pulumi.yaml in its folder or above",
-        "mgpu rents machines through a Pulumi program that you own.",
-        "Run `mgpu init` in your project's folder: it writes Pulumi.yaml and infra/.",
-    )
+    """The folder with Pulumi.yaml: the run file's own, the nearest above it, or a copy of what mgpu carries."""
+    return program(run_file.resolve().parent)
 
 
 def stack_of(record: Record, context: Context) -> Stack:

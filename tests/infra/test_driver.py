@@ -292,6 +292,21 @@ def test_two_folders_of_one_name_are_two_projects(tmp_path, xdg):
     assert project.project_name(tmp_path / "b" / "Train it") == "train-it-2"
 
 
+def test_the_program_is_the_nearest_ones_or_a_copy_of_what_mgpu_carries(tmp_path, xdg):
+    (tmp_path / "mine" / "deep").mkdir(parents=True)
+    (tmp_path / "mine" / "Pulumi.yaml").write_text("name: mine\n")
+    assert project.program(tmp_path / "mine" / "deep") == tmp_path / "mine"
+    copy = project.program(tmp_path)
+    assert project.project_name(copy) == "mgpu-runs"
+    program = copy / "infra" / "__main__.py"
+    before = program.stat()
+    assert project.program(tmp_path) == copy
+    assert program.stat().st_ino == before.st_ino, "an engine may be reading it"
+    program.write_text("of an older version")
+    project.program(tmp_path)
+    assert "Fleet" in program.read_text()
+
+
 def test_the_plugins_folder_is_named_and_has_it(tmp_path):
     project.project_files(tmp_path)
     settings = (tmp_path / "Pulumi.yaml").read_text()

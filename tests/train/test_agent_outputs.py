@@ -51,7 +51,7 @@ def test_they_are_kept_and_stored_however_the_program_ends(node, end, phase):
     assert node.ended()["phase"] == phase
     assert kept(node) == FILES
     assert stored(node) == set(FILES)
-    assert "outputs: 2 files, 9 bytes; 2 of them in the store" in node.log
+    assert f"outputs: 2 files, 9 bytes; 2 of them in {node.url}\n" in node.log
 
 
 def test_without_a_store_they_are_kept_for_the_operator(node):
@@ -60,6 +60,7 @@ def test_without_a_store_they_are_kept_for_the_operator(node):
     node.start()
     assert node.ended()["phase"] == "done"
     assert kept(node) == FILES
+    assert "outputs: 2 files, 9 bytes\n" in node.log
 
 
 @pytest.mark.parametrize("how", ["stop", "notice"])

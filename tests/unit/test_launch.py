@@ -33,6 +33,7 @@ from mgpu.errors import (
     Transient,
 )
 from mgpu.events import Note, Warned
+from mgpu.iac.project import project_name
 from mgpu.providers.base import NodePhase
 from mgpu.run import down as downs
 from mgpu.run import launch as runs
@@ -41,6 +42,7 @@ from mgpu.run.record import Folder, State
 from mgpu.run.session import Interrupts
 from mgpu.spec.load import load
 
+ROOT = Path(__file__).parents[2]
 RUN_FILE = """
 name: it
 provider: local
@@ -586,11 +588,12 @@ def nothing_happened(world):
     assert world.cloud.billed == set()
 
 
-def test_preflight_wants_a_project(project):
-    spec = project.spec()
+def test_a_folder_without_a_program_has_that_of_mgpu(project):
     (project.world.folder / "Pulumi.yaml").unlink()
-    with pytest.raises(InputError, match=r"no Pulumi\.yaml"):
-        runs.preflight(project.world.run_file, spec, project.context.emit)
+    found = runs.preflight(project.world.run_file, project.spec(), project.context.emit)
+    assert found == paths.state_dir() / "program"
+    assert (found / "infra" / "__main__.py").read_text() == (ROOT / "infra" / "__main__.py").read_text()
+    assert project_name(found) == "mgpu-runs"
     nothing_happened(project.world)
 
 

@@ -7,6 +7,7 @@ import pytest
 from mgpu.errors import InputError
 from mgpu.run import record, resume
 from mgpu.run.record import Folder, Record
+from mgpu.run.stacks import project_of
 from mgpu.spec.load import loads
 
 FILE = """
@@ -63,6 +64,21 @@ def test_a_run_of_another_name_is_not(run, tmp_path):
 def test_a_run_of_another_project_is_not(run, project):
     with pytest.raises(InputError, match="another project: `mine`"):
         resumed("it-1", project("theirs"))
+
+
+def test_folders_without_a_program_of_their_own_are_told_apart(run, project, xdg):
+    """They share mgpu's own project."""
+    folders = [project("one"), project("two")]
+    for folder in folders:
+        (folder / "Pulumi.yaml").unlink()
+    run.project, run.project_base = str(project_of(folders[0] / "mgpu.yaml")), str(folders[0])
+    record.write(run)
+    assert resumed("it-1", folders[0]) is not None
+    with pytest.raises(InputError, match="of another folder"):
+        resumed("it-1", folders[1])
+    (folders[0] / "mgpu.yaml").unlink()
+    folders[0].rmdir()
+    assert resumed("it-1", folders[1]) is not None, "it was moved"
 
 
 def test_a_project_that_was_moved_is_the_same(run, tmp_path):

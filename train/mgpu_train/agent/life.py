@@ -182,7 +182,8 @@ def _keep_outputs(attempt: Attempt) -> None:
     """Brings the outputs to safety, as far as the deadline, the machine or an operator in haste allows."""
     if not attempt.job.outputs:
         return
-    kept, times = outputs.Kept(), attempt.times
+    target, times = attempt.job.checkpoint, attempt.times
+    kept = outputs.Kept(target.to if target else None)
     work, end, hurried = _begin(lambda: outputs.keep(attempt, kept)), time.monotonic() + times.outputs_s, False
     while not wait([work], timeout=times.poll_s).done:
         if attempt.stop.now and not hurried:

@@ -26,6 +26,7 @@ _AT_ONCE = 8  # uploads
 class Kept:
     """What became of them so far; read by others while it grows."""
 
+    to: str | None = None  # the store
     files: list[OutputFile] = field(default_factory=list)
     uploaded: int = 0
     problems: list[str] = field(default_factory=list)
@@ -33,8 +34,8 @@ class Kept:
 
     def __str__(self) -> str:
         size = sum(each.size for each in self.files)
-        words = f"outputs: {len(self.files)} files, {size} bytes; {self.uploaded} of them in the store"
-        return "; ".join([words, *self.problems[:3]])
+        stored = [f"{self.uploaded} of them in {self.to}"] if self.to else []
+        return "; ".join([f"outputs: {len(self.files)} files, {size} bytes", *stored, *self.problems[:3]])
 
 
 def key(run_id: str, node_rank: int, path: str) -> str:
