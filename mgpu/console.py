@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mgpu.bars import Layers
 
 PLAIN_EVERY_S = 10.0
+BAR_EVERY_S = 5.0  # between two states of a program's own progress bar
 LONGEST_LINE = 4000
 LONGEST_STEP = 100  # of a Dockerfile, on the screen
 WIDEST_TABLE = 400  # where there is no terminal
@@ -50,9 +51,10 @@ def neutral(text: str) -> str:
 class LogLines:
     """Cuts the bytes of one node's log into printable lines; memory is bounded whatever arrives."""
 
-    def __init__(self, node_rank: int) -> None:
+    def __init__(self, node_rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._prefix = f"[{node_rank}] "
         self._rest = b""
+        self._clock, self._bar_at, self._bar = clock, clock(), b""
 
     def feed(self, data: bytes) -> list[str]:
         """The whole lines in what has arrived; a line that grows too long is shown in pieces."""
@@ -61,7 +63,16 @@ class LogLines:
         if len(self._rest) > LONGEST_LINE:
             parts.append(self._rest)
             self._rest = b""
-        return [self._show(part) for part in parts]
+        return [self._show(part) for part in [*parts, *self._redrawn()]]
+
+    def _redrawn(self) -> list[bytes]:
+        """A bar that is redrawn by carriage returns has no line end for hours: now and then its state is a line."""
+        states = [state for state in self._rest.split(b"\r") if state.strip()]
+        now = self._clock()
+        if b"\r" not in self._rest or not states or states[-1] == self._bar or now < self._bar_at + BAR_EVERY_S:
+            return []
+        self._bar_at, self._bar = now, states[-1]
+        return [states[-1]]
 
     def flush(self) -> list[str]:
         """What is left without a line end."""
@@ -76,6 +87,8 @@ class LogLines:
 
 class Console:
     """Renders results, events and errors for one command."""
+
+    told: ClassVar[bool] = False  # a JSON result is on stdout
 
     def __init__(self, *, as_json: bool = False, show_logs: bool = False) -> None:
         self.as_json = as_json
@@ -96,6 +109,7 @@ class Console:
 
     def data(self, value: Any) -> None:
         """A result as JSON."""
+        Console.told = True
         sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
     def text(self, text: str) -> None:

@@ -56,6 +56,11 @@ class MgpuError(Exception):
     def __str__(self) -> str:
         return "\n".join(line for line in (self.what, self.why, self.next_step) if line)
 
+    def to_json(self) -> dict[str, object]:
+        """The error as `--json` prints it, under `error`."""
+        words = {"what": self.what, "why": self.why, "next_step": self.next_step}
+        return {"type": type(self).__name__, "exit_code": self.exit_code, **words}
+
 
 class InputError(MgpuError):
     """The request cannot be carried out as written."""
@@ -75,6 +80,10 @@ class SpecError(InputError):
         )
         self.path = path
         self.problems = problems
+
+    def to_json(self) -> dict[str, object]:
+        """Beside the words: each problem with its line and field."""
+        return {**super().to_json(), "problems": [vars(problem) for problem in self.problems]}
 
 
 class Problem:

@@ -76,7 +76,10 @@ def cli() -> None:
 
 
 def main(args: list[str] | None = None) -> Any:
-    """The entry point: every error of ours becomes three lines and its exit code."""
+    """The entry point: every error of ours becomes three lines and its exit code, and with --json an object, unless the
+    command has printed its result."""
+    if known := sys.modules.get("mgpu.console"):
+        known.Console.told = False
     try:
         result = cli.main(args=args, prog_name="mgpu", standalone_mode=False)
     except click.exceptions.Abort:
@@ -91,6 +94,9 @@ def main(args: list[str] | None = None) -> Any:
             raise
         from mgpu.console import Console
 
-        Console().error(error)
+        console = Console()
+        console.error(error)
+        if "--json" in (sys.argv[1:] if args is None else args) and not Console.told:
+            console.data({"error": error.to_json()})
         sys.exit(error.exit_code)
     sys.exit(result if isinstance(result, int) else 0)

@@ -68,7 +68,7 @@ def test_the_first_cause_stands_and_only_its_grace_is_cut():
     assert look(later, TIMES) == (Act.KILL, cause)
 
 
-STOP = Cause(Fault.STOPPED, "the operator asked to stop", 1, 10)
+STOP = Cause(Fault.STOPPED, "this node was asked to stop", 1, 10)
 STALL = Cause(Fault.INFRASTRUCTURE, "no progress", 1, 0)
 GONE = Cause(Fault.PROVIDER, "the provider takes this machine", 1, 0)
 GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
@@ -88,10 +88,10 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         (train_job(), replace(GOOD, saved_step=-1, durable_step=-1, resumed_step=20), None, ""),
         (train_job(checkpoint=None), Ended(exit_code=0), None, ""),
         (train_job(), replace(GOOD, cause=STOP), None, ""),  # it finished while it was asked to stop
-        (train_job(), replace(GOOD, cause=STOP, said="stopped"), Fault.STOPPED, "the operator asked to stop"),
+        (train_job(), replace(GOOD, cause=STOP, said="stopped"), Fault.STOPPED, "this node was asked to stop"),
         (train_job(), replace(GOOD, said="stopped"), Fault.INFRASTRUCTURE, "not by this agent"),
         (train_job(), replace(GOOD, said="stopped", exit_code=1), Fault.INFRASTRUCTURE, "not by this agent"),
-        (train_job(), replace(GOOD, exit_code=1, cause=STOP), Fault.STOPPED, "the operator asked to stop"),
+        (train_job(), replace(GOOD, exit_code=1, cause=STOP), Fault.STOPPED, "this node was asked to stop"),
         (train_job(), replace(GOOD, cause=GONE), None, ""),  # it was through before the machine went
         (train_job(), replace(GOOD, cause=GONE, durable_step=15), Fault.PROVIDER, "takes this machine; the final"),
         (train_job(), replace(GOOD, cause=GONE, said="stopped"), Fault.PROVIDER, "takes this machine"),

@@ -176,7 +176,7 @@ class Node:
             newest = AgentStatus.model_validate_json(self.files[str(self.layout.status)])
             if not newest.phase.final:
                 self.says(
-                    Phase.FAILED, attempt=newest.attempt, fault=Fault.STOPPED, reason="the operator asked to stop"
+                    Phase.FAILED, attempt=newest.attempt, fault=Fault.STOPPED, reason="this node was asked to stop"
                 )
         return {}
 

@@ -117,9 +117,3 @@ def test_money_is_not_spent_when_nobody_can_be_asked(run_file, tmp_path):
     assert done.returncode == 2
     assert "--yes" in done.stderr
     assert "per hour" in done.stderr
-
-
-def test_launch_without_a_project_says_how_to_make_one(run_file, tmp_path):
-    done = mgpu(["launch", "--yes"], tmp_path)
-    assert done.returncode == 2
-    assert "mgpu init" in done.stderr

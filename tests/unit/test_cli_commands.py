@@ -408,3 +408,26 @@ def test_run_without_a_fleet_leaves_no_record(mgpu, run_file, world, monkeypatch
     assert done.code == 4
     assert "pulumi up" in done.err
     assert record.ids() == []
+
+
+# --- errors as JSON ---------------------------------------------------------------------------------------------------
+
+
+def test_with_json_an_error_is_an_object_on_stdout_and_three_lines_on_stderr(mgpu, world):
+    done = mgpu("status", "no-such-run", "--json")
+    assert done.code == 2
+    error = done.json["error"]
+    assert (error["type"], error["exit_code"], error["what"]) == ("InputError", 2, "no run `no-such-run`")
+    assert error["what"] in done.err
+    assert mgpu("status", "no-such-run").out == ""
+
+
+def test_mistakes_of_a_run_file_are_objects_with_line_and_field(mgpu, world):
+    world.run_file.write_text("name: a\nprovider: local\nnodes: many\nmax_hours: 1\nmax_price_usd_per_hour: 1\n")
+    problems = mgpu("plan", "--json").json["error"]["problems"]
+    assert {(each["line"], each["field"]) for each in problems} >= {(3, "nodes")}
+
+
+def test_a_command_that_has_printed_its_result_prints_one_object_alone(mgpu, world, running):
+    world.cloud.refuses["find"] = [AuthError("the key has expired")]
+    assert isinstance(mgpu("gc", "--json").json, list)

@@ -11,7 +11,7 @@ import pytest
 
 from mgpu import console as console_module
 from mgpu import events
-from mgpu.console import LONGEST_LINE, Console, LogLines, neutral
+from mgpu.console import BAR_EVERY_S, LONGEST_LINE, Console, LogLines, neutral
 from mgpu.errors import QuotaExceeded
 
 
@@ -49,6 +49,23 @@ def test_a_line_without_end_is_shown_in_pieces_with_bounded_memory():
 
 def test_of_a_redrawn_line_the_last_state_is_shown():
     assert LogLines(0).feed(b" 10%\r 50%\r100%\r\n") == ["[0] 100%"]
+
+
+def test_a_bar_without_a_line_end_is_shown_now_and_then():
+    """As tqdm draws it, for hours."""
+    now = [0.0]
+    lines = LogLines(0, lambda: now[0])
+    assert lines.feed(b"\r 1%") == []
+    now[0] = BAR_EVERY_S
+    assert lines.feed(b"\r 2%") == ["[0]  2%"]
+    assert lines.feed(b"\r 3%") == []
+    now[0] = 2 * BAR_EVERY_S
+    assert lines.feed(b"") == ["[0]  3%"]
+    now[0] = 3 * BAR_EVERY_S
+    assert lines.feed(b"") == [], "nothing has moved"
+    assert lines.feed(b"\r100%\ndone\n") == ["[0] 100%", "[0] done"]
+    now[0] = 9 * BAR_EVERY_S
+    assert lines.feed(b"no line end, and no bar") == []
 
 
 def test_results_go_to_stdout_and_progress_to_stderr(capsys):

@@ -540,7 +540,7 @@ def test_so_near_to_the_hard_cap_that_it_is_not_worth_it_no_machine_is_rented(pr
 @pytest.mark.parametrize("said", [True, False], ids=["said so", "said nothing"])
 def test_a_stop_that_was_asked_for_is_a_stop(project, dead, kept, said):
     if said:
-        kept.ended(succeeded=False, fault="stopped", reason="the operator asked to stop")
+        kept.ended(succeeded=False, fault="stopped", reason="this node was asked to stop")
     found = dead(State.STOPPING, spec=kept.spec + RECOVERS, store=kept.url)
     Folder("run-1").stop.touch()
     assert gone(project, found).exit_code == 130

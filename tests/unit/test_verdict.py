@@ -145,7 +145,7 @@ def test_a_machine_that_goes_after_its_node_was_done_takes_nothing_away():
 def test_an_agent_that_died_is_a_failure_of_its_node_and_its_machine_stays():
     views = (NodeView(0, status(Phase.TRAINING)), NodeView(1, status(Phase.TRAINING), dead=True))
     assert (judge(*views).action, judge(*views).now) == (Action.STOP, True)
-    stopped = status(Phase.FAILED, fault=Fault.STOPPED, reason="the operator asked to stop")
+    stopped = status(Phase.FAILED, fault=Fault.STOPPED, reason="this node was asked to stop")
     verdict = judge(NodeView(0, stopped), views[1])
     assert (verdict.action, verdict.fault, verdict.lost) == (Action.END, Fault.INFRASTRUCTURE, ())
     assert verdict.reason == "node 1: its agent died"
@@ -162,7 +162,7 @@ def test_a_notice_stops_everybody_and_saves_only_what_fits(fits):
 
 
 def test_peers_that_end_as_they_were_told_cost_nobody_his_save():
-    ended = status(Phase.DRAINING, fault=Fault.STOPPED, reason="the operator asked to stop")
+    ended = status(Phase.DRAINING, fault=Fault.STOPPED, reason="this node was asked to stop")
     assert judge(NodeView(0, ended), NodeView(1, status(Phase.TRAINING, fits=True))).now is False
     assert judge(NodeView(0, ended), NodeView(1, status(Phase.TRAINING))).now is False
     assert judge(NodeView(0, CUT_OFF), NodeView(1, status(Phase.TRAINING, fits=True))).now is True
@@ -199,6 +199,6 @@ def test_agents_that_never_heard_of_each_other_are_judged_by_whoever_sees_all():
     assert (verdict.action, verdict.now, verdict.lost) == (Action.STOP, True, ())
     assert verdict.reason == "no sign of progress on any of 2 nodes for 780 s"
     # and it stays the reason when they have done as they were asked
-    asked = overdue(Phase.FAILED, fault=Fault.STOPPED, reason="the operator asked to stop")
+    asked = overdue(Phase.FAILED, fault=Fault.STOPPED, reason="this node was asked to stop")
     after = judge(NodeView(0, asked), NodeView(1, asked))
     assert (after.action, after.reason, after.fault) == (Action.END, verdict.reason, Fault.USER)

@@ -74,7 +74,7 @@ def look(seen: Watched, times: Timeouts) -> tuple[Act, Cause | None]:
 
 def asked_to_stop(asked: float, times: Timeouts) -> Cause:
     """The operator's request, made at `asked`."""
-    return Cause(Fault.STOPPED, "the operator asked to stop", asked, times.stop_grace_s)
+    return Cause(Fault.STOPPED, "this node was asked to stop", asked, times.stop_grace_s)
 
 
 def gone(going: Going, now: float, times: Timeouts) -> Cause:

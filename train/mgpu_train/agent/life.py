@@ -120,7 +120,7 @@ def _begin(work: Callable[[], T]) -> Future[T]:
 def _check_early_end(attempt: Attempt) -> None:
     """Raises AttemptFailed when the attempt need not launch any more."""
     if attempt.stop.asked is not None:
-        raise AttemptFailed(Fault.STOPPED, "the operator asked to stop before the launcher was started")
+        raise AttemptFailed(Fault.STOPPED, "this node was asked to stop before the launcher was started")
     if attempt.going is not None:
         raise AttemptFailed(attempt.going.fault, attempt.going.reason)
 

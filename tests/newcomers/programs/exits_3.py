@@ -1,0 +1,4 @@
+import sys
+
+print("no data here")
+sys.exit(3)

@@ -1,0 +1,2 @@
+with open("/dev/full", "w") as file:
+    file.write("weights" * 10000)

@@ -1,0 +1,3 @@
+from helpers.model import NAME
+
+print("model", NAME)

@@ -1,0 +1,2 @@
+print("x" * 200000)
+print("end")

@@ -1,0 +1,5 @@
+def deeper(level):
+    return deeper(level + 1)
+
+
+deeper(0)

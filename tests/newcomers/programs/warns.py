@@ -1,0 +1,4 @@
+import warnings
+
+warnings.warn("deprecated", stacklevel=1)
+print("done")

@@ -1,0 +1,203 @@
+"""Programs as people bring them, run as their users would: what ends well ends well, what fails is told by its cause,
+and what they were to leave comes home. One fleet of two nodes; nothing of mgpu in the programs or beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu.iac import install
+from mgpu.paths import state_dir
+from mgpu.providers.local import bill
+
+HERE = Path(__file__).parent
+MGPU = str(Path(sys.executable).with_name("mgpu"))
+RUN_FILE = """name: new
+provider: local
+nodes: 2
+max_price_usd_per_hour: 1
+max_hours: 0.5
+teardown: keep
+"""
+NONE = "checkpoint: none\n"
+NOTHING_SAVED = "nothing that the program writes comes back"
+NOT_NAMED = "no file of the code names MGPU_CHECKPOINT_DIR"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, what its run file says beside the usual, and what the user is told and has in the end."""
+
+    name: str
+    more: str = NONE
+    args: tuple[str, ...] = ()
+    code: int = 0
+    says: tuple[str, ...] = ()  # on the screen
+    logs: tuple[str, ...] = ()  # of node 0
+    home: tuple[str, ...] = ()  # below mgpu-runs/<run>/outputs
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def both(*paths: str) -> tuple[str, ...]:
+    """From both nodes."""
+    return (*paths, *(f"node-1/{path}" for path in paths))
+
+
+CASES = [
+    Case("hello", says=(NOTHING_SAVED,), logs=("hello",)),
+    Case("save_beside", more=NONE + 'outputs: ["*.pt"]\n', home=both("model.pt"), logs=("epoch 2: loss 0.333",)),
+    Case("rank0_prints", logs=("step 5",)),
+    Case("arguments", args=("--epochs", "2", "a b", "$HOME"), logs=("'epochs': 2", "'files': ['a b', '$HOME']")),
+    Case("progress_bar", logs=("100/100",)),
+    Case("exits_3", code=6, says=("exit code 3", "The cause is the program"), logs=("no data here",)),
+    Case("exits_with_words", code=6, says=("The cause is the program",), logs=("the configuration names no dataset",)),
+    Case("segfault", code=6, says=("SIGSEGV", "The cause is the program")),
+    Case("raises", code=6, says=("ValueError: shapes (3, 4) and (5,) do not fit",)),
+    Case("killed", code=6, says=("SIGKILL", "The cause is the program")),
+    Case("interrupts_itself", code=6, says=("The cause is the program",)),
+    Case("worker_processes", logs=("285",)),
+    Case("leaves_a_child", logs=("done",)),
+    Case("daemon_thread", logs=("done",)),
+    Case("fills_the_disk", code=6, says=("No space left on device",)),
+    Case("results_then_fails", more=NONE + "outputs: runs/\n", code=6, says=("an illegal memory access",),
+         home=both("runs/first/metrics.csv")),
+    Case("notebook", code=6, says=("name 'get_ipython' is not defined",)),
+    Case("many_lines", logs=("line 0:", "line 19999: loss 0.19999")),
+    Case("raw_bytes", logs=("binary",)),
+    Case("unicode", logs=("损失 0.5 · Verlust · потеря · 🔥",)),
+    Case("errors_only", logs=("INFO:root:epoch 1",)),
+    Case("silent"),
+    Case("closes_its_output"),
+    Case("reads_beside", logs=("config: a: 1", "beside: True")),
+    Case("imports_beside", logs=("model tiny",)),
+    Case("temporary_files", logs=("home True",)),
+    Case("by_rank", more=NONE + "outputs: [out]\n", home=("out/rank-0-of-2.txt", "node-1/out/rank-1-of-2.txt")),
+    Case("checkpoints", more="checkpoint: {}\n", says=("checkpoint of step 5 committed",)),
+    Case("forgets_its_checkpoint", more="checkpoint: {}\n", code=6, says=("left no folder `step-<n>`", "`outputs:`")),
+    Case("save_beside", more="", code=6, says=(NOT_NAMED, "`checkpoint: none`")),
+    Case("missing_module", code=6, says=("No module named 'a_package_that_nobody_has'",)),
+    Case("syntax_error", code=6, says=("SyntaxError",)),
+    Case("uses_the_environment", more=NONE + "env: {MODE: fast}\n", logs=("mode fast shell True",)),
+    Case("long_line", logs=("end",)),
+    Case("changes_folder", more=NONE + "outputs: [out]\n", home=both("out/result.txt")),
+    Case("deep_output", more=NONE + 'outputs: [lightning_logs, "wandb/**/x"]\n',
+         home=both("lightning_logs/version_0/metrics.csv", "lightning_logs/version_0/checkpoints/last.ckpt",
+                   "wandb/run/x")),
+    Case("odd_names", more=NONE + "outputs: [out/]\n", home=both("out/two words (1).txt", "out/数据.txt")),
+    Case("recursion", code=6, says=("RecursionError",)),
+    Case("exits_in_a_thread", logs=("in a thread", "the program goes on")),
+    Case("warns", logs=("deprecated", "done")),
+]  # fmt: skip
+
+
+@dataclass
+class Home:
+    """A user's folders, and a fleet that stands."""
+
+    root: Path
+    env: dict[str, str]
+    stack: str = ""
+
+    def mgpu(self, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [MGPU, *args], cwd=folder, env=self.env, capture_output=True, text=True, timeout=200, check=False,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def project(self, case: Case) -> Path:
+        """A folder as the user has it: the program, what it needs, and a run file."""
+        folder = self.root / f"{case.name}-{abs(hash(case.more)) % 1000}"
+        (folder / "helpers").mkdir(parents=True)
+        shutil.copy(HERE / "programs" / f"{case.name}.py", folder)
+        (folder / "helpers" / "model.py").write_text("NAME = 'tiny'\n")
+        (folder / "config.yaml").write_text("a: 1\n")
+        command = json.dumps([f"{case.name}.py", *case.args])
+        (folder / "mgpu.yaml").write_text(f"{RUN_FILE}command: {command}\n{case.more}")
+        return folder
+
+    def records(self) -> dict[str, Any]:
+        return {
+            path.parent.name: json.loads(path.read_text())
+            for path in (self.root / "xdg/state/mgpu/runs").glob("*/record.json")
+        }
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    if install.find_engine() is None:
+        pytest.skip("engine: no Pulumi engine; `make setup` installs one")
+    root = tmp_path_factory.mktemp("newcomer")
+    ours = {f"XDG_{kind}_HOME": str(root / "xdg" / kind.lower()) for kind in ("STATE", "CONFIG", "DATA")}
+    made = Home(root, {name: value for name, value in os.environ.items() if not name.startswith("PULUMI_")} | ours)
+    done = made.mgpu(made.project(Case("hello", NONE + "# the fleet\n")), "launch", "--yes", "--json")
+    assert done.returncode == 0, done.stderr
+    made.stack = json.loads(done.stdout)["run_id"]
+    yield made
+    gone = made.mgpu(root, "down", made.stack)
+    assert gone.returncode == 0, gone.stderr
+
+
+@pytest.mark.drawn("programs as people bring them", "tests/newcomers", "train/mgpu_train/agent/outputs.py")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_program_ends_as_it_should_and_the_truth_is_told(home, case):
+    folder, before = home.project(case), set(home.records())
+    done = home.mgpu(folder, "run", "--stack", home.stack, "--yes")
+    screen = done.stdout + done.stderr
+    assert done.returncode == case.code, screen
+    (run_id,) = set(home.records()) - before
+    record = home.records()[run_id]
+    assert record["state"] == ("failed" if case.code else "succeeded")
+    assert (record["fault"] == "user") == bool(case.code)
+    for words in case.says:
+        assert words in " ".join(screen.split()), screen
+    log = home.mgpu(folder, "logs", run_id, "--node", "0").stdout
+    for words in case.logs:
+        assert words in log, log
+    assert [line for line in done.stderr.splitlines() if line.startswith("Traceback")] == []
+    came = folder / "mgpu-runs" / run_id / "outputs"
+    assert {path.relative_to(came).as_posix() for path in came.rglob("*") if path.is_file()} == set(case.home)
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if _of(path, str(home.root), case.name)]
+    assert left == [], "nothing of the program goes on living"
+
+
+def _of(path: Path, root: str, name: str) -> bool:
+    try:
+        words = path.read_bytes().decode(errors="replace")
+    except OSError:
+        return False
+    return root in words and f"{name}.py" in words and "pytest" not in words
+
+
+REFUSED = [
+    (["wrapper.sh"], "is a script for another program"),
+    (["bash", "wrapper.sh"], "no shell is started"),
+    (["python", "hello.py"], "write `command: [hello.py]`"),
+    (["torchrun", "--nproc_per_node", "8", "hello.py"], "write `command: [hello.py]`"),
+    (["helo.py"], "hello.py"),
+    ("python hello.py", "write `command: [hello.py]`"),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), REFUSED)
+def test_what_cannot_start_is_refused_before_anything_is_rented(tmp_path, xdg, command, words):
+    for name in ("hello.py", "wrapper.sh"):
+        shutil.copy(HERE / "programs" / name, tmp_path)
+    (tmp_path / "mgpu.yaml").write_text(f"{RUN_FILE}command: {json.dumps(command)}\n")
+    for verb in (["plan"], ["launch", "--yes"]):
+        done = subprocess.run([MGPU, *verb], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    assert not bill.read(state_dir() / "local").alive
+
+
+def test_every_program_is_run():
+    named = {case.name for case in CASES}
+    assert {path.stem for path in (HERE / "programs").glob("*.py")} == named
