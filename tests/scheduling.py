@@ -14,7 +14,14 @@ import draw
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-WHOLE_RUNS = ("tests/e2e/", "tests/examples/", "tests/failure/aws/", "tests/failure/crash/", "tests/failure/fleet/")
+WHOLE_RUNS = (
+    "tests/e2e/",
+    "tests/examples/",
+    "tests/failure/aws/",
+    "tests/failure/crash/",
+    "tests/failure/fleet/",
+    "tests/newcomers/",
+)
 WHOLE_RUNS_AT_ONCE = 2
 
 # Seconds that a slow test takes, until a run on this machine has measured it. The first prefix that fits holds.
@@ -25,6 +32,7 @@ GUESSES = {
     "tests/failure/": 20.0,
     "tests/e2e/": 40.0,
     "tests/examples/": 23.0,
+    "tests/newcomers/": 5.0,
     "": 8.0,
 }
 

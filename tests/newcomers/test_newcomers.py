@@ -109,8 +109,8 @@ class Home:
 
     def mgpu(self, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [MGPU, *args], cwd=folder, env=self.env, capture_output=True, text=True, timeout=200, check=False,
-            stdin=subprocess.DEVNULL,
+            [MGPU, *args], cwd=folder, env=self.env, capture_output=True, text=True, errors="replace", timeout=200,
+            stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip
 
     def project(self, case: Case) -> Path:

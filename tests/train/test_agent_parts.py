@@ -20,6 +20,7 @@ from mgpu_train.agent.lease import Lease
 from mgpu_train.agent.log import Log, clean, hide, last_words
 from mgpu_train.agent.network import interface_to
 from mgpu_train.agent.tail import MetricsTail, Progress
+from mgpu_train.checkpoint.local import finished
 from mgpu_train.config import DataItem, Job, Resume, TrainConfig
 from mgpu_train.store import Unavailable, open_store
 from mgpu_train.timeouts import Timeouts
@@ -213,6 +214,26 @@ def test_tidying_keeps_the_newest_and_what_is_under_way_and_clearing_leaves_noth
     assert names(tmp_path) == [".tmp-step-6", "step-1", "step-4", "step-5"]
     saves.clear(tmp_path)
     assert names(tmp_path) == []
+
+
+def test_whoever_is_killed_while_clearing_leaves_no_checkpoint_that_looks_whole(tmp_path, monkeypatch):
+    """Found by a random kill: `step-1` without some of its files."""
+    for step in (1, 2):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "a").touch()
+
+    def killed(path):
+        if not path.name.startswith("."):
+            (path / "a").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path, **_kwargs: killed(path) if path.exists() else None)
+        with pytest.raises(KeyboardInterrupt):
+            saves.clear(tmp_path)
+    assert [step for step, path in finished(tmp_path) if not (path / "a").exists()] == []
+    saves.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- processes -----------------------------------------------------------------------------------------------------

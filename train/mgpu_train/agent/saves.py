@@ -30,7 +30,12 @@ def tidy(folder: Path, uploading: int | None, kept: int = _KEPT) -> list[int]:
 
 
 def clear(folder: Path) -> None:
-    """Empties the folder, unfinished checkpoints of older attempts included. Raises OSError."""
+    """Empties the folder, unfinished checkpoints of older attempts included. Raises OSError.
+
+    Who is killed in the middle of it leaves nothing that looks like a whole checkpoint.
+    """
+    for _, path in finished(folder):
+        discard(path)
     for path in list(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
