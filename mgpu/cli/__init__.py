@@ -34,6 +34,7 @@ COMMANDS = {
     "outputs": "Download a run's outputs from its store.",
     "rm": "Remove the records of runs that are over.",
     "gc": "Find machines that nothing uses, and end them.",
+    "completion": "Print what a shell needs to complete commands, runs and stacks.",
     "local": "Take machines of provider local away, as a cloud would: to see a run recover.",
 }
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from mgpu.cli import complete
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, ProviderError
 from mgpu.run.record import Interruption, Record, State
@@ -43,12 +44,18 @@ def run_file_argument(command: F) -> F:
 
 def run_argument(command: F) -> F:
     """RUN, by default the newest; the beginning of an id is enough."""
-    return click.argument("run", default="last")(command)
+    return click.argument("run", default="last", shell_complete=complete.runs)(command)
 
 
 def json_option(command: F) -> F:
     """--json."""
     return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
+
+
+def resume_option(command: F) -> F:
+    """--resume RUN."""
+    words = "Go on with this run from its newest checkpoint that verifies."
+    return click.option("--resume", metavar="RUN", shell_complete=complete.runs, help=words)(command)
 
 
 def yes_option(command: F) -> F:

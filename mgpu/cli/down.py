@@ -6,15 +6,15 @@ from pathlib import Path
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli import common, complete
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.run.record import load, supervised
 
 
 @click.command()
-@click.argument("run", required=False)
-@click.option("--stack", help="A stack of this folder's project instead of a run.")
+@click.argument("run", required=False, shell_complete=complete.runs)
+@click.option("--stack", shell_complete=complete.stacks, help="A stack of this folder's project instead of a run.")
 def down(run: str | None, stack: str | None) -> int:
     """Give back the machines of RUN (default: the newest run), or of a stack. Nothing is saved first."""
     console = Console()

@@ -14,7 +14,7 @@ from mgpu.console import Console
 @common.run_file_argument
 @common.yes_option
 @common.json_option
-@click.option("--resume", metavar="RUN", help="Go on with this run from its newest checkpoint that verifies.")
+@common.resume_option
 def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None) -> int:
     """Rent what RUN_FILE asks for, run on it, keep the checkpoints, give every machine back."""
     from mgpu.run import launch as runs

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli import common, complete
 from mgpu.console import Console
 from mgpu.errors import InputError, NoOffer
 from mgpu.words import count
@@ -24,7 +24,7 @@ _SPARE = ("provider", "Gbit/s", "NVMe GiB", "vCPUs", "RAM GiB", "age", "link")  
 
 @click.command()
 @click.argument("provider", required=False)
-@click.option("--gpu", multiple=True, help="Only this GPU; may be given several times.")
+@click.option("--gpu", multiple=True, shell_complete=complete.gpus, help="Only this GPU; may be given several times.")
 @click.option("--gpus", type=click.IntRange(min=1), help="Only machines with this many GPUs.")
 @click.option("--region", "regions", multiple=True, help="Only this region; may be given several times.")
 @click.option("--market", type=click.Choice(["spot", "on-demand"]), help="Only this market.")

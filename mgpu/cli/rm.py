@@ -7,7 +7,7 @@ import time
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli import common, complete
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.run import record, removal
@@ -15,7 +15,7 @@ from mgpu.words import amount, count
 
 
 @click.command()
-@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=complete.runs)
 @click.option("--older-than-days", type=click.FloatRange(min=0), help="Instead: runs that ended so many days ago.")
 @click.option("--keep-last", type=click.IntRange(min=0), help="Instead: all but the newest so many.")
 @click.option("--dry-run", is_flag=True, help="Only show which ones.")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli import common, complete
 from mgpu.console import Console
 from mgpu.errors import InputError
 
@@ -15,8 +15,8 @@ from mgpu.errors import InputError
 @common.run_file_argument
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; what has changed in a resumed run is still shown.")
 @common.json_option
-@click.option("--stack", help="Stack to run on (default: the selected one, $PULUMI_STACK).")
-@click.option("--resume", metavar="RUN", help="Go on with this run from its newest checkpoint that verifies.")
+@click.option("--stack", shell_complete=complete.stacks, help="Stack to run on (default: the selected, $PULUMI_STACK).")
+@common.resume_option
 def run(run_file: Path, yes: bool, as_json: bool, stack: str | None, resume: str | None) -> int:
     """Run RUN_FILE on machines that `pulumi up` made, or that an earlier run kept."""
     from mgpu.iac.engine import current_stack

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import click
 
+from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.run.record import Folder, Record, load
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("run", default="last")
+@common.run_argument
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option("--node", type=int, default=0, help="node_rank to log in on (default: 0).")
 @click.option("--config", "only_config", is_flag=True, help="Only print the path of the ssh configuration.")

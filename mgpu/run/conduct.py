@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from mgpu.providers.base import Provider
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run import agents, code, containers, images, interpreters, metrics, outputs
 from mgpu.run.begin import catch_up, start
+from mgpu.run.copies import values
 from mgpu.run.images import Settled
 from mgpu.run.reach import handle_of, provider_for, provider_of, targets
 from mgpu.run.record import State
@@ -143,6 +145,9 @@ def watch(
 ) -> Ended:
     """Watches an attempt that runs, and judges its end: success needs a checkpoint that verifies. `sent`: with which
     credentials of the store the agents were started, where that is known."""
+    session.hidden = values(request.spec.secrets, os.environ)
+    if unknown := [name for name in request.spec.secrets if name not in os.environ]:
+        session.emit(Warned(f"{', '.join(unknown)} not set here: a log that shows the value is not masked"))
     with session.phase("training"):
         supervisor = Supervisor(
             session,

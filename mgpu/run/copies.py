@@ -1,14 +1,18 @@
-"""Growing files of a node, copied here byte for byte, whoever copies them and however often the line breaks."""
+"""Growing files of a node, copied here byte for byte, whoever copies them and however often the line breaks.
+
+But for the values of the run's secrets: what a program prints of them is as many asterisks here, on disk and screen.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mgpu.remote.node import Node
 
 PIECE = 1 << 20  # bytes in memory at a time
+SHORTEST = 8  # characters of a secret; a shorter value would be met by chance
 
 
 class Copy:
@@ -19,11 +23,19 @@ class Copy:
     """
 
     def __init__(
-        self, remote: str, local: Path, *, tell: Callable[[int, bytes], None], warn: Callable[[str], None]
+        self,
+        remote: str,
+        local: Path,
+        *,
+        tell: Callable[[int, bytes], None],
+        warn: Callable[[str], None],
+        hidden: Sequence[bytes] = (),
     ) -> None:
-        """`tell` is given every new piece and its offset, `warn` why the copy cannot be written."""
+        """`tell` is given every new piece and its offset, `warn` why the copy cannot be written; `hidden` are values
+        that are not to be seen here."""
         self._remote, self._local = remote, local
-        self._tell, self._warn = tell, warn
+        self._tell, self._warn, self._hidden = tell, warn, hidden
+        self._waits: tuple[int, int] | None = None  # for the rest of what may be a secret: from where, how many bytes
 
     def follow(self, node: Node, go_on: Callable[[], bool]) -> bool:
         """Takes what is new, piece by piece; True: all of it. `go_on` says after each piece whether there is time.
@@ -31,7 +43,8 @@ class Copy:
         Raises RemoteError.
         """
         offset = self._local.stat().st_size if self._local.exists() else 0
-        while data := node.read_from(self._remote, offset, PIECE):
+        waited = self._waits
+        while data := self._shown(offset, node.read_from(self._remote, offset, PIECE), waited):
             try:
                 _write_at(self._local, offset, data)
             except OSError as error:  # this machine's disk: no fault of the node
@@ -42,6 +55,29 @@ class Copy:
             if not go_on():
                 return False
         return True
+
+    def _shown(self, offset: int, data: bytes, waited: tuple[int, int] | None) -> bytes:
+        """What of new bytes may be seen. The beginning of a secret waits for its rest, until the next look."""
+        data, begun = masked(data, self._hidden)
+        held = (offset + len(data) - begun, begun)
+        if not begun or waited == held:
+            return data
+        self._waits = held
+        return data[:-begun]
+
+
+def values(names: Iterable[str], environ: Mapping[str, str]) -> tuple[bytes, ...]:
+    """What is to be hidden of these variables, the longest first."""
+    found = {environ.get(name, "").strip().encode("utf-8", "surrogateescape") for name in names}
+    return tuple(sorted((value for value in found if len(value) >= SHORTEST), key=len, reverse=True))
+
+
+def masked(data: bytes, hidden: Sequence[bytes]) -> tuple[bytes, int]:
+    """`data` with as many asterisks for each value; and how many bytes at its end may be the beginning of one."""
+    for value in hidden:
+        data = data.replace(value, b"*" * len(value))
+    ends = (size for value in hidden for size in range(1, len(value)) if data.endswith(value[:size]))
+    return data, max(ends, default=0)
 
 
 def _write_at(path: Path, offset: int, data: bytes) -> None:

@@ -33,7 +33,8 @@ def copy_of(session: Session, rank: int, instance: str, warn: Callable[[str], No
     parts = session.folder.root / "metrics" / PARTS
     parts.mkdir(parents=True, exist_ok=True, mode=0o700)
     remote = str(RunLayout(session.record.run_id).metrics / f"rank-{rank}.jsonl")
-    return Copy(remote, of_instance(parts, f"rank-{rank}", ".jsonl", instance), tell=_nobody, warn=warn)
+    local = of_instance(parts, f"rank-{rank}", ".jsonl", instance)
+    return Copy(remote, local, tell=_nobody, warn=warn, hidden=session.hidden)
 
 
 def collect(

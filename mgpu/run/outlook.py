@@ -59,6 +59,7 @@ class Outlook:
             session.folder.log(rank, instance),
             tell=lambda offset, data: session.emit(LogChunk(rank, offset, data)),
             warn=self.once,
+            hidden=session.hidden,
         )
         copies = (log, metrics.copy_of(session, first, instance, self.once))
         return Eye(node, session.record.run_id, copies, session.timeouts, self._clock, self._wall)

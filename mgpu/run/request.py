@@ -74,6 +74,7 @@ class Request:
                 workdir=(self.code_folder or str(RunLayout(self.run_id).work)) if spec.command else None,
                 requirements=spec.code.requirements if spec.code else None,
                 data=spec.data,
+                setup=spec.setup,
                 outputs=spec.outputs,
                 checkpoint=self.checkpoint,
                 resume=resume,

@@ -8,7 +8,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -102,6 +102,7 @@ class Session:
     interrupts: Interrupts = field(default_factory=Interrupts)
     # on a terminal, told what becomes of the work: True = stop, False = leave it running, None = neither
     ask: Callable[[str], bool | None] | None = None
+    hidden: Sequence[bytes] = ()  # values that no copy of a log may show
 
     def __post_init__(self) -> None:
         folder = Folder(self.record.run_id)

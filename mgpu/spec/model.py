@@ -228,6 +228,11 @@ class RunSpec(Block):
     )
     code: Code | None = Field(None, description="the user's folder, with `command` (default: the run file's folder)")
     image: ImageSpec | None = Field(None, description="the container image that nodes run (default: none)")
+    setup: Names = Field(
+        (),
+        description="shell lines that every node runs in the folder of the code before a `command`, once for a "
+        "machine; `python` and `pip` are the program's (default: none)",
+    )
     env: dict[EnvName, Text] = Field({}, description="environment of the program; nothing secret (default: none)")
     secrets: tuple[EnvName, ...] = Field(
         (), description="names; values come from the operator's environment (default: none)"

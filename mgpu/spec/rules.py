@@ -204,6 +204,14 @@ def _data(spec: RunSpec) -> Iterator[Mistake]:
             yield Mistake(at, message, (("code", "mode"),))
 
 
+def _setup(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.setup and spec.command is None:
+        yield Mistake(("setup",), "is for `command`; `train` runs the bundled trainer", (("train",),))
+    for index, line in enumerate(spec.setup):
+        if not line.strip():
+            yield Mistake(("setup", index), "is empty")
+
+
 def _outputs(spec: RunSpec) -> Iterator[Mistake]:
     if spec.outputs and spec.command is None:
         yield Mistake(("outputs",), "are files that a `command` writes; `train` has checkpoints", (("train",),))
@@ -253,6 +261,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _repeats,
     _checkpoint,
     _data,
+    _setup,
     _outputs,
     _names_of_files,
 )

@@ -32,8 +32,9 @@ class Remote:
 def here(tmp_path):
     said, warned = [], []
 
-    def copy():
-        return Copy("log", tmp_path / "log", tell=lambda offset, data: said.append((offset, data)), warn=warned.append)
+    def copy(hidden=()):
+        tell = lambda offset, data: said.append((offset, data))  # noqa: E731
+        return Copy("log", tmp_path / "log", tell=tell, warn=warned.append, hidden=hidden)
 
     return SimpleNamespace(file=tmp_path / "log", copy=copy, said=said, warned=warned)
 
@@ -99,3 +100,48 @@ def test_a_full_disk_here_is_told_and_what_is_missing_comes_later(here, monkeypa
 def test_nothing_to_copy_makes_no_file(here):
     assert here.copy().follow(Remote(), lambda: True)
     assert not here.file.exists()
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+SECRETS = (b"hf_0123456789", b"0123456789")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_secret_is_as_many_asterisks_wherever_pieces_end(here, seed):
+    text = b"".join(random.Random(seed).choices([*SECRETS, b"hf_", b"h", b"\n", b"loss 0.5 ", b"01234"], k=200))
+    remote, copy = Remote(), here.copy(hidden=SECRETS)
+    dice = random.Random(seed)
+    while len(remote.data) < len(text):  # as a program writes it
+        remote.data = text[: len(remote.data) + dice.randint(1, 40)]
+        copy.follow(remote, lambda: True)
+    copy.follow(remote, lambda: True)
+    copy.follow(remote, lambda: True)
+    shown = here.file.read_bytes()
+    assert len(shown) == len(text), "the size says where to go on"
+    assert b"".join(data for _, data in here.said) == shown
+    assert all(b"*" * len(value) in shown for value in SECRETS if value in text)
+    assert all(a == b or a == ord("*") for a, b in zip(shown, text, strict=True))
+
+
+def test_what_is_a_secret_in_one_piece_never_shows(here):
+    remote, copy = Remote(), here.copy(hidden=SECRETS)
+    remote.read_from = lambda _path, offset, _limit: remote.data[offset:]
+    for text in (b"token: hf_01", b"23456789 loss", b" 0.5 h", b"f_0123456789\n"):
+        remote.data += text
+        copy.follow(remote, lambda: True)
+    assert here.file.read_bytes() == b"token: ************* loss 0.5 *************\n"
+
+
+def test_the_end_of_a_log_is_not_kept_back_for_ever(here):
+    remote, copy = Remote(b"the end h"), here.copy(hidden=SECRETS)
+    remote.read_from = lambda _path, offset, _limit: remote.data[offset:]
+    copy.follow(remote, lambda: True)
+    assert here.file.read_bytes() == b"the end "
+    copy.follow(remote, lambda: True)
+    assert here.file.read_bytes() == b"the end h"
+
+
+def test_short_values_and_variables_that_are_not_set_hide_nothing():
+    environ = {"A": "1234567", "B": "12345678", "C": " 123456789\n", "D": ""}
+    assert copies.values(["A", "B", "C", "D", "E"], environ) == (b"123456789", b"12345678")

@@ -97,6 +97,12 @@ def edited(text: str, key: str, value: str) -> str:
 # --- what is accepted
 
 
+def test_outputs_and_setup_are_lists_or_one_of_them():
+    assert loads(edited(OWN, "outputs", "runs/"), "f").outputs == ("runs/",)
+    assert loads(edited(OWN, "outputs", '[runs/, "*.pt"]'), "f").outputs == ("runs/", "*.pt")
+    assert loads(OWN + "setup: |\n  pip install x\n  ls\n", "f").setup == ("pip install x\nls\n",)
+
+
 def test_the_demo_file_of_the_repository_is_the_first_example():
     lines = (ROOT / "mgpu.yaml").read_text().splitlines(keepends=True)
     # but for the store: the first run of a fresh checkout must not ask for anybody's bucket
@@ -330,6 +336,13 @@ def test_messages_speak_no_pydantic():
         (edited(AWS, "data", '[{from: "s3://bucket/x", to: ../x}]'), "data[0].to", "no `..`"),
         (edited(AWS, "data", '[{from: "s3://bucket/x", to: "~/x"}]'), "data[0].to", "`~`"),
         (edited(DEMO, "data", '[{from: "s3://bucket/x", to: /x}]'), "data[0].to", "is relative with provider local"),
+        (edited(DEMO, "outputs", "[runs]"), "outputs", "files that a `command` writes"),
+        (edited(OWN, "outputs", "[a, /b]"), "outputs[1]", "paths are relative to it"),
+        (edited(OWN, "outputs", "[../a]"), "outputs[0]", "paths are relative to it"),
+        (edited(OWN, "outputs", "[~/a]"), "outputs[0]", "paths are relative to it"),
+        (edited(OWN, "outputs", "[a, b, a]"), "outputs", "`a` is given 2 times"),
+        (edited(DEMO, "setup", "[ls]"), "setup", "is for `command`"),
+        (edited(OWN, "setup", '["  "]'), "setup[0]", "is empty"),
         (edited(OWN, "code", "{workdir: /src}"), "code.workdir", "is relative"),
         (edited(OWN, "code", "{workdir: ~/src}"), "code.workdir", "is relative"),
         (edited(OWN, "code", "{requirements: ../r.txt}"), "code.requirements", "no `..`"),

@@ -141,6 +141,7 @@ class Job(Model):
     )
     requirements: Text | None = Field(None, description="a requirements file in the work folder")
     data: tuple[DataItem, ...] = ()
+    setup: tuple[Text, ...] = Field((), description="lines of a shell, run before the program")
     outputs: tuple[Text, ...] = Field((), description="files of the work folder that are kept: globs, or folders")
     checkpoint: CheckpointTarget | None = Field(None, description="None: `checkpoint: none`")
     resume: Resume | None = None

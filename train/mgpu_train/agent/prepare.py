@@ -1,11 +1,11 @@
-"""PREPARING: the run's folders, room on the disk, the user's requirements and data."""
+"""PREPARING: the run's folders, room on the disk, the user's requirements, data and set-up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from mgpu_train.agent import launcher, requirements
+from mgpu_train.agent import launcher, requirements, setup
 from mgpu_train.agent.attempt import Attempt
 from mgpu_train.agent.data import fetch_data
 from mgpu_train.agent.folders import check_room, inside, make_folders
@@ -16,7 +16,7 @@ def prepare(attempt: Attempt, environment: Mapping[str, str]) -> str:
     """Makes everything ready for the launcher, and returns the interpreter that it is started with.
 
     Raises:
-        AttemptFailed: folders, requirements or data are not to be had.
+        AttemptFailed: folders, requirements or data are not to be had, or the set-up fails.
     """
     make_folders(attempt)
     check_room(attempt)
@@ -33,4 +33,5 @@ def prepare(attempt: Attempt, environment: Mapping[str, str]) -> str:
         )
     for item in attempt.job.data:
         fetch_data(attempt, item)
+    setup.run(attempt, environment, python)
     return python

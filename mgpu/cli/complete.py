@@ -1,0 +1,42 @@
+"""Values that a shell completes: runs, newest first, stacks, GPUs. Asked at every Tab, so nothing heavy is imported, no
+network is used, and what cannot be read completes nothing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import click
+from click.shell_completion import CompletionItem
+
+from mgpu import providers
+
+
+def runs(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Ids of runs, with their states."""
+    from mgpu.run.record import every
+
+    found: list[CompletionItem] = []
+    with suppress(OSError):
+        found = [CompletionItem(each.run_id, help=str(each.state)) for each in reversed(every())]
+    return [each for each in (*found, CompletionItem("last", help="the newest")) if each.value.startswith(incomplete)]
+
+
+def stacks(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of stacks that the backend has, and that runs have used."""
+    from mgpu.iac.environment import backend_dir
+
+    names = {path.name.partition(".json")[0] for path in (backend_dir() / ".pulumi" / "stacks").glob("*/*.json*")}
+    return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
+
+
+def gpus(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """GPU types in the offers that come with mgpu."""
+    names = set[str]()
+    for path in Path(providers.__file__).parent.glob("*/offers.json.gz"):
+        with suppress(OSError, ValueError, KeyError), gzip.open(path) as file:
+            names |= {machine["gpu"] for machine in json.load(file)["machines"].values()}
+    return [CompletionItem(name) for name in sorted(names) if name.lower().startswith(incomplete.lower())]

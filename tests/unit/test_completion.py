@@ -1,0 +1,67 @@
+"""What Tab completes: commands, runs, stacks, GPUs; quickly, and without saying a word where it cannot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mgpu.run.record import State
+
+MGPU = str(Path(sys.executable).with_name("mgpu"))
+
+
+@pytest.fixture
+def tab(world):
+    """What the shell is told of a line; the last word is the one that is begun."""
+    world.record("first-1", state=State.SUCCEEDED)
+    world.record("second-2", state=State.RUNNING, created_at=2.0)
+
+    def ask(line):
+        env = os.environ | {"_MGPU_COMPLETE": "zsh_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        done = subprocess.run([MGPU], env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stderr == ""
+        return done.stdout.splitlines()[1::3]  # kind, value, help
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("mgpu stat", ["status"]),
+        ("mgpu status ", ["second-2", "first-1", "last"]),
+        ("mgpu logs fi", ["first-1"]),
+        ("mgpu down se", ["second-2"]),
+        ("mgpu rm first-1 s", ["second-2"]),
+        ("mgpu launch --resume f", ["first-1"]),
+        ("mgpu ssh s", ["second-2"]),
+        ("mgpu offers --gpu h1", ["H100-80GB"]),
+        ("mgpu completion z", ["zsh"]),
+        ("mgpu status nothing", []),
+    ],
+)
+def test_what_is_completed(tab, line, values):
+    assert tab(line) == values
+
+
+def test_stacks_are_those_of_the_backend(tab, world):
+    folder = Path(os.environ["XDG_STATE_HOME"]) / "mgpu" / "pulumi" / ".pulumi" / "stacks" / "mine"
+    folder.mkdir(parents=True)
+    for name in ("dev.json", "dev.json.bak", "night.json.gz"):
+        (folder / name).touch()
+    assert tab("mgpu run --stack ") == ["dev", "night"]
+    assert tab("mgpu down --stack n") == ["night"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_is_given_its_words(shell):
+    done = subprocess.run([MGPU, "completion", shell], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert f"_MGPU_COMPLETE={shell}_complete" in done.stdout
+    if shutil.which(shell):
+        assert subprocess.run([shell, "-n"], input=done.stdout, text=True, check=False).returncode == 0
