@@ -58,19 +58,25 @@ def resume_option(command: F) -> F:
     return click.option("--resume", metavar="RUN", shell_complete=complete.runs, help=words)(command)
 
 
+def detach_option(command: F) -> F:
+    """--detach."""
+    words = "Leave once it trains: until `mgpu attach` nobody replaces a lost machine."
+    return click.option("--detach", "-d", is_flag=True, help=words)(command)
+
+
 def yes_option(command: F) -> F:
     """--yes."""
     return click.option("--yes", "-y", is_flag=True, help="Do not ask; the price is still shown.")(command)
 
 
-def context(console: Console) -> Context:
+def context(console: Console, *, detach: bool = False) -> Context:
     """What a run is given by this command: its console, its deadlines, and how to ask on a terminal."""
     from mgpu.run.stacks import Context
 
     ask = None
     if sys.stdin.isatty() and sys.stderr.isatty():
         ask = lambda first: console.answer(f"stop the run ({first}, then teardown)? `n` leaves it running", ANSWER_S)  # noqa: E731
-    return Context(console.emit, timeouts(), ask)
+    return Context(console.emit, timeouts(), ask, detach)
 
 
 def timeouts() -> Timeouts:
@@ -237,6 +243,7 @@ def _left(console: Console, record: Record) -> None:
     lease = f"{timeouts().lease_s / 60:.0f} min"
     after = f"until the run ends, or {lease} longer if nobody is back by then"
     console.say(f"left running: {price} {after}, at the latest {end}", "yellow")
+    console.say("nobody replaces a lost machine until somebody attaches, and outputs come home then", "yellow")
     console.next(f"mgpu attach {record.run_id}    follow it", f"mgpu stop {record.run_id}      end it")
 
 

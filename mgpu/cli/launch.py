@@ -15,7 +15,8 @@ from mgpu.console import Console
 @common.yes_option
 @common.json_option
 @common.resume_option
-def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None) -> int:
+@common.detach_option
+def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None, detach: bool) -> int:
     """Rent what RUN_FILE asks for, run on it, keep the checkpoints, give every machine back."""
     from mgpu.run import launch as runs
     from mgpu.run.resume import before as resumed
@@ -37,5 +38,5 @@ def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None) -> int:
     if before is not None:
         common.show_changes(console, before, spec)
     common.agree(console, yes)
-    context = common.context(console)
+    context = common.context(console, detach=detach)
     return common.finish(console, runs.launch(run_file, spec, context, resume=before, machines=machines))

@@ -17,7 +17,8 @@ from mgpu.errors import InputError
 @common.json_option
 @click.option("--stack", shell_complete=complete.stacks, help="Stack to run on (default: the selected, $PULUMI_STACK).")
 @common.resume_option
-def run(run_file: Path, yes: bool, as_json: bool, stack: str | None, resume: str | None) -> int:
+@common.detach_option
+def run(run_file: Path, yes: bool, as_json: bool, stack: str | None, resume: str | None, detach: bool) -> int:
     """Run RUN_FILE on machines that `pulumi up` made, or that an earlier run kept."""
     from mgpu.iac.engine import current_stack
     from mgpu.run import launch as runs
@@ -35,4 +36,4 @@ def run(run_file: Path, yes: bool, as_json: bool, stack: str | None, resume: str
         )
     if before is not None and common.show_changes(console, before, spec) and not yes:
         common.agree_to_changes(console)
-    return common.finish(console, runs.run(run_file, spec, name, common.context(console), resume=before))
+    return common.finish(console, runs.run(run_file, spec, name, common.context(console, detach=detach), resume=before))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mgpu_train.config import CheckpointTarget, Resume, Secrets
 
 from mgpu.errors import InputError, MgpuError, RemoteError, TakenOver, TrainingFailed
-from mgpu.events import Note, Warned
+from mgpu.events import Emit, Note, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
@@ -66,6 +66,32 @@ def require_store(request: Request) -> None:
     except StoreError as error:
         cure = "Mend the address or the credentials; nothing was rented."
         raise InputError(_unusable(request.checkpoint), str(error), cure) from error
+
+
+def require_data(request: Request, emit: Emit) -> None:
+    """Looks whether there is anything under each address of `data:`, before anything is rented. What cannot be looked
+    at from here, as the nodes' role alone may, is told.
+
+    Raises:
+        InputError: an address leads nowhere; all of them are named.
+    """
+    if not request.spec.data:
+        return
+    from mgpu_train.store import NoStore, NotFound, StoreError, open_store
+
+    problems = list[str]()
+    for index, item in enumerate(request.spec.data):
+        where = f"data[{index}].from: {item.source}"
+        try:
+            if not any(not stat.key.endswith("/") for stat in open_store(item.source).list("")):
+                problems.append(f"{where}: there is nothing")
+        except (NoStore, NotFound) as error:
+            problems.append(f"{where}: {error}")
+        except StoreError as error:
+            emit(Warned(f"{where} could not be looked at from here: {error}"))
+    if problems:
+        cure = "Mend the address, or bring the data there; nothing was rented."
+        raise InputError("the run's data is not there", "\n".join(problems), cure)
 
 
 def _unusable(target: CheckpointTarget) -> str:

@@ -60,6 +60,8 @@ def conduct(
         session.emit(Warned(error.what))
         return lost
     with nodes:
+        if session.detach:
+            return Ended(False, "detached", left=True)
         return watch(session, nodes, fleet, provider, request, keys, sent=secrets.store)
 
 

@@ -40,12 +40,13 @@ class Outcome:
     record: Record
     error: MgpuError | None = None
     left: bool = False
+    detached: bool = False  # `left`, as was asked for from the beginning
 
     @property
     def exit_code(self) -> int:
         """The process's exit code."""
         if self.left:
-            return Interrupted.exit_code
+            return 0 if self.detached else Interrupted.exit_code
         return self.error.exit_code if self.error else self.record.exit_code or 0
 
 
@@ -98,7 +99,7 @@ def _finish(session: Session, stack: Stack, teardown: str, result: Result) -> Ou
     if isinstance(result, Ended) and result.left:
         session.emit(Note("left running"))
         session.save()
-        return Outcome(record, left=True)
+        return Outcome(record, left=True, detached=session.detach and not session.asked_to_end)
     if isinstance(result, Ended):
         record.fault = str(result.fault) if result.fault else None
     return _close(session, stack, teardown, _error(record, result))

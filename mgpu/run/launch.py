@@ -26,7 +26,7 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.iac.project import project_name
 from mgpu.plan import rank
 from mgpu.run import code, images
-from mgpu.run.begin import require_store
+from mgpu.run.begin import require_data, require_store
 from mgpu.run.conduct import conduct
 from mgpu.run.finish import Outcome, conclude
 from mgpu.run.images import Settled
@@ -100,6 +100,7 @@ def preflight(run_file: Path, spec: RunSpec, emit: Emit) -> Path:
     build_secrets(spec, os.environ)
     provider.check()
     require_store(request)
+    require_data(request, emit)
     for each in told:
         emit(each)
     return project
@@ -201,7 +202,7 @@ def supervision(
         with interrupts.installed():
             found = record()
             found.supervisor = token
-            yield Session(found, context.emit, context.timeouts, interrupts, context.ask_to_stop)
+            yield Session(found, context.emit, context.timeouts, interrupts, context.ask_to_stop, detach=context.detach)
 
 
 def rented(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Ended:

@@ -127,6 +127,24 @@ def told(record: Record, came: dict[int, Came]) -> list[Note | Warned]:
     return said
 
 
+def from_store(session: Session, request: Request) -> None:
+    """Brings home what the agents have stored, where the machines are gone; what cannot be had is told."""
+    if not request.spec.outputs:
+        return
+    if request.checkpoint is None:
+        session.emit(Warned("the machines are gone, and the outputs with them: `checkpoint: none` has no store"))
+        return
+    root = home(session.record)
+    try:
+        files, size = pull(session.record, root)
+    except InputError as error:
+        session.emit(Warned(f"{error.what}: {error.why}; try again: `mgpu outputs {session.record.run_id}`"))
+        return
+    session.emit(Note(f"outputs: {count(files, 'file')} ({amount(size)}) of the store in {root}"))
+    session.record.outputs = {"folder": str(root), "files": files, "bytes": size, "missing": 0}
+    session.save()
+
+
 def pull(record: Record, to: Path) -> tuple[int, int]:
     """Fetches the run's outputs from its store; how many files and bytes. Those that are here whole stay as they are.
 

@@ -102,6 +102,7 @@ class Session:
     interrupts: Interrupts = field(default_factory=Interrupts)
     # on a terminal, told what becomes of the work: True = stop, False = leave it running, None = neither
     ask: Callable[[str], bool | None] | None = None
+    detach: bool = False  # leave once the first attempt has begun on all nodes
     hidden: Sequence[bytes] = ()  # values that no copy of a log may show
 
     def __post_init__(self) -> None:

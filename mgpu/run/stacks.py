@@ -41,6 +41,7 @@ class Context:
     emit: Emit
     timeouts: Timeouts
     ask_to_stop: Callable[[str], bool | None] | None = None  # told what becomes of the run's work
+    detach: bool = False  # leave once the first attempt has begun
 
 
 def project_of(run_file: Path) -> Path:

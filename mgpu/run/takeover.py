@@ -23,7 +23,7 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run import agents
+from mgpu.run import agents, outputs
 from mgpu.run.aftermath import of_the_store, over
 from mgpu.run.conduct import watch_again
 from mgpu.run.finish import Outcome, conclude, remembered
@@ -185,6 +185,8 @@ class _Takeover:
             self.session.emit(Warned(f"{error.what}: this attempt is watched on, but no other can follow it"))
         self._claim(request)
         ended = over(self.session, fleet, provider, request)
+        if ended is not None:  # nobody was there to fetch them
+            outputs.from_store(self.session, request)
 
         def watch() -> Ended:
             return ended or watch_again(self.session, fleet, provider, request, keys)

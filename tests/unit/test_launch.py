@@ -11,6 +11,7 @@ import pytest
 from mgpu_train.agent.status import Fault, Phase
 from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.store import Denied, NoStore, Unavailable
+from mgpu_train.timeouts import Timeouts
 
 from mgpu import paths
 from mgpu.cli import common
@@ -35,12 +36,14 @@ from mgpu.errors import (
 from mgpu.events import Note, Warned
 from mgpu.iac.project import project_name
 from mgpu.providers.base import NodePhase
+from mgpu.run import begin, record, stacks, takeover
 from mgpu.run import down as downs
 from mgpu.run import launch as runs
-from mgpu.run import record, stacks, takeover
 from mgpu.run.record import Folder, State
+from mgpu.run.request import resolve
 from mgpu.run.session import Interrupts
 from mgpu.spec.load import load
+from mgpu.spec.model import Data
 
 ROOT = Path(__file__).parents[2]
 RUN_FILE = """
@@ -62,7 +65,7 @@ def project(world):
 class Project:
     def __init__(self, world):
         self.world = world
-        self.ask = None
+        self.ask, self.detach = None, False
 
     def spec(self, more="", nodes=1):
         self.world.run_file.write_text(RUN_FILE + f"nodes: {nodes}\n" + more)
@@ -72,7 +75,7 @@ class Project:
 
     @property
     def context(self):
-        return stacks.Context(self.world.events.append, self.world.timeouts, self.ask)
+        return stacks.Context(self.world.events.append, self.world.timeouts, self.ask, self.detach)
 
     def launch(self, more="", *, nodes=1, resume=None):
         return runs.launch(self.world.run_file, self.spec(more, nodes), self.context, resume=resume)
@@ -305,6 +308,31 @@ def test_a_bug_while_it_trains_leaves_the_run_to_the_next_supervisor(project, mo
     outcome = takeover.attach(left, project.context)
     assert outcome is not None
     assert outcome.exit_code == 0
+    project.nothing_is_left()
+
+
+# --- detached ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_detached_launch_leaves_once_the_agents_have_begun_and_attach_goes_on(project):
+    project.detach = True
+    outcome = project.launch(nodes=2)
+    assert (outcome.left, outcome.exit_code) == (True, 0)
+    left = record.load("last")
+    assert left.state is State.RUNNING
+    assert all(any(argv[0] == "start" for argv in node.agent) for node in project.world.nodes)
+    assert len(project.world.cloud.billed) == 2
+    assert not record.supervised(left.run_id)
+    outcome = takeover.attach(left, project.context)
+    assert outcome is not None
+    assert outcome.exit_code == 0
+    project.nothing_is_left()
+
+
+def test_a_detached_launch_that_fails_before_it_trains_fails_like_any_other(project):
+    project.detach = True
+    project.world.hooks["up"] = StackError("the engine refuses")
+    assert project.launch().exit_code == StackError.exit_code
     project.nothing_is_left()
 
 
@@ -625,6 +653,31 @@ def test_preflight_wants_every_secret_of_the_image(project, monkeypatch):
             project.world.run_file, project.spec("image: {repository: r/a, secrets: [ONE]}\n"), project.context.emit
         )
     nothing_happened(project.world)
+
+
+def test_preflight_looks_for_the_data_and_names_all_that_is_not_there(project, tmp_path):
+    for name in ("full/deep", "empty"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "full" / "deep" / "x").touch()
+    spec = project.spec()
+    items = [Data.model_validate({"from": f"file://{tmp_path / name}", "to": "d"}) for name in ("full", "empty", "no")]
+    with pytest.raises(InputError, match="data is not there") as refused:
+        runs.preflight(project.world.run_file, spec.model_copy(update={"data": tuple(items)}), project.context.emit)
+    assert "data[0]" not in refused.value.why
+    assert [line.partition(":")[0] for line in refused.value.why.splitlines()] == ["data[1].from", "data[2].from"]
+    nothing_happened(project.world)
+    runs.preflight(project.world.run_file, spec.model_copy(update={"data": (items[0],)}), project.context.emit)
+
+
+def test_data_that_only_the_nodes_may_read_is_told_and_rented_for(project, monkeypatch):
+    def refused(_store, _prefix, _after=""):
+        raise Denied("not yours")
+
+    monkeypatch.setattr("mgpu_train.store.file.FileStore.list", refused)
+    item = Data.model_validate({"from": "file:///somewhere", "to": "d"})
+    spec = project.spec().model_copy(update={"data": (item,)})
+    begin.require_data(resolve(spec, "a", project.world.folder, timeouts=Timeouts()), project.context.emit)
+    assert any("could not be looked at from here: not yours" in event.text for event in project.world.of(Warned))
 
 
 def test_preflight_asks_the_provider(project):
