@@ -428,6 +428,9 @@ def test_mistakes_of_a_run_file_are_objects_with_line_and_field(mgpu, world):
     assert {(each["line"], each["field"]) for each in problems} >= {(3, "nodes")}
 
 
-def test_a_command_that_has_printed_its_result_prints_one_object_alone(mgpu, world, running):
-    world.cloud.refuses["find"] = [AuthError("the key has expired")]
-    assert isinstance(mgpu("gc", "--json").json, list)
+def test_a_command_that_has_printed_its_result_prints_one_object_alone(mgpu, running, monkeypatch):
+    failed = [(None, AuthError("the key has expired"))]
+    monkeypatch.setattr("mgpu.run.fleets.end_all", lambda _lost, _context: failed)
+    done = mgpu("gc", "--yes", "--json")
+    assert done.code == AuthError.exit_code
+    assert isinstance(done.json, list)

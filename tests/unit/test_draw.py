@@ -353,6 +353,14 @@ def test_an_eighth_is_enough_of_what_stands_for_code_of_its_own(slow):
     assert len(set().union(*shares)) == 32
 
 
+def test_what_a_change_touches_is_run_beside_its_share(slow):
+    listed = (slow / "conftest.py").read_text()
+    (slow / "conftest.py").write_text(f"{listed}draw.is_touched = lambda _draw, test: test.startswith('one/')\n")
+    drawn = passed(lines(slow, "one", "two", MGPU_DRAW="470"), "test_slow")
+    assert len([name for name in drawn if name.startswith("one/")]) == 16
+    assert len([name for name in drawn if name.startswith("two/")]) < 12
+
+
 def test_own_draws_are_no_smaller_because_they_are_slow(slow):
     some = passed(lines(slow, "one", MGPU_DRAW="470"), "test_own")
     (slow / "slow.txt").unlink()

@@ -77,13 +77,13 @@ def test_the_rules_of_the_repository_around_it_count(tmp_path, folder):
 
 
 def test_beyond_the_repository_nobody_is_asked(tmp_path, folder):
-    write(tmp_path, **{".gitignore": "*\n"})
+    write(tmp_path, **{".gitignore": "*.log\n"})
     (folder / ".git").mkdir()
     assert sent(folder) == ALL
 
 
 def test_without_a_repository_folders_above_are_not_asked(tmp_path, folder):
-    write(tmp_path, **{".gitignore": "*\n"})
+    write(tmp_path, **{".gitignore": "*.log\n"})
     assert sent(folder) == ALL
 
 
