@@ -132,9 +132,8 @@ class Home:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    if install.find_engine() is None:
-        pytest.skip("engine: no Pulumi engine; `make setup` installs one")
+def home(tmp_path_factory, require):
+    require("engine", install.find_engine() is not None, "no Pulumi engine; `make setup` installs one")
     root = tmp_path_factory.mktemp("newcomer")
     ours = {f"XDG_{kind}_HOME": str(root / "xdg" / kind.lower()) for kind in ("STATE", "CONFIG", "DATA")}
     made = Home(root, {name: value for name, value in os.environ.items() if not name.startswith("PULUMI_")} | ours)
