@@ -476,7 +476,7 @@ def world(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr("mgpu.remote.node.connect", made.connect_one)
     monkeypatch.setattr(registry, "get", made.provider)
     monkeypatch.setattr(registry, "names", lambda: ("local", *sorted(made.elsewhere)))
-    monkeypatch.setattr(common, "context", lambda console: stacks.Context(console.emit, made.timeouts))
+    monkeypatch.setattr(common, "context", lambda console, **more: stacks.Context(console.emit, made.timeouts, **more))
     return made
 
 
