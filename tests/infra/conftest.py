@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -418,7 +419,8 @@ class Project:
         victims = [self.processes(name) for name in names]
         assert all(victims), names
         for pid in itertools.chain(*victims):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # one of a name ends when another one does
+                os.kill(pid, signal.SIGKILL)
 
     # ---- what is left
 
