@@ -136,7 +136,8 @@ class Node:
     def processes(self) -> list[procs.Process]:
         return procs.carrying(f"MGPU_CHECKPOINT_DIR={self.run / 'checkpoints'}")
 
-    def until(self, condition: Callable[[], Any], deadline_s: float = 60) -> Any:
+    def until(self, condition: Callable[[], Any], deadline_s: float = 180) -> Any:
+        """Where torchrun starts a rank it is 20 s of CPU, and other tests have most of it."""
         return until(condition, deadline_s, lambda: self.log)
 
     def ended(self) -> dict[str, Any]:

@@ -349,7 +349,7 @@ def test_a_notice_to_one_node_saves_on_all_at_one_step(nodes, tmp_path):
         node.start()
     first, second = pair
     second.until(lambda: second.said["step"] > 0)
-    second.notice(60)
+    second.notice(600)  # whatever else this machine does, the save fits
     last = [node.ended() for node in pair]
     assert [status["fault"] for status in last] == ["infrastructure", "provider"], (first.log, second.log)
     assert "a peer was stopped" in last[0]["reason"]
