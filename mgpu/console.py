@@ -116,6 +116,10 @@ class Console:
         """A result as it is."""
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
+    def flush(self) -> None:
+        """Lets a pipe have what is a result so far."""
+        sys.stdout.flush()
+
     def raw(self, data: bytes) -> None:
         """A result byte for byte."""
         sys.stdout.buffer.write(data)

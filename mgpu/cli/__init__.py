@@ -30,6 +30,7 @@ COMMANDS = {
     "down": "Give a fleet back now.",
     "ls": "List runs and what is billed.",
     "ssh": "Log in on a node, or run a command there.",
+    "exec": "Run a command on the nodes of a run or a stack.",
     "checkpoints": "List, verify, download, export or prune a run's checkpoints.",
     "outputs": "Download a run's outputs from its store.",
     "rm": "Remove the records of runs that are over.",

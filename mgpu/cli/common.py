@@ -14,7 +14,7 @@ import click
 from mgpu.cli import complete
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, ProviderError
-from mgpu.run.record import Interruption, Record, State
+from mgpu.run.record import Interruption, Record, State, load
 from mgpu.words import amount, count
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mgpu.run.finish import Outcome
     from mgpu.run.fleets import Fleet, Survey
     from mgpu.run.images import Looked
+    from mgpu.run.shell import Way
     from mgpu.run.stacks import Context
     from mgpu.spec.model import RunSpec
 
@@ -45,6 +46,33 @@ def run_file_argument(command: F) -> F:
 def run_argument(command: F) -> F:
     """RUN, by default the newest; the beginning of an id is enough."""
     return click.argument("run", default="last", shell_complete=complete.runs)(command)
+
+
+class AfterDashes(click.Command):
+    """What follows `--` is a command of the user's, also where no RUN stands before it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's, with the newest run put where none is named."""
+        if "--" in args:
+            at = args.index("--")
+            named, _, _ = self.make_parser(ctx).parse_args(list(args[:at]))
+            if not isinstance(named["run"], str):
+                args = [*args[:at], "last", *args[at:]]
+        return super().parse_args(ctx, args)
+
+
+def way_to(run: str, stack: str | None) -> Way:
+    """How to get to the machines of a run, or of a stack, which is given instead. Raises InputError."""
+    from mgpu.run import shell
+    from mgpu.run.stacks import project_of
+
+    if stack is None:
+        return shell.to_run(load(run))
+    if run != "last":
+        raise InputError(
+            "either RUN or --stack is given, not both", f"`{run}` is a run, `{stack}` a stack.", "Give one of them."
+        )
+    return shell.to_stack(project_of(Path(RUN_FILE)), stack, context(Console()))
 
 
 def json_option(command: F) -> F:
@@ -95,6 +123,20 @@ def timeouts() -> Timeouts:
         raise InputError(
             f"{VARIABLE} in the environment cannot be used", wrong, 'It is a JSON object: {"silence_s": 300}.'
         ) from error
+
+
+def made(folder: Path) -> Path:
+    """The folder that a command is to write into.
+
+    Raises:
+        InputError: it is not there and cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{error.strerror}: {error.filename}."
+        raise InputError(f"{folder}: the folder cannot be made", why, "Name another one; nothing was done.") from error
+    return folder
 
 
 def make_plan(spec: RunSpec) -> Plan:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from mgpu.cli import common
 from mgpu.console import Console
 
 TEMPLATES = ("mgpu.yaml", "train.py")
@@ -26,7 +27,7 @@ def init(folder: Path) -> None:
     from mgpu.image import shipped
 
     console = Console()
-    folder.mkdir(parents=True, exist_ok=True)
+    common.made(folder)
     for name in TEMPLATES:
         _once(console, folder / name, files("mgpu").joinpath("templates", name).read_text())
     _ignore(folder / ".gitignore")

@@ -35,6 +35,7 @@ def logs(run: str, node: int | None, follow: bool) -> None:
         over = load(record.run_id).state.final
         for reader in readers:
             reader.read()
+        console.flush()
         if over or not follow:
             break
         if not watched:

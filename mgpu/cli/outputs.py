@@ -24,7 +24,7 @@ def outputs(run: str, to: Path | None, as_json: bool) -> None:
     from mgpu.run import outputs as kept
 
     console, record = Console(as_json=as_json), load(run)
-    folder = to or kept.home(record)
+    folder = common.made(to) if to else kept.home(record)
     with console.waiting("downloading"):
         files, size = kept.pull(record, folder)
     if as_json:

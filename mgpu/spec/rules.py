@@ -170,8 +170,8 @@ def _repeats(spec: RunSpec) -> Iterator[Mistake]:
 def _checkpoint(spec: RunSpec) -> Iterator[Mistake]:
     if not isinstance(spec.checkpoint, Checkpoint):
         return
-    to, local = spec.checkpoint.to, spec.provider == "local"
-    if to is None and not local:
+    to = spec.checkpoint.to
+    if to is None and spec.provider in PROVIDERS and spec.provider != "local":
         message = f"is needed with provider {spec.provider}: s3://bucket/prefix, or `checkpoint: none`"
         yield Mistake(("checkpoint", "to"), message, (("provider",),))
     if to is not None:

@@ -44,6 +44,13 @@ def test_a_kept_fleet_serves_run_after_run_until_it_is_given_back(project):
     assert runs[0]["fleet"]["nodes"] == runs[1]["fleet"]["nodes"], "it is the same fleet"
     assert project.billed() == 2
 
+    files = project.mgpu("exec", runs[1]["run_id"], "--", "test -f train.py && echo here; echo there >&2")
+    assert (files.returncode, sorted(files.stdout.splitlines())) == (0, ["[0] here", "[1] here"]), files.stderr
+    assert sorted(files.stderr.splitlines()) == ["[0] there", "[1] there"]
+    exact = project.mgpu("exec", "--stack", "dev", "--node", "1", "--", "printf", "%s|", "a b", "$HOME", "")
+    assert (exact.returncode, exact.stdout) == (0, "a b|$HOME||"), exact.stderr
+    assert project.mgpu("exec", "--stack", "dev", "--", "exit 3").returncode == 3
+
     down = project.mgpu("down", "--stack", "dev")
     assert down.returncode == 0, down.stderr
     assert project.billed() == 0

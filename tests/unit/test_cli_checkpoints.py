@@ -165,6 +165,13 @@ def test_pull_takes_an_older_one_where_the_newest_is_damaged_and_says_so(mgpu, c
     assert object_of(committed, 20).exists(), "the bad one is left in place"
 
 
+def test_a_folder_that_cannot_be_written_is_no_damage(mgpu, committed):
+    done = mgpu("checkpoints", "pull", "--to", "/proc/x")
+    assert done.code == 2
+    assert "/proc/x: the folder cannot be made" in done.err
+    assert "verif" not in done.err
+
+
 def test_pull_says_as_json_what_it_took_and_what_it_passed_over(mgpu, committed):
     flip(committed, 20)
     found = mgpu("checkpoints", "pull", "--json").json

@@ -363,6 +363,37 @@ def test_ssh_starts_the_systems_client_with_the_arguments_as_they_are(mgpu, runn
     assert argv[1:] == ["-F", str(Folder("run-1").root / "ssh_config"), "run-1-1", "nvidia-smi", "-L"]
 
 
+def test_a_command_behind_dashes_is_for_the_newest_run(mgpu, running, world, monkeypatch):
+    started = []
+    monkeypatch.setattr("shutil.which", lambda _name: "/usr/bin/ssh")
+    monkeypatch.setattr("os.execv", lambda _program, argv: started.append(argv[3:]))
+    mgpu("ssh", "--", "hostname", "-f")
+    mgpu("ssh", "--node", "1", "--", "hostname")
+    assert started == [["run-1-0", "hostname", "-f"], ["run-1-1", "hostname"]]
+
+
+def test_exec_refuses_what_it_cannot_do_before_it_starts_a_client(mgpu, running, world, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a client was started"))
+    for args in (
+        ["run-1"],
+        ["run-1", "--stack", "dev", "--", "ls"],
+        ["--node", "2", "--", "ls"],
+        ["other", "--", "ls"],
+    ):
+        assert mgpu("exec", *args).code == 2
+
+
+def test_exec_says_which_nodes_no_client_could_reach(mgpu, running, world, monkeypatch, tmp_path):
+    client = tmp_path / "ssh"
+    client.write_text('#!/bin/sh\ncase "$*" in *run-1-1*) echo refused >&2; exit 255;; esac; echo fine\n')
+    client.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda _name: str(client))
+    done = mgpu("exec", "--", "hostname")
+    assert (done.code, done.out) == (5, "[0] fine\n")
+    assert "[1] refused" in done.err
+    assert "node 1: no connection" in done.err
+
+
 def test_ssh_to_what_is_not_there_is_bad_input(mgpu, running, world, monkeypatch):
     monkeypatch.setattr("os.execv", lambda *_: pytest.fail("ssh was started"))
     assert mgpu("ssh", "--node", "2", "run-1").code == 2

@@ -361,6 +361,12 @@ def test_on_a_terminal_all_layers_are_one_bar(monkeypatch):
     assert seen == [(5, 10), (6, 12), (11, 12), (-1, -1)]
 
 
+def test_init_where_nothing_can_be_written_is_bad_input(mgpu, world):
+    done = mgpu("init", "/proc/x")
+    assert done.code == 2
+    assert "/proc/x: the folder cannot be made" in done.err
+
+
 def test_init_gives_a_project_its_own_copy_of_the_images_and_keeps_one_that_is_there(mgpu, world, monkeypatch):
     monkeypatch.setattr("mgpu.iac.install.set_up", lambda *_: None)
     done = mgpu("init", "p")

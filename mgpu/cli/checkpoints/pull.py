@@ -149,6 +149,7 @@ def _fetch(
     from mgpu_train.store import Damaged, NotFound, StoreError
 
     began = time.monotonic()
+    common.made(folder.parent)
     try:
         with console.transfer(manifest.checkpoint_id, manifest.bytes) as add:
             report = fetch(found.store, found.run_id, manifest, folder, local=local, progress=add, durable=durable)
