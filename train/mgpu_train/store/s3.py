@@ -1,6 +1,6 @@
 """Objects in S3, or in anything that speaks its language, with every checksum, deadline and retry explicit.
 
-Small requests are boto3's; bodies beyond a quarter of a MiB are moved by another process (mgpu_train.store.bulk). Every
+Small requests are botocore's; bodies beyond a quarter of a MiB are moved by another process (mgpu_train.store.bulk). Every
 checksum is computed here from the bytes that are sent or received: a ranged read carries none, and not every server
 minds a wrong one.
 """

@@ -1,13 +1,14 @@
-"""A boto3 client whose credentials, endpoint, deadlines, retries, checksums and signing are all explicit."""
+"""A client of botocore's whose credentials, endpoint, deadlines, retries, checksums and signing are all explicit."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import boto3
+import botocore.loaders
 import botocore.session
 from botocore.config import Config
 from botocore.exceptions import NoCredentialsError
@@ -47,10 +48,10 @@ def connect(url: str, env: Mapping[str, str] | None, timeouts: Timeouts, *, thre
     endpoint = _setting(env, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     errors = S3Errors(url, endpoint)
     with errors.translated("open it"):
-        session, core = _session(env)
+        core = _session(env)
         ca = _setting(env, "AWS_CA_BUNDLE") or core.get_config_variable("ca_bundle")
         try:
-            client = session.client(
+            client = core.create_client(
                 "s3",
                 config=_config(endpoint, timeouts, threads),
                 endpoint_url=endpoint,
@@ -61,22 +62,27 @@ def connect(url: str, env: Mapping[str, str] | None, timeouts: Timeouts, *, thre
     return Connection(client, core, errors, ca)
 
 
-def _session(env: Mapping[str, str] | None) -> tuple[boto3.Session, botocore.session.Session]:
+def _session(env: Mapping[str, str] | None) -> botocore.session.Session:
     """Credentials and region: from the process, or from `env` and then what this machine has (a profile, a role)."""
     core = botocore.session.Session()
+    core.register_component("data_loader", _models())
     if env is None:
-        return boto3.Session(botocore_session=core), core
+        return core
     if profile := env.get("AWS_PROFILE"):
         core.set_config_variable("profile", profile)
+    if region := env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"):
+        core.set_config_variable("region", region)
     core.get_component("credential_provider").remove("env")
-    session = boto3.Session(
-        aws_access_key_id=env.get("AWS_ACCESS_KEY_ID"),
-        aws_secret_access_key=env.get("AWS_SECRET_ACCESS_KEY"),
-        aws_session_token=env.get("AWS_SESSION_TOKEN"),
-        region_name=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"),
-        botocore_session=core,
-    )
-    return session, core
+    given = [env.get(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN")]
+    if any(given):
+        core.set_credentials(*given)
+    return core
+
+
+@functools.cache
+def _models() -> Any:
+    """The description of S3: 0.1 s to read, and the same for every store."""
+    return botocore.loaders.create_loader()
 
 
 def _config(endpoint: str | None, timeouts: Timeouts, threads: int) -> Config:
