@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import io
+import json
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import asyncssh
@@ -469,7 +470,7 @@ def _answers(world: World, node: NodeState) -> bool:
 
 
 def test_a_lease_that_nobody_renews_ends_the_node(world: World):
-    handle, _ = world.up(world.request(lease_s=2))
+    handle = world.create(world.request(lease_s=2))
     until(lambda: world.phase(handle) is NodePhase.TERMINATED)
     assert world.provider.describe(handle).nodes[0].reason == "its lease or its hard cap has ended"
     assert bill.read(world.root).alive == ()
@@ -477,8 +478,9 @@ def test_a_lease_that_nobody_renews_ends_the_node(world: World):
 
 
 def test_a_lease_that_turned_into_a_pipe_ends_the_node_and_hangs_nobody(world: World):
-    handle, _ = world.up(world.request(lease_s=300, hard_cap_s=3))
+    handle = world.create(world.request(lease_s=300, hard_cap_s=12))
     lease = world.instance(handle).home / LEASE
+    until(lease.exists)
     lease.unlink()
     os.mkfifo(lease)
     until(lambda: world.phase(handle) is NodePhase.TERMINATED)
@@ -492,22 +494,26 @@ def test_a_machine_that_is_started_late_ends_by_the_hard_cap_that_was_asked_for(
     start = module._start
     with monkeypatch.context() as patch:
         patch.setattr(module, "_start", lambda instances: start(instances[:1]))
-        world.create(world.request(2, hard_cap_s=6))
-    time.sleep(3)
-    handle, states = world.up(world.request(2, hard_cap_s=6))
-    assert states[0].hard_cap_at == states[1].hard_cap_at
-    until(lambda: len(world.provider.describe(handle).lost) == 2)
-    ends = [node.end_at for node in bill.read(world.root).nodes]
-    assert max(ends) - min(ends) < 2.5
+        handle = world.create(world.request(2, hard_cap_s=600))
+    late = world.instance(handle, 1)
+    asked = late.spec()
+    (late.record / "spec.json").write_text(json.dumps(asdict(replace(asked, asked_at=asked.asked_at - 600))))
+    assert world.create(world.request(2, hard_cap_s=600)) == handle
+    until(lambda: world.provider.describe(handle).nodes[1].phase is NodePhase.TERMINATED)
+    assert world.provider.describe(handle).nodes[1].reason == "its lease or its hard cap has ended"
+    assert world.provider.describe(handle).nodes[0].phase is not NodePhase.TERMINATED
 
 
 def test_a_renewed_lease_keeps_the_node_but_not_beyond_its_hard_cap(world: World):
-    handle, states = world.up(world.request(lease_s=2, hard_cap_s=5))
-    start = time.monotonic()
-    with world.connect(states[0]) as client:
-        run(client, f"echo 999999999 > {LEASE}.new && mv {LEASE}.new {LEASE}")
+    handle = world.create(world.request(lease_s=6, hard_cap_s=14))
+    lease = world.instance(handle).home / LEASE
+    until(lambda: lease.exists() and lease.read_text().endswith("\n"))
+    first = int(lease.read_text())
+    (lease.parent / "new").write_text("999999999")
+    (lease.parent / "new").replace(lease)
+    until(lambda: procs.uptime_s() > first + 4)
+    assert world.phase(handle) is not NodePhase.TERMINATED
     until(lambda: world.phase(handle) is NodePhase.TERMINATED)
-    assert time.monotonic() - start > 3
 
 
 def test_a_dead_lease_script_is_started_again(world: World):
@@ -524,10 +530,11 @@ def test_a_dead_lease_script_is_started_again(world: World):
 
 
 def test_the_lease_ends_what_a_killed_keeper_has_left_without_anybody_looking(world: World):
-    handle, states = world.up(world.request(lease_s=4))
+    handle, states = world.up(world.request(lease_s=300))
     with world.connect(states[0]) as client:
         left = daemon(client, "sleep 1000")
     world.keeper(handle).send(signal.SIGKILL)
+    (world.instance(handle).home / LEASE).write_text("1")  # seconds since boot: long ago
     until(lambda: not left.alive)
     until(lambda: bill.read(world.root).alive == ())
 

@@ -1,8 +1,8 @@
 """Objects in S3, or in anything that speaks its language, with every checksum, deadline and retry explicit.
 
-Small requests are botocore's; bodies beyond a quarter of a MiB are moved by another process (mgpu_train.store.bulk). Every
-checksum is computed here from the bytes that are sent or received: a ranged read carries none, and not every server
-minds a wrong one.
+Small requests are botocore's; bodies beyond a quarter of a MiB are moved by another process (mgpu_train.store.bulk).
+Every checksum is computed here from the bytes that are sent or received: a ranged read carries none, and not every
+server minds a wrong one.
 """
 
 from __future__ import annotations
