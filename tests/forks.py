@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -98,6 +99,36 @@ class Forks:
             raise RuntimeError(f"the server that has imported {', '.join(self._modules)} has ended")
         return Forked(pid, ends)
 
+    def run(
+        self,
+        what: Path | str,
+        arguments: Sequence[object],
+        env: Mapping[str, str],
+        *,
+        cwd: Path,
+        timeout: float,
+        stdin: bytes = b"",
+    ) -> subprocess.CompletedProcess[str]:
+        """`start`, to its end; what it has started may go on, and write where it has written.
+
+        Raises:
+            subprocess.TimeoutExpired: it ran for longer, and was killed.
+        """
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            given.write(stdin)
+            given.seek(0)
+            files = {"stdin": given.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
+            process = self.start(what, arguments, env, cwd=cwd, **files)
+            try:
+                code = process.wait(timeout)
+            finally:
+                process.kill()
+            printed = []
+            for file in (out, err):
+                file.seek(0)
+                printed.append(file.read().decode(errors="replace"))
+        return subprocess.CompletedProcess([str(what), *map(str, arguments)], code, *printed)
+
     def _running(self) -> socket.socket:
         if self._control is None:
             self._control, theirs = socket.socketpair()
@@ -154,6 +185,7 @@ def _become(said: dict[str, Any], fds: list[int]) -> NoReturn:
                 os.close(int(path.name))
     os.environ.clear()
     os.environ.update(said["env"])
+    tempfile.tempdir = None  # the server's, if it has asked for it
     os.chdir(said["cwd"])
     what = said["what"]
     sys.argv = [what, *said["arguments"]]

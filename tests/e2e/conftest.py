@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import command
 from waiting import until
 
 from mgpu.iac import install
@@ -43,10 +44,7 @@ class Project:
     env: dict[str, str]
 
     def mgpu(self, *args: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [MGPU, *args], cwd=self.folder, env=self.env, capture_output=True, text=True, timeout=timeout,
-            stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+        return command.mgpu(*args, folder=self.folder, env=self.env, timeout=timeout)
 
     def start(self, *args: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import command
 from waiting import until
 
 from mgpu.iac import install
@@ -71,12 +72,7 @@ class World:
 
     def mgpu(self, *args: str, timeout: float = 120, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """`mgpu` with these arguments, to its end."""
-        process = self.start("mgpu", *args, cwd=cwd)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        finally:
-            process.kill()
-        return subprocess.CompletedProcess(args, process.returncode, out, err)
+        return command.mgpu(*args, folder=cwd or self.project, env=self.env, timeout=timeout)
 
     # --- judges
 

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forks import Forks
 from mgpu_train.agent import procs
 from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.store import Store, open_store
@@ -31,6 +32,8 @@ def metric(kind, **values):
     with open(os.environ["MGPU_METRICS_DIR"] + "/rank-0.jsonl", "a") as file:
         print(json.dumps({"kind": kind, "t": time.time(), **values}), file=file)
 """
+
+_AGENTS = Forks("mgpu_train.__main__", "mgpu_train.agent.start", "mgpu_train.agent.serve", "mgpu_train.store.s3")
 
 
 class Node:
@@ -52,8 +55,10 @@ class Node:
         self.run = home / "runs" / "r"
         (self.run / "work").mkdir(parents=True)
         (self.run / "work" / "saving.py").write_text(SAVING)
-        (home / ".mgpu").mkdir()
-        self.env = {**os.environ, "HOME": str(home), "AWS_SECRET_ACCESS_KEY": "of the node"}
+        for folder in (".mgpu", "tmp"):
+            (home / folder).mkdir()
+        ours = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "AWS_SECRET_ACCESS_KEY": "of the node"}
+        self.env = {**os.environ, **ours}
 
     def program(self, text: str) -> None:
         (self.run / "work" / "prog.py").write_text(text)
@@ -103,10 +108,11 @@ class Node:
 
     def call(self, *arguments: str, stdin: dict[str, Any] | bytes = b"", code: int = 0) -> dict[str, Any]:
         """Runs one agent command; returns its answer, or its one line of error."""
-        process = self.popen(*arguments)
-        out, err = process.communicate(stdin if isinstance(stdin, bytes) else json.dumps(stdin).encode(), timeout=60)
-        assert process.returncode == code, (out, err)
-        return json.loads(out) if code == 0 else {"error": err.decode()}
+        given = stdin if isinstance(stdin, bytes) else json.dumps(stdin).encode()
+        words = ["agent", *arguments]
+        done = _AGENTS.run("mgpu_train.__main__", words, self.env, cwd=self.home, timeout=60, stdin=given)
+        assert done.returncode == code, (done.stdout, done.stderr)
+        return json.loads(done.stdout) if code == 0 else {"error": done.stderr}
 
     def start(self, secrets: dict[str, Any] | None = None, code: int = 0) -> dict[str, Any]:
         return self.call("start", "--job", "runs/r/job.json", stdin=secrets or {}, code=code)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import command
 
 from mgpu.iac import install
 from mgpu.paths import state_dir
@@ -108,10 +109,7 @@ class Home:
     stack: str = ""
 
     def mgpu(self, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [MGPU, *args], cwd=folder, env=self.env, capture_output=True, text=True, errors="replace", timeout=200,
-            stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+        return command.mgpu(*args, folder=folder, env=self.env, timeout=200)
 
     def project(self, case: Case) -> Path:
         """A folder as the user has it: the program, what it needs, and a run file."""

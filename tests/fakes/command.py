@@ -1,0 +1,25 @@
+"""`mgpu` as its users type it, forked by a server that has imported what most commands import: for tests that ask for
+its answer. Who kills it, or looks for it in /proc, starts a real one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from forks import Forks
+
+_FORKS = Forks(
+    *("mgpu.__main__", "mgpu.cli.launch", "mgpu.run.launch", "mgpu.providers.local.provider"),
+    *("mgpu_train.store.disk", "rich.table"),
+)
+
+
+def mgpu(*words: str, folder: Path, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """`mgpu` with these words in this folder, to its end; there is nobody at its terminal. `env`: all of it.
+
+    Raises:
+        subprocess.TimeoutExpired: it ran for longer, in seconds, and was killed.
+    """
+    return _FORKS.run("mgpu.__main__", words, env, cwd=folder, timeout=timeout)
