@@ -75,9 +75,14 @@ def engine_env(engine_path: Sequence[Path], venv: Path | None = None) -> dict[st
 
 
 def process_env(variables: dict[str, str]) -> dict[str, str]:
-    """This process's environment with `variables` of `engine_env` laid over it: for starting `pulumi`."""
+    """This process's environment with `variables` of `engine_env` laid over it: for starting `pulumi`.
+
+    Pulumi fills tables whenever it starts; by Go's default of 100 the collector takes a tenth of a second of CPU more
+    meanwhile. A GOGC of the user's own stands.
+    """
     path = os.pathsep.join(part for part in (variables["PATH"], os.environ.get("PATH", "")) if part)
-    return {k: v for k, v in os.environ.items() if k != AMBIENT_PASSPHRASE} | variables | {"PATH": path}
+    ambient = {k: v for k, v in os.environ.items() if k != AMBIENT_PASSPHRASE}
+    return {"GOGC": "400"} | ambient | variables | {"PATH": path}
 
 
 def write_env(project: Path, variables: dict[str, str]) -> Path:

@@ -20,7 +20,9 @@ _ON_RECORD = 20  # offers; a search over all regions has thousands
 class Properties(BaseModel):
     """The base: frozen, no unknown keys, camel case in state."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True
+    )
 
     def to_wire(self) -> dict[str, Any]:
         """As plain data with the wire's names."""

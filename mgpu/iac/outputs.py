@@ -16,7 +16,7 @@ VERSION = 1
 
 class _Output(BaseModel):
     # a newer program may export more than this reader knows: unknown keys are ignored, on purpose
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="ignore", populate_by_name=True)
 
 
 class Via(_Output):

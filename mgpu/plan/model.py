@@ -14,7 +14,7 @@ BoughtAs = Literal["spot", "on-demand"]
 class Value(BaseModel):
     """The base of the planning values: frozen, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
 
 class Requirements(Value):

@@ -24,9 +24,10 @@ BestMode = Literal["min", "max"]
 
 
 class Model(BaseModel):
-    """The base of all data here: frozen, and every unknown key is a mistake."""
+    """The base of all data here: frozen, and every unknown key is a mistake. What validates a model is built when it is
+    first used: a process needs few of them, and a start has to be quick."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
 
 class ModelConfig(Model):

@@ -12,7 +12,7 @@ VARIABLE = "MGPU_TIMEOUTS"
 class Timeouts(BaseModel):
     """Deadlines, intervals and graces, in seconds. RUNNING's own deadline is the run file's `max_hours`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     provision_s: float = Field(600, description="from the first create to all nodes ready")
     destroy_s: float = Field(300, description="until the provider says that every machine is terminated")

@@ -59,7 +59,8 @@ Seq = Annotated[int, Field(ge=0, le=99_999_999)]
 Seconds = Annotated[float, Field(ge=0, description="UNIX seconds, the writer's clock")]
 
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # of dataclasses; they are frozen by themselves
+# of dataclasses; they are frozen by themselves
+STRICT = ConfigDict(defer_build=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Document(BaseModel):

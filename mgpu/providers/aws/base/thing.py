@@ -28,7 +28,9 @@ class Thing(BaseModel):
     drifted, or was never brought in line.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True
+    )
 
     facts: ClassVar[dict[str, str]] = {}
     """What is known beyond the properties once it is there: wire name -> description."""
