@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -65,6 +66,15 @@ class LazyGroup(click.Group):
             ctx.fail(f"no command `{args[0]}`.{hint}")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click's, but whoever reads standard output may stop: `mgpu logs | head -1`."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _unread()
+        return result
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list in the help text, without importing a command."""
         with formatter.section("Commands"):
@@ -75,6 +85,12 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, "-V", "--version", prog_name="mgpu")
 def cli() -> None:
     """Rent multi-GPU machines, train on them, keep the checkpoints, give every machine back."""
+
+
+def _unread() -> NoReturn:
+    """Ends as a program that SIGPIPE ends, without a word: the interpreter would try to write what is left."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(141)
 
 
 def main(args: list[str] | None = None) -> Any:

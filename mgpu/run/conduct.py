@@ -28,6 +28,7 @@ from mgpu.run.stacks import InUse
 from mgpu.run.storekeys import StoreKeys
 from mgpu.run.supervise import Ended, Supervisor
 from mgpu.run.verdict import NodeView
+from mgpu.words import count
 
 ASKED = 6  # times that a provider is asked whether a node that cannot be started is still there
 
@@ -67,7 +68,7 @@ def conduct(
 
 def _begun(session: Session, request: Request, fleet: StackOutput, secrets: Secrets) -> NodeSet:
     """The nodes, connected, with an attempt that has begun on all of them."""
-    with session.phase("connecting", f"{len(fleet.nodes)} nodes"):
+    with session.phase("connecting", count(len(fleet.nodes), "node")):
         nodes = NodeSet.connect(targets(fleet), Path(fleet.private_key_file).expanduser(), session.timeouts)
     try:
         session.check()
@@ -126,7 +127,7 @@ def watch_again(
         InputError: the key cannot be used.
         HostKeyMismatch: a node shows another key than the pinned one.
     """
-    with session.phase("connecting", f"{len(fleet.nodes)} nodes"):
+    with session.phase("connecting", count(len(fleet.nodes), "node")):
         nodes = NodeSet.reach(targets(fleet), Path(fleet.private_key_file).expanduser(), session.timeouts)
     with nodes:
         if all(node.closed for node in nodes.nodes) and not session.asked_to_end:

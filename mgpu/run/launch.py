@@ -40,6 +40,7 @@ from mgpu.run.stacks import Context, bring_up, open_stack, project_of, refuse_us
 from mgpu.run.storekeys import StoreKeys
 from mgpu.run.supervise import Ended
 from mgpu.spec.model import RunSpec
+from mgpu.words import count
 
 
 def launch(
@@ -80,7 +81,7 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
         return _record(run_file, spec, run_id, stack=stack_name, resume=resume, fleet=fleet, image=image)
 
     price = f"${fleet.price_usd_per_hour:.2f} per hour, all nodes"
-    context.emit(Note(f"fleet {fleet.fleet}: {len(fleet.nodes)} nodes, {price}, rented already"))
+    context.emit(Note(f"fleet {fleet.fleet}: {count(len(fleet.nodes), 'node')}, {price}, rented already"))
     with _opened(run_id, context, made) as session:
         return conclude(session, stack, spec.teardown, lambda: used(session, stack, request, secrets, fleet))
 
@@ -208,7 +209,7 @@ def supervision(
 def rented(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Ended:
     """The run on a fleet that is made for it; what an earlier process made of it is adopted. Where there is no capacity
     now, it is asked for again until `recovery.wait_minutes`."""
-    with session.phase("provisioning", f"{request.spec.nodes} nodes of {request.spec.provider}"):
+    with session.phase("provisioning", f"{count(request.spec.nodes, 'node')} of {request.spec.provider}"):
         fleet = Patience(session, request.spec.recovery.wait_minutes).granted(lambda: bring_up(session, stack))
     session.check()
     return used(session, stack, request, secrets, fleet)

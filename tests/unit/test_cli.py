@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -86,6 +87,20 @@ def test_a_typing_error_gets_the_nearest_command(tmp_path):
     done = mgpu(["lanch"], tmp_path)
     assert done.returncode == 2
     assert "Did you mean `launch`?" in done.stderr
+
+
+@pytest.mark.parametrize("args", [["spec"], ["ls", "--json"], ["offers", "--json"]])
+def test_whoever_stops_reading_ends_a_command_without_a_word(args, run_file, tmp_path):
+    """As SIGPIPE ends a program: `mgpu spec | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "mgpu", *args], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_mistakes_in_the_run_file_are_shown_at_once_with_exit_code_2(run_file, tmp_path):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mgpu import paths
+from mgpu import paths, words
 from mgpu.errors import InvalidRequest, MgpuError, NoCapacity, Transient
 from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers.base import (
@@ -212,7 +212,7 @@ class LocalProvider:
         room = self._room()
         if count > room:
             raise NoCapacity(
-                f"provider local: {count} nodes were asked for, this machine has room for {room}",
+                f"provider local: {words.count(count, 'node')} asked for, this machine has room for {room}",
                 f"it carries {_NODES_PER_CORE} nodes a core",
                 "Ask for fewer nodes; `mgpu ls` shows what runs.",
             )
