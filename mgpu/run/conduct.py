@@ -50,12 +50,14 @@ def conduct(
         Interrupted: the end was asked for before the start.
         TakenOver: another process supervises the run now.
     """
+    if (lost := _lost(session, provider, fleet, times=1)) is not None:  # SSH would wait a minute for it
+        return lost
     try:
         nodes = _begun(session, request, fleet, secrets)
     except agents.Used as error:  # no fault of the machines: another attempt would end there too
         raise InUse(error.what, error.why, error.next_step) from error
     except RemoteError as error:
-        lost = _lost(session, provider, fleet)
+        lost = _lost(session, provider, fleet, times=ASKED)
         if lost is None:
             raise
         session.emit(Warned(error.what))
@@ -99,11 +101,14 @@ def _pull(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet
         containers.up(nodes, to_run, request.spec, fleet, request.run_id, times, emit, request.folders)
 
 
-def _lost(session: Session, provider: Provider | None, fleet: StackOutput) -> Ended | None:
-    """The end of an attempt that could not begin because a machine is gone; None: their provider has them all."""
+def _lost(session: Session, provider: Provider | None, fleet: StackOutput, times: int) -> Ended | None:
+    """The end of an attempt that cannot begin because a machine is gone; None: their provider has them all, each of so
+    many times that it is asked, or cannot be asked."""
     if provider is None:
         return None
-    for _ in range(ASKED):
+    for again in range(times):
+        if again:
+            time.sleep(session.timeouts.describe_every_s)
         try:
             state = provider.describe(handle_of(fleet))
         except ProviderError:
@@ -112,7 +117,6 @@ def _lost(session: Session, provider: Provider | None, fleet: StackOutput) -> En
             views = [NodeView(node.rank, None, gone=True, why=node.reason) for node in state.nodes]
             reason = "; ".join(view.absence for view in views if view.rank in state.lost)
             return Ended(False, reason, Fault.PROVIDER, lost=state.lost)
-        time.sleep(session.timeouts.describe_every_s)
     return None
 
 

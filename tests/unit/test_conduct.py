@@ -53,13 +53,26 @@ def run(world, tmp_path):
 
 
 @pytest.mark.parametrize("error", [ConnectionFailed("lost"), CommandFailed("was ended by a signal", status=-1)])
-def test_a_machine_that_goes_before_the_attempt_has_begun_is_the_cause(run, error):
-    run.world.nodes[1].faults["start"] = [error]
-    run.loses(1)
+def test_a_machine_that_goes_before_the_attempt_has_begun_is_the_cause(run, error, monkeypatch):
+    def start(_stdin):
+        run.loses(1)
+        raise error
+
+    monkeypatch.setattr(run.world.nodes[1], "_start", start)
     ended = run.conduct()
     assert (ended.succeeded, ended.fault, ended.lost) == (False, Fault.PROVIDER, (1,))
     assert ended.reason == "node 1 is gone"
     assert all(node.closed for node in run.world.nodes)
+
+
+def test_a_machine_that_is_gone_already_is_not_waited_for(run, monkeypatch):
+    """Of a stack that was kept, say: SSH tries for `connect_s` to reach a machine that boots."""
+    asked = []
+    monkeypatch.setattr("mgpu.run.conduct.NodeSet.connect", lambda *_: asked.append(1))
+    run.loses(1)
+    ended = run.conduct()
+    assert (ended.fault, ended.lost, ended.reason) == (Fault.PROVIDER, (1,), "node 1 is gone")
+    assert asked == []
 
 
 @pytest.mark.parametrize("answer", [[], [Transient("502")]], ids=["all there", "no answer"])
