@@ -98,7 +98,8 @@ class Problem:
 
     def __str__(self) -> str:
         hint = f" (did you mean `{self.nearest}`?)" if self.nearest else ""
-        return f"{self.path}:{self.line}: {self.field}: {self.message}{hint}"
+        where = f"{self.path}:{self.line}" if self.line else self.path
+        return f"{where}: {self.field}: {self.message}{hint}"
 
 
 class ProviderError(MgpuError):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from mgpu.run.images import Looked
     from mgpu.run.shell import Way
     from mgpu.run.stacks import Context
+    from mgpu.spec.change import Change
     from mgpu.spec.model import RunSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -41,6 +43,29 @@ ANSWER_S = 60.0  # to say whether a run is to stop; nobody watches it meanwhile
 def run_file_argument(command: F) -> F:
     """RUN_FILE, by default the one of this folder."""
     return click.argument("run_file", type=click.Path(path_type=Path, dir_okay=False), default=Path(RUN_FILE))(command)
+
+
+def change_options(command: F) -> F:
+    """--set and --env: the command is given `changes`."""
+
+    @functools.wraps(command)
+    def told(*args: Any, keys: list[Change], env: list[Change], **rest: Any) -> Any:
+        return command(*args, changes=[*keys, *env], **rest)
+
+    words = "Change the run file: `--set train.steps=100`; several times for several."
+    keys = click.option("--set", "keys", multiple=True, metavar="KEY=VALUE", callback=_changes, help=words)
+    words = "Set a variable of the program; several times for several."
+    env = click.option("--env", multiple=True, metavar="NAME=VALUE", callback=_changes, help=words)
+    return cast(F, keys(env(told)))
+
+
+def _changes(_context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> list[Change]:
+    from mgpu.spec.change import Change
+
+    try:
+        return [Change.of(option.opts[0], each) for each in given]
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def run_argument(command: F) -> F:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mgpu.cli import common
 from mgpu.console import Console
 
+if TYPE_CHECKING:
+    from mgpu.spec.change import Change
+
 
 @click.command()
 @common.run_file_argument
+@common.change_options
 @common.yes_option
 @common.json_option
 @common.resume_option
 @common.detach_option
-def launch(run_file: Path, yes: bool, as_json: bool, resume: str | None, detach: bool) -> int:
+def launch(run_file: Path, changes: list[Change], yes: bool, as_json: bool, resume: str | None, detach: bool) -> int:
     """Rent what RUN_FILE asks for, run on it, keep the checkpoints, give every machine back."""
     from mgpu.run import launch as runs
     from mgpu.run.resume import before as resumed
     from mgpu.spec.load import load
 
-    spec = load(run_file)
+    spec = load(run_file, changes=changes)
     console = Console(as_json=as_json, show_logs=spec.command is not None)
     before = resumed(resume, run_file, spec)
     with console.waiting(common.PREFLIGHT):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import click
 
 from mgpu.cli import common
 from mgpu.console import Console, LogLines
 from mgpu.errors import InputError
+from mgpu.run.logs import NodeLog
 from mgpu.run.record import Folder, load, supervised
 
 FOLLOW_EVERY_S = 0.5
@@ -19,61 +22,69 @@ FOLLOW_EVERY_S = 0.5
 @click.command()
 @common.run_argument
 @click.option("--node", type=int, help="Only this node_rank.")
+@click.option("--times", "-t", "with_times", is_flag=True, help="Begin every line with its time.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
-def logs(run: str, node: int | None, follow: bool) -> None:
-    """Print the logs of RUN (default: the newest). To a file or a pipe with --node: byte for byte."""
+def logs(run: str, node: int | None, with_times: bool, follow: bool) -> None:
+    """Print the logs of RUN (default: the newest), the nodes' lines in the order of their times.
+
+    To a file or a pipe with --node, without --times: byte for byte.
+    """
     record = load(run)
     folder = Folder(record.run_id)
     console = Console()
     if node is not None and not 0 <= node < record.nodes:
         raise InputError(f"--node {node}: the run has nodes 0 to {record.nodes - 1}")
     ranks = [node] if node is not None else list(range(record.nodes))
-    raw = node is not None and not sys.stdout.isatty()
-    readers = [_Reader(console, folder, rank, raw) for rank in ranks]
+    raw = node is not None and not with_times and not sys.stdout.isatty()
+    readers = [_Reader(folder, rank) for rank in ranks]
+    seen = False
     while True:
         watched = supervised(record.run_id)
         over = load(record.run_id).state.final
-        for reader in readers:
-            reader.read()
+        ends = over or not follow or not watched
+        for data in readers[0].bytes() if raw else ():
+            console.raw(data)
+            seen = True
+        new = () if raw else (reader.lines(last=ends) for reader in readers)
+        for line in heapq.merge(*new, key=lambda line: line.at):
+            console.text(f"{_moment(line.at)} {line.text}" if with_times else line.text)
+            seen = True
         console.flush()
-        if over or not follow:
-            break
-        if not watched:
-            console.say("nobody receives its logs: its supervisor is gone", "yellow")
-            console.next(f"mgpu attach {record.run_id}    take it over")
+        if ends:
             break
         time.sleep(FOLLOW_EVERY_S)
-    for reader in readers:
-        reader.end()
-    if not any(reader.seen for reader in readers):
+    if follow and not over:
+        console.say("nobody receives its logs: its supervisor is gone", "yellow")
+        console.next(f"mgpu attach {record.run_id}    take it over")
+    if not seen:
         console.say("no log was received from the nodes")
 
 
+class _Line(NamedTuple):
+    at: float
+    text: str
+
+
 class _Reader:
-    def __init__(self, console: Console, folder: Folder, rank: int, raw: bool) -> None:
-        self.seen = False
-        self._console, self._folder, self._rank, self._raw = console, folder, rank, raw
-        self._offsets: dict[Path, int] = {}
+    """One node's log by lines."""
+
+    def __init__(self, folder: Folder, rank: int) -> None:
+        self._log = NodeLog(folder, rank)
         self._lines = LogLines(rank)
+        self._at = 0.0
 
-    def read(self) -> None:
-        """Prints what is new."""
-        for path in self._folder.logs(self._rank):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                while data := file.read(1 << 20):
-                    self._show(data)
-                self._offsets[path] = file.tell()
+    def bytes(self) -> Iterator[bytes]:
+        """What is new."""
+        return (data for _, data in self._log.new())
 
-    def _show(self, data: bytes) -> None:
-        self.seen = True
-        if self._raw:
-            self._console.raw(data)
-            return
-        for line in self._lines.feed(data):
-            self._console.text(line)
+    def lines(self, *, last: bool) -> Iterator[_Line]:
+        """What is new; `last`: with a last line that has no line end."""
+        for at, data in self._log.new():
+            self._at = max(self._at, at)  # clocks are set back, and a machine that is replaced had another
+            yield from (_Line(self._at, text) for text in self._lines.feed(data))
+        if last:
+            yield from (_Line(self._at, text) for text in self._lines.flush())
 
-    def end(self) -> None:
-        """Prints a last line that has no line end."""
-        for line in self._lines.flush():
-            self._console.text(line)
+
+def _moment(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

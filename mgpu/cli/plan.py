@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from mgpu.errors import ImageError, InputError, ProviderError
 if TYPE_CHECKING:
     from mgpu.plan.model import Offer
     from mgpu.run.images import Looked
+    from mgpu.spec.change import Change
     from mgpu.spec.model import RunSpec
 
 _SHOWN = 20  # of those that will be asked for; --json has all
@@ -23,13 +25,14 @@ _REFUSED = 6  # of those that will not: the nearest
 
 @click.command()
 @common.run_file_argument
+@common.change_options
 @common.json_option
-def plan(run_file: Path, as_json: bool) -> int:
+def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     """Show what RUN_FILE would rent and run, and the price of all nodes. Rents and builds nothing."""
     from mgpu.spec.load import load
 
     console = Console(as_json=as_json)
-    spec = load(run_file)
+    spec = load(run_file, changes=changes)
     decided = common.make_plan(spec)
     image, problem = None, None
     try:
@@ -56,7 +59,8 @@ def plan(run_file: Path, as_json: bool) -> int:
         return common.exit_with(console, problem)
     if image is not None:
         console.say(str(image))
-    console.next(f"mgpu launch {run_file}")
+    changed = (word for each in changes for word in (each.option, each.given))
+    console.next(shlex.join(["mgpu", "launch", str(run_file), *changed]))
     return 0
 
 

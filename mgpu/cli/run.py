@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,22 +11,28 @@ from mgpu.cli import common, complete
 from mgpu.console import Console
 from mgpu.errors import InputError
 
+if TYPE_CHECKING:
+    from mgpu.spec.change import Change
+
 
 @click.command()
 @common.run_file_argument
+@common.change_options
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; what has changed in a resumed run is still shown.")
 @common.json_option
 @click.option("--stack", shell_complete=complete.stacks, help="Stack to run on (default: the selected, $PULUMI_STACK).")
 @common.resume_option
 @common.detach_option
-def run(run_file: Path, yes: bool, as_json: bool, stack: str | None, resume: str | None, detach: bool) -> int:
+def run(
+    run_file: Path, changes: list[Change], yes: bool, as_json: bool, stack: str | None, resume: str | None, detach: bool
+) -> int:
     """Run RUN_FILE on machines that `pulumi up` made, or that an earlier run kept."""
     from mgpu.iac.engine import current_stack
     from mgpu.run import launch as runs
     from mgpu.run.resume import before as resumed
     from mgpu.spec.load import load
 
-    spec = load(run_file)
+    spec = load(run_file, changes=changes)
     console = Console(as_json=as_json, show_logs=spec.command is not None)
     before = resumed(resume, run_file, spec)
     project = runs.preflight(run_file, spec, console.emit)

@@ -40,11 +40,11 @@ _NOTHING: Mapping[str, str] = {}
 class Stack:
     """One stack of the Pulumi program in the folder `project`.
 
-    With `own_config` the stack's configuration lies in `log_dir` and names `run_file`, and nothing is written into the
-    user's folder; `config` is all of it where the program reads no run file. Without `own_config` it is a stack of the
-    user's, with the `Pulumi.<stack>.yaml` beside their program. What the CLI prints goes to `log_dir/pulumi.log`. Every
-    call has a deadline made of `timeouts`, and raises StackError, the ProviderError that the plugin reported, or
-    Interrupted.
+    With `own_config` the stack's configuration lies in `log_dir` and names `run_file` and the `folder` that its paths
+    are relative to (None: its own), and nothing is written into the user's folder; `config` is all of it where the
+    program reads no run file. Without `own_config` it is a stack of the user's, with the `Pulumi.<stack>.yaml` beside
+    their program. What the CLI prints goes to `log_dir/pulumi.log`. Every call has a deadline made of `timeouts`, and
+    raises StackError, the ProviderError that the plugin reported, or Interrupted.
     """
 
     def __init__(
@@ -56,12 +56,14 @@ class Stack:
         log_dir: Path,
         emit: Emit,
         timeouts: Timeouts,
+        folder: Path | None = None,
         own_config: bool = True,
         config: Mapping[str, object] | None = None,
     ) -> None:
         self.project = project.resolve()
         self.name = name
         self._run_file = run_file.resolve()
+        self._folder = folder or self._run_file.parent
         self._log_dir = log_dir.resolve()
         self._emit = emit
         self._timeouts = timeouts
@@ -173,7 +175,8 @@ class Stack:
         stub = {"name": project_name(self.project), "runtime": "python"}
         (self._log_dir / "Pulumi.yaml").write_text(yaml.safe_dump(stub))
         if not self._config.exists():
-            self._config.write_text(yaml.safe_dump({"config": {"mgpu:runFile": str(self._run_file)}}))
+            ours = {"mgpu:runFile": str(self._run_file), "mgpu:folder": str(self._folder)}
+            self._config.write_text(yaml.safe_dump({"config": ours}))
         if self._values is not None:  # as it is wanted now; the salt of the stack's secrets stays
             known = yaml.safe_load(self._config.read_text())
             self._config.write_text(yaml.safe_dump({**known, "config": dict(self._values)}))

@@ -46,13 +46,18 @@ def run_spec() -> RunSpec:
         pulumi.RunError: the file is not there, or has mistakes; ends the program without a traceback.
     """
     try:
-        return load(_run_file())
+        return load(_run_file(), _folder())
     except MgpuError as error:
         raise pulumi.RunError(describe(error)) from error
 
 
 def _run_file() -> Path:
     return _project_root() / (pulumi.Config("mgpu").get("runFile") or "mgpu.yaml")
+
+
+def _folder() -> Path:
+    """What the run file's paths are relative to: `mgpu:folder`, where a run has a copy of its run file."""
+    return Path(pulumi.Config("mgpu").get("folder") or _run_file().resolve().parent)
 
 
 def _project_root() -> Path:
@@ -116,7 +121,7 @@ def image_args(spec: RunSpec) -> ImageArgs:
         raise ValueError("the run file has no `image:`")
     needed, given = rank.requirements(spec), spec.image.model_dump(mode="json", exclude_defaults=True)
     return ImageArgs(
-        folder=str(_run_file().resolve().parent),
+        folder=str(_folder()),
         provider=spec.provider,
         options=needed.provider_options,
         regions=needed.regions,

@@ -39,6 +39,7 @@ from mgpu.run.session import Interrupts, Session
 from mgpu.run.stacks import Context, bring_up, open_stack, project_of, refuse_used, stack_of, standing
 from mgpu.run.storekeys import StoreKeys
 from mgpu.run.supervise import Ended
+from mgpu.spec.load import text_of
 from mgpu.spec.model import RunSpec
 from mgpu.words import count
 
@@ -146,7 +147,7 @@ def _record(
     images.remember(record, image)
     folder = Folder(run_id)
     folder.make()
-    shutil.copyfile(run_file, folder.run_file)
+    folder.run_file.write_text(text_of(spec, run_file))
     folder.stop.unlink(missing_ok=True)
     shutil.rmtree(folder.work, ignore_errors=True)  # a run that is begun again takes its code as it is now
     save(record)

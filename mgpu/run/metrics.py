@@ -20,7 +20,7 @@ from mgpu.events import Warned
 from mgpu.providers.base import Handle
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run.copies import Copy
+from mgpu.run.copies import Copy, nobody
 from mgpu.run.record import of_instance
 from mgpu.run.session import Session
 
@@ -34,7 +34,7 @@ def copy_of(session: Session, rank: int, instance: str, warn: Callable[[str], No
     parts.mkdir(parents=True, exist_ok=True, mode=0o700)
     remote = str(RunLayout(session.record.run_id).metrics / f"rank-{rank}.jsonl")
     local = of_instance(parts, f"rank-{rank}", ".jsonl", instance)
-    return Copy(remote, local, tell=_nobody, warn=warn, hidden=session.hidden)
+    return Copy(remote, local, tell=nobody, warn=warn, hidden=session.hidden)
 
 
 def collect(
@@ -66,10 +66,6 @@ def collect(
     except OSError as error:  # this machine's disk
         session.emit(Warned(f"metrics could not be kept: {error.strerror}"))
     _entropies(session)
-
-
-def _nobody(_offset: int, _data: bytes) -> None:
-    """Metrics are not shown as they come."""
 
 
 def _join(folder: Path) -> None:

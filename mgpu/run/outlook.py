@@ -12,8 +12,9 @@ from mgpu.errors import MgpuError, ProviderError
 from mgpu.events import LogChunk, Note, Warned
 from mgpu.run import agents, metrics
 from mgpu.run.calls import Calls
-from mgpu.run.copies import Copy
+from mgpu.run.copies import Copy, nobody
 from mgpu.run.eye import BEAT_S, Eye
+from mgpu.run.logs import times_of
 from mgpu.run.verdict import NodeView
 
 if TYPE_CHECKING:
@@ -54,14 +55,16 @@ class Outlook:
 
     def _eye(self, node: Node, first: int) -> Eye:
         session, rank, instance = self._session, node.target.rank, self._handle.ids[node.target.rank]
+        layout, local = RunLayout(session.record.run_id), session.folder.log(rank, instance)
         log = Copy(
-            str(RunLayout(session.record.run_id).log),
-            session.folder.log(rank, instance),
+            str(layout.log),
+            local,
             tell=lambda offset, data: session.emit(LogChunk(rank, offset, data)),
             warn=self.once,
             hidden=session.hidden,
         )
-        copies = (log, metrics.copy_of(session, first, instance, self.once))
+        times = Copy(str(layout.log_times), times_of(local), tell=nobody, warn=self.once)
+        copies = (log, times, metrics.copy_of(session, first, instance, self.once))
         return Eye(node, session.record.run_id, copies, session.timeouts, self._clock, self._wall)
 
     # --- seeing -------------------------------------------------------------------------------------------------

@@ -52,15 +52,20 @@ def project_of(run_file: Path) -> Path:
 def stack_of(record: Record, context: Context) -> Stack:
     """The stack of a run."""
     log_dir = Folder(record.run_id).pulumi if record.own_stack else None
-    return open_stack(Path(record.project), record.stack, Path(record.run_file), log_dir, context)
+    run_file, base = Folder(record.run_id).run_file, Path(record.project_base)
+    return open_stack(Path(record.project), record.stack, run_file, log_dir, context, base)
 
 
-def open_stack(project: Path, name: str, run_file: Path, log_dir: Path | None, context: Context) -> Stack:
-    """A stack by name. `log_dir`: where a stack of mgpu's own keeps configuration and logs; None: the user's stack."""
+def open_stack(
+    project: Path, name: str, run_file: Path, log_dir: Path | None, context: Context, folder: Path | None = None
+) -> Stack:
+    """A stack by name. `log_dir`: where a stack of mgpu's own keeps configuration and logs; None: the user's stack.
+    `folder`: what the run file's paths are relative to; None: its own."""
     return Stack(
         project,
         name,
         run_file,
+        folder=folder,
         log_dir=log_dir or paths.state_dir() / "stacks" / name,
         emit=context.emit,
         timeouts=context.timeouts,

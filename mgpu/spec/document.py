@@ -36,10 +36,12 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 
 
 class Mark(NamedTuple):
-    """Where a field stands (`line` counts from 1) and, for a scalar without quotes, how it is written there."""
+    """Where a field stands (`line` counts from 1) and, for a scalar without quotes, how it is written there.
+    `origin`: the option of a command that says it, with `line` 0."""
 
     line: int
     plain: str | None = None
+    origin: str = ""
 
 
 @dataclass
@@ -52,15 +54,18 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
     bad: set[Where] = field(default_factory=set)  # paths whose value is only a stand-in, because a problem names them
 
-    def problem(self, at: Where, message: str, nearest: str | None = None, *, line: int | None = None) -> None:
-        """Notes a mistake in the field `at`, at the line of its nearest part that is in the file."""
-        self.problems.append(Problem(self.path, line or self.line(at), dotted(at), message, nearest))
+    def problem(
+        self, at: Where, message: str, nearest: str | None = None, *, line: int | None = None, origin: str = ""
+    ) -> None:
+        """Notes a mistake in the field `at`: where its nearest part that was given stands."""
+        mark = Mark(0, None, origin) if origin else self.mark(at)
+        self.problems.append(Problem(mark.origin or self.path, line or mark.line, dotted(at), message, nearest))
 
-    def line(self, at: Where) -> int:
-        """The line of a field, or of the block that it is missing from."""
+    def mark(self, at: Where) -> Mark:
+        """Where a field stands, or the block that it is missing from."""
         while at and at not in self.marks:
             at = at[:-1]
-        return self.marks[at].line if at in self.marks else 1
+        return self.marks.get(at, Mark(1))
 
     def error(self) -> SpecError:
         """All problems, in the order of their lines; of very many the first ones."""

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from mgpu.errors import InputError
 from mgpu.spec import command
+from mgpu.spec.change import Change
 from mgpu.spec.document import MAX_BYTES, Document, Where, read
 from mgpu.spec.model import RunSpec
 from mgpu.spec.rules import Mistake, mistakes
@@ -30,15 +32,22 @@ _PROGRAMS = (".py", ".pyc", ".pyz", ".zip")  # whatever they hold, Python says i
 _PROGRAM_BYTES = 1 << 20  # that are looked at
 
 
-def load(path: Path) -> RunSpec:
+def load(path: Path, folder: Path | None = None, changes: Iterable[Change] = ()) -> RunSpec:
     """Reads and checks a run file, and that the files which it names exist.
+
+    Args:
+        path: the run file.
+        folder: what its paths are relative to; None: its own.
+        changes: what is otherwise than the file says, in their order.
 
     Raises:
         InputError: there is no such file, or it cannot be read.
-        SpecError: the file has mistakes; it holds all of them.
+        SpecError: the file or a change has mistakes; it holds all of them.
     """
     document = _read(path)
-    return _checked(document, path.parent)
+    for change in changes:
+        change.make(document)
+    return _checked(document, folder or path.parent)
 
 
 def loads(text: str, path: str) -> RunSpec:
@@ -48,6 +57,20 @@ def loads(text: str, path: str) -> RunSpec:
         SpecError: the text has mistakes; it holds all of them.
     """
     return _checked(read(text, path), None)
+
+
+def text_of(spec: RunSpec, path: Path) -> str:
+    """A run file that says `spec`: the one at `path`, or where that says something else a text of its own."""
+    try:
+        text = path.read_text()
+        if loads(text, str(path)) == spec:
+            return text
+    except (InputError, OSError, UnicodeDecodeError):
+        pass  # it was changed since
+    said = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return f"# {path.name}, as it was changed for this run\n" + yaml.safe_dump(
+        said, sort_keys=False, allow_unicode=True
+    )
 
 
 def _read(path: Path) -> Document:

@@ -10,6 +10,7 @@ import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from mgpu_train.checkpoint.commitlog import CommitLog
@@ -567,7 +568,7 @@ def test_the_process_environment_is_used_when_none_is_given(moto, monkeypatch):
 def test_an_endpoint_that_is_down_is_found_out_soon(moto, monkeypatch):
     env = {**moto.env, "AWS_ENDPOINT_URL": "http://user:canary@127.0.0.1:9"}
     pauses: list[float] = []
-    monkeypatch.setattr("botocore.endpoint.time.sleep", pauses.append)
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=pauses.append))
     with pytest.raises(Unavailable, match=r"no connection to http://127.0.0.1:9\. Check the network") as caught:
         list(open_store("s3://bucket/x", env).list(""))
     with pytest.raises(Unavailable, match="no connection"):
@@ -580,7 +581,7 @@ def test_an_endpoint_that_went_down_is_tried_as_long_as_any(through, monkeypatch
     store, proxy = through()
     assert store.stat("a") is None
     tries = []
-    monkeypatch.setattr("botocore.endpoint.time.sleep", tries.append)
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=tries.append))
     proxy.close()
     with pytest.raises(Unavailable, match="no connection"):
         list(store.list(""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 from mgpu.paths import state_dir
@@ -19,8 +20,8 @@ def phase() -> str:
 
 
 def test_launch_runs_keeps_the_checkpoint_and_gives_everything_back(project):
-    project.write(["train.py", "20", "0.02"], nodes=2, more="checkpoint: {keep_last: 3}\n")
-    done = project.mgpu("launch", "--yes", "--json")
+    project.write(["train.py", "20", "0.02"], nodes=1, more="checkpoint: {keep_last: 3}\n")
+    done = project.mgpu("launch", "--yes", "--json", "--set", "nodes=2")
     assert done.returncode == 0, done.stderr
     run = project.result(done)
     assert (run["state"], run["teardown"]) == ("succeeded", "confirmed")
@@ -31,6 +32,10 @@ def test_launch_runs_keeps_the_checkpoint_and_gives_everything_back(project):
     # what stays readable after the machines are gone
     run_id = run["run_id"]
     assert "rank 1 of 2 from 0" in project.mgpu("logs", run_id, "--node", "1").stdout
+    lines = project.mgpu("logs", run_id, "-t").stdout.splitlines()
+    assert lines == sorted(lines, key=lambda line: line[:19]), "two nodes' lines, in the order of their times"
+    assert lines[0][:19] >= time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run["created_at"]))
+    assert {line[20:23] for line in lines} == {"[0]", "[1]"}
     assert "succeeded" in project.mgpu("status", run_id).stdout
     assert project.mgpu("checkpoints", "verify", "--deep", run_id).returncode == 0
     pulled = project.mgpu("checkpoints", "pull", run_id)

@@ -84,9 +84,12 @@ def program(tmp_path, monkeypatch):
     pulumi.runtime.set_mocks(mocks, project="mgpu", stack="dev")
     monkeypatch.setattr(pulumi, "export", exported.__setitem__)
 
-    def run(**changes):
-        (tmp_path / "run.yaml").write_text(json.dumps(RUN_FILE | changes))
-        pulumi.runtime.set_all_config({"mgpu:runFile": str(tmp_path / "run.yaml")})
+    def run(folder=None, **changes):
+        path = (tmp_path / "run.yaml") if folder is None else tmp_path / "record" / "mgpu.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(RUN_FILE | changes))
+        own = {"mgpu:folder": str(folder)} if folder else {}
+        pulumi.runtime.set_all_config({"mgpu:runFile": str(path), **own})
         runpy.run_path(str(PROGRAM))
         return mocks.made, exported
 
@@ -182,6 +185,13 @@ def test_an_image_is_exported_by_its_digest_and_nothing_is_rented_before_it_is_t
     assert (inputs["provider"], inputs["options"]) == ("local", {"python": "/opt/python"})
     assert Path(inputs["folder"]).resolve() == tmp_path.resolve()
     assert inputs.keys() <= schema.package()["resources"][tokens.IMAGE]["inputProperties"].keys()
+
+
+def test_a_runs_own_copy_of_the_run_file_means_the_folder_of_the_users(program, tmp_path):
+    (tmp_path / "ca.pem").touch()
+    made, exported = program(folder=tmp_path, image={"repository": "registry.example/a", "ca_file": "ca.pem"})
+    settled(exported["mgpu"])
+    assert made["image"].inputs["folder"] == str(tmp_path)
 
 
 def test_a_run_file_with_mistakes_ends_the_program_without_a_traceback(program):

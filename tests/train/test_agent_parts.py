@@ -17,7 +17,7 @@ from mgpu_train.agent import data, launcher, network, procs, requirements, resum
 from mgpu_train.agent.decide import AttemptFailed
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.lease import Lease
-from mgpu_train.agent.log import Log, clean, hide, last_words
+from mgpu_train.agent.log import Log, LogTimes, clean, hide, last_words
 from mgpu_train.agent.network import interface_to
 from mgpu_train.agent.tail import MetricsTail, Progress
 from mgpu_train.checkpoint.local import finished
@@ -65,6 +65,27 @@ def test_the_agents_lines_are_marked_whole_and_counted(tmp_path):
     data = (tmp_path / "log").read_bytes()
     assert data == b"no newline\n[agent] one two three\n"
     assert log.own == len(data) - len(b"no newline")
+
+
+def test_the_log_has_a_mark_for_each_second_in_which_it_grew(tmp_path):
+    log, now = Log(tmp_path / "log"), [100.0]
+    os.write(log.fd, b"of an earlier attempt\n")  # 22 bytes
+    times = LogTimes(log, tmp_path / "log.times", clock=lambda: now[0])
+    told = lambda: (tmp_path / "log.times").read_text().splitlines()  # noqa: E731
+    times.mark()
+    assert told() == [], "nothing has come"
+    for at, text in ((101.0, b"a\n"), (101.5, b"b\n"), (102.25, b""), (103.0, b"")):
+        now[0] = at
+        os.write(log.fd, text)
+        times.mark()
+    assert told() == ["24 101.0", "26 102.2"]
+    os.write(log.fd, b"c\n")
+    now[0] = 103.1
+    times.mark(at_once=True)
+    now[0] = 50.0  # set back
+    os.write(log.fd, b"d\n")
+    times.mark()
+    assert told()[2:] == ["28 103.1", "30 50.0"]
 
 
 def test_a_long_line_is_cut():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from mgpu_train.agent.status import Phase
@@ -208,6 +209,41 @@ def test_logs_of_all_nodes_act_on_no_terminal_and_name_the_node(mgpu, logged):
     assert b"\r" not in done.raw
     once = ["[0] plain", "[0] 100%", "[0] no end"]
     assert sorted(done.out.splitlines()) == sorted([*once, *once, "[1] of node 1"])
+
+
+@pytest.fixture
+def timed(running):
+    """Two nodes that print in turn; node 0's machine was replaced."""
+    folder = Folder("run-1")
+    for rank, instance, log, times in (
+        (0, "old", b"first\nhalf a", "6 1000.0\n12 1002.0\n"),
+        (0, "new", b" line\nlast\n", "6 1003.5\n11 1009.0\n"),
+        (1, "other", b"second\nthird\n", "not a mark\n7 1001.0\n13 1004.0\n99"),
+    ):
+        path = folder.log(rank, instance)
+        path.write_bytes(log)
+        path.with_suffix(".times").write_text(times)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "UTC")
+        time.tzset()
+        yield folder
+    time.tzset()
+
+
+def test_logs_of_all_nodes_are_in_the_order_of_their_times(mgpu, timed):
+    lines = ["[0] first", "[1] second", "[0] half a line", "[1] third", "[0] last"]
+    assert mgpu("logs").out.splitlines() == lines
+    at = ["00:16:40", "00:16:41", "00:16:43", "00:16:44", "00:16:49"]
+    dated = [f"1970-01-01 {moment} {line}" for moment, line in zip(at, lines, strict=True)]
+    assert mgpu("logs", "-t").out.splitlines() == dated
+    assert mgpu("logs", "-t", "--node", "1").out.splitlines() == [dated[1], dated[3]]
+
+
+def test_what_no_time_is_known_of_is_as_old_as_its_copy(mgpu, timed):
+    path = timed.log(1, "other")
+    path.write_bytes(path.read_bytes() + b"its last words\n")
+    os.utime(path, (1020, 1020))
+    assert mgpu("logs", "-t").out.splitlines()[-1] == "1970-01-01 00:17:00 [1] its last words"
 
 
 def test_no_log_is_said_and_is_no_error(mgpu, running):

@@ -11,7 +11,7 @@ from mgpu_train.agent.budget import NOTHING, Going, Need, going
 from mgpu_train.agent.imds import Imds
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.lease import Lease
-from mgpu_train.agent.log import Log, clean, hide
+from mgpu_train.agent.log import Log, LogTimes, clean, hide
 from mgpu_train.agent.notices import NoticeFile, Notices, Source
 from mgpu_train.agent.report import Report
 from mgpu_train.agent.status import LEASE_ENDS, Fault, Notice, Phase
@@ -42,6 +42,7 @@ class Attempt:
         self._secret = {*secrets.env.values(), *secrets.store.values()}  # all that ever was
         self.times = job.timeouts
         self.log = Log(Path(layout.log))
+        self._log_times = LogTimes(self.log, Path(layout.log_times))
         self.report = Report(job, layout)
         home = Path(layout.home)
         lease = home / job.lease_file if job.lease_file else None
@@ -78,6 +79,7 @@ class Attempt:
             changes["reason"] = clean(self.public(reason), 500)
         words = f": {changes['fault']}: {changes['reason']}" if changes.get("fault") else ""
         self.say(f"attempt {self.job.attempt}: {phase}{words}")
+        self._log_times.mark(at_once=True)
         self.report.enter(phase, **changes)
 
     def tick(self, *, alive: bool = True, **changes: Any) -> None:
@@ -85,6 +87,7 @@ class Attempt:
 
         Phases that have a deadline of their own are alive until then; training lives by its progress alone.
         """
+        self._log_times.mark()
         if (warned := self._notices.poll()) is not None:
             self._goes(Fault.PROVIDER, "the provider takes this machine", warned.action, warned.left_s)
         if (since := self._notices.hinted()) is not None:

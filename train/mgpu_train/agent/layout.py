@@ -69,6 +69,11 @@ class RunLayout:
         return self.root / "log"
 
     @property
+    def log_times(self) -> PurePosixPath:
+        """When the log had which size: `<bytes> <UNIX seconds>` for each second in which it grew, append-only."""
+        return self.root / "log.times"
+
+    @property
     def work(self) -> PurePosixPath:
         """The user's code, synced; the launcher's working directory."""
         return self.root / "work"

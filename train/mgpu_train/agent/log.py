@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "[agent] "
 _WINDOW = 64 * 1024  # bytes at the log's end that are searched for the cause of an end
+_MARK_S = 1.0
 _LONGEST = 300  # characters of a line that goes into a status
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
 # an uncaught exception's last line, with torch's rank before it; torchrun's own ChildFailedError says nothing new
@@ -43,6 +45,24 @@ class Log:
             torn = size > 0 and os.pread(self.fd, 1, size - 1) != b"\n"
             line = ("\n" if torn else "") + PREFIX + clean(text) + "\n"
             self.own += os.write(self.fd, line.encode())
+
+
+class LogTimes:
+    """Writes down when the log had which size, in seconds in which it grew: lines of a program have no times of their
+    own, and nobody else sees when they come."""
+
+    def __init__(self, log: Log, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._log, self._clock = log, clock
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._size, self._at = log.size, float("-inf")
+
+    def mark(self, *, at_once: bool = False) -> None:
+        """Notes the size if it has grown; at most once a second, unless `at_once`. A full disk is no error."""
+        size, now = self._log.size, self._clock()
+        if size > self._size and (at_once or abs(now - self._at) >= _MARK_S):
+            with suppress(OSError):
+                os.write(self._fd, f"{size} {now:.1f}\n".encode())
+            self._size, self._at = size, now
 
 
 def clean(text: str, limit: int = 4000) -> str:
