@@ -21,6 +21,7 @@ from mgpu import events
 from mgpu.errors import Interrupted, MgpuError
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from rich.console import Console as RichConsole
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -107,8 +108,12 @@ class Console:
 
     # --- results, on stdout -------------------------------------------------------------------------------------
 
+    def result(self, result: BaseModel) -> None:
+        """A command's result as JSON."""
+        self.data(result.model_dump(mode="json"))
+
     def data(self, value: Any) -> None:
-        """A result as JSON."""
+        """Plain data as JSON."""
         Console.told = True
         sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 

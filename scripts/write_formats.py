@@ -1,52 +1,117 @@
-"""Writes docs/mgpu.schema.json and the generated parts of docs/formats.md from the models. Run after changing one."""
+"""Writes docs/mgpu.schema.json and the generated parts of docs/formats.md and docs/json.md from the models. Run after
+changing one."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from mgpu_train.agent.status import AgentStatus
 from mgpu_train.checkpoint.manifest import Manifest, Sidecar
 from mgpu_train.config import Job
+from pydantic import BaseModel
 
+from mgpu.cli import results
 from mgpu.iac.outputs import StackOutput
+from mgpu.plan.model import Headroom, Offer, Refusal, Requirements
+from mgpu.run.view import InterruptionView, RunView
 from mgpu.spec import schema
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+# what results of commands are made of, by the heading that its table stands under
+PARTS_OF_RESULTS: dict[type[BaseModel], str] = {
+    RunView: "A run",
+    InterruptionView: "An interruption",
+    results.Fleet: "A fleet",
+    results.Checkpoint: "A checkpoint",
+    Requirements: "Requirements",
+    Offer: "An offer",
+    Headroom: "Headroom",
+    Refusal: "A refusal",
+}
 
 
-def parts() -> dict[str, str]:
-    """The generated parts of docs/formats.md, by the name in their marker."""
+def parts() -> dict[str, dict[str, str]]:
+    """The generated parts of each page, by the name in their marker."""
     job = [key for key in schema.keys(Job.model_json_schema()) if not key.name.startswith("train.")]
     stack = json.dumps(schema.without_titles(StackOutput.model_json_schema()), indent=2)
+    made_of = (f"### {heading}\n\n{_table(each, {})}" for each, heading in PARTS_OF_RESULTS.items())
     return {
-        "run-file": schema.table(schema.keys()),
-        "stack-output-keys": schema.table(schema.keys(StackOutput.model_json_schema())),
-        "stack-output-schema": f"```json\n{stack}\n```\n",
-        "job": schema.table(job),
-        "manifest": schema.table(schema.keys(Manifest.model_json_schema())),
-        "sidecar": schema.table(schema.keys(Sidecar.model_json_schema())),
-        "status": schema.table(schema.keys(AgentStatus.model_json_schema())),
+        "formats.md": {
+            "run-file": schema.table(schema.keys()),
+            "stack-output-keys": schema.table(schema.keys(StackOutput.model_json_schema())),
+            "stack-output-schema": f"```json\n{stack}\n```\n",
+            "job": schema.table(job),
+            "manifest": schema.table(schema.keys(Manifest.model_json_schema())),
+            "sidecar": schema.table(schema.keys(Sidecar.model_json_schema())),
+            "status": schema.table(schema.keys(AgentStatus.model_json_schema())),
+        },
+        "json.md": {
+            "results": "\n".join(map(_result, _subclasses(results.Result))),
+            "parts-of-results": "\n".join(made_of),
+        },
     }
 
 
-def filled(page: str) -> str:
-    """The page with every generated part as it should be."""
-    for name, text in parts().items():
-        begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
+def _subclasses(model: type[BaseModel]) -> list[type[BaseModel]]:
+    return [each for child in model.__subclasses__() for each in (child, *_subclasses(child))]
+
+
+def _result(model: type[BaseModel]) -> str:
+    """One command's result, without what it has of another one."""
+    base = next(each for each in (results.Run, results.Pulled, results.Result) if each in model.__mro__[1:])
+    of_base = {
+        results.Run: "All keys of [a run](#a-run), and:",
+        results.Pulled: "What a checkpoint that is pulled has, and:",
+    }
+    words = "All keys of [a run](#a-run)." if model is results.Run else of_base.get(base, "")
+    table = "" if model is results.Run else _table(model, base.model_fields)
+    heading = " ".join((model.__doc__ or "").split()).removesuffix(".")
+    return "\n\n".join(part.rstrip("\n") for part in (f"### {heading}", words, table) if part) + "\n"
+
+
+def _table(model: type[BaseModel], known: Any) -> str:
+    schema_of = model.model_json_schema()
+    lines = ["| key | type | meaning |", "|---|---|---|"]
+    for name, field in schema_of["properties"].items():
+        if name not in known:
+            lines.append(f"| `{name}` | {_type(field, schema_of)} | {field.get('description', '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(field: dict[str, Any], whole: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return " or ".join(_type(each, whole) for each in field["anyOf"])
+    if "$ref" in field:
+        name = field["$ref"].rpartition("/")[2]
+        heading = next(words for model, words in PARTS_OF_RESULTS.items() if model.__name__ == name)
+        return f"[{heading[:1].lower()}{heading[1:]}](#{heading.lower().replace(' ', '-')})"
+    if "enum" in field:
+        return ", ".join(field["enum"])
+    if field.get("type") == "array":
+        return f"list of {_type(field['items'], whole)}"
+    names = {"string": "text", "object": "object", "null": "null", "number": "number", "boolean": "true or false"}
+    return str(field["const"]) if "const" in field else names.get(field["type"], field["type"])
+
+
+def filled(name: str, page: str) -> str:
+    """The page of this name with every generated part as it should be."""
+    for part, text in parts()[name].items():
+        begin, end = f"<!-- generated: {part} -->\n", "<!-- end -->"
         page, found = re.subn(
             f"(?<={re.escape(begin)}).*?(?={end})", lambda _, text=text: text, page, count=1, flags=re.DOTALL
         )
         if not found:
-            raise SystemExit(f"docs/formats.md has no marker `{begin.strip()}`")
+            raise SystemExit(f"docs/{name} has no marker `{begin.strip()}`")
     return page
 
 
 def main() -> None:
-    """Writes both files."""
-    page = DOCS / "formats.md"
-    page.write_text(filled(page.read_text()))
+    """Writes all of them."""
+    for name in parts():
+        (DOCS / name).write_text(filled(name, (DOCS / name).read_text()))
     (DOCS / "mgpu.schema.json").write_text(schema.text())
 
 

@@ -115,6 +115,6 @@ def main(args: list[str] | None = None) -> Any:
         console = Console()
         console.error(error)
         if "--json" in (sys.argv[1:] if args is None else args) and not Console.told:
-            console.data({"error": error.to_json()})
+            console.data({"version": 1, "error": error.to_json()})
         sys.exit(error.exit_code)
     sys.exit(result if isinstance(result, int) else 0)

@@ -130,7 +130,11 @@ def _take_down(console: Console, account: Account, regions: tuple[str, ...], and
         each.down(and_bucket=and_bucket)
     console.done()
     if console.as_json:
-        console.data([{"account": account.id(), "region": region, "destroyed": True} for region in regions])
+        from mgpu.cli.results import Bases
+
+        console.result(
+            Bases(regions=[{"account": account.id(), "region": each, "destroyed": True} for each in regions])
+        )
     else:
         console.text(f"taken down, confirmed by AWS: {', '.join(regions)}; {bucket if not and_bucket else 'all of it'}")
 
@@ -166,7 +170,9 @@ def _not_agreed(nothing: str) -> InputError:
 
 def _report(console: Console, results: list[dict[str, Any]], wanted: Wanted) -> None:
     if console.as_json:
-        console.data(results)
+        from mgpu.cli.results import Bases
+
+        console.result(Bases(regions=results))
         return
     for result in results:
         rows = [(name.replace("_", " "), result.get(name, "")) for name in _SHOWN]

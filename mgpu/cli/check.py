@@ -62,7 +62,10 @@ def _on_node(console: Console, run: str) -> int:
 
 def _told(console: Console, found: tuple[Finding, ...]) -> int:
     if console.as_json:
-        console.data([each.model_dump(mode="json", exclude_defaults=True) for each in found])
+        from mgpu.cli import results
+
+        checks = [each.model_dump(mode="json", exclude_defaults=True) for each in found]
+        console.result(results.Checks(checks=checks))
     else:
         _show(console, found)
     return ProviderError.exit_code if any(each.status == "failed" for each in found) else 0

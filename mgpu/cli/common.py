@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mgpu_train.timeouts import Timeouts
 
     from mgpu.acquire.fit import Machines
+    from mgpu.cli.results import Run
     from mgpu.plan.model import Offer, Plan
     from mgpu.run.finish import Outcome
     from mgpu.run.fleets import Fleet, Survey
@@ -276,14 +277,14 @@ def finish(console: Console, outcome: Outcome) -> int:
     record = outcome.record
     if outcome.left:
         if console.as_json:
-            console.data(result_of(record))
+            console.result(result_of(record))
         if outcome.error is not None:  # another supervisor has it
             console.error(outcome.error)
         else:
             _left(console, record)
         return outcome.exit_code
     if console.as_json:
-        console.data(result_of(record))
+        console.result(result_of(record))
     else:
         console.table(("run", record.run_id), summary(record))
     if outcome.error is not None:
@@ -440,11 +441,13 @@ def _kept(record: Record) -> str:
     return f"kept under their lease until {until}: ${record.price_usd_per_hour:.2f} per hour"
 
 
-def result_of(record: Record) -> dict[str, Any]:
-    """A run as JSON, without the tokens of its writers."""
-    from dataclasses import asdict
+def result_of(record: Record, **more: Any) -> Run:
+    """A run as it is shown in JSON; `more`: what one command alone says of it."""
+    from mgpu.cli import results
+    from mgpu.run.view import RunView
 
-    return {key: value for key, value in asdict(record).items() if key not in ("writer", "supervisor")}
+    result = results.Status if more else results.Run
+    return result.model_validate({**dict(RunView.of(record)), **more})
 
 
 def next_lines(record: Record, *, resume: bool = False) -> list[str]:

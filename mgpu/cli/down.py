@@ -15,9 +15,10 @@ from mgpu.run.record import load, supervised
 @click.command()
 @click.argument("run", required=False, shell_complete=complete.runs)
 @click.option("--stack", shell_complete=complete.stacks, help="A stack of this folder's project instead of a run.")
-def down(run: str | None, stack: str | None) -> int:
+@common.json_option
+def down(run: str | None, stack: str | None, as_json: bool) -> int:
     """Give back the machines of RUN (default: the newest run), or of a stack. Nothing is saved first."""
-    console = Console()
+    console = Console(as_json=as_json)
     if stack is not None and run is not None:
         raise InputError(
             "either RUN or --stack is given, not both", f"`{run}` is a run, `{stack}` a stack.", "Give one of them."
@@ -34,12 +35,14 @@ def down(run: str | None, stack: str | None) -> int:
         )
     if record.teardown in ("confirmed", "not ours"):
         console.say(f"run {record.run_id}: {common.machines(record)}; nothing to do")
-        return 0
-    from mgpu.run.down import down as give_back
+    else:
+        from mgpu.run.down import down as give_back
 
-    record = give_back(record, common.context(console))
-    console.say(f"run {record.run_id}: {common.machines(record)}")
-    console.next("mgpu ls")
+        record = give_back(record, common.context(console))
+        console.say(f"run {record.run_id}: {common.machines(record)}")
+        console.next("mgpu ls")
+    if as_json:
+        console.result(common.result_of(record))
     return 0
 
 
@@ -50,4 +53,8 @@ def _stack_down(console: Console, name: str) -> None:
     project = project_of(Path(common.RUN_FILE))
     stack_down(project, name, common.context(console))
     console.say(f"stack {name}: given back, confirmed by the provider")
+    if console.as_json:
+        from mgpu.cli.results import StackDown
+
+        console.result(StackDown(stack=name, teardown="confirmed"))
     console.next("mgpu ls")

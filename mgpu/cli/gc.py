@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.errors import MgpuError
+
+if TYPE_CHECKING:
+    from mgpu.run.fleets import Survey
 
 
 @click.command()
@@ -25,24 +30,33 @@ def gc(as_json: bool, yes: bool) -> int:
         survey = fleets.survey()
     found = survey.fleets
     lost = [fleet for fleet in found if not fleet.used_by]
-    if as_json:
-        console.data([fleet.to_json() for fleet in found])
-    elif found:
-        rows = [(f.name, f.provider, len(f.ids), f"${f.usd_per_hour:.2f}", common.user_of(f)) for f in found]
-        console.table(("fleet", "provider", "nodes", "$/h", "used by"), rows)
-    else:
-        console.text("no machines of yours at any provider" + (" that could be asked" if survey.failures else ""))
+    if not as_json:
+        _show(console, survey)
     if lost and not yes:
         console.next("mgpu gc --yes    end what nothing uses")
     failures: list[MgpuError] = []
+    ended: list[str] = []
     for fleet, error in fleets.end_all(lost if yes else [], common.context(console)):
         if error is not None:  # the others go all the same
             failures.append(error)
         else:
+            ended.append(fleet.name)
             console.say(f"fleet {fleet.name}: ended, confirmed by the provider")
+    if as_json:
+        from mgpu.cli import results
+
+        console.result(results.Fleets(fleets=[results.Fleet(**each.to_json()) for each in found], ended=ended))
     for error in failures[1:]:
         console.error(error)
     code = common.not_asked(console, survey)
     if failures:
         raise failures[0]
     return code
+
+
+def _show(console: Console, survey: Survey) -> None:
+    rows = [(f.name, f.provider, len(f.ids), f"${f.usd_per_hour:.2f}", common.user_of(f)) for f in survey.fleets]
+    if rows:
+        console.table(("fleet", "provider", "nodes", "$/h", "used by"), rows)
+    else:
+        console.text("no machines of yours at any provider" + (" that could be asked" if survey.failures else ""))

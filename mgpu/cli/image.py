@@ -55,7 +55,9 @@ def build(run_file: Path, as_json: bool) -> None:
         "inputs_hash": built.wanted.inputs_hash,
     }
     if as_json:
-        console.data(result)
+        from mgpu.cli import results
+
+        console.result(results.Built.model_validate(result))
         return
     console.table(("image", result.pop("name")), [(key.replace("_", " "), value) for key, value in result.items()])
     console.next(f"mgpu image push {run_file}    what nodes can run")
@@ -78,7 +80,9 @@ def push(run_file: Path, as_json: bool) -> None:
         published = cancellable.ensure(spec, site, console.emit, cancelled)
     console.done()
     if as_json:
-        console.data(asdict(published))
+        from mgpu.cli import results
+
+        console.result(results.Pushed(**asdict(published)))
         return
     console.say(told(published))
     console.text(published.reference)
@@ -105,7 +109,9 @@ def inspect(reference: str, run_file: Path, platform: str, as_json: bool) -> Non
     with console.waiting("asking the registry"):
         shown = _named(reference, platform) if reference else _of_run_file(run_file)
     if as_json:
-        console.data(shown)
+        from mgpu.cli import results
+
+        console.result(results.Inspected(**shown))
         return
     console.table(("image", shown["reference"]), _rows(shown))
     console.text("")

@@ -16,7 +16,8 @@ IGNORED = (".mgpu/", "mgpu-runs/", "Pulumi.*.yaml", "__pycache__/")
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path())
-def init(folder: Path) -> None:
+@common.json_option
+def init(folder: Path, as_json: bool) -> None:
     """Write a run file, an example train.py, Pulumi.yaml, infra/ and images/ into FOLDER (default: this one); set up
     the engine.
 
@@ -26,33 +27,31 @@ def init(folder: Path) -> None:
     from mgpu.iac.project import project_files
     from mgpu.image import shipped
 
-    console = Console()
+    console = Console(as_json=as_json)
     common.made(folder)
-    for name in TEMPLATES:
-        _once(console, folder / name, files("mgpu").joinpath("templates", name).read_text())
+    wrote: list[Path] = []
+    kept = [folder / name for name in (*TEMPLATES, "images") if (folder / name).exists()]
+    for path in (folder / name for name in TEMPLATES if folder / name not in kept):
+        path.write_text(files("mgpu").joinpath("templates", path.name).read_text())
+        wrote.append(path)
     _ignore(folder / ".gitignore")
-    if (folder / "Pulumi.yaml").exists() or (folder / "infra").exists():
-        console.say(f"kept the Pulumi program in {folder}: it was there")
-    else:
-        for path in project_files(folder):
-            console.say(f"wrote {path}")
-    if (folder / "images").exists():
-        console.say(f"kept the images in {folder}: they were there")
-    else:
-        console.say(f"wrote {shipped.copy_to(folder)}")
+    program = [folder / name for name in ("Pulumi.yaml", "infra") if (folder / name).exists()]
+    wrote += () if program else project_files(folder)
+    wrote += () if folder / "images" in kept else (shipped.copy_to(folder),)
+    for path in wrote:
+        console.say(f"wrote {path}")
+    if kept or program:
+        console.say(f"kept what was there: {', '.join(map(str, (*kept, *program)))}")
     install.set_up(folder, console.say)
+    if as_json:
+        from mgpu.cli.results import Initialised
+
+        names = [str(each) for each in (*kept, *program)]
+        console.result(Initialised(folder=str(folder), wrote=[str(each) for each in wrote], kept=names))
     console.next(
         f"{_cd(folder)}mgpu plan       what it would rent",
         "mgpu launch     rent, train, give back",
     )
-
-
-def _once(console: Console, path: Path, text: str) -> None:
-    if path.exists():
-        console.say(f"kept {path}: it was there")
-        return
-    path.write_text(text)
-    console.say(f"wrote {path}")
 
 
 def _ignore(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -24,18 +25,19 @@ FOLLOW_EVERY_S = 0.5
 @click.option("--node", type=int, help="Only this node_rank.")
 @click.option("--times", "-t", "with_times", is_flag=True, help="Begin every line with its time.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
-def logs(run: str, node: int | None, with_times: bool, follow: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print each line as JSON.")
+def logs(run: str, node: int | None, with_times: bool, follow: bool, as_json: bool) -> None:
     """Print the logs of RUN (default: the newest), the nodes' lines in the order of their times.
 
     To a file or a pipe with --node, without --times: byte for byte.
     """
     record = load(run)
     folder = Folder(record.run_id)
-    console = Console()
+    console = Console(as_json=as_json)
     if node is not None and not 0 <= node < record.nodes:
         raise InputError(f"--node {node}: the run has nodes 0 to {record.nodes - 1}")
     ranks = [node] if node is not None else list(range(record.nodes))
-    raw = node is not None and not with_times and not sys.stdout.isatty()
+    raw = node is not None and not with_times and not as_json and not sys.stdout.isatty()
     readers = [_Reader(folder, rank) for rank in ranks]
     seen = False
     while True:
@@ -47,7 +49,7 @@ def logs(run: str, node: int | None, with_times: bool, follow: bool) -> None:
             seen = True
         new = () if raw else (reader.lines(last=ends) for reader in readers)
         for line in heapq.merge(*new, key=lambda line: line.at):
-            console.text(f"{_moment(line.at)} {line.text}" if with_times else line.text)
+            console.text(line.as_json if as_json else line.dated if with_times else line.text)
             seen = True
         console.flush()
         if ends:
@@ -62,14 +64,25 @@ def logs(run: str, node: int | None, with_times: bool, follow: bool) -> None:
 
 class _Line(NamedTuple):
     at: float
+    node_rank: int
     text: str
+
+    @property
+    def dated(self) -> str:
+        """As it is shown with its time."""
+        return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.at))} {self.text}"
+
+    @property
+    def as_json(self) -> str:
+        """Without its node's mark."""
+        return json.dumps({**self._asdict(), "text": self.text.removeprefix(f"[{self.node_rank}] ")})
 
 
 class _Reader:
     """One node's log by lines."""
 
     def __init__(self, folder: Folder, rank: int) -> None:
-        self._log = NodeLog(folder, rank)
+        self._rank, self._log = rank, NodeLog(folder, rank)
         self._lines = LogLines(rank)
         self._at = 0.0
 
@@ -81,10 +94,6 @@ class _Reader:
         """What is new; `last`: with a last line that has no line end."""
         for at, data in self._log.new():
             self._at = max(self._at, at)  # clocks are set back, and a machine that is replaced had another
-            yield from (_Line(self._at, text) for text in self._lines.feed(data))
+            yield from (_Line(self._at, self._rank, text) for text in self._lines.feed(data))
         if last:
-            yield from (_Line(self._at, text) for text in self._lines.flush())
-
-
-def _moment(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+            yield from (_Line(self._at, self._rank, text) for text in self._lines.flush())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,6 +12,10 @@ from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.run.record import Record, every, supervised
 from mgpu.words import count
+
+if TYPE_CHECKING:
+    from mgpu.cli.results import Result
+    from mgpu.run.fleets import Fleet
 
 
 @click.command()
@@ -25,7 +31,7 @@ def ls(as_json: bool, all_runs: bool) -> int:
         seen = survey()
     fleets = seen.fleets
     if as_json:
-        console.data({"runs": [common.result_of(r) for r in records], "fleets": [f.to_json() for f in fleets]})
+        console.result(_result(records, fleets))
         return common.not_asked(console, seen)
     billed = {each for fleet in fleets for each in fleet.ids}
     rows = [
@@ -56,6 +62,14 @@ def ls(as_json: bool, all_runs: bool) -> int:
     else:
         console.next("mgpu status RUN" if rows else "mgpu launch")
     return common.not_asked(console, seen)
+
+
+def _result(records: list[Record], fleets: Iterable[Fleet]) -> Result:
+    from mgpu.cli import results
+    from mgpu.run.view import RunView
+
+    runs = [RunView.of(each) for each in records]
+    return results.Runs(runs=runs, fleets=[results.Fleet(**each.to_json()) for each in fleets])
 
 
 def _state(record: Record) -> str:

@@ -53,7 +53,9 @@ def offers(
     wanted = _Wanted(gpu, gpus, regions, market)
     found = [offer for seller in sellers for offer in _on_sale(console, seller, wanted, alone=bool(provider))]
     if as_json:
-        console.data([offer.model_dump(mode="json") for offer in found])
+        from mgpu.cli import results
+
+        console.result(results.Offers(offers=found))
     elif quota:
         _show_quotas(console, found)
     elif found:

@@ -28,7 +28,9 @@ def outputs(run: str, to: Path | None, as_json: bool) -> None:
     with console.waiting("downloading"):
         files, size = kept.pull(record, folder)
     if as_json:
-        console.data({"run_id": record.run_id, "folder": str(folder), "files": files, "bytes": size})
+        from mgpu.cli import results
+
+        console.result(results.Outputs(run_id=record.run_id, folder=str(folder), files=files, bytes=size))
     elif files:
         console.text(f"{count(files, 'file')} ({amount(size)}) in {folder}")
     else:

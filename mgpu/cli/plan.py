@@ -41,8 +41,10 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     except (ImageError, InputError, ProviderError) as error:
         problem = error
     if as_json:
-        extra = {"price_usd_per_hour": decided.price_usd_per_hour, "max_cost_usd": decided.max_cost_usd}
-        console.data(decided.model_dump(mode="json") | extra | ({"image": _words(image)} if spec.image else {}))
+        from mgpu.cli.results import Planned
+
+        prices = {"price_usd_per_hour": decided.price_usd_per_hour, "max_cost_usd": decided.max_cost_usd}
+        console.result(Planned.model_validate({**dict(decided), **prices, "image": _words(image)}))
         return common.exit_with(console, problem) if problem else 0
     nodes = decided.requirements.nodes
     rows = [_row("then" if index else "take", o, nodes) for index, o in enumerate(decided.offers[:_SHOWN])]

@@ -20,7 +20,15 @@ from mgpu.words import amount, count
 @click.option("--keep-last", type=click.IntRange(min=0), help="Instead: all but the newest so many.")
 @click.option("--dry-run", is_flag=True, help="Only show which ones.")
 @common.yes_option
-def rm(runs: tuple[str, ...], older_than_days: float | None, keep_last: int | None, dry_run: bool, yes: bool) -> int:
+@common.json_option
+def rm(
+    runs: tuple[str, ...],
+    older_than_days: float | None,
+    keep_last: int | None,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
     """Remove records, logs and kept code of runs that are over. Their checkpoints stay where they are.
 
     RUNs are named, or chosen by age and number; both rules have to agree. What may still be billed is never removed.
@@ -32,7 +40,7 @@ def rm(runs: tuple[str, ...], older_than_days: float | None, keep_last: int | No
             "RUNs are removed, or those that --older-than-days and --keep-last choose.",
             "Name runs (see `mgpu ls`), or give rules: `mgpu rm --older-than-days 30 --keep-last 20`.",
         )
-    console = Console()
+    console = Console(as_json=as_json)
     if by_rule:
         chosen = removal.due(older_than_days, keep_last)
     else:
@@ -40,18 +48,27 @@ def rm(runs: tuple[str, ...], older_than_days: float | None, keep_last: int | No
         removal.require_removable(chosen)
     if not chosen:
         console.say("no run to remove")
-        return 0
-    console.table(
-        ("run", "state", "ended", "newest checkpoint"),
-        [(each.run_id, str(each.state), _day(each), _checkpoint(each)) for each in chosen],
-    )
-    if dry_run:
-        return 0
-    if not yes and not console.confirm(f"remove {count(len(chosen), 'record')}? checkpoints stay"):
+    elif not as_json:
+        console.table(
+            ("run", "state", "ended", "newest checkpoint"),
+            [(each.run_id, str(each.state), _day(each), _checkpoint(each)) for each in chosen],
+        )
+    freed = 0
+    if chosen and not dry_run:
+        _agree(console, len(chosen), yes)
+        freed = removal.remove(chosen)
+        console.say(f"{count(len(chosen), 'record')} removed, {amount(freed)} freed")
+    if as_json:
+        from mgpu.cli.results import Removed
+
+        console.result(Removed(runs=[each.run_id for each in chosen], bytes=freed, dry_run=dry_run))
+    return 0
+
+
+def _agree(console: Console, records: int, yes: bool) -> None:
+    if not yes and not console.confirm(f"remove {count(records, 'record')}? checkpoints stay"):
         why = "" if sys.stdin.isatty() else "Standard input is not a terminal."
         raise InputError("not agreed", f"{why} Nothing was removed.".strip(), "Add `--yes` to agree.")
-    console.say(f"{count(len(chosen), 'record')} removed, {amount(removal.remove(chosen))} freed")
-    return 0
 
 
 def _day(each: record.Record) -> str:

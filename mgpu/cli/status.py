@@ -26,7 +26,7 @@ def status(run: str, as_json: bool, live: bool) -> int:
     who = supervisor_of(record.run_id)
     now, problem = _live(record) if live else (None, None)
     if as_json:
-        console.data(common.result_of(record) | {"supervised": watched, "live": now})
+        console.result(common.result_of(record, supervised=watched, live=now))
         return common.exit_with(console, problem) if problem else 0
     rows = common.summary(record)
     if not record.state.final:

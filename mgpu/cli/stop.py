@@ -16,16 +16,18 @@ LOOK_EVERY_S = 0.2
 
 @click.command()
 @common.run_argument
+@common.json_option
 @click.option("--wait/--no-wait", default=True, help="Wait until the machines are gone (default), or return at once.")
-def stop(run: str, wait: bool) -> int:
+def stop(run: str, as_json: bool, wait: bool) -> int:
     """Ask RUN (default: the newest) to save a checkpoint and end; its machines go as the run file says.
 
     The exit code is 0 when it has ended; how else the run failed, above all 7: something may still be billed.
     """
     record = load(run)
-    console = Console()
+    console = Console(as_json=as_json)
     if record.state.final:
         console.say(f"run {record.run_id} is over already: {record.state}")
+        _tell(console, record)
         console.next(*common.next_lines(record))
         return 0
     Folder(record.run_id).stop.touch()
@@ -33,6 +35,7 @@ def stop(run: str, wait: bool) -> int:
         console.say(f"asked {record.run_id} to save and stop")
         _require_moving(record, waited_s=0.0)
         if not wait:
+            _tell(console, record)
             console.next(f"mgpu status {record.run_id}")
             return 0
     asked_at = time.monotonic()
@@ -44,9 +47,16 @@ def stop(run: str, wait: bool) -> int:
             if taken is not None:
                 return taken
         time.sleep(LOOK_EVERY_S)
-    console.table(("run", record.run_id), common.summary(record))
+    if not as_json:
+        console.table(("run", record.run_id), common.summary(record))
+    _tell(console, record)
     console.next(*common.next_lines(record, resume=True))
     return _code(record)
+
+
+def _tell(console: Console, record: Record) -> None:
+    if console.as_json:
+        console.result(common.result_of(record))
 
 
 def _require_moving(record: Record, waited_s: float) -> None:

@@ -235,8 +235,8 @@ def writer() -> ModuleType:
     return module
 
 
-def page() -> str:
-    return (ROOT / "docs" / "formats.md").read_text()
+def page(name: str = "formats.md") -> str:
+    return (ROOT / "docs" / name).read_text()
 
 
 def stack_schema() -> dict[str, Any]:
@@ -246,8 +246,9 @@ def stack_schema() -> dict[str, Any]:
     return json.loads(block[1])
 
 
-def test_the_page_is_what_the_models_say(writer):
-    assert writer.filled(page()) == page(), "run `python scripts/write_formats.py`"
+@pytest.mark.parametrize("name", ["formats.md", "json.md"])
+def test_the_page_is_what_the_models_say(writer, name):
+    assert writer.filled(name, page(name)) == page(name), "run `python scripts/write_formats.py`"
 
 
 def test_the_schema_file_is_what_mgpu_spec_prints():
@@ -258,7 +259,7 @@ def test_the_schema_file_is_what_mgpu_spec_prints():
 
 def test_a_page_without_a_marker_is_an_error(writer):
     with pytest.raises(SystemExit, match="no marker"):
-        writer.filled(page().replace("generated: job", "generated: jobs"))
+        writer.filled("formats.md", page().replace("generated: job", "generated: jobs"))
 
 
 @pytest.mark.parametrize("output", [STACK, FOREIGN, StackOutput.model_validate(FOREIGN).model_dump(mode="json")])

@@ -37,7 +37,7 @@ def test_from_committed_to_given_up(project, tmp_path):
         assert done.returncode == code, done.stderr
         return done
 
-    listed = json.loads(ask("ls", "--json").stdout)
+    listed = json.loads(ask("ls", "--json").stdout)["checkpoints"]
     names = [each["checkpoint_id"] for each in listed]
     assert len(names) >= 2, "with a second between them more than one is committed"
     assert (listed[0]["step"], listed[0]["meta"]) == (5, {"loss": 5})
@@ -67,13 +67,13 @@ def test_from_committed_to_given_up(project, tmp_path):
     options = ("--keep-last", "1", "--keep-best", "0", "--deep")
     plan = json.loads(ask("prune", "--dry-run", "--json", *options).stdout)
     assert (list(plan["keep"]), plan["drop"]) == (names[:2], names[:1:-1])
-    assert len(json.loads(ask("ls", "--json").stdout)) == len(names)
+    assert len(json.loads(ask("ls", "--json").stdout)["checkpoints"]) == len(names)
     ask("prune", *options, code=0 if not plan["drop"] else 2)
     ask("prune", "--yes", *options)
     assert sorted(path.name for path in (store / run_id / "checkpoints").iterdir()) == sorted(names[:2])
 
     # from a machine that knows nothing of the run
     project.env |= {"XDG_STATE_HOME": str(tmp_path / "elsewhere")}
-    there = json.loads(ask("ls", "--json", "--store", f"file://{store}").stdout)
+    there = json.loads(ask("ls", "--json", "--store", f"file://{store}").stdout)["checkpoints"]
     assert [each["checkpoint_id"] for each in there] == names[:2]
     assert "--store" in ask("ls", run_id, code=2).stderr

@@ -127,7 +127,7 @@ def test_a_fleet_that_is_kept_is_left_without_a_container_and_runs_its_stacks_im
     first = place.project.result(place.project.mgpu("launch", "--yes", "--json"))
     assert (first["state"], first["teardown"], place.containers()) == ("succeeded", "kept", [])
     asked = place.project.mgpu("check", "--on-node", first["run_id"], "--json")
-    said = {line["subject"]: line for line in json.loads(asked.stdout)}
+    said = {line["subject"]: line for line in json.loads(asked.stdout)["checks"]}
     assert {line["status"] for line in said.values()} == {"ok"}, asked.stdout
     assert "version" in said["node 0: Docker"]["detail"]
     again = place.project.mgpu("run", "--stack", first["stack"], "--json")

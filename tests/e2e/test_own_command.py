@@ -100,7 +100,7 @@ def test_stop_saves_a_checkpoint_and_ends_it(project):
     run = json.loads(out)
     assert (run["state"], run["teardown"]) == ("stopped", "confirmed")
     assert project.billed() == 0
-    committed = json.loads(project.mgpu("checkpoints", "ls", "--json").stdout)
+    committed = json.loads(project.mgpu("checkpoints", "ls", "--json").stdout)["checkpoints"]
     assert committed[0]["step"] == run["checkpoint_step"]
 
 

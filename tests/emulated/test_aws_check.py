@@ -105,7 +105,7 @@ def test_the_command_gives_its_findings_in_json(aws: FakeAws, tmp_path: Path):
     command = [sys.executable, "-m", "mgpu", "check", "aws", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ, timeout=60)
     assert done.returncode in (0, 3), done
-    lines = {each["subject"]: each for each in json.loads(done.stdout)}
+    lines = {each["subject"]: each for each in json.loads(done.stdout)["checks"]}
     assert lines["permissions"]["status"] == "ok"
     assert "Pulumi engine" in lines
 

@@ -219,7 +219,7 @@ def test_gc_ends_what_nothing_stands_for_in_any_region_and_nothing_else(aws, acc
     before = set(aws.alive())
     rent(aws, 2, owner=owner, **{names.PRICE: "1.5"})
     rent(aws, 1, owner=owner, region=OTHER_REGIONS[0], token="far", fleet="far", **{names.PRICE: "2"})
-    rows = {row["name"]: row for row in json.loads(gc("--json").stdout)}
+    rows = {row["name"]: row for row in json.loads(gc("--json").stdout)["fleets"]}
     assert {name: (row["usd_per_hour"], row["used_by"]) for name, row in rows.items()} == {
         "demo": (3.0, ""),
         "far": (2.0, ""),

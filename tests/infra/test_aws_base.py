@@ -351,7 +351,7 @@ class Operator:
 
     def up(self, *arguments):
         """The results of the regions."""
-        return json.loads(self.bootstrap("--yes", "--json", "--allow-ssh", "203.0.113.7", *arguments).stdout)
+        return json.loads(self.bootstrap("--yes", "--json", "--allow-ssh", "203.0.113.7", *arguments).stdout)["regions"]
 
 
 @pytest.fixture

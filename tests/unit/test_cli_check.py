@@ -81,7 +81,7 @@ def test_every_line_is_shown_with_its_cure_and_what_to_paste(provider):
 
 def test_json_has_all_of_it(provider):
     provider.lines = [OK, FAILED]
-    told = json.loads(run("aws", "--json").stdout)
+    told = json.loads(run("aws", "--json").stdout)["checks"]
     assert [each["subject"] for each in told] == ["credentials", "permissions", "Pulumi engine"]
     assert told[1] == FAILED.model_dump(mode="json")
     assert told[0] == {"subject": "credentials", "status": "ok", "detail": "somebody's"}

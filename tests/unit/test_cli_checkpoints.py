@@ -63,9 +63,9 @@ def entry(store: Path, seq: int) -> Path:
 
 def test_ls_is_newest_first_and_shows_no_writer_token(mgpu, committed):
     done = mgpu("checkpoints", "ls", "--json")
-    assert [each["step"] for each in done.json] == [20, 10]
-    assert done.json[0]["checkpoint_id"] == "a001-step-20"
-    assert done.json[0]["bytes"] == len("weights of step 20")
+    assert [each["step"] for each in done.json["checkpoints"]] == [20, 10]
+    assert done.json["checkpoints"][0]["checkpoint_id"] == "a001-step-20"
+    assert done.json["checkpoints"][0]["bytes"] == len("weights of step 20")
     assert "secret-token" not in done.out
     table = mgpu("checkpoints", "ls")
     assert table.out.index("a001-step-20") < table.out.index("a001-step-10")
@@ -106,7 +106,7 @@ def test_before_the_first_commit_there_is_no_empty_table(mgpu, world, url):
 def test_checkpoints_that_are_whole_verify(mgpu, committed, deep):
     done = mgpu("checkpoints", "verify", "--json", *deep)
     whole = {"a001-step-20": [], "a001-step-10": []}
-    assert (done.code, done.json) == (0, {"deep": bool(deep), "checkpoints": whole, "log": []})
+    assert (done.code, done.json) == (0, {"version": 1, "deep": bool(deep), "checkpoints": whole, "gaps": []})
 
 
 def test_a_flipped_bit_is_found_by_reading_every_byte_and_is_exit_code_6(mgpu, committed):
@@ -139,7 +139,7 @@ def test_a_damaged_entry_of_the_log_is_damage(mgpu, committed):
     assert done.code == 6
     assert "commit log" in done.err
     assert "entry 1" in done.out
-    assert mgpu("checkpoints", "verify", "--json").json["log"]
+    assert mgpu("checkpoints", "verify", "--json").json["gaps"]
 
 
 # --- pull -------------------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def there(store: Path) -> list[int]:
 
 
 def test_ls_says_why_each_is_kept_and_shows_the_metric(mgpu, many):
-    found = {each["step"]: each["kept_because"] for each in mgpu("checkpoints", "ls", "--json").json}
+    found = {each["step"]: each["kept_because"] for each in mgpu("checkpoints", "ls", "--json").json["checkpoints"]}
     assert [step for step, why in found.items() if why] == [50, 40, 20]
     assert "newest 2" in found[50]
     assert "accuracy 0.9" in found[20]
@@ -339,7 +339,7 @@ def test_a_dry_run_shows_what_goes_and_removes_nothing(mgpu, many):
     assert "accuracy 0.9" in verdicts["a001-step-20"]
     assert "2 of 5 checkpoints can go: 36 B" in done.err
     assert there(many) == [10, 20, 30, 40, 50]
-    assert len(mgpu("checkpoints", "ls", "--json").json) == 5
+    assert len(mgpu("checkpoints", "ls", "--json").json["checkpoints"]) == 5
 
 
 def test_prune_by_the_run_file(mgpu, many):
@@ -347,7 +347,7 @@ def test_prune_by_the_run_file(mgpu, many):
     assert (done.json["drop"], done.json["gone"]) == (["a001-step-10", "a001-step-30"],) * 2
     assert (list(done.json["keep"]), done.json["bytes"]) == (["a001-step-50", "a001-step-40", "a001-step-20"], 36)
     assert there(many) == [20, 40, 50]
-    assert [each["step"] for each in mgpu("checkpoints", "ls", "--json").json] == [50, 40, 20]
+    assert [each["step"] for each in mgpu("checkpoints", "ls", "--json").json["checkpoints"]] == [50, 40, 20]
     assert mgpu("checkpoints", "verify", "--deep").code == 0, "what was given up is no damage"
     again = mgpu("checkpoints", "prune")
     assert (again.code, "0 of 3 checkpoints can go" in again.err) == (0, True), "nothing to ask about"
@@ -428,7 +428,8 @@ def test_without_a_record_something_has_to_say_what_stays(mgpu, many, url):
     there_only = ("--store", url, "run-1", "--yes")
     done = mgpu("checkpoints", "prune", *there_only)
     assert (done.code, "--keep-last" in done.err) == (2, True)
-    assert all(each["kept_because"] is None for each in mgpu("checkpoints", "ls", "--json", *there_only[:3]).json)
+    listed = mgpu("checkpoints", "ls", "--json", *there_only[:3]).json["checkpoints"]
+    assert all(each["kept_because"] is None for each in listed)
     assert mgpu("checkpoints", "prune", "--keep-last", "2", *there_only).code == 0
     assert there(many) == [40, 50]
 
@@ -448,7 +449,8 @@ def test_a_run_without_checkpoints_says_so(mgpu, world):
 
 
 def test_from_another_machine_a_store_is_enough(mgpu, elsewhere, url, world):
-    assert [each["step"] for each in mgpu("checkpoints", "ls", "--store", url, "run-1", "--json").json] == [20, 10]
+    listed = mgpu("checkpoints", "ls", "--store", url, "run-1", "--json").json["checkpoints"]
+    assert [each["step"] for each in listed] == [20, 10]
     assert mgpu("checkpoints", "verify", "--deep", "--store", url, "run-1").code == 0
     done = mgpu("checkpoints", "pull", "--store", f"{url}/", "run-1")
     assert (world.folder / done.out.strip() / "weights").read_text() == "weights of step 20"
@@ -466,9 +468,10 @@ def test_the_beginning_of_an_id_is_enough_in_a_store_too(mgpu, elsewhere, url, w
         CommitLog(open_store(url), name).begin_attempt(1, "w")
     (elsewhere.parent / "pulumi" / "deep").mkdir(parents=True)
     (elsewhere.parent / "pulumi" / "deep" / "state.json").write_text("{}")
-    assert mgpu("checkpoints", "ls", "--store", url, "run-2", "--json").json == []
-    assert len(mgpu("checkpoints", "ls", "--store", url, "run-1", "--json").json) == 2, "exactly this one"
-    assert mgpu("checkpoints", "ls", "--store", url, "run-1-", "--json").json == []
+    assert mgpu("checkpoints", "ls", "--store", url, "run-2", "--json").json["checkpoints"] == []
+    listed = mgpu("checkpoints", "ls", "--store", url, "run-1", "--json").json["checkpoints"]
+    assert len(listed) == 2, "exactly this one"
+    assert mgpu("checkpoints", "ls", "--store", url, "run-1-", "--json").json["checkpoints"] == []
     several = mgpu("checkpoints", "ls", "--store", url, "run")
     assert several.code == 2
     assert "run-1, run-1-more, run-2" in several.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,9 +10,11 @@ import sys
 import threading
 import time
 
+import click
 import pytest
 from mgpu_train.agent.status import Phase
 
+from mgpu.cli import cli
 from mgpu.errors import AuthError
 from mgpu.providers.base import NodePhase
 from mgpu.run import record
@@ -244,6 +247,15 @@ def test_what_no_time_is_known_of_is_as_old_as_its_copy(mgpu, timed):
     path.write_bytes(path.read_bytes() + b"its last words\n")
     os.utime(path, (1020, 1020))
     assert mgpu("logs", "-t").out.splitlines()[-1] == "1970-01-01 00:17:00 [1] its last words"
+
+
+def test_logs_as_json_are_an_object_a_line(mgpu, timed):
+    lines = [json.loads(line) for line in mgpu("logs", "--json").out.splitlines()]
+    assert lines[:2] == [
+        {"at": 1000.0, "node_rank": 0, "text": "first"},
+        {"at": 1001.0, "node_rank": 1, "text": "second"},
+    ]
+    assert len(lines) == 5
 
 
 def test_no_log_is_said_and_is_no_error(mgpu, running):
@@ -480,6 +492,40 @@ def test_run_without_a_fleet_leaves_no_record(mgpu, run_file, world, monkeypatch
 # --- errors as JSON ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("command", [("stop", "run-1"), ("down",)], ids="-".join)
+def test_what_ends_a_run_tells_it_as_json(mgpu, running, command):
+    done = mgpu(*command, "--json")
+    assert (done.code, done.json["version"], done.json["run_id"]) == (0, 1, "run-1"), done.err
+    assert done.json["teardown"] == "confirmed"
+    again = mgpu(*command, "--json")
+    assert (again.code, again.json["teardown"]) == (0, "confirmed"), "there is nothing to do any more"
+
+
+def test_what_is_not_known_is_null_in_json(mgpu, world):
+    world.record("run-1")
+    found = mgpu("status", "--json").json
+    for key in ("step", "steps", "checkpoint_step", "reason", "price_usd_per_hour", "hard_cap_at", "lease_until"):
+        assert found[key] is None, key
+    assert found["metrics"] == {}
+
+
+def commands(group=cli, *above):
+    """Every command with its options, groups resolved."""
+    for name in group.list_commands(None):
+        found = group.get_command(None, name)
+        if isinstance(found, click.Group):
+            yield from commands(found, *above, name)
+        else:
+            yield " ".join((*above, name)), {option for each in found.params for option in each.opts}
+
+
+def test_every_command_with_a_result_has_it_as_json():
+    """The others pass on what others say, or print documents of others' formats."""
+    without = {name for name, options in commands() if "--json" not in options}
+    local = {f"local {name}" for name in ("interrupt", "kill", "no-capacity", "lose-answer")}
+    assert without == {"ssh", "exec", "spec", "policy aws", "completion", *local}
+
+
 def test_with_json_an_error_is_an_object_on_stdout_and_three_lines_on_stderr(mgpu, world):
     done = mgpu("status", "no-such-run", "--json")
     assert done.code == 2
@@ -500,4 +546,4 @@ def test_a_command_that_has_printed_its_result_prints_one_object_alone(mgpu, run
     monkeypatch.setattr("mgpu.run.fleets.end_all", lambda _lost, _context: failed)
     done = mgpu("gc", "--yes", "--json")
     assert done.code == AuthError.exit_code
-    assert isinstance(done.json, list)
+    assert [each["name"] for each in done.json["fleets"]]

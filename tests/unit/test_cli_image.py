@@ -376,5 +376,6 @@ def test_init_gives_a_project_its_own_copy_of_the_images_and_keeps_one_that_is_t
     assert f"wrote {Path('p') / 'images' / 'trainer'}" in done.err
     (copied / "Dockerfile").write_text("FROM mine\n")
     again = mgpu("init", "p")
-    assert "kept the images in p" in again.err
+    assert f"kept what was there: {Path('p') / 'mgpu.yaml'}, " in again.err
+    assert f"{Path('p') / 'images'}, " in again.err
     assert (copied / "Dockerfile").read_text() == "FROM mine\n"

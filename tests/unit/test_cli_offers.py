@@ -124,7 +124,7 @@ def test_new_prices_are_not_called_old(mgpu: Mgpu, seller: Seller):
 
 
 def test_json_is_every_offer_whole(mgpu: Mgpu):
-    found = json.loads(mgpu("aws", "--gpu", "H100-80GB", "--json").stdout)
+    found = json.loads(mgpu("aws", "--gpu", "H100-80GB", "--json").stdout)["offers"]
     assert {offer["gpu"] for offer in found} == {"H100-80GB"}
     assert [Offer.model_validate(offer) for offer in found]
 
@@ -198,7 +198,7 @@ def test_a_long_list_is_cut_and_says_so(mgpu: Mgpu, seller: Seller, tmp_path: Pa
     monkeypatch.setattr(snapshots, "current", lambda _: many)
     done = mgpu("aws", "--market", "on-demand")
     assert len(rows(done)) == 300
-    more = len(json.loads(mgpu("aws", "--market", "on-demand", "--json").stdout)) - 300
+    more = len(json.loads(mgpu("aws", "--market", "on-demand", "--json").stdout)["offers"]) - 300
     assert more > 300
     assert f"and {more} more: filter with" in done.stdout
     (tmp_path / "train.py").touch()

@@ -164,7 +164,8 @@ def test_a_run_that_goes_on_from_zero_has_done_all_steps_again():
 
 
 def test_the_json_has_the_interruptions_and_no_token():
-    found = common.result_of(record(interruptions=[broken()], writer="w", supervisor="s"))
+    result = common.result_of(record(interruptions=[broken()], writer="w", supervisor="s"))
+    found = result.model_dump(mode="json")
     assert found["interruptions"][0]["resumed_step"] == 100
     assert not {"writer", "supervisor"} & set(found)
     json.dumps(found)

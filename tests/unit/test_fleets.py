@@ -83,7 +83,7 @@ def test_with_yes_the_orphan_goes_and_nothing_else(four):
 
 
 def test_the_json_of_gc_has_what_a_script_needs(four):
-    found = json.loads(gc("--json").stdout)
+    found = json.loads(gc("--json").stdout)["fleets"]
     assert {fleet["name"]: fleet["used_by"] for fleet in found}["mine-lost"] == ""
     assert set(found[0]) == {"name", "provider", "ids", "usd_per_hour", "used_by", "left_by"}
 
@@ -284,7 +284,7 @@ def test_a_fleet_is_ended_with_the_settings_by_which_it_was_found(world, far):
 
 def test_nothing_is_billed_and_it_says_so(world):
     assert "no machines of yours" in gc("--yes").stdout
-    assert json.loads(gc("--json").stdout) == []
+    assert json.loads(gc("--json").stdout) == {"version": 1, "fleets": [], "ended": []}
 
 
 def test_many_fleets_cost_one_look_at_each_thing(world, monkeypatch):

@@ -554,7 +554,7 @@ def test_the_plan_shows_the_price_though_the_image_is_not_there(priced, mgpu):
 
 def test_a_plan_without_an_image_says_nothing_of_one(priced, mgpu):
     priced.world.run_file.write_text(RUN_FILE + "nodes: 1\n")
-    assert "image" not in mgpu("plan", "--json").json
+    assert mgpu("plan", "--json").json["image"] is None
 
 
 @pytest.fixture
@@ -722,7 +722,7 @@ def test_the_nodes_are_asked_by_an_interpreter_of_their_own_and_a_silent_one_is_
     place.world.record("run-1", fleet=place.stands().model_dump(mode="json"))
     done = mgpu("check", "--on-node", "run-1", "--json")
     assert done.code == 3
-    said = {line["subject"]: line for line in done.json}
+    said = {line["subject"]: line for line in done.json["checks"]}
     assert said["node 0: GPUs"]["status"] == "ok"
     assert said["node 1"]["status"] == said["node 2"]["status"] == "failed"
     assert place.world.nodes[0].agent == [["facts"]], "what trains there is not touched"

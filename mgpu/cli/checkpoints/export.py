@@ -47,8 +47,10 @@ def export(run: str, url: str | None, step: int | None, to: Path, keys: str, as_
         )  # fmt: skip
         report = _convert(found, pulled, keys, to, console)
     if as_json:
-        told = {"files": list(report.files), "tensors": report.tensors, "bytes": report.bytes}
-        console.data(pulled.told | told | {"folder": str(to)})
+        from mgpu.cli import results
+
+        told = {"files": len(report.files), "bytes": report.bytes, "folder": str(to)}
+        console.result(results.Exported(**pulled.told | told, names=list(report.files), tensors=report.tensors))
         return
     console.say(f"{count(report.tensors, 'tensor')}, {amount(report.bytes)}: {', '.join(report.files)}")
     console.text(str(to))

@@ -37,7 +37,10 @@ def list_(run: str, url: str | None, as_json: bool) -> None:
         commits, policy = found.commits(), found.policy()
         kept = _kept(found, policy) if policy else {}
     if as_json:
-        console.data([as_data(each) | {"kept_because": kept.get(each.checkpoint_id)} for each in commits])
+        from mgpu.cli import results
+
+        told = [results.Checkpoint(**as_data(each), kept_because=kept.get(each.checkpoint_id)) for each in commits]
+        console.result(results.Checkpoints(checkpoints=told, gaps=found.gaps))
         return
     for gap in found.gaps:
         console.say(f"warning: {gap}", "yellow")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -56,8 +56,9 @@ def prune(run: str, url: str | None, deep: bool, dry_run: bool, yes: bool, as_js
             gone = carry_out(found.store, found.run_id, plan, log=found.log)
         _done(console, gone, plan)
     if as_json:
-        plain = {"keep": dict(plan.keep), "drop": list(plan.drop), "bytes": plan.bytes, "damaged": dict(plan.damaged)}
-        console.data(plain | {"gone": gone, "dry_run": dry_run})
+        from mgpu.cli import results
+
+        console.result(results.Pruned(**asdict(plan), gone=gone, dry_run=dry_run))
     elif dry_run and plan.drop:
         console.next(f"mgpu checkpoints prune {found.arguments}    do it, with the same options")
 

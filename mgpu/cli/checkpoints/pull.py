@@ -58,7 +58,9 @@ def pull(run: str, url: str | None, step: int | None, to: Path | None, as_json: 
     found = source.find(run, url)
     pulled = pull_into(found, step, to or folder_of(found), console)
     if as_json:
-        console.data(pulled.told)
+        from mgpu.cli import results
+
+        console.result(results.Pulled(**pulled.told))
     else:
         console.text(str(pulled.folder))
 

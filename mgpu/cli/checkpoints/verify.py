@@ -46,8 +46,10 @@ def verify(run: str, url: str | None, deep: bool, step: int | None, as_json: boo
 
 def _show(console: Console, found: Source, problems: dict[str, tuple[str, ...]], deep: bool) -> None:
     if console.as_json:
+        from mgpu.cli import results
+
         told = {name: list(each) for name, each in problems.items()}
-        console.data({"deep": deep, "checkpoints": told, "log": found.gaps})
+        console.result(results.Verified(deep=deep, checkpoints=told, gaps=found.gaps))
         return
     if not problems and not found.gaps:
         console.text("no checkpoint is committed")

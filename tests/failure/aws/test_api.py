@@ -118,7 +118,7 @@ def the_state_is_damaged(user: Operator) -> None:
     assert up.returncode == 0, up.stderr
     for file in (user.state / "pulumi" / ".pulumi" / "stacks").rglob("*.json"):
         file.write_bytes(file.read_bytes()[:100])
-    assert user.aws.alive()[0] in json.loads(user.mgpu("gc", "--json").stdout)[0]["ids"]
+    assert user.aws.alive()[0] in json.loads(user.mgpu("gc", "--json").stdout)["fleets"][0]["ids"]
     ended = user.mgpu("gc", "--yes")
     assert ended.returncode == 0, ended.stderr
     nothing_is_left(user)

@@ -1,0 +1,229 @@
+"""What commands print with --json: one object each, with the version of this format. The tables in docs/json.md are
+written from here."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from mgpu.plan.model import Offer, Refusal, Requirements, Value
+from mgpu.run.view import RunView
+
+VERSION = 1
+
+
+class Result(Value):
+    """What every result has. Keys may come; none goes or changes its meaning within a version."""
+
+    version: Literal[1] = VERSION
+
+
+class Failure(Result):
+    """A command that fails, and has no result of its own."""
+
+    error: dict[str, Any] = Field(
+        description="as on stderr: `type`, `what`, `why`, `next_step`, `exit_code`; of a run file `problems` by `line`"
+    )
+
+
+class Initialised(Result):
+    """`mgpu init`."""
+
+    folder: str
+    wrote: list[str]
+    kept: list[str] = Field(description="that were there already")
+
+
+class Run(Result, RunView):
+    """`mgpu launch`, `run`, `attach`, `stop`, `down`: the run as it is then."""
+
+
+class Status(Run):
+    """`mgpu status`."""
+
+    supervised: bool = Field(description="a process looks after it")
+    live: list[dict[str, Any]] | None = Field(
+        description="with --live, a node each: `rank`, `id`, `phase` of its machine as the provider says, `agent`: "
+        "what it says itself, null where it does not answer"
+    )
+
+
+class Fleet(Value):
+    """Machines that a provider bills."""
+
+    name: str
+    provider: str
+    ids: list[str]
+    usd_per_hour: float
+    used_by: str = Field(description="the run or stack that stands for it; empty: nothing does")
+    left_by: str = Field(description="the run whose supervisor died before it gave them back; empty: none")
+
+
+class Runs(Result):
+    """`mgpu ls`."""
+
+    runs: list[RunView] = Field(description="newest last")
+    fleets: list[Fleet]
+
+
+class Fleets(Result):
+    """`mgpu gc`."""
+
+    fleets: list[Fleet] = Field(description="all that were found")
+    ended: list[str] = Field(description="names of those that are gone now, confirmed by their provider")
+
+
+class StackDown(Result):
+    """`mgpu down --stack`."""
+
+    stack: str
+    teardown: Literal["confirmed"]
+
+
+class Removed(Result):
+    """`mgpu rm`."""
+
+    runs: list[str]
+    bytes: int = Field(description="freed; 0 with --dry-run")
+    dry_run: bool
+
+
+class Planned(Result):
+    """`mgpu plan`."""
+
+    requirements: Requirements
+    offers: list[Offer] = Field(description="that will be asked for, best first")
+    refused: list[Refusal] = Field(description="that will not, each with its `reason`")
+    notes: list[str] = Field(description="what the provider could not tell")
+    price_usd_per_hour: float = Field(description="of all nodes, at the dearest offer that may be taken")
+    max_cost_usd: float = Field(description="the most that the machines can cost until the hard cap")
+    image: dict[str, Any] | None = Field(description="`name`, `in_registry`, `reference`; null: the run file has none")
+
+
+class Offers(Result):
+    """`mgpu offers`."""
+
+    offers: list[Offer]
+
+
+class Checks(Result):
+    """`mgpu check`."""
+
+    checks: list[dict[str, Any]] = Field(
+        description="`subject`, `status` (ok, warning or failed), `detail`; where it is not ok `cure`, and `document`: "
+        "what the cure says to paste"
+    )
+
+
+class Outputs(Result):
+    """`mgpu outputs`."""
+
+    run_id: str
+    folder: str
+    files: int
+    bytes: int
+
+
+class Checkpoint(Value):
+    """A committed checkpoint."""
+
+    checkpoint_id: str
+    step: int
+    attempt: int
+    seq: int = Field(description="its number in the commit log")
+    committed_at: float
+    nodes: int
+    world_size: int
+    files: int
+    bytes: int
+    manifest_sha256: str
+    meta: dict[str, Any] = Field(description="the program's own meta.json")
+    kept_because: str | None = Field(description="the rule that keeps it; null: it would be pruned, or nobody knows")
+
+
+class Checkpoints(Result):
+    """`mgpu checkpoints ls`."""
+
+    checkpoints: list[Checkpoint] = Field(description="newest first")
+    gaps: list[str] = Field(description="entries of the commit log that are missing or damaged")
+
+
+class Verified(Result):
+    """`mgpu checkpoints verify`."""
+
+    deep: bool = Field(description="every byte was read")
+    checkpoints: dict[str, list[str]] = Field(description="problems by checkpoint_id; none: it verifies")
+    gaps: list[str] = Field(description="entries of the commit log that are missing or damaged")
+
+
+class Pulled(Result):
+    """`mgpu checkpoints pull`."""
+
+    checkpoint_id: str
+    step: int
+    folder: str
+    files: int
+    bytes: int
+    reused: int = Field(description="files that were there already")
+    passed_over: dict[str, str] = Field(description="newer checkpoints that do not verify, by id with the problem")
+
+
+class Exported(Pulled):
+    """`mgpu checkpoints export`."""
+
+    names: list[str] = Field(description="of the files that were written")
+    tensors: int
+
+
+class Pruned(Result):
+    """`mgpu checkpoints prune`."""
+
+    keep: dict[str, str] = Field(description="by checkpoint_id, with the rule")
+    drop: list[str]
+    bytes: int = Field(description="that these have")
+    damaged: dict[str, str] = Field(description="by checkpoint_id, with the first problem")
+    gone: list[str] = Field(description="names of the objects that were removed")
+    dry_run: bool
+
+
+class Built(Result):
+    """`mgpu image build`."""
+
+    name: str
+    tag: str
+    id: str = Field(description="the Docker engine's")
+    inputs_hash: str
+
+
+class Pushed(Result):
+    """`mgpu image push`."""
+
+    reference: str = Field(description="repository@sha256:...")
+    tag: str
+    built: bool
+    pushed: bool
+    bytes_pushed: int = Field(description="compressed")
+    image_bytes: int = Field(description="all of it, compressed")
+    labels: dict[str, str]
+
+
+class Inspected(Result):
+    """`mgpu image inspect`."""
+
+    reference: str
+    pushed: bool | None = Field(description="to its registry; null: that does not answer")
+    digest: str = Field(description="of the manifest; of an image that is not pushed, the engine's id")
+    platform: str
+    bytes: int | None = Field(description="of its layers, compressed; null: not pushed")
+    labels: dict[str, str]
+    runs_on: dict[str, Any] | None = Field(
+        description="the oldest `driver`, `compat_branches`, GPU `architectures` and `gpus`; null: no label says it"
+    )
+    layers: list[dict[str, Any]] = Field(description="`digest`, `bytes`")
+
+
+class Bases(Result):
+    """`mgpu bootstrap`."""
+
+    regions: list[dict[str, Any]] = Field(description="`account`, `region`; what was made, or `destroyed`")

@@ -1,0 +1,111 @@
+"""What commands and other programs are shown of a run. The record itself is mgpu's own, and may change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from mgpu.plan.model import Value
+from mgpu.run.record import Interruption, Record
+
+METRICS = (
+    *("loss", "tokens_per_s", "validation_loss", "first_validation_loss"),
+    *("unigram_entropy", "bigram_entropy"),
+)
+
+
+class InterruptionView(Value):
+    """An end of an attempt that was not the run's end, and the way back."""
+
+    attempt: int
+    reason: str
+    fault: str | None = Field(description="user, infrastructure, provider or stopped; null: not known")
+    nodes: list[int] = Field(description="ranks whose machines were lost, or were about to be")
+    step: int | None = Field(description="the newest step that was seen")
+    steps_lost: int | None = Field(description="steps that were done again; null: not known yet")
+    heard_at: float = Field(description="when a lost node was last heard from; without one, when the end was seen")
+    noticed_at: float
+    ended_at: float | None = Field(description="nothing of the attempt ran any more")
+    repaired_at: float | None = Field(description="the fleet was whole again")
+    started_at: float | None = Field(description="all agents had started the next attempt")
+    resumed_at: float | None = Field(description="its first new step, by the node's clock")
+    resumed_step: int | None = Field(description="of the checkpoint that it went on from; 0: from the beginning")
+
+    @classmethod
+    def of(cls, each: Interruption) -> InterruptionView:
+        """As it is shown."""
+        plain = {name: getattr(each, name) for name in cls.model_fields}
+        resumed = None if each.resumed_step is None else max(0, each.resumed_step)
+        return cls.model_validate(plain | {"step": _known(each.step), "resumed_step": resumed})
+
+
+class RunView(Value):
+    """A run. null: not known, or not reached."""
+
+    run_id: str
+    name: str
+    state: str = Field(
+        description="provisioning, running, repairing, stopping or teardown; at the end succeeded, failed or stopped"
+    )
+    reason: str | None = Field(description="why it ended, or what it waits for")
+    fault: str | None = Field(description="whose: user, infrastructure, provider or stopped")
+    exit_code: int | None = Field(description="of the command that supervised its end")
+    teardown: str = Field(
+        description="none, asked (some machines may be billed), confirmed (they are gone), kept, not ours"
+    )
+    project: str = Field(description="the folder of the Pulumi program")
+    run_file: str
+    stack: str
+    own_stack: bool = Field(description="made for this run by `mgpu launch`")
+    provider: str
+    nodes: int
+    node_phases: list[str] = Field(description="by node_rank")
+    price_usd_per_hour: float | None = Field(description="of all nodes")
+    max_hours: float
+    hard_cap_at: float | None = Field(description="when the machines end whatever happens")
+    lease_until: float | None = Field(description="of a fleet that was kept")
+    created_at: float
+    updated_at: float
+    ended_at: float | None
+    phase_seconds: dict[str, float] = Field(description="seconds of wall time in each state")
+    agent_seconds: dict[str, float] = Field(description="seconds of node 0's own phases, within `training`")
+    attempt: int = Field(description="0: none has begun")
+    recoveries: int = Field(description="attempts after the first of this launch")
+    interruptions: list[InterruptionView]
+    step: int | None
+    steps: int | None = Field(description="in all")
+    metrics: dict[str, float] = Field(description="newest values by name: " + ", ".join(METRICS))
+    store: str | None = Field(description="where its checkpoints are: a URL")
+    checkpoint_id: str | None = Field(description="the newest that was committed")
+    checkpoint_step: int | None
+    saves: dict[str, float] = Field(
+        description="of this attempt, by node 0: `stall_s`, `save_s` of the newest; how many `failed`, were `skipped`"
+    )
+    outputs: dict[str, Any] | None = Field(
+        description="of the newest attempt: `folder`, `files`, `bytes`, how many are `missing`"
+    )
+    image: str | None = Field(description="repository@sha256:..., of every attempt; null: without a container")
+    fleet: dict[str, Any] | None = Field(description="the stack output `mgpu`, as it was read")
+
+    @classmethod
+    def of(cls, record: Record) -> RunView:
+        """As it is shown."""
+        plain = {name: getattr(record, name, None) for name in cls.model_fields}
+        metrics = {name: value for name in METRICS if (value := getattr(record, name)) is not None}
+        known = {
+            "state": str(record.state),
+            "reason": record.reason or None,
+            "price_usd_per_hour": record.price_usd_per_hour or None,
+            "hard_cap_at": record.hard_cap_at or None,
+            "lease_until": record.lease_until or None,
+            "interruptions": [InterruptionView.of(each) for each in record.interruptions],
+            "step": _known(record.step),
+            "metrics": metrics,
+            "checkpoint_step": _known(record.checkpoint_step),
+        }
+        return cls.model_validate(plain | known)
+
+
+def _known(step: int) -> int | None:
+    return None if step < 0 else step
