@@ -114,5 +114,5 @@ def test_a_signal_ends_what_it_has_to_and_the_bill_agrees(played, story):
 
 def printed(world, run):
     """The program's own lines, `step N`, as the operator has them."""
-    (log,) = (world.state / "runs" / run["run_id"] / "logs").iterdir()
+    (log,) = (world.state / "runs" / run["run_id"] / "logs").glob("*.log")
     return re.findall(r"^step \d+\n", log.read_text(), re.MULTILINE)
