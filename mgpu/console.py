@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mgpu import events
 from mgpu.errors import Interrupted, MgpuError
+from mgpu.table import Table
+from mgpu.words import wrapped
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -33,7 +35,6 @@ BAR_EVERY_S = 5.0  # between two states of a program's own progress bar
 LONGEST_LINE = 4000
 LONGEST_STEP = 100  # of a Dockerfile, on the screen
 WIDEST_TABLE = 400  # where there is no terminal
-_GAP = 3  # blanks between two columns
 SILENCE_S = 1.5  # after which a command says what it waits for
 # what a terminal would act on: escape sequences and control characters; tab stays
 _ESCAPES = re.compile(
@@ -135,49 +136,38 @@ class Console:
     ) -> None:
         """A result as a table; away from a terminal it is as wide as it needs. `spare`: columns that a narrow terminal
         does without, first those named first."""
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console as RichConsole
-        from rich.table import Table
-        from rich.text import Text
+        table = Table(columns, [[neutral(str(cell)) for cell in row] for row in rows])
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        if width is not None:
+            table = table.fitting(width, spare)
+            if left := [name for name in columns if name not in table.columns]:
+                self.say(f"not shown for want of room: {', '.join(left)}", "dim")
+        if title:
+            self.text(title)
+        for line in table.lines(width):
+            self.text(line)
 
-        rows = [[neutral(str(cell)) for cell in row] for row in rows]
-        if sys.stdout.isatty():
-            columns, rows = self._fitting(columns, rows, spare)
-        table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for column in columns:
-            table.add_column(Text(column), no_wrap=not sys.stdout.isatty(), overflow="fold")
-        for row in rows:
-            table.add_row(*map(Text, row))
-        console = RichConsole(width=None if sys.stdout.isatty() else WIDEST_TABLE, highlight=False)
-        with console.capture() as printed:
-            console.print(table)
-        for line in printed.get().splitlines():
-            self.text(line.rstrip())
-
-    def _fitting(
-        self, columns: Sequence[str], rows: list[list[str]], spare: Sequence[str]
-    ) -> tuple[list[str], list[list[str]]]:
-        """The columns, less as many of the spare ones as it takes to fit the terminal."""
-        widths = {cells[0]: max(map(len, cells)) for cells in zip(columns, *rows, strict=True)}
-        kept = list(columns)
-        for name in spare:
-            if sum(widths[each] + _GAP for each in kept) - _GAP <= shutil.get_terminal_size().columns:
-                break
-            kept.remove(name)
-        if left := [name for name in columns if name not in kept]:
-            self.say(f"not shown for want of room: {', '.join(left)}", "dim")
-        places = [columns.index(name) for name in kept]
-        return kept, [[row[place] for place in places] for row in rows]
+    def prose(self, text: str) -> None:
+        """A result in words; on a terminal its lines are broken between them."""
+        terminal = sys.stdout.isatty()
+        for line in wrapped(text, shutil.get_terminal_size().columns) if terminal else text.splitlines():
+            self.text(line)
 
     # --- everything else, on stderr -----------------------------------------------------------------------------
 
-    def say(self, text: str, style: str = "") -> None:
-        """A line of progress. What comes from nodes and providers is in it: nothing of that acts on the terminal."""
+    def say(self, text: str, style: str = "", *, whole: bool = False) -> None:
+        """A line of progress. What comes from nodes and providers is in it: nothing of that acts on the terminal.
+
+        A terminal's lines are broken between words, unless it is to stay `whole`.
+        """
         from rich.text import Text
 
         def show() -> None:
             out = self._bar.console if self._bar else self._stderr()
-            out.print(Text(neutral(text), style=style), soft_wrap=True)
+            shown = neutral(text)
+            if self.interactive and not whole:
+                shown = "\n".join(wrapped(shown, out.width))
+            out.print(Text(shown, style=style), soft_wrap=True)
 
         self._to_stderr(show)
 
@@ -232,9 +222,13 @@ class Console:
         # a command, and after four spaces or more what it is for
         pairs = [re.split(" {4,}", line, maxsplit=1) for line in lines]
         width = max((len(pair[0]) for pair in pairs if len(pair) > 1), default=0)
+        room = shutil.get_terminal_size().columns if self.interactive else WIDEST_TABLE
         for index, (command, *note) in enumerate(pairs):
-            text = f"{command:{width}}    {note[0]}" if note else command
-            self.say(("next: " if index == 0 else "      ") + text, "dim")
+            lines = [f"{command:{width}}    {note[0]}"] if note else [command]
+            if note and len(lines[0]) + len("next: ") > room:
+                lines = [command, f"    {note[0]}"]
+            for line in lines:  # whole: it is to be pasted
+                self.say(("next: " if index == 0 and line is lines[0] else "      ") + line, "dim", whole=True)
 
     def error(self, error: MgpuError) -> None:
         """Three lines: what is wrong and where, why, and what to do next."""
@@ -268,7 +262,7 @@ class Console:
         """Takes the live bar away; what is printed next stands below it."""
         for lines in self._logs.values():
             for line in lines.flush():
-                self.say(line)
+                self.say(line, whole=True)
         if self._bar is not None:
             self._to_stderr(self._bar.stop)
             self._bar = self._task = None
@@ -331,7 +325,7 @@ class Console:
     def _log(self, event: events.LogChunk) -> None:
         if self.show_logs:
             for line in self._logs.setdefault(event.node_rank, LogLines(event.node_rank)).feed(event.data):
-                self.say(line)
+                self.say(line, whole=True)
 
     def _progress(self, event: events.Progress) -> None:
         # a program of the user's own says neither its steps nor a loss

@@ -1,6 +1,11 @@
-"""Numbers as people read them, the same in every line."""
+"""Numbers and lines as people read them, the same everywhere."""
 
 from __future__ import annotations
+
+import re
+import textwrap
+
+_HELD = "\x00"  # a blank at which no line is broken
 
 
 def amount(size: float) -> str:
@@ -24,3 +29,16 @@ def duration(seconds: float) -> str:
 def count(number: int, thing: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """`text` in lines of so many columns, broken between words and outside of a `command`; what is longer stays."""
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())]
+        held = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", _HELD), line)
+        parts = textwrap.wrap(
+            held, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False
+        )
+        lines += [part.replace(_HELD, " ") for part in parts] or [""]
+    return lines

@@ -136,7 +136,9 @@ def _take_down(console: Console, account: Account, regions: tuple[str, ...], and
             Bases(regions=[{"account": account.id(), "region": each, "destroyed": True} for each in regions])
         )
     else:
-        console.text(f"taken down, confirmed by AWS: {', '.join(regions)}; {bucket if not and_bucket else 'all of it'}")
+        console.prose(
+            f"taken down, confirmed by AWS: {', '.join(regions)}; {bucket if not and_bucket else 'all of it'}"
+        )
 
 
 def _show(console: Console, account: Account, plans: list[tuple[Base, tuple[Change, ...]]]) -> None:

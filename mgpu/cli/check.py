@@ -107,6 +107,6 @@ def _show(console: Console, found: tuple[Finding, ...]) -> None:
     console.table(("check", "", "what was found"), [(each.subject, _MARKS[each.status], each.detail) for each in found])
     for each in found:
         if each.cure:
-            console.text(f"\n{each.subject}: {each.cure}")
+            console.prose(f"\n{each.subject}: {each.cure}")
         if each.document:
             console.data(each.document)

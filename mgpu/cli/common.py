@@ -16,7 +16,7 @@ from mgpu.cli import complete
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, ProviderError
 from mgpu.run.record import Interruption, Record, State, load
-from mgpu.words import amount, count
+from mgpu.words import amount, count, duration
 
 if TYPE_CHECKING:
     from mgpu_train.timeouts import Timeouts
@@ -334,13 +334,17 @@ def summary(record: Record) -> list[tuple[str, str]]:
     rows += _interruptions(record)
     seconds = (record.ended_at or time.time()) - record.created_at
     by_phase = phases(record)
-    rows.append(("wall time", f"{seconds:.0f} s" + (f": {by_phase}" if by_phase else "")))
+    rows.append(("wall time", _seconds(seconds) + (f": {by_phase}" if by_phase else "")))
     if record.price_usd_per_hour:
         rows.append(("price", f"${record.price_usd_per_hour:.2f} per hour, all nodes"))
     rows.append(("machines", machines(record)))
     if record.image:
         rows.append(("image", record.image))
     return rows
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 3600 else duration(seconds)
 
 
 def saves(record: Record) -> str:
@@ -358,7 +362,13 @@ def saves(record: Record) -> str:
 def outputs(known: dict[str, Any]) -> str:
     """What came home, in words."""
     missing = f"; {known['missing']} did not come" if known["missing"] else ""
-    return f"{count(known['files'], 'file')} ({amount(known['bytes'])}) in {known['folder']}{missing}"
+    return f"{count(known['files'], 'file')} ({amount(known['bytes'])}) in {_near(known['folder'])}{missing}"
+
+
+def _near(folder: str) -> str:
+    """A path as this folder's own commands are given it."""
+    path = Path(folder)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _interruptions(record: Record) -> list[tuple[str, str]]:
@@ -416,7 +426,8 @@ def phases(record: Record) -> str:
     inside = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record.agent_seconds.items() if seconds >= 0.1)
     inside = f"of attempt {record.attempt}: {inside}" if inside and record.attempt > 1 else inside
     parts = [
-        f"{name} {seconds:.1f}" + (f" ({inside})" if name == "training" and inside else "")
+        f"{name} {f'{seconds:.1f}' if seconds < 3600 else duration(seconds)}"
+        + (f" ({inside})" if name == "training" and inside else "")
         for name, seconds in record.phase_seconds.items()
     ]
     return ", ".join(parts)

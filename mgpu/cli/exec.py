@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import IO
 
 import click
@@ -52,7 +53,7 @@ def _at_once(argvs: Mapping[int, list[str]]) -> dict[int, int]:
         threads = [
             threading.Thread(target=_pass_on, args=(console, rank, stream, show), daemon=True)
             for rank, process in begun.items()
-            for stream, show in ((process.stdout, console.text), (process.stderr, console.say))
+            for stream, show in ((process.stdout, console.text), (process.stderr, partial(console.say, whole=True)))
         ]
         for thread in threads:
             thread.start()

@@ -45,7 +45,7 @@ def gc(as_json: bool, yes: bool) -> int:
     if as_json:
         from mgpu.cli import results
 
-        console.result(results.Fleets(fleets=[results.Fleet(**each.to_json()) for each in found], ended=ended))
+        console.result(results.Fleets(fleets=[results.Fleet(**each.to_json()) for each in survey.by_name], ended=ended))
     for error in failures[1:]:
         console.error(error)
     code = common.not_asked(console, survey)
@@ -55,8 +55,8 @@ def gc(as_json: bool, yes: bool) -> int:
 
 
 def _show(console: Console, survey: Survey) -> None:
-    rows = [(f.name, f.provider, len(f.ids), f"${f.usd_per_hour:.2f}", common.user_of(f)) for f in survey.fleets]
+    rows = [(f.name, f.provider, len(f.ids), f"${f.usd_per_hour:.2f}", common.user_of(f)) for f in survey.by_name]
     if rows:
         console.table(("fleet", "provider", "nodes", "$/h", "used by"), rows)
     else:
-        console.text("no machines of yours at any provider" + (" that could be asked" if survey.failures else ""))
+        console.prose("no machines of yours at any provider" + (" that could be asked" if survey.failures else ""))

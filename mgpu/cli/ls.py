@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from mgpu.run.fleets import Fleet
 
 
+_SPARE = ("begun", "checkpoint", "step")  # columns that a narrow terminal does without
+
+
 @click.command()
 @common.json_option
 @click.option("--all", "all_runs", is_flag=True, help="All runs, not only the newest 20.")
@@ -29,7 +32,7 @@ def ls(as_json: bool, all_runs: bool) -> int:
     records = every() if all_runs else every()[-20:]
     with console.waiting(common.ASKING):
         seen = survey()
-    fleets = seen.fleets
+    fleets = seen.by_name
     if as_json:
         console.result(_result(records, fleets))
         return common.not_asked(console, seen)
@@ -46,17 +49,17 @@ def ls(as_json: bool, all_runs: bool) -> int:
         for r in records
     ]
     if rows:
-        console.table(("run", "state", "step", "checkpoint", "begun", "machines"), rows)
+        console.table(("run", "state", "step", "checkpoint", "begun", "machines"), rows, spare=_SPARE)
     else:
-        console.text("no runs yet")
+        console.prose("no runs yet")
     for fleet in fleets:
-        console.text(
+        console.prose(
             f"fleet {fleet.name}: {count(len(fleet.ids), 'node')} of {fleet.provider}, "
             f"${fleet.usd_per_hour:.2f} per hour, used by {common.user_of(fleet)}"
         )
     nodes, dollars = sum(len(f.ids) for f in fleets), sum(f.usd_per_hour for f in fleets)
     rest = ", and what those have that could not be asked" if seen.failures else ""
-    console.text(f"billed now: {count(nodes, 'node')}, ${dollars:.2f} per hour{rest}")
+    console.prose(f"billed now: {count(nodes, 'node')}, ${dollars:.2f} per hour{rest}")
     if any(not fleet.used_by for fleet in fleets):
         console.next("mgpu gc --yes    end what nothing uses")
     else:
@@ -82,7 +85,7 @@ def _machines(record: Record, billed: set[str] | None) -> str:
     ids = {node.get("id") for node in (record.fleet or {}).get("nodes", ())}
     if record.teardown == "kept" and billed is not None and not billed & ids:
         return "kept, and gone since"
-    return common.machines(record)
+    return common.machines(record).partition(", confirmed")[0]
 
 
 def _ago(at: float) -> str:

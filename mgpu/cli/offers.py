@@ -61,7 +61,7 @@ def offers(
     elif found:
         _show(console, found)
     else:
-        console.text("nothing on sale meets this")
+        console.prose("nothing on sale meets this")
     return NoOffer.exit_code if any(partly) or not found else 0
 
 
@@ -133,7 +133,9 @@ def _show(console: Console, found: list[Offer]) -> None:
     alone = len({offer.provider for offer in found}) == 1
     console.table((*columns, *prices), rows[:_SHOWN], spare=_SPARE if alone else _SPARE[1:])
     if len(rows) > _SHOWN:
-        console.text(f"and {len(rows) - _SHOWN} more: filter with --gpu, --gpus, --region, --market, or --json for all")
+        console.prose(
+            f"and {len(rows) - _SHOWN} more: filter with --gpu, --gpus, --region, --market, or --json for all"
+        )
     if any(offer.price_is_limit for offer in found):
         console.say("<: the spot price is not known, but that it is not above this")
     old = common.old_prices(found)
@@ -176,4 +178,4 @@ def _show_quotas(console: Console, found: Iterable[Offer]) -> None:
     if rows:
         console.table(("provider", "region", "quota", "name", "limit vCPUs", "left vCPUs", "age"), rows)
     else:
-        console.text("no quotas are known; `mgpu offers --refresh` asks for them")
+        console.prose("no quotas are known; `mgpu offers --refresh` asks for them")

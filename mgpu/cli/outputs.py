@@ -32,6 +32,6 @@ def outputs(run: str, to: Path | None, as_json: bool) -> None:
 
         console.result(results.Outputs(run_id=record.run_id, folder=str(folder), files=files, bytes=size))
     elif files:
-        console.text(f"{count(files, 'file')} ({amount(size)}) in {folder}")
+        console.prose(f"{count(files, 'file')} ({amount(size)}) in {folder}")
     else:
         console.say(f"{record.store} has no outputs of run {record.run_id}")

@@ -50,10 +50,11 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     rows = [_row("then" if index else "take", o, nodes) for index, o in enumerate(decided.offers[:_SHOWN])]
     rows += [_row("no", r.offer, nodes, r.reason) for r in decided.refused[:_REFUSED]]
     columns = ("", "machine", "GPUs", "market", "where", "$/h a node", f"$/h all {nodes}", "why not")
-    console.table(columns if decided.refused else columns[:-1], rows if decided.refused else [r[:-1] for r in rows])
+    last = None if decided.refused else -1
+    console.table(columns[:last], [row[:last] for row in rows], spare=("$/h a node", "GPUs", "where"))
     hidden = len(decided.offers) + len(decided.refused) - len(rows)
     if hidden:
-        console.text(f"and {hidden} more: `mgpu plan --json`")
+        console.prose(f"and {hidden} more: `mgpu plan --json`")
     common.show_plan(console, decided)
     for doubt in _doubts(spec, run_file):
         console.say(doubt, "yellow")

@@ -52,6 +52,7 @@ def rm(
         console.table(
             ("run", "state", "ended", "newest checkpoint"),
             [(each.run_id, str(each.state), _day(each), _checkpoint(each)) for each in chosen],
+            spare=("newest checkpoint",),
         )
     freed = 0
     if chosen and not dry_run:

@@ -90,8 +90,12 @@ def send(session: Session, request: Request, nodes: NodeSet) -> None:
     # what was left out when it was kept is not there: nothing more is to be left out
     snapshot = scan(kept, (), ignore_files=False)
     reports = nodes.sync(snapshot, str(RunLayout(request.run_id).work), like=str(RunLayout("*").work))
-    sent = max(report.sent for report in reports)
-    session.emit(Note(f"code: {count(reports[0].files, 'file')}, {sent} sent to each of {count(len(reports), 'node')}"))
+    sent = [report.sent for report in reports]
+    most, all_of_them = max(sent), count(len(sent), "node")
+    words = (
+        f"each of {all_of_them}" if most == min(sent) else f"{sent.count(most)} of {all_of_them}, fewer to the others"
+    )
+    session.emit(Note(f"code: {count(reports[0].files, 'file')}, {most} sent to {words}"))
 
 
 def _keep(session: Session, snapshot: Snapshot, kept: Path) -> None:

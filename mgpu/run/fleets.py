@@ -12,7 +12,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -55,8 +55,20 @@ class Fleet:
 class Survey:
     """All that could be seen. `failures`: of who could not be asked; what they have is not among the fleets."""
 
-    fleets: tuple[Fleet, ...]
+    fleets: tuple[Fleet, ...]  # those of one name more than once, where its machines were made one after the other
     failures: tuple[MgpuError, ...] = ()
+
+    @property
+    def by_name(self) -> tuple[Fleet, ...]:
+        """Each fleet once, with all its machines, for people and scripts to read."""
+        found: dict[tuple[str, ...], Fleet] = {}
+        for fleet in self.fleets:
+            key = (fleet.provider, fleet.handle.region, fleet.name, fleet.used_by, fleet.left_by)
+            if (known := found.get(key)) is not None:
+                ids, price = (*known.ids, *fleet.ids), known.usd_per_hour + fleet.usd_per_hour
+                fleet = replace(known, ids=ids, usd_per_hour=price)
+            found[key] = fleet
+        return tuple(found.values())
 
 
 @dataclass(frozen=True)

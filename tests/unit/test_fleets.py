@@ -54,6 +54,20 @@ def test_every_fleet_is_told_with_its_price_and_what_stands_for_it(four):
     assert found["mine-lost"].usd_per_hour == 1.0
 
 
+def test_machines_that_came_later_are_of_the_same_fleet(four, monkeypatch):
+    """As after a repair: each make has a handle of its own, and is ended by it."""
+    one = four.cloud.handles.pop("mine-lost")
+    for name, ids in (("mine-lost/1", one.ids[:1]), ("mine-lost/2", one.ids[1:])):
+        four.cloud.handles[name] = one.model_copy(update={"ids": ids, "token": name})
+    survey = fleets.survey()
+    assert [each.ids for each in survey.fleets if each.name == "mine-lost"] == [one.ids[:1], one.ids[1:]]
+    (shown,) = [each for each in survey.by_name if each.name == "mine-lost"]
+    assert (shown.ids, shown.usd_per_hour) == (one.ids, 1.0)
+    assert gc().stdout.count("mine-lost") == 1
+    assert gc("--yes").return_value == 0
+    assert not set(one.ids) & four.cloud.billed
+
+
 @pytest.mark.parametrize("text", ["", '{"checkpoint": {"lat', "\x1f\x8bcut off"])
 def test_a_stack_whose_state_is_damaged_stands_for_nothing(world, text):
     """F5: the engine can end nothing of it any more; an older copy beside it does not change that."""

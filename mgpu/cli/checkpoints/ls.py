@@ -45,7 +45,7 @@ def list_(run: str, url: str | None, as_json: bool) -> None:
     for gap in found.gaps:
         console.say(f"warning: {gap}", "yellow")
     if not commits:
-        console.text("no checkpoint is committed")
+        console.prose("no checkpoint is committed")
         if found.record:
             console.next(f"mgpu logs {found.run_id}")
         return

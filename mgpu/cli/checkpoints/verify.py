@@ -52,7 +52,7 @@ def _show(console: Console, found: Source, problems: dict[str, tuple[str, ...]],
         console.result(results.Verified(deep=deep, checkpoints=told, gaps=found.gaps))
         return
     if not problems and not found.gaps:
-        console.text("no checkpoint is committed")
+        console.prose("no checkpoint is committed")
         return
     rows = [(name, in_short(each) or "ok") for name, each in problems.items()]
     rows += [("commit log", gap) for gap in found.gaps]

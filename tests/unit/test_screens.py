@@ -1,0 +1,172 @@
+"""What the commands' screens look like on terminals of 60, 80 and 120 columns, kept as text in screens/.
+
+MGPU_SCREENS=write keeps them as they are now; look at the difference before you commit it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from mgpu_train.agent.status import Phase
+from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.store import open_store
+
+from mgpu.cli import main
+from mgpu.console import neutral
+from mgpu.providers.local.provider import LocalProvider
+from mgpu.run.record import Folder, Interruption, State
+
+# tmp_path and /home/you/work are of one length
+SCREENS = Path(__file__).with_name("screens")
+NOW = 1_790_000_000.0
+OLD, FAILED, RUNNING = (
+    "bert-large-finetune-0918-k3m9x",
+    "bert-large-finetune-0920-p7d2q",
+    "bert-large-finetune-0921-w8f4z",
+)
+RUN_FILE = """name: bert-large-finetune
+provider: local
+max_hours: 12
+max_price_usd_per_hour: 4
+nodes: 2
+command: [train.py, --epochs, 3]
+checkpoint: {to: "%s", keep_last: 2}
+outputs: [runs/]
+"""
+COMMANDS = (
+    ("--help",),
+    ("plan",),
+    ("plan", "--set", "nodes=none", "--set", "max_hour=3", "--set", "checkpoint.keep_last=0"),
+    ("ls",),
+    ("gc",),
+    ("status", OLD),
+    ("status", FAILED),
+    ("status", RUNNING),
+    ("status", RUNNING, "--live"),
+    ("status", "nightly"),
+    ("logs", RUNNING, "--times"),
+    ("logs", OLD),
+    ("stop", OLD),
+    ("attach", FAILED),
+    ("checkpoints", "ls", OLD),
+    ("checkpoints", "verify", OLD),
+    ("checkpoints", "prune", OLD, "--dry-run"),
+    ("checkpoints", "pull", OLD),
+    ("outputs", OLD),
+    ("rm", OLD, FAILED, "--dry-run"),
+    ("rm", RUNNING),
+    ("stop", ""),
+    ("down", RUNNING),
+    ("launch", "--yes"),
+    ("offers", "local"),
+)
+
+
+class Terminal(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def tmp_path():
+    """One whose name is as long on every machine: lines are broken alike."""
+    path = Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def user(world, tmp_path, monkeypatch):
+    """A user with a run that succeeded, one that failed, and one that nobody looks after; the clock stands still."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    monkeypatch.chdir(world.folder)
+    world.has_nodes(2)
+    monkeypatch.setattr(world.cloud, "offers", LocalProvider().offers, raising=False)
+    url = f"file://{tmp_path}/store"
+    world.run_file.write_text(RUN_FILE % url)
+    (world.folder / "train.py").write_text("pass\n")
+    known = {"name": "bert-large-finetune", "price_usd_per_hour": 3.92, "max_hours": 12.0, "store": url, "attempt": 1}
+    done = {"ended_at": NOW - 80_000, "teardown": "confirmed", "steps": 30_000, "loss": 1.2345, "tokens_per_s": 51234.0}
+    world.record(
+        *(OLD,), state=State.SUCCEEDED, created_at=NOW - 140_000, step=30_000, validation_loss=1.3456,
+        first_validation_loss=5.6789, checkpoint_id="a001-step-30000", checkpoint_step=30_000,
+        phase_seconds={"provisioning": 71.3, "connecting": 12.1, "sending": 3.4, "running": 59000.0, "teardown": 44.0},
+        outputs={"folder": f"mgpu-runs/{OLD}/outputs", "files": 12, "bytes": 3 << 20, "missing": 0}, **known | done,
+    )  # fmt: skip
+    CommitLog(open_store(url), OLD).begin_attempt(1, "w")
+    for step in (20_000, 30_000):
+        world.commit(url, OLD, attempt=1, writer="w", step=step)
+    lost = Interruption(
+        1, "node 1 is gone: the provider ended it (spot interruption)", "provider", [1], 1234, NOW - 90_000,
+        NOW - 89_998, NOW - 89_990, NOW - 89_900, NOW - 89_890, NOW - 89_880, 1200,
+    )  # fmt: skip
+    reason = "rank 3 on node 1: exit code 1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    more = known | done | {"state": State.FAILED, "fault": "user", "exit_code": 6, "recoveries": 1, "attempt": 2}
+    world.record(FAILED, created_at=NOW - 100_000, step=2345, reason=reason, interruptions=[lost], **more)
+    fleet = world.output(world.cloud.rent(f"mine-{RUNNING}", 2)).model_dump(mode="json")
+    more = known | {"fleet": fleet, "state": State.RUNNING, "node_phases": ["training", "training"], "writer": "w"}
+    world.record(
+        *(RUNNING,), created_at=NOW - 7000, updated_at=NOW - 3, step=777, steps=30_000, hard_cap_at=NOW + 36_000, **more
+    )
+    for run_id in (OLD, FAILED, RUNNING):
+        Folder(run_id).root.mkdir(parents=True, exist_ok=True)
+        Folder(run_id).run_file.write_text(world.run_file.read_text())
+    for rank, node in enumerate(world.nodes):
+        node.says(Phase.TRAINING, step=777, steps=30_000)
+        log = Folder(RUNNING).log(rank, f"i-{rank}")
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(f"epoch 1/3, step 777/30000, loss 1.9876, learning rate 3.0e-05, rank {rank} of 2\n" * 2)
+        log.with_suffix(".times").write_text(f"{log.stat().st_size // 2} {NOW - 5}\n{log.stat().st_size} {NOW - 4}\n")
+    yield world
+    monkeypatch.undo()
+    time.tzset()
+
+
+def screen(columns, command, monkeypatch):
+    """What a user sees who types the command."""
+    shown = io.BytesIO()
+    terminal = Terminal(shown, encoding="utf-8", write_through=True)
+    with monkeypatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
+        with pytest.raises(SystemExit) as end:
+            main(list(command))
+    code = f"[exit code {end.value.code}]\n" if end.value.code else ""
+    words = " ".join(each or '""' for each in command)
+    return f"$ mgpu {words}\n{neutral_lines(shown.getvalue().decode())}{code}\n"
+
+
+def neutral_lines(text):
+    return "".join(neutral(line).rstrip() + "\n" for line in text.split("\n")[:-1])
+
+
+def steady(text, world):
+    """Without what is different from run to run."""
+    text = text.replace(str(world.folder.parent), "/home/you/work")
+    text = re.sub(r"(?m)^wall time +0 s:.*\n(?: {13}.*\n)*", "wall time    0 s\n", text)
+    text = re.sub(r"\b\d\d:\d\d:\d\d\b(?! \[)", "14:13:20", re.sub(r"\b20\d\d-\d\d-\d\d\b", "2026-09-21", text))
+    text = re.sub(r"(?m)^.*━.*\n", "", text)  # bars that move
+    text = re.sub(r"\b\d+\.\d s\b", "0.1 s", text)
+    return re.sub(
+        r"\bbert-large-finetune-\d{4}-(?!k3m9x|p7d2q|w8f4z)[a-z0-9]{5}", "bert-large-finetune-0921-xxxxx", text
+    )
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_screens_are_as_they_were(user, columns, monkeypatch):
+    shown = steady("".join(screen(columns, command, monkeypatch) for command in COMMANDS), user)
+    kept = SCREENS / f"{columns}.txt"
+    if os.environ.get("MGPU_SCREENS") == "write":
+        kept.write_text(shown)
+    assert shown == kept.read_text()
