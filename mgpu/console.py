@@ -224,11 +224,12 @@ class Console:
         width = max((len(pair[0]) for pair in pairs if len(pair) > 1), default=0)
         room = shutil.get_terminal_size().columns if self.interactive else WIDEST_TABLE
         for index, (command, *note) in enumerate(pairs):
-            lines = [f"{command:{width}}    {note[0]}"] if note else [command]
-            if note and len(lines[0]) + len("next: ") > room:
-                lines = [command, f"    {note[0]}"]
-            for line in lines:  # whole: it is to be pasted
-                self.say(("next: " if index == 0 and line is lines[0] else "      ") + line, "dim", whole=True)
+            beside = f"{command:{width}}    {note[0]}" if note else command
+            fits = len("next: ") + len(beside) <= room
+            mark = "next: " if index == 0 else "      "
+            self.say(mark + (beside if fits else command), "dim", whole=True)  # it is to be pasted
+            if note and not fits:
+                self.say(f"          {note[0]}", "dim")
 
     def error(self, error: MgpuError) -> None:
         """Three lines: what is wrong and where, why, and what to do next."""

@@ -93,7 +93,7 @@ def _type(field: dict[str, Any], whole: dict[str, Any]) -> str:
     if field.get("type") == "array":
         return f"list of {_type(field['items'], whole)}"
     names = {"string": "text", "object": "object", "null": "null", "number": "number", "boolean": "true or false"}
-    return str(field["const"]) if "const" in field else names.get(field["type"], field["type"])
+    return str(field["const"]) if "const" in field else names.get(str(field["type"]), str(field["type"]))
 
 
 def filled(name: str, page: str) -> str:
