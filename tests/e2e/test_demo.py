@@ -31,6 +31,7 @@ def test_the_demo_trains_keeps_and_gives_back(xdg, require):
     run = json.loads(path.read_text())
     assert (run["state"], run["teardown"]) == ("succeeded", "confirmed")
     assert run["step"] == run["steps"] == run["checkpoint_step"] == STEPS
+    assert (run["store"], run["checkpoint_id"]) == (None, None), "nobody is sent to an S3 that is gone"
     assert run["validation_loss"] <= 3.0 < run["unigram_entropy"]
     assert run["first_validation_loss"] > 5.0
 
