@@ -63,7 +63,7 @@ def ls(as_json: bool, all_runs: bool) -> int:
     if any(not fleet.used_by for fleet in fleets):
         console.next("mgpu gc --yes    end what nothing uses")
     else:
-        console.next("mgpu status RUN" if rows else "mgpu launch")
+        console.next(f"mgpu status {records[-1].run_id}" if records else "mgpu launch")
     return common.not_asked(console, seen)
 
 

@@ -8,19 +8,22 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import click
 import pytest
 from mgpu_train.agent.status import Phase
 from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.store import open_store
 
-from mgpu.cli import main
+from mgpu.cli import cli, main
 from mgpu.console import neutral
+from mgpu.providers.base import Finding
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.record import Folder, Interruption, State
 
@@ -67,6 +70,12 @@ COMMANDS = (
     ("down", RUNNING),
     ("launch", "--yes"),
     ("offers", "local"),
+    ("check", "local"),
+    ("run", "--stack", "no-such-stack"),
+    ("exec", RUNNING),
+    ("image", "inspect"),
+    ("launch", "--help"),
+    ("init", "fresh"),
 )
 
 
@@ -95,6 +104,15 @@ def user(world, tmp_path, monkeypatch):
     url = f"file://{tmp_path}/store"
     world.run_file.write_text(RUN_FILE % url)
     (world.folder / "train.py").write_text("pass\n")
+    looked = (
+        Finding(
+            subject="this machine", status="ok", detail="its Python has torch; nodes lie in /home/you/.local/state/mgpu"
+        ),
+        Finding(subject="quota of g5.xlarge (L-DB2E81BA)", status="warning", detail="4 vCPUs of 64 are left", cure="x"),
+    )
+    monkeypatch.setattr(world.cloud, "findings", lambda *_: looked, raising=False)
+    monkeypatch.setattr("mgpu.iac.install.find_engine", lambda: None)
+    monkeypatch.setattr("mgpu.iac.install.set_up", lambda *_: None)
     known = {"name": "bert-large-finetune", "price_usd_per_hour": 3.92, "max_hours": 12.0, "store": url, "attempt": 1}
     done = {"ended_at": NOW - 80_000, "teardown": "confirmed", "steps": 30_000, "loss": 1.2345, "tokens_per_s": 51234.0}
     world.record(
@@ -156,6 +174,7 @@ def steady(text, world):
     text = text.replace(str(world.folder.parent), "/home/you/work")
     text = re.sub(r"(?m)^wall time +0 s:.*\n(?: {13}.*\n)*", "wall time    0 s\n", text)
     text = re.sub(r"\b\d\d:\d\d:\d\d\b(?! \[)", "14:13:20", re.sub(r"\b20\d\d-\d\d-\d\d\b", "2026-09-21", text))
+    text = text.replace("[1] trained\n[0] trained\n", "[0] trained\n[1] trained\n")  # two nodes at once
     text = re.sub(r"(?m)^.*━.*\n", "", text)  # bars that move
     text = re.sub(r"\b\d+\.\d s\b", "0.1 s", text)
     return re.sub(
@@ -170,3 +189,25 @@ def test_the_screens_are_as_they_were(user, columns, monkeypatch):
     if os.environ.get("MGPU_SCREENS") == "write":
         kept.write_text(shown)
     assert shown == kept.read_text()
+
+
+def test_what_comes_next_can_be_pasted():
+    """Each command and option that a screen says to type is one that there is; RUN and the like stand for nothing."""
+    lines = (SCREENS / "120.txt").read_text().splitlines()
+    said = []
+    for number, line in enumerate(lines):
+        if line.startswith("next: "):
+            said.append(line.removeprefix("next: "))
+            while lines[number + 1].startswith("      mgpu"):
+                number += 1
+                said.append(lines[number].strip())
+    assert len(said) >= 20
+    for text in said:
+        text = re.split(" {4,}", text)[0].rpartition("&& ")[2]
+        words = shlex.split(text)
+        assert words[0] == "mgpu", text
+        assert not [word for word in words if word.isupper()], text
+        group = cli
+        while isinstance(group, click.Group):
+            _, group, words = group.resolve_command(click.Context(group), words[1:] if words[0] == "mgpu" else words)
+        group.make_context(group.name, words)
