@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -298,6 +299,19 @@ def test_stop_tells_by_its_exit_code_that_something_may_be_billed(mgpu, running,
     done = mgpu("stop")
     assert done.code == 7
     assert "mine-run-1-1" in done.err
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_stop_waits_for_the_supervisor_and_tells_the_end(mgpu, supervised, monkeypatch, as_json):
+    def pause(_seconds):
+        ended = record.load("run-1")
+        ended.state, ended.teardown = State.STOPPED, "confirmed"
+        record.save(ended)
+
+    monkeypatch.setattr("mgpu.cli.stop.time", SimpleNamespace(sleep=pause, monotonic=time.monotonic))
+    done = mgpu("stop", *(["--json"] if as_json else []))
+    assert done.code == 0
+    assert (done.json["state"] if as_json else done.out.splitlines()[2].split()[1]) == "stopped"
 
 
 @pytest.mark.timeout(20)
