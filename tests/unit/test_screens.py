@@ -27,7 +27,7 @@ from mgpu.providers.base import Finding
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.record import Folder, Interruption, State
 
-# tmp_path and /home/you/work are of one length
+# tmp_path and /home/you/mine are of one length
 SCREENS = Path(__file__).with_name("screens")
 NOW = 1_790_000_000.0
 OLD, FAILED, RUNNING = (
@@ -171,7 +171,7 @@ def neutral_lines(text):
 
 def steady(text, world):
     """Without what is different from run to run."""
-    text = text.replace(str(world.folder.parent), "/home/you/work")
+    text = text.replace(str(world.folder.parent), "/home/you/mine")
     text = re.sub(r"(?m)^wall time +0 s:.*\n(?: {13}.*\n)*", "wall time    0 s\n", text)
     text = re.sub(r"\b\d\d:\d\d:\d\d\b(?! \[)", "14:13:20", re.sub(r"\b20\d\d-\d\d-\d\d\b", "2026-09-21", text))
     text = text.replace("[1] trained\n[0] trained\n", "[0] trained\n[1] trained\n")  # two nodes at once
