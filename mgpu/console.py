@@ -34,7 +34,6 @@ PLAIN_EVERY_S = 10.0
 BAR_EVERY_S = 5.0  # between two states of a program's own progress bar
 LONGEST_LINE = 4000
 LONGEST_STEP = 100  # of a Dockerfile, on the screen
-WIDEST_TABLE = 400  # where there is no terminal
 SILENCE_S = 1.5  # after which a command says what it waits for
 # what a terminal would act on: escape sequences and control characters; tab stays
 _ESCAPES = re.compile(
@@ -131,9 +130,7 @@ class Console:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
 
-    def table(
-        self, columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "", spare: Sequence[str] = ()
-    ) -> None:
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], spare: Sequence[str] = ()) -> None:
         """A result as a table; away from a terminal it is as wide as it needs. `spare`: columns that a narrow terminal
         does without, first those named first."""
         table = Table(columns, [[neutral(str(cell)) for cell in row] for row in rows])
@@ -142,8 +139,6 @@ class Console:
             table = table.fitting(width, spare)
             if left := [name for name in columns if name not in table.columns]:
                 self.say(f"not shown for want of room: {', '.join(left)}", "dim")
-        if title:
-            self.text(title)
         for line in table.lines(width):
             self.text(line)
 
@@ -222,10 +217,9 @@ class Console:
         # a command, and after four spaces or more what it is for
         pairs = [re.split(" {4,}", line, maxsplit=1) for line in lines]
         width = max((len(pair[0]) for pair in pairs if len(pair) > 1), default=0)
-        room = shutil.get_terminal_size().columns if self.interactive else WIDEST_TABLE
         for index, (command, *note) in enumerate(pairs):
             beside = f"{command:{width}}    {note[0]}" if note else command
-            fits = len("next: ") + len(beside) <= room
+            fits = not self.interactive or len("next: ") + len(beside) <= shutil.get_terminal_size().columns
             mark = "next: " if index == 0 else "      "
             self.say(mark + (beside if fits else command), "dim", whole=True)  # it is to be pasted
             if note and not fits:

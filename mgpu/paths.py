@@ -52,3 +52,12 @@ def owner() -> str:
         finally:
             fresh.unlink()
         return path.read_text().strip()
+
+
+def near(path: str | Path) -> str:
+    """A path as commands of the present folder are given it: relative where it lies in there."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # this process's own folder was deleted
+        return str(path)
+    return str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path)

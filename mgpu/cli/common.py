@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from mgpu import paths
 from mgpu.cli import complete
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, ProviderError
@@ -276,8 +277,7 @@ def finish(console: Console, outcome: Outcome) -> int:
     console.done()
     record = outcome.record
     if outcome.left:
-        if console.as_json:
-            console.result(result_of(record))
+        tell_as_json(console, record)
         if outcome.error is not None:  # another supervisor has it
             console.error(outcome.error)
         else:
@@ -292,6 +292,11 @@ def finish(console: Console, outcome: Outcome) -> int:
     said = outcome.error is None or "--resume" in outcome.error.next_step
     console.next(*next_lines(record, resume=not said))
     return outcome.exit_code
+
+
+def when(at: float) -> str:
+    """UNIX seconds as a date and a time of day here."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def clock(at: float) -> str:
@@ -362,13 +367,7 @@ def saves(record: Record) -> str:
 def outputs(known: dict[str, Any]) -> str:
     """What came home, in words."""
     missing = f"; {known['missing']} did not come" if known["missing"] else ""
-    return f"{count(known['files'], 'file')} ({amount(known['bytes'])}) in {_near(known['folder'])}{missing}"
-
-
-def _near(folder: str) -> str:
-    """A path as this folder's own commands are given it."""
-    path = Path(folder)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return f"{count(known['files'], 'file')} ({amount(known['bytes'])}) in {paths.near(known['folder'])}{missing}"
 
 
 def _interruptions(record: Record) -> list[tuple[str, str]]:
@@ -450,6 +449,12 @@ def _kept(record: Record) -> str:
     if record.lease_until < time.time():
         return f"kept under their lease, which ended at {until}; `mgpu ls` shows what is billed now"
     return f"kept under their lease until {until}: ${record.price_usd_per_hour:.2f} per hour"
+
+
+def tell_as_json(console: Console, record: Record) -> None:
+    """A run as the result of a command with --json; without, nothing."""
+    if console.as_json:
+        console.result(result_of(record))
 
 
 def result_of(record: Record, **more: Any) -> Run:

@@ -41,8 +41,7 @@ def down(run: str | None, stack: str | None, as_json: bool) -> int:
         record = give_back(record, common.context(console))
         console.say(f"run {record.run_id}: {common.machines(record)}")
         console.next("mgpu ls")
-    if as_json:
-        console.result(common.result_of(record))
+    common.tell_as_json(console, record)
     return 0
 
 

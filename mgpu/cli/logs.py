@@ -70,7 +70,7 @@ class _Line(NamedTuple):
     @property
     def dated(self) -> str:
         """As it is shown with its time."""
-        return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.at))} {self.text}"
+        return f"{common.when(self.at)} {self.text}"
 
     @property
     def as_json(self) -> str:

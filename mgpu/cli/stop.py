@@ -27,7 +27,7 @@ def stop(run: str, as_json: bool, wait: bool) -> int:
     console = Console(as_json=as_json)
     if record.state.final:
         console.say(f"run {record.run_id} is over already: {record.state}")
-        _tell(console, record)
+        common.tell_as_json(console, record)
         console.next(*common.next_lines(record))
         return 0
     Folder(record.run_id).stop.touch()
@@ -35,7 +35,7 @@ def stop(run: str, as_json: bool, wait: bool) -> int:
         console.say(f"asked {record.run_id} to save and stop")
         _require_moving(record, waited_s=0.0)
         if not wait:
-            _tell(console, record)
+            common.tell_as_json(console, record)
             console.next(f"mgpu status {record.run_id}")
             return 0
     asked_at = time.monotonic()
@@ -49,14 +49,9 @@ def stop(run: str, as_json: bool, wait: bool) -> int:
         time.sleep(LOOK_EVERY_S)
     if not as_json:
         console.table(("run", record.run_id), common.summary(record))
-    _tell(console, record)
+    common.tell_as_json(console, record)
     console.next(*common.next_lines(record, resume=True))
     return _code(record)
-
-
-def _tell(console: Console, record: Record) -> None:
-    if console.as_json:
-        console.result(common.result_of(record))
 
 
 def _require_moving(record: Record, waited_s: float) -> None:

@@ -63,3 +63,12 @@ def test_importing_paths_needs_only_the_standard_library():
 def test_the_state_folder_is_the_users_alone(xdg):
     paths.owner()
     assert Path(paths.state_dir()).stat().st_mode & 0o077 == 0
+
+
+def test_a_path_is_shown_from_here_and_whole_where_there_is_no_here(tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert (paths.near(here / "a" / "b"), paths.near(tmp_path / "c")) == (str(Path("a", "b")), str(tmp_path / "c"))
+    here.rmdir()
+    assert paths.near(here / "a") == str(here / "a")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -71,17 +70,12 @@ def table(commits: Sequence[Commit], metric: str) -> tuple[Sequence[str], Sequen
     columns = ("checkpoint", "step", "attempt", "size", "files", "committed", *((metric,) if measured else ()))
     rows = [
         (
-            each.checkpoint_id, each.step, each.attempt, amount(each.bytes), each.files, when(each.at),
+            each.checkpoint_id, each.step, each.attempt, amount(each.bytes), each.files, common.when(each.at),
             *((_number(each.meta.get(metric)),) if measured else ()),
         )
         for each in commits
     ]  # fmt: skip
     return columns, rows
-
-
-def when(at: float) -> str:
-    """UNIX seconds as a date and a time of day here."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def _number(value: object) -> str:

@@ -10,7 +10,6 @@ import click
 
 from mgpu.cli import common
 from mgpu.cli.checkpoints import source
-from mgpu.cli.checkpoints.ls import when
 from mgpu.cli.checkpoints.source import Source
 from mgpu.console import Console
 from mgpu.errors import InputError
@@ -91,7 +90,7 @@ def _show(console: Console, found: Source, commits: list[Commit], plan: PrunePla
                 each.checkpoint_id,
                 each.step,
                 amount(each.bytes),
-                when(each.at),
+                common.when(each.at),
                 f"stays: {plan.keep[each.checkpoint_id]}" if each.checkpoint_id in plan.keep else "goes",
             )
             for each in commits
