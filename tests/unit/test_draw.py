@@ -329,27 +329,27 @@ def slow(tests) -> Path:
     return tests
 
 
-def test_of_slow_tests_each_folder_runs_a_quarter_and_eight_draws_all(slow):
+def test_of_slow_tests_an_eighth_is_run_and_eight_draws_run_all(slow):
     met = set[str]()
     for number in range(470, 478):
         printed = lines(slow, "one", "two", MGPU_DRAW=str(number))
         drawn = passed(printed, "test_slow")
+        assert 32 / 8 <= len(drawn) < 12
         for folder in ("one", "two"):
-            assert 4 <= len([name for name in drawn if name.startswith(folder)]) < 12
             assert len([name for name in passed(printed, "test_own") if name.startswith(folder)]) < 8, "by its own draw"
-        assert f"slow tests, by folder: {len(drawn)} of 32 drawn" in printed
+        assert f"slow tests: {len(drawn)} of 32 drawn" in printed
         assert len(passed(printed, "test_quick")) == 16
         met |= drawn
     assert len(met) == 32
     assert len(passed(lines(slow, "one"), "test_slow")) == 16, "who names a folder means all of it"
 
 
-def test_an_eighth_is_enough_of_what_stands_for_code_of_its_own(slow):
+def test_no_draw_leaves_out_all_that_stands_for_the_same_code(slow):
     serves = "draw.SERVES = {'one/': ('no/such/folder',)}\n"
     (slow / "conftest.py").write_text((slow / "conftest.py").read_text() + serves)
     shares = [passed(lines(slow, "one", "two", MGPU_DRAW=str(number)), "test_slow") for number in range(470, 478)]
-    of = {folder: sum(name.startswith(folder) for share in shares for name in share) for folder in ("one", "two")}
-    assert of["one"] < of["two"]
+    for folder in ("one", "two"):
+        assert all(len([name for name in share if name.startswith(folder)]) >= 16 / 8 for share in shares)
     assert len(set().union(*shares)) == 32
 
 
