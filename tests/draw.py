@@ -11,9 +11,9 @@ Every draw is that of a *number*; MGPU_DRAW=NUMBER draws it again. Of the points
 - all that are new or were changed, which includes every point whose name a list of known ones lacks.
 
 Slow tests are points, too, although each says something different: an eighth of all tests takes nine tenths of the
-time. `slow.txt` names them. Each folder has a draw of its own. A change of a test's file draws it, and a change of what
-SERVES names draws all that serves it: there an eighth of the others is enough. Of whole stories a fourth is drawn. A
-test that the list lacks is run, and `make test-all` writes the list anew.
+time. `slow.txt` names them. A change of a test's file draws it, and a change of what SERVES names draws all that serves
+it. Else an eighth of each folder is drawn, and an eighth of all whole stories, which stand for no folder of the code
+alone. A test that the list lacks is run, and one of ALWAYS; `make test-all` writes the list anew.
 
 The number is the commit's place in the history, counted along first parents: it goes up by one from commit to commit,
 which no hash does. Where the history is cut off the commit's hash is taken, without git the hash of the sources; such
@@ -44,7 +44,11 @@ SLOW_S, QUICK_S = 1.5, 0.8  # a test gets onto the list at the first, and off it
 # Whose slow tests stand for which code, by the folder, or the beginning of the file's name. The longest holds.
 SERVES = {
     "tests/contract/": ("mgpu/providers", "train/mgpu_train/store"),
+    "tests/e2e/test_aws.py": ("mgpu/providers/aws", "mgpu/iac/aws"),
+    "tests/e2e/test_demo_aws.py": ("demo_aws.py",),
+    "tests/e2e/test_image": ("mgpu/image", "images"),
     "tests/emulated/": ("mgpu/providers/aws", "mgpu/iac/aws", "tests/fakes/aws"),
+    "tests/failure/test_operator_gone.py": ("mgpu/providers/lease.sh",),
     "tests/infra/": ("mgpu/iac", "infra"),
     "tests/remote/": ("mgpu/remote",),
     "tests/unit/": ("mgpu/image", "mgpu/cli/image.py"),
@@ -52,6 +56,7 @@ SERVES = {
     "tests/train/": ("train/mgpu_train",),
     "tests/train/test_agent": ("train/mgpu_train/agent",),
 }
+ALWAYS = ("tests/e2e/test_demo.py",)  # slow as it is: the README's first command
 TOLD = "drawn"  # the property of a report that says how many of how many
 
 
@@ -202,23 +207,23 @@ class Drawing:
             first.user_properties.append((TOLD, [label, len(drawn), len(cases), 0]))
 
     def _among_slow(self, items: list[pytest.Item]) -> None:
-        """Of each folder, without the tests that draw among points of their own."""
+        """Without the tests that draw among points of their own."""
         known = slow()
         folders: dict[str, list[pytest.Item]] = {}
         for item in items:
             own = item.get_closest_marker("drawn") or "share" in getattr(item, "fixturenames", ())
-            if item.nodeid in known and not own and not self._absent(item):
-                folders.setdefault(item.nodeid.partition("::")[0].rpartition("/")[0], []).append(item)
-        for folder, tests in folders.items():
-            share = ROUND if serves(f"{folder}/") else SHARE
+            if item.nodeid in known and not own and not item.nodeid.startswith(ALWAYS) and not self._absent(item):
+                folder = item.nodeid.partition("::")[0].rpartition("/")[0]
+                folders.setdefault(folder if serves(f"{folder}/") else "", []).append(item)
+        for tests in folders.values():
             names, number = [test.nodeid for test in tests], self.draw.number
-            taken = chosen(names, number, share) if number is not None else None
+            taken = chosen(names, number, ROUND) if number is not None else None
             drawn = [
                 test for test in tests if taken is None or test.nodeid in taken or is_touched(self.draw, test.nodeid)
             ]
             gone = set(tests) - set(drawn)
             self.left_out += [test for test in tests if test in gone]
-            drawn[0].user_properties.append((TOLD, ["slow tests, by folder", len(drawn), len(tests), 0]))
+            drawn[0].user_properties.append((TOLD, ["slow tests", len(drawn), len(tests), 0]))
 
     @pytest.hookimpl(optionalhook=True)  # also where xdist is switched off
     def pytest_configure_node(self, node: Any) -> None:

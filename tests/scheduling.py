@@ -23,6 +23,8 @@ WHOLE_RUNS = (
     "tests/newcomers/",
 )
 WHOLE_RUNS_AT_ONCE = 2
+# Folders whose files share a worker, for they share what takes long to start: a Docker engine, and images in it.
+TOGETHER = ("tests/remote/container/",)
 
 # Seconds that a slow test takes, until a run on this machine has measured it. The first prefix that fits holds.
 QUICK = 0.2
@@ -43,6 +45,9 @@ class LongestFirst(LoadFileScheduling):
     def __init__(self, config: pytest.Config, log: Any, seconds: Mapping[str, float]) -> None:
         super().__init__(config, log)
         self._seconds, self._slow = seconds, draw.slow()
+
+    def _split_scope(self, nodeid: str) -> str:
+        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), super()._split_scope(nodeid))
 
     def _reschedule(self, node: Any) -> None:
         # A worker begins its last test only when it knows what comes next. Told earlier than that, files would wait

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _PAUSE_S, _LONGEST_S = 0.02, 0.5
-_SHARE = 4  # pauses are so many times as long as a look: some read all of /proc, and what is waited for needs the CPU
+_SHARE = 16  # pauses are so many times as long as a look: some read all of /proc, and what is waited for needs the CPU
 
 
 def until(what: Callable[[], T], seconds: float = 60, why: Callable[[], object] | str = "") -> T:

@@ -1,5 +1,6 @@
 """Programs as people bring them, run as their users would: what ends well ends well, what fails is told by its cause,
-and what they were to leave comes home. One fleet of two nodes; nothing of mgpu in the programs or beside them.
+and what they were to leave comes home. Nothing of mgpu is in the programs or beside them. They share a fleet of one
+node; those in which the nodes could differ have one of two.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HERE = Path(__file__).parent
 MGPU = str(Path(sys.executable).with_name("mgpu"))
 RUN_FILE = """name: new
 provider: local
-nodes: 2
+nodes: {nodes}
 max_price_usd_per_hour: 1
 max_hours: 0.5
 teardown: keep
@@ -45,23 +46,24 @@ class Case:
     says: tuple[str, ...] = ()  # on the screen
     logs: tuple[str, ...] = ()  # of node 0
     home: tuple[str, ...] = ()  # below mgpu-runs/<run>/outputs
-    env: dict[str, str] = field(default_factory=dict)
+    nodes: int = 1
 
 
 def both(*paths: str) -> tuple[str, ...]:
-    """From both nodes."""
+    """From both nodes of a fleet of two."""
     return (*paths, *(f"node-1/{path}" for path in paths))
 
 
 CASES = [
     Case("hello", says=(NOTHING_SAVED,), logs=("hello",)),
-    Case("save_beside", more=NONE + 'outputs: ["*.pt"]\n', home=both("model.pt"), logs=("epoch 2: loss 0.333",)),
-    Case("rank0_prints", logs=("step 5",)),
+    Case("save_beside", nodes=2, more=NONE + 'outputs: ["*.pt"]\n', logs=("epoch 2: loss 0.333",),
+         home=both("model.pt")),
+    Case("rank0_prints", nodes=2, logs=("step 5",)),
     Case("arguments", args=("--epochs", "2", "a b", "$HOME"), logs=("'epochs': 2", "'files': ['a b', '$HOME']")),
     Case("progress_bar", logs=("100/100",)),
     Case("exits_3", code=6, says=("exit code 3", "The cause is the program"), logs=("no data here",)),
     Case("exits_with_words", code=6, says=("The cause is the program",), logs=("the configuration names no dataset",)),
-    Case("segfault", code=6, says=("SIGSEGV", "The cause is the program")),
+    Case("segfault", nodes=2, code=6, says=("SIGSEGV", "The cause is the program")),
     Case("raises", code=6, says=("ValueError: shapes (3, 4) and (5,) do not fit",)),
     Case("killed", code=6, says=("SIGKILL", "The cause is the program")),
     Case("interrupts_itself", code=6, says=("The cause is the program",)),
@@ -69,7 +71,7 @@ CASES = [
     Case("leaves_a_child", logs=("done",)),
     Case("daemon_thread", logs=("done",)),
     Case("fills_the_disk", code=6, says=("No space left on device",)),
-    Case("results_then_fails", more=NONE + "outputs: runs/\n", code=6, says=("an illegal memory access",),
+    Case("results_then_fails", nodes=2, more=NONE + "outputs: runs/\n", code=6, says=("an illegal memory access",),
          home=both("runs/first/metrics.csv")),
     Case("notebook", code=6, says=("name 'get_ipython' is not defined",)),
     Case("many_lines", logs=("line 0:", "line 19999: loss 0.19999")),
@@ -81,19 +83,20 @@ CASES = [
     Case("reads_beside", logs=("config: a: 1", "beside: True")),
     Case("imports_beside", logs=("model tiny",)),
     Case("temporary_files", logs=("home True",)),
-    Case("by_rank", more=NONE + "outputs: [out]\n", home=("out/rank-0-of-2.txt", "node-1/out/rank-1-of-2.txt")),
-    Case("checkpoints", more="checkpoint: {}\n", says=("checkpoint of step 5 committed",)),
+    Case("by_rank", nodes=2, more=NONE + "outputs: [out]\n",
+         home=("out/rank-0-of-2.txt", "node-1/out/rank-1-of-2.txt")),
+    Case("checkpoints", nodes=2, more="checkpoint: {}\n", says=("checkpoint of step 5 committed",)),
     Case("forgets_its_checkpoint", more="checkpoint: {}\n", code=6, says=("left no folder `step-<n>`", "`outputs:`")),
     Case("save_beside", more="", code=6, says=(NOT_NAMED, "`checkpoint: none`")),
     Case("missing_module", code=6, says=("No module named 'a_package_that_nobody_has'",)),
     Case("syntax_error", code=6, says=("SyntaxError",)),
     Case("uses_the_environment", more=NONE + "env: {MODE: fast}\n", logs=("mode fast shell True",)),
     Case("long_line", logs=("end",)),
-    Case("changes_folder", more=NONE + "outputs: [out]\n", home=both("out/result.txt")),
+    Case("changes_folder", more=NONE + "outputs: [out]\n", home=("out/result.txt",)),
     Case("deep_output", more=NONE + 'outputs: [lightning_logs, "wandb/**/x"]\n',
-         home=both("lightning_logs/version_0/metrics.csv", "lightning_logs/version_0/checkpoints/last.ckpt",
-                   "wandb/run/x")),
-    Case("odd_names", more=NONE + "outputs: [out/]\n", home=both("out/two words (1).txt", "out/数据.txt")),
+         home=("lightning_logs/version_0/metrics.csv", "lightning_logs/version_0/checkpoints/last.ckpt",
+               "wandb/run/x")),
+    Case("odd_names", more=NONE + "outputs: [out/]\n", home=("out/two words (1).txt", "out/数据.txt")),
     Case("recursion", code=6, says=("RecursionError",)),
     Case("exits_in_a_thread", logs=("in a thread", "the program goes on")),
     Case("warns", logs=("deprecated", "done")),
@@ -102,11 +105,11 @@ CASES = [
 
 @dataclass
 class Home:
-    """A user's folders, and a fleet that stands."""
+    """A user's folders, and fleets that stand."""
 
     root: Path
     env: dict[str, str]
-    stack: str = ""
+    stacks: dict[int, str] = field(default_factory=dict)  # by the number of nodes
 
     def mgpu(self, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
         return command.mgpu(*args, folder=folder, env=self.env, timeout=200)
@@ -119,8 +122,17 @@ class Home:
         (folder / "helpers" / "model.py").write_text("NAME = 'tiny'\n")
         (folder / "config.yaml").write_text("a: 1\n")
         command = json.dumps([f"{case.name}.py", *case.args])
-        (folder / "mgpu.yaml").write_text(f"{RUN_FILE}command: {command}\n{case.more}")
+        (folder / "mgpu.yaml").write_text(f"{RUN_FILE.format(nodes=case.nodes)}command: {command}\n{case.more}")
         return folder
+
+    def stack(self, nodes: int) -> str:
+        """The fleet of so many nodes, which its first run has made."""
+        if nodes not in self.stacks:
+            first = self.project(Case("hello", more=f"{NONE}# of {nodes}\n", nodes=nodes))
+            done = self.mgpu(first, "launch", "--yes", "--json")
+            assert done.returncode == 0, done.stderr
+            self.stacks[nodes] = json.loads(done.stdout)["run_id"]
+        return self.stacks[nodes]
 
     def records(self) -> dict[str, Any]:
         return {
@@ -135,19 +147,18 @@ def home(tmp_path_factory, require):
     root = tmp_path_factory.mktemp("newcomer")
     ours = {f"XDG_{kind}_HOME": str(root / "xdg" / kind.lower()) for kind in ("STATE", "CONFIG", "DATA")}
     made = Home(root, {name: value for name, value in os.environ.items() if not name.startswith("PULUMI_")} | ours)
-    done = made.mgpu(made.project(Case("hello", NONE + "# the fleet\n")), "launch", "--yes", "--json")
-    assert done.returncode == 0, done.stderr
-    made.stack = json.loads(done.stdout)["run_id"]
     yield made
-    gone = made.mgpu(root, "down", made.stack)
-    assert gone.returncode == 0, gone.stderr
+    for stack in made.stacks.values():
+        gone = made.mgpu(root, "down", stack)
+        assert gone.returncode == 0, gone.stderr
 
 
 @pytest.mark.drawn("programs as people bring them", "tests/newcomers", "train/mgpu_train/agent/outputs.py")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_program_ends_as_it_should_and_the_truth_is_told(home, case):
+    stack = home.stack(case.nodes)
     folder, before = home.project(case), set(home.records())
-    done = home.mgpu(folder, "run", "--stack", home.stack, "--yes")
+    done = home.mgpu(folder, "run", "--stack", stack, "--yes")
     screen = done.stdout + done.stderr
     assert done.returncode == case.code, screen
     (run_id,) = set(home.records()) - before
@@ -188,7 +199,7 @@ REFUSED = [
 def test_what_cannot_start_is_refused_before_anything_is_rented(tmp_path, xdg, command, words):
     for name in ("hello.py", "wrapper.sh"):
         shutil.copy(HERE / "programs" / name, tmp_path)
-    (tmp_path / "mgpu.yaml").write_text(f"{RUN_FILE}command: {json.dumps(command)}\n")
+    (tmp_path / "mgpu.yaml").write_text(f"{RUN_FILE.format(nodes=1)}command: {json.dumps(command)}\n")
     for verb in (["plan"], ["launch", "--yes"]):
         done = subprocess.run([MGPU, *verb], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, words in done.stderr) == (2, True), done.stderr

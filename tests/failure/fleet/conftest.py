@@ -55,7 +55,7 @@ PROGRAM = Path(__file__).with_name("program.py")
 TIMES = Timeouts(
     provision_s=60, destroy_s=30, describe_every_s=0.2, connect_s=20, ssh_banner_s=5, keepalive_s=0.5, command_s=20,
     sync_s=30, prepare_s=30, resume_s=30, first_step_s=60, stall_s=30, collective_s=30, stop_grace_s=5, kill_s=5,
-    drain_s=15, peers_s=5, lease_s=60, lease_renew_s=1, poll_s=0.1, silence_s=30,
+    drain_s=15, peers_s=5, lease_s=60, lease_renew_s=1, poll_s=0.25, silence_s=30,
 )  # fmt: skip
 HOST = (b"mgpu.providers.local.keeper", b"lease.sh")  # what of a node's processes is its host, and not the machine
 UNSEEN_S = 1.2  # the supervisor's newest look at a machine that is gone may be so old

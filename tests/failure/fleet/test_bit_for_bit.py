@@ -72,7 +72,6 @@ def flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
     return [(name, value)]
 
 
-@pytest.mark.drawn("strategies of training")
 @pytest.mark.parametrize(("strategy", "node"), [("ddp", 1), ("fsdp", 0)])
 def test_interrupted_between_two_checkpoints_equals_uninterrupted(new_line, tmp_path, strategy, node):
     import torch
