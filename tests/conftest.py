@@ -130,7 +130,17 @@ def left_out(request: pytest.FixtureRequest) -> Callable[[str], set[Any]]:
     return lambda parameter: {case.callspec.params[parameter] for case in cases if parameter in case.callspec.params}
 
 
+@pytest.fixture(scope="module")
+def wanted_stories(request: pytest.FixtureRequest) -> list[str]:
+    """The stories of the module that tests of this session judge."""
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    return list(dict.fromkeys(name for item in items for mark in item.iter_markers("story") for name in mark.args))
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "story(name): judges what is told beside others' stories; counts as slow"
+    )
     config.addinivalue_line("markers", "drawn(label, *sources): `make test` draws among the cases; see tests/draw.py")
     config.stash[DRAWING] = drawing = draw.of_session(config, _absent)
     config.pluginmanager.register(drawing)

@@ -208,11 +208,12 @@ class Drawing:
 
     def _among_slow(self, items: list[pytest.Item]) -> None:
         """Without the tests that draw among points of their own."""
-        known = slow()
+        known = slow_tests()
         folders: dict[str, list[pytest.Item]] = {}
         for item in items:
             own = item.get_closest_marker("drawn") or "share" in getattr(item, "fixturenames", ())
-            if item.nodeid in known and not own and not item.nodeid.startswith(ALWAYS) and not self._absent(item):
+            slow = item.nodeid in known or item.get_closest_marker("story")
+            if slow and not own and not item.nodeid.startswith(ALWAYS) and not self._absent(item):
                 folder = item.nodeid.partition("::")[0].rpartition("/")[0]
                 folders.setdefault(folder if serves(f"{folder}/") else "", []).append(item)
         for tests in folders.values():
@@ -260,7 +261,7 @@ class Drawing:
         return itertools.chain.from_iterable(tests.values())
 
 
-def slow() -> set[str]:
+def slow_tests() -> set[str]:
     """The names of the slow tests."""
     return set(SLOW.read_text().splitlines()) if SLOW.exists() else set()
 
@@ -278,7 +279,7 @@ def serves(test: str) -> tuple[str, ...]:
 def list_slow(seconds: Mapping[str, float]) -> str:
     """Writes the names of slow tests anew, by what each took now; what to say of it. A test that was not run is gone
     from the list, so only a run of all tests may call this."""
-    old = slow()
+    old = slow_tests()
     new = {test for test, took in seconds.items() if took >= (QUICK_S if test in old else SLOW_S)}
     if new == old:
         return ""

@@ -44,7 +44,7 @@ class LongestFirst(LoadFileScheduling):
 
     def __init__(self, config: pytest.Config, log: Any, seconds: Mapping[str, float]) -> None:
         super().__init__(config, log)
-        self._seconds, self._slow = seconds, draw.slow()
+        self._seconds, self._slow = seconds, draw.slow_tests()
 
     def _split_scope(self, nodeid: str) -> str:
         return next((folder for folder in TOGETHER if nodeid.startswith(folder)), super()._split_scope(nodeid))

@@ -104,6 +104,13 @@ def login(user: Operator, address: str, host_key: str) -> str:
 # --- the operator is gone for ever (F49, F51); all stories at once ---------------------------------------------------
 
 
+RUN_FILES: dict[str, dict[str, Any]] = {
+    "never-ends": {"command": ["count.py", "100000", "0.1"], "max_hours": CAP_S / 3600},
+    "hangs": {"command": ["hang.py"], "checkpoint": "none"},
+    "frozen": {"command": ["count.py", "100000", "0.1"]},
+}
+
+
 class Stories:
     """Each story has a user with an AWS of their own; it is told in a thread, up to the operator's death."""
 
@@ -130,15 +137,15 @@ class Stories:
 
 
 @pytest.fixture(scope="module")
-def stories(ready: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
+def stories(ready: None, wanted_stories: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stories]:
     with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
         stories = Stories(tmp_path_factory.mktemp("gone"), stack, pool)
-        stories.begin("never-ends", command=["count.py", "100000", "0.1"], max_hours=CAP_S / 3600)
-        stories.begin("hangs", command=["hang.py"], checkpoint="none")
-        stories.begin("frozen", command=["count.py", "100000", "0.1"])
+        for name in wanted_stories:
+            stories.begin(name, **RUN_FILES[name])
         yield stories
 
 
+@pytest.mark.story("hangs")
 def test_machines_whose_program_hangs_end_with_their_lease_and_whoever_comes_back_finds_nothing(stories: Stories):
     user = stories.told("hangs")
     until(lambda: not user.aws.alive(), STALL_S + LEASE_S + I1_S, "a machine lives for ever")
@@ -148,6 +155,7 @@ def test_machines_whose_program_hangs_end_with_their_lease_and_whoever_comes_bac
     assert left_behind(user.aws) == NOTHING
 
 
+@pytest.mark.story("frozen")
 def test_at_the_hard_cap_ec2_ends_machines_whose_kernels_hang(stories: Stories):
     """F51: nothing in them runs any more, their own clocks neither."""
     user = stories.told("frozen")
@@ -161,6 +169,7 @@ def test_at_the_hard_cap_ec2_ends_machines_whose_kernels_hang(stories: Stories):
     assert (user.aws.failed_schedules(), left_behind(user.aws)["schedules"]) == ([], [])
 
 
+@pytest.mark.story("never-ends")
 def test_nothing_that_makes_progress_passes_the_hard_cap_by_the_machines_own_clock(stories: Stories):
     user = stories.told("never-ends")
     scheduler = user.aws.client("scheduler")

@@ -395,7 +395,7 @@ def test_the_list_keeps_what_is_neither_slow_nor_quick(monkeypatch, tmp_path):
     monkeypatch.setattr(draw, "SLOW", tmp_path / "slow.txt")
     between = (draw.SLOW_S + draw.QUICK_S) / 2
     assert "to be committed" in draw.list_slow({"a": draw.SLOW_S, "b": between, "c": 60.0})
-    assert draw.slow() == {"a", "c"}
+    assert draw.slow_tests() == {"a", "c"}
     assert draw.list_slow({"a": between, "b": between, "c": 60.0}) == "", "a machine that is a little faster or slower"
     assert draw.list_slow({"a": draw.QUICK_S / 2, "b": between})
-    assert draw.slow() == set()
+    assert draw.slow_tests() == set()
