@@ -23,8 +23,14 @@ WHOLE_RUNS = (
     "tests/newcomers/",
 )
 WHOLE_RUNS_AT_ONCE = 2
-# Folders whose files share a worker, for they share what takes long to start: a Docker engine, and images in it.
-TOGETHER = ("tests/remote/container/",)
+# Files that share a worker, for they share what takes long to start.
+TOGETHER = {
+    "a Docker engine": ("tests/remote/container/", "tests/emulated/test_trainer_image.py", "tests/infra/test_image.py"),
+    "torch": (
+        *("tests/train/test_saving.py", "tests/train/test_export.py", "tests/train/test_shards.py"),
+        "tests/train/test_trainer",
+    ),
+}
 
 # Seconds that a slow test takes, until a run on this machine has measured it. The first prefix that fits holds.
 QUICK = 0.2
@@ -40,14 +46,16 @@ GUESSES = {
 
 
 class LongestFirst(LoadFileScheduling):
-    """Tests of one file share a worker. The longest file comes first, so that none is begun when all else is done."""
+    """Tests of one file share a worker, and those of TOGETHER do. The longest comes first, so that none is begun when
+    all else is done."""
 
     def __init__(self, config: pytest.Config, log: Any, seconds: Mapping[str, float]) -> None:
         super().__init__(config, log)
         self._seconds, self._slow = seconds, draw.slow_tests()
 
     def _split_scope(self, nodeid: str) -> str:
-        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), super()._split_scope(nodeid))
+        shared = (what for what, files in TOGETHER.items() if nodeid.startswith(files))
+        return next(shared, super()._split_scope(nodeid))
 
     def _reschedule(self, node: Any) -> None:
         # A worker begins its last test only when it knows what comes next. Told earlier than that, files would wait

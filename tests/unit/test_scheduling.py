@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import draw
 import pytest
-from scheduling import WHOLE_RUNS, WHOLE_RUNS_AT_ONCE, LongestFirst
+from scheduling import TOGETHER, WHOLE_RUNS, WHOLE_RUNS_AT_ONCE, LongestFirst
 
 RUNS = {f"{folder}test_{n}.py": [40.0, 2.0, 30.0] for n, folder in enumerate(WHOLE_RUNS)}
 WAITING = {f"tests/unit/test_{n}.py": [0.5] * n + [5.0] for n in range(30)}
@@ -41,6 +41,7 @@ class Run:
 
     order: list[str] = field(default_factory=list)
     beside: list[list[str]] = field(default_factory=list)
+    by: dict[str, int] = field(default_factory=dict)  # test -> number of the worker
     ended_at: float = 0.0
 
 
@@ -64,6 +65,7 @@ def play(
                 worker.running = tests[worker.told[0]]
                 worker.free_at = run.ended_at + took[worker.running]
                 run.order.append(worker.running)
+                run.by[worker.running] = crew.index(worker)
                 run.beside.append([each.running for each in crew if each.running])
         busy = [worker for worker in crew if worker.running]
         if not busy:
@@ -126,11 +128,20 @@ def test_no_file_waits_behind_a_long_test_while_another_worker_is_idle(config):
     assert play(config, files, workers=2).ended_at == 101
 
 
+def test_files_that_share_what_takes_long_to_start_share_a_worker(config):
+    groups = [[file if file.endswith(".py") else f"{file}test_it.py" for file in files] for files in TOGETHER.values()]
+    run = play(config, {**WAITING, **RUNS, **{file: [30.0, 1.0] for group in groups for file in group}})
+    for group in groups:
+        assert len({run.by[f"{file}::test_{n}"] for file in group for n in (0, 1)}) == 1
+
+
 def test_a_machine_that_has_measured_nothing_goes_by_its_guesses(config, monkeypatch):
-    monkeypatch.setattr(draw, "slow", lambda: {f"{file}::test_0" for file in LONG})
+    monkeypatch.setattr(draw, "slow_tests", lambda: {f"{file}::test_0" for file in LONG})
     run = play(config, {**WAITING, **LONG}, known=False)
     assert any(test.startswith(tuple(LONG)) for test in run.order[:4])
 
 
 def test_every_kind_of_whole_run_is_a_folder_that_exists(request):
     assert [folder for folder in WHOLE_RUNS if not (request.config.rootpath / folder).is_dir()] == []
+    shared = [file for files in TOGETHER.values() for file in files]
+    assert [file for file in shared if not list(request.config.rootpath.glob(f"{file}*"))] == []
