@@ -123,24 +123,16 @@ def share(request: pytest.FixtureRequest, record_property: Callable[[str, object
 
 
 @pytest.fixture(scope="module")
-def left_out(request: pytest.FixtureRequest) -> Callable[[str], set[Any]]:
-    """`left_out("parameter")`: the values of the module's cases that were not drawn."""
-    items = request.config.stash[DRAWING].left_out
-    cases = [item for item in items if isinstance(item, pytest.Function) and item.module is request.module]
-    return lambda parameter: {case.callspec.params[parameter] for case in cases if parameter in case.callspec.params}
-
-
-@pytest.fixture(scope="module")
-def wanted_stories(request: pytest.FixtureRequest) -> list[str]:
-    """The stories of the module that tests of this session judge."""
+def wanted_stories(request: pytest.FixtureRequest) -> list[Any]:
+    """The stories of the module that this session's tests judge: named by a mark, or by the parameter `story`."""
     items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
-    return list(dict.fromkeys(name for item in items for mark in item.iter_markers("story") for name in mark.args))
+    marks = [name for item in items for mark in item.iter_markers("story") for name in mark.args]
+    calls = [item.callspec for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    return list(dict.fromkeys(marks + [call.params["story"] for call in calls if "story" in call.params]))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "story(name): judges what is told beside others' stories; counts as slow"
-    )
+    config.addinivalue_line("markers", "story(name): judges what is told beside others' stories; counts as slow")
     config.addinivalue_line("markers", "drawn(label, *sources): `make test` draws among the cases; see tests/draw.py")
     config.stash[DRAWING] = drawing = draw.of_session(config, _absent)
     config.pluginmanager.register(drawing)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,18 @@ def told(
     request: pytest.FixtureRequest,
     namespaces: None,
     require: Any,
-    left_out: Callable[[str], set[str]],
+    wanted_stories: list[str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], Any]]:
-    """`told("name")`: what the story of that name, of the module's STORIES, came to. All that are drawn begin with the
-    first test, another one when it is asked for; a story's own assertions are raised here."""
+    """`told("name")`: what the story of that name, of the module's STORIES, came to. All that are wanted begin with the
+    first test; a story's own assertions are raised here."""
     require("engine", install.find_engine() is not None, "no Pulumi engine; `make setup` installs one")
     stories: Mapping[str, Story] = request.module.STORIES
     folder = tmp_path_factory.mktemp("told")
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        begun = cache(lambda name: pool.submit(_tell, stories[name], folder / name))
-        for name in stories:
-            if name not in left_out("name"):
-                begun(name)
-        yield lambda name: begun(name).result()
-        pool.shutdown(wait=False, cancel_futures=True)  # what has not begun by now is asked for by no test
+        begun = {name: pool.submit(_tell, stories[name], folder / name) for name in wanted_stories}
+        yield lambda name: begun[name].result()
+        pool.shutdown(wait=False, cancel_futures=True)  # the tests are over, as with -x
 
 
 def _tell(story: Story, folder: Path) -> Any:

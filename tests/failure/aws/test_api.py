@@ -151,7 +151,7 @@ def nobody_may_end_them(user: Operator) -> None:
     """F15: the permission goes while the run trains. It is said, and the machines' own lease ends them."""
     quick = {"lease_s": LEASE_S, "lease_renew_s": 2, "stall_s": 10}
     user.env["MGPU_TIMEOUTS"] = json.dumps(quick)
-    user.write()
+    user.write(command=["count.py", "100", "0.1"])
     launch = user.start("launch", "--yes")
     try:
         until(user.trains, 150)
@@ -197,6 +197,6 @@ STORIES = {
 
 
 @pytest.mark.drawn("whole runs on the fake AWS", "tests/failure/aws/conftest.py")
-@pytest.mark.parametrize("name", STORIES)
-def test_nothing_is_made_twice_or_left_and_the_truth_is_told_when(told, name):
-    told(name)
+@pytest.mark.parametrize("story", STORIES)
+def test_nothing_is_made_twice_or_left_and_the_truth_is_told_when(told, story):
+    told(story)

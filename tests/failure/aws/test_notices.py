@@ -91,10 +91,10 @@ STORIES = {
 
 
 @pytest.mark.drawn("whole runs on the fake AWS", "tests/failure/aws/conftest.py")
-@pytest.mark.parametrize("name", ["120 s", "2 s", "0 s", "none"])
-def test_a_taken_machine_is_replaced_alone_and_the_run_goes_on_from_its_newest_checkpoint(told, name):
-    was = told(name)
-    rank = 0 if name in ("120 s", "none") else 1
+@pytest.mark.parametrize("story", ["120 s", "2 s", "0 s", "none"])
+def test_a_taken_machine_is_replaced_alone_and_the_run_goes_on_from_its_newest_checkpoint(told, story):
+    was = told(story)
+    rank = 0 if story in ("120 s", "none") else 1
     after = [node["id"] for node in was.run["fleet"]["nodes"]]
     assert (after[rank] != was.before[rank], after[1 - rank]) == (True, was.before[1 - rank])
     assert was.machines == 3, "one more than asked for, and that one in the place of another"
@@ -108,6 +108,7 @@ def test_a_taken_machine_is_replaced_alone_and_the_run_goes_on_from_its_newest_c
     assert steps[-1] == 45
 
 
+@pytest.mark.story("120 s")
 def test_where_there_is_time_what_was_done_since_the_last_save_is_saved_first(told):
     was = told("120 s")
     (step,) = was.saved[1]
@@ -116,6 +117,7 @@ def test_where_there_is_time_what_was_done_since_the_last_save_is_saved_first(to
     assert interruption["repaired_at"] - interruption["noticed_at"] < 100, "nobody waited for the machine to be taken"
 
 
+@pytest.mark.story("rumours")
 def test_hints_nonsense_and_a_metadata_service_that_fails_interrupt_nothing(told):
     was = told("rumours")
     assert was.run["interruptions"] == []
