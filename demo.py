@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent
 # the run file of this checkout, with the demo's own store put in
 RUN_FILE = ROOT / ".mgpu" / "demo.yaml"
 STORE = "s3://mgpu-demo/runs"
-STEPS, LEAST = 300, 100
+STEPS, LEAST = 300, 50
 KILL_AFTER = 5 / 12  # the share of the steps after whose commit a node is killed,
 KILL_LATE = 12  # and as many steps later: in the middle between two checkpoints
 

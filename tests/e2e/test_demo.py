@@ -15,7 +15,7 @@ from mgpu.paths import state_dir
 from mgpu.providers.local import bill
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 100  # of 300: the model has learnt by then what is asked of it here
+STEPS = 50  # of 300: the model has learnt by then what is asked of it here
 
 
 @pytest.mark.timeout(600)  # what is judged is how it ends; how long it takes is the benches' matter
