@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu.events import CheckpointCommitted, Emit, Event, Progress
+from mgpu.events import CheckpointCommitted, Emit, Event, MetricsSampled
 
 if TYPE_CHECKING:
     from mgpu.run.record import Record
@@ -77,7 +77,7 @@ class Accident:
         self._emit(event)
         if isinstance(event, CheckpointCommitted):
             self._committed = event.step
-        late = isinstance(event, Progress) and event.step >= self._committed + KILL_LATE
+        late = isinstance(event, MetricsSampled) and (event.step or 0) >= self._committed + KILL_LATE
         due = late and self._committed >= self._after
         if due and self.at is None:
             self._kill()
@@ -100,10 +100,10 @@ def training(record: Record) -> list[tuple[str, str]]:
         ("run", record.run_id),
         ("state", str(record.state)),
         ("steps", f"{record.step} of {record.steps}"),
-        ("validation loss, first", _loss(record.first_validation_loss)),
-        ("validation loss, final", _loss(record.validation_loss)),
-        ("  the text's unigram entropy", _loss(record.unigram_entropy)),
-        ("  the text's bigram entropy", _loss(record.bigram_entropy)),
+        ("validation loss, first", _loss(record.metrics.get("first_validation_loss"))),
+        ("validation loss, final", _loss(record.metrics.get("validation_loss"))),
+        ("  the text's unigram entropy", _loss(record.metrics.get("unigram_entropy"))),
+        ("  the text's bigram entropy", _loss(record.metrics.get("bigram_entropy"))),
     ]
 
 

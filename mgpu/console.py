@@ -100,7 +100,8 @@ class Console:
         self._layers: Layers | None = None
         self._logs: dict[int, LogLines] = {}
         self._plain_at = 0.0
-        self._plain_step = -1
+        self._plain_step: int | None = None
+        self._validation: tuple[float | None, float] | None = None  # the newest that was shown: step, loss
         self._steps_are_known = False
         self._phase = ""
         self._rich: RichConsole | None = None
@@ -301,9 +302,6 @@ class Console:
         layers = self._layers
         self._to_stderr(lambda: layers.take(event.layer, event.state, event.done_bytes, event.total_bytes))
 
-    def _validated(self, event: events.Validated) -> None:
-        self.say(f"  validation at step {event.step}: loss {event.loss:.4f}")
-
     def _committed(self, event: events.CheckpointCommitted) -> None:
         self.say(f"  checkpoint of step {event.step} committed ({event.checkpoint_id})", "green")
 
@@ -322,25 +320,34 @@ class Console:
             for line in self._logs.setdefault(event.node_rank, LogLines(event.node_rank)).feed(event.data):
                 self.say(line, whole=True)
 
-    def _progress(self, event: events.Progress) -> None:
-        # a program of the user's own says neither its steps nor a loss
-        self._steps_are_known |= event.step >= 0
-        parts = [f"step {event.step}" + (f"/{event.steps}" if event.steps else "")] if event.step >= 0 else []
-        parts += [f"loss {event.loss:.4f}"] if event.loss else []
-        parts += [f"{event.tokens_per_s:,.0f} tokens/s"] if event.tokens_per_s else []
+    def _metrics(self, event: events.MetricsSampled) -> None:
+        # a program of the user's own may say neither its steps nor a loss
+        self._steps_are_known |= event.step is not None
+        parts = [] if event.step is None else [f"step {event.step}" + (f"/{event.steps}" if event.steps else "")]
+        parts += [f"loss {event.values['loss']:.4f}"] if event.values.get("loss") else []
+        parts += [f"{event.values['tokens_per_s']:,.0f} tokens/s"] if event.values.get("tokens_per_s") else []
+        self._validated(event.values)
         if self.interactive:
             self._to_stderr(lambda: self._draw(event, "  ".join(parts)))
         elif self._plain_due(event):
             self.say("  " + ("  ".join(parts) or event.phase))
 
-    def _plain_due(self, event: events.Progress) -> bool:
+    def _validated(self, values: dict[str, float]) -> None:
+        step, loss = values.get("validation_step"), values.get("validation_loss")
+        if loss is not None and (step, loss) != self._validation:
+            self._validation = (step, loss)
+            self.say(
+                (f"  validation at step {step:.0f}" if step is not None else "  validation") + f": loss {loss:.4f}"
+            )
+
+    def _plain_due(self, event: events.MetricsSampled) -> bool:
         now = time.monotonic()
         if event.step == self._plain_step or now - self._plain_at < PLAIN_EVERY_S:
             return False
         self._plain_at, self._plain_step = now, event.step
         return True
 
-    def _draw(self, event: events.Progress, numbers: str) -> None:
+    def _draw(self, event: events.MetricsSampled, numbers: str) -> None:
         if self._bar is None:
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -359,7 +366,7 @@ class Console:
             self._bar.update(
                 self._task,
                 description=event.phase,
-                completed=max(event.step, 0),
+                completed=event.step or 0,
                 total=event.steps or None,
                 numbers=numbers,
             )
@@ -383,9 +390,8 @@ class Console:
         events.Warned: _warned,
         events.ImageStep: _image_step,
         events.LayerPushed: _layer_pushed,
-        events.Validated: _validated,
         events.CheckpointCommitted: _committed,
         events.Recovered: _recovered,
         events.LogChunk: _log,
-        events.Progress: _progress,
+        events.MetricsSampled: _metrics,
     }

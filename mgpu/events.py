@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+VERSION = 1  # of what leaves the process
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -77,26 +79,64 @@ class LayerPushed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress(Event):
-    """The training has moved: the newest numbers of node 0 (loss in nat per target, 0 = no number yet)."""
+class RunEvent(Event):
+    """The base of what a run tells others: sinks get these alone. `at` is UNIX seconds; `attempt` 0: none has begun."""
 
-    step: int
-    steps: int
-    loss: float = 0.0
-    tokens_per_s: float = 0.0
-    phase: str = "training"
+    run_id: str
+    attempt: int
+    at: float
 
-
-@dataclass(frozen=True, slots=True)
-class Validated(Event):
-    """A validation loss (nat per target) was measured at `step`."""
-
-    step: int
-    loss: float
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain data, with its type under `event` and the version of all of these under `version`."""
+        return {"version": VERSION, "event": type(self).__name__, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointCommitted(Event):
+class RunStateChanged(RunEvent):
+    """The run is in another state: `provisioning`, `running`, `repairing`, `stopping`, `teardown`, `succeeded`,
+    `failed` or `stopped`; `before` is empty for a run that begins."""
+
+    state: str
+    before: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnded(RunEvent):
+    """The launcher has ended on all nodes, or could not be started. `fault`: whose (`user`, `infrastructure`,
+    `provider`, `stopped`), null: nobody's, or not known; `lost`: ranks of nodes that are gone."""
+
+    succeeded: bool
+    reason: str
+    fault: str | None
+    step: int | None
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded(RunEvent):
+    """The run is over, and its machines are gone or kept: what `mgpu status` says of it from here on."""
+
+    state: str
+    reason: str
+    fault: str | None
+    exit_code: int
+    teardown: str
+    step: int | None
+    checkpoint_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSampled(RunEvent):
+    """Node 0 says how far it is: the newest value of each metric, by the program's own names."""
+
+    step: int | None
+    steps: int | None
+    phase: str
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCommitted(RunEvent):
     """A checkpoint is in the commit log: from here on it survives the loss of every node."""
 
     checkpoint_id: str

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mgpu.errors import AuthError, InputError
 from mgpu.image import compat
 from mgpu.plan.model import Plan, Refusal
-from mgpu.providers.base import Handle, MachineDriver, Provider
+from mgpu.providers.base import DriverFacts, Handle, MachineDriver, Provider
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,16 @@ class Machines:
         driver where offers may be taken, the best one's region first."""
         gpus = dict.fromkeys(offer.gpu for offer in plan.offers if offer.gpu)
         regions = tuple(dict.fromkeys(offer.region for offer in plan.offers))
-        boots = _asking_once(lambda: provider.machine_driver(regions))
+        facts = provider if isinstance(provider, DriverFacts) else None
+        boots = _asking_once(lambda: facts.machine_driver(regions) if facts else None)
         return cls(tuple(gpus), boots, choice=not plan.requirements.gpu)
 
     @classmethod
     def standing(cls, gpu: str | None, handle: Handle, provider: Provider | None) -> Machines:
         """Those of a fleet; of another program's machines, which no provider describes, only the GPU is known."""
         gpus = (gpu,) if gpu else ()
-        return cls(gpus, _asking_once(lambda: provider.driver_of(handle) if provider else None))
+        facts = provider if isinstance(provider, DriverFacts) else None
+        return cls(gpus, _asking_once(lambda: facts.driver_of(handle) if facts else None))
 
 
 ANY = Machines()  # nothing is known of them

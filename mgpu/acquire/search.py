@@ -87,7 +87,9 @@ class Search:
 
     def _exists(self, begun: Begun) -> bool:
         # whoever has died may have asked for it at any time since, as long as its search may have lasted
-        patience_s = min(begun.at + self.timeouts.provision_s - self.now(), 0) + self.provider.caps.listing_lag_s
+        patience_s = (
+            min(begun.at + self.timeouts.provision_s - self.now(), 0) + self.provider.capabilities.listing_lag_s
+        )
         if self._look_for(begun.intent, patience_s) is not None:
             return True
         self.journal.append("undone", token=begun.intent.token, why="nothing was made")
@@ -140,7 +142,7 @@ class Search:
         return self.hard_cap_at - self.now() if self.hard_cap_at else math.inf
 
     def _create(self, intent: Intent, asked: FleetRequest) -> Handle:
-        trouble, caps = Backoff(), self.provider.caps
+        trouble, caps = Backoff(), self.provider.capabilities
         patience_s = 0 if caps.idempotent_create else caps.listing_lag_s
         while True:
             try:
@@ -238,7 +240,7 @@ class Search:
 
     def _left_behind(self, intent: Intent) -> Handle | None:
         """What a create made whose answer was lost. No cancel and no deadline of the search cuts this short."""
-        sure_at, trouble = self.clock() + self.provider.caps.listing_lag_s, Backoff()
+        sure_at, trouble = self.clock() + self.provider.capabilities.listing_lag_s, Backoff()
         deadline, looks = sure_at + self.timeouts.destroy_s, pauses(self.timeouts.describe_every_s)
         while True:
             try:

@@ -9,7 +9,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
-from mgpu.events import LogChunk, Progress
+from mgpu.events import LogChunk, MetricsSampled
 from mgpu.run.record import Folder, Record, load, supervised, supervisor_of
 
 FOLLOW_EVERY_S = 0.5
@@ -61,7 +61,9 @@ def _follow(console: Console, run_id: str) -> Record:
         if record.state.final or not watched:
             console.done()
             return record
-        console.emit(Progress(record.step, record.steps or 0, record.loss or 0.0, record.tokens_per_s or 0.0))
+        step = record.step if record.step >= 0 else None
+        told = {"step": step, "steps": record.steps, "phase": "training", "values": record.metrics}
+        console.emit(MetricsSampled(record.run_id, record.attempt, time.time(), **told))
         time.sleep(FOLLOW_EVERY_S)
 
 

@@ -13,7 +13,7 @@ from mgpu.errors import InputError, MgpuError, ProviderError
 
 if TYPE_CHECKING:
     from mgpu.plan.model import Requirements
-    from mgpu.providers.base import Finding
+    from mgpu.providers.base import Finding, Provider
 
 _MARKS = {"ok": "ok", "warning": "warning", "failed": "FAILED"}
 
@@ -30,7 +30,6 @@ def check(provider: str | None, run_file: Path | None, profile: str | None, on_n
     Rents and changes nothing. Exit code 3 where something is missing that a run cannot do without.
     """
     from mgpu.providers import registry
-    from mgpu.run.base import own_address
 
     console = Console(as_json=as_json)
     if on_node is not None:
@@ -41,13 +40,24 @@ def check(provider: str | None, run_file: Path | None, profile: str | None, on_n
     options = dict(needed.provider_options) if needed else {}
     name = provider or (needed.provider if needed else "")
     if profile:
-        if name != "aws":
-            raise InputError(f"--profile: provider {name} has no profiles", "", "Leave it out.")
-        options["profile"] = profile
+        options = common.with_profile(name, options, profile, "Leave it out.")
         needed = needed.model_copy(update={"provider_options": options}) if needed else None
     with console.waiting(f"asking {name}"):
-        found = (*registry.get(name, options).findings(needed, own_address), _engine())
+        found = (*_findings(registry.get(name, options), needed), _engine())
     return _told(console, found)
+
+
+def _findings(provider: Provider, needed: Requirements | None) -> tuple[Finding, ...]:
+    from mgpu.providers import base
+    from mgpu.run.base import own_address
+
+    if isinstance(provider, base.Findings):
+        return provider.findings(needed, own_address)
+    try:
+        provider.check()
+    except MgpuError as error:
+        return (base.Finding.of(provider.name, error),)
+    return (base.Finding(subject=provider.name, status="ok", detail="it answers, and the credentials are good"),)
 
 
 def _on_node(console: Console, run: str) -> int:

@@ -127,11 +127,14 @@ def yes_option(command: F) -> F:
 def context(console: Console, *, detach: bool = False) -> Context:
     """What a run is given by this command: its console, its deadlines, and how to ask on a terminal."""
     from mgpu.run.stacks import Context
+    from mgpu.sinks.delivery import Delivery
 
-    ask = None
+    ask, delivery = None, Delivery(console.emit)
+    if command := click.get_current_context(silent=True):
+        command.call_on_close(delivery.close)
     if sys.stdin.isatty() and sys.stderr.isatty():
         ask = lambda first: console.answer(f"stop the run ({first}, then teardown)? `n` leaves it running", ANSWER_S)  # noqa: E731
-    return Context(console.emit, timeouts(), ask, detach)
+    return Context(delivery.emit, timeouts(), ask, detach)
 
 
 def timeouts() -> Timeouts:
@@ -175,6 +178,15 @@ def make_plan(spec: RunSpec) -> Plan:
     provider = registry.get(spec.provider, wanted.provider_options)
     on_sale = provider.offers(wanted)
     return rank.plan(wanted, on_sale.offers, on_sale.notes)
+
+
+def with_profile(provider: str, options: dict[str, str], profile: str, instead: str) -> dict[str, str]:
+    """A provider's options with another profile; `instead`: what to do where it has none. Raises InputError."""
+    from mgpu.spec.provider import entry
+
+    if "profile" not in entry(provider).options.model_fields:
+        raise InputError(f"--profile: provider {provider} has no profiles", "", instead)
+    return {**options, "profile": profile}
 
 
 def old_prices(offers: Iterable[Offer]) -> str:
@@ -326,10 +338,9 @@ def summary(record: Record) -> list[tuple[str, str]]:
     rows = [("state", str(record.state) + (f": {reason}" if reason else ""))]
     if record.step >= 0:
         rows.append(("step", f"{record.step}" + (f" of {record.steps}" if record.steps else "")))
-    if record.validation_loss is not None:
-        before = record.first_validation_loss
-        first = f" (first {before:.4f})" if before not in (None, record.validation_loss) else ""
-        rows.append(("validation loss", f"{record.validation_loss:.4f}{first}"))
+    if (loss := record.metrics.get("validation_loss")) is not None:
+        before = record.metrics.get("first_validation_loss", loss)
+        rows.append(("validation loss", f"{loss:.4f}" + (f" (first {before:.4f})" if before != loss else "")))
     if record.checkpoint_id:
         rows.append(("checkpoint", f"step {record.checkpoint_step} in {record.store}/{record.run_id}"))
     if record.saves:

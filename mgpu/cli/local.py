@@ -13,6 +13,7 @@ from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.providers.local import bill, control
 from mgpu.providers.local.nodes import Instance
+from mgpu.providers.local.options import Options
 from mgpu.run.record import Record, every, load
 
 _SECONDS = {"ignore_unknown_options": True}  # `-5` is a number here: control says what is wrong with it
@@ -106,7 +107,7 @@ def _find(node: str) -> tuple[Instance, str, Record | None]:
 
 
 def _newest() -> Record:
-    going_on = [record for record in every() if not record.state.final and record.provider == "local"]
+    going_on = [record for record in every() if not record.state.final and record.provider == Options.block]
     if not going_on:
         raise InputError("no run of provider local is in progress", "", "Name one: RUN/RANK. See `mgpu ls`.")
     return going_on[-1]

@@ -84,13 +84,15 @@ class _Wanted(NamedTuple):
 
 
 def _options(name: str, profile: str | None) -> dict[str, str]:
-    if profile and name != "aws":
-        raise InputError(f"--profile: provider {name} has no profiles", "", "Name the provider: `mgpu offers aws`.")
-    return {"profile": profile} if profile else {}
+    return common.with_profile(name, {}, profile, "Name the provider: `mgpu offers aws`.") if profile else {}
 
 
 def _refresh(console: Console, seller: Provider) -> bool:
-    """Asks one provider anew; True: not all of it answered."""
+    """Asks one provider anew, where it has to be asked; True: not all of it answered."""
+    from mgpu.providers.base import RefreshesOffers
+
+    if not isinstance(seller, RefreshesOffers):
+        return False
     with console.waiting(f"asking {seller.name} in all its regions"):
         done = seller.refresh_offers()
     console.say(f"{seller.name}: asked {count(len(done.regions), 'region')} for its prices")

@@ -24,7 +24,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.acquire import Lost
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, RemoteError
 from mgpu.events import Emit, Note, ignore
-from mgpu.providers.base import FleetState, Handle, NodeState, Provider
+from mgpu.providers.base import FleetState, Handle, NodeState, Rekeys
 from mgpu.remote import rekey
 from mgpu.remote.connection import load_key
 from mgpu.remote.node import Node
@@ -41,7 +41,7 @@ class Contact:
 
     def __init__(
         self,
-        provider: Provider,
+        provider: Rekeys,
         key_file: Path,
         timeouts: Timeouts,
         *,

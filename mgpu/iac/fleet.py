@@ -35,7 +35,7 @@ from mgpu.journal import Journal
 from mgpu.plan import rank
 from mgpu.plan.model import Plan
 from mgpu.providers import registry
-from mgpu.providers.base import Handle, NodePhase, Provider
+from mgpu.providers.base import Handle, NodePhase, Provider, Rekeys
 
 _UPDATES = ("nodes", "processesPerNode", "maxPriceUsdPerHour", "leaseMinutes", "imageLabels")
 _REPLACES = (
@@ -187,7 +187,7 @@ class FleetHandler:
     def _terms(self, call: Call, provider: Provider, wanted: FleetInputs, hard_cap_at: float) -> Terms:
         terms: Terms = {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
         terms["hard_cap_at"] = hard_cap_at
-        if provider.caps.one_use_host_keys:
+        if isinstance(provider, Rekeys):
             from mgpu.iac.contact import Contact  # SSH is slow to import, and most calls do not need it
 
             key = Path(wanted.ssh_private_key_file).expanduser()

@@ -10,6 +10,7 @@ from mgpu.iac.handler import Call, Checked, Properties
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.wire import UNKNOWN
 from mgpu.providers import registry
+from mgpu.providers.base import Rekeys
 
 
 def checked(call: Call, old: Properties, new: Properties) -> Checked:
@@ -58,7 +59,7 @@ def stand_ins(unknown: set[str]) -> Properties:
 def _beyond(wanted: FleetInputs) -> dict[str, str]:
     """What the provider as such cannot do, property -> reason."""
     try:
-        caps = registry.get(wanted.provider).caps
+        provider = registry.get(wanted.provider)
     except MgpuError as error:
         return {"provider": str(error)}
     wrong = {}
@@ -66,10 +67,10 @@ def _beyond(wanted: FleetInputs) -> dict[str, str]:
         wanted.rented_from()
     except InputError as error:
         wrong["options"] = str(error)
-    if caps.one_use_host_keys and not wanted.ssh_private_key_file:
+    if isinstance(provider, Rekeys) and not wanted.ssh_private_key_file:
         wrong["sshPrivateKeyFile"] = f"is needed: machines of {wanted.provider} get their host keys over SSH"
-    if wanted.market != "on-demand" and not caps.spot:
+    if wanted.market != "on-demand" and not provider.capabilities.spot:
         wrong["market"] = f"{wanted.provider} has no spot market"
-    if wanted.nodes > 1 and not caps.multi_node:
+    if wanted.nodes > 1 and not provider.capabilities.multi_node:
         wrong["nodes"] = f"{wanted.provider} rents out single machines only"
     return wrong

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from mgpu.acquire import Acquired
 from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers import registry
 from mgpu.providers.base import FleetRequest, FleetState, Handle, JumpHost, NodeState, Provider
-from mgpu.spec.model import Market, Word
+from mgpu.spec.block import Market, Word
 
 _ON_RECORD = 20  # offers; a search over all regions has thousands
 
@@ -27,6 +28,13 @@ class Properties(BaseModel):
     def to_wire(self) -> dict[str, Any]:
         """As plain data with the wire's names."""
         return self.model_dump(mode="json", by_alias=True)
+
+
+def _own_names(options: Any) -> Any:
+    """Pulumi's SDK turns the names that Fleet has, too, into camel case wherever they stand: here they are options'."""
+    if not isinstance(options, dict):
+        return options
+    return {re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", name): value for name, value in options.items()}
 
 
 class FleetInputs(Properties):
@@ -45,7 +53,7 @@ class FleetInputs(Properties):
     max_hours: float = Field(gt=0, description="hard cap: hours after which the machines end")
     lease_minutes: float = Field(60, gt=0, description="minutes that the fleet lives without a run")
     disk_gib: int = Field(100, ge=1, description="disk of a machine, GiB")
-    options: dict[str, str] = Field({}, description="settings of this provider")
+    options: Annotated[dict[str, str], BeforeValidator(_own_names)] = Field({}, description="settings of this provider")
     ssh_public_key: str = Field(pattern=r"^[^\r\n]+$", description="OpenSSH public key that may log in on every node")
     ssh_private_key_file: str = Field(
         default="",

@@ -135,5 +135,5 @@ def _meant(spec: ImageSpec, wanted: ImageInputs) -> tuple[Reference, str]:
 
 
 def _there(image: ImageOutputs) -> bool:
-    login = place.login(Reference.parse(image.reference).registry, image.lender())
+    login = place.login(Reference.parse(image.reference).registry, image.sold_by())
     return registry.find(image.reference, login, patience=Patience(total_s=_LOOK_S), ca_file=image.ca) is not None

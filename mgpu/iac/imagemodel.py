@@ -16,8 +16,9 @@ from mgpu.image import compat, place
 from mgpu.image.publish import Published, Site
 from mgpu.image.reference import Reference
 from mgpu.providers import registry
+from mgpu.providers.base import Provider
+from mgpu.spec.block import Word
 from mgpu.spec.image import ImageSpec, Platform
-from mgpu.spec.model import Word
 
 _SITE = {"folder", "provider", "options", "regions", "hash", "certificates"}
 
@@ -45,7 +46,7 @@ class _Image(Properties):
         """The file of certificates."""
         return Path(self.folder) / self.certificates if self.certificates else None
 
-    def lender(self) -> place.Lender:
+    def sold_by(self) -> Provider:
         """The provider, with the settings that its fleet has. Raises InputError."""
         return registry.get(self.provider, self.options)
 
@@ -63,7 +64,7 @@ class ImageInputs(_Image):
 
     def site(self) -> Site:
         """Where it is built, by the user and in the environment of this process. Raises AuthError, InputError."""
-        return place.site(self.spec(), Path(self.folder), self.lender(), self.regions, os.environ)
+        return place.site(self.spec(), Path(self.folder), self.sold_by(), self.regions, os.environ)
 
 
 class ImageOutputs(_Image):

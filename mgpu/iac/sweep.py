@@ -37,4 +37,4 @@ def _lag_s(call: Call, provider: Provider, fleet: str, timeouts: Timeouts) -> fl
     """Seconds until the provider lists what was asked for last, where nobody knows what came of it; whoever wrote the
     intent down may have asked at any time since, as long as a search may last."""
     asked_at = generations.unanswered_at(call.settings.state_dir, fleet)
-    return min(asked_at + timeouts.provision_s - time.time(), 0) + provider.caps.listing_lag_s
+    return min(asked_at + timeouts.provision_s - time.time(), 0) + provider.capabilities.listing_lag_s

@@ -4,40 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mgpu.image import auth
 from mgpu.image.publish import Site
 from mgpu.spec.image import ImageSpec
 
 
-class Lender(Protocol):
-    """What a provider knows of images; every `mgpu.providers.base.Provider` is one."""
+@runtime_checkable
+class ImageHost(Protocol):
+    """A provider with a place for images: one with `Capabilities.image_repository`."""
 
-    def image_repository(self, regions: Sequence[str]) -> str | None:
-        """Where images for machines in these regions go: `registry/name`; None: nowhere."""
+    def image_repository(self, regions: Sequence[str]) -> str:
+        """Where images for machines in these regions go unless the run file says: `registry/name`."""
         ...
 
     def registry_client(self, region: str) -> Any:
-        """A client of ECR in a region; None: this environment's own credentials are all that there is."""
+        """A boto3 client of ECR in a region, with the credentials of this provider's settings."""
         ...
 
 
-def site(image: ImageSpec, folder: Path, provider: Lender, regions: Sequence[str], environ: Mapping[str, str]) -> Site:
+def site(image: ImageSpec, folder: Path, provider: object, regions: Sequence[str], environ: Mapping[str, str]) -> Site:
     """The site of a run's image. `folder`: the run file's; the provider is asked for a repository where none is named.
 
     Raises:
         AuthError, InputError: the provider cannot say, as there are no good credentials.
     """
-    asks = image.builds and image.repository is None
+    asked = provider if image.builds and image.repository is None else None
     return Site(
         folder,
-        provider.image_repository(regions) if asks else None,
+        asked.image_repository(regions) if isinstance(asked, ImageHost) else None,
         environ,
         login=lambda registry: login(registry, provider),
     )
 
 
-def login(registry: str, provider: Lender) -> auth.Auth:
+def login(registry: str, provider: object) -> auth.Auth:
     """Who we are for a registry: for ECR whom the provider's own settings say."""
-    return auth.of(registry, lambda region: provider.registry_client(region) or auth.ecr_client(region))
+    return auth.of(registry, provider.registry_client if isinstance(provider, ImageHost) else auth.ecr_client)

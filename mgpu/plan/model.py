@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mgpu.spec.model import Market
+from mgpu.spec.block import Market
 
 BoughtAs = Literal["spot", "on-demand"]
 

@@ -20,8 +20,6 @@ _ROUNDING = 1 + 1e-9  # three nodes at 0.1 are not above a cap of 0.3
 
 def requirements(spec: RunSpec) -> Requirements:
     """What a run needs of its machines; nothing in it depends on what is on sale."""
-    block = getattr(spec, spec.provider, None)
-    options = block.model_dump(exclude_none=True) if block else {}
     return Requirements(
         provider=spec.provider,
         nodes=spec.nodes,
@@ -34,7 +32,7 @@ def requirements(spec: RunSpec) -> Requirements:
         max_price_usd_per_hour=spec.max_price_usd_per_hour,
         max_hours=spec.max_hours,
         lease_minutes=spec.lease_minutes,
-        provider_options={key: _flat(value) for key, value in options.items() if value},
+        provider_options=spec.options.flat() if spec.options else {},
     )
 
 
@@ -66,10 +64,6 @@ def _rank(needed: Requirements, offer: Offer) -> tuple[object, ...]:
     preference = wanted.index((offer.gpu or "").casefold()) if wanted else 0
     place = (offer.region, offer.zone or "", offer.instance_type)
     return offer.market != "spot", preference, offer.price_usd_per_hour, *place
-
-
-def _flat(value: object) -> str:
-    return ",".join(str(item) for item in value) if isinstance(value, tuple) else str(value)
 
 
 def _dollars(amount: float) -> str:

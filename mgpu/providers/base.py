@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from textwrap import shorten
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import Field
 
 from mgpu.errors import MgpuError
 from mgpu.plan.model import Offer, Requirements, Value
+from mgpu.spec.provider import Capabilities
 
 _WHY_CHARACTERS = 200  # of an error, in a table
-
-
-class Capabilities(Value):
-    """What a provider can do; callers ask here and never `if provider == ...`."""
-
-    spot: bool
-    multi_node: bool
-    access: frozenset[Literal["ssh", "ssh_mapped", "kube_exec", "pull"]]
-    runtime: Literal["vm", "container", "process"]
-    labels: Literal["tags", "name", "none"]
-    idempotent_create: bool
-    server_side_kill: bool
-    interruption_notice_s: float
-    listing_lag_s: float = Field(0, description="seconds after a request: `find` and `list_owned` may not show it")
-    shared_filesystem: bool = Field(False, description="nodes see the operator's file system: file:// stores work")
-    notices: Literal["file", "ec2", "none"] = Field(
-        default="none", description="where a node finds its interruption notice"
-    )
-    account_options: frozenset[str] = Field(
-        default=frozenset(), description="settings that say whose account it is and where; others change no listing"
-    )
-    one_use_host_keys: bool = Field(
-        default=False, description="a host key comes with user data: replaced at first contact"
-    )
 
 
 class Offers(Value):
@@ -170,74 +148,109 @@ class MachineDriver(Value):
     cure: str = Field(description="one sentence: how machines get another one")
 
 
-class Provider(Protocol):
-    """One provider. Every call may be made from any thread and any process; nothing is remembered between calls."""
+class Provider(ABC):
+    """One provider: eight calls, and defaults for what only some can do better. Every call may be made from any thread
+    and any process; nothing is remembered between calls.
+
+    What only some providers have are protocols of their own: `Findings`, `RefreshesOffers`, `Rekeys`, `StoreRole`,
+    `DriverFacts`, and `mgpu.image.place.ImageHost`. Callers ask for them by `isinstance`.
+    """
 
     name: str
-    caps: Capabilities
+    capabilities: Capabilities
+
+    @abstractmethod
+    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+        """`options`: the run file's block, flattened. Raises InputError: an option that means nothing."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Tests the credentials and one cheap permission. Raises what is missing."""
+
+    @abstractmethod
+    def offers(self, requirements: Requirements) -> Offers:
+        """What is on sale for these requirements; prices are not capped here, that is the plan's work."""
+
+    @abstractmethod
+    def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
+        """Asks for the whole gang and returns at once. One token makes at most one gang: a second call with the
+        same token returns the first one's handle; with other parameters it raises `Conflict`."""
+
+    @abstractmethod
+    def find(self, intent: Intent) -> Handle | None:
+        """What a `create` whose answer was lost may have made."""
+
+    @abstractmethod
+    def describe(self, handle: Handle) -> FleetState:
+        """The machines as they are now. A machine is TERMINATED only when the provider says so."""
+
+    @abstractmethod
+    def repair(
+        self, handle: Handle, missing: tuple[int, ...], request: FleetRequest, offer: Offer, token: str
+    ) -> Handle:
+        """Replaces the machines of these ranks by new ones of `request.generation`; the lost ones are confirmed
+        stopping first. The other machines are not touched. Idempotent by token."""
+
+    @abstractmethod
+    def list_owned(self, owner: str) -> tuple[Handle, ...]:
+        """Everything that costs money and carries this owner: all regions, all pages."""
+
+    @abstractmethod
+    def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
+        """Ends these machines (default: all). True: gone (absent counts); False: call again. Absent never raises."""
 
     def configured(self) -> bool:
         """Whether this user has set the provider up at all; looks at files and variables, asks nobody."""
-        ...
+        return True
 
-    def check(self) -> None:
-        """Tests the credentials and one cheap permission. Raises what is missing."""
-        ...
+    def describe_all(self, handles: Sequence[Handle]) -> tuple[FleetState, ...]:
+        """`describe` for each of many handles; better in no more calls than their machines need."""
+        return tuple(map(self.describe, handles))
+
+
+@runtime_checkable
+class Findings(Protocol):
+    """A provider that can say more than `check` about what renting needs."""
 
     def findings(self, requirements: Requirements | None, here: Callable[[], str]) -> tuple[Finding, ...]:
         """All that renting needs, looked at; for these requirements where there are any. `here` says which address
         others see this machine at, CIDR, and raises InputError where that is not known. Raises no ProviderError."""
         ...
 
-    def offers(self, requirements: Requirements) -> Offers:
-        """What is on sale for these requirements; prices are not capped here, that is the plan's work."""
-        ...
+
+@runtime_checkable
+class RefreshesOffers(Protocol):
+    """A provider whose `offers` come from what was asked for earlier."""
 
     def refresh_offers(self) -> Refreshed:
         """Asks for what is on sale now, and keeps it for `offers`; partial failures are told, not raised."""
         ...
 
-    def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
-        """Asks for the whole gang and returns at once. One token makes at most one gang: a second call with the
-        same token returns the first one's handle; with other parameters it raises `Conflict`."""
-        ...
 
-    def find(self, intent: Intent) -> Handle | None:
-        """What a `create` whose answer was lost may have made."""
-        ...
-
-    def describe(self, handle: Handle) -> FleetState:
-        """The machines as they are now. A machine is TERMINATED only when the provider says so."""
-        ...
-
-    def describe_all(self, handles: Sequence[Handle]) -> tuple[FleetState, ...]:
-        """`describe` for each of many handles, in no more calls than their machines need."""
-        ...
+@runtime_checkable
+class Rekeys(Protocol):
+    """A provider whose machines get their host key with user data, which others can read: it is replaced at first
+    contact."""
 
     def rekeyed(self, handle: Handle, node: str, host_key: str, *, used: bool) -> None:
         """Remembers a machine's new host key, for every other process to find; once before the machine shows it
-        (`used` false: both keys may be met from now on) and once when it does. Only with `caps.one_use_host_keys`."""
+        (`used` false: both keys may be met from now on) and once when it does."""
         ...
 
-    def repair(
-        self, handle: Handle, missing: tuple[int, ...], request: FleetRequest, offer: Offer, token: str
-    ) -> Handle:
-        """Replaces the machines of these ranks by new ones of `request.generation`; the lost ones are confirmed
-        stopping first. The other machines are not touched. Idempotent by token."""
-        ...
+
+@runtime_checkable
+class StoreRole(Protocol):
+    """A provider whose machines have a role that may open stores."""
 
     def opened_by_role(self, url: str) -> bool:
         """Whether the machines' own role may read and write at this address of an object store: then no credentials
         of the operator travel to them."""
         ...
 
-    def image_repository(self, regions: Sequence[str]) -> str | None:
-        """Where images for machines in these regions go unless the run file says: `registry/name`; None: nowhere."""
-        ...
 
-    def registry_client(self, region: str) -> Any:
-        """A client of ECR in a region, with the credentials of this provider's settings; None: it has none."""
-        ...
+@runtime_checkable
+class DriverFacts(Protocol):
+    """A provider that knows NVIDIA's driver of its machines beforehand."""
 
     def machine_driver(self, regions: Sequence[str]) -> MachineDriver | None:
         """The driver that a machine rented in one of these regions boots with; None: not known. A region that can rent
@@ -246,14 +259,6 @@ class Provider(Protocol):
 
     def driver_of(self, handle: Handle) -> MachineDriver | None:
         """The driver that these machines have booted with; None: not known."""
-        ...
-
-    def list_owned(self, owner: str) -> tuple[Handle, ...]:
-        """Everything that costs money and carries this owner: all regions, all pages."""
-        ...
-
-    def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
-        """Ends these machines (default: all). True: gone (absent counts); False: call again. Absent never raises."""
         ...
 
 

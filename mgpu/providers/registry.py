@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib import import_module
 
 from mgpu.errors import InputError
 from mgpu.providers.base import Provider
+from mgpu.spec.provider import entry, installed
 
-# name -> module and class; a test holds this table, the modules and the contract tests together
-_PROVIDERS = {
-    "aws": ("mgpu.providers.aws.provider", "AwsProvider"),
-    "local": ("mgpu.providers.local.provider", "LocalProvider"),
-}
+EMBEDDED = "local"  # needs no account: what is asked where nothing names a provider
 
 
 def names() -> tuple[str, ...]:
-    """All providers, in alphabetical order."""
-    return tuple(sorted(_PROVIDERS))
+    """All providers that are installed, in alphabetical order."""
+    return installed().names
 
 
 def get(name: str, options: Mapping[str, str] | None = None) -> Provider:
     """The provider of this name, with the run file's block of it (flattened) as options.
 
     Raises:
-        InputError: there is none of this name; the nearest one and all others are named.
+        InputError: there is none of this name, it cannot be imported, or an option means nothing to it.
     """
-    if name not in _PROVIDERS:
-        near = difflib.get_close_matches(name, _PROVIDERS, n=1)
+    module, _, cls = entry(name).provider.partition(":")
+    try:
+        provider = getattr(import_module(module), cls)
+    except (ImportError, AttributeError) as error:
         raise InputError(
-            f"provider: this version of mgpu has no provider {name!r}",
-            f"did you mean {near[0]!r}?" if near else "",
-            f"Known providers: {', '.join(names())}.",
-        )
-    module, cls = _PROVIDERS[name]
-    return getattr(import_module(module), cls)(options)
+            f"provider {name}: {module}:{cls} cannot be imported",
+            f"{type(error).__name__}: {error}",
+            "Install again the package that brings it.",
+        ) from error
+    return provider(options)

@@ -20,6 +20,7 @@ from mgpu.remote.nodeset import NodeSet
 from mgpu.run import agents
 from mgpu.run.interpreters import answer_of, needs_torch
 from mgpu.spec.model import RunSpec
+from mgpu.spec.provider import on_this_machine
 from mgpu.words import count
 
 _SPARE_S = 10.0  # for the node's answer to arrive, once it has given up by itself
@@ -143,7 +144,7 @@ def down(nodes: NodeSet, fleet: StackOutput, run_id: str, timeouts: Timeouts) ->
 
 def docker_cure(provider: str) -> str:
     """What to do where a node of this provider has no Docker that answers."""
-    get = "Start Docker here" if provider == "local" else "Take a machine image that has Docker, and runs it"
+    get = "Start Docker here" if on_this_machine(provider) else "Take a machine image that has Docker, and runs it"
     return f"{get}. Or leave `image:` out: the agent then runs without a container."
 
 
@@ -161,7 +162,7 @@ def _wanted(image: ImageToRun, spec: RunSpec, fleet: StackOutput, run_id: str, t
         "gpus": spec.gpus_per_node or 0,
         "torch": needs_torch(spec),
         "stop_s": timeouts.stop_grace_s,
-        "boot_s": 0.0 if fleet.provider == "local" else _BOOT_S,
+        "boot_s": 0.0 if on_this_machine(fleet.provider) else _BOOT_S,
         "seconds": timeouts.prepare_s,
     }
 

@@ -12,7 +12,7 @@ from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
-from mgpu.run.finish import final_state, remembered
+from mgpu.run.finish import ended, final_state, remembered
 from mgpu.run.reach import provider_for
 from mgpu.run.record import Record, State, busy, load, save, supervising
 from mgpu.run.stacks import Context, give_back_fleet, open_stack, refuse_used, require_ours, stack_of
@@ -57,6 +57,7 @@ def _give_back(record: Record, fleet: StackOutput | None, context: Context) -> N
     if not record.state.final:
         record.exit_code = record.verdict
         record.to(final_state(remembered(record)))
+        context.emit(ended(record))
     _save(record, context)
 
 
@@ -90,4 +91,4 @@ def _provider(project: Path, fleet: StackOutput | None) -> Provider:
     if fleet is not None:
         return registry.get(fleet.provider, fleet.options)
     run_file = project / "mgpu.yaml"
-    return provider_for(load_spec(run_file)) if run_file.exists() else registry.get("local")
+    return provider_for(load_spec(run_file)) if run_file.exists() else registry.get(registry.EMBEDDED)

@@ -5,6 +5,7 @@ A bug while nothing trains yet is undone like any other failure; the verdict is 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from mgpu.errors import (
     TeardownIncomplete,
     TrainingFailed,
 )
-from mgpu.events import Note, Warned
+from mgpu.events import Note, RunEnded, Warned
 from mgpu.iac.engine import Stack
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
@@ -122,6 +123,7 @@ def _close(session: Session, stack: Stack, teardown: str, error: MgpuError | Non
     record.exit_code = error.exit_code if error else 0
     record.reason = error.what if error else ""
     session.to(final_state(error))
+    session.emit(ended(record))
     session.journal.close()
     if isinstance(error, _Bug):
         raise error.bug
@@ -134,6 +136,22 @@ class _Bug(MgpuError):
     def __init__(self, bug: Exception) -> None:
         super().__init__(f"{type(bug).__name__}: {bug}")
         self.bug = bug
+
+
+def ended(record: Record) -> RunEnded:
+    """What is told of a run that is over."""
+    return RunEnded(
+        record.run_id,
+        record.attempt,
+        record.ended_at or time.time(),
+        state=str(record.state),
+        reason=record.reason,
+        fault=record.fault,
+        exit_code=record.exit_code or 0,
+        teardown=record.teardown,
+        step=None if record.step < 0 else record.step,
+        checkpoint_step=None if record.checkpoint_step < 0 else record.checkpoint_step,
+    )
 
 
 def final_state(error: MgpuError | None) -> State:

@@ -81,7 +81,7 @@ class _Access:
     @classmethod
     def of(cls, provider: str, options: Mapping[str, str]) -> _Access:
         """Without the settings that do not say whose account it is, and where."""
-        matter = registry.get(provider, options).caps.account_options
+        matter = registry.get(provider, options).capabilities.account_options
         return cls(provider, tuple(sorted((key, value) for key, value in options.items() if key in matter)))
 
     def fleets(self, owner: str, users: _Users) -> list[Fleet]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from mgpu_train import launchers
 from mgpu_train.agent.equip import OLDEST, PROBLEM
 from mgpu_train.timeouts import Timeouts
 
@@ -16,6 +17,7 @@ from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.targets import Result
 from mgpu.run import agents
 from mgpu.spec.model import RunSpec
+from mgpu.spec.provider import on_this_machine
 
 _BASE = ".mgpu/base"  # where `equip.py ready` makes environments, too
 _NOBODY: Mapping[str, str] = {}  # the agent of any run may start
@@ -38,7 +40,7 @@ def equip(nodes: NodeSet, spec: RunSpec, timeouts: Timeouts, emit: Emit, claim: 
 def needs_torch(spec: RunSpec) -> bool:
     """Whether the node's interpreter has to bring torch; the requirements of a program may."""
     brings = spec.code is not None and spec.code.requirements is not None
-    return spec.launcher == "torchrun" and not brings
+    return "torch" in launchers.installed().found[spec.launcher].needs and not brings
 
 
 def find(node: Node, provider: str, timeouts: Timeouts) -> str:
@@ -99,5 +101,5 @@ def _problem(node: Node, provider: str, kind: str, why: str) -> RemoteError:
 
 def _another(provider: str) -> str:
     key = f"`{provider}: {{python: /path/to/python}}`"
-    image = ", or a machine image that has one" if provider != "local" else ""
+    image = "" if on_this_machine(provider) else ", or a machine image that has one"
     return f"Name an interpreter with torch, {key}{image}."

@@ -19,7 +19,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
 from mgpu.errors import InputError, ProviderError
-from mgpu.events import Emit, Note, Warned
+from mgpu.events import Emit, Note, RunStateChanged, Warned
 from mgpu.iac.engine import Stack
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
@@ -188,6 +188,7 @@ def _opened(run_id: str, context: Context, make: Callable[[], Record]) -> Iterat
         if session is None:
             raise busy(run_id)
         context.emit(Note(f"run {run_id}; from another terminal: `mgpu status`, `mgpu logs -f`, `mgpu stop`"))
+        session.tell(RunStateChanged, state=str(session.record.state), before="")
         yield session
 
 

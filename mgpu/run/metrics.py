@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -65,7 +64,6 @@ def collect(
         _join(session.folder.root / "metrics")
     except OSError as error:  # this machine's disk
         session.emit(Warned(f"metrics could not be kept: {error.strerror}"))
-    _entropies(session)
 
 
 def _join(folder: Path) -> None:
@@ -89,21 +87,3 @@ def _end_at_line(out: BinaryIO) -> None:
         if found:
             break
     out.truncate(out.seek(end))
-
-
-def _entropies(session: Session) -> None:
-    start = session.folder.root / "metrics" / "rank-0.jsonl"
-    if start.exists():
-        session.record.unigram_entropy = _number(start, "unigram_entropy")
-        session.record.bigram_entropy = _number(start, "bigram_entropy")
-        session.save()
-
-
-def _number(metrics: Path, name: str) -> float | None:
-    """A number of the first line; None where there is none: with `command:` the file holds what the user likes."""
-    try:
-        with metrics.open("rb") as lines:
-            value = json.loads(lines.readline(1 << 20))[name]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
-    return value if isinstance(value, int | float) else None

@@ -118,12 +118,7 @@ class Record:
     store: str | None = None
     step: int = -1
     steps: int | None = None
-    loss: float | None = None
-    tokens_per_s: float | None = None
-    first_validation_loss: float | None = None
-    validation_loss: float | None = None
-    unigram_entropy: float | None = None
-    bigram_entropy: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # the newest values, by the program's own names
     checkpoint_id: str | None = None
     checkpoint_step: int = -1
     # of the newest attempt, by node 0: `stall_s`, `save_s` of the newest save; how many `failed`, were `skipped`

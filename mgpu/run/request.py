@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mgpu_train import launchers
 from mgpu_train.agent.layout import LEASE, NOTICE, RunLayout
 from mgpu_train.config import CheckpointTarget, Job, Resume, Secrets
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import paths
 from mgpu.iac.outputs import StackOutput
-from mgpu.providers.base import Provider
+from mgpu.providers.base import Provider, StoreRole
 from mgpu.run.reach import provider_of
 from mgpu.run.storekeys import StoreKeys
 from mgpu.spec import environment
@@ -54,7 +55,7 @@ class Request:
     ) -> tuple[Job, ...]:
         """One job a node, in rank order. `ports` are free on node 0: for the launchers, and for the agents."""
         spec, first, provider = self.spec, fleet.nodes[0], provider_of(fleet)
-        notices = provider.caps.notices if provider else "file"
+        notices = provider.capabilities.notices if provider else "file"
         return tuple(
             Job(
                 run_id=self.run_id,
@@ -66,7 +67,7 @@ class Request:
                 master_addr=first.private_address or first.address,
                 master_port=ports[0],
                 peer_port=ports[1] if len(fleet.nodes) > 1 else None,
-                launcher=spec.launcher,
+                launcher=launchers.installed().found[spec.launcher],
                 train=spec.train,
                 command=spec.command,
                 env=spec.env,
@@ -141,7 +142,9 @@ def store_keys(
 ) -> StoreKeys:
     """What opens the run's stores on the machines of this provider; None: machines that are not mgpu's."""
     urls = [item.source for item in spec.data] + ([checkpoint.to] if checkpoint else [])
-    return StoreKeys(urls, environ, provider.opened_by_role) if provider else StoreKeys(urls, environ)
+    if isinstance(provider, StoreRole):
+        return StoreKeys(urls, environ, provider.opened_by_role)
+    return StoreKeys(urls, environ)
 
 
 def secrets_of(

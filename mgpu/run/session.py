@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import Interrupted
-from mgpu.events import Emit, Event, Note, PhaseFinished, PhaseStarted, Progress, Warned
+from mgpu.events import Emit, Note, PhaseFinished, PhaseStarted, RunEvent, RunStateChanged, Warned
 from mgpu.journal import Journal
 from mgpu.run.lock import taken_from
 from mgpu.run.record import Folder, Record, State, save, taken_over
@@ -202,9 +202,11 @@ class Session:
     def to(self, state: State) -> None:
         """Moves the record on, on disk first. Raises `TakenOver`."""
         self.require_mine()
+        before = self.record.state
         self.record.to(state)
         self.log("state", state=str(state))
         self.save()
+        self.tell(RunStateChanged, state=str(state), before=str(before))
 
     def save(self) -> None:
         """Saves the record. A disk of this machine that is full ends no run: it is told once.
@@ -232,9 +234,6 @@ class Session:
                     Warned(f"{self.folder.root} cannot be written ({why}): the run goes on, `mgpu status` is old")
                 )
 
-    def note(self, event: Event) -> None:
-        """Keeps what a progress event says in the record, and passes the event on."""
-        if isinstance(event, Progress):
-            self.record.step, self.record.steps = event.step, event.steps or None
-            self.record.loss, self.record.tokens_per_s = event.loss or None, event.tokens_per_s or None
-        self.emit(event)
+    def tell(self, kind: Callable[..., RunEvent], **fields: Any) -> None:
+        """Emits an event of this run and attempt, which happened now."""
+        self.emit(kind(run_id=self.record.run_id, attempt=self.record.attempt, at=time.time(), **fields))

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mgpu_train.agent.status import AgentStatus, CheckpointStatus, Fault
 
-from mgpu.events import CheckpointCommitted, Note, Progress, Validated, Warned
+from mgpu.events import CheckpointCommitted, MetricsSampled, Note, Warned
 from mgpu.providers.base import Handle, Provider
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run import timeline
@@ -74,6 +75,7 @@ class Supervisor:
         self._clock, self._wall, self._sleep = clock, wall, sleep
         self._stopped_by = ""
         self._quiet = False  # and it was told
+        self._metrics: dict[str, Any] = {}  # that were told last
         self._stop_by: float | None = None
         self._stop_level = 0
         self._heard = 0  # signals that were acted on
@@ -207,22 +209,22 @@ class Supervisor:
         if status is None or status.attempt != record.attempt:
             return
         self._tell_of_silence(status)
-        steps = status.steps or 0
         phase = "stopping" if self._stop_by is not None else str(status.phase)
-        progress = Progress(status.step, steps, status.loss or 0.0, status.tokens_per_s or 0.0, phase)
-        self._session.note(progress)
+        record.step, record.steps = status.step, status.steps
+        # a later attempt's first values are not the run's
+        firsts = {name: value for name, value in record.metrics.items() if name.startswith("first_")}
+        record.metrics |= status.metrics | firsts
+        known = {"step": _known(status.step), "steps": status.steps, "phase": phase, "values": dict(record.metrics)}
+        if known != self._metrics:
+            self._metrics = known
+            self._session.tell(MetricsSampled, **known)
         timeline.moved(self._session, status)
         record.agent_seconds = {name: round(seconds, 1) for name, seconds in status.phase_seconds.items()}
-        if record.first_validation_loss is None:  # a later attempt's first one is not the run's
-            record.first_validation_loss = status.first_validation_loss
-        if status.validation_loss is not None and status.validation_loss != record.validation_loss:
-            record.validation_loss = status.validation_loss
-            self._session.emit(Validated(status.validation_step, status.validation_loss))
         done = status.checkpoint
         record.saves = _saves(done)
         if done.committed_id and done.committed_id != record.checkpoint_id:
             record.checkpoint_id, record.checkpoint_step = done.committed_id, done.committed_step
-            self._session.emit(CheckpointCommitted(done.committed_id, done.committed_step))
+            self._session.tell(CheckpointCommitted, checkpoint_id=done.committed_id, step=done.committed_step)
         if overdue := self._saving.overdue(status):
             self._outlook.once(overdue)
         if done.problem:
@@ -288,6 +290,10 @@ class Supervisor:
         grace_s = times.stop_grace_s + (times.kill_s if level == HURRY else times.drain_s + self._outputs_s)
         self._stop_by = min(self._stop_by or float("inf"), self._clock() + grace_s)
         self._outlook.stop(level)
+
+
+def _known(step: int) -> int | None:
+    return None if step < 0 else step
 
 
 def _saves(done: CheckpointStatus) -> dict[str, float]:

@@ -9,11 +9,6 @@ from pydantic import Field
 from mgpu.plan.model import Value
 from mgpu.run.record import Interruption, Record
 
-METRICS = (
-    *("loss", "tokens_per_s", "validation_loss", "first_validation_loss"),
-    *("unigram_entropy", "bigram_entropy"),
-)
-
 
 class InterruptionView(Value):
     """An end of an attempt that was not the run's end, and the way back."""
@@ -75,7 +70,10 @@ class RunView(Value):
     interruptions: list[InterruptionView]
     step: int | None
     steps: int | None = Field(description="in all")
-    metrics: dict[str, float] = Field(description="newest values by name: " + ", ".join(METRICS))
+    metrics: dict[str, float] = Field(
+        description="newest values by the program's own names; the bundled trainer's are `loss`, `tokens_per_s`, `lr`, "
+        "`grad_norm`, `samples`, `validation_loss`, `first_validation_loss`, `unigram_entropy`, `bigram_entropy`"
+    )
     store: str | None = Field(description="where its checkpoints are: a URL")
     checkpoint_id: str | None = Field(description="the newest that was committed")
     checkpoint_step: int | None
@@ -92,7 +90,6 @@ class RunView(Value):
     def of(cls, record: Record) -> RunView:
         """As it is shown."""
         plain = {name: getattr(record, name, None) for name in cls.model_fields}
-        metrics = {name: value for name in METRICS if (value := getattr(record, name)) is not None}
         known = {
             "state": str(record.state),
             "reason": record.reason or None,
@@ -101,7 +98,6 @@ class RunView(Value):
             "lease_until": record.lease_until or None,
             "interruptions": [InterruptionView.of(each) for each in record.interruptions],
             "step": _known(record.step),
-            "metrics": metrics,
             "checkpoint_step": _known(record.checkpoint_step),
         }
         return cls.model_validate(plain | known)

@@ -1,11 +1,83 @@
-"""What every block of a run file is."""
+"""What every block of a run file is, and the kinds of text in it."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from mgpu_train.config import Text
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from mgpu.errors import InputError
+from mgpu.spec.limits import form, limit, no_name, shown
+
+
+def as_list(value: Any) -> Any:
+    """One text as a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+Market = Literal["spot", "on-demand", "spot-then-on-demand"]
+Word = Annotated[
+    str,
+    form(
+        r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
+        "letters, digits, `.`, `_` and `-`, at most 128, beginning with a letter or digit",
+    ),
+]
+Words = Annotated[tuple[Word, ...], BeforeValidator(as_list, json_schema_input_type=Word | tuple[Word, ...])]
+Names = Annotated[tuple[Text, ...], BeforeValidator(as_list, json_schema_input_type=Text | tuple[Text, ...])]
+
+
+def _file(value: str) -> str:
+    if wrong := no_name(value):
+        raise ValueError(wrong)
+    return value
+
+
+File = Annotated[Text, AfterValidator(_file)]  # the name of a file or folder
 
 
 class Block(BaseModel):
     """The base of every block: frozen, and an unknown key is a mistake."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ProviderOptions(Block):
+    """The base of a provider's own block: every key has a default, and a value is text, a number, or a list of texts.
+
+    Stacks and records keep it flattened: texts by key, lists joined by commas, without what is not set.
+    """
+
+    block: ClassVar[str]  # its name in the run file, which is the provider's
+
+    def flat(self) -> dict[str, str]:
+        """The options as stacks and records keep them."""
+        given = self.model_dump(exclude_none=True)
+        texts = {key: ",".join(value) if isinstance(value, tuple) else str(value) for key, value in given.items()}
+        return {key: text for key, text in texts.items() if text}
+
+    @classmethod
+    def of(cls, flat: Mapping[str, str]) -> Self:
+        """The options of a flattened block; an empty text counts as absent.
+
+        Raises:
+            InputError: keys or values that mean nothing here, all of them.
+        """
+        lists = {key for key, field in cls.model_fields.items() if isinstance(field.default, tuple)}
+        given = {key: value.split(",") if key in lists else value for key, value in flat.items() if value}
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            wrong = [_worded(cls, each) for each in error.errors(include_url=False)]
+            raise InputError("\n".join(wrong), "", f"Mend `{cls.block}:` of the run file.") from None
+
+
+def _worded(options: type[ProviderOptions], error: Any) -> str:
+    at = ".".join(map(str, (options.block, *error["loc"][:1])))
+    if error["type"] == "extra_forbidden":
+        return f"{at}: there is no such setting; there are {', '.join(options.model_fields)}"
+    return f"{at}: {limit(error, shown(error['input']))}"

@@ -47,14 +47,13 @@ def line(words: Sequence[str]) -> str:
     return f"command: [{', '.join(quoted)}]"
 
 
-def mistake(words: Sequence[str], *, python: bool) -> str | None:
-    """What is wrong with its first word, and the line to write instead. `python`: the launcher is plain python."""
+def mistake(words: Sequence[str], launcher: str) -> str | None:
+    """What is wrong with its first word, and the line to write instead. `launcher`: what mgpu starts it by."""
     if is_shell(words):
         return "no shell is started on the nodes: name a Python program, which may start others by `subprocess`"
     given = started_by_us(words)
     if given is None:
         return None
-    ours = "python" if python else "torchrun"
     right = program(words)
     instead = f": write `{line(right)}`" if right else ": name the Python file, and then its arguments"
-    return f"`{given}` is not a file of yours; on each node mgpu starts {ours} itself{instead}"
+    return f"`{given}` is not a file of yours; on each node mgpu starts {launcher} itself{instead}"

@@ -6,9 +6,10 @@ import re
 from typing import Annotated, Literal
 
 from mgpu_train.config import EnvName, Text
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from mgpu.spec.block import Block
+from mgpu.spec.limits import form
 
 # names of images as registries take them; only the host, which ends at the first `/`, may have capitals
 _HOST = r"([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?"
@@ -19,11 +20,8 @@ _REPOSITORY = rf"^{_NAME}$"
 _REFERENCE = rf"^{_NAME}({_TAG}({_DIGEST})?|{_DIGEST})$"
 ANY_NAME = re.compile(rf"{_NAME}({_TAG})?({_DIGEST})?")  # also without a tag, which means `latest`
 
-# what a pattern asks for, in words
-FORMS = {
-    _REPOSITORY: "registry/name in lower case, without tag or digest",
-    _REFERENCE: "repository:tag or repository@sha256:..., the repository in lower case",
-}
+_Repository = form(_REPOSITORY, "registry/name in lower case, without tag or digest", max_length=255)
+_Reference = form(_REFERENCE, "repository:tag or repository@sha256:..., the repository in lower case", max_length=512)
 
 
 def no_reference(given: str) -> str:
@@ -37,10 +35,10 @@ Platform = Literal["linux/amd64", "linux/arm64"]
 class ImageSpec(Block):
     """`image:` the container image that nodes run: one that exists, or one that mgpu builds and pushes."""
 
-    reference: Annotated[str, StringConstraints(pattern=_REFERENCE, max_length=512)] | None = Field(
+    reference: Annotated[str, _Reference] | None = Field(
         None, description="an image that exists, repository:tag or repository@sha256:... (default: one is built)"
     )
-    repository: Annotated[str, StringConstraints(pattern=_REPOSITORY, max_length=255)] | None = Field(
+    repository: Annotated[str, _Repository] | None = Field(
         None, description="where what is built is pushed, registry/name (default with provider aws: the one of `base`)"
     )
     context: Text | None = Field(

@@ -178,7 +178,7 @@ def _program(spec: RunSpec, name: str, workdir: Path) -> Iterator[Mistake]:
     in_image = spec.image is not None and (
         name.startswith("/") or (spec.code is not None and spec.code.mode == "image")
     )
-    elsewhere = name.startswith("/") and spec.provider != "local"  # a machine image of the user's may have it
+    elsewhere = name.startswith("/") and not spec.on_this_machine  # a machine image of the user's may have it
     if name.startswith("-") or in_image or elsewhere or command.started_by_us((name,)) or command.is_shell((name,)):
         return
     path, reads = workdir / name, (("code", "workdir"),)
@@ -215,7 +215,7 @@ def _no_python(path: Path) -> str | None:
 
 def _data_folders(spec: RunSpec) -> Iterator[Mistake]:
     """Those that the nodes of this machine would read."""
-    for index, item in enumerate(spec.data if spec.provider == "local" else ()):
+    for index, item in enumerate(spec.data if spec.on_this_machine else ()):
         folder = Path(item.source.removeprefix("file://"))
         if item.source.startswith("file:///") and not folder.is_dir():
             yield Mistake(("data", index, "from"), f"there is no folder {folder}")

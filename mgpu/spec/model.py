@@ -6,54 +6,41 @@ Only what one key can say of itself is checked here; what several keys say toget
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from mgpu_train import launchers
 from mgpu_train.config import BestMode, DataItem, EnvName, MetricName, Text, TrainConfig, Writers
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
 
-from mgpu.spec.block import Block
-from mgpu.spec.image import FORMS as IMAGE_FORMS
+from mgpu.spec import sink as sinks
+from mgpu.spec.block import Block, Market, Names, ProviderOptions, Word, Words
 from mgpu.spec.image import ImageSpec
-
-PROVIDERS = ("local", "aws")  # each has a block of its own name
-
-_NAME = r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$"
-_WORD = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-_ACCOUNT = r"^[0-9]{12}$"
-_URL = r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\x00-\x20]*)?|file:///[^\x00-\x1f]+)$"
-
-# what a pattern asks for, in words; a refused value is not repeated, because it may be a secret in the wrong place
-FORMS = {
-    _NAME: "lower-case letters, digits and `-`, at most 40, beginning with a letter",
-    _WORD: "letters, digits, `.`, `_` and `-`, at most 128, beginning with a letter or digit",
-    _ACCOUNT: "12 digits, in quotes",
-    _URL: "s3://bucket/prefix or file:///folder",
-    get_args(MetricName)[1].pattern: "letters, digits, `.`, `_`, `-` and `/`, at most 128",
-    get_args(EnvName)[1].pattern: "the name of an environment variable: letters, digits and `_`, no digit first",
-    **IMAGE_FORMS,
-}
-
+from mgpu.spec.limits import form
+from mgpu.spec.provider import installed, on_this_machine
 
 BRANCHES = (("<block>",), ("<none>",))  # tags of the union that `checkpoint` is, as pydantic shows them in a path
-
-
-def _as_list(value: Any) -> Any:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _block_or_none(value: Any) -> str:
     return "<none>" if isinstance(value, str) else "<block>"
 
 
-Market = Literal["spot", "on-demand", "spot-then-on-demand"]
 Teardown = Literal["always", "keep"]
-Name = Annotated[str, StringConstraints(pattern=_NAME)]
-Word = Annotated[str, StringConstraints(pattern=_WORD)]
-Words = Annotated[tuple[Word, ...], BeforeValidator(_as_list, json_schema_input_type=Word | tuple[Word, ...])]
-Names = Annotated[tuple[Text, ...], BeforeValidator(_as_list, json_schema_input_type=Text | tuple[Text, ...])]
-StoreUrl = Annotated[str, StringConstraints(pattern=_URL, max_length=1024)]
+Name = Annotated[
+    str,
+    form(
+        r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$",
+        "lower-case letters, digits and `-`, at most 40, beginning with a letter",
+    ),
+]
+StoreUrl = Annotated[
+    str,
+    form(
+        r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\x00-\x20]*)?|file:///[^\x00-\x1f]+)$",
+        "s3://bucket/prefix or file:///folder",
+        max_length=1024,
+    ),
+]
 
 
 class Checkpoint(Block):
@@ -156,53 +143,13 @@ class Data(DataItem):
     )
 
 
-class LocalBlock(Block):
-    """`local:` settings of provider local."""
-
-    python: Text | None = Field(
-        None, description="Python interpreter of the nodes; has torch (default: the one that runs mgpu)"
-    )
-
-
-class AwsBlock(Block):
-    """`aws:` settings of provider aws."""
-
-    account: Annotated[str, StringConstraints(pattern=_ACCOUNT)] | None = Field(
-        None, description="the account, 12 digits in quotes; credentials of another one are refused (default: any)"
-    )
-    profile: Word | None = Field(None, description="profile of ~/.aws (default: what AWS's own tools would take)")
-    endpoint_url: Text | None = Field(
-        None, description="address of all services, for a VPC endpoint or a fake (default: AWS's own)"
-    )
-    subnet_ids: Words = Field((), description="subnets to use (default: those of the default VPC)")
-    security_group_id: Word | None = Field(None, description="security group of the nodes (default: the one of `base`)")
-    instance_profile: Word | None = Field(None, description="the nodes' role (default: the one of `base`)")
-    reaper_role: Text | None = Field(
-        None, description="ARN of the role that ends machines at their hard cap (default: the one of `base`)"
-    )
-    machine_image: Word | None = Field(
-        None, description="machine image, ami-... (default: the newest deep-learning image with PyTorch)"
-    )
-    python: Text | None = Field(
-        None, description="Python interpreter of the nodes; has torch (default: the machine image's)"
-    )
-    address: Literal["public", "private"] = Field(
-        "public", description="how the operator reaches nodes; private needs `jump_host`, or a network that leads there"
-    )
-    jump_host: Text | None = Field(None, description="user@address[:port] to go through (default: none)")
-    jump_host_key: Text | None = Field(
-        None, description="the jump host's OpenSSH public key line, pinned (default: none)"
-    )
-    network: Literal["auto", "plain"] = Field(
-        "auto", description="auto: a placement group, and EFA where the type has it; plain: neither"
-    )
-
-
-class RunSpec(Block):
-    """A run file: what to run, on which machines, at most at which price, and where its checkpoints go."""
+class Keys(Block):
+    """What every run file may say: all but the providers' own blocks."""
 
     name: Name = Field(description="short name; run and stack ids begin with it")
-    provider: Word = Field(description="who rents out the machines", json_schema_extra={"enum": list(PROVIDERS)})
+    provider: Word = Field(
+        description="who rents out the machines", json_schema_extra={"enum": list(installed().names)}
+    )
     regions: Words = Field((), description="where machines may be (default: any)")
     nodes: int = Field(1, ge=1, le=1024, description="machines")
     gpus_per_node: int | None = Field(
@@ -223,8 +170,10 @@ class RunSpec(Block):
     command: tuple[Text, ...] | None = Field(
         None, min_length=1, description="the user's program and its arguments, no shell; or `train` (default: none)"
     )
-    launcher: Literal["torchrun", "python"] = Field(
-        "torchrun", description="what starts the program on each node: torchrun, or plain python"
+    launcher: Word = Field(
+        "torchrun",
+        description="what starts the program on each node: torchrun, plain python, or one that a package brings",
+        json_schema_extra={"enum": list(launchers.installed().names)},
     )
     code: Code | None = Field(None, description="the user's folder, with `command` (default: the run file's folder)")
     image: ImageSpec | None = Field(None, description="the container image that nodes run (default: none)")
@@ -251,8 +200,6 @@ class RunSpec(Block):
     teardown: Teardown = Field(
         "always", description="always: the machines go when the run ends; keep: they stay under their lease"
     )
-    local: LocalBlock | None = Field(None, description="settings of provider local")
-    aws: AwsBlock | None = Field(None, description="settings of provider aws")
 
     @property
     def processes(self) -> int:
@@ -263,3 +210,43 @@ class RunSpec(Block):
     def world_size(self) -> int:
         """Processes of all nodes."""
         return self.nodes * self.processes
+
+    @property
+    def on_this_machine(self) -> bool | None:
+        """Whether nodes run on the operator's own machine; None: no provider of this name is installed."""
+        return on_this_machine(self.provider)
+
+    @property
+    def options(self) -> ProviderOptions | None:
+        """The provider's own block, where the run file has one."""
+        return getattr(self, self.provider, None)
+
+
+if TYPE_CHECKING:
+
+    class RunSpec(Keys):
+        """A run file: what to run, on which machines, at most at which price, and where its checkpoints go."""
+
+        sinks: Block = Block()
+
+else:  # each provider and each sink that is installed has a block of its own name
+    Sinks = create_model(
+        "Sinks",
+        __base__=Block,
+        __doc__="`sinks:` who hears a run's events besides the console.",
+        **{
+            name: (entry.options | None, Field(None, description=f"settings of sink {name}"))
+            for name, entry in sinks.installed().found.items()
+        },
+    )
+    RunSpec = create_model(
+        "RunSpec",
+        __base__=Keys,
+        __doc__="A run file: what to run, on which machines, at most at which price, and where its checkpoints go.",
+        **{
+            name: (entry.options | None, Field(None, description=f"settings of provider {name}"))
+            for name, entry in installed().found.items()
+            if name not in Keys.model_fields
+        }
+        | {"sinks": (Sinks, Field(Sinks(), description="who hears the run's events besides the console"))},
+    )

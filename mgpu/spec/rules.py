@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from mgpu_train import launchers
+
 from mgpu.spec import command
 from mgpu.spec.image import ImageSpec
-from mgpu.spec.model import PROVIDERS, Checkpoint, RunSpec
+from mgpu.spec.limits import no_name
+from mgpu.spec.model import Checkpoint, RunSpec
+from mgpu.spec.provider import installed
 
 Where = tuple[str | int, ...]
 
@@ -55,11 +58,11 @@ def _one_program(spec: RunSpec) -> Iterator[Mistake]:
 
 
 def _provider(spec: RunSpec) -> Iterator[Mistake]:
-    if spec.provider not in PROVIDERS:
-        nearest = next(iter(get_close_matches(spec.provider, PROVIDERS, 1)), None)
-        yield Mistake(("provider",), f"`{spec.provider}` is not one of {', '.join(PROVIDERS)}", (), nearest)
+    if spec.provider not in installed().found:
+        why, nearest = installed().complaint(spec.provider)
+        yield Mistake(("provider",), why, (), nearest)
         return
-    for other in PROVIDERS:
+    for other in installed().names:
         if other != spec.provider and getattr(spec, other) is not None:
             yield Mistake((other,), f"settings of another provider: `provider` is {spec.provider}", (("provider",),))
 
@@ -103,8 +106,9 @@ def _image(spec: RunSpec) -> Iterator[Mistake]:
 
 
 def _build(spec: RunSpec, image: ImageSpec) -> Iterator[Mistake]:
-    if image.repository is None and spec.provider == "local":
-        message = "is needed with provider local, which has no registry: registry/name"
+    seller = installed().found.get(spec.provider)
+    if image.repository is None and seller is not None and not seller.capabilities.image_repository:
+        message = f"is needed with provider {spec.provider}, which has no registry: registry/name"
         yield Mistake(("image", "repository"), message, (("provider",), ("image", "reference")))
     if image.context is None and "dockerfile" in image.model_fields_set:
         message = "goes with a `context` of your own"
@@ -126,8 +130,10 @@ def _training(spec: RunSpec) -> Iterator[Mistake]:
         return
     sizes: tuple[Where, ...] = (("nodes",), ("gpus_per_node",), ("processes_per_node",))
     world, batch, micro = spec.world_size, spec.train.global_batch, spec.train.micro_batch
-    if spec.launcher == "python" and world > 1:
-        yield Mistake(("launcher",), f"python starts one process, and {world} are asked for: use torchrun", sizes)
+    launcher = launchers.installed().found.get(spec.launcher)
+    if launcher is not None and launcher.one_process and world > 1:
+        message = f"{spec.launcher} starts one process, and {world} are asked for: use torchrun"
+        yield Mistake(("launcher",), message, sizes)
     if spec.train.strategy == "single" and world > 1:
         message = f"single is for one process, and {world} are asked for: use ddp or fsdp"
         yield Mistake(("train", "strategy"), message, sizes)
@@ -150,8 +156,14 @@ def _variables(spec: RunSpec) -> Iterator[Mistake]:
             )
 
 
+def _launcher(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.launcher not in launchers.installed().found:
+        why, nearest = launchers.installed().complaint(spec.launcher)
+        yield Mistake(("launcher",), why, (), nearest)
+
+
 def _command(spec: RunSpec) -> Iterator[Mistake]:
-    if spec.command and (wrong := command.mistake(spec.command, python=spec.launcher == "python")):
+    if spec.command and (wrong := command.mistake(spec.command, launcher=spec.launcher)):
         yield Mistake(("command", 0), wrong, (("launcher",),))
 
 
@@ -171,7 +183,7 @@ def _checkpoint(spec: RunSpec) -> Iterator[Mistake]:
     if not isinstance(spec.checkpoint, Checkpoint):
         return
     to = spec.checkpoint.to
-    if to is None and spec.provider in PROVIDERS and spec.provider != "local":
+    if to is None and spec.on_this_machine is False:
         message = f"is needed with provider {spec.provider}: s3://bucket/prefix, or `checkpoint: none`"
         yield Mistake(("checkpoint", "to"), message, (("provider",),))
     if to is not None:
@@ -185,7 +197,7 @@ def _checkpoint(spec: RunSpec) -> Iterator[Mistake]:
 def _url(spec: RunSpec, at: Where, url: str) -> Iterator[Mistake]:
     if ".." in url.split("/"):
         yield Mistake(at, "no `..` in an address")
-    if url.startswith("file:") and spec.provider != "local":
+    if url.startswith("file:") and spec.on_this_machine is False:
         message = f"machines of provider {spec.provider} do not see this machine's files: use s3://"
         yield Mistake(at, message, (("provider",),))
 
@@ -196,8 +208,8 @@ def _data(spec: RunSpec) -> Iterator[Mistake]:
         at, to = ("data", index, "to"), PurePosixPath(item.to)
         if ".." in to.parts or item.to.startswith("~"):
             yield Mistake(at, "no `..` or `~` in a folder on the node")
-        elif to.is_absolute() and spec.provider == "local":
-            message = "is relative with provider local: all nodes share this machine's file system"
+        elif to.is_absolute() and spec.on_this_machine:
+            message = f"is relative with provider {spec.provider}: all nodes share this machine's file system"
             yield Mistake(at, message, (("provider",),))
         elif not to.is_absolute() and spec.code is not None and spec.code.mode == "image":
             message = "is absolute with `code.mode: image`: nothing is written to the image"
@@ -223,10 +235,8 @@ def _outputs(spec: RunSpec) -> Iterator[Mistake]:
 
 def _names_of_files(spec: RunSpec) -> Iterator[Mistake]:
     for at, name in _files(spec):
-        if not name.strip() or name != name.strip() or "\n" in name:
-            yield Mistake(at, "is one name, not empty and without spaces around it")
-        elif name.startswith("-") and (at, name) != (("command", 0), "-m"):
-            yield Mistake(at, "begins with `-`: programs would read it as an option")
+        if (wrong := no_name(name)) and (at, name) != (("command", 0), "-m"):
+            yield Mistake(at, wrong)
 
 
 def _files(spec: RunSpec) -> Iterator[tuple[Where, str]]:
@@ -238,8 +248,6 @@ def _files(spec: RunSpec) -> Iterator[tuple[Where, str]]:
         yield ("code", "requirements"), spec.code.requirements
     if spec.train and spec.train.text is not None:
         yield ("train", "text"), spec.train.text
-    if spec.local and spec.local.python is not None:
-        yield ("local", "python"), spec.local.python
     for index, item in enumerate(spec.data):
         yield ("data", index, "to"), item.to
     for index, name in enumerate(spec.outputs):
@@ -257,6 +265,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _image,
     _training,
     _variables,
+    _launcher,
     _command,
     _repeats,
     _checkpoint,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -14,7 +13,8 @@ from pydantic.fields import FieldInfo
 from mgpu.spec import command
 from mgpu.spec.document import Document, Where, dotted
 from mgpu.spec.image import no_reference
-from mgpu.spec.model import BRANCHES, FORMS, RunSpec
+from mgpu.spec.limits import choice, limit, shown
+from mgpu.spec.model import BRANCHES, RunSpec
 
 NAMES: tuple[Where, ...] = (("env",), ("image", "args"))  # blocks whose keys are names of the user's
 
@@ -38,7 +38,8 @@ def word(error: dict[str, Any], document: Document) -> tuple[str, str | None]:
         case "missing":
             return f"is missing: {_description(at)}", None
         case "literal_error":
-            return _choice(at, given, _shown(given, plain), re.findall(r"'([^']*)'", error["ctx"]["expected"]))
+            message, near = choice(error, shown(given, plain))
+            return message + (", or a block of keys" if at == ("checkpoint",) else ""), near
         case "string_type":
             return _not_text(given, plain), None
         case "tuple_type":
@@ -46,45 +47,12 @@ def word(error: dict[str, Any], document: Document) -> tuple[str, str | None]:
         case "string_pattern_mismatch" if at == ("image", "reference") and (said := no_reference(given)):
             return said, None
         case _:
-            return _limit(error, _shown(given, plain)), None
-
-
-def _limit(error: dict[str, Any], given: str) -> str:
-    limits = error.get("ctx", {})
-    match error["type"]:
-        case "int_type" | "int_from_float":
-            return f"a whole number is needed, not {given}"
-        case "float_type":
-            return f"a number is needed, not {given}"
-        case "greater_than":
-            return f"must be more than {limits['gt']:g}, not {given}"
-        case "greater_than_equal":
-            return f"must be at least {limits['ge']:g}, not {given}"
-        case "less_than_equal":
-            return f"must be at most {limits['le']:g}, not {given}"
-        case "too_short":
-            return f"needs at least {limits['min_length']} item"
-        case "string_too_long":
-            return f"longer than {limits['max_length']} characters"
-        case "string_pattern_mismatch":
-            return f"must be {FORMS.get(limits['pattern'], 'text without NUL')}"
-        case "model_type" | "dict_type":
-            return f"a block of keys is needed, not {given}"
-        case "value_error":
-            return str(limits["error"])
-        case _:
-            return error["msg"]
-
-
-def _choice(at: Where, given: Any, shown: str, choices: list[str]) -> tuple[str, str | None]:
-    near = get_close_matches(str(given).lower(), choices, 1)
-    or_block = ", or a block of keys" if at == ("checkpoint",) else ""
-    return f"{shown} is not one of: {', '.join(choices)}{or_block}", near[0] if near else None
+            return limit(error, shown(given, plain)), None
 
 
 def _not_text(given: Any, plain: str | None) -> str:
     if plain is None:
-        return f"text is needed, not {_shown(given, plain)}"
+        return f"text is needed, not {shown(given, plain)}"
     kind = "yes or no" if isinstance(given, bool) else "a number"
     return f'text is needed, and YAML reads `{plain}` as {kind}: write it in quotes, "{plain}"'
 
@@ -103,15 +71,6 @@ def _not_a_list(at: Where, given: Any, plain: str | None) -> str:
         return f"a list is needed, because no shell reads it; one item an argument: `{command.line(words)}`"
     ours = f", and mgpu starts {command.started_by_us(words)} itself" if command.started_by_us(words) else ""
     return f"a list is needed, because no shell reads it{ours}: write `{command.line(right)}`"
-
-
-def _shown(value: Any, plain: str | None) -> str:
-    if isinstance(value, dict):
-        return "a block of keys"
-    if isinstance(value, (list, tuple)):
-        return "a list"
-    text = plain if plain is not None else f'"{value}"'
-    return f"`{text}`" if len(text) <= 40 else f"`{text[:39]}…`"
 
 
 def nearest_key(at: Where) -> str | None:

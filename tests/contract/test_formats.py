@@ -88,7 +88,7 @@ JOB: dict[str, Any] = {
 }
 
 STATUS: dict[str, Any] = {
-    "version": 1,
+    "version": 2,
     "run_id": "demo-0101-abcde",
     "attempt": 2,
     "node_rank": 1,
@@ -100,10 +100,7 @@ STATUS: dict[str, Any] = {
     "phase_seconds": {"preparing": 0.5},
     "step": 25,
     "steps": 300,
-    "loss": 2.5,
-    "tokens_per_s": 1e5,
-    "first_validation_loss": 5.5,
-    "validation_loss": 2.6,
+    "metrics": {"loss": 2.5, "tokens_per_s": 1e5, "first_validation_loss": 5.5, "validation_loss": 2.6},
     "progress_at": 1767225601.0,
     "checkpoint": {
         "saved_step": 25,
@@ -154,6 +151,12 @@ def test_what_was_written_is_read_and_written_the_same(model: type[BaseModel], g
     assert json.loads(value.model_dump_json(by_alias=True, exclude_unset=True)) == golden
 
 
+def test_the_status_of_an_agent_that_an_older_mgpu_started_is_read():
+    metrics = {"loss": 2.5, "tokens_per_s": 1e5, "first_validation_loss": 5.5, "validation_loss": 2.6}
+    older = {name: value for name, value in STATUS.items() if name != "metrics"} | {"version": 1} | metrics
+    assert AgentStatus.model_validate(older) == AgentStatus.model_validate(STATUS)
+
+
 @pytest.mark.parametrize(("model", "golden"), GOLDEN)
 def test_a_value_reads_back_equal_with_its_defaults(model: type[BaseModel], golden: dict[str, Any]):
     value = model.model_validate(golden)
@@ -162,7 +165,7 @@ def test_a_value_reads_back_equal_with_its_defaults(model: type[BaseModel], gold
 
 
 @pytest.mark.parametrize(("model", "golden"), VERSIONED)
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "1", None])
 def test_an_unknown_version_is_refused(model: type[BaseModel], golden: dict[str, Any], version: Any):
     with pytest.raises(ValidationError, match="version"):
         model.model_validate_json(json.dumps(golden | {"version": version}))

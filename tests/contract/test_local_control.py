@@ -647,10 +647,6 @@ def test_f12_without_capacity_it_is_named_and_nothing_is_made(world: World):
     assert bill.read(world.root).nodes == ()
 
 
-def test_the_provider_says_how_long_its_notices_are():
-    assert LocalProvider.caps.interruption_notice_s == 120
-
-
 def test_the_page_names_all_that_can_be_asked_for():
     page = (Path(__file__).parents[2] / "docs" / "local.md").read_text()
     for name in (*control.FAULTS, "no_capacity_until", "create", "describe_stale_s", control.INTERRUPTED, NOTICE.name):

@@ -32,8 +32,8 @@ def test_the_demo_trains_keeps_and_gives_back(xdg, require):
     assert (run["state"], run["teardown"]) == ("succeeded", "confirmed")
     assert run["step"] == run["steps"] == run["checkpoint_step"] == STEPS
     assert (run["store"], run["checkpoint_id"]) == (None, None), "nobody is sent to an S3 that is gone"
-    assert run["validation_loss"] <= 3.0 < run["unigram_entropy"]
-    assert run["first_validation_loss"] > 5.0
+    assert run["metrics"]["validation_loss"] <= 3.0 < run["metrics"]["unigram_entropy"]
+    assert run["metrics"]["first_validation_loss"] > 5.0
 
     pulled = re.search(r"verified: (\S+)", done.stdout)
     assert pulled, done.stdout

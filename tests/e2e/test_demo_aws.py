@@ -30,7 +30,7 @@ def test_the_demo_on_a_fake_aws_loses_a_machine_and_leaves_nothing(namespaces, r
     run = json.loads(path.read_text())
     assert (run["state"], run["teardown"]) == ("succeeded", "confirmed")
     assert run["step"] == run["steps"] == run["checkpoint_step"] == 80
-    assert run["validation_loss"] <= 3.0 < run["unigram_entropy"]
+    assert run["metrics"]["validation_loss"] <= 3.0 < run["metrics"]["unigram_entropy"]
     (interruption,) = run["interruptions"]
     assert (interruption["fault"], interruption["nodes"]) == ("provider", [1])
     assert interruption["step"] - interruption["resumed_step"] <= 40, "two checkpoint intervals at most"

@@ -31,7 +31,6 @@ from mgpu.iac.wire import from_struct, to_struct
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers import registry
 from mgpu.providers.base import (
-    Capabilities,
     FleetRequest,
     FleetState,
     Handle,
@@ -43,6 +42,7 @@ from mgpu.providers.base import (
     Provider,
 )
 from mgpu.providers.local import bill
+from mgpu.spec.provider import Capabilities
 
 Properties = dict[str, object]
 
@@ -128,20 +128,11 @@ def at() -> Callable[..., str]:
     return urn
 
 
-class FakeProvider:
+class FakeProvider(Provider):
     """A provider with the contract's memory: gangs by token, machines by id. `refuse` is raised by the next calls."""
 
     name = "fake"
-    caps = Capabilities(
-        spot=True,
-        multi_node=True,
-        access=frozenset({"ssh"}),
-        runtime="vm",
-        labels="tags",
-        idempotent_create=True,
-        server_side_kill=False,
-        interruption_notice_s=0,
-    )
+    capabilities = Capabilities(spot=True, multi_node=True, idempotent_create=True)
 
     def __init__(self) -> None:
         self.price = 0.05

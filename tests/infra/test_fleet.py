@@ -272,7 +272,7 @@ def test_a_fleet_of_a_thousand_machines_is_made_read_and_repaired(wire, here, fa
 @pytest.fixture
 def one_use(fake, monkeypatch):
     """The provider's machines come so; what first contact was given, and when."""
-    monkeypatch.setattr(type(fake), "caps", fake.caps.model_copy(update={"one_use_host_keys": True}))
+    monkeypatch.setattr(type(fake), "rekeyed", lambda *_, **__: None, raising=False)
     seen = []
 
     class Contact:
@@ -634,7 +634,7 @@ def test_the_guard_sweeps_what_state_does_not_know(wire, here, guard, made, fake
 @pytest.mark.parametrize("busy_s", [0, 0.4])  # between the intent and the call that makes them
 def test_the_guard_waits_for_what_is_not_listed_yet(wire, here, guard, fake, monkeypatch, busy_s):
     lag_s, listed = 0.3, type(fake).list_owned
-    monkeypatch.setattr(type(fake), "caps", fake.caps.model_copy(update={"listing_lag_s": lag_s}))
+    monkeypatch.setattr(type(fake), "capabilities", fake.capabilities.model_copy(update={"listing_lag_s": lag_s}))
 
     def asked(fresh):
         time.sleep(busy_s)
@@ -656,7 +656,7 @@ def test_the_guard_waits_for_what_is_not_listed_yet(wire, here, guard, fake, mon
 
 
 def test_a_sweep_after_an_answer_does_not_wait(wire, guard, made, fake, monkeypatch):
-    monkeypatch.setattr(type(fake), "caps", fake.caps.model_copy(update={"listing_lag_s": 1e6}))
+    monkeypatch.setattr(type(fake), "capabilities", fake.capabilities.model_copy(update={"listing_lag_s": 1e6}))
     wire.delete(*guard)
     assert not fake.running
 

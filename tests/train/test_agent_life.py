@@ -136,8 +136,9 @@ def test_metrics_become_status(node):
     node.job(checkpoint=None)
     node.start()
     (status,) = ended(node)
-    assert (status["step"], status["steps"], status["loss"], status["tokens_per_s"]) == (4, 9, 2.5, 10)
-    assert (status["first_validation_loss"], status["validation_loss"]) == (3.5, 3.5)
+    assert (status["step"], status["steps"]) == (4, 9)
+    said = {"loss": 2.5, "tokens_per_s": 10, "first_validation_loss": 3.5, "validation_loss": 3.5}
+    assert said.items() <= status["metrics"].items()
     assert status["progress_at"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from mgpu_train.agent.network import interface_to
 from mgpu_train.agent.tail import MetricsTail, Progress
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.config import DataItem, Job, Resume, TrainConfig
+from mgpu_train.launchers import Launcher
 from mgpu_train.store import Unavailable, open_store
 from mgpu_train.timeouts import Timeouts
 
@@ -177,11 +179,13 @@ def test_progress_is_a_new_step_only():
     assert progress.fields == {
         "step": 4,
         "steps": 9,
-        "loss": 2.0,
-        "tokens_per_s": 10.0,
-        "first_validation_loss": 4.0,
-        "validation_loss": 3.0,
-        "validation_step": 3,
+        "metrics": {
+            "loss": 2.0,
+            "tokens_per_s": 10.0,
+            "first_validation_loss": 4.0,
+            "validation_loss": 3.0,
+            "validation_step": 3.0,
+        },
     }
 
 
@@ -189,7 +193,16 @@ def test_metrics_of_odd_types_leave_a_status_that_can_be_read():
     progress = Progress()
     progress.take({"kind": "validation", "step": "three", "loss": 4.0})
     progress.take({"kind": "step", "step": 1, "loss": 10**400})
-    assert progress.fields == {"step": 1, "first_validation_loss": 4.0, "validation_loss": 4.0, "validation_step": -1}
+    progress.take({"kind": "start", "world_size": 2, "unigram_entropy": 3.5, "ok": True, "a b": 1, "nested": {"x": 1}})
+    values = {"first_validation_loss": 4.0, "validation_loss": 4.0, "unigram_entropy": 3.5}
+    assert progress.fields == {"step": 1, "metrics": values}
+
+
+def test_a_program_has_metrics_under_its_own_names_and_not_without_end():
+    progress = Progress()
+    progress.take({"kind": "step", "step": 1, "acc/top-1": 0.5, **{f"m{n}": n for n in range(1000)}})
+    progress.take({"kind": "step", "step": 2, "acc/top-1": 0.75, "one more": 1})
+    assert (len(progress.fields["metrics"]), progress.fields["metrics"]["acc/top-1"]) == (256, 0.75)
 
 
 def test_every_rank_tells_of_a_save_and_it_counts_once():
@@ -329,6 +342,9 @@ def test_processes_are_found_by_their_environment():
 # --- command line and environment ----------------------------------------------------------------------------------
 
 
+HERE = RunLayout("r", PurePosixPath("/h"))
+
+
 def job(**changes) -> Job:
     base = {
         "run_id": "r",
@@ -345,7 +361,7 @@ def job(**changes) -> Job:
 
 
 def test_torchruns_command_line_is_static_and_never_restarts():
-    argv = launcher.argv(job(), "/py")
+    argv = launcher.argv(job(), HERE, "/py")
     assert argv[:3] == ["/py", "-m", "mgpu_train.torchrun"]
     assert argv[-3:] == ["train.py", "--name", "$(id) `x`;"]
     pairs = dict(zip(argv[3:-3:2], argv[4:-3:2], strict=True))
@@ -363,8 +379,8 @@ def test_torchruns_command_line_is_static_and_never_restarts():
 
 
 def test_plain_python_and_the_bundled_trainer():
-    assert launcher.argv(job(launcher="python"), "/py") == ["/py", "train.py", "--name", "$(id) `x`;"]
-    assert launcher.argv(job(command=None, train=TrainConfig()), "/py")[-2:] == ["-m", "mgpu_train.loop"]
+    assert launcher.argv(job(launcher="python"), HERE, "/py") == ["/py", "train.py", "--name", "$(id) `x`;"]
+    assert launcher.argv(job(command=None, train=TrainConfig()), HERE, "/py")[-2:] == ["-m", "mgpu_train.loop"]
 
 
 def test_the_launchers_environment():
@@ -382,16 +398,42 @@ def test_the_launchers_environment():
 
 def test_a_program_is_told_how_often_the_run_file_wants_a_checkpoint():
     target = {"to": "file:///s", "writers": "rank0", "every_steps": 50, "every_minutes": 2.5}
-    made = launcher.environment(job(checkpoint=target), {}, RunLayout("r", PurePosixPath("/h")), {})
+    made = launcher.environment(job(checkpoint=target), {}, HERE, {})
     assert (made["MGPU_CHECKPOINT_EVERY_STEPS"], made["MGPU_CHECKPOINT_EVERY_MINUTES"]) == ("50", "2.5")
-    without = launcher.environment(job(checkpoint=None), {}, RunLayout("r", PurePosixPath("/h")), {})
+    without = launcher.environment(job(checkpoint=None), {}, HERE, {})
     assert not [name for name in without if "EVERY" in name]
 
 
 def test_plain_python_gets_the_variables_of_its_one_process():
-    made = launcher.environment(job(launcher="python"), {}, RunLayout("r", PurePosixPath("/h")), {})
+    made = launcher.environment(job(launcher="python"), {}, HERE, {})
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert [made[name] for name in names] == ["1", "2", "0", "1", "10.0.0.1", "29501"]
+
+
+def test_a_launcher_of_somebody_elses_is_filled_in_on_the_node():
+    theirs = {
+        "argv": ["{python}", "-m", "theirs", "--hosts={nodes}x{processes_per_node}", "--", "{program}"],
+        "environment": {"THEIRS": "{world_size}@{master_addr}:{master_port}"},
+    }
+    told = job(launcher=theirs)
+    words = ["/py", "-m", "theirs", "--hosts=2x4", "--", "train.py", "--name", "$(id) `x`;"]
+    assert launcher.argv(told, HERE, "/py") == words
+    assert launcher.environment(told, {}, HERE, {})["THEIRS"] == "8@10.0.0.1:29501"
+    assert Job.model_validate_json(told.model_dump_json()) == told
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"argv": ["{python}", "x.py"]}, "has to hold {program}"),
+        ({"argv": ["{python}", "{program}", "--n={ranks}"]}, "{ranks} means nothing here"),
+        ({"argv": ["{program}"], "environment": {"A": "{python}"}}, "{python} means nothing here"),
+        ({"argv": ["--run={program}", "{program}"]}, "{program} means nothing here"),
+    ],
+)
+def test_a_launcher_that_no_node_could_fill_in_is_refused(wrong, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Launcher.model_validate(wrong)
 
 
 def test_the_ranks_import_the_library_that_was_shipped():

@@ -47,7 +47,7 @@ class Place:
         environment = launcher.environment(made, {}, self.layout, launcher.os.environ)
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                launcher.argv(made, sys.executable),
+                launcher.argv(made, self.layout, sys.executable),
                 cwd=self.layout.work,
                 env={**environment, **(changes or {})},
                 stdout=log,
@@ -112,7 +112,9 @@ def test_the_ranks_of_torchrun_get_all_of_the_grace(tmp_path):
     })  # fmt: skip
     given = launcher.environment(job, {}, RunLayout("r", PurePosixPath(tmp_path)), {})
     assert float(given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60.5
-    assert "--max-restarts 0" in (words := " ".join(launcher.argv(job, "python")))
+    assert "--max-restarts 0" in (
+        words := " ".join(launcher.argv(job, RunLayout("r", PurePosixPath(tmp_path)), "python"))
+    )
     assert "--rdzv-backend static" in words
     assert given["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 

@@ -193,7 +193,7 @@ class Cloud:
     """A provider: machines by id, with the phase that it tells."""
 
     name = "local"
-    caps = LocalProvider.caps
+    capabilities = LocalProvider.capabilities
 
     def __init__(self) -> None:
         self.is_configured = True

@@ -34,7 +34,6 @@ from mgpu.events import Event, OfferTried, Warned
 from mgpu.journal import Journal
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.base import (
-    Capabilities,
     FleetRequest,
     FleetState,
     Handle,
@@ -43,20 +42,12 @@ from mgpu.providers.base import (
     NodeState,
     create_token,
 )
+from mgpu.spec.provider import Capabilities
 
 TIMEOUTS = Timeouts(provision_s=100, destroy_s=50, describe_every_s=1)
 
 
-CAPS = Capabilities(
-    spot=True,
-    multi_node=True,
-    access=frozenset({"ssh"}),
-    runtime="vm",
-    labels="tags",
-    idempotent_create=True,
-    server_side_kill=False,
-    interruption_notice_s=0,
-)
+CAPS = Capabilities(spot=True, multi_node=True, idempotent_create=True)
 
 
 class Clock:
@@ -86,7 +77,7 @@ class Double:
     """Machines in memory. `on_create` maps a call's number (from 1) or an instance type to what it does."""
 
     clock: Clock
-    caps: Capabilities = CAPS
+    capabilities: Capabilities = CAPS
     ready_after_s: float = 3.0
     granted: int | None = None  # machines that a create makes at most
     unfound_s: float = 0.0  # for which `find` does not show what was made
@@ -690,7 +681,7 @@ def test_destroy_never_says_gone_when_it_does_not_know(bench: Bench, errors: lis
 def lagging(bench: Bench, seconds: float, *, idempotent: bool = True) -> None:
     """Nothing that was made is shown for so long, and the provider says so."""
     changes = {"listing_lag_s": seconds, "idempotent_create": idempotent}
-    bench.double.caps = CAPS.model_copy(update=changes)
+    bench.double.capabilities = CAPS.model_copy(update=changes)
     bench.double.unfound_s = seconds
 
 
@@ -1052,7 +1043,7 @@ def test_a_repair_that_finds_fewer_than_it_asked_for_ends_them_and_no_other(benc
     for name in ("i-1", "i-2"):
         bench.double.machines[name].phase = NodePhase.TERMINATED
     bench.double.granted = 1
-    bench.double.caps = CAPS.model_copy(update={"idempotent_create": False})
+    bench.double.capabilities = CAPS.model_copy(update={"idempotent_create": False})
     bench.double.after_create = [AmbiguousCreate("no answer")] * 3
     short_of(bench)
     with pytest.raises(NoCapacity):

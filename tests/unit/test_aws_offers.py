@@ -391,7 +391,7 @@ def test_what_ran_at_an_older_refresh_is_not_held_against_a_quota(cache: Path):
 
 def test_quotas_of_another_account_are_not_gone_by(cache: Path):
     kept(cache, account="111111111111", us_east_1=p4d(quotas=states(limit=0)))
-    for account, known in (("111111111111", True), ("222222222222", False), ("", True)):
+    for account, known in (("111111111111", True), ("222222222222", False), (None, True)):
         offer = found(Options(account=account), gpu=("A100-40GB",), market="spot")[0]
         assert (offer.headroom is not None) is known
 

@@ -68,10 +68,23 @@ def test_a_bar_without_a_line_end_is_shown_now_and_then():
     assert lines.feed(b"no line end, and no bar") == []
 
 
+def sampled(step, steps=None, *, phase="training", **values):
+    return events.MetricsSampled("run-1", 1, 5.0, step=step, steps=steps, phase=phase, values=values)
+
+
+def test_a_validation_is_a_line_once(capsys):
+    console = Console()
+    for step in (20, 21, 22):
+        console.emit(sampled(step, validation_loss=2.5, validation_step=20))
+    console.emit(sampled(40, validation_loss=2.5, validation_step=40))
+    said = [line.strip() for line in capsys.readouterr().err.splitlines() if "validation" in line]
+    assert said == ["validation at step 20: loss 2.5000", "validation at step 40: loss 2.5000"]
+
+
 def test_results_go_to_stdout_and_progress_to_stderr(capsys):
     console = Console()
     console.emit(events.PhaseStarted("provisioning", "2 nodes"))
-    console.emit(events.Validated(50, 2.5))
+    console.emit(sampled(50, validation_loss=2.5, validation_step=50))
     console.table(("run", "state"), [("demo-1", "running")])
     out, err = capsys.readouterr()
     assert "demo-1" in out
@@ -101,7 +114,7 @@ def test_json_is_the_only_thing_on_stdout(capsys):
 def test_plain_progress_is_one_line_in_a_while(capsys):
     console = Console()
     for step in range(100):
-        console.emit(events.Progress(step, 100, 2.0, 10.0))
+        console.emit(sampled(step, 100, loss=2.0, tokens_per_s=10.0))
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -113,10 +126,10 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("event", "shown"),
     [
-        (events.Progress(-1, 0, phase="launching"), ""),  # a program of the user's own says no steps
-        (events.Progress(50, 0), "step 50"),
-        (events.Progress(-1, 300, phase="launching"), ""),
-        (events.Progress(3, 300, 2.5, 1000.0), "step 3/300  loss 2.5000  1,000 tokens/s"),
+        (sampled(None, phase="launching"), ""),  # a program of the user's own says no steps
+        (sampled(50), "step 50"),
+        (sampled(None, 300, phase="launching"), ""),
+        (sampled(3, 300, loss=2.5, tokens_per_s=1000.0), "step 3/300  loss 2.5000  1,000 tokens/s"),
     ],
 )
 def test_the_live_bar_shows_what_is_known(event, shown, monkeypatch):
@@ -130,7 +143,7 @@ def test_the_live_bar_shows_what_is_known(event, shown, monkeypatch):
     text = neutral(terminal.getvalue())
     assert event.phase in text
     assert shown in text
-    assert "-1" not in text
+    assert "None" not in text
 
 
 def test_what_next_lines_are_for_stands_in_one_column(capsys):
@@ -146,7 +159,7 @@ def test_the_way_back_is_one_line(capsys):
     way = "  back after 17.2 s: detected 0.9 s, stopped 1.2 s, repaired 6.3 s, resumed 8.8 s"
     console = Console()
     console.emit(events.Recovered(7, 0.94, 1.2, 6.3, 8.8))
-    console.emit(events.Progress(12, 20))
+    console.emit(sampled(12, 20))
     console.emit(events.Recovered(7, 0.94, 1.2, 6.3, 8.8))
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == way, "whether steps were done again is not known of a program that says none"
@@ -173,7 +186,7 @@ def test_a_reader_that_left_ends_no_run(monkeypatch):
     console.emit(events.PhaseStarted("teardown"))
     console.emit(events.LogChunk(0, 0, b"a line\nrest"))
     console.interactive = True
-    console.emit(events.Progress(1, 10, 2.0, 10.0))
+    console.emit(sampled(1, 10, loss=2.0, tokens_per_s=10.0))
     console.error(QuotaExceeded("no quota", "why", "next"))
     console.done()
 

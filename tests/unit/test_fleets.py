@@ -272,7 +272,7 @@ def test_it_is_asked_where_a_stack_has_machines_of_it(world, far):
 
 
 def test_each_account_is_asked_once_with_the_settings_that_lead_there(world, far):
-    far.caps = far.caps.model_copy(update={"account_options": frozenset({"account"})})
+    far.capabilities = far.capabilities.model_copy(update={"account_options": frozenset({"account"})})
     far.rent("mine-run-1")
     for number, options in enumerate([{"account": "1", "python": "/a"}, {"account": "1"}, {"account": "2"}, {}]):
         world.record(f"run-{number}", provider="far", state=State.FAILED, teardown="kept", options=options)
@@ -286,7 +286,7 @@ def test_each_account_is_asked_once_with_the_settings_that_lead_there(world, far
 
 
 def test_a_fleet_is_ended_with_the_settings_by_which_it_was_found(world, far):
-    far.caps = far.caps.model_copy(update={"account_options": frozenset({"account"})})
+    far.capabilities = far.capabilities.model_copy(update={"account_options": frozenset({"account"})})
     far.is_configured = False
     far.rent("mine-run-1")
     world.record("run-1", provider="far", state=State.FAILED, teardown="kept", options={"account": "1", "python": "/a"})

@@ -131,7 +131,7 @@ def test_the_nodes_look_for_notices_where_the_provider_puts_them(world):
     request = resolve(spec(train={}), "a-1", Path("/base"), timeouts=Timeouts())
     told = request.jobs(fleet(1).model_copy(update={"owner": "o"}), attempt=1, writer="w", ports=(1, 2), resume=None)
     assert told[0].notices == "file"
-    world.cloud.caps = world.cloud.caps.model_copy(update={"notices": "ec2"})
+    world.cloud.capabilities = world.cloud.capabilities.model_copy(update={"notices": "ec2"})
     options = {"account": "123456789012"}
     theirs = fleet(1).model_copy(update={"owner": "o", "options": options})
     assert request.jobs(theirs, attempt=1, writer="w", ports=(1, 2), resume=None)[0].notices == "ec2"

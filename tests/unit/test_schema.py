@@ -71,7 +71,7 @@ def test_an_editor_refuses_what_the_loader_refuses(change):
 
 
 def test_every_key_has_a_meaning_and_all_but_blocks_a_default():
-    blocks = {"checkpoint", "recovery", "timeouts", "local", "aws", "train.model"}
+    blocks = {"checkpoint", "recovery", "sinks", "sinks.jsonl", "timeouts", "local", "aws", "train.model"}
     for key in keys():
         assert key.description, key
         assert key.default or key.name in blocks, key

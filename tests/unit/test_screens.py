@@ -122,10 +122,12 @@ def user(world, tmp_path, monkeypatch):
     monkeypatch.setattr("mgpu.iac.install.find_engine", lambda: None)
     monkeypatch.setattr("mgpu.iac.install.set_up", lambda *_: None)
     known = {"name": "bert-large-finetune", "price_usd_per_hour": 3.92, "max_hours": 12.0, "store": url, "attempt": 1}
-    done = {"ended_at": NOW - 80_000, "teardown": "confirmed", "steps": 30_000, "loss": 1.2345, "tokens_per_s": 51234.0}
+    done = {"ended_at": NOW - 80_000, "teardown": "confirmed", "steps": 30_000}
+    metrics = {"loss": 1.2345, "tokens_per_s": 51234.0}
     world.record(
-        *(OLD,), state=State.SUCCEEDED, created_at=NOW - 140_000, step=30_000, validation_loss=1.3456,
-        first_validation_loss=5.6789, checkpoint_id="a001-step-30000", checkpoint_step=30_000,
+        *(OLD,), state=State.SUCCEEDED, created_at=NOW - 140_000, step=30_000,
+        metrics=metrics | {"validation_loss": 1.3456, "first_validation_loss": 5.6789},
+        checkpoint_id="a001-step-30000", checkpoint_step=30_000,
         phase_seconds={"provisioning": 71.3, "connecting": 12.1, "sending": 3.4, "running": 59000.0, "teardown": 44.0},
         outputs={"folder": f"mgpu-runs/{OLD}/outputs", "files": 12, "bytes": 3 << 20, "missing": 0}, **known | done,
     )  # fmt: skip

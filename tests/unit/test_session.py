@@ -15,7 +15,7 @@ import pytest
 from mgpu_train.store import Unavailable
 
 from mgpu.errors import Interrupted, TakenOver
-from mgpu.events import Note, PhaseFinished, PhaseStarted, Progress, Warned
+from mgpu.events import Note, PhaseFinished, PhaseStarted, RunStateChanged, Warned
 from mgpu.run import record
 from mgpu.run.record import Folder, State
 from mgpu.run.session import ECHO_S, Interrupts, Session
@@ -115,22 +115,16 @@ def test_a_phase_that_fails_is_closed_and_on_disk(session, world):
     assert "provisioning" in record.load("run-1").phase_seconds
 
 
-def test_a_state_is_on_disk_and_in_the_journal_before_the_call_returns(session):
+def test_a_state_is_on_disk_and_in_the_journal_before_the_call_returns(session, world):
     session.to(State.RUNNING)
     assert record.load("run-1").state is State.RUNNING
     assert (journal()[-1]["kind"], journal()[-1]["state"]) == ("state", "running")
     session.to(State.STOPPED)
     with pytest.raises(ValueError, match="cannot go"):
         session.to(State.RUNNING)
+    told = [(event.run_id, event.before, event.state) for event in world.of(RunStateChanged)]
+    assert told == [("run-1", "provisioning", "running"), ("run-1", "running", "stopped")]
     assert record.load("run-1").state is State.STOPPED
-
-
-def test_numbers_of_a_progress_event_are_kept_and_a_zero_is_no_number(session, world):
-    session.note(Progress(5, 10, 2.5, 100.0))
-    assert (session.record.step, session.record.steps, session.record.loss) == (5, 10, 2.5)
-    session.note(Progress(6, 0, 0.0, 0.0))
-    assert (session.record.step, session.record.steps, session.record.loss) == (6, None, None)
-    assert len(world.of(Progress)) == 2
 
 
 def test_the_supervisor_is_named_and_every_one_has_a_journal_for_this_user_alone(session, world):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 
@@ -11,7 +10,7 @@ import pytest
 from mgpu_train.agent.status import CheckpointStatus, Fault, Notice, Phase
 
 from mgpu.errors import ConnectionFailed, RemoteError, Transient
-from mgpu.events import CheckpointCommitted, LogChunk, Note, Progress, Recovered, Validated, Warned
+from mgpu.events import CheckpointCommitted, LogChunk, MetricsSampled, Note, Recovered, Warned
 from mgpu.journal import read
 from mgpu.providers.base import NodePhase
 from mgpu.remote.nodeset import NodeSet
@@ -598,14 +597,13 @@ def test_a_signal_while_the_peers_are_stopped_asks_at_most_once(watch):
 def test_progress_validation_and_commits_reach_the_record_and_are_told_once(watch):
     node = watch.world.nodes[0]
     committed = CheckpointStatus(committed_id="a001-step-20", committed_step=20)
-    said = {"step": 21, "steps": 40, "loss": 2.5, "tokens_per_s": 900.0, "first_validation_loss": 5.0}
+    values = {"loss": 2.5, "theirs/bleu": 31.0, "first_validation_loss": 5.0, "validation_loss": 3.0}
+    said = {"step": 21, "steps": 40, "metrics": values}
     watch.at(
         2,
         lambda: node.says(
             Phase.TRAINING,
             **said,
-            validation_loss=3.0,
-            validation_step=20,
             checkpoint=committed,
             phase_seconds={"training": 1.26},
         ),
@@ -613,22 +611,23 @@ def test_progress_validation_and_commits_reach_the_record_and_are_told_once(watc
     seen = []
     watch.at(5, lambda: seen.append(watch.saved)).done_at(6).run()
     (on_disk,) = seen
-    assert (on_disk.step, on_disk.steps, on_disk.loss, on_disk.tokens_per_s) == (21, 40, 2.5, 900.0)
-    assert (on_disk.first_validation_loss, on_disk.validation_loss) == (5.0, 3.0)
+    assert (on_disk.step, on_disk.steps, on_disk.metrics) == (21, 40, values)
     assert (on_disk.checkpoint_id, on_disk.checkpoint_step) == ("a001-step-20", 20)
     assert on_disk.agent_seconds == {"training": 1.3}
     assert on_disk.node_phases == ["training", "training"]
-    assert watch.world.of(Validated) == [Validated(20, 3.0)]
-    assert watch.world.of(CheckpointCommitted) == [CheckpointCommitted("a001-step-20", 20)]
-    assert Progress(21, 40, 2.5, 900.0, "training") in watch.world.of(Progress)
+    (told,) = watch.world.of(CheckpointCommitted)
+    assert (told.run_id, told.attempt, told.checkpoint_id, told.step) == ("run-1", 1, "a001-step-20", 20)
+    (sample,) = [event for event in watch.world.of(MetricsSampled) if event.step == 21]
+    assert (sample.steps, sample.values, sample.phase) == (40, values, "training")
 
 
 def test_the_first_validation_of_a_run_is_that_of_its_first_attempt(watch):
     node = watch.world.nodes[0]
-    watch.session.record.first_validation_loss = 5.5
-    watch.at(1, lambda: node.says(Phase.TRAINING, step=21, first_validation_loss=2.0, validation_loss=2.0))
+    watch.session.record.metrics = {"first_validation_loss": 5.5, "loss": 9.0}
+    later = {"first_validation_loss": 2.0, "validation_loss": 2.0}
+    watch.at(1, lambda: node.says(Phase.TRAINING, step=21, metrics=later))
     watch.done_at(3).run()
-    assert (watch.saved.first_validation_loss, watch.saved.validation_loss) == (5.5, 2.0)
+    assert watch.saved.metrics == {"first_validation_loss": 5.5, "validation_loss": 2.0, "loss": 9.0}
 
 
 def test_the_record_of_a_silent_node_ages(watch):
@@ -645,9 +644,9 @@ def test_the_record_of_a_silent_node_ages(watch):
 def test_another_attempts_numbers_are_not_this_ones(watch):
     node = watch.world.nodes[0]
     committed = CheckpointStatus(committed_id="a009-step-9", committed_step=9)
-    node.says(Phase.TRAINING, attempt=9, step=9, validation_loss=1.0, checkpoint=committed)
+    node.says(Phase.TRAINING, attempt=9, step=9, metrics={"validation_loss": 1.0}, checkpoint=committed)
     watch.done_at(3).at(2, lambda: node.says(Phase.TRAINING)).run()
-    assert (watch.saved.checkpoint_id, watch.saved.validation_loss) == (None, None)
+    assert (watch.saved.checkpoint_id, watch.saved.metrics) == (None, {})
     assert watch.world.of(CheckpointCommitted) == []
 
 
@@ -702,12 +701,10 @@ def metrics(watch, rank, data, node=None):
 
 
 def test_metrics_of_every_rank_are_copied_and_what_is_missing_is_left_out(watch):
-    first = json.dumps({"unigram_entropy": 3.2, "bigram_entropy": 2.4}).encode()
-    metrics(watch, 0, first + b"\n{}\n")
+    metrics(watch, 0, b'{"kind": "start"}\n{}\n')
     collect(watch.session, watch.nodeset, watch.handle, 1)
     folder = Folder("run-1").root / "metrics"
     assert [path.name for path in folder.glob("*.jsonl")] == ["rank-0.jsonl"]
-    assert (watch.saved.unigram_entropy, watch.saved.bigram_entropy) == (3.2, 2.4)
     assert watch.world.of(Warned) == []
 
 
@@ -747,12 +744,12 @@ def test_metrics_that_cannot_be_read_are_told_and_no_error(watch):
     assert ["node 1" in event.text for event in watch.world.of(Warned)] == [True]
 
 
-@pytest.mark.parametrize("data", [b"", b"no json\n", b"[1]\n", b'{"unigram_entropy": "x"}\n', b"\xff\xfe\n", b"{"])
+@pytest.mark.parametrize("data", [b"", b"no json\n", b"[1]\n", b"\xff\xfe\n", b"{"])
 def test_whatever_a_program_writes_as_metrics_it_is_no_crash(watch, data):
     """With `command:` the folder is the user's: a crash here would leave the machines without a teardown."""
     metrics(watch, 0, data)
     collect(watch.session, watch.nodeset, watch.handle, 1)
-    assert watch.saved.unigram_entropy is None
+    assert watch.world.of(Warned) == []
 
 
 def test_a_hint_of_the_provider_is_told_once_and_ends_nothing(watch):

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from mgpu_train.launchers import TORCHRUN, LauncherOrName
 from mgpu_train.names import RUN_ID
 from mgpu_train.timeouts import Timeouts
 
@@ -132,7 +133,7 @@ class Job(Model):
     peer_port: int | None = Field(
         default=None, ge=1, le=65535, description="where node 0's agent hears the others'; None: they do not speak"
     )
-    launcher: Literal["torchrun", "python"] = "torchrun"
+    launcher: LauncherOrName = Field(default=TORCHRUN, description="what starts the program; one of ours is its name")
     train: TrainConfig | None = None
     command: tuple[Text, ...] | None = Field(None, description="the user's program: what torchrun or python is given")
     env: dict[EnvName, Text] = Field(default_factory=dict, description="for the launcher; nothing secret")

@@ -1,87 +1,104 @@
-"""The run file's `aws:` block as the provider gets it: flattened to strings, lists joined by commas."""
+"""What is known of provider `aws` before it is imported: its block of the run file, and what it can do."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from mgpu.errors import InputError
-from mgpu.providers.base import JumpHost
+from pydantic import BeforeValidator, Field, model_validator
 
-_KEY = r"(ssh-ed25519|ecdsa-sha2-nistp(256|384|521)|ssh-rsa) [A-Za-z0-9+/]+={0,2}( .*)?"
-_JUMP = r"(?P<user>[a-z_][a-z0-9_.-]*)@(?P<address>\[[0-9a-f:]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(:(?P<port>[0-9]{1,5}))?"
-# what a value has to look like in full, and in words; a value is shown in errors, because none of these is a secret
-_FORMS = {
-    "account": (r"[0-9]{12}", "12 digits"),
-    "endpoint_url": (r"https?://[^\s/@]+(/\S*)?", "http://... or https://..., without a user"),
-    "subnet_ids": (r"subnet-[0-9a-z]+(,subnet-[0-9a-z]+)*", "subnet-..."),
-    "security_group_id": (r"sg-[0-9a-z]+", "sg-..."),
-    "reaper_role": (r"arn:aws[a-z-]*:iam::[0-9]{12}:role/\S+", "arn:aws:iam::ACCOUNT:role/NAME"),
-    "machine_image": (r"ami-[0-9a-z]+", "ami-..."),
-    "python": (r"/[^\x00-\x20]+", "an absolute path on the node"),
-    "address": (r"public|private", "public or private"),
-    "jump_host": (_JUMP, "user@address or user@address:port"),
-    "jump_host_key": (_KEY, "an OpenSSH public key line, as `ssh-keyscan` prints it after the host's name"),
-    "network": (r"auto|plain", "auto or plain"),
-}
+from mgpu.spec.block import ProviderOptions, Word, as_list
+from mgpu.spec.limits import form
+from mgpu.spec.provider import Capabilities, ProviderEntry
+
+if TYPE_CHECKING:
+    from mgpu.providers.base import JumpHost
+
+_JUMP = r"^([a-z_][a-z0-9_.-]*)@(\[[0-9a-f:]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(?::([0-9]{1,5}))?$"
+_KEY = r"^(ssh-ed25519|ecdsa-sha2-nistp(256|384|521)|ssh-rsa) [A-Za-z0-9+/]+={0,2}( .*)?$"
+
+_Account = Annotated[str, form(r"^[0-9]{12}$", "12 digits, in quotes")]
+_Endpoint = Annotated[str, form(r"^https?://[^\s/@]+(/\S*)?$", "http://... or https://..., without a user")]
+_Subnet = Annotated[str, form(r"^subnet-[0-9a-z]+$", "subnet-...")]
+_Subnets = Annotated[
+    tuple[_Subnet, ...], BeforeValidator(as_list, json_schema_input_type=_Subnet | tuple[_Subnet, ...])
+]
+_Group = Annotated[str, form(r"^sg-[0-9a-z]+$", "sg-...")]
+_Role = Annotated[str, form(r"^arn:aws[a-z-]*:iam::[0-9]{12}:role/\S+$", "arn:aws:iam::ACCOUNT:role/NAME")]
+_Image = Annotated[str, form(r"^ami-[0-9a-z]+$", "ami-...")]
+_Path = Annotated[str, form(r"^/[^\x00-\x20]+$", "an absolute path on the node")]
+_JumpHost = Annotated[str, form(_JUMP, "user@address or user@address:port")]
+_HostKey = Annotated[str, form(_KEY, "an OpenSSH public key line, as `ssh-keyscan` prints it after the host's name")]
 
 
-@dataclass(frozen=True)
-class Options:
-    """Settings of provider aws; an empty value means that nothing was set."""
+class Options(ProviderOptions):
+    """`aws:` settings of provider aws."""
 
-    account: str = ""
-    profile: str = ""
-    endpoint_url: str = ""
-    subnet_ids: tuple[str, ...] = ()
-    security_group_id: str = ""
-    instance_profile: str = ""
-    reaper_role: str = ""  # an ARN
-    machine_image: str = ""
-    python: str = ""
-    address: str = "public"
-    jump_host: str = ""
-    jump_host_key: str = ""
-    network: str = "auto"
+    block = "aws"
 
-    @classmethod
-    def of(cls, mapping: Mapping[str, str]) -> Options:
-        """The options of a flattened `aws:` block; an empty string counts as absent.
+    account: _Account | None = Field(
+        None, description="the account, 12 digits in quotes; credentials of another one are refused (default: any)"
+    )
+    profile: Word | None = Field(None, description="profile of ~/.aws (default: what AWS's own tools would take)")
+    endpoint_url: _Endpoint | None = Field(
+        None, description="address of all services, for a VPC endpoint or a fake (default: AWS's own)"
+    )
+    subnet_ids: _Subnets = Field((), description="subnets to use (default: those of the default VPC)")
+    security_group_id: _Group | None = Field(
+        None, description="security group of the nodes (default: the one of `base`)"
+    )
+    instance_profile: Word | None = Field(None, description="the nodes' role (default: the one of `base`)")
+    reaper_role: _Role | None = Field(
+        None, description="ARN of the role that ends machines at their hard cap (default: the one of `base`)"
+    )
+    machine_image: _Image | None = Field(
+        None, description="machine image, ami-... (default: the newest deep-learning image with PyTorch)"
+    )
+    python: _Path | None = Field(
+        None, description="Python interpreter of the nodes; has torch (default: the machine image's)"
+    )
+    address: Literal["public", "private"] = Field(
+        "public", description="how the operator reaches nodes; private needs `jump_host`, or a network that leads there"
+    )
+    jump_host: _JumpHost | None = Field(None, description="user@address[:port] to go through (default: none)")
+    jump_host_key: _HostKey | None = Field(
+        None, description="the jump host's OpenSSH public key line, pinned (default: none)"
+    )
+    network: Literal["auto", "plain"] = Field(
+        "auto", description="auto: a placement group, and EFA where the type has it; plain: neither"
+    )
 
-        Raises:
-            InputError: a key or a value that means nothing here.
-        """
-        given = {key: value for key, value in mapping.items() if value}
-        for key, value in given.items():
-            _require_form(key, value)
-        if bool(given.get("jump_host")) != bool(given.get("jump_host_key")):
-            raise InputError(
-                "aws: `jump_host` and `jump_host_key` belong together",
-                "a jump host whose key is not known beforehand could be anybody",
-                "Set both; `ssh-keyscan ADDRESS` prints the key of a host in a network that you trust.",
+    @model_validator(mode="after")
+    def _pinned(self) -> Self:
+        if bool(self.jump_host) != bool(self.jump_host_key):
+            raise ValueError(
+                "`jump_host` and `jump_host_key` belong together: a jump host whose key is not known beforehand could "
+                "be anybody (`ssh-keyscan ADDRESS` prints it, in a network that you trust)"
             )
-        subnets = tuple(filter(None, given.pop("subnet_ids", "").split(",")))
-        return cls(**given, subnet_ids=subnets)
+        return self
 
     @property
     def via(self) -> JumpHost | None:
         """The host that SSH goes through, where one is set."""
-        found = re.fullmatch(_JUMP, self.jump_host)
-        if found is None:
+        from mgpu.providers.base import JumpHost
+
+        if self.jump_host is None or self.jump_host_key is None:
             return None
-        return JumpHost(
-            address=found["address"].strip("[]"),
-            port=int(found["port"] or 22),
-            user=found["user"],
-            host_key=self.jump_host_key,
-        )
+        found: Any = re.match(_JUMP, self.jump_host)
+        user, address, port = found.groups()
+        return JumpHost(address=address.strip("[]"), port=int(port or 22), user=user, host_key=self.jump_host_key)
 
 
-def _require_form(key: str, value: str) -> None:
-    known = [field.name for field in fields(Options)]
-    if key not in known:
-        raise InputError(f"aws: there is no setting {key!r}", "", f"Known settings: {', '.join(known)}.")
-    form, words = _FORMS.get(key, (r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name: letters, digits, `.`, `_`, `-`"))
-    if not re.fullmatch(form, value):
-        raise InputError(f"aws.{key}: {value!r} is not of the right form", f"expected: {words}", "Mend the run file.")
+ENTRY = ProviderEntry(
+    provider="mgpu.providers.aws.provider:AwsProvider",
+    options=Options,
+    capabilities=Capabilities(
+        spot=True,
+        multi_node=True,
+        image_repository=True,
+        idempotent_create=True,
+        listing_lag_s=30,
+        notices="ec2",
+        account_options=frozenset({"account", "profile", "endpoint_url"}),
+    ),
+)

@@ -13,10 +13,9 @@ from typing import Any
 
 from mgpu.errors import NoOffer, Transient
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.options import ENTRY, Options
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import (
-    Capabilities,
     Finding,
     FleetRequest,
     FleetState,
@@ -25,6 +24,7 @@ from mgpu.providers.base import (
     MachineDriver,
     NodePhase,
     Offers,
+    Provider,
     Refreshed,
 )
 
@@ -40,25 +40,11 @@ _FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE"
 _GOING = (NodePhase.STOPPING, NodePhase.TERMINATED)
 
 
-class AwsProvider:
+class AwsProvider(Provider):
     """Rents machines with GPUs from EC2, on both markets, in every region of one account."""
 
-    name = "aws"
-    caps = Capabilities(
-        spot=True,
-        multi_node=True,
-        access=frozenset({"ssh"}),
-        runtime="vm",
-        labels="tags",
-        idempotent_create=True,
-        server_side_kill=True,
-        interruption_notice_s=120,
-        listing_lag_s=30,
-        shared_filesystem=False,
-        notices="ec2",
-        account_options=frozenset({"account", "profile", "endpoint_url"}),
-        one_use_host_keys=True,
-    )
+    name = Options.block
+    capabilities = ENTRY.capabilities
 
     def __init__(self, options: Mapping[str, str] | None = None) -> None:
         """Raises InputError: an option that means nothing."""

@@ -71,7 +71,7 @@ class Account:
                 region = self._home_region()
                 with calling("asking whose credentials these are", region, scope="provider"):
                     self._id = self.client("sts", region).get_caller_identity()["Account"]
-        if self.options.account not in ("", self._id):
+        if self.options.account not in (None, self._id):
             raise InputError(
                 f"aws.account: the credentials belong to account {self._id}, the run file says {self.options.account}",
                 f"profile: {self.options.profile or os.environ.get('AWS_PROFILE') or 'default'}",

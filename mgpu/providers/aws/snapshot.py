@@ -106,7 +106,7 @@ def current(options: Options) -> Snapshot:
         cached = _read(cache_file(options))
     except (OSError, EOFError, zlib.error, ValidationError):
         return shipped
-    ours = options.account in ("", cached.account)
+    ours = options.account in (None, cached.account)
     return shipped.with_newer(cached if ours else cached.without_account())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from mgpu.errors import InvalidRequest
@@ -14,9 +13,9 @@ _CHECK_S = 60.0  # for the nodes' Python to answer
 _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
 
 
-def find(options: Mapping[str, str]) -> str:
+def find(named: str | None) -> str:
     """The program that `local.python` names, absolute; by default this process's own. Raises `InvalidRequest`."""
-    asked = options.get("python") or sys.executable
+    asked = named or sys.executable
     found = shutil.which(Path(asked).expanduser()) if asked.startswith("~") else shutil.which(asked)
     if found is None:
         raise InvalidRequest(

@@ -9,14 +9,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mgpu import paths, words
 from mgpu.errors import InvalidRequest, MgpuError, NoCapacity, Transient
 from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers.base import (
-    Capabilities,
     Finding,
     FleetRequest,
     FleetState,
@@ -25,11 +24,12 @@ from mgpu.providers.base import (
     NodePhase,
     NodeState,
     Offers,
-    Refreshed,
+    Provider,
 )
 from mgpu.providers.local import bill, control, interpreter, nodes, procs
 from mgpu.providers.local.gangs import REGION, Gang, Gangs
 from mgpu.providers.local.nodes import Instance
+from mgpu.providers.local.options import ENTRY, Options
 
 PRICES_USD_PER_HOUR: dict[BoughtAs, float] = {"on-demand": 0.10, "spot": 0.03}
 _NODES_PER_CORE = 8
@@ -38,26 +38,15 @@ _START_S = 30.0  # for a keeper to claim its instance, on a busy machine
 _SOURCE = "this machine's price list"
 
 
-class LocalProvider:
+class LocalProvider(Provider):
     """Rents out this machine: CPU nodes on both markets, at made-up prices, with a true bill."""
 
-    name = "local"
-    caps = Capabilities(
-        spot=True,
-        multi_node=True,
-        access=frozenset({"ssh"}),
-        runtime="process",
-        labels="tags",
-        idempotent_create=True,
-        server_side_kill=False,
-        interruption_notice_s=120,
-        listing_lag_s=0,
-        shared_filesystem=True,
-        notices="file",
-    )
+    name = Options.block
+    capabilities = ENTRY.capabilities
 
     def __init__(self, options: Mapping[str, str] | None = None, root: Path | None = None) -> None:
         self._options = dict(options or {})
+        Options.of(self._options)
         self._root = root
 
     @property
@@ -66,13 +55,6 @@ class LocalProvider:
         root = self._root or paths.state_dir() / "local"
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         return root.resolve()
-
-    def configured(self) -> bool:
-        """Always: it needs nothing."""
-        return True
-
-    def rekeyed(self, handle: Handle, node: str, host_key: str, *, used: bool) -> None:
-        """Nothing: a keeper makes its node's host key itself."""
 
     def check(self) -> None:
         """Tests that this machine can carry nodes.
@@ -86,7 +68,7 @@ class LocalProvider:
                 "provider local needs Linux with /proc", f"this is {sys.platform}", "Choose another provider."
             )
         control.check(self.root)
-        interpreter.require_torch(interpreter.find(self._options))
+        interpreter.require_torch(interpreter.find(self._python({})))
 
     def findings(self, requirements: Requirements | None, here: Callable[[], str]) -> tuple[Finding, ...]:
         """This machine, as far as nodes need it."""
@@ -103,10 +85,6 @@ class LocalProvider:
             return Offers(offers=(), source=_SOURCE)
         stock = self._room()
         return Offers(offers=tuple(_offer(market, stock) for market in PRICES_USD_PER_HOUR), source=_SOURCE)
-
-    def refresh_offers(self) -> Refreshed:
-        """Nothing to ask for: the price list is part of mgpu."""
-        return Refreshed(regions=(REGION,))
 
     def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
         """Starts a keeper per node and returns once each has claimed its node; SSH answers some tenths later.
@@ -137,10 +115,6 @@ class LocalProvider:
         states = (_describe(gangs, gang, rank, name, unseen) for rank, name in enumerate(handle.ids))
         return FleetState(nodes=tuple(states))
 
-    def describe_all(self, handles: Sequence[Handle]) -> tuple[FleetState, ...]:
-        """`describe` for each; files answer quickly."""
-        return tuple(map(self.describe, handles))
-
     def repair(
         self, handle: Handle, missing: tuple[int, ...], request: FleetRequest, offer: Offer, token: str
     ) -> Handle:
@@ -159,22 +133,6 @@ class LocalProvider:
         owned = (_left(gangs, gang) for gang in gangs.all() if gang.request.owner == owner)
         return tuple(handle for handle in owned if any(handle.ids))
 
-    def opened_by_role(self, url: str) -> bool:
-        """False: these machines have no role of their own."""
-        return False
-
-    def image_repository(self, regions: Sequence[str]) -> None:
-        """Nowhere: this machine has no registry of its own."""
-
-    def registry_client(self, region: str) -> None:
-        """None: this environment's own credentials are all that there is."""
-
-    def machine_driver(self, regions: Sequence[str]) -> None:
-        """Not known: `mgpu check --on-node` asks this machine itself."""
-
-    def driver_of(self, handle: Handle) -> None:
-        """Not known."""
-
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         """Asks the nodes to end; True when all are gone, folders and all."""
         gangs = Gangs(self.root)
@@ -183,6 +141,9 @@ class LocalProvider:
         gone = [instance.terminate("destroyed", _KILL_AFTER_S) for instance in known if instance is not None]
         return all(gone)
 
+    def _python(self, options: Mapping[str, str]) -> str | None:
+        return Options.of({**self._options, **options}).python
+
     def _make(self, request: FleetRequest, offer: Offer, token: str, ranks: range | tuple[int, ...]) -> Handle:
         gangs = Gangs(self.root)
         gang = Gang(
@@ -190,7 +151,7 @@ class LocalProvider:
             ids=tuple(gangs.node_id(token, r) if r in ranks else "" for r in range(request.requirements.nodes)),
             request=request,
             offer=offer,
-            python=interpreter.find({**self._options, **request.requirements.provider_options}),
+            python=interpreter.find(self._python(request.requirements.provider_options)),
             asked_at=time.time(),
         )
         known = gangs.get(token) is not None

@@ -1,4 +1,4 @@
-"""Starts the launcher (torchrun, or plain python) in a session of its own, and ends it with all that it started."""
+"""Starts the launcher in a session of its own, and ends it with all that it started."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from mgpu_train.agent import procs
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.network import interface_to
 from mgpu_train.config import Job
-from mgpu_train.torchrun import FAILURE_FILE
 
-TORCHRUN = "mgpu_train.torchrun"
 _STORES_PROCESS = b"mgpu_train.store.bulk.child"  # what its command line names
 
 
@@ -31,24 +29,29 @@ class Launch:
     argv: list[str]
     environment: dict[str, str]
     folder: Path
+    orphaned: signal.Signals = signal.SIGKILL  # what it gets when its agent dies
 
 
-def argv(job: Job, python: str) -> list[str]:
+def argv(job: Job, layout: RunLayout, python: str) -> list[str]:
     """The launcher's command line; `python` is the interpreter that has the user's requirements."""
-    program = ["-m", "mgpu_train.loop"] if job.train is not None else list(job.command or ())
-    if job.launcher == "python":
-        return [python, *program]
-    return [
-        *(python, "-m", TORCHRUN),
-        *("--nnodes", str(job.nodes), "--node-rank", str(job.node_rank)),
-        *("--nproc-per-node", str(job.processes_per_node)),
-        *("--master-addr", job.master_addr, "--master-port", str(job.master_port)),
-        *("--rdzv-backend", "static", "--rdzv-id", f"{job.run_id}-{job.attempt}"),
-        # peers may still fetch what this node has already
-        *("--rdzv-conf", f"timeout={math.ceil(job.timeouts.rendezvous_s)}"),
-        *("--max-restarts", "0"),  # a restart is a new attempt, and the operator's decision
-        *program,
-    ]
+    program = ("-m", "mgpu_train.loop") if job.train is not None else job.command or ()
+    return job.launcher.command(program, {**_values(job, layout), "python": python})
+
+
+def _values(job: Job, layout: RunLayout) -> dict[str, object]:
+    """What the launcher's words mean on this node: those of `mgpu_train.launchers.WORDS`, but the interpreter."""
+    return {
+        "nodes": job.nodes,
+        "node_rank": job.node_rank,
+        "processes_per_node": job.processes_per_node,
+        "world_size": job.nodes * job.processes_per_node,
+        "master_addr": job.master_addr,
+        "master_port": job.master_port,
+        "rendezvous_s": math.ceil(job.timeouts.rendezvous_s),
+        "run_id": job.run_id,
+        "attempt": job.attempt,
+        "failure_file": layout.failure(job.attempt),
+    }
 
 
 def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -90,23 +93,10 @@ def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: M
     given.pop("MGPU_RESUME_DIR", None)
     if job.resume is not None:
         given["MGPU_RESUME_DIR"] = str(layout.resume)
-    given |= _one_process(job) if job.launcher == "python" else {FAILURE_FILE: str(layout.failure(job.attempt))}
+    given |= job.launcher.variables(_values(job, layout))
     paths = [shipped_library(), given.get("PYTHONPATH", "")]
     given["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     return given
-
-
-def _one_process(job: Job) -> dict[str, str]:
-    """What torchrun would set, for the one process of this node."""
-    return {
-        "RANK": str(job.node_rank),
-        "WORLD_SIZE": str(job.nodes),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "NODE_RANK": str(job.node_rank),
-        "MASTER_ADDR": job.master_addr,
-        "MASTER_PORT": str(job.master_port),
-    }
 
 
 def shipped_library() -> str:
@@ -129,8 +119,6 @@ class Launcher:
             OSError: it could not be started.
         """
         agent = os.getpid()
-        # torchrun passes SIGTERM on to its ranks, which are in sessions of their own; plain python may ignore it
-        signum = signal.SIGTERM if TORCHRUN in launch.argv else signal.SIGKILL
         self._process = subprocess.Popen(
             launch.argv,
             cwd=launch.folder,
@@ -139,7 +127,7 @@ class Launcher:
             stdout=log_fd,
             stderr=log_fd,
             start_new_session=True,
-            preexec_fn=lambda: procs.die_with_parent(signum, agent),  # no other thread runs yet
+            preexec_fn=lambda: procs.die_with_parent(launch.orphaned, agent),  # no other thread runs yet
         )
 
     @property

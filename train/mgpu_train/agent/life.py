@@ -7,6 +7,7 @@ beside it, so that a request to stop is heard in every phase, and no phase is wi
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import traceback
@@ -71,7 +72,10 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
     _check_early_end(attempt)
     attempt.enter(Phase.LAUNCHING)
     uploads = _uploads(attempt, job.checkpoint, resumed_step) if job.checkpoint and has_part(job) else None
-    ended = Watch(attempt, uploads, resumed_step).run(Launch(launcher.argv(job, python), environment, attempt.work))
+    started = Launch(
+        launcher.argv(job, attempt.layout, python), environment, attempt.work, signal.Signals[job.launcher.orphaned]
+    )
+    ended = Watch(attempt, uploads, resumed_step).run(started)
     failure = _drain(attempt, uploads, ended)
     _keep_outputs(attempt)
     return failure

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mgpu_train.config import Model
 
@@ -69,9 +69,20 @@ class Notice(Model):
 
 
 class AgentStatus(Model):
-    """`status.json`, version 1. Times are UNIX seconds of the node's clock."""
+    """`status.json`, version 2. Times are UNIX seconds of the node's clock."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version_1(cls, data: Any) -> Any:
+        """An agent that was started by an older mgpu: it named its metrics one by one."""
+        if not isinstance(data, dict) or data.get("version") != 1:
+            return data
+        names = ("loss", "tokens_per_s", "first_validation_loss", "validation_loss", "validation_step")
+        metrics = {name: value for name in names if (value := data.get(name)) is not None}
+        return {name: value for name, value in data.items() if name not in names} | {"version": 2, "metrics": metrics}
+
     run_id: str
     attempt: int
     node_rank: int
@@ -85,11 +96,11 @@ class AgentStatus(Model):
     phase_seconds: dict[str, float] = Field(default_factory=dict, description="seconds spent in each phase so far")
     step: int = Field(default=-1, description="newest optimizer step seen in this node's metrics; -1 = none")
     steps: int | None = Field(default=None, description="optimizer steps in all, where known")
-    loss: float | None = Field(default=None, description="training loss, nat per target")
-    tokens_per_s: float | None = Field(default=None, description="of the whole run")
-    first_validation_loss: float | None = Field(default=None, description="nat per target, at the first validation")
-    validation_loss: float | None = Field(default=None, description="nat per target, newest")
-    validation_step: int = Field(default=-1, description="the optimizer step it was measured at; -1 = none")
+    metrics: dict[str, float] = Field(
+        default_factory=dict,
+        description="newest values by name, as the program calls them; `validation_*`: at a validation, the first ones "
+        "as `first_validation_*`, the newest one's step as `validation_step`",
+    )
     progress_at: float | None = Field(default=None, description="when progress was last seen")
     quiet_s: float | None = Field(
         default=None,

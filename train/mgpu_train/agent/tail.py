@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,6 +13,8 @@ from typing import Any
 
 _PIECE = 1 << 20  # bytes that are in memory at a time
 _LONGEST = 1 << 16  # bytes of one line; a longer one is no metric
+_METRICS = 256  # names; whoever writes more has meant something else
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}")  # as MetricName
 _RECENT = 5  # what the last ones took says what the next one takes
 
 
@@ -120,10 +123,10 @@ class Progress:
         if kind == "step":
             self.stage = "training"
             return self._step(record, before)
-        if kind == "validation" and (loss := _number(record.get("loss"))) is not None:
-            step = record.get("step")
-            self.fields |= {"validation_loss": loss, "validation_step": step if type(step) is int else -1}
-            self.fields.setdefault("first_validation_loss", loss)
+        if kind == "validation":
+            self._validated(record)
+        elif kind == "start":
+            self._measured(_numbers(record))
         elif isinstance(kind, str) and kind in self._of_saves and type(step := record.get("step")) is int:
             self._of_saves[kind](record, step)
         elif kind == "end":
@@ -141,10 +144,37 @@ class Progress:
         self.fields["step"] = step
         if type(record.get("steps")) is int:
             self.fields["steps"] = record["steps"]
-        for name in ("loss", "tokens_per_s"):
-            if (value := _number(record.get(name))) is not None:
-                self.fields[name] = value
+        self._measured(_numbers(record))
         return new
+
+    def _validated(self, record: dict[str, Any]) -> None:
+        """What was measured beside training: under names of its own, with the step and the first values."""
+        found = {f"validation_{name}": value for name, value in _numbers(record).items()}
+        if not found:
+            return
+        metrics = self.fields.get("metrics", {})
+        self._measured({f"first_{name}": value for name, value in found.items() if f"first_{name}" not in metrics})
+        self._measured(found | {"validation_step": _number(record.get("step"))})
+
+    def _measured(self, values: dict[str, float | None]) -> None:
+        """The newest value of each metric; names beyond the first so many are left out."""
+        metrics = dict(self.fields.get("metrics", {}))
+        for name, value in values.items():
+            if value is not None and (name in metrics or len(metrics) < _METRICS):
+                metrics[name] = value
+        if metrics:
+            self.fields["metrics"] = metrics
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float | None]:
+    """The metrics of a line: its numbers, less those that say what the line is about."""
+    about = ("kind", "t", "step", "steps", "attempt", "rank", "world_size", "resumed_step")
+    names = (
+        name
+        for name, value in record.items()
+        if name not in about and not isinstance(value, bool) and _NAME.fullmatch(name)
+    )
+    return {name: number for name in names if (number := _number(record[name])) is not None}
 
 
 def _duration(value: Any) -> float | None:

@@ -1,0 +1,149 @@
+"""Hands a run's events to its sinks: each has a thread and a queue of its own, and nobody waits for it.
+
+Which sinks a run has its record says, by the run file as it ran: whichever command the events come from, a launch, an
+`attach` on another day or a `down`, they go to the same ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+
+from mgpu.errors import MgpuError
+from mgpu.events import Emit, Event, RunEvent, Warned
+from mgpu.run.record import Folder, load
+from mgpu.sinks.base import Heard, Sink
+from mgpu.spec.block import Block
+from mgpu.spec.load import loads
+from mgpu.spec.sink import installed
+from mgpu.words import count
+
+QUEUED = 10_000  # events that wait for one sink; what comes then is lost
+CLOSE_S = 5.0  # for all sinks together to take what waits, when the command is done
+
+
+Makers = Mapping[str, Callable[[], Sink]]  # by the sink's name
+
+
+def of_record(run_id: str) -> Makers:
+    """What makes the sinks of a run: by its run file as it ran, and the folder that it stood in.
+
+    Raises:
+        MgpuError, OSError, UnicodeDecodeError: there is no such run, or its run file cannot be read.
+    """
+    file = Folder(run_id).run_file
+    sinks, heard = loads(file.read_text(), str(file)).sinks, Heard(run_id, Path(load(run_id).project_base))
+    blocks = {name: getattr(sinks, name) for name in type(sinks).model_fields}
+    return {name: functools.partial(_make, name, block, heard) for name, block in blocks.items() if block is not None}
+
+
+def _make(name: str, options: Block, heard: Heard) -> Sink:
+    module, _, cls = installed().found[name].sink.partition(":")
+    return getattr(import_module(module), cls)(options, heard)
+
+
+class Delivery:
+    """An `Emit` that passes everything on, and the events of runs to their sinks as well."""
+
+    def __init__(
+        self,
+        emit: Emit,
+        sinks_of: Callable[[str], Makers] = of_record,
+        *,
+        queued: int = QUEUED,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`sinks_of` is asked once for each run."""
+        self._emit, self._sinks_of, self._queued, self._clock = emit, sinks_of, queued, clock
+        self._threads: dict[str, list[_Thread]] = {}  # by run
+
+    def emit(self, event: Event) -> None:
+        """Passes an event on; returns at once."""
+        self._emit(event)
+        if isinstance(event, RunEvent):
+            if event.run_id not in self._threads:
+                self._threads[event.run_id] = self._started(event.run_id)
+            for thread in self._threads[event.run_id]:
+                thread.put(event)
+
+    def close(self, within_s: float = CLOSE_S) -> None:
+        """Waits for the sinks to take what they were given, but not for long."""
+        threads = [thread for started in self._threads.values() for thread in started]
+        for thread in threads:
+            thread.end()
+        until = self._clock() + within_s
+        for thread in threads:
+            thread.join(max(0.0, until - self._clock()))
+            if lost := thread.lost:
+                self._emit(Warned(f"sink {thread.name}: {count(lost, 'event')} did not reach it"))
+        self._threads.clear()
+
+    def _started(self, run_id: str) -> list[_Thread]:
+        try:
+            makers = self._sinks_of(run_id)
+        except (MgpuError, OSError, UnicodeDecodeError) as error:
+            self._emit(Warned(f"run {run_id} has no sinks from here on: {error}"))
+            return []
+        return [_Thread(name, make, self._emit, self._queued) for name, make in makers.items()]
+
+
+class _Thread:
+    """One sink's thread, with what it has not taken yet."""
+
+    def __init__(self, name: str, make: Callable[[], Sink], emit: Emit, queued: int) -> None:
+        self.name = name
+        self._make, self._emit, self._queued = make, emit, queued
+        self._queue: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
+        self._dropped, self._told = 0, False
+        self._thread = threading.Thread(target=self._run, name=f"mgpu-sink-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> int:
+        """Events that it has not taken; in the queue, the end stands for the one that it is at."""
+        return self._dropped + (self._queue.qsize() if self._thread.is_alive() else 0)
+
+    def put(self, event: RunEvent) -> None:
+        """Hands an event over, or leaves it out where too many wait."""
+        if self._queue.qsize() < self._queued:
+            self._queue.put(event)
+        else:
+            self._dropped += 1
+
+    def end(self) -> None:
+        """Nothing follows."""
+        self._queue.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Waits until it has taken everything."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        sink: Sink | None = None
+        while (event := self._queue.get()) is not None:
+            try:
+                sink = sink or self._make()
+                getattr(sink, _method(event), sink.event)(event)
+            except Exception as error:  # noqa: BLE001  whatever somebody else's program does
+                self._failed(error)
+        if sink is not None:
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001
+                self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        """Told once: a service that is down fails for every event."""
+        if not self._told:
+            self._told = True
+            self._emit(Warned(f"sink {self.name}: {type(error).__name__}: {error}; the run goes on without it"))
+
+
+def _method(event: RunEvent) -> str:
+    return re.sub(r"(?<!^)([A-Z])", r"_\1", type(event).__name__).lower()

@@ -1,0 +1,82 @@
+"""The providers that are installed: entries of the group `mgpu.providers`, ours and anybody's.
+
+An entry is read without importing the provider: it says what the provider can do, how its block of the run file looks,
+and which class to import when machines are asked for.
+
+    [project.entry-points."mgpu.providers"]
+    local = "mgpu.providers.local:ENTRY"
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+from mgpu_train import entries
+from mgpu_train.entries import Entries
+from pydantic import BaseModel, ConfigDict, Field
+
+from mgpu.errors import InputError
+from mgpu.spec.block import ProviderOptions
+
+GROUP = "mgpu.providers"
+
+
+class Capabilities(BaseModel):
+    """What a provider can do; callers ask here and never `if provider == ...`."""
+
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
+
+    spot: bool = Field(default=False, description="sells machines on the spot market")
+    multi_node: bool = Field(default=False, description="rents out several machines that reach each other")
+    this_machine: bool = Field(
+        default=False, description="nodes run on the operator's own machine: they see its files, and have booted"
+    )
+    image_repository: bool = Field(default=False, description="has a place for images; see `ImageHost`")
+    idempotent_create: bool = Field(
+        default=False, description="one token makes at most one gang, at the provider's own"
+    )
+    listing_lag_s: float = Field(
+        default=0, description="seconds after a request: `find` and `list_owned` may not show it"
+    )
+    notices: Literal["file", "ec2", "none"] = Field(
+        default="none", description="where a node finds its interruption notice"
+    )
+    account_options: frozenset[str] = Field(
+        default=frozenset(), description="settings that say whose account it is and where; others change no listing"
+    )
+
+
+@dataclass(frozen=True)
+class ProviderEntry:
+    """What an entry of the group names. The entry's own name is the provider's, and that of its block."""
+
+    provider: str  # "package.module:Class", a `mgpu.providers.base.Provider`; imported when it is asked for
+    options: type[ProviderOptions]  # the provider's block of the run file
+    capabilities: Capabilities
+
+
+@functools.cache
+def installed() -> Entries[ProviderEntry]:
+    """The providers of this environment."""
+    return entries.read(GROUP, ProviderEntry)
+
+
+def entry(name: str) -> ProviderEntry:
+    """The entry of this name.
+
+    Raises:
+        InputError: there is none; the nearest one and all others are named.
+    """
+    if name in installed().found:
+        return installed().found[name]
+    what, near = installed().complaint(name)
+    why = f"did you mean {near!r}?" if near else ""
+    raise InputError(f"provider: {what}", why, f"Known providers: {', '.join(installed().names)}.")
+
+
+def on_this_machine(name: str) -> bool | None:
+    """Whether this provider's nodes run on the operator's own machine; None: there is no provider of this name."""
+    found = installed().found.get(name)
+    return found.capabilities.this_machine if found else None

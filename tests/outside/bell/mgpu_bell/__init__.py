@@ -1,0 +1,1 @@
+"""A sink that is not mgpu's: it rings when a run is over."""

@@ -1,0 +1,79 @@
+"""What other people's packages bring is used like mgpu's own, without a change in mgpu."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+import os
+print("rank", os.environ["RANK"], "started by", os.environ["STARTED_BY"], "with", os.environ["PEERS"], flush=True)
+"""
+
+RUN_FILE = """
+name: doors
+provider: yard
+nodes: 2
+max_price_usd_per_hour: 1
+max_hours: 0.2
+launcher: envrun
+command: [train.py]
+checkpoint: none
+yard: {gate: south, price_usd_per_hour: 0.09}
+sinks: {bell: {tower: tower.txt, strokes: 2}, jsonl: {}}
+"""
+
+
+def events(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def files(beside) -> None:
+    (beside.folder / "train.py").write_text(PROGRAM)
+    (beside.folder / "mgpu.yaml").write_text(RUN_FILE)
+
+
+def test_their_keys_are_keys_of_the_run_file(beside):
+    schema = json.loads(beside.mgpu("spec"))
+    assert schema["properties"]["provider"]["enum"] == ["aws", "local", "yard"]
+    assert schema["properties"]["launcher"]["enum"] == ["envrun", "python", "torchrun"]
+    assert set(schema["$defs"]["Sinks"]["properties"]) == {"bell", "jsonl"}
+    assert schema["$defs"]["YardOptions"]["properties"]["gate"]["enum"] == ["north", "south"]
+
+
+def test_mistakes_in_them_are_told_like_any_other(beside):
+    wrong = RUN_FILE.replace("gate: south", "gate: east").replace("price_usd_per_hour: 0.09", "prise: 1")
+    wrong = wrong.replace("strokes: 2", "strokes: 0").replace("jsonl:", "jsnol:")
+    (beside.folder / "mgpu.yaml").write_text(wrong.replace("envrun", "envrum"))
+    said = beside.mgpu("plan", code=2)
+    for words in (
+        "`east` is not one of: north, south",
+        "yard.prise",
+        "`envrum` is not one of envrun, python, torchrun",
+        "sinks.bell.strokes: must be at least 1, not `0`",
+        "sinks.jsnol: unknown key",
+    ):
+        assert words in said, said
+
+
+def test_a_run_on_their_machines_started_by_their_launcher(beside):
+    plan = json.loads(beside.mgpu("plan", "--json"))
+    assert (plan["offers"][0]["instance_type"], plan["offers"][0]["zone"]) == ("barrow", "south"), plan
+    ended = json.loads(beside.mgpu("launch", "--yes", "--json"))
+    assert ended["state"] == "succeeded", ended
+    told = json.loads(beside.mgpu("status", ended["run_id"], "--json"))
+    assert (told["provider"], told["price_usd_per_hour"]) == ("yard", pytest.approx(0.18)), told
+    logs = beside.mgpu("logs", ended["run_id"])
+    for rank in (0, 1):
+        assert f"rank {rank} started by envrun 1 of {ended['run_id']} with 2 at 127.0.0.1" in logs, logs
+    assert json.loads(beside.mgpu("gc", "--json"))["fleets"] == []
+    assert (beside.folder / "tower.txt").read_text() == f"ding {ended['run_id']} succeeded\n" * 2
+    heard = events(beside.folder / "mgpu-runs" / ended["run_id"] / "events.jsonl")
+    states = [event["state"] for event in heard if event["event"] == "RunStateChanged"]
+    assert states == ["provisioning", "running", "teardown", "succeeded"], heard
+    assert [event["succeeded"] for event in heard if event["event"] == "AttemptEnded"] == [True]
+    assert (heard[-1]["event"], heard[-1]["exit_code"], heard[-1]["teardown"]) == ("RunEnded", 0, "confirmed")
