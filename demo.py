@@ -100,7 +100,7 @@ def training(record: Record) -> list[tuple[str, str]]:
         ("run", record.run_id),
         ("state", str(record.state)),
         ("steps", f"{record.step} of {record.steps}"),
-        ("validation loss, first", _loss(record.metrics.get("first_validation_loss"))),
+        ("validation loss, first", _loss(record.first_metrics.get("validation_loss"))),
         ("validation loss, final", _loss(record.metrics.get("validation_loss"))),
         ("  the text's unigram entropy", _loss(record.metrics.get("unigram_entropy"))),
         ("  the text's bigram entropy", _loss(record.metrics.get("bigram_entropy"))),

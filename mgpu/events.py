@@ -114,13 +114,16 @@ class AttemptEnded(RunEvent):
 
 @dataclass(frozen=True, slots=True)
 class RunEnded(RunEvent):
-    """The run is over, and its machines are gone or kept: what `mgpu status` says of it from here on."""
+    """The run is over, and its machines are gone or kept: what `mgpu status` says of it from here on. `stop_reason`:
+    the limit that has ended it (`user`, `hard_cap`, `deadline`); null: none."""
 
     state: str
     reason: str
     fault: str | None
+    stop_reason: str | None
     exit_code: int
     teardown: str
+    spent_usd: float
     step: int | None
     checkpoint_step: int | None
 

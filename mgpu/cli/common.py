@@ -339,7 +339,7 @@ def summary(record: Record) -> list[tuple[str, str]]:
     if record.step >= 0:
         rows.append(("step", f"{record.step}" + (f" of {record.steps}" if record.steps else "")))
     if (loss := record.metrics.get("validation_loss")) is not None:
-        before = record.metrics.get("first_validation_loss", loss)
+        before = record.first_metrics.get("validation_loss", loss)
         rows.append(("validation loss", f"{loss:.4f}" + (f" (first {before:.4f})" if before != loss else "")))
     if record.checkpoint_id:
         rows.append(("checkpoint", f"step {record.checkpoint_step} in {record.store}/{record.run_id}"))
@@ -352,7 +352,8 @@ def summary(record: Record) -> list[tuple[str, str]]:
     by_phase = phases(record)
     rows.append(("wall time", _seconds(seconds) + (f": {by_phase}" if by_phase else "")))
     if record.price_usd_per_hour:
-        rows.append(("price", f"${record.price_usd_per_hour:.2f} per hour, all nodes"))
+        spent = f"; spent ${record.spent_usd(time.time()):.2f}" if record.spending else ""
+        rows.append(("price", f"${record.price_usd_per_hour:.2f} per hour, all nodes{spent}"))
     rows.append(("machines", machines(record)))
     if record.image:
         rows.append(("image", record.image))

@@ -47,7 +47,7 @@ def offers(
     from mgpu.providers import registry
 
     console = Console(as_json=as_json)
-    sellers = [registry.get(name, _options(name, profile)) for name in ([provider] if provider else registry.names())]
+    sellers = _sellers(console, [provider] if provider else registry.names(), profile, alone=bool(provider))
     asked = [seller for seller in sellers if refresh and (provider or seller.configured())]
     partly = [_refresh(console, seller) for seller in asked]
     wanted = _Wanted(gpu, gpus, regions, market)
@@ -81,6 +81,22 @@ class _Wanted(NamedTuple):
             and (not self.regions or offer.region in self.regions)
             and self.market in (None, offer.market)
         )
+
+
+def _sellers(console: Console, names: Iterable[str], profile: str | None, *, alone: bool) -> list[Provider]:
+    """The providers of these names; unless it is the only one, one that does not work hides no other."""
+    from mgpu.providers import registry
+
+    found: list[Provider] = []
+    for name in names:
+        options = _options(name, profile)
+        try:
+            found.append(registry.get(name, options))
+        except InputError as error:
+            if alone:
+                raise
+            console.say(f"warning: {error.what}: {error.why}", "yellow")
+    return found
 
 
 def _options(name: str, profile: str | None) -> dict[str, str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from mgpu.acquire import Acquired
@@ -14,6 +13,7 @@ from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers import registry
 from mgpu.providers.base import FleetRequest, FleetState, Handle, JumpHost, NodeState, Provider
 from mgpu.spec.block import Market, Word
+from mgpu.spec.provider import installed
 
 _ON_RECORD = 20  # offers; a search over all regions has thousands
 
@@ -28,13 +28,6 @@ class Properties(BaseModel):
     def to_wire(self) -> dict[str, Any]:
         """As plain data with the wire's names."""
         return self.model_dump(mode="json", by_alias=True)
-
-
-def _own_names(options: Any) -> Any:
-    """Pulumi's SDK turns the names that Fleet has, too, into camel case wherever they stand: here they are options'."""
-    if not isinstance(options, dict):
-        return options
-    return {re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", name): value for name, value in options.items()}
 
 
 class FleetInputs(Properties):
@@ -53,7 +46,7 @@ class FleetInputs(Properties):
     max_hours: float = Field(gt=0, description="hard cap: hours after which the machines end")
     lease_minutes: float = Field(60, gt=0, description="minutes that the fleet lives without a run")
     disk_gib: int = Field(100, ge=1, description="disk of a machine, GiB")
-    options: Annotated[dict[str, str], BeforeValidator(_own_names)] = Field({}, description="settings of this provider")
+    options: dict[str, str] = Field({}, description="settings of this provider")
     ssh_public_key: str = Field(pattern=r"^[^\r\n]+$", description="OpenSSH public key that may log in on every node")
     ssh_private_key_file: str = Field(
         default="",
@@ -63,6 +56,17 @@ class FleetInputs(Properties):
     image_labels: dict[str, str] = Field(
         default={}, description="what the image that nodes run says it fits; machines that cannot run it are not rented"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_names(cls, data: Any) -> Any:
+        """Pulumi's SDK turns the names of Fleet's keys into camel case wherever they stand, in options too."""
+        options = data.get("options") if isinstance(data, dict) else None
+        entry = installed().found.get(str(data.get("provider"))) if isinstance(options, dict) else None
+        if entry is None or not isinstance(options, dict):
+            return data
+        own = {to_camel(name): name for name in entry.options.model_fields}
+        return {**data, "options": {own.get(name, name): value for name, value in options.items()}}
 
     def rented_from(self) -> Provider:
         """The provider, with the settings that the fleet is asked for with."""

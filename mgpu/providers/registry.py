@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 
-from mgpu.errors import InputError
+from mgpu.errors import InputError, MgpuError
 from mgpu.providers.base import Provider
 from mgpu.spec.provider import entry, installed
 
@@ -21,15 +21,16 @@ def get(name: str, options: Mapping[str, str] | None = None) -> Provider:
     """The provider of this name, with the run file's block of it (flattened) as options.
 
     Raises:
-        InputError: there is none of this name, it cannot be imported, or an option means nothing to it.
+        InputError: there is none of this name, its package does not work, or an option means nothing to it.
     """
     module, _, cls = entry(name).provider.partition(":")
     try:
-        provider = getattr(import_module(module), cls)
-    except (ImportError, AttributeError) as error:
+        return getattr(import_module(module), cls)(options)
+    except MgpuError:
+        raise
+    except Exception as error:  # whatever somebody else's package does: it is to hinder no other provider
         raise InputError(
-            f"provider {name}: {module}:{cls} cannot be imported",
+            f"provider {name}: {module}:{cls} does not work",
             f"{type(error).__name__}: {error}",
             "Install again the package that brings it.",
         ) from error
-    return provider(options)

@@ -11,6 +11,7 @@ from mgpu.errors import InputError, ProviderError
 from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
+from mgpu.run.limits import StopReason
 from mgpu.run.reach import handle_of
 from mgpu.run.record import Record
 from mgpu.run.request import Request
@@ -98,7 +99,7 @@ def forgotten(record: Record, log: CommitLog) -> str | None:
 def _said(session: Session, reason: str, fault: str | None) -> Ended | None:
     """An end that was no success, as node 0's agent wrote it down; None: one that does not end the run."""
     if fault == Fault.STOPPED:
-        return Ended(False, reason, Fault.STOPPED, stopped_by="user") if session.asked_to_end else None
+        return Ended(False, reason, Fault.STOPPED, stopped_by=StopReason.USER) if session.asked_to_end else None
     return Ended(False, reason, Fault(fault) if fault in list(Fault) else None, lost=tuple(range(session.record.nodes)))
 
 
@@ -106,9 +107,9 @@ def _cut_off(session: Session, request: Request, gone: tuple[int, ...]) -> Ended
     """All machines are gone, and the attempt was not over."""
     record, reason = session.record, "its machines ended when nobody supervised it"
     if session.asked_to_end:
-        return Ended(False, reason, Fault.STOPPED, stopped_by="user")
+        return Ended(False, reason, Fault.STOPPED, stopped_by=StopReason.USER)
     if record.hard_cap_at and time.time() >= record.hard_cap_at:
-        return Ended(False, reason, Fault.STOPPED, stopped_by="deadline")
+        return Ended(False, reason, Fault.STOPPED, stopped_by=StopReason.HARD_CAP)
     if request.checkpoint is None:  # it may have ended well: nobody knows, and it is not done twice
         return Ended(False, f"{reason}, and without checkpoints nobody knows how far it was")
     return Ended(False, reason, Fault.INFRASTRUCTURE, lost=gone)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_train.agent.status import Fault
 from mgpu_train.config import CheckpointTarget, Secrets
 
-from mgpu.errors import ProviderError, RemoteError
-from mgpu.events import Warned
+from mgpu.errors import MgpuError, ProviderError, RemoteError, TakenOver
+from mgpu.events import AttemptEnded, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
 from mgpu.remote.nodeset import NodeSet
@@ -19,6 +21,7 @@ from mgpu.run import agents, code, containers, images, interpreters, metrics, ou
 from mgpu.run.begin import catch_up, start
 from mgpu.run.copies import values
 from mgpu.run.images import Settled
+from mgpu.run.limits import limits
 from mgpu.run.reach import handle_of, provider_for, provider_of, targets
 from mgpu.run.record import State
 from mgpu.run.request import Request
@@ -50,6 +53,47 @@ def conduct(
         Interrupted: the end was asked for before the start.
         TakenOver: another process supervises the run now.
     """
+    with _told(session, begins=True) as told:
+        told.ended = _conducted(session, request, fleet, provider, secrets, keys)
+        return told.ended
+
+
+@dataclass
+class _Told:
+    ended: Ended | None = None
+
+
+@contextmanager
+def _told(session: Session, *, begins: bool) -> Iterator[_Told]:
+    """Tells how the attempt ended that is under way in the block; `begins`: one that has no number yet."""
+    record, told = session.record, _Told()
+    number = record.attempt + begins
+    try:
+        yield told
+    except TakenOver:
+        raise
+    except MgpuError as error:
+        _tell(session, max(number, record.attempt), Ended(False, error.what))
+        raise
+    if told.ended is not None and not told.ended.left:
+        _tell(session, max(number, record.attempt), told.ended)
+
+
+def _tell(session: Session, number: int, ended: Ended) -> None:
+    record, fault = session.record, str(ended.fault) if ended.fault else None
+    step = None if record.step < 0 else record.step
+    how = {"succeeded": ended.succeeded, "reason": ended.reason, "fault": fault, "step": step, "lost": ended.lost}
+    session.emit(AttemptEnded(record.run_id, number, time.time(), **how))
+
+
+def _conducted(
+    session: Session,
+    request: Request,
+    fleet: StackOutput,
+    provider: Provider | None,
+    secrets: Secrets,
+    keys: StoreKeys | None,
+) -> Ended:
     if (lost := _lost(session, provider, fleet, times=1)) is not None:  # SSH would wait a minute for it
         return lost
     try:
@@ -137,7 +181,9 @@ def watch_again(
         if all(node.closed for node in nodes.nodes) and not session.asked_to_end:
             session.emit(Warned("no node answers over SSH from here: the run is left as it is"))
             return Ended(False, "no node answers over SSH", left=True)
-        return watch(session, nodes, fleet, provider, request, keys)
+        with _told(session, begins=False) as told:
+            told.ended = watch(session, nodes, fleet, provider, request, keys)
+            return told.ended
 
 
 def watch(
@@ -161,7 +207,7 @@ def watch(
             nodes,
             provider=provider,
             handle=handle_of(fleet),
-            deadline=_deadline(session),
+            limits=limits(session.record, session.timeouts),
             processes_per_node=fleet.processes_per_node,
             keys=keys,
             sent=sent,
@@ -199,14 +245,6 @@ def _leave_clean(session: Session, nodes: NodeSet, fleet: StackOutput) -> None:
         containers.down(nodes, fleet, session.record.run_id, session.timeouts)
     except RemoteError as error:
         session.emit(Warned(f"a container of the run may be left, the next run removes it: {error.what}"))
-
-
-def _deadline(session: Session) -> float:
-    """When to stop so that a last save and its upload still fit before the machines' hard cap; monotonic clock."""
-    record, times = session.record, session.timeouts
-    room = min(times.stop_grace_s + 30, record.max_hours * 3600 * 0.1)
-    cap = record.hard_cap_at or (time.time() + record.max_hours * 3600)
-    return time.monotonic() + max(0.0, min(cap - time.time(), record.max_hours * 3600) - room)
 
 
 def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ended:

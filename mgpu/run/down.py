@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from mgpu.errors import (
     InputError,
     Interrupted,
 )
-from mgpu.events import Warned
+from mgpu.events import RunStateChanged, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
@@ -45,20 +46,28 @@ def down(record: Record, context: Context, *, left: bool = False) -> Record:
 
 def _give_back(record: Record, fleet: StackOutput | None, context: Context) -> None:
     record.teardown = "asked"
-    if not record.state.final:
-        record.to(State.TEARDOWN)
-        if record.verdict is None:
-            record.reason, record.verdict = "its machines were given back by hand", Interrupted.exit_code
-    _save(record, context)
+    if not record.state.final and record.verdict is None:
+        record.reason, record.verdict = "its machines were given back by hand", Interrupted.exit_code
+    _to(record, record.state if record.state.final else State.TEARDOWN, context)
     stack = stack_of(record, context)
     provider = registry.get(record.provider, fleet.options if fleet else record.options)
     give_back_fleet(stack, provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
     record.teardown = "confirmed"
+    record.costs_no_more(time.time())
     if not record.state.final:
         record.exit_code = record.verdict
-        record.to(final_state(remembered(record)))
-        context.emit(ended(record))
+    _to(record, record.state if record.state.final else final_state(remembered(record)), context)
+    context.emit(ended(record))  # again for a run that was over: its machines are gone now
+
+
+def _to(record: Record, state: State, context: Context) -> None:
+    """Moves the record on, on disk first."""
+    before = record.state
+    record.to(state)
     _save(record, context)
+    if before is not state:
+        now = time.time()
+        context.emit(RunStateChanged(record.run_id, record.attempt, now, state=str(state), before=str(before)))
 
 
 def _save(record: Record, context: Context) -> None:

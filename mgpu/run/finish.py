@@ -27,6 +27,7 @@ from mgpu.events import Note, RunEnded, Warned
 from mgpu.iac.engine import Stack
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
+from mgpu.run.limits import StopReason
 from mgpu.run.record import Record, State
 from mgpu.run.session import Session
 from mgpu.run.stacks import Context, InUse, give_back_fleet
@@ -103,6 +104,7 @@ def _finish(session: Session, stack: Stack, teardown: str, result: Result) -> Ou
         return Outcome(record, left=True, detached=session.detach and not session.asked_to_end)
     if isinstance(result, Ended):
         record.fault = str(result.fault) if result.fault else None
+        record.stop_reason = str(result.stopped_by) if result.stopped_by else None
     return _close(session, stack, teardown, _error(record, result))
 
 
@@ -147,8 +149,10 @@ def ended(record: Record) -> RunEnded:
         state=str(record.state),
         reason=record.reason,
         fault=record.fault,
+        stop_reason=record.stop_reason,
         exit_code=record.exit_code or 0,
         teardown=record.teardown,
+        spent_usd=round(record.spent_usd(record.ended_at or time.time()), 4),
         step=None if record.step < 0 else record.step,
         checkpoint_step=None if record.checkpoint_step < 0 else record.checkpoint_step,
     )
@@ -202,10 +206,11 @@ def _error(record: Record, result: Result) -> MgpuError | None:
         return result
     if result is None or result.succeeded:  # it may have ended by itself while it was asked to stop
         return None
-    if result.stopped_by == "deadline":
-        return Stopped(f"{run} stopped at its hard cap (max_hours)", safe, again)
-    if result.stopped_by == "user":
+    if result.stopped_by is StopReason.USER:
         return Interrupted(f"{run} was stopped", safe, again)
+    if result.stopped_by is not None:
+        end = "its hard cap" if result.stopped_by is StopReason.HARD_CAP else "its deadline"
+        return Stopped(f"{run} stopped at {end} (max_hours)", safe, again)
     blame = _BLAME.get(result.fault, "") if result.fault else ""
     cure = _CURE.get(result.fault, "") if result.fault and record.checkpoint_id else ""
     steps = f"; {cure}: `{_command(record)}`" if cure else ""
@@ -243,11 +248,13 @@ def _teardown(session: Session, stack: Stack, teardown: str) -> None:
     fleet = StackOutput.model_validate(record.fleet) if record.fleet else None
     if fleet is not None and not fleet.owner:
         record.teardown = "not ours"
+        record.costs_no_more(time.time())
         session.emit(Warned(f"stack {stack.name} is not made by mgpu: its machines are left as they are"))
         return
     # a fleet that never came up is never kept: nobody could use it
     if teardown == "keep" and fleet is not None:
         record.teardown = "kept"
+        record.costs_no_more(time.time())
         return
     session.to(State.TEARDOWN)
     record.teardown = "asked"
@@ -256,3 +263,4 @@ def _teardown(session: Session, stack: Stack, teardown: str) -> None:
         provider = registry.get(record.provider, fleet.options if fleet else record.options)
         give_back_fleet(stack, provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
     record.teardown = "confirmed"
+    record.costs_no_more(time.time())

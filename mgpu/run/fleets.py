@@ -19,13 +19,14 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from mgpu import acquire, paths
-from mgpu.errors import MgpuError
+from mgpu.errors import InputError, MgpuError
 from mgpu.iac import tokens
 from mgpu.iac.environment import backend_dir
 from mgpu.iac.naming import fleet_name
 from mgpu.providers import registry
 from mgpu.providers.base import Handle, NodePhase
 from mgpu.run.record import Record, State, every, load, supervised
+from mgpu.spec.provider import installed
 
 if TYPE_CHECKING:
     from mgpu.run.stacks import Context
@@ -116,12 +117,15 @@ def survey() -> Survey:
 
 
 def _accesses(users: _Users) -> tuple[list[_Access], list[MgpuError]]:
-    """Each once; and the errors of those that mean nothing to this version."""
-    wanted = [(name, {}) for name in registry.names() if registry.get(name).configured()]
+    """Each once; and the errors of those that mean nothing to this version, or do not work."""
     found, failures = dict[_Access, None](), list[MgpuError]()
-    for provider, options in [*wanted, *users.named]:
+    for name, why in installed().broken.items():
+        what = f"provider {name} is installed, but cannot be used: what it has of yours is not seen"
+        failures.append(InputError(what, why, "Install again the package that brings it, or remove it."))
+    for provider, options in [*((name, None) for name in registry.names()), *users.named]:
         try:
-            found[_Access.of(provider, options)] = None
+            if options is not None or registry.get(provider).configured():
+                found[_Access.of(provider, options or {})] = None
         except MgpuError as error:
             failures.append(error)
     return list(found), failures

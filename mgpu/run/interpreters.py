@@ -17,7 +17,7 @@ from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.targets import Result
 from mgpu.run import agents
 from mgpu.spec.model import RunSpec
-from mgpu.spec.provider import on_this_machine
+from mgpu.spec.provider import installed, on_this_machine
 
 _BASE = ".mgpu/base"  # where `equip.py ready` makes environments, too
 _NOBODY: Mapping[str, str] = {}  # the agent of any run may start
@@ -100,6 +100,9 @@ def _problem(node: Node, provider: str, kind: str, why: str) -> RemoteError:
 
 
 def _another(provider: str) -> str:
+    entry = installed().found.get(provider)
+    if entry is not None and "python" not in entry.options.model_fields:
+        return "Name an image that has one: `image:` in the run file."
     key = f"`{provider}: {{python: /path/to/python}}`"
     image = "" if on_this_machine(provider) else ", or a machine image that has one"
     return f"Name an interpreter with torch, {key}{image}."

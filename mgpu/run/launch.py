@@ -136,6 +136,7 @@ def _record(
         options=dict(fleet.options if fleet else rank.requirements(spec).provider_options),
         nodes=spec.nodes,
         attempt=resume.attempt if resume else 0,
+        spending=resume.spending if resume else [],
         store=resume.store if resume else None,
         checkpoint_id=resume.checkpoint_id if resume else None,
         checkpoint_step=resume.checkpoint_step if resume else -1,
@@ -226,6 +227,7 @@ def conducted(session: Session, request: Request, fleet: StackOutput, secrets: S
     """One attempt on a fleet that stands. Raises what `conduct` raises."""
     record = session.record
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
+    record.costs(fleet.generation, fleet.price_usd_per_hour, time.time())  # where a stack stood already
     provider = provider_of(fleet)
     request = _with_image(session, request, fleet)
     keys = store_keys(request.spec, request.checkpoint, os.environ, provider)

@@ -86,6 +86,20 @@ class Interruption:
 
 
 @dataclass
+class Spent:
+    """What the machines of one generation cost this run, and how long it has had them. Times are UNIX seconds."""
+
+    generation: int
+    price_usd_per_hour: float  # of all nodes
+    since: float
+    until: float | None = None  # given back, kept, or replaced by the next generation; None: the run has them
+
+    def usd(self, now: float) -> float:
+        """US dollars until `now`."""
+        return self.price_usd_per_hour * max(0.0, (now if self.until is None else self.until) - self.since) / 3600
+
+
+@dataclass
 class Record:
     """What is remembered of a run. Times are UNIX seconds, prices US dollars per hour for all nodes."""
 
@@ -112,6 +126,7 @@ class Record:
     updated_at: float = 0.0
     ended_at: float | None = None
     price_usd_per_hour: float = 0.0
+    spending: list[Spent] = field(default_factory=list)  # by generation, oldest first
     max_hours: float = 0.0
     hard_cap_at: float = 0.0
     lease_until: float = 0.0  # of a fleet that was kept
@@ -119,6 +134,7 @@ class Record:
     step: int = -1
     steps: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # the newest values, by the program's own names
+    first_metrics: dict[str, float] = field(default_factory=dict)  # the first ones of what validations measure
     checkpoint_id: str | None = None
     checkpoint_step: int = -1
     # of the newest attempt, by node 0: `stall_s`, `save_s` of the newest save; how many `failed`, were `skipped`
@@ -128,6 +144,7 @@ class Record:
     agent_seconds: dict[str, float] = field(default_factory=dict)  # node 0's own phases, within `training`
     reason: str = ""
     fault: str | None = None
+    stop_reason: str | None = None  # the limit that ended it (`mgpu.run.limits`)
     exit_code: int | None = None
     verdict: int | None = None  # what the exit code will be if the teardown succeeds; known before it begins
     image: str | None = None  # repository@sha256:..., of every attempt; None: the agent runs without a container
@@ -153,6 +170,24 @@ class Record:
         """The newest interruption, while its fleet is not whole again; a supervisor may have died in it."""
         newest = self.interruptions[-1] if self.interruptions else None
         return newest if newest is not None and newest.repaired_at is None else None
+
+    def costs(self, generation: int, price_usd_per_hour: float, since: float) -> None:
+        """From `since` on the run has the machines of this generation, at this price for all nodes."""
+        newest = self.spending[-1] if self.spending else None
+        if newest is not None and newest.until is None:
+            if newest.generation == generation:
+                return
+            newest.until = since
+        self.spending.append(Spent(generation, price_usd_per_hour, since))
+
+    def costs_no_more(self, now: float) -> None:
+        """The run has no machines from now on."""
+        if self.spending and self.spending[-1].until is None:
+            self.spending[-1].until = now
+
+    def spent_usd(self, now: float) -> float:
+        """What the run's machines have cost until `now`, in US dollars, by the prices that its fleets were told."""
+        return sum(each.usd(now) for each in self.spending)
 
     def to(self, state: State) -> None:
         """Moves on to `state`.
@@ -291,15 +326,28 @@ def _all() -> list[tuple[str, Record | None]]:
 def _read(path: Path) -> Record:
     known = {each.name for each in fields(Record)}
     try:
-        data = {key: value for key, value in json.loads(path.read_text()).items() if key in known}
+        whole = json.loads(path.read_text())
+        data = _of_0_1(whole) | {key: value for key, value in whole.items() if key in known}
         interruptions = [Interruption(**each) for each in data.get("interruptions", ())]
-        return Record(**{**data, "state": State(data["state"]), "interruptions": interruptions})
+        spending = [Spent(**each) for each in data.get("spending", ())]
+        parts = {"state": State(data["state"]), "interruptions": interruptions, "spending": spending}
+        return Record(**{**data, **parts})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f"the record of run {path.parent.name} cannot be read",
             f"{path}: {error}",
             "Its machines, if there are any, stand in `mgpu ls`; `mgpu down --stack NAME` gives them back.",
         ) from error
+
+
+def _of_0_1(data: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a record that was written while each had a field of its own."""
+    names = ("loss", "tokens_per_s", "validation_loss", "unigram_entropy", "bigram_entropy")
+    first = data.get("first_validation_loss")
+    return {
+        "metrics": {name: value for name in names if (value := data.get(name)) is not None},
+        "first_metrics": {} if first is None else {"validation_loss": first},
+    }
 
 
 @contextmanager

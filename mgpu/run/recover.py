@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mgpu_train.agent.status import Fault
 
 from mgpu.errors import ConnectionFailed, NoOffer
-from mgpu.events import AttemptEnded, Warned
+from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.run import timeline
 from mgpu.run.patience import SOLD_OUT, Patience
@@ -85,20 +85,13 @@ class Attempts:
     def _tried(self, attempt: Callable[[], Ended]) -> Ended:
         """A node that is lost before anything was started is a lost node too, where another attempt is allowed."""
         try:
-            ended = attempt()
+            return attempt()
         except ConnectionFailed as error:
-            ended = Ended(False, error.what, Fault.INFRASTRUCTURE, lost=error.ranks)
-            if not self._goes_on(ended):
+            lost = Ended(False, error.what, Fault.INFRASTRUCTURE, lost=error.ranks)
+            if not self._goes_on(lost):
                 raise
             self.session.save()
-        if not ended.left:
-            self._tell(ended)
-        return ended
-
-    def _tell(self, ended: Ended) -> None:
-        record, fault = self.session.record, str(ended.fault) if ended.fault else None
-        how = {"succeeded": ended.succeeded, "reason": ended.reason, "fault": fault, "lost": ended.lost}
-        self.session.tell(AttemptEnded, **how, step=None if record.step < 0 else record.step)
+            return lost
 
 
 def _unwatched(ended: Ended, record: Record) -> Interruption:

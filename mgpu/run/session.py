@@ -206,7 +206,8 @@ class Session:
         self.record.to(state)
         self.log("state", state=str(state))
         self.save()
-        self.tell(RunStateChanged, state=str(state), before=str(before))
+        if before is not state:
+            self.tell(RunStateChanged, state=str(state), before=str(before))
 
     def save(self) -> None:
         """Saves the record. A disk of this machine that is full ends no run: it is told once.

@@ -7,10 +7,9 @@ has been read is on this machine's disk before the next pass, so a supervisor th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mgpu_train.agent.status import AgentStatus, CheckpointStatus, Fault
 
@@ -18,6 +17,7 @@ from mgpu.events import CheckpointCommitted, MetricsSampled, Note, Warned
 from mgpu.providers.base import Handle, Provider
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run import timeline
+from mgpu.run.limits import Limit, StopReason
 from mgpu.run.outlook import HURRY, NOW, SAVE, Outlook
 from mgpu.run.record import Interruption, State
 from mgpu.run.renewal import Renewal
@@ -37,7 +37,7 @@ class Ended:
     succeeded: bool
     reason: str = ""
     fault: Fault | None = None
-    stopped_by: str = ""  # "", "user", "deadline"
+    stopped_by: StopReason | None = None  # the limit that it has come to
     left: bool = False
     lost: tuple[int, ...] = ()  # ranks whose machines are gone, or go: they have to be replaced
     interruption: Interruption | None = None  # of an end that nobody asked for: its times so far
@@ -53,7 +53,7 @@ class Supervisor:
         *,
         provider: Provider | None,
         handle: Handle,
-        deadline: float,
+        limits: Sequence[Limit],
         processes_per_node: int = 1,
         keys: StoreKeys | None = None,
         sent: Mapping[str, str] | None = None,
@@ -62,20 +62,19 @@ class Supervisor:
         wall: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`deadline` is on `clock`; `wall` is UNIX seconds; `provider` None: the machines are not ours to describe.
+        """`wall` is UNIX seconds; `provider` None: the machines are not ours to describe.
         `keys` are credentials of the store, `sent` those that the agents have;
         `saving`: what of the run's work is kept."""
         self._session = session
         self._outlook = Outlook(session, nodes, provider, handle, processes_per_node, clock, wall)
         self._renewal = Renewal(session, keys, sent, clock, self._outlook.once) if keys else None
         self._asks_provider = provider is not None
-        self._deadline = deadline
+        self._limits = limits
         self._outputs_s = session.timeouts.outputs_s if saving and saving.outputs else 0.0
         self._saving = saving or Saving()
         self._clock, self._wall, self._sleep = clock, wall, sleep
-        self._stopped_by = ""
+        self._stopped_by: StopReason | None = None
         self._quiet = False  # and it was told
-        self._metrics: dict[str, Any] = {}  # that were told last
         self._stop_by: float | None = None
         self._stop_level = 0
         self._heard = 0  # signals that were acted on
@@ -110,7 +109,7 @@ class Supervisor:
         elif self._sure(verdict):
             return self._ended(verdict)
         if verdict.action is Action.STOP:
-            self._stop("peers", verdict.reason, now=verdict.now, lost=bool(verdict.lost))
+            self._stop(None, verdict.reason, now=verdict.now, lost=bool(verdict.lost))
         if self._wants_to_leave():
             return Ended(False, left=True)
         if self._stop_by is not None and self._clock() > self._stop_by:
@@ -119,10 +118,9 @@ class Supervisor:
 
     def _pass(self) -> None:
         self._look(self._session.timeouts.look_s)
-        if self._clock() > self._deadline:
-            self._stop("deadline", "the hard cap (max_hours) is reached")
-        if self._session.folder.stop.exists():
-            self._stop("user", "`mgpu stop` asked for the end")
+        for limit in self._limits:
+            if (reached := limit.check(self._wall(), self._session.record)) is not None:
+                self._stop(reached, reached.words)
 
     def _look(self, logs_s: float) -> None:
         began = self._clock()
@@ -211,13 +209,10 @@ class Supervisor:
         self._tell_of_silence(status)
         phase = "stopping" if self._stop_by is not None else str(status.phase)
         record.step, record.steps = status.step, status.steps
-        # a later attempt's first values are not the run's
-        firsts = {name: value for name, value in record.metrics.items() if name.startswith("first_")}
-        record.metrics |= status.metrics | firsts
+        record.metrics |= status.metrics
+        record.first_metrics = status.first_metrics | record.first_metrics  # a later attempt's are not the run's
         known = {"step": _known(status.step), "steps": status.steps, "phase": phase, "values": dict(record.metrics)}
-        if known != self._metrics:
-            self._metrics = known
-            self._session.tell(MetricsSampled, **known)
+        self._session.tell(MetricsSampled, **known)
         timeline.moved(self._session, status)
         record.agent_seconds = {name: round(seconds, 1) for name, seconds in status.phase_seconds.items()}
         done = status.checkpoint
@@ -260,7 +255,7 @@ class Supervisor:
             self._heard = interrupts.count = 0
             self._session.emit(Note("no answer: the run goes on"))
         if answer:
-            self._stop("user", "interrupted")
+            self._stop(StopReason.USER, "interrupted")
         return answer is False
 
     def _asked(self, ask: Callable[[str], bool | None]) -> bool | None:
@@ -270,8 +265,9 @@ class Supervisor:
         except KeyboardInterrupt:
             return False
 
-    def _stop(self, by: str, why: str, *, now: bool = False, lost: bool = False) -> None:
-        """Every agent is to save, stop and upload; `now`: without the save; `lost`: quickly, the others wait for it.
+    def _stop(self, by: StopReason | None, why: str, *, now: bool = False, lost: bool = False) -> None:
+        """Every agent is to save, stop and upload. `by` None: for the peers' sake; `now`: without the save; `lost`:
+        quickly, the others wait for it.
 
         The first cause counts; a later one can only make it quicker. After the grace the machines go anyway.
         """
@@ -280,9 +276,9 @@ class Supervisor:
             return
         self._stop_level = level
         if self._stop_by is None:
-            self._stopped_by = "" if by == "peers" else by
-            self._session.log("stop", by=by, why=why)
-            if by == "user":
+            self._stopped_by = by
+            self._session.log("stop", by=by or "peers", why=why)
+            if by is StopReason.USER:
                 with suppress(OSError):  # whoever takes over in the middle of it goes on with it
                     self._session.folder.stop.touch()
             self._session.to(State.STOPPING)

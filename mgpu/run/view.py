@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from pydantic import Field
@@ -45,6 +46,9 @@ class RunView(Value):
     )
     reason: str | None = Field(description="why it ended, or what it waits for")
     fault: str | None = Field(description="whose: user, infrastructure, provider or stopped")
+    stop_reason: str | None = Field(
+        description="the limit that ended it: user (`mgpu stop`, a signal), hard_cap of its machines, its own deadline"
+    )
     exit_code: int | None = Field(description="of the command that supervised its end")
     teardown: str = Field(
         description="none, asked (some machines may be billed), confirmed (they are gone), kept, not ours"
@@ -57,6 +61,7 @@ class RunView(Value):
     nodes: int
     node_phases: list[str] = Field(description="by node_rank")
     price_usd_per_hour: float | None = Field(description="of all nodes")
+    spent_usd: float | None = Field(description="what its machines have cost so far, by the prices of its fleets")
     max_hours: float
     hard_cap_at: float | None = Field(description="when the machines end whatever happens")
     lease_until: float | None = Field(description="of a fleet that was kept")
@@ -93,11 +98,13 @@ class RunView(Value):
         known = {
             "state": str(record.state),
             "reason": record.reason or None,
+            "spent_usd": round(record.spent_usd(time.time()), 4) if record.spending else None,
             "price_usd_per_hour": record.price_usd_per_hour or None,
             "hard_cap_at": record.hard_cap_at or None,
             "lease_until": record.lease_until or None,
             "interruptions": [InterruptionView.of(each) for each in record.interruptions],
             "step": _known(record.step),
+            "metrics": record.metrics | {f"first_{name}": value for name, value in record.first_metrics.items()},
             "checkpoint_step": _known(record.checkpoint_step),
         }
         return cls.model_validate(plain | known)

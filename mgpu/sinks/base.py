@@ -40,7 +40,7 @@ class Sink:
         self.event(event)
 
     def metrics_sampled(self, event: MetricsSampled) -> None:
-        """The newest values of the program's metrics; at most one a second."""
+        """The newest values of the program's metrics, where one has changed."""
         self.event(event)
 
     def checkpoint_committed(self, event: CheckpointCommitted) -> None:

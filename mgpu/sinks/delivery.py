@@ -12,11 +12,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from mgpu.errors import MgpuError
-from mgpu.events import Emit, Event, RunEvent, Warned
+from mgpu.events import Emit, Event, MetricsSampled, RunEvent, Warned
 from mgpu.run.record import Folder, load
 from mgpu.sinks.base import Heard, Sink
 from mgpu.spec.block import Block
@@ -78,8 +79,10 @@ class Delivery:
         for thread in threads:
             thread.end()
         until = self._clock() + within_s
+        with suppress(KeyboardInterrupt):  # whoever cannot wait still gets the run's own result
+            for thread in threads:
+                thread.join(max(0.0, until - self._clock()))
         for thread in threads:
-            thread.join(max(0.0, until - self._clock()))
             if lost := thread.lost:
                 self._emit(Warned(f"sink {thread.name}: {count(lost, 'event')} did not reach it"))
         self._threads.clear()
@@ -87,7 +90,7 @@ class Delivery:
     def _started(self, run_id: str) -> list[_Thread]:
         try:
             makers = self._sinks_of(run_id)
-        except (MgpuError, OSError, UnicodeDecodeError) as error:
+        except Exception as error:  # noqa: BLE001  no sink is worth a run
             self._emit(Warned(f"run {run_id} has no sinks from here on: {error}"))
             return []
         return [_Thread(name, make, self._emit, self._queued) for name, make in makers.items()]
@@ -100,21 +103,26 @@ class _Thread:
         self.name = name
         self._make, self._emit, self._queued = make, emit, queued
         self._queue: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
-        self._dropped, self._told = 0, False
+        self._given = self._taken = 0
+        self._told = False
+        self._newest: MetricsSampled | None = None
         self._thread = threading.Thread(target=self._run, name=f"mgpu-sink-{name}", daemon=True)
         self._thread.start()
 
     @property
     def lost(self) -> int:
-        """Events that it has not taken; in the queue, the end stands for the one that it is at."""
-        return self._dropped + (self._queue.qsize() if self._thread.is_alive() else 0)
+        """Events that it has not taken."""
+        return self._given - self._taken
 
     def put(self, event: RunEvent) -> None:
-        """Hands an event over, or leaves it out where too many wait."""
+        """Hands an event over, or leaves it out where too many wait; metrics that have not changed are no news."""
+        if isinstance(event, MetricsSampled):
+            if self._newest is not None and replace(event, at=self._newest.at) == self._newest:
+                return
+            self._newest = event
+        self._given += 1
         if self._queue.qsize() < self._queued:
             self._queue.put(event)
-        else:
-            self._dropped += 1
 
     def end(self) -> None:
         """Nothing follows."""
@@ -128,17 +136,18 @@ class _Thread:
         sink: Sink | None = None
         while (event := self._queue.get()) is not None:
             try:
-                sink = sink or self._make()
+                sink = self._make() if sink is None else sink
                 getattr(sink, _method(event), sink.event)(event)
-            except Exception as error:  # noqa: BLE001  whatever somebody else's program does
+            except BaseException as error:  # noqa: BLE001  whatever somebody else's program does, sys.exit too
                 self._failed(error)
+            self._taken += 1
         if sink is not None:
             try:
                 sink.close()
-            except Exception as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001
                 self._failed(error)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         """Told once: a service that is down fails for every event."""
         if not self._told:
             self._told = True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from mgpu_train.config import Text
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -47,17 +48,25 @@ class Block(BaseModel):
 
 
 class ProviderOptions(Block):
-    """The base of a provider's own block: every key has a default, and a value is text, a number, or a list of texts.
+    """The base of a provider's own block: every key has a default; a value is text, a number, yes or no, or a list of
+    texts. An empty text or list is one that was not given.
 
     Stacks and records keep it flattened: texts by key, lists joined by commas, without what is not set.
     """
 
     block: ClassVar[str]  # its name in the run file, which is the provider's
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Raises TypeError: a key that could not be kept."""
+        for name, field in cls.model_fields.items():
+            if field.is_required() or field.alias is not None:
+                raise TypeError(f"{cls.__name__}.{name}: an option has a default, and no alias")
+
     def flat(self) -> dict[str, str]:
         """The options as stacks and records keep them."""
         given = self.model_dump(exclude_none=True)
-        texts = {key: ",".join(value) if isinstance(value, tuple) else str(value) for key, value in given.items()}
+        texts = {key: _joined(value) if isinstance(value, list | tuple) else str(value) for key, value in given.items()}
         return {key: text for key, text in texts.items() if text}
 
     @classmethod
@@ -67,13 +76,27 @@ class ProviderOptions(Block):
         Raises:
             InputError: keys or values that mean nothing here, all of them.
         """
-        lists = {key for key, field in cls.model_fields.items() if isinstance(field.default, tuple)}
-        given = {key: value.split(",") if key in lists else value for key, value in flat.items() if value}
+        lists = {key for key, field in cls.model_fields.items() if _is_list(field.annotation)}
+        given = {key: _parted(value) if key in lists else value for key, value in flat.items() if value}
         try:
             return cls.model_validate(given)
         except ValidationError as error:
             wrong = [_worded(cls, each) for each in error.errors(include_url=False)]
             raise InputError("\n".join(wrong), "", f"Mend `{cls.block}:` of the run file.") from None
+
+
+def _is_list(annotation: Any) -> bool:
+    return get_origin(annotation) in (list, tuple) or any(map(_is_list, get_args(annotation)))
+
+
+def _joined(values: Sequence[str]) -> str:
+    """Joined by commas; where a text has one itself, as JSON."""
+    odd = any("," in value or value.startswith("[") or not value for value in values)
+    return json.dumps(list(values)) if odd else ",".join(values)
+
+
+def _parted(text: str) -> list[str]:
+    return json.loads(text) if text.startswith("[") else text.split(",")
 
 
 def _worded(options: type[ProviderOptions], error: Any) -> str:

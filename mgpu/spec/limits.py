@@ -6,12 +6,13 @@ import re
 from difflib import get_close_matches
 from typing import Any, get_args
 
-from mgpu_train.config import EnvName, MetricName
+from mgpu_train.config import EnvName, MetricName, Text
 from pydantic import StringConstraints
 
 # what a pattern asks for; a refused value is not repeated, because it may be a secret in the wrong place
 _FORMS = {
     get_args(MetricName)[1].pattern: "letters, digits, `.`, `_`, `-` and `/`, at most 128",
+    get_args(Text)[1].pattern: "text without NUL",
     get_args(EnvName)[1].pattern: "the name of an environment variable: letters, digits and `_`, no digit first",
 }
 
@@ -48,7 +49,7 @@ def limit(error: dict[str, Any], given: str) -> str:
         case "string_too_long":
             return f"longer than {limits['max_length']} characters"
         case "string_pattern_mismatch":
-            return f"must be {_FORMS.get(limits['pattern'], 'text without NUL')}"
+            return f"must be {_FORMS.get(limits['pattern'], 'text that matches ' + limits['pattern'])}"
         case "literal_error":
             return choice(error, given)[0]
         case "model_type" | "dict_type":

@@ -222,6 +222,13 @@ class Keys(Block):
         return getattr(self, self.provider, None)
 
 
+for _name in [
+    name for name in installed().found if hasattr(Keys, name) or name in Keys.model_fields or name == "sinks"
+]:
+    installed().set_aside(_name, "a key of the run file has this name")
+for _name in [name for name in sinks.installed().found if hasattr(Block, name)]:
+    sinks.installed().set_aside(_name, "the name is taken")
+
 if TYPE_CHECKING:
 
     class RunSpec(Keys):
@@ -246,7 +253,6 @@ else:  # each provider and each sink that is installed has a block of its own na
         **{
             name: (entry.options | None, Field(None, description=f"settings of provider {name}"))
             for name, entry in installed().found.items()
-            if name not in Keys.model_fields
         }
         | {"sinks": (Sinks, Field(Sinks(), description="who hears the run's events besides the console"))},
     )

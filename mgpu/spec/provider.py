@@ -4,7 +4,7 @@ An entry is read without importing the provider: it says what the provider can d
 and which class to import when machines are asked for.
 
     [project.entry-points."mgpu.providers"]
-    local = "mgpu.providers.local:ENTRY"
+    local = "mgpu.providers.local.options:ENTRY"
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ STATUS: dict[str, Any] = {
     "phase_seconds": {"preparing": 0.5},
     "step": 25,
     "steps": 300,
-    "metrics": {"loss": 2.5, "tokens_per_s": 1e5, "first_validation_loss": 5.5, "validation_loss": 2.6},
+    "metrics": {"loss": 2.5, "tokens_per_s": 1e5, "validation_loss": 2.6},
+    "first_metrics": {"validation_loss": 5.5},
     "progress_at": 1767225601.0,
     "checkpoint": {
         "saved_step": 25,
@@ -153,7 +154,8 @@ def test_what_was_written_is_read_and_written_the_same(model: type[BaseModel], g
 
 def test_the_status_of_an_agent_that_an_older_mgpu_started_is_read():
     metrics = {"loss": 2.5, "tokens_per_s": 1e5, "first_validation_loss": 5.5, "validation_loss": 2.6}
-    older = {name: value for name, value in STATUS.items() if name != "metrics"} | {"version": 1} | metrics
+    kept = {name: value for name, value in STATUS.items() if name not in ("metrics", "first_metrics")}
+    older = kept | metrics | {"version": 1, "validation_step": -1}
     assert AgentStatus.model_validate(older) == AgentStatus.model_validate(STATUS)
 
 

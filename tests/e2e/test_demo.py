@@ -33,7 +33,7 @@ def test_the_demo_trains_keeps_and_gives_back(xdg, require):
     assert run["step"] == run["steps"] == run["checkpoint_step"] == STEPS
     assert (run["store"], run["checkpoint_id"]) == (None, None), "nobody is sent to an S3 that is gone"
     assert run["metrics"]["validation_loss"] <= 3.0 < run["metrics"]["unigram_entropy"]
-    assert run["metrics"]["first_validation_loss"] > 5.0
+    assert run["first_metrics"]["validation_loss"] > 5.0
 
     pulled = re.search(r"verified: (\S+)", done.stdout)
     assert pulled, done.stdout

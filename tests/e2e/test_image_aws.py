@@ -114,7 +114,7 @@ def test_a_run_trains_in_the_image_that_it_has_built_and_every_machine_has_pulle
     run = json.loads(done.stdout)
     assert (run["state"], run["teardown"]) == ("succeeded", "confirmed")
     assert run["step"] == run["checkpoint_step"] == 2
-    assert run["validation_loss"] > 0
+    assert run["metrics"]["validation_loss"] > 0
     ((tag, digest),) = in_registry(user).items()
     assert run["image"] == f"{REPOSITORY}@{digest}", "the registry's digest"
     assert pulled(user, digest) == {node["private_address"] for node in run["fleet"]["nodes"]}

@@ -360,6 +360,7 @@ def operator(require, aws, tmp_path):
     return Operator(tmp_path)
 
 
+@pytest.mark.timeout(900)  # a dozen runs of the engine: 80 s alone, above 300 s where four times as much is under way
 def test_base_is_made_kept_in_line_taken_over_and_taken_down(operator, aws, tmp_path, monkeypatch):
     iam, ec2, s3 = (aws.client(service) for service in ("iam", "ec2", "s3"))
 

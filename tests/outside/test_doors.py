@@ -77,3 +77,5 @@ def test_a_run_on_their_machines_started_by_their_launcher(beside):
     assert states == ["provisioning", "running", "teardown", "succeeded"], heard
     assert [event["succeeded"] for event in heard if event["event"] == "AttemptEnded"] == [True]
     assert (heard[-1]["event"], heard[-1]["exit_code"], heard[-1]["teardown"]) == ("RunEnded", 0, "confirmed")
+    assert (heard[-1]["stop_reason"], told["stop_reason"]) == (None, None)
+    assert 0 < heard[-1]["spent_usd"] == told["spent_usd"] < 0.18 / 60 * 5

@@ -182,10 +182,10 @@ def test_progress_is_a_new_step_only():
         "metrics": {
             "loss": 2.0,
             "tokens_per_s": 10.0,
-            "first_validation_loss": 4.0,
             "validation_loss": 3.0,
             "validation_step": 3.0,
         },
+        "first_metrics": {"validation_loss": 4.0},
     }
 
 
@@ -194,8 +194,17 @@ def test_metrics_of_odd_types_leave_a_status_that_can_be_read():
     progress.take({"kind": "validation", "step": "three", "loss": 4.0})
     progress.take({"kind": "step", "step": 1, "loss": 10**400})
     progress.take({"kind": "start", "world_size": 2, "unigram_entropy": 3.5, "ok": True, "a b": 1, "nested": {"x": 1}})
-    values = {"first_validation_loss": 4.0, "validation_loss": 4.0, "unigram_entropy": 3.5}
-    assert progress.fields == {"step": 1, "metrics": values}
+    values = {"validation_loss": 4.0, "unigram_entropy": 3.5}
+    assert progress.fields == {"step": 1, "metrics": values, "first_metrics": {"validation_loss": 4.0}}
+
+
+@pytest.mark.parametrize("data", [b"", b"no json\n", b"[1]\n", b'{"kind": "start", "x": "y"}\n', b"\xff\xfe\n", b"{"])
+def test_whatever_a_program_writes_as_metrics_it_is_no_crash(tmp_path, data):
+    tail, progress = MetricsTail(tmp_path), Progress()
+    (tmp_path / "rank-0.jsonl").write_bytes(data)
+    for each in tail.poll():
+        progress.take(each)
+    assert progress.fields == {"step": -1}
 
 
 def test_a_program_has_metrics_under_its_own_names_and_not_without_end():

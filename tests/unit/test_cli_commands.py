@@ -16,9 +16,11 @@ import pytest
 from mgpu_train.agent.status import Phase
 
 from mgpu.cli import cli
-from mgpu.errors import AuthError
+from mgpu.errors import AuthError, TeardownIncomplete
+from mgpu.events import RunEnded, RunStateChanged
 from mgpu.providers.base import NodePhase
-from mgpu.run import record
+from mgpu.run import down as downs
+from mgpu.run import record, stacks
 from mgpu.run.lock import taken_from
 from mgpu.run.record import Folder, State
 
@@ -357,6 +359,27 @@ def test_down_gives_the_machines_back_and_the_run_is_over(mgpu, running, world):
     assert after.teardown == "confirmed"
     assert after.state.final, "without machines it does not go on"
     assert mgpu("status", "--json").json["state"] != "running"
+
+
+def test_down_tells_how_the_run_ended_and_again_when_machines_are_gone_at_last(running, world):
+    context = stacks.Context(world.events.append, world.timeouts)
+    world.cloud.stuck.add("mine-run-1-0")
+    with pytest.raises(TeardownIncomplete):
+        downs.down(record.load("run-1"), context)
+    assert world.of(RunEnded) == []
+    world.cloud.stuck.clear()
+    downs.down(record.load("run-1"), context)
+    assert [(each.before, each.state) for each in world.of(RunStateChanged)] == [
+        ("running", "teardown"),
+        ("teardown", "stopped"),
+    ]
+    (told,) = world.of(RunEnded)
+    assert (told.state, told.teardown, told.exit_code) == ("stopped", "confirmed", 130)
+    over = record.load("run-1")
+    over.teardown = "asked"  # of a run whose own teardown was incomplete
+    record.save(over)
+    downs.down(record.load("run-1"), context)
+    assert [each.teardown for each in world.of(RunEnded)] == ["confirmed", "confirmed"]
 
 
 def test_down_that_is_incomplete_says_so_with_exit_code_7(mgpu, running, world):

@@ -65,9 +65,9 @@ def test_a_run_that_nobody_supervises_is_listed_as_such(monkeypatch, state, aliv
 
 
 def test_one_validation_is_told_once():
-    once = dict(common.summary(record(metrics={"first_validation_loss": 5.5, "validation_loss": 5.5})))
+    once = dict(common.summary(record(metrics={"validation_loss": 5.5}, first_metrics={"validation_loss": 5.5})))
     assert once["validation loss"] == "5.5000"
-    twice = dict(common.summary(record(metrics={"first_validation_loss": 5.5, "validation_loss": 2.25})))
+    twice = dict(common.summary(record(metrics={"validation_loss": 2.25}, first_metrics={"validation_loss": 5.5})))
     assert twice["validation loss"] == "2.2500 (first 5.5000)"
 
 

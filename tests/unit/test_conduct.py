@@ -7,6 +7,7 @@ from mgpu_train.agent.status import Fault, Phase
 from mgpu_train.config import Secrets
 
 from mgpu.errors import CommandFailed, ConnectionFailed, Transient
+from mgpu.events import AttemptEnded
 from mgpu.providers.base import NodePhase
 from mgpu.run.conduct import conduct, watch_again
 from mgpu.run.record import Folder, State, load
@@ -46,6 +47,11 @@ class Run:
     def loses(self, rank):
         self.world.cloud.phases[self.handle.ids[rank]] = NodePhase.TERMINATED
 
+    @property
+    def told(self):
+        """What others hear of the ends of attempts: number, success, fault, nodes."""
+        return [(each.attempt, each.succeeded, each.fault, each.lost) for each in self.world.of(AttemptEnded)]
+
 
 @pytest.fixture
 def run(world, tmp_path):
@@ -73,6 +79,7 @@ def test_a_machine_that_is_gone_already_is_not_waited_for(run, monkeypatch):
     ended = run.conduct()
     assert (ended.fault, ended.lost, ended.reason) == (Fault.PROVIDER, (1,), "node 1 is gone")
     assert asked == []
+    assert run.told == [(1, False, "provider", (1,))]
 
 
 @pytest.mark.parametrize("answer", [[], [Transient("502")]], ids=["all there", "no answer"])
@@ -82,6 +89,7 @@ def test_a_start_that_fails_while_all_machines_are_there_is_its_own_cause(run, a
     with pytest.raises(CommandFailed):
         run.conduct()
     assert all(node.closed for node in run.world.nodes)
+    assert run.told == [(1, False, None, ())]
 
 
 def nothing_left(node, job):
@@ -95,6 +103,7 @@ def test_an_attempt_that_goes_on_from_the_last_step_has_nothing_left_to_save(run
     run.world.program = nothing_left
     assert run.conduct().succeeded
     assert (load("run-1").attempt, run.record.checkpoint_id) == (2, "a001-step-10")
+    assert run.told == [(1, True, None, ()), (2, True, None, ())]
 
 
 def test_a_run_that_was_begun_again_saves_something_itself(run):
@@ -111,6 +120,7 @@ def test_a_run_is_taken_over_though_one_of_its_nodes_does_not_answer(run):
     run.loses(1)
     ended = run.watch_again()
     assert (ended.fault, ended.lost) == (Fault.PROVIDER, (1,))
+    assert run.told == [(1, False, "provider", (1,))]
 
 
 def test_where_no_node_answers_the_run_is_left_as_it_is(run):
@@ -119,6 +129,7 @@ def test_where_no_node_answers_the_run_is_left_as_it_is(run):
     ended = run.watch_again()
     assert ended.left
     assert [node.stops for node in run.world.nodes] == [0, 0]
+    assert run.told == []
 
 
 def test_where_no_node_answers_a_run_that_is_to_end_ends_all_the_same(run):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from mgpu_train import entries
+
+from mgpu.errors import InputError
+from mgpu.providers import registry
+from mgpu.spec.block import ProviderOptions
+from mgpu.spec.provider import Capabilities, ProviderEntry, installed
 
 GROUP = "mgpu.tests"
 
@@ -60,12 +66,44 @@ def test_one_that_cannot_be_used_is_named_and_hinders_no_other(install, line, na
     assert (why in said, near) == (True, None), said
 
 
+def test_one_of_ours_is_not_taken_the_place_of(install, monkeypatch):
+    monkeypatch.setattr(entries, "_OURS", ("first",))
+    install("first", "one = mgpu_tests_good:ONE")
+    install("second", "one = mgpu_tests_good:TWO")
+    found = entries.read(GROUP, Kind)
+    assert (found.names, found.broken) == (("one",), {})
+    assert found.found["one"] is importlib.import_module("mgpu_tests_good").ONE
+
+
+@pytest.mark.parametrize("provider", ["mgpu_tests_bad:ONE", "mgpu_tests_nowhere:ONE", "mgpu_tests_good:OTHER"])
+def test_a_provider_that_does_not_work_is_told_with_what_brings_it(install, monkeypatch, provider):
+    entry = ProviderEntry(provider, ProviderOptions, Capabilities())
+    monkeypatch.setitem(installed().found, "yard", entry)
+    with pytest.raises(InputError) as caught:
+        registry.get("yard")
+    assert provider in caught.value.what
+
+
+def test_where_nothing_is_installed_that_is_what_is_said():
+    assert entries.read("mgpu.nothing", Kind).complaint("local")[0].startswith("none is installed")
+
+
 @pytest.mark.parametrize(
-    "first", ["mgpu.spec.model", "mgpu.providers.aws.provider", "mgpu.providers.local.provider", "mgpu.providers.base"]
+    "first",
+    [
+        "mgpu.spec.model",
+        "mgpu.sinks.jsonl",
+        "mgpu.providers.aws.options",
+        "mgpu_train.launchers",
+        "mgpu.providers.aws.provider",
+        "mgpu.providers.local.provider",
+        "mgpu.providers.base",
+    ],
 )
 def test_our_own_are_found_whatever_is_imported_first_and_no_sdk_is(first):
-    code = f"import sys, {first}\nfrom mgpu.spec.model import RunSpec\nfrom mgpu.spec import provider\n"
-    code += "assert not provider.installed().broken, provider.installed().broken\n"
+    code = f"import sys, {first}\nfrom mgpu.spec.model import RunSpec\n"
+    code += "from mgpu.spec import provider, sink\nfrom mgpu_train import launchers\n"
+    code += "for each in (provider, sink, launchers): assert not each.installed().broken, each.installed().broken\n"
     code += "assert {'aws', 'local'} < set(RunSpec.model_fields)\n"
     code += "assert not {'torch', 'boto3', 'botocore', 'asyncssh', 'paramiko'} & set(sys.modules)\n"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -7,6 +7,7 @@ from mgpu_train.agent.status import Fault
 
 from mgpu.errors import Interrupted, NoCapacity, Stopped, TrainingFailed
 from mgpu.run.finish import _error
+from mgpu.run.limits import StopReason
 from mgpu.run.supervise import Ended
 
 
@@ -70,9 +71,9 @@ def test_an_interrupt_is_told_as_one(record, recoveries):
     assert str(error) == "interrupted\nwhy\nnext"
 
 
-@pytest.mark.parametrize(("by", "kind"), [("user", Interrupted), ("deadline", Stopped)])
+@pytest.mark.parametrize(("by", "kind"), [("user", Interrupted), ("deadline", Stopped), ("hard_cap", Stopped)])
 def test_who_stopped_it_is_the_kind_of_its_end(record, by, kind):
-    error = _error(record, Ended(False, "x", Fault.STOPPED, stopped_by=by))
+    error = _error(record, Ended(False, "x", Fault.STOPPED, stopped_by=StopReason(by) if by else None))
     assert type(error) is kind
     assert "Safe: step 50" in error.why
     assert "--resume run-1" in error.next_step
@@ -80,5 +81,5 @@ def test_who_stopped_it_is_the_kind_of_its_end(record, by, kind):
 
 @pytest.mark.parametrize("by", ["", "user", "deadline"])
 def test_a_success_is_one_whatever_was_asked_for(record, by):
-    assert _error(record, Ended(True, stopped_by=by)) is None
+    assert _error(record, Ended(True, stopped_by=StopReason(by) if by else None)) is None
     assert _error(record, None) is None

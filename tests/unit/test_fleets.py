@@ -15,6 +15,7 @@ from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
 from mgpu.run import fleets, record, stacks
 from mgpu.run.record import State
+from mgpu.spec.provider import installed
 
 
 def stack_file(project, stack, packed=""):
@@ -239,6 +240,28 @@ def test_a_provider_that_cannot_be_asked_hides_nothing_of_the_others(world, far)
         assert "far: the credentials have expired" in done.stderr
     assert "billed now: 2 nodes, $1.00 per hour, and what those have that could not be asked" in listed.stdout
     assert world.cloud.billed == set(), "what is seen is ended all the same"
+
+
+@pytest.mark.parametrize("broken", ["entry", "class"])
+def test_a_provider_whose_package_does_not_work_hides_nothing_of_the_others_and_is_told(
+    world, far, monkeypatch, broken
+):
+    """I7: what it has may still be billed."""
+    world.cloud.rent("mine-lost", 2)
+    if broken == "entry":
+        monkeypatch.setitem(installed().broken, "yard", "mgpu_yard:ENTRY cannot be imported")
+    else:
+
+        def lost():
+            raise InputError("provider yard: mgpu_yard:Yard does not work")
+
+        monkeypatch.setattr(far, "configured", lost)
+    listed, swept = CliRunner().invoke(cli, ["ls"], standalone_mode=False), gc("--yes")
+    for done in (listed, swept):
+        assert done.return_value != 0
+        assert "mine-lost" in done.stdout
+        assert "provider yard" in done.stderr
+    assert world.cloud.billed == set()
 
 
 def test_a_kept_fleet_is_not_said_to_be_gone_while_its_provider_cannot_be_asked(world, far):

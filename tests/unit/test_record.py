@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -45,6 +46,34 @@ def test_what_was_saved_is_read_back():
     again = records.load("a-1")
     assert again.state is State.RUNNING
     assert again.phase_seconds == {"training": 1.5}
+
+
+def test_the_metrics_of_a_record_of_an_older_version_are_read():
+    make("a-1")
+    path = records.Folder("a-1").record
+    older = {key: value for key, value in json.loads(path.read_text()).items() if "metrics" not in key}
+    older |= {"loss": 2.5, "tokens_per_s": None, "first_validation_loss": 5.5, "validation_loss": 3.0}
+    path.write_text(json.dumps(older))
+    record = records.load("a-1")
+    assert record.metrics == {"loss": 2.5, "validation_loss": 3.0}
+    assert record.first_metrics == {"validation_loss": 5.5}
+
+
+def test_what_machines_have_cost_is_kept_by_generation():
+    record = make("a-1")
+    assert record.spent_usd(1e9) == 0
+    record.costs(1, 3.0, since=1000)
+    record.costs(1, 3.0, since=2000)  # another attempt on the same machines
+    assert record.spent_usd(1000 + 3600) == 3.0
+    record.costs(2, 1.0, since=1000 + 7200)  # repaired, and cheaper
+    records.save(record)
+    again = records.load("a-1")
+    again.costs_no_more(1000 + 7200 + 1800)
+    again.costs_no_more(1e9)
+    assert [(each.generation, each.usd(1e9)) for each in again.spending] == [(1, 6.0), (2, 0.5)]
+    assert again.spent_usd(1e9) == 6.5
+    again.costs(1, 2.0, since=20_000)  # resumed, on a fleet of its own
+    assert again.spent_usd(20_000 + 3600) == 8.5
 
 
 def test_the_folder_is_for_this_user_alone():

@@ -126,7 +126,7 @@ def user(world, tmp_path, monkeypatch):
     metrics = {"loss": 1.2345, "tokens_per_s": 51234.0}
     world.record(
         *(OLD,), state=State.SUCCEEDED, created_at=NOW - 140_000, step=30_000,
-        metrics=metrics | {"validation_loss": 1.3456, "first_validation_loss": 5.6789},
+        metrics=metrics | {"validation_loss": 1.3456}, first_metrics={"validation_loss": 5.6789},
         checkpoint_id="a001-step-30000", checkpoint_step=30_000,
         phase_seconds={"provisioning": 71.3, "connecting": 12.1, "sending": 3.4, "running": 59000.0, "teardown": 44.0},
         outputs={"folder": f"mgpu-runs/{OLD}/outputs", "files": 12, "bytes": 3 << 20, "missing": 0}, **known | done,

@@ -15,6 +15,7 @@ from mgpu.events import Warned
 from mgpu.run import down as downs
 from mgpu.run import launch as runs
 from mgpu.run import record, stacks
+from mgpu.run.limits import Asked, Deadline
 from mgpu.run.record import Folder, State
 from mgpu.run.session import Interrupts, Session
 from mgpu.run.supervise import Supervisor
@@ -40,8 +41,9 @@ class Watch:
         timeouts = world.timeouts.model_copy(update={"poll_s": 1, "stop_grace_s": 50})
         self.session = Session(record.load("run-1"), world.events.append, timeouts)
         self.supervisor = Supervisor(
-            self.session, nodes, provider=None, handle=world.cloud.rent("mine-run-1"), deadline=100.0,
-            clock=lambda: self.now, sleep=self._sleep,
+            self.session, nodes, provider=None, handle=world.cloud.rent("mine-run-1"),
+            limits=[Asked(self.session.folder.stop), Deadline(100.0)],
+            clock=lambda: self.now, wall=lambda: self.now, sleep=self._sleep,
         )  # fmt: skip
 
     def _sleep(self, seconds):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,8 @@ def changed(state: str) -> RunStateChanged:
 
 
 def ended() -> RunEnded:
-    how = {"state": "failed", "reason": "no disk", "fault": "user", "teardown": "confirmed"}
-    return RunEnded(RUN, 2, 9.0, exit_code=6, step=7, checkpoint_step=None, **how)  # type: ignore[arg-type]
+    how = {"state": "failed", "reason": "no disk", "fault": "user", "stop_reason": None, "teardown": "confirmed"}
+    return RunEnded(RUN, 2, 9.0, exit_code=6, spent_usd=0.5, step=7, checkpoint_step=None, **how)  # type: ignore[arg-type]
 
 
 def sampled(step: int) -> MetricsSampled:
@@ -85,7 +86,7 @@ def test_a_sink_that_hangs_delays_neither_the_run_nor_the_others(console):
     for step in range(5):
         made.emit(sampled(step))  # returns, whatever the sink does
     until(lambda: len(well.taken) == 5)
-    made.close(within_s=0.01)
+    made.close(within_s=0)
     (warning,) = [event for event in console if isinstance(event, Warned)]
     assert warning.text == "sink stuck: 5 events did not reach it"
     gate.set()
@@ -123,6 +124,42 @@ def test_a_sink_that_raises_is_told_once_and_is_tried_again(console):
     assert [event.text for event in console if isinstance(event, Warned)] == [
         "sink fails: OSError: the service is down; the run goes on without it"
     ]
+
+
+def test_a_sink_that_ends_its_thread_ends_nothing_else(console):
+    class Leaves(Keeps):
+        def event(self, event: RunEvent) -> None:
+            super().event(event)
+            raise SystemExit(3)
+
+        def __len__(self) -> int:
+            return 0
+
+    made_sinks: list[Leaves] = []
+    made = delivery(console, {"leaves": lambda: made_sinks.append(Leaves()) or made_sinks[-1]})
+    for step in range(4):
+        made.emit(sampled(step))
+    made.close()
+    assert [len(each.taken) for each in made_sinks] == [4]
+    assert "SystemExit: 3" in next(event.text for event in console if isinstance(event, Warned))
+
+
+def test_metrics_that_have_not_changed_are_no_news(console):
+    sink = Keeps()
+    made = delivery(console, {"keeps": lambda: sink})
+    for at, step in ((1.0, 1), (2.0, 1), (3.0, 2), (4.0, 2)):
+        made.emit(replace(sampled(step), at=at))
+    made.close()
+    assert [(event.at, event.step) for event in sink.taken if isinstance(event, MetricsSampled)] == [(1.0, 1), (3.0, 2)]
+
+
+def test_whatever_keeps_the_sinks_from_being_found_ends_no_run(console):
+    def nowhere(_run: str) -> dict[str, Callable[[], Sink]]:
+        raise ZeroDivisionError("a bug")
+
+    made = Delivery(console.append, nowhere)
+    made.emit(changed("running"))
+    assert "has no sinks from here on: a bug" in next(event.text for event in console if isinstance(event, Warned))
 
 
 def test_a_sink_that_cannot_be_made_is_told(console):

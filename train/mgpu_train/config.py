@@ -135,7 +135,7 @@ class Job(Model):
     )
     launcher: LauncherOrName = Field(default=TORCHRUN, description="what starts the program; one of ours is its name")
     train: TrainConfig | None = None
-    command: tuple[Text, ...] | None = Field(None, description="the user's program: what torchrun or python is given")
+    command: tuple[Text, ...] | None = Field(None, description="the user's program: what the launcher is given")
     env: dict[EnvName, Text] = Field(default_factory=dict, description="for the launcher; nothing secret")
     secrets: tuple[EnvName, ...] = Field((), description="names; the values come by standard input, once")
     workdir: Text | None = Field(

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,38}")
 _T = TypeVar("_T")
+
+
+_OURS = ("mgpu", "mgpu-train")  # distributions whose entries no other package's take the place of
 
 
 @dataclass(frozen=True)
 class Entries(Generic[_T]):
     """The entries of a group by name, and why some cannot be used."""
 
-    found: Mapping[str, _T]
-    broken: Mapping[str, str]
+    found: dict[str, _T]
+    broken: dict[str, str]
+
+    def set_aside(self, name: str, why: str) -> None:
+        """Nothing of this name can be used."""
+        self.broken[name] = why
+        self.found.pop(name, None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -26,6 +36,8 @@ class Entries(Generic[_T]):
 
     def complaint(self, name: str) -> tuple[str, str | None]:
         """Why nothing of this name can be used, and the name that it is nearest to."""
+        if not self.found:
+            return "none is installed: mgpu itself has to be installed again", None
         if name in self.broken:
             return f"`{name}` is installed, but cannot be used: {self.broken[name]}", None
         near = get_close_matches(name, self.names, 1)
@@ -34,22 +46,30 @@ class Entries(Generic[_T]):
 
 def read(group: str, kind: type[_T]) -> Entries[_T]:
     """The entries of a group in this environment, each an object of this kind. One that cannot be read is set aside,
-    and hinders no other."""
+    and hinders no other; one with the name of ours is passed over."""
     from importlib.metadata import entry_points  # 30 ms, which a node does not need
 
-    found, broken = dict[str, _T](), dict[str, str]()
+    ours: list[EntryPoint] = []
+    theirs: list[EntryPoint] = []
     for point in entry_points(group=group):
-        try:
-            entry = point.load()
-        except Exception as error:  # noqa: BLE001  whatever somebody else's package does
-            broken[point.name] = f"{point.value} cannot be imported ({type(error).__name__}: {error})"
-            continue
-        if not isinstance(entry, kind):
-            broken[point.name] = f"{point.value} is no {kind.__name__}"
-        elif not _NAME.fullmatch(point.name):
-            broken[point.name] = "a name is lower-case letters, digits, `-` and `_`"
-        elif point.name in found:
-            broken[point.name] = "two packages bring one of this name"
-        else:
-            found[point.name] = entry
-    return Entries({name: entry for name, entry in found.items() if name not in broken}, broken)
+        (ours if point.dist is not None and point.dist.name in _OURS else theirs).append(point)
+    names = {point.name for point in ours}
+    entries = Entries[_T]({}, {})
+    for point in [*ours, *(point for point in theirs if point.name not in names)]:
+        _add(entries, point, kind)
+    return entries
+
+
+def _add(entries: Entries[_T], point: EntryPoint, kind: type[_T]) -> None:
+    try:
+        entry = point.load()
+    except Exception as error:  # noqa: BLE001  whatever somebody else's package does
+        return entries.set_aside(point.name, f"{point.value} cannot be imported ({type(error).__name__}: {error})")
+    if not isinstance(entry, kind):
+        return entries.set_aside(point.name, f"{point.value} is no {kind.__name__}")
+    if not _NAME.fullmatch(point.name):
+        return entries.set_aside(point.name, "a name is lower-case letters, digits, `-` and `_`")
+    if point.name in entries.found or point.name in entries.broken:
+        return entries.set_aside(point.name, "two packages bring one of this name")
+    entries.found[point.name] = entry
+    return None

@@ -68,6 +68,12 @@ class Options(ProviderOptions):
         "auto", description="auto: a placement group, and EFA where the type has it; plain: neither"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, data: Any) -> Any:
+        """`python: ""`, as templates of run files leave it, is one that was not given."""
+        return {key: value for key, value in data.items() if value != ""} if isinstance(data, dict) else data
+
     @model_validator(mode="after")
     def _pinned(self) -> Self:
         if bool(self.jump_host) != bool(self.jump_host_key):

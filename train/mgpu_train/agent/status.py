@@ -79,9 +79,14 @@ class AgentStatus(Model):
         """An agent that was started by an older mgpu: it named its metrics one by one."""
         if not isinstance(data, dict) or data.get("version") != 1:
             return data
-        names = ("loss", "tokens_per_s", "first_validation_loss", "validation_loss", "validation_step")
+        names = ("loss", "tokens_per_s", "validation_loss", "validation_step")
         metrics = {name: value for name in names if (value := data.get(name)) is not None}
-        return {name: value for name, value in data.items() if name not in names} | {"version": 2, "metrics": metrics}
+        if metrics.get("validation_step") == -1:
+            del metrics["validation_step"]
+        first = data.get("first_validation_loss")
+        kept = {name: value for name, value in data.items() if name not in (*names, "first_validation_loss")}
+        known = {"metrics": metrics} | ({} if first is None else {"first_metrics": {"validation_loss": first}})
+        return kept | {"version": 2} | known
 
     run_id: str
     attempt: int
@@ -98,8 +103,11 @@ class AgentStatus(Model):
     steps: int | None = Field(default=None, description="optimizer steps in all, where known")
     metrics: dict[str, float] = Field(
         default_factory=dict,
-        description="newest values by name, as the program calls them; `validation_*`: at a validation, the first ones "
-        "as `first_validation_*`, the newest one's step as `validation_step`",
+        description="newest values by name, as the program calls them; `validation_*`: at a validation, whose step is "
+        "`validation_step`",
+    )
+    first_metrics: dict[str, float] = Field(
+        default_factory=dict, description="of what validations measure: the first values of this attempt"
     )
     progress_at: float | None = Field(default=None, description="when progress was last seen")
     quiet_s: float | None = Field(

@@ -148,13 +148,13 @@ class Progress:
         return new
 
     def _validated(self, record: dict[str, Any]) -> None:
-        """What was measured beside training: under names of its own, with the step and the first values."""
+        """What was measured beside training: under names of its own, with the step; the first values are kept."""
         found = {f"validation_{name}": value for name, value in _numbers(record).items()}
-        if not found:
-            return
-        metrics = self.fields.get("metrics", {})
-        self._measured({f"first_{name}": value for name, value in found.items() if f"first_{name}" not in metrics})
-        self._measured(found | {"validation_step": _number(record.get("step"))})
+        if found:
+            self._measured(found | {"validation_step": _number(record.get("step"))})
+            newest = self.fields["metrics"]
+            known = {name: newest[name] for name in found if name in newest}
+            self.fields["first_metrics"] = known | self.fields.get("first_metrics", {})
 
     def _measured(self, values: dict[str, float | None]) -> None:
         """The newest value of each metric; names beyond the first so many are left out."""

@@ -1,0 +1,58 @@
+"""What may end a run from outside: each limit by itself, and which of them a run has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.run.limits import Asked, Deadline, HardCap, StopReason, limits
+from mgpu.run.record import Folder, Record
+
+NOW = 1_000_000.0
+TIMES = Timeouts(stop_grace_s=60)  # type: ignore[call-arg]
+
+
+def record(**known: Any) -> Record:
+    return Record("run-1", "a", "p", "/p", "/p/mgpu.yaml", "s", True, "f", "local", 1, **known)
+
+
+def reached(run: Record, now: float, begun_at: float = NOW) -> set[StopReason]:
+    return {said for limit in limits(run, TIMES, begun_at) if (said := limit.check(now, run)) is not None}
+
+
+def test_a_run_is_asked_to_stop_by_a_file_that_any_terminal_may_write(xdg: Path):
+    assert reached(record(max_hours=1), NOW) == set()
+    Folder("run-1").make()
+    Folder("run-1").stop.touch()
+    assert reached(record(max_hours=1), NOW) == {StopReason.USER}
+
+
+def test_the_end_leaves_room_for_a_last_save_and_its_upload(xdg: Path):
+    run = record(max_hours=10, hard_cap_at=NOW + 3600)
+    assert reached(run, NOW + 3600 - 90) == set()
+    assert reached(run, NOW + 3600 - 89) == {StopReason.HARD_CAP}
+
+
+def test_of_a_short_run_a_tenth_is_room(xdg: Path):
+    run = record(max_hours=0.1, hard_cap_at=NOW + 360)
+    assert reached(run, NOW + 360 - 36) == set()
+    assert StopReason.HARD_CAP in reached(run, NOW + 360 - 35)
+
+
+@pytest.mark.parametrize("hard_cap_at", [0.0, NOW + 10 * 3600])
+def test_on_machines_that_live_longer_a_run_has_a_deadline_of_its_own(xdg: Path, hard_cap_at: float):
+    run = record(max_hours=1, hard_cap_at=hard_cap_at)
+    assert reached(run, NOW + 3600 - 90) == set()
+    assert reached(run, NOW + 3600 - 89) == {StopReason.DEADLINE}
+
+
+def test_the_list_is_whole(xdg: Path):
+    assert [type(limit) for limit in limits(record(max_hours=1), TIMES, NOW)] == [Asked, HardCap, Deadline]
+
+
+@pytest.mark.parametrize("reason", list(StopReason))
+def test_each_says_why(reason: StopReason):
+    assert reason.words
