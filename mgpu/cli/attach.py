@@ -10,7 +10,7 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.events import LogChunk, MetricsSampled
-from mgpu.run.record import Folder, Record, load, supervised, supervisor_of
+from mgpu.run.record import Folder, Record, known, load, supervised, supervisor_of
 
 FOLLOW_EVERY_S = 0.5
 TAIL = 4096  # bytes of each log that are shown first
@@ -61,8 +61,7 @@ def _follow(console: Console, run_id: str) -> Record:
         if record.state.final or not watched:
             console.done()
             return record
-        step = record.step if record.step >= 0 else None
-        told = {"step": step, "steps": record.steps, "phase": "training", "values": record.metrics}
+        told = {"step": known(record.step), "steps": record.steps, "phase": "training", "values": record.metrics}
         console.emit(MetricsSampled(record.run_id, record.attempt, time.time(), **told))
         time.sleep(FOLLOW_EVERY_S)
 

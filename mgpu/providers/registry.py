@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 
 from mgpu.errors import InputError, MgpuError
 from mgpu.providers.base import Provider
@@ -23,14 +23,14 @@ def get(name: str, options: Mapping[str, str] | None = None) -> Provider:
     Raises:
         InputError: there is none of this name, its package does not work, or an option means nothing to it.
     """
-    module, _, cls = entry(name).provider.partition(":")
+    named = entry(name).provider
     try:
-        return getattr(import_module(module), cls)(options)
+        return resolve_name(named)(options)
     except MgpuError:
         raise
     except Exception as error:  # whatever somebody else's package does: it is to hinder no other provider
         raise InputError(
-            f"provider {name}: {module}:{cls} does not work",
+            f"provider {name}: {named} does not work",
             f"{type(error).__name__}: {error}",
             "Install again the package that brings it.",
         ) from error

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mgpu_train.agent.status import Fault
@@ -23,7 +21,7 @@ from mgpu.run.copies import values
 from mgpu.run.images import Settled
 from mgpu.run.limits import limits
 from mgpu.run.reach import handle_of, provider_for, provider_of, targets
-from mgpu.run.record import State
+from mgpu.run.record import State, known
 from mgpu.run.request import Request
 from mgpu.run.saving import Saving
 from mgpu.run.session import Session
@@ -53,37 +51,29 @@ def conduct(
         Interrupted: the end was asked for before the start.
         TakenOver: another process supervises the run now.
     """
-    with _told(session, begins=True) as told:
-        told.ended = _conducted(session, request, fleet, provider, secrets, keys)
-        return told.ended
+    return _told(session, lambda: _conducted(session, request, fleet, provider, secrets, keys), begins=True)
 
 
-@dataclass
-class _Told:
-    ended: Ended | None = None
-
-
-@contextmanager
-def _told(session: Session, *, begins: bool) -> Iterator[_Told]:
-    """Tells how the attempt ended that is under way in the block; `begins`: one that has no number yet."""
-    record, told = session.record, _Told()
-    number = record.attempt + begins
+def _told(session: Session, attempt: Callable[[], Ended], *, begins: bool) -> Ended:
+    """Tells how the attempt has ended; `begins`: one that has no number yet."""
+    number = session.record.attempt + begins
     try:
-        yield told
+        ended = attempt()
     except TakenOver:
         raise
     except MgpuError as error:
-        _tell(session, max(number, record.attempt), Ended(False, error.what))
+        _tell(session, number, Ended(False, error.what))
         raise
-    if told.ended is not None and not told.ended.left:
-        _tell(session, max(number, record.attempt), told.ended)
+    if not ended.left:
+        _tell(session, number, ended)
+    return ended
 
 
 def _tell(session: Session, number: int, ended: Ended) -> None:
     record, fault = session.record, str(ended.fault) if ended.fault else None
-    step = None if record.step < 0 else record.step
-    how = {"succeeded": ended.succeeded, "reason": ended.reason, "fault": fault, "step": step, "lost": ended.lost}
-    session.emit(AttemptEnded(record.run_id, number, time.time(), **how))
+    how = {"succeeded": ended.succeeded, "reason": ended.reason, "fault": fault, "lost": ended.lost}
+    event = AttemptEnded(record.run_id, max(number, record.attempt), time.time(), step=known(record.step), **how)
+    session.emit(event)
 
 
 def _conducted(
@@ -181,9 +171,7 @@ def watch_again(
         if all(node.closed for node in nodes.nodes) and not session.asked_to_end:
             session.emit(Warned("no node answers over SSH from here: the run is left as it is"))
             return Ended(False, "no node answers over SSH", left=True)
-        with _told(session, begins=False) as told:
-            told.ended = watch(session, nodes, fleet, provider, request, keys)
-            return told.ended
+        return _told(session, lambda: watch(session, nodes, fleet, provider, request, keys), begins=False)
 
 
 def watch(

@@ -28,7 +28,7 @@ from mgpu.iac.engine import Stack
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.run.limits import StopReason
-from mgpu.run.record import Record, State
+from mgpu.run.record import Record, State, known
 from mgpu.run.session import Session
 from mgpu.run.stacks import Context, InUse, give_back_fleet
 from mgpu.run.supervise import Ended
@@ -153,8 +153,8 @@ def ended(record: Record) -> RunEnded:
         exit_code=record.exit_code or 0,
         teardown=record.teardown,
         spent_usd=round(record.spent_usd(record.ended_at or time.time()), 4),
-        step=None if record.step < 0 else record.step,
-        checkpoint_step=None if record.checkpoint_step < 0 else record.checkpoint_step,
+        step=known(record.step),
+        checkpoint_step=known(record.checkpoint_step),
     )
 
 

@@ -204,6 +204,11 @@ class Record:
             self.ended_at = time.time()
 
 
+def known(step: int) -> int | None:
+    """A step as others are told it: -1, which means none here, is None there."""
+    return None if step < 0 else step
+
+
 class Folder:
     """Every path of one run's record."""
 

@@ -19,7 +19,7 @@ from mgpu.remote.nodeset import NodeSet
 from mgpu.run import timeline
 from mgpu.run.limits import Limit, StopReason
 from mgpu.run.outlook import HURRY, NOW, SAVE, Outlook
-from mgpu.run.record import Interruption, State
+from mgpu.run.record import Interruption, State, known
 from mgpu.run.renewal import Renewal
 from mgpu.run.saving import Saving
 from mgpu.run.session import Session
@@ -211,8 +211,8 @@ class Supervisor:
         record.step, record.steps = status.step, status.steps
         record.metrics |= status.metrics
         record.first_metrics = status.first_metrics | record.first_metrics  # a later attempt's are not the run's
-        known = {"step": _known(status.step), "steps": status.steps, "phase": phase, "values": dict(record.metrics)}
-        self._session.tell(MetricsSampled, **known)
+        sample = {"step": known(status.step), "steps": status.steps, "phase": phase, "values": dict(record.metrics)}
+        self._session.tell(MetricsSampled, **sample)
         timeline.moved(self._session, status)
         record.agent_seconds = {name: round(seconds, 1) for name, seconds in status.phase_seconds.items()}
         done = status.checkpoint
@@ -286,10 +286,6 @@ class Supervisor:
         grace_s = times.stop_grace_s + (times.kill_s if level == HURRY else times.drain_s + self._outputs_s)
         self._stop_by = min(self._stop_by or float("inf"), self._clock() + grace_s)
         self._outlook.stop(level)
-
-
-def _known(step: int) -> int | None:
-    return None if step < 0 else step
 
 
 def _saves(done: CheckpointStatus) -> dict[str, float]:

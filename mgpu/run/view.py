@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from mgpu.plan.model import Value
-from mgpu.run.record import Interruption, Record
+from mgpu.run.record import Interruption, Record, known
 
 
 class InterruptionView(Value):
@@ -33,7 +33,7 @@ class InterruptionView(Value):
         """As it is shown."""
         plain = {name: getattr(each, name) for name in cls.model_fields}
         resumed = None if each.resumed_step is None else max(0, each.resumed_step)
-        return cls.model_validate(plain | {"step": _known(each.step), "resumed_step": resumed})
+        return cls.model_validate(plain | {"step": known(each.step), "resumed_step": resumed})
 
 
 class RunView(Value):
@@ -95,7 +95,7 @@ class RunView(Value):
     def of(cls, record: Record) -> RunView:
         """As it is shown."""
         plain = {name: getattr(record, name, None) for name in cls.model_fields}
-        known = {
+        shown = {
             "state": str(record.state),
             "reason": record.reason or None,
             "spent_usd": round(record.spent_usd(time.time()), 4) if record.spending else None,
@@ -103,12 +103,8 @@ class RunView(Value):
             "hard_cap_at": record.hard_cap_at or None,
             "lease_until": record.lease_until or None,
             "interruptions": [InterruptionView.of(each) for each in record.interruptions],
-            "step": _known(record.step),
+            "step": known(record.step),
             "metrics": record.metrics | {f"first_{name}": value for name, value in record.first_metrics.items()},
-            "checkpoint_step": _known(record.checkpoint_step),
+            "checkpoint_step": known(record.checkpoint_step),
         }
-        return cls.model_validate(plain | known)
-
-
-def _known(step: int) -> int | None:
-    return None if step < 0 else step
+        return cls.model_validate(plain | shown)

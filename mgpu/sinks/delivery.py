@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 from mgpu.events import Emit, Event, MetricsSampled, RunEvent, Warned
 from mgpu.run.record import Folder, load
@@ -45,8 +45,7 @@ def of_record(run_id: str) -> Makers:
 
 
 def _make(name: str, options: Block, heard: Heard) -> Sink:
-    module, _, cls = installed().found[name].sink.partition(":")
-    return getattr(import_module(module), cls)(options, heard)
+    return resolve_name(installed().found[name].sink)(options, heard)
 
 
 class Delivery:

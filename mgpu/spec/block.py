@@ -10,7 +10,7 @@ from mgpu_train.config import Text
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from mgpu.errors import InputError
-from mgpu.spec.limits import form, limit, no_name, shown
+from mgpu.spec.values import form, no_name, refusal, shown
 
 
 def as_list(value: Any) -> Any:
@@ -103,4 +103,4 @@ def _worded(options: type[ProviderOptions], error: Any) -> str:
     at = ".".join(map(str, (options.block, *error["loc"][:1])))
     if error["type"] == "extra_forbidden":
         return f"{at}: there is no such setting; there are {', '.join(options.model_fields)}"
-    return f"{at}: {limit(error, shown(error['input']))}"
+    return f"{at}: {refusal(error, shown(error['input']))}"

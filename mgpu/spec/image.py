@@ -9,7 +9,7 @@ from mgpu_train.config import EnvName, Text
 from pydantic import Field
 
 from mgpu.spec.block import Block
-from mgpu.spec.limits import form
+from mgpu.spec.values import form
 
 # names of images as registries take them; only the host, which ends at the first `/`, may have capitals
 _HOST = r"([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?"

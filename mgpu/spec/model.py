@@ -15,8 +15,8 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
 from mgpu.spec import sink as sinks
 from mgpu.spec.block import Block, Market, Names, ProviderOptions, Word, Words
 from mgpu.spec.image import ImageSpec
-from mgpu.spec.limits import form
 from mgpu.spec.provider import installed, on_this_machine
+from mgpu.spec.values import form
 
 BRANCHES = (("<block>",), ("<none>",))  # tags of the union that `checkpoint` is, as pydantic shows them in a path
 

@@ -11,9 +11,9 @@ from mgpu_train import launchers
 
 from mgpu.spec import command
 from mgpu.spec.image import ImageSpec
-from mgpu.spec.limits import no_name
 from mgpu.spec.model import Checkpoint, RunSpec
 from mgpu.spec.provider import installed
+from mgpu.spec.values import no_name
 
 Where = tuple[str | int, ...]
 

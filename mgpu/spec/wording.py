@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 from mgpu.spec import command
 from mgpu.spec.document import Document, Where, dotted
 from mgpu.spec.image import no_reference
-from mgpu.spec.limits import choice, limit, shown
 from mgpu.spec.model import BRANCHES, RunSpec
+from mgpu.spec.values import choice, refusal, shown
 
 NAMES: tuple[Where, ...] = (("env",), ("image", "args"))  # blocks whose keys are names of the user's
 
@@ -47,7 +47,7 @@ def word(error: dict[str, Any], document: Document) -> tuple[str, str | None]:
         case "string_pattern_mismatch" if at == ("image", "reference") and (said := no_reference(given)):
             return said, None
         case _:
-            return limit(error, shown(given, plain)), None
+            return refusal(error, shown(given, plain)), None
 
 
 def _not_text(given: Any, plain: str | None) -> str:

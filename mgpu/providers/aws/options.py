@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from mgpu.spec.block import ProviderOptions, Word, as_list
-from mgpu.spec.limits import form
 from mgpu.spec.provider import Capabilities, ProviderEntry
+from mgpu.spec.values import form
 
 if TYPE_CHECKING:
     from mgpu.providers.base import JumpHost

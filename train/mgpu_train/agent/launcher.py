@@ -109,7 +109,7 @@ def shipped_library() -> str:
     return "" if folder in installed else folder
 
 
-class Launcher:
+class LauncherProcess:
     """A launcher that was started. Make it on the main thread: the launcher dies with the thread that made it."""
 
     def __init__(self, launch: Launch, log_fd: int) -> None:

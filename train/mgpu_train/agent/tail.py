@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from mgpu_train.config import MetricName
 
 _PIECE = 1 << 20  # bytes that are in memory at a time
 _LONGEST = 1 << 16  # bytes of one line; a longer one is no metric
 _METRICS = 256  # names; whoever writes more has meant something else
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}")  # as MetricName
+_NAME = re.compile(get_args(MetricName)[1].pattern)
 _RECENT = 5  # what the last ones took says what the next one takes
 
 

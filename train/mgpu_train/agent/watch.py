@@ -10,7 +10,7 @@ from mgpu_train.agent import procs
 from mgpu_train.agent.attempt import Attempt
 from mgpu_train.agent.budget import NOTHING, Need, need
 from mgpu_train.agent.decide import Act, AttemptFailed, Cause, Ended, Watched, look
-from mgpu_train.agent.launcher import Launch, Launcher
+from mgpu_train.agent.launcher import Launch, LauncherProcess
 from mgpu_train.agent.liveness import Liveness, Silence, Stage, deadline_s
 from mgpu_train.agent.log import clean, last_words
 from mgpu_train.agent.peers import Peers
@@ -56,7 +56,7 @@ class Watch:
         """
         begin, starved = self._attempt.log.size, procs.out_of_memory_kills()
         try:
-            launcher = Launcher(launch, self._attempt.log.fd)
+            launcher = LauncherProcess(launch, self._attempt.log.fd)
         except OSError as error:
             raise AttemptFailed(Fault.USER, f"the launcher cannot be started: {error}") from error
         self._liveness.sign(time.monotonic(), Stage.FIRST_STEP)
@@ -87,7 +87,7 @@ class Watch:
             saved_step=self._saved,
         )
 
-    def _act(self, launcher: Launcher, *, along: bool) -> None:
+    def _act(self, launcher: LauncherProcess, *, along: bool) -> None:
         stop, now = self._attempt.stop, time.monotonic()
         quiet = self._quiet(now)
         seen = Watched(

@@ -30,7 +30,7 @@ def no_name(text: str) -> str:
     return "begins with `-`: programs would read it as an option" if text.startswith("-") else ""
 
 
-def limit(error: dict[str, Any], given: str) -> str:
+def refusal(error: dict[str, Any], given: str) -> str:
     """The message for a value, shown as `given`, that one of pydantic's errors refuses."""
     limits = error.get("ctx", {})
     match error["type"]:
