@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu.events import CheckpointCommitted, Emit, Event, MetricsSampled
 
 if TYPE_CHECKING:
-    from mgpu.run.record import Record
+    from mgpu.run.record.record import Record
 
 ROOT = Path(__file__).resolve().parent
 # the run file of this checkout, with the demo's own store put in
@@ -86,7 +86,7 @@ class Accident:
         from mgpu.paths import state_dir
         from mgpu.providers.local import control
         from mgpu.providers.local.nodes import Instance
-        from mgpu.run.record import load
+        from mgpu.run.record.record import load
 
         node = (load("last").fleet or {})["nodes"][-1]
         self._say(f"now node {node['rank']} is killed: every process of it, and its disk (`mgpu local kill`)")
@@ -167,8 +167,8 @@ def main() -> int:
     from mgpu.errors import MgpuError
     from mgpu.paths import state_dir
     from mgpu.providers.local import bill
-    from mgpu.run import launch as runs
-    from mgpu.run.record import save
+    from mgpu.run.lifecycle import launch as runs
+    from mgpu.run.record.record import save
     from mgpu.spec.load import load
 
     console = Console()

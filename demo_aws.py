@@ -29,7 +29,7 @@ import demo  # noqa: E402
 
 if TYPE_CHECKING:
     from mgpu.console import Console
-    from mgpu.run.record import Record
+    from mgpu.run.record.record import Record
 
 # the runs of this demo are seen with XDG_STATE_HOME set to this folder; the user's own runs and stacks are elsewhere
 STATE = ROOT / ".mgpu" / "demo-aws"
@@ -141,7 +141,7 @@ def run(aws: FakeAws, console: Console, began: float) -> int:
     """The demo on a fake that stands."""
     from mgpu.cli import common
     from mgpu.providers.aws import names
-    from mgpu.run.record import load
+    from mgpu.run.record.record import load
 
     shell, accident = Shell(aws, console), Accident(aws, console)
     console.say(f"a fake AWS for the demo: {aws.endpoint}, in a network of its own")
@@ -180,7 +180,7 @@ def run(aws: FakeAws, console: Console, began: float) -> int:
 def newest(since: float) -> Record | None:
     """The record of the run that was begun after `since`, once there is one."""
     from mgpu.errors import MgpuError
-    from mgpu.run.record import load
+    from mgpu.run.record.record import load
 
     try:
         record = load("last")

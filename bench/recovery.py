@@ -14,8 +14,8 @@ from demo import floor_s
 from mgpu.paths import state_dir
 from mgpu.providers.local import control
 from mgpu.providers.local.nodes import Instance
-from mgpu.run import record as records
-from mgpu.run.record import Record
+from mgpu.run.record import record as records
+from mgpu.run.record.record import Record
 
 LIMIT_S = 20.0
 REPEATS = 3

@@ -24,7 +24,7 @@ from bench.report import Report
 from bench.tools import MGPU, PLAIN_RUN
 from mgpu.iac.outputs import StackOutput
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run.reach import targets
+from mgpu.run.job.stack_output import targets
 
 NODES, FILES, CHANGED, RUNS = 8, 2_000, 3, 5
 SIZES = (500, 2_000, 4_000, 12_000)  # bytes; what a source tree is made of

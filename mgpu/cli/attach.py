@@ -10,7 +10,7 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.events import LogChunk, MetricsSampled
-from mgpu.run.record import Folder, Record, known, load, supervised, supervisor_of
+from mgpu.run.record.record import Folder, Record, known, load, supervised, supervisor_of
 
 FOLLOW_EVERY_S = 0.5
 TAIL = 4096  # bytes of each log that are shown first
@@ -26,8 +26,8 @@ def attach(run: str, as_json: bool, take_over: bool) -> int:
 
     Ending this command while it only follows ends nothing else.
     """
-    from mgpu.run import takeover
-    from mgpu.run.finish import Outcome
+    from mgpu.run.lifecycle import attach
+    from mgpu.run.lifecycle.outcome import Outcome
 
     record = load(run)
     # as `mgpu launch` shows it: a program of the user's own by what it prints, the bundled trainer by its numbers
@@ -39,7 +39,7 @@ def attach(run: str, as_json: bool, take_over: bool) -> int:
         console.say(f"run {record.run_id} has no supervisor: taking over")
     elif take_over:
         console.say(f"taking run {record.run_id} from {supervisor_of(record.run_id)}")
-    while (outcome := takeover.attach(record, common.context(console), force=take_over)) is None:
+    while (outcome := attach.attach(record, common.context(console), force=take_over)) is None:
         record = _follow(console, record.run_id)
         if record.state.final:
             outcome = Outcome(record)

@@ -13,9 +13,9 @@ from mgpu.console import Console
 from mgpu.errors import InputError
 
 if TYPE_CHECKING:
+    from mgpu.iac.aws.bootstrap import Base, Wanted
     from mgpu.iac.enginelog import Change
     from mgpu.providers.aws.session import Account
-    from mgpu.run.base import Base, Wanted
 
 _FREE = "none of it costs anything by itself: S3 and ECR bill what will be stored in them"
 _KINDS = {
@@ -67,17 +67,17 @@ def aws(
     What is there already, made by mgpu from whatever machine, is taken over. Anything of yours that you name is
     checked and used as it is.
     """
-    from mgpu.run import base
+    from mgpu.iac.aws import bootstrap
 
     console = Console(as_json=as_json)
     _require_sense(regions, destroy, delete_bucket, wanted)
-    found = base.account_of(account, profile, endpoint_url)
+    found = bootstrap.account_of(account, profile, endpoint_url)
     places = tuple(dict.fromkeys(regions)) or (found.home_region,)
-    base.require_regions(found, places)
+    bootstrap.require_regions(found, places)
     if destroy:
         _take_down(console, found, places, delete_bucket, yes)
     else:
-        _bring_up(console, found, places, base.Wanted(**wanted), yes)
+        _bring_up(console, found, places, bootstrap.Wanted(**wanted), yes)
 
 
 def _require_sense(regions: tuple[str, ...], destroy: bool, delete_bucket: bool, wanted: dict[str, Any]) -> None:
@@ -92,14 +92,14 @@ def _require_sense(regions: tuple[str, ...], destroy: bool, delete_bucket: bool,
 
 
 def _bring_up(console: Console, account: Account, regions: tuple[str, ...], wanted: Wanted, yes: bool) -> None:
-    from mgpu.run import base
+    from mgpu.iac.aws import bootstrap
 
     if not wanted.ssh and not wanted.security_group:
         with console.waiting("asking from which address this machine reaches the internet"):
-            wanted = replace(wanted, ssh=(base.own_address(),))
+            wanted = replace(wanted, ssh=(bootstrap.own_address(),))
         console.say(f"SSH is let in from {wanted.ssh[0]}, this machine's address; `--allow-ssh` names others")
     context = common.context(console)
-    bases = [base.Base(account, region, context, wanted) for region in regions]  # all mistakes before any change
+    bases = [bootstrap.Base(account, region, context, wanted) for region in regions]  # all mistakes before any change
     with console.waiting(f"looking at what is there in {', '.join(regions)}"):
         plans = [(each, each.preview()) for each in bases]
     _show(console, account, plans)
@@ -113,10 +113,10 @@ def _bring_up(console: Console, account: Account, regions: tuple[str, ...], want
 
 
 def _take_down(console: Console, account: Account, regions: tuple[str, ...], and_bucket: bool, yes: bool) -> None:
-    from mgpu.run import base
+    from mgpu.iac.aws import bootstrap
 
     context = common.context(console)
-    bases = [base.Base(account, region, context) for region in regions]
+    bases = [bootstrap.Base(account, region, context) for region in regions]
     for each in bases:
         each.require_removable(and_bucket=and_bucket)
     bucket = "with the bucket, which is empty" if and_bucket else "the bucket stays as it is"

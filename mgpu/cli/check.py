@@ -48,8 +48,8 @@ def check(provider: str | None, run_file: Path | None, profile: str | None, on_n
 
 
 def _findings(provider: Provider, needed: Requirements | None) -> tuple[Finding, ...]:
+    from mgpu.iac.aws.bootstrap import own_address
     from mgpu.providers import base
-    from mgpu.run.base import own_address
 
     if isinstance(provider, base.Findings):
         return provider.findings(needed, own_address)
@@ -61,12 +61,12 @@ def _findings(provider: Provider, needed: Requirements | None) -> tuple[Finding,
 
 
 def _on_node(console: Console, run: str) -> int:
-    from mgpu.run import onnode
-    from mgpu.run.record import load
+    from mgpu.run.nodes import node_check
+    from mgpu.run.record.record import load
 
     record = load(run)
     with console.waiting(f"asking the nodes of {record.run_id}"):
-        found = onnode.findings(record, common.timeouts())
+        found = node_check.findings(record, common.timeouts())
     return _told(console, found)
 
 

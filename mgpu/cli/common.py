@@ -16,7 +16,7 @@ from mgpu import paths
 from mgpu.cli import complete
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, ProviderError
-from mgpu.run.record import Interruption, Record, State, load
+from mgpu.run.record.record import Interruption, Record, State, load
 from mgpu.words import amount, count, duration
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from mgpu.acquire.fit import Machines
     from mgpu.cli.results import Run
+    from mgpu.context import Context
     from mgpu.plan.model import Offer, Plan
-    from mgpu.run.finish import Outcome
-    from mgpu.run.fleets import Fleet, Survey
-    from mgpu.run.images import Looked
-    from mgpu.run.shell import Way
-    from mgpu.run.stacks import Context
+    from mgpu.run.fleet.inventory import Fleet, Survey
+    from mgpu.run.job.images import Looked
+    from mgpu.run.lifecycle.outcome import Outcome
+    from mgpu.run.nodes.ssh_config import Way
     from mgpu.spec.change import Change
     from mgpu.spec.model import RunSpec
 
@@ -90,16 +90,16 @@ class AfterDashes(click.Command):
 
 def way_to(run: str, stack: str | None) -> Way:
     """How to get to the machines of a run, or of a stack, which is given instead. Raises InputError."""
-    from mgpu.run import shell
-    from mgpu.run.stacks import project_of
+    from mgpu.run.fleet.stack import project_of
+    from mgpu.run.nodes import ssh_config
 
     if stack is None:
-        return shell.to_run(load(run))
+        return ssh_config.to_run(load(run))
     if run != "last":
         raise InputError(
             "either RUN or --stack is given, not both", f"`{run}` is a run, `{stack}` a stack.", "Give one of them."
         )
-    return shell.to_stack(project_of(Path(RUN_FILE)), stack, context(Console()))
+    return ssh_config.to_stack(project_of(Path(RUN_FILE)), stack, context(Console()))
 
 
 def json_option(command: F) -> F:
@@ -126,7 +126,7 @@ def yes_option(command: F) -> F:
 
 def context(console: Console, *, detach: bool = False) -> Context:
     """What a run is given by this command: its console, its deadlines, and how to ask on a terminal."""
-    from mgpu.run.stacks import Context
+    from mgpu.context import Context
     from mgpu.sinks.delivery import Delivery
 
     ask, delivery = None, Delivery(console.emit)
@@ -217,7 +217,7 @@ def show_plan(console: Console, plan: Plan) -> None:
 def machines_of(spec: RunSpec, plan: Plan) -> Machines:
     """What the image of a run has to fit: the machines that this plan may take."""
     from mgpu.acquire.fit import Machines
-    from mgpu.run.reach import provider_for
+    from mgpu.run.job.stack_output import provider_for
 
     return Machines.on_offer(provider_for(spec), plan)
 
@@ -235,7 +235,7 @@ def look_at_image(
     if spec.image is None:
         return None, plan
     from mgpu.acquire import fit
-    from mgpu.run import images
+    from mgpu.run.job import images
 
     with console.waiting("asking for the image"):
         looked = images.look(spec, run_file.resolve().parent)
@@ -263,7 +263,7 @@ def agree(console: Console, yes: bool) -> None:
 
 def show_changes(console: Console, before: Record, spec: RunSpec) -> bool:
     """What a resumed run's file says otherwise than at its beginning; False: nothing."""
-    from mgpu.run.resume import changes
+    from mgpu.run.lifecycle.resume import changes
 
     changed = changes(before, spec)
     if changed:

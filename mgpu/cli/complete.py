@@ -17,7 +17,7 @@ from mgpu import providers
 
 def runs(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Ids of runs, with their states."""
-    from mgpu.run.record import every
+    from mgpu.run.record.record import every
 
     found: list[CompletionItem] = []
     with suppress(OSError):

@@ -9,7 +9,7 @@ import click
 from mgpu.cli import common, complete
 from mgpu.console import Console
 from mgpu.errors import InputError
-from mgpu.run.record import load, supervised
+from mgpu.run.record.record import load, supervised
 
 
 @click.command()
@@ -36,7 +36,7 @@ def down(run: str | None, stack: str | None, as_json: bool) -> int:
     if record.teardown in ("confirmed", "not ours"):
         console.say(f"run {record.run_id}: {common.machines(record)}; nothing to do")
     else:
-        from mgpu.run.down import down as give_back
+        from mgpu.run.lifecycle.down import down as give_back
 
         record = give_back(record, common.context(console))
         console.say(f"run {record.run_id}: {common.machines(record)}")
@@ -46,8 +46,8 @@ def down(run: str | None, stack: str | None, as_json: bool) -> int:
 
 
 def _stack_down(console: Console, name: str) -> None:
-    from mgpu.run.down import stack_down
-    from mgpu.run.stacks import project_of
+    from mgpu.run.fleet.stack import project_of
+    from mgpu.run.lifecycle.down import stack_down
 
     project = project_of(Path(common.RUN_FILE))
     stack_down(project, name, common.context(console))

@@ -11,7 +11,7 @@ from mgpu.console import Console
 from mgpu.errors import MgpuError
 
 if TYPE_CHECKING:
-    from mgpu.run.fleets import Survey
+    from mgpu.run.fleet.inventory import Survey
 
 
 @click.command()
@@ -23,11 +23,12 @@ def gc(as_json: bool, yes: bool) -> int:
     Of a run whose supervisor died: while it makes, repairs or gives back machines, they are ended; while it trains, it
     uses them (`mgpu attach`).
     """
-    from mgpu.run import fleets
+    from mgpu.run.fleet import inventory
+    from mgpu.run.lifecycle.gc import end_all
 
     console = Console(as_json=as_json)
     with console.waiting(common.ASKING):
-        survey = fleets.survey()
+        survey = inventory.survey()
     found = survey.fleets
     lost = [fleet for fleet in found if not fleet.used_by]
     if not as_json:
@@ -36,7 +37,7 @@ def gc(as_json: bool, yes: bool) -> int:
         console.next("mgpu gc --yes    end what nothing uses")
     failures: list[MgpuError] = []
     ended: list[str] = []
-    for fleet, error in fleets.end_all(lost if yes else [], common.context(console)):
+    for fleet, error in end_all(lost if yes else [], common.context(console)):
         if error is not None:  # the others go all the same
             failures.append(error)
         else:

@@ -41,7 +41,7 @@ def build(run_file: Path, as_json: bool) -> None:
     No registry is asked but those of the base images.
     """
     from mgpu.image import cancellable
-    from mgpu.run.images import cancelling
+    from mgpu.run.job.images import cancelling
 
     console = Console(as_json=as_json)
     spec, site = _described(run_file, repository=_LOCAL)
@@ -72,7 +72,7 @@ def push(run_file: Path, as_json: bool) -> None:
     What is there is neither built nor pushed, and needs no Docker engine.
     """
     from mgpu.image import cancellable
-    from mgpu.run.images import cancelling, told
+    from mgpu.run.job.images import cancelling, told
 
     console = Console(as_json=as_json)
     spec, site = _described(run_file)
@@ -123,7 +123,7 @@ def inspect(reference: str, run_file: Path, platform: str, as_json: bool) -> Non
 def _described(run_file: Path, repository: str | None = None) -> tuple[ImageSpec, Site]:
     """The image of a run file, and where it goes; `repository`: unless the run file says."""
     from mgpu.image import place
-    from mgpu.run.reach import provider_for
+    from mgpu.run.job.stack_output import provider_for
     from mgpu.spec.load import load
 
     spec = load(run_file)

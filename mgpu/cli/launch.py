@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 @common.detach_option
 def launch(run_file: Path, changes: list[Change], yes: bool, as_json: bool, resume: str | None, detach: bool) -> int:
     """Rent what RUN_FILE asks for, run on it, keep the checkpoints, give every machine back."""
-    from mgpu.run import launch as runs
-    from mgpu.run.resume import before as resumed
+    from mgpu.run.lifecycle import launch as runs
+    from mgpu.run.lifecycle.resume import before as resumed
     from mgpu.spec.load import load
 
     spec = load(run_file, changes=changes)

@@ -14,7 +14,7 @@ from mgpu.errors import InputError
 from mgpu.providers.local import bill, control
 from mgpu.providers.local.nodes import Instance
 from mgpu.providers.local.options import Options
-from mgpu.run.record import Record, every, load
+from mgpu.run.record.record import Record, every, load
 
 _SECONDS = {"ignore_unknown_options": True}  # `-5` is a number here: control says what is wrong with it
 _INSTANCE = re.compile(r"[0-9a-f]{10}-[0-9]{1,6}")

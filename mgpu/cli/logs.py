@@ -14,8 +14,8 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console, LogLines
 from mgpu.errors import InputError
-from mgpu.run.logs import NodeLog
-from mgpu.run.record import Folder, load, supervised
+from mgpu.run.record.logs import NodeLog
+from mgpu.run.record.record import Folder, load, supervised
 
 FOLLOW_EVERY_S = 0.5
 

@@ -10,12 +10,12 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
-from mgpu.run.record import Record, every, supervised
+from mgpu.run.record.record import Record, every, supervised
 from mgpu.words import count
 
 if TYPE_CHECKING:
     from mgpu.cli.results import Result
-    from mgpu.run.fleets import Fleet
+    from mgpu.run.fleet.inventory import Fleet
 
 
 _SPARE = ("begun", "checkpoint", "step")  # columns that a narrow terminal does without
@@ -26,7 +26,7 @@ _SPARE = ("begun", "checkpoint", "step")  # columns that a narrow terminal does 
 @click.option("--all", "all_runs", is_flag=True, help="All runs, not only the newest 20.")
 def ls(as_json: bool, all_runs: bool) -> int:
     """List runs, newest last, and ask the providers what is billed now."""
-    from mgpu.run.fleets import survey
+    from mgpu.run.fleet.inventory import survey
 
     console = Console(as_json=as_json)
     records = every() if all_runs else every()[-20:]

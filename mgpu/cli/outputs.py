@@ -8,7 +8,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
-from mgpu.run.record import load
+from mgpu.run.record.record import load
 from mgpu.words import amount, count
 
 
@@ -21,7 +21,7 @@ def outputs(run: str, to: Path | None, as_json: bool) -> None:
 
     At the end of every attempt they come home by themselves; this is for a run that nobody watched to its end.
     """
-    from mgpu.run import outputs as kept
+    from mgpu.run.nodes import outputs as kept
 
     console, record = Console(as_json=as_json), load(run)
     folder = common.made(to) if to else kept.home(record)

@@ -15,7 +15,7 @@ from mgpu.errors import ImageError, InputError, ProviderError
 
 if TYPE_CHECKING:
     from mgpu.plan.model import Offer
-    from mgpu.run.images import Looked
+    from mgpu.run.job.images import Looked
     from mgpu.spec.change import Change
     from mgpu.spec.model import RunSpec
 
@@ -74,7 +74,7 @@ def _doubts(spec: RunSpec, run_file: Path) -> list[str]:
     found = environment.unset(spec, os.environ) + _of_the_code(spec, run_file)
     if spec.image is None:
         return found
-    from mgpu.run import images
+    from mgpu.run.job import images
 
     return found + images.unused_args(spec.image, run_file.resolve().parent)
 
@@ -83,12 +83,12 @@ def _of_the_code(spec: RunSpec, run_file: Path) -> list[str]:
     from mgpu_train.timeouts import Timeouts
 
     from mgpu.events import Warned
-    from mgpu.run import code
-    from mgpu.run.request import resolve
+    from mgpu.run.job.request import resolve
+    from mgpu.run.nodes import code_upload
 
     request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
     try:
-        return [event.text for event in code.look(request) if isinstance(event, Warned)]
+        return [event.text for event in code_upload.look(request) if isinstance(event, Warned)]
     except InputError as error:
         return [" ".join(str(error).splitlines())]
 

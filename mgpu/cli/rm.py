@@ -10,7 +10,8 @@ import click
 from mgpu.cli import common, complete
 from mgpu.console import Console
 from mgpu.errors import InputError
-from mgpu.run import record, removal
+from mgpu.run.lifecycle import removal
+from mgpu.run.record import record
 from mgpu.words import amount, count
 
 

@@ -28,8 +28,8 @@ def run(
 ) -> int:
     """Run RUN_FILE on machines that `pulumi up` made, or that an earlier run kept."""
     from mgpu.iac.engine import current_stack
-    from mgpu.run import launch as runs
-    from mgpu.run.resume import before as resumed
+    from mgpu.run.lifecycle import launch as runs
+    from mgpu.run.lifecycle.resume import before as resumed
     from mgpu.spec.load import load
 
     spec = load(run_file, changes=changes)

@@ -10,8 +10,8 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.errors import MgpuError
-from mgpu.run.lock import Holder
-from mgpu.run.record import Record, State, load, supervised, supervisor_of
+from mgpu.run.record.record import Record, State, load, supervised, supervisor_of
+from mgpu.run.record.supervisor_lock import Holder
 
 
 @click.command()
@@ -72,7 +72,7 @@ def _next(record: Record, watched: bool, *, stuck: bool) -> list[str]:
 
 
 def _live(record: Record) -> tuple[list[dict[str, Any]], MgpuError | None]:
-    from mgpu.run.live import look
+    from mgpu.run.supervision.status_probe import look
 
     return look(record, common.timeouts())
 

@@ -9,7 +9,7 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.errors import TeardownIncomplete
-from mgpu.run.record import Folder, Record, State, load, supervised, supervisor_of
+from mgpu.run.record.record import Folder, Record, State, load, supervised, supervisor_of
 
 LOOK_EVERY_S = 0.2
 
@@ -70,10 +70,10 @@ def _require_moving(record: Record, waited_s: float) -> None:
 
 
 def _take_over(console: Console, record: Record) -> int | None:
-    from mgpu.run import takeover
+    from mgpu.run.lifecycle import attach
 
     console.say("its supervisor is gone: taking over to end it")
-    outcome = takeover.attach(record, common.context(console))
+    outcome = attach.attach(record, common.context(console))
     if outcome is None:  # somebody else was faster
         return None
     code = common.finish(console, outcome)

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from mgpu.plan.model import Value
-from mgpu.run.record import Interruption, Record, known
+from mgpu.run.record.record import Interruption, Record, known
 
 
 class InterruptionView(Value):

@@ -18,7 +18,7 @@ from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import Handle, MachineDriver
-from mgpu.run import record
+from mgpu.run.record import record
 
 REGION = "us-east-1"
 OLD = "Deep Learning OSS Nvidia Driver AMI GPU PyTorch 2.6.0 (Ubuntu 22.04) 20250920"  # brings 570.172.08

@@ -15,6 +15,7 @@ from mgpu_train.store import open_store
 from fakes.aws import FakeAws
 from fakes.aws.fake import Called
 from mgpu.errors import CleanupFailed, RateLimited, Transient
+from mgpu.iac.aws import bootstrap as run_base
 from mgpu.image import auth
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.aws import names, policies, reaper
@@ -29,7 +30,6 @@ from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.aws.refresh import refresh
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import FleetRequest, Handle, Intent
-from mgpu.run import base as run_base
 
 HERE, ACCOUNT = "us-east-1", "123456789012"
 BUCKET = names.bucket(ACCOUNT, HERE)

@@ -11,7 +11,7 @@ from pathlib import Path
 from forks import Forks
 
 _FORKS = Forks(
-    *("mgpu.__main__", "mgpu.cli.launch", "mgpu.run.launch", "mgpu.providers.local.provider"),
+    *("mgpu.__main__", "mgpu.cli.launch", "mgpu.run.lifecycle.launch", "mgpu.providers.local.provider"),
     *("mgpu_train.store.disk", "rich.table"),
 )
 

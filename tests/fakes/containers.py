@@ -17,8 +17,8 @@ from mgpu.errors import RemoteError
 from mgpu.events import Note
 from mgpu.iac.outputs import NodeOutput, StackOutput
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run import agents, containers, interpreters
-from mgpu.run.containers import ImageToRun
+from mgpu.run.job.images import ImageToRun
+from mgpu.run.nodes import agent_client, container_setup, python_setup
 from mgpu.spec.model import RunSpec
 
 RUN, OWNER = "run-1", "me-1"
@@ -58,18 +58,20 @@ class Machine:
 
     def up(self, image: ImageToRun | str, run: str = RUN, *, owner: str = OWNER, times=None, send=True, **spec) -> None:
         if send:
-            agents.send_library(self.nodes)
+            agent_client.send_library(self.nodes)
         program = {} if "train" in spec else {"command": ["prog.py"]}
         made = RunSpec.model_validate(BASE | program | spec)
         image = ImageToRun(image) if isinstance(image, str) else image
         times = self.timeouts.model_copy(update=times or {})
-        containers.up(self.nodes, image, made, self.fleet(owner), run, times, self.events.append)
+        container_setup.up(self.nodes, image, made, self.fleet(owner), run, times, self.events.append)
 
     def equip(self, run: str = RUN, *, owner: str = OWNER) -> None:
         """As a run without an image makes the node ready."""
-        agents.send_library(self.nodes)
+        agent_client.send_library(self.nodes)
         spec = RunSpec.model_validate(BASE | {"command": ["prog.py"]})
-        interpreters.equip(self.nodes, spec, self.timeouts, self.events.append, agents.claim(run, self.fleet(owner)))
+        python_setup.equip(
+            self.nodes, spec, self.timeouts, self.events.append, agent_client.claim(run, self.fleet(owner))
+        )
 
     def refused(self, image: ImageToRun | str, what: str, **more) -> RemoteError:
         with pytest.raises(RemoteError, match=what) as caught:
@@ -78,7 +80,7 @@ class Machine:
         return caught.value
 
     def down(self, run: str = RUN, **times) -> int:
-        return containers.down(self.nodes, self.fleet(), run, self.timeouts.model_copy(update=times))
+        return container_setup.down(self.nodes, self.fleet(), run, self.timeouts.model_copy(update=times))
 
     def ids(self, owner: str = OWNER) -> list[str]:
         filters = [f"--filter=label=dev.mgpu.{key}={value}" for key, value in (("owner", owner), ("home", self.home))]
@@ -128,12 +130,12 @@ class Machine:
                 "workdir": str(RunLayout(run).work), "lease_file": str(LEASE), "timeouts": self.timeouts,
             } | changes
         )  # fmt: skip
-        agents.send_job(self.node, job)
-        agents.start(self.node, run, Secrets(env={"TOKEN": "canary"}), self.timeouts)
+        agent_client.send_job(self.node, job)
+        agent_client.start(self.node, run, Secrets(env={"TOKEN": "canary"}), self.timeouts)
 
     @property
     def status(self) -> dict:
-        return agents.status(self.node, RUN, self.timeouts)
+        return agent_client.status(self.node, RUN, self.timeouts)
 
     @property
     def said(self) -> str:
@@ -142,4 +144,4 @@ class Machine:
 
 def script(home: Path) -> Path:
     """`container.py` in a home that the library was sent to."""
-    return home / agents.library()[1] / "mgpu_train" / "agent" / "container.py"
+    return home / agent_client.library()[1] / "mgpu_train" / "agent" / "container.py"

@@ -20,7 +20,7 @@ from mgpu.remote import receiver
 from mgpu.remote.node import Node
 from mgpu.remote.snapshot import Snapshot, scan
 from mgpu.remote.targets import SyncReport
-from mgpu.run import agents
+from mgpu.run.nodes import agent_client
 
 FIRST, SECOND = "print('hello')\n", "print('other')\n"
 
@@ -119,7 +119,7 @@ def between(node: Node, monkeypatch, then: Callable[[], object]) -> list[str]:
 
 def test_the_second_waits_for_the_first_and_sends_nothing(sshd, open_node, threads, tmp_path):
     """The library, as two runs on one fleet send it."""
-    package, dest = agents.library()[0], tmp_path / "node/lib/mgpu_train"
+    package, dest = agent_client.library()[0], tmp_path / "node/lib/mgpu_train"
     first, second, answers = open_node(sshd), open_node(sshd), []
     ready = second_meanwhile(threads, dest, lambda: sync(second, package, dest), answers)
     files = len(scan(package).entries)

@@ -16,7 +16,7 @@ from mgpu_train.agent.peers import Peers
 from mgpu_train.config import Job
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.run.request import QUIET_S
+from mgpu.run.job.request import QUIET_S
 
 MINUTE, HOUR = 60.0, 3600.0
 TRAIN = Timeouts()

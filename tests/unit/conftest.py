@@ -27,6 +27,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu import paths
 from mgpu.cli import common, main
+from mgpu.context import Context
 from mgpu.errors import ConnectionFailed, MgpuError, ProviderError
 from mgpu.events import Event
 from mgpu.iac.naming import fleet_name
@@ -37,8 +38,9 @@ from mgpu.providers.base import FleetState, Handle, MachineDriver, NodePhase, No
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.targets import Result, SyncReport, Target
-from mgpu.run import record, stacks
-from mgpu.run.record import Record
+from mgpu.run.fleet import stack
+from mgpu.run.record import record
+from mgpu.run.record.record import Record
 
 HOST_KEY = "ssh-ed25519 " + base64.b64encode(b"\x00\x00\x00\x0bssh-ed25519\x00\x00\x00\x20" + b"k" * 32).decode()
 NOT_CONNECTED = "the connection was lost"
@@ -470,13 +472,13 @@ class World:
 def world(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """Nodes, provider and stacks in memory in the place of the real ones; folders of this test alone."""
     made = World(tmp_path / "project")
-    monkeypatch.setattr(stacks, "Stack", functools.partial(Stack, made))
+    monkeypatch.setattr(stack, "Stack", functools.partial(Stack, made))
     monkeypatch.setattr(NodeSet, "connect", made.connect)
     monkeypatch.setattr(NodeSet, "reach", made.reach)
     monkeypatch.setattr("mgpu.remote.node.connect", made.connect_one)
     monkeypatch.setattr(registry, "get", made.provider)
     monkeypatch.setattr(registry, "names", lambda: ("local", *sorted(made.elsewhere)))
-    monkeypatch.setattr(common, "context", lambda console, **more: stacks.Context(console.emit, made.timeouts, **more))
+    monkeypatch.setattr(common, "context", lambda console, **more: Context(console.emit, made.timeouts, **more))
     return made
 
 
@@ -486,7 +488,7 @@ def suspended() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     children: list[subprocess.Popen[bytes]] = []
 
     def hold(run_id: str) -> subprocess.Popen[bytes]:
-        code = "import sys, time\nfrom pathlib import Path\nfrom mgpu.run.lock import hold\n"
+        code = "import sys, time\nfrom pathlib import Path\nfrom mgpu.run.record.supervisor_lock import hold\n"
         code += "with hold(Path(sys.argv[1])):\n    print(flush=True)\n    time.sleep(60)\n"
         child = subprocess.Popen([sys.executable, "-c", code, record.Folder(run_id).lock], stdout=subprocess.PIPE)
         children.append(child)

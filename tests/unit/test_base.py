@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from mgpu.errors import InputError
-from mgpu.run import base
+from mgpu.iac.aws import bootstrap
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def answering(monkeypatch):
         server = HTTPServer(("127.0.0.1", 0), Service)
         servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        monkeypatch.setattr(base, "WHO_AM_I", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(bootstrap, "WHO_AM_I", f"http://127.0.0.1:{server.server_port}")
 
     yield start
     for server in servers:
@@ -42,26 +42,26 @@ def answering(monkeypatch):
 )
 def test_the_address_of_this_machine_alone_is_let_in(answering, said, network):
     answering(said)
-    assert base.own_address() == network
+    assert bootstrap.own_address() == network
 
 
 @pytest.mark.parametrize("said", [b"", b"<html>log in first</html>", b"0.0.0.0/0", b"203.0.113.7 evil", b"\xff\xfe"])
 def test_what_is_no_address_is_not_let_in(answering, said):
     answering(said)
     with pytest.raises(InputError) as unknown:
-        base.own_address()
+        bootstrap.own_address()
     assert "--allow-ssh" in unknown.value.next_step
 
 
 def test_without_an_answer_the_address_has_to_be_named(monkeypatch):
-    monkeypatch.setattr(base, "WHO_AM_I", "http://127.0.0.1:1")
+    monkeypatch.setattr(bootstrap, "WHO_AM_I", "http://127.0.0.1:1")
     with pytest.raises(InputError, match="cannot be found out"):
-        base.own_address()
+        bootstrap.own_address()
 
 
 def test_the_program_is_told_what_was_given_and_nothing_else():
-    assert base.Wanted(ssh=("203.0.113.7/32",)).config() == {"ssh": ["203.0.113.7/32"]}
-    everything = base.Wanted(("a",), True, "v", "b", "r", "p", "role", "sg")
+    assert bootstrap.Wanted(ssh=("203.0.113.7/32",)).config() == {"ssh": ["203.0.113.7/32"]}
+    everything = bootstrap.Wanted(("a",), True, "v", "b", "r", "p", "role", "sg")
     assert everything.config() == {
         "ssh": ["a"],
         "allowWorld": True,

@@ -10,10 +10,10 @@ from mgpu_train.store import Unavailable, open_store
 
 from mgpu.errors import ConnectionFailed, TakenOver, TrainingFailed
 from mgpu.events import Warned
-from mgpu.run import begin
-from mgpu.run.record import Interruption, load
-from mgpu.run.request import resolve
-from mgpu.run.session import Session
+from mgpu.run.job.request import resolve
+from mgpu.run.lifecycle import attempt_start
+from mgpu.run.record.record import Interruption, load
+from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
 
 BASE = {"name": "a", "provider": "local", "max_hours": 1, "max_price_usd_per_hour": 1, "nodes": 2, "train": {}}
@@ -40,7 +40,7 @@ class Beginning:
     def start(self, supervisor="mine"):
         session = Session(load("run-1"), self.world.events.append, self.world.timeouts)
         session.record.supervisor = supervisor
-        begin.start(session, self.request, self.fleet, self.nodes, Secrets())
+        attempt_start.start(session, self.request, self.fleet, self.nodes, Secrets())
         return session.record
 
     def commit(self, record, step):
@@ -95,7 +95,7 @@ def test_catching_up_keeps_what_the_log_has_lost(run):
     run.commit(first, 50)
     session = Session(run.start(), run.world.events.append, run.world.timeouts)
     run.loses("a001-step-50")
-    begin.catch_up(session, run.request)
+    attempt_start.catch_up(session, run.request)
     assert session.record.checkpoint_id == "a001-step-50"
 
 
@@ -104,7 +104,7 @@ def test_the_way_back_goes_on_from_there(run):
     record = load("run-1")
     record.interruptions = [Interruption(1, "node 1 is gone", "provider", [1], 47, 1.0, 2.0, 3.0, 4.0)]
     session = Session(record, run.world.events.append, run.world.timeouts)
-    begin.start(session, run.request, run.fleet, run.nodes, Secrets())
+    attempt_start.start(session, run.request, run.fleet, run.nodes, Secrets())
     (way,) = record.interruptions
     assert (way.resumed_step, way.steps_lost) == (40, 7)
     assert way.started_at
@@ -116,7 +116,7 @@ def test_whoever_is_taken_over_begins_no_attempt(run):
     session = Session(load("run-1"), run.world.events.append, run.world.timeouts)
     session.record.supervisor, session._claimed = "first", True
     with pytest.raises(TakenOver, match="taken over"):
-        begin.start(session, run.request, run.fleet, run.nodes, Secrets())
+        attempt_start.start(session, run.request, run.fleet, run.nodes, Secrets())
     assert run.log.newest_attempt() == 1
     assert len(run.jobs) == 2, "no agent was started"
 
@@ -146,13 +146,13 @@ def test_catching_up_learns_of_a_commit_and_survives_a_store_that_is_away(run, m
     record = run.start()
     run.commit(record, 40)
     session = Session(load("run-1"), run.world.events.append, run.world.timeouts)
-    begin.catch_up(session, run.request)
+    attempt_start.catch_up(session, run.request)
     assert (session.record.checkpoint_id, session.record.checkpoint_step) == ("a001-step-40", 40)
 
     def away(_log):
         raise Unavailable("503")
 
     monkeypatch.setattr(CommitLog, "read", away)
-    begin.catch_up(session, run.request)
+    attempt_start.catch_up(session, run.request)
     assert ["503" in event.text for event in run.world.of(Warned)] == [True]
     assert session.record.checkpoint_step == 40

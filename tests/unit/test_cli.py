@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from mgpu.cli import COMMANDS
-from mgpu.run.record import State
+from mgpu.run.record.record import State
 
 HEAVY = {"torch", "pulumi", "boto3", "paramiko", "docker", "asyncssh", "grpc"}
 PROBE = """

@@ -6,7 +6,7 @@ import pytest
 
 from mgpu.cli import bootstrap
 from mgpu.console import Console
-from mgpu.run.base import Wanted
+from mgpu.iac.aws.bootstrap import Wanted
 
 URI = "123456789012.dkr.ecr.us-east-1.amazonaws.com/theirs"
 

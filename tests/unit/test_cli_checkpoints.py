@@ -14,7 +14,7 @@ from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.store import open_store
 
 from mgpu import paths
-from mgpu.run.record import Folder, State
+from mgpu.run.record.record import Folder, State
 
 
 @pytest.fixture

@@ -16,13 +16,14 @@ import pytest
 from mgpu_train.agent.status import Phase
 
 from mgpu.cli import cli
+from mgpu.context import Context
 from mgpu.errors import AuthError, TeardownIncomplete
 from mgpu.events import RunEnded, RunStateChanged
 from mgpu.providers.base import NodePhase
-from mgpu.run import down as downs
-from mgpu.run import record, stacks
-from mgpu.run.lock import taken_from
-from mgpu.run.record import Folder, State
+from mgpu.run.lifecycle import down as downs
+from mgpu.run.record import record
+from mgpu.run.record.record import Folder, State
+from mgpu.run.record.supervisor_lock import taken_from
 
 EVIL = b"\x1b]0;title\x07plain\n\x1b[31mred\x1b[0m \xff\xfe\r 10%\r100%\nno end"
 
@@ -133,7 +134,7 @@ def test_status_live_asks_the_nodes(mgpu, running, world):
 
 
 def test_nodes_that_do_not_answer_cost_no_more_than_the_deadline(mgpu, running, world, monkeypatch):
-    monkeypatch.setattr("mgpu.run.live.NODES_S", 0.3)
+    monkeypatch.setattr("mgpu.run.supervision.status_probe.NODES_S", 0.3)
     hang, waited = threading.Event(), []
     world.nodes[0].read = lambda _path: str(waited.append(hang.wait(120)))
     world.nodes[1].reachable = False
@@ -145,7 +146,7 @@ def test_nodes_that_do_not_answer_cost_no_more_than_the_deadline(mgpu, running, 
 
 
 def test_a_machine_that_is_gone_is_not_waited_for(mgpu, running, world, monkeypatch):
-    monkeypatch.setattr("mgpu.run.live.NODES_S", 3600.0)
+    monkeypatch.setattr("mgpu.run.supervision.status_probe.NODES_S", 3600.0)
     world.cloud.phases["mine-run-1-1"] = NodePhase.TERMINATED
     hang, waited = threading.Event(), []
     world.nodes[1].read = lambda _path: str(waited.append(hang.wait(120)))
@@ -362,7 +363,7 @@ def test_down_gives_the_machines_back_and_the_run_is_over(mgpu, running, world):
 
 
 def test_down_tells_how_the_run_ended_and_again_when_machines_are_gone_at_last(running, world):
-    context = stacks.Context(world.events.append, world.timeouts)
+    context = Context(world.events.append, world.timeouts)
     world.cloud.stuck.add("mine-run-1-0")
     with pytest.raises(TeardownIncomplete):
         downs.down(record.load("run-1"), context)
@@ -401,7 +402,7 @@ def test_attach_to_a_run_that_is_over_shows_its_result(mgpu, world):
 @pytest.mark.timeout(30)
 def test_attach_takes_over_from_a_supervisor_that_is_stuck(mgpu, running, world):
     """One that is stopped (SIGSTOP) holds the lock for ever: nobody would watch the run."""
-    code = "import sys, time\nfrom mgpu.run import record\nwith record.supervising('run-1') as token:\n"
+    code = "import sys, time\nfrom mgpu.run.record import record\nwith record.supervising('run-1') as token:\n"
     code += "    print(token, flush=True)\n    time.sleep(60)\n"
     stuck = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
@@ -580,7 +581,7 @@ def test_mistakes_of_a_run_file_are_objects_with_line_and_field(mgpu, world):
 
 def test_a_command_that_has_printed_its_result_prints_one_object_alone(mgpu, running, monkeypatch):
     failed = [(None, AuthError("the key has expired"))]
-    monkeypatch.setattr("mgpu.run.fleets.end_all", lambda _lost, _context: failed)
+    monkeypatch.setattr("mgpu.run.lifecycle.gc.end_all", lambda _lost, _context: failed)
     done = mgpu("gc", "--yes", "--json")
     assert done.code == AuthError.exit_code
     assert [each["name"] for each in done.json["fleets"]]

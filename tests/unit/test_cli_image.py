@@ -24,7 +24,7 @@ from mgpu.console import Console
 from mgpu.events import ImageStep, LayerPushed
 from mgpu.image import compat, place, registry, shipped
 from mgpu.image.compattable import FAMILIES
-from mgpu.run import images
+from mgpu.run.job import images
 from mgpu.spec.image import ImageSpec
 
 DOCKERFILE = 'FROM scratch\nCOPY code /code\nLABEL dev.mgpu.torch="2.15.0" dev.mgpu.cuda="13.2" other="mine"\n'
@@ -265,7 +265,7 @@ def test_a_signal_ends_a_build_and_all_that_it_has_begun(
 
 
 def test_a_second_signal_waits_for_nothing(monkeypatch):
-    monkeypatch.setattr("mgpu.run.session.ECHO_S", 0.0)
+    monkeypatch.setattr("mgpu.run.record.signals.ECHO_S", 0.0)
     with images.cancelling() as cancelled:
         signal.raise_signal(signal.SIGTERM)
         assert cancelled.is_set()

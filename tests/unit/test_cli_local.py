@@ -16,8 +16,8 @@ from mgpu import paths
 from mgpu.cli import main
 from mgpu.providers.local import bill, control, files, procs
 from mgpu.providers.local.nodes import Instance, NodeSpec
-from mgpu.run import record
-from mgpu.run.record import Record, State
+from mgpu.run.record import record
+from mgpu.run.record.record import Record, State
 
 
 @dataclass

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from mgpu.run import record
-from mgpu.run.record import Folder, State
+from mgpu.run.record import record
+from mgpu.run.record.record import Folder, State
 
 DAY = 86400.0
 

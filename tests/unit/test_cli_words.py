@@ -9,7 +9,7 @@ import pytest
 from mgpu.cli import common, ls
 from mgpu.console import Console
 from mgpu.plan.model import Offer, Plan, Requirements
-from mgpu.run.record import Interruption, Record, State
+from mgpu.run.record.record import Interruption, Record, State
 from mgpu.words import count
 
 

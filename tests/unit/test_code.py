@@ -16,10 +16,10 @@ from mgpu.errors import InputError
 from mgpu.events import Note, Warned
 from mgpu.remote.node import SyncReport
 from mgpu.remote.snapshot import Snapshot
-from mgpu.run import code
-from mgpu.run.record import Folder, load
-from mgpu.run.request import resolve
-from mgpu.run.session import Session
+from mgpu.run.job.request import resolve
+from mgpu.run.nodes import code_upload
+from mgpu.run.record.record import Folder, load
+from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
 
 SAVES = "MGPU_CHECKPOINT_DIR"
@@ -52,7 +52,7 @@ class Run:
         """As every attempt does, and every process that takes the run over."""
         self.sent.clear()
         session = Session(load("run-1"), self.world.events.append, self.world.timeouts)
-        code.send(session, self.request, self.nodes)
+        code_upload.send(session, self.request, self.nodes)
         return session.folder.work
 
     def _sync(self, snapshot, dest, **_):
@@ -97,7 +97,7 @@ def test_how_much_it_is_and_what_is_left_out(run):
     (run.folder / ".gitignore").write_text("/note\n/data/\n.gitignore\n*.pt\n")
     (run.folder / "data").mkdir()
     run.write(**{"data/1": "x", "data/2": "x", "a.pt": "x", "b.pt": "x"})
-    (told,) = code.look(run.request)
+    (told,) = code_upload.look(run.request)
     left_out = "left out by .gitignore or .mgpuignore: .gitignore, a.pt, b.pt and 2 more"
     assert told == Note(f"code: 1 file (1.5 MiB) of {run.folder}; {left_out}")
     run.send()
@@ -105,24 +105,24 @@ def test_how_much_it_is_and_what_is_left_out(run):
 
 
 def test_a_large_folder_is_told_with_its_largest_files(run, monkeypatch):
-    monkeypatch.setattr(code, "LARGE", 5000)
+    monkeypatch.setattr(code_upload, "LARGE", 5000)
     run.write(train=SAVES, a="x" * 2000, b="x" * 2999, c="x" * 30)
-    assert len(code.look(run.request)) == 2
-    _, warned = code.look(run.request)
+    assert len(code_upload.look(run.request)) == 2
+    _, warned = code_upload.look(run.request)
     assert isinstance(warned, Warned)
     assert "b (2.9 KiB), a (2.0 KiB), c (30 B) and 1 more" in warned.text
     (run.folder / ".mgpuignore").write_text("b\n")
-    assert len(code.look(run.request)) == 1
+    assert len(code_upload.look(run.request)) == 1
 
 
 @pytest.mark.parametrize("ignored", ["t.py", "*.py", "/t.py"])
 def test_a_program_that_is_left_out_is_refused(run, ignored):
     run.write(**{"t.py": "", ".gitignore": ignored})
     with pytest.raises(InputError, match=r"t\.py would not be sent") as refused:
-        code.look(run.request)
+        code_upload.look(run.request)
     assert "!t.py" in refused.value.next_step
     (run.folder / ".mgpuignore").write_text("!t.py")
-    assert code.look(run.request)
+    assert code_upload.look(run.request)
 
 
 def test_a_program_in_a_folder_that_is_left_out_is_refused(world, tmp_path):
@@ -130,7 +130,7 @@ def test_a_program_in_a_folder_that_is_left_out_is_refused(world, tmp_path):
     (run.folder / "src").mkdir()
     run.write(**{"src/t.py": "", ".gitignore": "src/"})
     with pytest.raises(InputError, match=r"src/t\.py would not be sent"):
-        code.look(run.request)
+        code_upload.look(run.request)
 
 
 # --- kept once --------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def another(run, run_id):
     run.world.record(run_id)
     session = Session(load(run_id), run.world.events.append, run.world.timeouts)
     nodes = SimpleNamespace(sync=lambda *_args, **_kwargs: [SyncReport(1, 1, 0, 0)])
-    code.send(session, replace(run.request, run_id=run_id), nodes)
+    code_upload.send(session, replace(run.request, run_id=run_id), nodes)
     return session.folder.work
 
 
@@ -187,9 +187,9 @@ def test_what_no_run_has_any_more_is_removed(run):
     run.send()
     run.write(other="2" * 100)
     second = another(run, "run-2")
-    assert code.prune() == 0
+    assert code_upload.prune() == 0
     shutil.rmtree(second)
-    assert code.prune() == 100
+    assert code_upload.prune() == 100
     assert another(run, "run-3").joinpath("train").read_text() == "x" * 5000
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu.run.record import State
+from mgpu.run.record.record import State
 
 MGPU = str(Path(sys.executable).with_name("mgpu"))
 

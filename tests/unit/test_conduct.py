@@ -9,10 +9,10 @@ from mgpu_train.config import Secrets
 from mgpu.errors import CommandFailed, ConnectionFailed, Transient
 from mgpu.events import AttemptEnded
 from mgpu.providers.base import NodePhase
-from mgpu.run.conduct import conduct, watch_again
-from mgpu.run.record import Folder, State, load
-from mgpu.run.request import resolve
-from mgpu.run.session import Session
+from mgpu.run.job.request import resolve
+from mgpu.run.lifecycle.attempt import conduct, watch_again
+from mgpu.run.record.record import Folder, State, load
+from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
 
 BASE = {"name": "a", "provider": "local", "max_hours": 1, "max_price_usd_per_hour": 1, "nodes": 2}
@@ -74,7 +74,7 @@ def test_a_machine_that_goes_before_the_attempt_has_begun_is_the_cause(run, erro
 def test_a_machine_that_is_gone_already_is_not_waited_for(run, monkeypatch):
     """Of a stack that was kept, say: SSH tries for `connect_s` to reach a machine that boots."""
     asked = []
-    monkeypatch.setattr("mgpu.run.conduct.NodeSet.connect", lambda *_: asked.append(1))
+    monkeypatch.setattr("mgpu.run.lifecycle.attempt.NodeSet.connect", lambda *_: asked.append(1))
     run.loses(1)
     ended = run.conduct()
     assert (ended.fault, ended.lost, ended.reason) == (Fault.PROVIDER, (1,), "node 1 is gone")

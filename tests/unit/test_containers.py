@@ -19,8 +19,8 @@ from mgpu.iac.outputs import NodeOutput, StackOutput
 from mgpu.image.auth import Login
 from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.targets import Result, Target
-from mgpu.run import agents, containers
-from mgpu.run.containers import ImageToRun
+from mgpu.run.job.images import ImageToRun
+from mgpu.run.nodes import agent_client, container_setup
 from mgpu.spec.model import RunSpec
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGtra2tra2tra2tra2tra2tra2tra2tra2tra2tr"
@@ -59,7 +59,9 @@ def fleet(owner: str = "me") -> StackOutput:
 
 def up(nodes, timeouts, image=None, **more) -> list:
     events: list = []
-    containers.up(NodeSet(nodes), image or ImageToRun(REFERENCE), spec(**more), fleet(), "r", timeouts, events.append)
+    container_setup.up(
+        NodeSet(nodes), image or ImageToRun(REFERENCE), spec(**more), fleet(), "r", timeouts, events.append
+    )
     return events
 
 
@@ -145,12 +147,12 @@ def test_an_engine_that_cannot_be_starting_is_not_waited_for_and_is_started_by_t
     node.result = Result(PROBLEM, told, b"")
     there = fleet().model_copy(update={"provider": provider})
     with pytest.raises(RemoteError, match="Docker does not answer") as caught:
-        containers.up(NodeSet([node]), ImageToRun(REFERENCE), spec(), there, "r", timeouts, lambda _: None)
+        container_setup.up(NodeSet([node]), ImageToRun(REFERENCE), spec(), there, "r", timeouts, lambda _: None)
     assert cure in caught.value.next_step
     assert node.wanted["boot_s"] == boot_s
 
 
-@pytest.mark.parametrize("kind", sorted(containers._PROBLEMS))
+@pytest.mark.parametrize("kind", sorted(container_setup._PROBLEMS))
 def test_a_problem_is_named_with_its_cause_and_its_cure(timeouts, kind):
     node = Node(1)
     node.result = Result(PROBLEM, json.dumps({"problem": kind, "why": "that is why"}).encode(), b"")
@@ -168,14 +170,14 @@ def test_every_problem_that_a_node_may_name_has_a_cure():
         | set(engine._FINAL)
         | {"permission", "run", "old", "pull"}
     )
-    assert kinds == set(containers._PROBLEMS)
+    assert kinds == set(container_setup._PROBLEMS)
 
 
 def test_another_run_on_a_node_is_named_with_what_to_do(timeouts):
     node = Node(1)
     why = {"problem": "used", "why": "Run theirs (owner you, from there) trains there.", "run": "theirs"}
     node.result = Result(PROBLEM, json.dumps(why).encode(), b"")
-    with pytest.raises(agents.Used, match=r"node 1 .* is used by run theirs") as caught:
+    with pytest.raises(agent_client.Used, match=r"node 1 .* is used by run theirs") as caught:
         up([Node(0), node], timeouts)
     assert caught.value.why == why["why"]
     assert "`mgpu stop theirs`" in caught.value.next_step
@@ -204,7 +206,7 @@ def test_down_asks_all_and_counts(timeouts):
     nodes = [Node(0), Node(1)]
     for node in nodes:
         node.result = Result(0, b'{"removed": 1}', b"")
-    assert containers.down(NodeSet(nodes), fleet(), "r", timeouts) == 2
+    assert container_setup.down(NodeSet(nodes), fleet(), "r", timeouts) == 2
     assert nodes[0].verb == "down"
     read = container._read(json.dumps(nodes[0].wanted))
     assert (read.owner, read.run) == ("me", "r"), "of other runs none"
@@ -212,8 +214,8 @@ def test_down_asks_all_and_counts(timeouts):
 
 def test_machines_without_an_owner_are_known_by_their_fleet(timeouts):
     node = Node(0)
-    containers.up(NodeSet([node]), ImageToRun(REFERENCE), spec(), fleet(""), "r", timeouts, lambda _: None)
+    container_setup.up(NodeSet([node]), ImageToRun(REFERENCE), spec(), fleet(""), "r", timeouts, lambda _: None)
     assert node.wanted["owner"] == "f"
     node.result = Result(0, b'{"removed": 0}', b"")
-    containers.down(NodeSet([node]), fleet(""), "r", timeouts)
+    container_setup.down(NodeSet([node]), fleet(""), "r", timeouts)
     assert node.wanted["owner"] == "f"

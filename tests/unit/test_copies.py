@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from mgpu.errors import ConnectionFailed
-from mgpu.run import copies
-from mgpu.run.copies import Copy
+from mgpu.run.supervision import remote_tail
+from mgpu.run.supervision.remote_tail import Copy
 
 
 class Remote:
@@ -40,7 +40,7 @@ def here(tmp_path):
 
 
 def test_a_burst_over_a_line_that_breaks_arrives_whole_in_bounded_memory(here, monkeypatch):
-    monkeypatch.setattr(copies, "PIECE", 1 << 10)
+    monkeypatch.setattr(remote_tail, "PIECE", 1 << 10)
     remote, copy = Remote(random.Random(1).randbytes(300_000), breaks=0.2), here.copy()
     for _ in range(1000):
         try:
@@ -69,7 +69,7 @@ def test_a_supervisor_that_wakes_up_beside_another_one_doubles_nothing(here):
 
 
 def test_it_stops_between_two_pieces_when_there_is_no_time(here, monkeypatch):
-    monkeypatch.setattr(copies, "PIECE", 4)
+    monkeypatch.setattr(remote_tail, "PIECE", 4)
     remote = Remote(b"0123456789")
     assert here.copy().follow(remote, lambda: False) is False
     assert 0 < here.file.stat().st_size <= 4
@@ -144,4 +144,4 @@ def test_the_end_of_a_log_is_not_kept_back_for_ever(here):
 
 def test_short_values_and_variables_that_are_not_set_hide_nothing():
     environ = {"A": "1234567", "B": "12345678", "C": " 123456789\n", "D": ""}
-    assert copies.values(["A", "B", "C", "D", "E"], environ) == (b"123456789", b"12345678")
+    assert remote_tail.values(["A", "B", "C", "D", "E"], environ) == (b"123456789", b"12345678")

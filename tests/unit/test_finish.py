@@ -6,9 +6,9 @@ import pytest
 from mgpu_train.agent.status import Fault
 
 from mgpu.errors import Interrupted, NoCapacity, Stopped, TrainingFailed
-from mgpu.run.finish import _error
-from mgpu.run.limits import StopReason
-from mgpu.run.supervise import Ended
+from mgpu.run.lifecycle.outcome import _error
+from mgpu.run.supervision.limits import StopReason
+from mgpu.run.supervision.supervisor import Ended
 
 
 @pytest.fixture

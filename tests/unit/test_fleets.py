@@ -9,12 +9,15 @@ import pytest
 from click.testing import CliRunner
 
 from mgpu.cli import cli
+from mgpu.context import Context
 from mgpu.errors import AuthError, InputError, Transient
 from mgpu.iac import tokens
 from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
-from mgpu.run import fleets, record, stacks
-from mgpu.run.record import State
+from mgpu.run.fleet import inventory
+from mgpu.run.lifecycle.gc import end, end_all
+from mgpu.run.record import record
+from mgpu.run.record.record import State
 from mgpu.spec.provider import installed
 
 
@@ -44,7 +47,7 @@ def four(world):
 
 
 def test_every_fleet_is_told_with_its_price_and_what_stands_for_it(four):
-    found = {fleet.name: fleet for fleet in fleets.survey().fleets}
+    found = {fleet.name: fleet for fleet in inventory.survey().fleets}
     assert {name: fleet.used_by for name, fleet in found.items()} == {
         "mine-run-1": "run run-1",
         "mine-dev": "stack dev",
@@ -60,7 +63,7 @@ def test_machines_that_came_later_are_of_the_same_fleet(four, monkeypatch):
     one = four.cloud.handles.pop("mine-lost")
     for name, ids in (("mine-lost/1", one.ids[:1]), ("mine-lost/2", one.ids[1:])):
         four.cloud.handles[name] = one.model_copy(update={"ids": ids, "token": name})
-    survey = fleets.survey()
+    survey = inventory.survey()
     assert [each.ids for each in survey.fleets if each.name == "mine-lost"] == [one.ids[:1], one.ids[1:]]
     (shown,) = [each for each in survey.by_name if each.name == "mine-lost"]
     assert (shown.ids, shown.usd_per_hour) == (one.ids, 1.0)
@@ -159,7 +162,7 @@ def test_what_somebody_supervises_is_left_to_them(world, state):
     """A final run is supervised while `mgpu down` gives its machines back."""
     left_behind(world, state, teardown="asked")
     with record.supervising("run-1"):
-        assert [fleet.used_by for fleet in fleets.survey().fleets] == ["run run-1"]
+        assert [fleet.used_by for fleet in inventory.survey().fleets] == ["run run-1"]
         gc("--yes")
     assert world.cloud.billed == {"mine-run-1-0"}
 
@@ -174,7 +177,7 @@ def test_what_somebody_supervises_is_left_to_them(world, state):
 )
 def test_a_fleet_that_was_kept_or_is_a_users_own_stands_for_itself(world, state, more):
     left_behind(world, state, **more)
-    assert [(fleet.used_by, fleet.left_by) for fleet in fleets.survey().fleets] == [("stack run-1", "")]
+    assert [(fleet.used_by, fleet.left_by) for fleet in inventory.survey().fleets] == [("stack run-1", "")]
 
 
 def test_a_users_stack_that_was_brought_up_again_is_not_the_last_runs(world):
@@ -182,36 +185,36 @@ def test_a_users_stack_that_was_brought_up_again_is_not_the_last_runs(world):
     left_behind(world, State.FAILED, own_stack=False, teardown="asked", fleet_name="mine-run-1")
     world.cloud.handles["mine-run-1"] = world.cloud.handles["mine-run-1"].model_copy(update={"ids": ("new-0",)})
     world.cloud.phases["new-0"] = NodePhase.RUNNING
-    assert [(fleet.used_by, fleet.left_by) for fleet in fleets.survey().fleets] == [("stack run-1", "")]
+    assert [(fleet.used_by, fleet.left_by) for fleet in inventory.survey().fleets] == [("stack run-1", "")]
 
 
 def test_a_run_that_is_taken_over_between_the_look_and_the_end_is_not_ended(world):
     left_behind(world, State.REPAIRING)
-    (fleet,) = fleets.survey().fleets
+    (fleet,) = inventory.survey().fleets
     again = record.load("run-1")
     again.to(State.RUNNING)
     record.save(again)
     with pytest.raises(InputError, match="trains"):
-        fleets.end(fleet, stacks.Context(world.events.append, world.timeouts))
+        end(fleet, Context(world.events.append, world.timeouts))
     assert world.cloud.billed == {"mine-run-1-0"}
 
 
 def test_machines_that_are_named_like_no_run_and_no_stack_are_nobodys(world):
     world.cloud.rent("mine-run-2")
     world.record("run-1", state=State.FAILED)
-    assert [(fleet.used_by, fleet.left_by) for fleet in fleets.survey().fleets] == [("", "")]
+    assert [(fleet.used_by, fleet.left_by) for fleet in inventory.survey().fleets] == [("", "")]
 
 
 def test_a_stack_of_another_project_does_not_stand_for_ours(world):
     world.cloud.rent("mine-dev")
     stack_file("theirs", "dev")
-    assert [fleet.used_by for fleet in fleets.survey().fleets] == [""]
+    assert [fleet.used_by for fleet in inventory.survey().fleets] == [""]
 
 
 def test_machines_that_are_terminated_are_no_fleet_and_a_partly_lost_one_is(world):
     world.cloud.rent("mine-a"), world.cloud.rent("mine-b", 2)
     world.cloud.phases |= {"mine-a-0": NodePhase.TERMINATED, "mine-b-0": NodePhase.TERMINATED}
-    (fleet,) = fleets.survey().fleets
+    (fleet,) = inventory.survey().fleets
     assert (fleet.name, fleet.ids, fleet.usd_per_hour) == ("mine-b", ("mine-b-1",), 0.5)
 
 
@@ -291,7 +294,7 @@ def test_it_is_asked_where_a_stack_has_machines_of_it(world, far):
     inputs = {"name": "theirs", "provider": "far", "options": {"account": "1"}}
     state = {"checkpoint": {"latest": {"resources": [{"type": tokens.FLEET, "inputs": inputs}]}}}
     stack_file("mine", "dev").write_text(json.dumps(state))
-    assert [(fleet.name, fleet.used_by) for fleet in fleets.survey().fleets] == [("theirs", "stack dev")]
+    assert [(fleet.name, fleet.used_by) for fleet in inventory.survey().fleets] == [("theirs", "stack dev")]
 
 
 def test_each_account_is_asked_once_with_the_settings_that_lead_there(world, far):
@@ -302,7 +305,7 @@ def test_each_account_is_asked_once_with_the_settings_that_lead_there(world, far
     world.record("over", provider="far", state=State.FAILED, teardown="confirmed", options={"account": "3"})
     asked = []
     far.list_owned = lambda owner, listed=far.list_owned: asked.append(1) or listed(owner)
-    (fleet,) = fleets.survey().fleets
+    (fleet,) = inventory.survey().fleets
     assert len(asked) == 3, "with nothing, for account 1, and for account 2"
     assert {dict(options).get("account") for name, options in world.reached if name == "far"} == {None, "1", "2"}
     assert fleet.used_by == ""
@@ -313,8 +316,8 @@ def test_a_fleet_is_ended_with_the_settings_by_which_it_was_found(world, far):
     far.is_configured = False
     far.rent("mine-run-1")
     world.record("run-1", provider="far", state=State.FAILED, teardown="kept", options={"account": "1", "python": "/a"})
-    (fleet,) = fleets.survey().fleets
-    fleets.end(fleet, stacks.Context(world.events.append, world.timeouts))
+    (fleet,) = inventory.survey().fleets
+    end(fleet, Context(world.events.append, world.timeouts))
     assert world.reached[-1] == ("far", {"account": "1"})
     assert far.billed == set()
 
@@ -332,12 +335,12 @@ def test_many_fleets_cost_one_look_at_each_thing(world, monkeypatch):
     for number in range(5):
         stack_file("mine", str(number))
         world.record(f"run-{number}", state=State.FAILED)
-    describe_all, fleets_in = world.cloud.describe_all, fleets._fleets_in
+    describe_all, fleets_in = world.cloud.describe_all, inventory._fleets_in
     monkeypatch.setattr(
         world.cloud, "describe_all", lambda handles: asked.append(len(handles)) or describe_all(handles)
     )
-    monkeypatch.setattr(fleets, "_fleets_in", lambda state: read.append(state.name) or fleets_in(state))
-    used = [fleet for fleet in fleets.survey().fleets if fleet.used_by]
+    monkeypatch.setattr(inventory, "_fleets_in", lambda state: read.append(state.name) or fleets_in(state))
+    used = [fleet for fleet in inventory.survey().fleets if fleet.used_by]
     assert sorted(fleet.used_by for fleet in used) == [f"stack {number}" for number in range(5)]
     assert (asked, sorted(read)) == ([300], [f"{number}.json" for number in range(5)])
 
@@ -355,6 +358,6 @@ def test_orphans_are_ended_side_by_side(world, monkeypatch):
 def test_a_bug_while_one_is_ended_is_no_providers_refusal(world, monkeypatch):
     world.cloud.rent("lost")
     monkeypatch.setattr(world.cloud, "destroy", lambda *_: {}["a bug"])
-    lost = fleets.survey().fleets
+    lost = inventory.survey().fleets
     with pytest.raises(KeyError):
-        list(fleets.end_all(lost, stacks.Context(world.events.append, world.timeouts)))
+        list(end_all(lost, Context(world.events.append, world.timeouts)))

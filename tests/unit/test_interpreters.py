@@ -11,9 +11,9 @@ from mgpu.errors import RemoteError
 from mgpu.events import Note
 from mgpu.iac.outputs import NodeOutput, StackOutput
 from mgpu.remote.targets import Result, Target
-from mgpu.run import interpreters
-from mgpu.run.interpreters import needs_torch
-from mgpu.run.reach import targets
+from mgpu.run.job.stack_output import targets
+from mgpu.run.nodes import python_setup
+from mgpu.run.nodes.python_setup import needs_torch
 from mgpu.spec.model import RunSpec
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGtra2tra2tra2tra2tra2tra2tra2tra2tra2tra2tr"
@@ -42,7 +42,7 @@ def test_a_problem_is_named_with_its_cause_and_its_cure(world, kind, words, cure
     nodes = world.has_nodes(2)
     answers(world.nodes[1], PROBLEM, problem=kind, why="that is why")
     with pytest.raises(RemoteError) as caught:
-        interpreters.equip(nodes, spec(), world.timeouts, world.events.append)
+        python_setup.equip(nodes, spec(), world.timeouts, world.events.append)
     assert caught.value.what.startswith("node 1 (")
     assert words in caught.value.what
     assert caught.value.why == "that is why"
@@ -54,14 +54,14 @@ def test_an_interpreter_that_is_not_there_is_named(world):
     world.nodes[0].target = Target(0, "127.0.0.1", 22, "u", KEY, None, "/opt/pytorch/bin/python")
     world.nodes[0].equipped = Result(127, b"", b"sh: 1: /opt/pytorch/bin/python: not found\n")
     with pytest.raises(RemoteError, match="/opt/pytorch/bin/python cannot run the agent") as caught:
-        interpreters.equip(nodes, spec(), world.timeouts, world.events.append)
+        python_setup.equip(nodes, spec(), world.timeouts, world.events.append)
     assert "not found" in caught.value.why
 
 
 def test_what_was_installed_is_told_once(world):
     nodes = world.has_nodes(3)
     answers(world.nodes[1], 0, python="/x", installed=True)
-    interpreters.equip(nodes, spec(), world.timeouts, world.events.append)
+    python_setup.equip(nodes, spec(), world.timeouts, world.events.append)
     (note,) = world.of(Note)
     assert "on 1 of 3 nodes" in note.text
 

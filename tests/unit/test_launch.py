@@ -16,6 +16,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu import paths
 from mgpu.cli import common
 from mgpu.console import Console
+from mgpu.context import Context
 from mgpu.errors import (
     AuthError,
     BidTooLow,
@@ -36,12 +37,13 @@ from mgpu.errors import (
 from mgpu.events import Note, Warned
 from mgpu.iac.project import project_name
 from mgpu.providers.base import NodePhase
-from mgpu.run import begin, record, stacks, takeover
-from mgpu.run import down as downs
-from mgpu.run import launch as runs
-from mgpu.run.record import Folder, State
-from mgpu.run.request import resolve
-from mgpu.run.session import Interrupts
+from mgpu.run.job.request import resolve
+from mgpu.run.lifecycle import attach, attempt_start
+from mgpu.run.lifecycle import down as downs
+from mgpu.run.lifecycle import launch as runs
+from mgpu.run.record import record
+from mgpu.run.record.record import Folder, State
+from mgpu.run.record.signals import Interrupts
 from mgpu.spec.load import load
 from mgpu.spec.model import Data
 
@@ -75,7 +77,7 @@ class Project:
 
     @property
     def context(self):
-        return stacks.Context(self.world.events.append, self.world.timeouts, self.ask, self.detach)
+        return Context(self.world.events.append, self.world.timeouts, self.ask, self.detach)
 
     def launch(self, more="", *, nodes=1, resume=None):
         return runs.launch(self.world.run_file, self.spec(more, nodes), self.context, resume=resume)
@@ -182,7 +184,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("cause", "code", "why"), FAILURES, ids=[f[0].__name__ for f in FAILURES])
 def test_after_every_kind_of_failure_nothing_is_left(project, cause, code, why, monkeypatch):
-    monkeypatch.setattr("mgpu.run.outlook.DESCRIBE_EVERY_S", 0.0)
+    monkeypatch.setattr("mgpu.run.supervision.fleet_monitor.DESCRIBE_EVERY_S", 0.0)
     project.spec(nodes=2)
     cause(project.world)
     outcome = project.launch(AT_ONCE, nodes=2)
@@ -196,7 +198,7 @@ def test_after_every_kind_of_failure_nothing_is_left(project, cause, code, why, 
 
 @pytest.mark.parametrize("cause", [f[0] for f in FAILURES])
 def test_a_teardown_that_is_incomplete_beats_every_other_error(project, cause, monkeypatch):
-    monkeypatch.setattr("mgpu.run.outlook.DESCRIBE_EVERY_S", 0.0)
+    monkeypatch.setattr("mgpu.run.supervision.fleet_monitor.DESCRIBE_EVERY_S", 0.0)
     project.spec(nodes=2)
     cause(project.world)
     project.world.cloud.rent("elsewhere")
@@ -225,7 +227,7 @@ def refused(world, *refusals):
 @pytest.mark.parametrize("refusal", [NoCapacity("none of the offers was granted"), BidTooLow("the bid is too low")])
 def test_the_first_machines_are_waited_for_as_well(project, refusal, monkeypatch):
     """F12"""
-    monkeypatch.setattr("mgpu.run.patience.PAUSE_S", 0.0)
+    monkeypatch.setattr("mgpu.run.lifecycle.capacity_wait.PAUSE_S", 0.0)
     refused(project.world, refusal, refusal)
     assert project.launch().exit_code == 0
     assert project.world.calls.count("up") == 3
@@ -299,13 +301,13 @@ def test_a_bug_while_it_trains_leaves_the_run_to_the_next_supervisor(project, mo
         raise ZeroDivisionError("a bug of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mgpu.run.supervise.decide", broken)
+        patch.setattr("mgpu.run.supervision.supervisor.decide", broken)
         with pytest.raises(ZeroDivisionError):
             project.launch()
     left = record.load("last")
     assert not left.state.final
     assert any(f"mgpu attach {left.run_id}" in event.text for event in project.world.of(Warned))
-    outcome = takeover.attach(left, project.context)
+    outcome = attach.attach(left, project.context)
     assert outcome is not None
     assert outcome.exit_code == 0
     project.nothing_is_left()
@@ -323,7 +325,7 @@ def test_a_detached_launch_leaves_once_the_agents_have_begun_and_attach_goes_on(
     assert all(any(argv[0] == "start" for argv in node.agent) for node in project.world.nodes)
     assert len(project.world.cloud.billed) == 2
     assert not record.supervised(left.run_id)
-    outcome = takeover.attach(left, project.context)
+    outcome = attach.attach(left, project.context)
     assert outcome is not None
     assert outcome.exit_code == 0
     project.nothing_is_left()
@@ -676,7 +678,7 @@ def test_data_that_only_the_nodes_may_read_is_told_and_rented_for(project, monke
     monkeypatch.setattr("mgpu_train.store.file.FileStore.list", refused)
     item = Data.model_validate({"from": "file:///somewhere", "to": "d"})
     spec = project.spec().model_copy(update={"data": (item,)})
-    begin.require_data(resolve(spec, "a", project.world.folder, timeouts=Timeouts()), project.context.emit)
+    attempt_start.require_data(resolve(spec, "a", project.world.folder, timeouts=Timeouts()), project.context.emit)
     assert any("could not be looked at from here: not yours" in event.text for event in project.world.of(Warned))
 
 
@@ -774,7 +776,7 @@ def abandoned(project, state=State.RUNNING, **more):
 def test_attach_takes_over_and_ends_as_the_first_one_would_have(project):
     found = abandoned(project)
     project.world.nodes[0].says(Phase.DONE)
-    outcome = takeover.attach(found, project.context)
+    outcome = attach.attach(found, project.context)
     assert outcome is not None
     assert outcome.exit_code == 0
     assert record.load("run-1").state is State.SUCCEEDED
@@ -784,7 +786,7 @@ def test_attach_takes_over_and_ends_as_the_first_one_would_have(project):
 def test_attach_does_not_take_a_run_from_a_living_supervisor(project):
     found = abandoned(project)
     with record.supervising("run-1"):
-        assert takeover.attach(found, project.context) is None
+        assert attach.attach(found, project.context) is None
     assert project.world.calls == []
 
 
@@ -794,5 +796,5 @@ def test_attach_to_a_teardown_that_was_cut_off_ends_it(project, stopped):
     project.world.nodes[0].says(Phase.DONE)
     if stopped:
         Folder("run-1").stop.touch()
-    assert takeover.attach(found, project.context) is not None
+    assert attach.attach(found, project.context) is not None
     project.nothing_is_left()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.run.limits import Asked, Deadline, HardCap, StopReason, limits
-from mgpu.run.record import Folder, Record
+from mgpu.run.record.record import Folder, Record
+from mgpu.run.supervision.limits import Asked, Deadline, HardCap, StopReason, limits
 
 NOW = 1_000_000.0
 TIMES = Timeouts(stop_grace_s=60)  # type: ignore[call-arg]

@@ -12,8 +12,8 @@ import threading
 
 import pytest
 
-from mgpu.run import lock
-from mgpu.run.lock import Holder, held, hold, holder, taken_from
+from mgpu.run.record import supervisor_lock
+from mgpu.run.record.supervisor_lock import Holder, held, hold, holder, taken_from
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_who_looks_makes_nothing(path):
 
 @pytest.mark.parametrize("force", [False, True])
 def test_a_holder_that_was_killed_holds_nothing(path, force):
-    code = "import sys, time\nfrom pathlib import Path\nfrom mgpu.run.lock import hold\n"
+    code = "import sys, time\nfrom pathlib import Path\nfrom mgpu.run.record.supervisor_lock import hold\n"
     code += "with hold(Path(sys.argv[1])) as token:\n    print(token, flush=True)\n    time.sleep(60)\n"
     other = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True)
     token = other.stdout.readline().strip()
@@ -89,7 +89,7 @@ def test_a_file_that_is_replaced_between_open_and_lock_is_not_taken_for_the_lock
     def seized_meanwhile(handle, how):
         if not seizing:
             seizing.append(None)
-            seizing.append(lock._seize(path, "the-new-one"))
+            seizing.append(supervisor_lock._seize(path, "the-new-one"))
         return flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", seized_meanwhile)
@@ -105,7 +105,7 @@ def test_who_only_looks_turns_no_supervisor_away(path):
     with path.open() as look:
         fcntl.flock(look, fcntl.LOCK_SH)
         assert not held(path), "another one that looks is no holder"
-        threading.Timer(lock.PAUSE_S * 1.5, lambda: fcntl.flock(look, fcntl.LOCK_UN)).start()
+        threading.Timer(supervisor_lock.PAUSE_S * 1.5, lambda: fcntl.flock(look, fcntl.LOCK_UN)).start()
         with hold(path) as token:
             assert token
 
@@ -118,7 +118,7 @@ def test_a_full_disk_keeps_nobody_from_taking_a_run_that_nobody_holds(path, monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(lock.json, "dumps", full)
+        patch.setattr(supervisor_lock.json, "dumps", full)
         with hold(path) as token:
             assert token
             assert taken_from(path, token) is None
@@ -128,7 +128,7 @@ def test_a_full_disk_keeps_nobody_from_taking_a_run_that_nobody_holds(path, monk
 
 
 def test_on_a_full_disk_the_lock_is_let_go_of_without_a_word(path):
-    code = "import resource, signal, sys\nfrom pathlib import Path\nfrom mgpu.run.lock import hold\n"
+    code = "import resource, signal, sys\nfrom pathlib import Path\nfrom mgpu.run.record.supervisor_lock import hold\n"
     code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
     code += "with hold(Path(sys.argv[1])) as token:\n    print(bool(token), flush=True)\n"
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)

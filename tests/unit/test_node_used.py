@@ -7,10 +7,13 @@ import json
 import pytest
 from mgpu_train.agent.equip import PROBLEM
 
+from mgpu.context import Context
 from mgpu.errors import CommandFailed
 from mgpu.remote.targets import Result
-from mgpu.run import agents, record, stacks
-from mgpu.run import launch as runs
+from mgpu.run.fleet import stack
+from mgpu.run.lifecycle import launch as runs
+from mgpu.run.nodes import agent_client
+from mgpu.run.record import record
 from mgpu.spec.load import load
 
 RUN_FILE = """
@@ -32,12 +35,12 @@ def second(world):
     (world.folder / "train.py").write_text("pass\n")
     world.run_file.write_text(RUN_FILE)
     world.stacks["dev"] = world.output(world.cloud.rent("mine-dev", 2))
-    context = stacks.Context(world.events.append, world.timeouts)
+    context = Context(world.events.append, world.timeouts)
     return lambda: runs.run(world.run_file, load(world.run_file), "dev", context)
 
 
 def is_told(outcome) -> None:
-    assert isinstance(outcome.error, stacks.InUse)
+    assert isinstance(outcome.error, stack.InUse)
     assert outcome.exit_code == 2
     assert "is used by run theirs" in outcome.error.what
     assert "owner you, from there" in outcome.error.why
@@ -75,7 +78,7 @@ def test_another_failure_of_the_start_is_what_it_was(world, second):
 
 def test_a_run_of_an_owner_says_who_it_is(world):
     fleet = world.output(world.cloud.rent("mine-dev", 1))
-    said = agents.claim("r", fleet)
+    said = agent_client.claim("r", fleet)
     assert (said["run"], said["owner"]) == ("r", fleet.owner)
     assert said["host"]
-    assert agents.claim("r", fleet.model_copy(update={"owner": ""}))["owner"] == fleet.fleet
+    assert agent_client.claim("r", fleet.model_copy(update={"owner": ""}))["owner"] == fleet.fleet

@@ -10,9 +10,9 @@ from mgpu_train.config import OutputFile, OutputList
 from mgpu_train.store import open_store
 
 from mgpu.events import Note, Warned
-from mgpu.run import outputs
-from mgpu.run.record import load
-from mgpu.run.session import Session
+from mgpu.run.nodes import outputs
+from mgpu.run.record.record import load
+from mgpu.run.record.session import Session
 
 LAYOUT = RunLayout("run-1")
 

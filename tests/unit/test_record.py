@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from mgpu.errors import InputError, TakenOver
-from mgpu.run import record as records
-from mgpu.run.record import Record, State
+from mgpu.run.record import record as records
+from mgpu.run.record.record import Record, State
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def test_one_supervisor_at_a_time_and_a_dead_one_holds_nothing(tmp_path):
     make("a-1")
     code = """
 import time
-from mgpu.run import record
+from mgpu.run.record import record
 with record.supervising("a-1") as free:
     print(bool(free), flush=True)
     time.sleep(60)

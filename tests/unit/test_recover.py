@@ -8,12 +8,12 @@ import pytest
 from mgpu_train.agent.status import Fault
 
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, Interrupted, NoCapacity, QuotaExceeded
-from mgpu.run import record
-from mgpu.run.patience import JITTER, PAUSE_S
-from mgpu.run.record import Folder, Interruption, State
-from mgpu.run.recover import WITHOUT_PROGRESS, Attempts
-from mgpu.run.session import Session
-from mgpu.run.supervise import Ended
+from mgpu.run.lifecycle.capacity_wait import JITTER, PAUSE_S
+from mgpu.run.lifecycle.recovery import WITHOUT_PROGRESS, Attempts
+from mgpu.run.record import record
+from mgpu.run.record.record import Folder, Interruption, State
+from mgpu.run.record.session import Session
+from mgpu.run.supervision.supervisor import Ended
 from mgpu.spec.model import Recovery
 
 DONE = Ended(True)

@@ -9,7 +9,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import InputError
 from mgpu.iac.outputs import NodeOutput, StackOutput
-from mgpu.run.request import resolve, secrets_of
+from mgpu.run.job.request import resolve, secrets_of
 from mgpu.spec.model import RunSpec
 
 BASE = {"name": "a", "provider": "local", "max_hours": 1, "max_price_usd_per_hour": 1}

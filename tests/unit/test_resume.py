@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mgpu.errors import InputError
-from mgpu.run import record, resume
-from mgpu.run.record import Folder, Record
-from mgpu.run.stacks import project_of
+from mgpu.run.fleet.stack import project_of
+from mgpu.run.lifecycle import resume
+from mgpu.run.record import record
+from mgpu.run.record.record import Folder, Record
 from mgpu.spec.load import loads
 
 FILE = """

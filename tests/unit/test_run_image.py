@@ -14,6 +14,7 @@ from mgpu_train.agent.status import Fault, Phase
 
 from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
+from mgpu.context import Context
 from mgpu.errors import AuthError, ImageError, InputError, PermissionDenied, SpecError
 from mgpu.events import Note, PhaseStarted, Warned
 from mgpu.iac.outputs import StackOutput
@@ -22,10 +23,13 @@ from mgpu.image.auth import Login
 from mgpu.plan.model import Offer, Plan, Requirements
 from mgpu.providers.base import MachineDriver, Offers
 from mgpu.remote.targets import Result
-from mgpu.run import images, onnode, record, stacks, takeover
-from mgpu.run import launch as runs
-from mgpu.run.images import Looked, Settled
-from mgpu.run.record import Folder, State
+from mgpu.run.job import images
+from mgpu.run.job.images import Looked, Settled
+from mgpu.run.lifecycle import attach
+from mgpu.run.lifecycle import launch as runs
+from mgpu.run.nodes import node_check
+from mgpu.run.record import record
+from mgpu.run.record.record import Folder, State
 from mgpu.spec.load import load, loads
 
 LABELS = {compat.TORCH: "2.7.1", compat.CUDA: "12.8", compat.PYTHON: "3.11"}
@@ -75,7 +79,7 @@ class Place:
 
     @property
     def context(self):
-        return stacks.Context(self.world.events.append, self.world.timeouts)
+        return Context(self.world.events.append, self.world.timeouts)
 
     def spec(self, more="", image=None):
         image = image or f"{{reference: '{self.server.address}/it:1'}}"
@@ -189,7 +193,7 @@ def test_who_takes_over_runs_the_digest_of_the_record(place):
     record.save(dead)
     Folder("run-1").run_file.write_text(place.world.run_file.read_text())
     moves(place)
-    outcome = takeover.attach(dead, place.context)
+    outcome = attach.attach(dead, place.context)
     assert outcome.exit_code == 0
     assert [wanted["reference"] for _, wanted in place.asked()] == [settled.reference]
     assert place.server.asked == [], "what is settled is not asked for again"
@@ -653,7 +657,7 @@ def lines(place, facts, gpus_per_node=1, labels=LABELS):
     fleet = StackOutput.model_validate(place.stands()).model_copy(update={"gpus_per_node": gpus_per_node})
     run = place.world.record("run-1", fleet=fleet.model_dump(mode="json"), image=place.reference)
     run.image_labels = dict(labels)
-    return {line.subject.partition(": ")[2]: line for line in onnode.of_node(0, {**FACTS, **facts}, run)}
+    return {line.subject.partition(": ")[2]: line for line in node_check.of_node(0, {**FACTS, **facts}, run)}
 
 
 def test_a_machine_that_fits_is_all_green(place):
@@ -698,18 +702,18 @@ def test_who_has_no_docker_on_this_machine_is_not_told_to_rent_another_one(place
     facts = {**FACTS, "docker": None}
     cures = []
     for run.provider in ("local", "aws"):
-        cures += [line.cure for line in onnode.of_node(0, facts, run) if line.subject.endswith("Docker")]
+        cures += [line.cure for line in node_check.of_node(0, facts, run) if line.subject.endswith("Docker")]
     assert ["Start Docker here" in cure for cure in cures] == [True, False]
 
 
 def test_without_an_image_the_machines_own_pytorch_is_looked_at(place):
     run = place.world.record("run-1", fleet=place.stands().model_dump(mode="json"))
     facts = {**FACTS, "torch": "2.8.0+cu128", "cuda": "12.8", "driver": "470.82.01", "docker": None}
-    found = {line.subject: line for line in onnode.of_node(0, facts, run)}
+    found = {line.subject: line for line in node_check.of_node(0, facts, run)}
     assert found["node 0: Docker"].status == "ok", "nobody needs it"
     assert found["node 0: PyTorch"].status == "failed"
     facts["torch"] = None
-    assert "none on this machine" in onnode.of_node(0, facts, run)[-1].detail
+    assert "none on this machine" in node_check.of_node(0, facts, run)[-1].detail
 
 
 def test_the_nodes_are_asked_by_an_interpreter_of_their_own_and_a_silent_one_is_a_red_line(place, mgpu):

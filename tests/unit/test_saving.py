@@ -7,9 +7,9 @@ from mgpu_train.agent.status import AgentStatus, CheckpointStatus, Phase
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.remote.snapshot import scan
-from mgpu.run.record import Record
-from mgpu.run.request import resolve
-from mgpu.run.saving import Saving, doubts
+from mgpu.run.job.request import resolve
+from mgpu.run.job.saving import Saving, doubts
+from mgpu.run.record.record import Record
 from mgpu.spec.model import RunSpec
 
 BASE = {"name": "a", "provider": "local", "max_hours": 1, "max_price_usd_per_hour": 1}

@@ -16,9 +16,10 @@ from mgpu_train.store import Unavailable
 
 from mgpu.errors import Interrupted, TakenOver
 from mgpu.events import Note, PhaseFinished, PhaseStarted, RunStateChanged, Warned
-from mgpu.run import record
-from mgpu.run.record import Folder, State
-from mgpu.run.session import ECHO_S, Interrupts, Session
+from mgpu.run.record import record
+from mgpu.run.record.record import Folder, State
+from mgpu.run.record.session import Session
+from mgpu.run.record.signals import ECHO_S, Interrupts
 
 
 @pytest.fixture
@@ -215,7 +216,7 @@ def test_a_full_disk_here_is_told_once_and_ends_nothing(session, world, monkeypa
 
 WAITS = """
 import time
-from mgpu.run.session import Interrupts
+from mgpu.run.record.signals import Interrupts
 with Interrupts().installed() as interrupts:
     print("ready", flush=True)
     while not interrupts.count:

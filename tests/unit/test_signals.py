@@ -11,14 +11,16 @@ from mgpu_train.agent.status import Phase
 
 from mgpu.cli import common
 from mgpu.console import Console
+from mgpu.context import Context
 from mgpu.events import Warned
-from mgpu.run import down as downs
-from mgpu.run import launch as runs
-from mgpu.run import record, stacks
-from mgpu.run.limits import Asked, Deadline
-from mgpu.run.record import Folder, State
-from mgpu.run.session import Interrupts, Session
-from mgpu.run.supervise import Supervisor
+from mgpu.run.lifecycle import down as downs
+from mgpu.run.lifecycle import launch as runs
+from mgpu.run.record import record
+from mgpu.run.record.record import Folder, State
+from mgpu.run.record.session import Session
+from mgpu.run.record.signals import Interrupts
+from mgpu.run.supervision.limits import Asked, Deadline
+from mgpu.run.supervision.supervisor import Supervisor
 from mgpu.spec.load import load
 
 RUN_FILE = "name: a\nprovider: local\nmax_hours: 1\nmax_price_usd_per_hour: 1\ncommand: [train.py]\ncheckpoint: none\n"
@@ -27,7 +29,7 @@ RUN_FILE = "name: a\nprovider: local\nmax_hours: 1\nmax_price_usd_per_hour: 1\nc
 @pytest.fixture(autouse=True)
 def _every_signal_counts(monkeypatch):
     """A test's second signal comes at once; what an echo of the first is stands in test_session."""
-    monkeypatch.setattr("mgpu.run.session.ECHO_S", 0.0)
+    monkeypatch.setattr("mgpu.run.record.signals.ECHO_S", 0.0)
 
 
 class Watch:
@@ -102,7 +104,7 @@ def test_a_stop_is_on_disk_for_whoever_takes_over_in_the_middle_of_it(watch):
 
 
 def test_a_log_that_grows_faster_than_it_is_read_holds_up_nothing(watch, monkeypatch):
-    monkeypatch.setattr("mgpu.run.copies.PIECE", 4)
+    monkeypatch.setattr("mgpu.run.supervision.remote_tail.PIECE", 4)
     node = watch.world.nodes[0]
 
     def endless(_path, offset, limit):
@@ -139,7 +141,7 @@ def test_a_second_signal_leaves_what_takes_long_and_says_how_to_end_it(world, ca
 
     world.hooks[call] = twice
     outcome = runs.launch(
-        world.run_file, load(world.run_file), stacks.Context(world.events.append, world.timeouts, lambda: False)
+        world.run_file, load(world.run_file), Context(world.events.append, world.timeouts, lambda: False)
     )
     assert outcome.left
     assert record.load("last").state is state
@@ -148,7 +150,7 @@ def test_a_second_signal_leaves_what_takes_long_and_says_how_to_end_it(world, ca
     assert "at the latest" in told
     assert f"mgpu down {outcome.record.run_id}" in told
     world.hooks.clear()
-    ended = downs.down(outcome.record, stacks.Context(world.events.append, world.timeouts))
+    ended = downs.down(outcome.record, Context(world.events.append, world.timeouts))
     assert (ended.state, ended.teardown) == (final, "confirmed")
     assert world.cloud.billed == set()
 
@@ -158,7 +160,7 @@ def test_a_signal_while_code_is_sent_starts_nothing(world):
     world.run_file.write_text(RUN_FILE)
     real = world.nodes[0].sync
     world.nodes[0].sync = lambda *args, **more: (os.kill(os.getpid(), signal.SIGTERM), real(*args, **more))[1]
-    outcome = runs.launch(world.run_file, load(world.run_file), stacks.Context(world.events.append, world.timeouts))
+    outcome = runs.launch(world.run_file, load(world.run_file), Context(world.events.append, world.timeouts))
     assert outcome.exit_code == 130
     assert world.nodes[0].agent == []
     assert world.cloud.billed == set()
@@ -168,6 +170,6 @@ def test_one_signal_in_the_teardown_does_not_end_it(world):
     (world.folder / "train.py").write_text("pass\n")
     world.run_file.write_text(RUN_FILE)
     world.hooks["destroy"] = lambda: signal.raise_signal(signal.SIGINT)
-    outcome = runs.launch(world.run_file, load(world.run_file), stacks.Context(world.events.append, world.timeouts))
+    outcome = runs.launch(world.run_file, load(world.run_file), Context(world.events.append, world.timeouts))
     assert outcome.exit_code == 0
     assert record.load("last").teardown == "confirmed"

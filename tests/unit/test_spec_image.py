@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mgpu.errors import InputError, SpecError
-from mgpu.run.request import build_secrets
+from mgpu.run.job.request import build_secrets
 from mgpu.spec.image import ImageSpec
 from mgpu.spec.load import load, loads
 from mgpu.spec.schema import schema

@@ -8,10 +8,10 @@ from mgpu_train.config import Secrets
 
 from mgpu.errors import ConnectionFailed, InputError, Transient
 from mgpu.events import Warned
-from mgpu.run.calls import Calls
-from mgpu.run.renewal import EVERY_S, Renewal
-from mgpu.run.request import secrets_of, store_keys
-from mgpu.run.storekeys import StoreKeys
+from mgpu.run.job.request import secrets_of, store_keys
+from mgpu.run.job.store_credentials import StoreKeys
+from mgpu.run.supervision.background_calls import Calls
+from mgpu.run.supervision.credential_renewal import EVERY_S, Renewal
 from mgpu.spec.model import RunSpec
 
 STATIC = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "eu-west-1", "AWS_PROFILE": "p"}
@@ -202,7 +202,7 @@ def test_an_agent_that_has_ended_is_left_alone(bench):
 
 
 def test_a_later_attempt_has_the_keys_of_its_time(world, session):
-    from mgpu.run.launch import _fresh
+    from mgpu.run.lifecycle.launch import _fresh
 
     kept = keys("s3://b/x", environ={})
     before = Secrets(env={"TOKEN": "t"}, store=kept.now())

@@ -14,13 +14,14 @@ from mgpu.events import CheckpointCommitted, LogChunk, MetricsSampled, Note, Rec
 from mgpu.journal import read
 from mgpu.providers.base import NodePhase
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run import copies, record
-from mgpu.run.eye import BEAT_S
-from mgpu.run.limits import Asked, Deadline, HardCap
-from mgpu.run.metrics import collect
-from mgpu.run.record import Folder, Interruption, State
-from mgpu.run.session import Session
-from mgpu.run.supervise import SETTLE_S, Supervisor
+from mgpu.run.record import record
+from mgpu.run.record.record import Folder, Interruption, State
+from mgpu.run.record.session import Session
+from mgpu.run.supervision import remote_tail
+from mgpu.run.supervision.limits import Asked, Deadline, HardCap
+from mgpu.run.supervision.metrics import collect
+from mgpu.run.supervision.node_monitor import BEAT_S
+from mgpu.run.supervision.supervisor import SETTLE_S, Supervisor
 
 BEGIN = 1000.0
 
@@ -104,7 +105,7 @@ def watch(world):
 
 
 def test_log_bytes_are_neither_lost_nor_doubled_over_errors_and_reconnects(watch, monkeypatch):
-    monkeypatch.setattr(copies, "PIECE", 7)
+    monkeypatch.setattr(remote_tail, "PIECE", 7)
     lost, odd = ConnectionFailed("lost"), OSError("a short read")
     for second in range(30):
         watch.at(second, lambda n=second: [node.prints(b"line %d \xff\x00\n" % n) for node in watch.world.nodes])
@@ -122,7 +123,7 @@ def test_log_bytes_are_neither_lost_nor_doubled_over_errors_and_reconnects(watch
 
 
 def test_a_read_that_fails_between_two_pieces_keeps_the_first_one(watch, monkeypatch):
-    monkeypatch.setattr(copies, "PIECE", 4)
+    monkeypatch.setattr(remote_tail, "PIECE", 4)
     node = watch.world.nodes[0]
     node.prints(b"0123456789")
     real, calls = node.read_from, []

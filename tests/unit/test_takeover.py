@@ -16,15 +16,19 @@ from mgpu_train.store import Unavailable, open_store
 
 from mgpu.cli import cli, common
 from mgpu.console import Console
+from mgpu.context import Context
 from mgpu.errors import AuthError, InputError, NoCapacity, StackError, TakenOver, TeardownIncomplete
 from mgpu.events import Warned
 from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
-from mgpu.run import down as downs
-from mgpu.run import fleets, lock, record, stacks, takeover
-from mgpu.run import launch as runs
-from mgpu.run.record import Folder, Interruption, State
-from mgpu.run.session import Session
+from mgpu.run.fleet import inventory
+from mgpu.run.fleet import stack as stacks
+from mgpu.run.lifecycle import attach
+from mgpu.run.lifecycle import down as downs
+from mgpu.run.lifecycle import launch as runs
+from mgpu.run.record import record, supervisor_lock
+from mgpu.run.record.record import Folder, Interruption, State
+from mgpu.run.record.session import Session
 from mgpu.spec.load import load
 
 RUN_FILE = """
@@ -52,7 +56,7 @@ class Project:
 
     @property
     def context(self):
-        return stacks.Context(self.world.events.append, self.world.timeouts)
+        return Context(self.world.events.append, self.world.timeouts)
 
     def spec(self, more=""):
         base = RUN_FILE.replace("checkpoint: none\n", "") if "checkpoint:" in more else RUN_FILE
@@ -80,7 +84,7 @@ def test_a_run_that_ended_meanwhile_is_not_taken_over(project):
     ended.to(State.SUCCEEDED)
     ended.exit_code = 0
     record.save(ended)
-    outcome = takeover.attach(seen, project.context)
+    outcome = attach.attach(seen, project.context)
     assert outcome is not None
     assert outcome.exit_code == 0
     assert record.load("run-1").state is State.SUCCEEDED
@@ -94,7 +98,7 @@ def test_a_teardown_that_was_cut_off_ends_with_the_verdict_it_began_with(project
     fleet = project.stands("run-1")
     found = project.left_behind(state=State.TEARDOWN, teardown="asked", fleet=fleet, verdict=verdict, reason="why")
     project.world.connect_error = AssertionError("its machines may be gone: nobody connects")
-    outcome = takeover.attach(found, project.context)
+    outcome = attach.attach(found, project.context)
     assert outcome is not None
     assert outcome.exit_code == verdict
     assert (record.load("run-1").state, record.load("run-1").teardown) == (state, "confirmed")
@@ -253,8 +257,8 @@ class Store:
 RECOVERS = "recovery: {attempts: 3, wait_minutes: 0}\n"
 
 
-def attach(project, found, **more):
-    outcome = takeover.attach(found, project.context, **more)
+def taken_over(project, found, **more):
+    outcome = attach.attach(found, project.context, **more)
     assert outcome is not None
     return outcome
 
@@ -270,7 +274,7 @@ def test_a_run_that_had_no_machines_yet_gets_them_and_trains(project, dead, made
     found = dead(State.PROVISIONING, attempt=0, stands=made)
     found.fleet = None
     record.save(found)
-    outcome = attach(project, found)
+    outcome = taken_over(project, found)
     assert outcome.exit_code == 0
     assert project.world.calls.count("up") == 1, "it adopts what stands"
     assert (record.load("run-1").attempt, record.load("run-1").recoveries) == (1, 0)
@@ -279,7 +283,7 @@ def test_a_run_that_had_no_machines_yet_gets_them_and_trains(project, dead, made
 
 def test_a_run_on_a_stack_that_stands_goes_on_there(project, dead):
     found = dead(State.PROVISIONING, attempt=0, own_stack=False)
-    assert attach(project, found).exit_code == 0
+    assert taken_over(project, found).exit_code == 0
     assert "up" not in project.world.calls
     assert project.world.stacks == {"run-1": None}
 
@@ -292,7 +296,7 @@ def test_with_the_end_asked_for_it_is_undone(project, dead, state, known):
         found.fleet = None
         record.save(found)
     Folder("run-1").stop.touch()
-    assert attach(project, found).exit_code == 130
+    assert taken_over(project, found).exit_code == 130
     assert "up" not in project.world.calls
     assert record.load("run-1").state is State.STOPPED
     all_is_given_back(project)
@@ -304,7 +308,7 @@ def test_another_programs_machines_are_known_before_anything_is_undone(project, 
     found.fleet = None
     record.save(found)
     Folder("run-1").stop.touch()
-    assert attach(project, found).exit_code == 130
+    assert taken_over(project, found).exit_code == 130
     assert record.load("run-1").teardown == "not ours"
     assert project.world.cloud.billed == {"mine-run-1-0"}
 
@@ -320,7 +324,7 @@ def test_a_repair_that_was_cut_off_is_done_and_not_counted_twice(project, dead):
     found = dead(State.REPAIRING, spec=RECOVERS, recoveries=1, interruptions=[broken()])
     seen = []
     project.world.hooks["up"] = lambda: seen.append(set(project.world.cloud.billed))
-    assert attach(project, found).exit_code == 0
+    assert taken_over(project, found).exit_code == 0
     assert seen == [set()], "the lost machine is confirmed gone before another one is asked for"
     ended = record.load("run-1")
     assert (ended.recoveries, ended.attempt) == (1, 2)
@@ -346,7 +350,7 @@ def test_agents_that_were_started_already_end_before_the_next_attempt_begins(pro
 
     monkeypatch.setattr(node, "_stop", stop)
     project.world.program = start
-    assert attach(project, found).exit_code == 0
+    assert taken_over(project, found).exit_code == 0
     assert asked == [0, 1, 2]
     assert record.load("run-1").attempt == 2
 
@@ -360,9 +364,9 @@ def test_a_repair_waits_for_capacity_also_where_another_one_began_it(project, de
         if refusal is not None:
             raise refusal
 
-    monkeypatch.setattr("mgpu.run.patience.PAUSE_S", 0.0)
+    monkeypatch.setattr("mgpu.run.lifecycle.capacity_wait.PAUSE_S", 0.0)
     project.world.hooks["up"] = up
-    assert attach(project, found).exit_code == 0
+    assert taken_over(project, found).exit_code == 0
     assert refusals == []
 
 
@@ -370,7 +374,7 @@ def test_the_new_machine_of_a_repair_that_was_done_is_not_ended(project, dead):
     found = dead(State.REPAIRING, spec=RECOVERS, recoveries=1, interruptions=[broken(repaired_at=4.0)])
     seen = []
     project.world.hooks["up"] = lambda: seen.append(set(project.world.cloud.billed))
-    assert attach(project, found).exit_code == 0
+    assert taken_over(project, found).exit_code == 0
     assert seen == [{"mine-run-1-0"}]
 
 
@@ -385,7 +389,7 @@ def test_no_replacement_is_asked_for_while_the_lost_machine_may_live(project, de
     """I2."""
     found = dead(State.REPAIRING, spec=RECOVERS, recoveries=1, interruptions=[broken()])
     project.world.cloud.stuck.add("mine-run-1-0")
-    outcome = attach(project, found)
+    outcome = taken_over(project, found)
     assert "up" not in project.world.calls
     assert outcome.exit_code == 7, "and it is still there at the end"
     project.world.cloud.stuck.clear()
@@ -399,7 +403,7 @@ def test_no_replacement_is_asked_for_while_the_lost_machine_may_live(project, de
 def gone(project, found):
     project.world.cloud.phases["mine-run-1-0"] = NodePhase.TERMINATED
     project.world.hooks["up"] = StackError("a machine was rented for a run that is over")
-    return attach(project, found)
+    return taken_over(project, found)
 
 
 def test_a_run_that_said_that_it_succeeded_did(project, dead, kept):
@@ -435,7 +439,7 @@ def test_the_attempt_after_one_that_was_never_seen_to_begin_may_have_nothing_lef
     found = dead(State.PROVISIONING, spec=kept.spec, store=kept.url, writer="writer-1")
     finished(project.world.nodes[0])
     project.world.program = lambda node, job: node.says(Phase.DONE, attempt=job.attempt)
-    assert attach(project, found).exit_code == 0
+    assert taken_over(project, found).exit_code == 0
     ended = record.load("run-1")
     assert (ended.attempt, ended.recoveries, ended.checkpoint_step) == (2, 1, 10)
 
@@ -487,7 +491,7 @@ def test_an_attempt_that_was_cut_off_is_followed_by_another(project, dead, kept,
         kept.ended(succeeded=False, fault="infrastructure", reason="node 1 was lost")
     found = dead(State.RUNNING, spec=kept.spec + RECOVERS, store=kept.url)
     project.world.cloud.phases["mine-run-1-0"] = NodePhase.TERMINATED
-    assert attach(project, found).exit_code == 0
+    assert taken_over(project, found).exit_code == 0
     ended = record.load("run-1")
     assert (ended.attempt, ended.recoveries, ended.checkpoint_step) == (2, 1, 20)
     all_is_given_back(project)
@@ -512,7 +516,7 @@ def test_the_hard_cap_is_the_runs_whatever_becomes_of_its_machines(project, dead
     cap = time.time() + 1000
     found = dead(state, spec=kept.spec + RECOVERS, store=kept.url, hard_cap_at=cap)
     project.world.cloud.phases |= dict.fromkeys(project.world.cloud.billed, NodePhase.TERMINATED)
-    attach(project, found)
+    taken_over(project, found)
     assert project.world.capped == [cap]
 
 
@@ -522,7 +526,7 @@ def test_a_repair_brings_the_stack_up_with_the_image_that_the_run_has(project, d
     found = dead(State.REPAIRING, spec=kept.spec + RECOVERS, store=kept.url, image=image)
     project.world.cloud.phases |= dict.fromkeys(project.world.cloud.billed, NodePhase.TERMINATED)
     project.world.hooks["up is done"] = StackError("the test has seen enough")
-    assert attach(project, found).exit_code == StackError.exit_code
+    assert taken_over(project, found).exit_code == StackError.exit_code
     assert project.world.brought_up_with == [image]
 
 
@@ -530,7 +534,7 @@ def test_a_repair_brings_the_stack_up_with_the_image_that_the_run_has(project, d
 def test_so_near_to_the_hard_cap_that_it_is_not_worth_it_no_machine_is_rented(project, dead, kept, state):
     found = dead(state, spec=kept.spec + RECOVERS, store=kept.url, hard_cap_at=time.time() + 30)
     project.world.cloud.phases |= dict.fromkeys(project.world.cloud.billed, NodePhase.TERMINATED)
-    outcome = attach(project, found)
+    outcome = taken_over(project, found)
     assert "up" not in project.world.calls
     assert (outcome.exit_code, outcome.record.state) == (8, State.STOPPED)
     assert "hard cap" in outcome.record.reason
@@ -577,7 +581,7 @@ def test_a_takeover_stands_in_the_store_and_fences_the_old_one(project, dead, ke
     found = dead(State.RUNNING, spec=kept.spec, store=kept.url)
     kept.saved(10)
     project.world.nodes[0].says(Phase.DONE)
-    assert attach(project, found).exit_code == 0
+    assert taken_over(project, found).exit_code == 0
     assert kept.log.supervisor().writer == record.load("run-1").supervisor != ""
     with pytest.raises(Fenced):
         kept.log.begin_attempt(2, "writer-2", supervisor="the-dead-one")
@@ -588,7 +592,7 @@ def test_a_store_that_is_down_leaves_no_run_unwatched(project, dead, kept, monke
     kept.saved(10)
     project.world.nodes[0].says(Phase.DONE)
     monkeypatch.setattr(CommitLog, "take_over", unavailable)
-    assert attach(project, found).exit_code == 0
+    assert taken_over(project, found).exit_code == 0
     assert any("store does not answer" in event.text for event in project.world.of(Warned))
 
 
@@ -606,12 +610,12 @@ def test_where_an_attempt_would_have_to_begin_it_is_refused_and_nothing_is_touch
     monkeypatch.delenv("TOKEN", raising=False)
     found = dead(state, spec="secrets: [TOKEN]\n" + RECOVERS)
     with pytest.raises(InputError, match="TOKEN"):
-        takeover.attach(found, project.context)
+        attach.attach(found, project.context)
     assert record.load("run-1").state is state
     assert project.world.calls == []
     assert project.world.cloud.billed == {"mine-run-1-0"}
     monkeypatch.setenv("TOKEN", "canary-71ab")
-    assert attach(project, found).exit_code == 0
+    assert taken_over(project, found).exit_code == 0
     assert b"canary-71ab" in project.world.nodes[0].secrets
 
 
@@ -619,7 +623,7 @@ def test_a_run_is_watched_without_its_secrets_and_no_other_attempt_begins(projec
     monkeypatch.delenv("TOKEN", raising=False)
     found = dead(State.RUNNING, spec="secrets: [TOKEN]\n" + RECOVERS)
     project.world.nodes[0].says(Phase.FAILED, fault=Fault.INFRASTRUCTURE, reason="disk full")
-    outcome = attach(project, found)
+    outcome = taken_over(project, found)
     assert any("TOKEN" in event.text for event in project.world.of(Warned)), "at once, and what is missing"
     assert outcome.exit_code == 6
     assert "secrets are missing" in outcome.error.what
@@ -630,10 +634,10 @@ def test_a_run_is_watched_although_the_providers_credentials_have_expired(projec
     def expired(*_args):
         raise AuthError("the credentials have expired")
 
-    monkeypatch.setattr(takeover, "secrets_of", expired)
+    monkeypatch.setattr(attach, "secrets_of", expired)
     found = dead(State.RUNNING, spec=RECOVERS)
     project.world.nodes[0].says(Phase.DONE)
-    assert attach(project, found).exit_code == 0
+    assert taken_over(project, found).exit_code == 0
     assert any("expired" in event.text for event in project.world.of(Warned))
 
 
@@ -644,9 +648,9 @@ def test_a_living_supervisor_is_followed_without_force_and_dispossessed_with_it(
     found = dead(State.RUNNING)
     project.world.nodes[0].says(Phase.DONE)
     with record.supervising("run-1") as old:
-        assert takeover.attach(found, project.context) is None
-        assert attach(project, found, force=True).exit_code == 0
-        assert lock.taken_from(Folder("run-1").lock, old)
+        assert attach.attach(found, project.context) is None
+        assert taken_over(project, found, force=True).exit_code == 0
+        assert supervisor_lock.taken_from(Folder("run-1").lock, old)
     all_is_given_back(project)
 
 
@@ -675,7 +679,7 @@ def test_a_suspended_supervisor_is_not_waited_for_and_loses_its_engine(project, 
     found = dead(state, spec=RECOVERS, verdict=0)
     project.world.timeouts = project.world.timeouts.model_copy(update={"destroy_s": 3600.0})
     old = suspended("run-1")
-    assert attach(project, found, force=True).exit_code == 0
+    assert taken_over(project, found, force=True).exit_code == 0
     assert [process.pid for process in project.world.ousted] == [old.pid]
     all_is_given_back(project)
 
@@ -725,7 +729,7 @@ def test_attach_works_from_a_folder_that_was_deleted(project, dead, tmp_path, mo
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").rmdir()
-    outcome = attach(project, found)
+    outcome = taken_over(project, found)
     assert common.finish(Console(), outcome) == 0
     all_is_given_back(project)
 
@@ -735,7 +739,7 @@ def test_machines_go_although_the_projects_folder_is_gone(project, dead, how):
     found = dead(State.TEARDOWN, teardown="asked", verdict=0)
     shutil.rmtree(project.world.folder)
     if how == "attach":
-        assert attach(project, found).exit_code == 7, "the engine's own state could not be emptied"
+        assert taken_over(project, found).exit_code == 7, "the engine's own state could not be emptied"
     else:
         with pytest.raises(TeardownIncomplete, match="machines are gone"):
             downs.down(found, project.context)
@@ -802,7 +806,7 @@ def test_a_fleet_of_another_name_than_its_stack_is_used_all_the_same(world, pack
     data = json.dumps({"version": 3, "checkpoint": {"latest": {"resources": resources}}}).encode()
     state.write_bytes(gzip.compress(data) if packed else data)
     (state.parent / "other.json").write_bytes(data[:50])
-    found = {fleet.name: fleet.used_by for fleet in fleets.survey().fleets}
+    found = {fleet.name: fleet.used_by for fleet in inventory.survey().fleets}
     assert found == {"theirs": "stack dev", "half-made": "stack dev", "lost": ""}
 
 

@@ -8,8 +8,8 @@ from mgpu import paths
 from mgpu.errors import AuthError, MgpuError, StackError, TeardownIncomplete, Transient
 from mgpu.events import Warned
 from mgpu.providers.base import NodePhase
-from mgpu.run import stacks
-from mgpu.run.teardown import give_back, owned
+from mgpu.run.fleet import stack as stacks
+from mgpu.run.fleet.teardown import give_back, owned
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mgpu_train.agent.status import AgentStatus, Fault, Notice, Phase
 
-from mgpu.run.verdict import Action, NodeView, decide
+from mgpu.run.supervision.health import Action, NodeView, decide
 
 
 def status(

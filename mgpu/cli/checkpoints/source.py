@@ -14,7 +14,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.errors import InputError, MgpuError
-from mgpu.run.record import Folder, Record, load
+from mgpu.run.record.record import Folder, Record, load
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.commitlog import CommitLog
@@ -88,7 +88,7 @@ class Source:
         """What the run file says is kept; None: there is no record here that says it."""
         from mgpu_train.checkpoint.retention import Policy
 
-        from mgpu.run.request import resolve
+        from mgpu.run.job.request import resolve
         from mgpu.spec.load import loads
 
         path = Folder(self.run_id).run_file

@@ -32,7 +32,7 @@ from mgpu.iac.process import CliProcess
 from mgpu.providers.base import Provider
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.remote.node import Node
-from mgpu.run import record
+from mgpu.run.record import record
 
 LOOKS = re.compile(
     r"(LocalProvider\.(check|offers|find|describe|list_owned)|FileStore\.(get|list|stat|checksum)"

@@ -42,12 +42,12 @@ from mgpu.providers.local import bill
 from mgpu.providers.local.nodes import Instance
 from mgpu.providers.local.procs import Process, marked
 from mgpu.providers.local.provider import LocalProvider
-from mgpu.run.conduct import conduct, watch_again
-from mgpu.run.record import Interruption, Record, load, new_run_id
-from mgpu.run.recover import Attempts
-from mgpu.run.request import Request, resolve
-from mgpu.run.session import Session
-from mgpu.run.supervise import Ended
+from mgpu.run.job.request import Request, resolve
+from mgpu.run.lifecycle.attempt import conduct, watch_again
+from mgpu.run.lifecycle.recovery import Attempts
+from mgpu.run.record.record import Interruption, Record, load, new_run_id
+from mgpu.run.record.session import Session
+from mgpu.run.supervision.supervisor import Ended
 from mgpu.spec.load import loads
 from mgpu.spec.model import RunSpec
 

@@ -11,8 +11,8 @@ from mgpu_train.config import Secrets
 from mgpu_train.store import open_store
 
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run import agents, interpreters
-from mgpu.run.reach import targets
+from mgpu.run.job.stack_output import targets
+from mgpu.run.nodes import agent_client, python_setup
 
 TIMES_ASKED = 5
 
@@ -23,19 +23,19 @@ def asked(new_line):
     line = new_line(nodes=1, steps=15)
     output = line.fleet.rent()
     nodes = NodeSet.connect(targets(output), line.fleet.key, line.deadlines)
-    agents.send_library(nodes)
-    interpreters.equip(nodes, line.request.spec, line.deadlines, lambda _event: None)
+    agent_client.send_library(nodes)
+    python_setup.equip(nodes, line.request.spec, line.deadlines, lambda _event: None)
     (node,) = nodes.nodes
     nodes.sync(line.request.base, str(RunLayout(line.run_id).work))
     (job,) = line.request.jobs(output, attempt=1, writer="w", ports=(29500, 29501), resume=None)
     CommitLog(open_store(line.request.checkpoint.to), line.run_id).begin_attempt(1, "w")
-    agents.send_job(node, job)
-    yield line, node, lambda: agents.start(node, line.run_id, Secrets(), line.deadlines)
+    agent_client.send_job(node, job)
+    yield line, node, lambda: agent_client.start(node, line.run_id, Secrets(), line.deadlines)
     nodes.close()
 
 
 def trained_once(line, node) -> None:
-    line.wait(lambda: agents.status(node, line.run_id, line.deadlines)["phase"] == "done")
+    line.wait(lambda: agent_client.status(node, line.run_id, line.deadlines)["phase"] == "done")
     assert len(line.done("start")) == 1
     assert len(line.done("step")) == 15
     log = node.read(str(RunLayout(line.run_id).log)).decode()

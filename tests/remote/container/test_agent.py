@@ -9,20 +9,20 @@ from fakes.containers import RUN
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.status import Fault, Phase
 
-from mgpu.run import agents
+from mgpu.run.nodes import agent_client
 
 SLEEPS = "import time\nprint('it runs', flush=True)\ntime.sleep(600)\n"
 
 
 def test_the_agent_is_spoken_to_as_ever(machine, images):
     machine.up(images.first)
-    assert 1024 < agents.free_ports(machine.node, 1, machine.timeouts)[0] < 65536
+    assert 1024 < agent_client.free_ports(machine.node, 1, machine.timeouts)[0] < 65536
     program = "import os, sys\nprint('token', os.environ['TOKEN'], os.getcwd(), sys.executable, flush=True)\n" + SLEEPS
     machine.start(program, secrets=["TOKEN"])
     machine.until(lambda: "it runs" in machine.said)
     assert f"token canary {machine.work}" in machine.said
     assert machine.status["alive"] is True
-    agents.stop(machine.node, RUN, machine.timeouts)
+    agent_client.stop(machine.node, RUN, machine.timeouts)
     machine.until(lambda: not machine.status["alive"])
     assert (machine.status["phase"], machine.status["fault"]) == (Phase.FAILED, Fault.STOPPED)
     running = machine.inside("sh", "-c", "cat /proc/[0-9]*/comm").stdout.split()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fakes.containers import RUN
 
-from mgpu.run import agents
+from mgpu.run.nodes import agent_client
 
 
 def test_it_is_made_once_and_kept(machine, images, engine):
@@ -21,7 +21,7 @@ def test_it_is_made_once_and_kept(machine, images, engine):
 
 
 def test_two_operators_at_once_make_one(machine, images):
-    agents.send_library(machine.nodes)
+    agent_client.send_library(machine.nodes)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: machine.up(images.first, send=False), range(2)))
     assert len(machine.ids()) == 1
@@ -87,7 +87,7 @@ def test_what_ignores_the_request_is_killed_after_the_grace(machine, images):
 
 
 def test_down_is_content_with_nothing(machine, images):
-    agents.send_library(machine.nodes)
+    agent_client.send_library(machine.nodes)
     assert machine.down() == 0
     machine.up(images.first)
     assert (machine.down(), machine.down()) == (1, 0)

@@ -17,8 +17,8 @@ from fakes.engine import free_port, running_engine, running_registry
 from fakes.registries import wire
 
 from mgpu.image import auth
-from mgpu.run import agents
-from mgpu.run.containers import ImageToRun
+from mgpu.run.job.images import ImageToRun
+from mgpu.run.nodes import agent_client
 
 
 def test_a_registrys_password_is_left_nowhere(machine, images, locked_registry, engine, monkeypatch):
@@ -61,7 +61,7 @@ def test_a_wrong_password_is_told_apart(machine, images, locked_registry, engine
 
 def test_a_pull_that_is_ended_leaves_no_password(machine, images, locked_registry, engine, programs):
     engine.docker("rmi", "--force", images.locked, check=False)
-    agents.send_library(machine.nodes)
+    agent_client.send_library(machine.nodes)
     login = {"username": locked_registry.user, "password": locked_registry.password}
     wanted = WANTED | {"reference": images.locked, "login": login | {"registry": locked_registry.address}}
     os.kill(locked_registry.pid, signal.SIGSTOP)

@@ -9,7 +9,7 @@ from fakes.containers import OWNER, RUN
 from mgpu_train.agent.layout import RunLayout
 from mgpu_train.agent.status import Phase
 
-from mgpu.run import agents
+from mgpu.run.nodes import agent_client
 
 SLEEPS = "import time\nprint('it runs', flush=True)\ntime.sleep(600)\n"
 OTHER = "run-2"
@@ -25,7 +25,7 @@ def training(request, machine, images):
     yield machine
     status = machine.status
     assert (status["alive"], machine.ids()) == (True, before)
-    agents.stop(machine.node, RUN, machine.timeouts, now=True)
+    agent_client.stop(machine.node, RUN, machine.timeouts, now=True)
     machine.until(lambda: not machine.status["alive"])
 
 
@@ -35,8 +35,8 @@ def is_named(error) -> None:
     assert f"`mgpu stop {RUN}`" in error.next_step
 
 
-def refused(call, *given, **more) -> agents.Used:
-    with pytest.raises(agents.Used) as caught:
+def refused(call, *given, **more) -> agent_client.Used:
+    with pytest.raises(agent_client.Used) as caught:
         call(*given, **more)
     return caught.value
 
@@ -82,7 +82,7 @@ def test_who_was_overtaken_before_its_agent_started_starts_none(machine, images,
     machine.start(SLEEPS, OTHER)
     said = json.loads(machine.node.read(str(RunLayout(OTHER).status)))
     assert not Phase(said["phase"]).final
-    agents.stop(machine.node, OTHER, machine.timeouts, now=True)
+    agent_client.stop(machine.node, OTHER, machine.timeouts, now=True)
 
 
 def test_a_run_that_is_over_ends_nobody_elses_container(machine, images):

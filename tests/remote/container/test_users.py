@@ -14,7 +14,7 @@ from pathlib import Path
 from fakes.containers import WANTED, Machine, script
 from mgpu_train.agent.layout import LEASE
 
-from mgpu.run import agents
+from mgpu.run.nodes import agent_client
 
 STRANGER = 54321  # a user id that nobody has here
 
@@ -53,7 +53,7 @@ def test_a_user_whom_the_socket_refuses_is_told_apart(machine, images, engine):
 @contextmanager
 def stranger(machine: Machine) -> Iterator[Path]:
     """The home of another user, with the library in it, and the way to the engine's socket."""
-    agents.send_library(machine.nodes)
+    agent_client.send_library(machine.nodes)
     folder, engine = Path(tempfile.mkdtemp()), machine.engine.folder
     closed = engine.stat().st_mode
     engine.chmod(0o711)

@@ -15,10 +15,10 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.events import ignore
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.local.provider import LocalProvider
-from mgpu.run.conduct import watch_again
-from mgpu.run.record import load
-from mgpu.run.request import resolve
-from mgpu.run.session import Session
+from mgpu.run.job.request import resolve
+from mgpu.run.lifecycle.attempt import watch_again
+from mgpu.run.record.record import load
+from mgpu.run.record.session import Session
 from mgpu.spec.load import loads
 
 line = json.loads(Path(sys.argv[1]).read_text())

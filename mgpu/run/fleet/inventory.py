@@ -1,0 +1,237 @@
+"""What this user's machines are, as the providers say, and what stands for each: a run, a stack, or nothing.
+
+A run stands for its machines while somebody supervises it, and while it trains: without a supervisor, too, for that is
+no fault of it. A run that neither trains nor is supervised has left them behind, whatever the engine still knows.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu import paths
+from mgpu.errors import InputError, MgpuError
+from mgpu.iac import tokens
+from mgpu.iac.environment import backend_dir
+from mgpu.iac.naming import fleet_name
+from mgpu.providers import registry
+from mgpu.providers.base import Handle, NodePhase
+from mgpu.run.record.record import Record, State, every, supervised
+from mgpu.spec.provider import installed
+
+if TYPE_CHECKING:
+    pass
+
+_AT_ONCE = 16  # fleets that are ended at the same time
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Machines of one fleet that are not terminated. `used_by` is empty when nothing stands for them."""
+
+    name: str
+    provider: str
+    ids: tuple[str, ...]
+    usd_per_hour: float
+    used_by: str
+    handle: Handle
+    left_by: str = ""  # the run whose supervisor died before it gave them back: `mgpu down` on it is their end
+    options: Mapping[str, str] = field(default_factory=dict)  # by which the provider is reached
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {k: v for k, v in asdict(self).items() if k not in ("handle", "options")}
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All that could be seen. `failures`: of who could not be asked; what they have is not among the fleets."""
+
+    fleets: tuple[Fleet, ...]  # those of one name more than once, where its machines were made one after the other
+    failures: tuple[MgpuError, ...] = ()
+
+    @property
+    def by_name(self) -> tuple[Fleet, ...]:
+        """Each fleet once, with all its machines, for people and scripts to read."""
+        found: dict[tuple[str, ...], Fleet] = {}
+        for fleet in self.fleets:
+            key = (fleet.provider, fleet.handle.region, fleet.name, fleet.used_by, fleet.left_by)
+            if (known := found.get(key)) is not None:
+                ids, price = (*known.ids, *fleet.ids), known.usd_per_hour + fleet.usd_per_hour
+                fleet = replace(known, ids=ids, usd_per_hour=price)
+            found[key] = fleet
+        return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class _Access:
+    """A provider with the settings by which it is reached."""
+
+    provider: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, provider: str, options: Mapping[str, str]) -> _Access:
+        """Without the settings that do not say whose account it is, and where."""
+        matter = registry.get(provider, options).capabilities.account_options
+        return cls(provider, tuple(sorted((key, value) for key, value in options.items() if key in matter)))
+
+    def fleets(self, owner: str, users: _Users) -> list[Fleet]:
+        """What the owner has there. Raises MgpuError."""
+        options = dict(self.options)
+        provider, found = registry.get(self.provider, options), list[Fleet]()
+        handles = provider.list_owned(owner)
+        for handle, state in zip(handles, provider.describe_all(handles), strict=True):
+            nodes = [n for n in state.nodes if n.phase is not NodePhase.TERMINATED]
+            if nodes:
+                price = sum(n.price_usd_per_hour for n in nodes)
+                used_by, left_by = users.of(handle)
+                ids = tuple(n.id for n in nodes)
+                found.append(Fleet(handle.fleet, self.provider, ids, price, used_by, handle, left_by, options))
+        return found
+
+
+def survey() -> Survey:
+    """All machines of this user at every provider that is set up, or that a run or a stack names, by fleet. One that
+    cannot be asked hides nothing of the others."""
+    owner, users = paths.owner(), _Users(every()[::-1])
+    accesses, failures = _accesses(users)
+    found: dict[tuple[str, ...], Fleet] = {}
+    with ThreadPoolExecutor(max(1, len(accesses)), thread_name_prefix="mgpu-survey") as pool:
+        for asked in [pool.submit(access.fleets, owner, users) for access in accesses]:
+            try:
+                for fleet in asked.result():  # two ways may lead to one account
+                    found.setdefault((fleet.provider, fleet.handle.region, fleet.handle.token, *fleet.ids), fleet)
+            except MgpuError as error:
+                failures.append(error)
+    return Survey(tuple(found.values()), tuple(failures))
+
+
+def _accesses(users: _Users) -> tuple[list[_Access], list[MgpuError]]:
+    """Each once; and the errors of those that mean nothing to this version, or do not work."""
+    found, failures = dict[_Access, None](), list[MgpuError]()
+    for name, why in installed().broken.items():
+        what = f"provider {name} is installed, but cannot be used: what it has of yours is not seen"
+        failures.append(InputError(what, why, "Install again the package that brings it, or remove it."))
+    for provider, options in [*((name, None) for name in registry.names()), *users.named]:
+        try:
+            if options is not None or registry.get(provider).configured():
+                found[_Access.of(provider, options or {})] = None
+        except MgpuError as error:
+            failures.append(error)
+    return list(found), failures
+
+
+class _Users:
+    """What stands for machines: runs (newest first) and stacks, each of them read once for however many fleets."""
+
+    def __init__(self, runs: list[Record]) -> None:
+        self._runs = runs
+        self._by_key: dict[tuple[str, str], list[int]] = {}
+        for place, record in enumerate(runs):
+            for key in _keys(record):
+                self._by_key.setdefault(key, []).append(place)
+
+    @property
+    def named(self) -> list[tuple[str, dict[str, str]]]:
+        """Providers, with their settings, that may have machines of a run or a stack."""
+        owing = [run for run in self._runs if run.teardown not in ("confirmed", "not ours")]
+        found = [(run.provider, _settings((run.fleet or {}).get("options")) or run.options) for run in owing]
+        inputs = [each for each in self._inputs if "provider" in each]
+        return found + [(str(each["provider"]), _settings(each.get("options"))) for each in inputs]
+
+    def of(self, handle: Handle) -> tuple[str, str]:
+        """What uses these machines, and, where nothing does, the run that has left them behind."""
+        for record in self._on(handle):
+            if supervised(record.run_id):
+                return f"run {record.run_id}", ""
+            if record.state in _TRAINS:
+                return f"run {record.run_id}, no supervisor: mgpu attach {record.run_id}", ""
+            if _left_behind(record):
+                return "", record.run_id
+        stack = self._stacks.get(handle.fleet)
+        return (f"stack {stack}", "") if stack else ("", "")
+
+    def _on(self, handle: Handle) -> Iterator[Record]:
+        """The runs whose machines these are, or were."""
+        keys = [("fleet", handle.fleet), *(("machine", name) for name in handle.ids if name)]
+        places = {place for key in keys for place in self._by_key.get(key, ())}
+        return (self._runs[place] for place in sorted(places))
+
+    @cached_property
+    def _states(self) -> list[tuple[str, str, list[dict[str, Any]]]]:
+        """Project, stack and the fleets' inputs of every stack that the engine still has a state for. One whose state
+        is damaged is none: the engine cannot end its machines."""
+        states = backend_dir().glob(".pulumi/stacks/*/*.json*")
+        read = {state: _fleets_in(state) for state in states}
+        damaged = {
+            _stack_of(state) for state, found in read.items() if found is None and state.suffix in (".json", ".gz")
+        }
+        known = ((_stack_of(state), found) for state, found in read.items())
+        return [(*stack, found or []) for stack, found in known if stack not in damaged]
+
+    @property
+    def _inputs(self) -> list[dict[str, Any]]:
+        return [inputs for _, _, fleets in self._states for inputs in fleets]
+
+    @cached_property
+    def _stacks(self) -> dict[str, str]:
+        """By fleet, its stack: `pulumi destroy` or `mgpu down` is its way out. A program of the user's may name its
+        fleets as it likes, and make several."""
+        found: dict[str, str] = {}
+        for project, stack, fleets in self._states:
+            names = (str(inputs.get("fleet") or inputs.get("name")) for inputs in fleets)
+            for fleet in (fleet_name(project, stack), *names):
+                found.setdefault(fleet, stack)
+        return found
+
+
+def _keys(record: Record) -> set[tuple[str, str]]:
+    """By what a run's machines are known: their ids; a stack of the user's own has other ones at other times, and its
+    fleet's name stays."""
+    fleet = record.fleet or {}
+    nodes = fleet.get("nodes", ())
+    if record.own_stack or not nodes:
+        return {("fleet", name) for name in (record.fleet_name, fleet.get("fleet")) if name}
+    return {("machine", node["id"]) for node in nodes if node.get("id")}
+
+
+_TRAINS = (State.RUNNING, State.STOPPING)
+
+
+def _left_behind(record: Record) -> bool:
+    """Whether a run that nobody supervises, and that does not train, owes the machines back."""
+    if record.teardown in ("kept", "not ours"):
+        return False
+    return record.own_stack or record.teardown == "asked"  # a stack of the user's own stands for itself until then
+
+
+def _settings(options: Any) -> dict[str, str]:
+    """Of a state that anybody may have written."""
+    return {str(key): str(value) for key, value in options.items()} if isinstance(options, dict) else {}
+
+
+def _stack_of(state: Path) -> tuple[str, str]:
+    return state.parent.name, state.name.partition(".json")[0]
+
+
+def _fleets_in(state: Path) -> list[dict[str, Any]] | None:
+    """The inputs of a stack's fleets and guards; None: the file is damaged. Pulumi writes aside and renames."""
+    try:
+        data = state.read_bytes()
+        whole = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        resources = whole["checkpoint"]["latest"]["resources"]
+        found = [each["inputs"] for each in resources if each["type"] in (tokens.FLEET, tokens.FLEET_GUARD)]
+        return [dict(inputs) for inputs in found]
+    except FileNotFoundError:  # it has just gone
+        return []
+    except (OSError, EOFError, ValueError):
+        return None
+    except (LookupError, TypeError, AttributeError):
+        return []  # nothing is in it yet

@@ -1,0 +1,203 @@
+"""A run's stack: found, brought up, read, given back. What is not mgpu's, or is in use, is left alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from mgpu import acquire, paths
+from mgpu.context import Context
+from mgpu.errors import (
+    InputError,
+    ProviderError,
+    StackError,
+    Stopped,
+    TeardownIncomplete,
+)
+from mgpu.iac.engine import Stack
+from mgpu.iac.outputs import StackOutput
+from mgpu.iac.project import program
+from mgpu.providers import registry
+from mgpu.providers.base import Provider
+from mgpu.run.fleet.teardown import give_back
+from mgpu.run.job.stack_output import handle_of
+from mgpu.run.record.record import Folder, Record, every, write
+from mgpu.run.record.session import Session
+from mgpu.spec.model import RunSpec
+
+
+class InUse(InputError):
+    """A run that is not over uses machines of the fleet: nobody else changes them, or gives them back."""
+
+
+def project_of(run_file: Path) -> Path:
+    """The folder with Pulumi.yaml: the run file's own, the nearest above it, or a copy of what mgpu carries."""
+    return program(run_file.resolve().parent)
+
+
+def stack_of(record: Record, context: Context) -> Stack:
+    """The stack of a run."""
+    log_dir = Folder(record.run_id).pulumi if record.own_stack else None
+    run_file, base = Folder(record.run_id).run_file, Path(record.project_base)
+    return open_stack(Path(record.project), record.stack, run_file, log_dir, context, base)
+
+
+def open_stack(
+    project: Path, name: str, run_file: Path, log_dir: Path | None, context: Context, folder: Path | None = None
+) -> Stack:
+    """A stack by name. `log_dir`: where a stack of mgpu's own keeps configuration and logs; None: the user's stack.
+    `folder`: what the run file's paths are relative to; None: its own."""
+    return Stack(
+        project,
+        name,
+        run_file,
+        folder=folder,
+        log_dir=log_dir or paths.state_dir() / "stacks" / name,
+        emit=context.emit,
+        timeouts=context.timeouts,
+        own_config=log_dir is not None,
+    )
+
+
+def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> StackOutput:
+    """Makes, or repairs, the stack's fleet, and remembers it. What stands already is adopted.
+
+    The machines of the ranks in `lost` are ended first, and confirmed gone: one that is only silent, or about to be
+    taken, is replaced too, and never beside its replacement.
+
+    Raises:
+        StackError, ProviderError: it could not be made.
+        Interrupted: the end was asked for; what was begun is undone.
+        Stopped: the hard cap of the fleet that the run had is too near.
+        TakenOver: another process supervises the run now.
+        OSError: the intent could not be journalled; nothing was asked for.
+    """
+    session.check()
+    _require_time(session.record)
+    session.journal.append("up", stack=stack.name, lost=lost)  # the undo is known before the machines are asked for
+    if lost:
+        _end_lost(session, lost)
+    with session.undoing(stack.interrupt):
+        stack.init()
+        stack.up(session.record.hard_cap_at, session.record.image or "")
+    fleet = stack.outputs()
+    if fleet is None:
+        raise StackError(
+            f"stack {stack.name} has no output `mgpu`",
+            "The Pulumi program in infra/ ran, but did not export it.",
+            'Export it: pulumi.export("mgpu", fleet.output); docs/formats.md describes it.',
+        )
+    record = session.record
+    record.fleet = fleet.model_dump(mode="json")
+    record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
+    record.costs(fleet.generation, fleet.price_usd_per_hour, fleet.made_at or time.time())
+    if record.under_repair is not None:
+        record.under_repair.repaired_at = time.time()  # with the fleet: whoever takes over ends no new machine
+    session.save()
+    return fleet
+
+
+def _require_time(record: Record) -> None:
+    """The hard cap is the run's, whatever becomes of its machines. Raises Stopped."""
+    if record.hard_cap_at and record.hard_cap_at - time.time() < acquire.ENDING_S:
+        raise Stopped(f"run {record.run_id} stopped at its hard cap (max_hours)", "No machine is rented so near to it.")
+
+
+def _end_lost(session: Session, lost: tuple[int, ...]) -> None:
+    """Ends the machines of these ranks at their provider, which has to say that they are gone."""
+    if not session.record.fleet:
+        return
+    fleet = StackOutput.model_validate(session.record.fleet)
+    ids = tuple(node.id for node in fleet.nodes if node.rank in lost and node.id)
+
+    def pause(seconds: float) -> None:
+        session.check()
+        time.sleep(seconds)
+
+    try:
+        with session.interrupts.leaving():
+            acquire.destroy(
+                registry.get(fleet.provider, fleet.options),
+                handle_of(fleet),
+                nodes=ids,
+                timeouts=session.timeouts,
+                emit=session.emit,
+                sleep=pause,
+            )
+    except TeardownIncomplete as error:
+        # the teardown, which follows, has the last word on what is billed
+        raise ProviderError(error.what, error.why, "No replacement was asked for while it may live.") from error
+
+
+def standing(stack: Stack, spec: RunSpec) -> StackOutput:
+    """The fleet of a stack that is up.
+
+    Raises:
+        StackError: there is none.
+        InputError: it is not what the run file asks for.
+    """
+    fleet = stack.outputs()
+    if fleet is None:
+        raise StackError(
+            f"stack {stack.name} has no fleet",
+            "It has no output `mgpu`: it was never brought up, or was destroyed.",
+            "Run `. .mgpu/env && pulumi up` first, or use `mgpu launch`, which does both halves.",
+        )
+    if len(fleet.nodes) != spec.nodes or fleet.provider != spec.provider:
+        raise InputError(
+            f"stack {stack.name} has {len(fleet.nodes)} nodes of {fleet.provider}, "
+            f"the run file wants {spec.nodes} of {spec.provider}",
+            "The fleet was made from another run file, or before it was changed.",
+            "Run `pulumi up` to bring the fleet in line with the run file.",
+        )
+    return fleet
+
+
+def require_ours(stack: str, fleet: StackOutput) -> None:
+    """Raises InputError for a fleet that a program not mgpu's made."""
+    if not fleet.owner:
+        raise InputError(f"stack {stack} is not made by mgpu", "Its output names no owner.", "Use `pulumi destroy`.")
+
+
+def refuse_used(fleet: StackOutput, but: str = "") -> None:
+    """Raises InUse when a run of this machine that is not over uses machines of this fleet; `but` is a run that may.
+    Those of other machines are seen on the nodes alone (`agents.Used`)."""
+    ids = {node.id for node in fleet.nodes}
+    for record in every():
+        theirs = {node.get("id") for node in (record.fleet or {}).get("nodes", ())}
+        if not record.state.final and record.run_id != but and ids & theirs:
+            raise InUse(
+                f"fleet {fleet.fleet} is used by run {record.run_id}",
+                f"That run is not over: {record.state}.",
+                f"Follow it with `mgpu attach {record.run_id}`, or end it with `mgpu stop {record.run_id}`.",
+            )
+
+
+def give_back_fleet(
+    stack: Stack,
+    provider: Provider,
+    fleet: StackOutput | None,
+    context: Context,
+    *,
+    remove: bool,
+    name: str | None = None,
+) -> None:
+    """Gives a stack's fleet back; `remove`: the empty stack goes too. `name` is the fleet's, where it is remembered.
+
+    Raises what `give_back` raises.
+    """
+    known = fleet.fleet if fleet else name
+    give_back(
+        stack,
+        provider,
+        fleet.owner if fleet else paths.owner(),
+        context.timeouts,
+        context.emit,
+        remove=remove,
+        fleet=known,
+    )
+    # earlier runs that kept this fleet: what their records say of it is not true any more
+    for record in every():
+        if record.teardown == "kept" and (record.fleet or {}).get("fleet") in (stack.fleet, known):
+            record.teardown = "confirmed"
+            write(record)

@@ -1,0 +1,174 @@
+"""From a run file to what every node is told: defaults filled in, secrets read, `job.json` made. Touches no machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_train import launchers
+from mgpu_train.agent.layout import LEASE, NOTICE, RunLayout
+from mgpu_train.config import CheckpointTarget, Job, Resume, Secrets
+from mgpu_train.timeouts import Timeouts
+
+from mgpu import paths
+from mgpu.iac.outputs import StackOutput
+from mgpu.providers.base import Provider, StoreRole
+from mgpu.run.job.stack_output import provider_of
+from mgpu.run.job.store_credentials import StoreKeys
+from mgpu.spec import environment
+from mgpu.spec.model import Checkpoint, RunSpec
+
+DEFAULT_EVERY_STEPS = 100
+QUIET_S = 7200.0  # a program of the user's own
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run as it will be sent: one `Job` a node differs from the next only in `node_rank`."""
+
+    run_id: str
+    spec: RunSpec
+    base: Path  # the run file's folder: what `code.workdir` is relative to
+    checkpoint: CheckpointTarget | None
+    timeouts: Timeouts
+    code_folder: str = ""  # on the node, where the code is in the image; empty: it is sent
+
+    @property
+    def workdir(self) -> Path | None:
+        """The user's folder that is sent, with `command:`."""
+        if self.spec.command is None or self.code_folder:
+            return None
+        return (self.base / (self.spec.code.workdir if self.spec.code else ".")).resolve()
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Stores of the run that are folders of the node."""
+        urls = [self.checkpoint.to] if self.checkpoint else []
+        urls += [item.source for item in self.spec.data]
+        return tuple(url.removeprefix("file://") for url in urls if url.startswith("file://"))
+
+    def jobs(
+        self, fleet: StackOutput, *, attempt: int, writer: str, ports: Sequence[int], resume: Resume | None
+    ) -> tuple[Job, ...]:
+        """One job a node, in rank order. `ports` are free on node 0: for the launchers, and for the agents."""
+        spec, first, provider = self.spec, fleet.nodes[0], provider_of(fleet)
+        notices = provider.capabilities.notices if provider else "file"
+        return tuple(
+            Job(
+                run_id=self.run_id,
+                attempt=attempt,
+                writer=writer,
+                node_rank=node.rank,
+                nodes=len(fleet.nodes),
+                processes_per_node=spec.processes,
+                master_addr=first.private_address or first.address,
+                master_port=ports[0],
+                peer_port=ports[1] if len(fleet.nodes) > 1 else None,
+                launcher=launchers.installed().found[spec.launcher],
+                train=spec.train,
+                command=spec.command,
+                env=spec.env,
+                secrets=spec.secrets,
+                workdir=(self.code_folder or str(RunLayout(self.run_id).work)) if spec.command else None,
+                requirements=spec.code.requirements if spec.code else None,
+                data=spec.data,
+                setup=spec.setup,
+                outputs=spec.outputs,
+                checkpoint=self.checkpoint,
+                resume=resume,
+                lease_file=str(LEASE),
+                notices=notices,
+                notice_file=str(NOTICE),
+                timeouts=self.timeouts,
+            )
+            for node in fleet.nodes
+        )
+
+
+def resolve(spec: RunSpec, run_id: str, base: Path, *, store: str | None = None, timeouts: Timeouts) -> Request:
+    """Fills in the defaults that depend on the provider. `store` is the stack's own default for `checkpoint.to`."""
+    return Request(run_id, spec, base, _target(spec, store), _timeouts(spec, timeouts))
+
+
+def _timeouts(spec: RunSpec, timeouts: Timeouts) -> Timeouts:
+    """How long the program may be quiet: what MGPU_TIMEOUTS says, else the run file, else what suits its kind.
+
+    The bundled trainer says often where it is. Of another program a line an hour is all that can be asked.
+    """
+    given = spec.timeouts
+    minutes = {
+        "first_step_s": given.first_step_minutes,
+        "stall_s": given.training_minutes,
+        "validation_s": given.validation_minutes,
+        "save_s": given.saving_minutes,
+    }
+    usual_s = None if spec.train else QUIET_S
+    changes = {name: usual_s if value is None else 60 * value for name, value in minutes.items()}
+    left = {name: s for name, s in changes.items() if s is not None and name not in timeouts.model_fields_set}
+    return timeouts.model_copy(update=left)
+
+
+def _target(spec: RunSpec, store: str | None) -> CheckpointTarget | None:
+    if not isinstance(spec.checkpoint, Checkpoint):
+        return None
+    given = spec.checkpoint
+    every_steps = given.every_steps
+    if spec.train and not (every_steps or given.every_minutes):
+        every_steps = DEFAULT_EVERY_STEPS
+    return CheckpointTarget(
+        to=(given.to or store or default_store()).rstrip("/"),
+        every_steps=every_steps,
+        every_minutes=given.every_minutes,
+        keep_last=given.keep_last,
+        keep_every_hours=given.keep_every_hours,
+        keep_best=given.keep_best,
+        best_metric=given.best_metric,
+        best_mode=given.best_mode,
+        max_upload_mib_per_s=given.max_upload_mib_per_s,
+        writers=given.writers or ("all" if spec.train else "rank0"),
+    )
+
+
+def default_store() -> str:
+    """Where checkpoints of provider local go when the run file names no place: a folder of this user."""
+    return f"file://{paths.data_dir() / 'checkpoints'}"
+
+
+def store_keys(
+    spec: RunSpec, checkpoint: CheckpointTarget | None, environ: Mapping[str, str], provider: Provider | None = None
+) -> StoreKeys:
+    """What opens the run's stores on the machines of this provider; None: machines that are not mgpu's."""
+    urls = [item.source for item in spec.data] + ([checkpoint.to] if checkpoint else [])
+    if isinstance(provider, StoreRole):
+        return StoreKeys(urls, environ, provider.opened_by_role)
+    return StoreKeys(urls, environ)
+
+
+def secrets_of(
+    spec: RunSpec, checkpoint: CheckpointTarget | None, environ: Mapping[str, str], provider: Provider | None = None
+) -> Secrets:
+    """The values of the run's secrets and the store's credentials, from the operator's environment.
+
+    Raises:
+        InputError: a secret that the run file names is not set; all of them are named.
+        ProviderError: the provider cannot say what its machines' role opens.
+    """
+    env = environment.values(spec.secrets, "secrets", environ)
+    return Secrets(env=env, store=store_keys(spec, checkpoint, environ, provider).now())
+
+
+def build_secrets(spec: RunSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """The values of the secrets that building the image takes, from the operator's environment; no node gets them.
+
+    Raises:
+        InputError: one of them is not set; all of these are named.
+    """
+    return environment.values(spec.image.secrets if spec.image else (), "image.secrets", environ)
+
+
+def writer_token(run_id: str, attempt: int) -> str:
+    """A token that no other writer of this run's commit log has."""
+    return hashlib.sha256(f"{run_id}/{attempt}/{os.urandom(16).hex()}".encode()).hexdigest()[:24]

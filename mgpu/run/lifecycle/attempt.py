@@ -1,0 +1,261 @@
+"""One run on a fleet that stands: connect, send, start, watch, judge. Rents nothing and gives nothing back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mgpu_train.agent.status import Fault
+from mgpu_train.config import CheckpointTarget, Secrets
+
+from mgpu.errors import MgpuError, ProviderError, RemoteError, TakenOver
+from mgpu.events import AttemptEnded, Warned
+from mgpu.iac.outputs import StackOutput
+from mgpu.providers.base import Provider
+from mgpu.remote.nodeset import NodeSet
+from mgpu.run.fleet.stack import InUse
+from mgpu.run.job import images
+from mgpu.run.job.images import Settled
+from mgpu.run.job.request import Request
+from mgpu.run.job.saving import Saving
+from mgpu.run.job.stack_output import handle_of, provider_for, provider_of, targets
+from mgpu.run.job.store_credentials import StoreKeys
+from mgpu.run.lifecycle.attempt_start import catch_up, start
+from mgpu.run.nodes import agent_client, code_upload, container_setup, outputs, python_setup
+from mgpu.run.record.record import State, known
+from mgpu.run.record.session import Session
+from mgpu.run.supervision import metrics
+from mgpu.run.supervision.health import NodeView
+from mgpu.run.supervision.limits import limits
+from mgpu.run.supervision.remote_tail import values
+from mgpu.run.supervision.supervisor import Ended, Supervisor
+from mgpu.words import count
+
+ASKED = 6  # times that a provider is asked whether a node that cannot be started is still there
+
+
+def conduct(
+    session: Session,
+    request: Request,
+    fleet: StackOutput,
+    provider: Provider | None,
+    secrets: Secrets,
+    keys: StoreKeys | None = None,
+) -> Ended:
+    """Runs one attempt from the first connection to its judged end. `keys` has fresh credentials of the store.
+
+    Raises:
+        InUse: another run, which may be another operator's, has a node.
+        RemoteError: a node could not be reached, or refused, and no machine is gone.
+        TrainingFailed: the attempt could not be started.
+        Interrupted: the end was asked for before the start.
+        TakenOver: another process supervises the run now.
+    """
+    return _told(session, lambda: _conducted(session, request, fleet, provider, secrets, keys), begins=True)
+
+
+def _told(session: Session, attempt: Callable[[], Ended], *, begins: bool) -> Ended:
+    """Tells how the attempt has ended; `begins`: one that has no number yet."""
+    number = session.record.attempt + begins
+    try:
+        ended = attempt()
+    except TakenOver:
+        raise
+    except MgpuError as error:
+        _tell(session, number, Ended(False, error.what))
+        raise
+    if not ended.left:
+        _tell(session, number, ended)
+    return ended
+
+
+def _tell(session: Session, number: int, ended: Ended) -> None:
+    record, fault = session.record, str(ended.fault) if ended.fault else None
+    how = {"succeeded": ended.succeeded, "reason": ended.reason, "fault": fault, "lost": ended.lost}
+    event = AttemptEnded(record.run_id, max(number, record.attempt), time.time(), step=known(record.step), **how)
+    session.emit(event)
+
+
+def _conducted(
+    session: Session,
+    request: Request,
+    fleet: StackOutput,
+    provider: Provider | None,
+    secrets: Secrets,
+    keys: StoreKeys | None,
+) -> Ended:
+    if (lost := _lost(session, provider, fleet, times=1)) is not None:  # SSH would wait a minute for it
+        return lost
+    try:
+        nodes = _begun(session, request, fleet, secrets)
+    except agent_client.Used as error:  # no fault of the machines: another attempt would end there too
+        raise InUse(error.what, error.why, error.next_step) from error
+    except RemoteError as error:
+        lost = _lost(session, provider, fleet, times=ASKED)
+        if lost is None:
+            raise
+        session.emit(Warned(error.what))
+        return lost
+    with nodes:
+        if session.detach:
+            return Ended(False, "detached", left=True)
+        return watch(session, nodes, fleet, provider, request, keys, sent=secrets.store)
+
+
+def _begun(session: Session, request: Request, fleet: StackOutput, secrets: Secrets) -> NodeSet:
+    """The nodes, connected, with an attempt that has begun on all of them."""
+    with session.phase("connecting", count(len(fleet.nodes), "node")):
+        nodes = NodeSet.connect(targets(fleet), Path(fleet.private_key_file).expanduser(), session.timeouts)
+    try:
+        session.check()
+        image = images.remembered(session.record)
+        with session.phase("sending"):
+            agent_client.send_library(nodes)
+            if image is None:
+                claim = agent_client.claim(request.run_id, fleet)
+                python_setup.equip(nodes, request.spec, session.timeouts, session.emit, claim)
+            code_upload.send(session, request, nodes)
+        if image is not None:
+            _pull(session, request, fleet, nodes, image)
+        session.check()  # nothing trains yet: there is nothing to save, and nobody to ask
+        with session.phase("starting"):
+            start(session, request, fleet, nodes, secrets)
+        session.to(State.RUNNING)
+    except BaseException:
+        nodes.close()
+        raise
+    return nodes
+
+
+def _pull(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet, image: Settled) -> None:
+    """Every node runs the agent in a container of the run's image."""
+    with session.phase("pulling", image.reference):
+        to_run = image.to_run(provider_of(fleet) or provider_for(request.spec))
+        times, emit = session.timeouts, session.emit
+        container_setup.up(nodes, to_run, request.spec, fleet, request.run_id, times, emit, request.folders)
+
+
+def _lost(session: Session, provider: Provider | None, fleet: StackOutput, times: int) -> Ended | None:
+    """The end of an attempt that cannot begin because a machine is gone; None: their provider has them all, each of so
+    many times that it is asked, or cannot be asked."""
+    if provider is None:
+        return None
+    for again in range(times):
+        if again:
+            time.sleep(session.timeouts.describe_every_s)
+        try:
+            state = provider.describe(handle_of(fleet))
+        except ProviderError:
+            return None
+        if state.lost:
+            views = [NodeView(node.rank, None, gone=True, why=node.reason) for node in state.nodes]
+            reason = "; ".join(view.absence for view in views if view.rank in state.lost)
+            return Ended(False, reason, Fault.PROVIDER, lost=state.lost)
+    return None
+
+
+def watch_again(
+    session: Session, fleet: StackOutput, provider: Provider | None, request: Request, keys: StoreKeys | None = None
+) -> Ended:
+    """Takes an attempt over that another supervisor started. A node that does not answer now may do so later; where
+    none does, the run is left as it is, unless it is to end: nothing is known of it from here. The agents are given
+    `keys` anew.
+
+    Raises:
+        InputError: the key cannot be used.
+        HostKeyMismatch: a node shows another key than the pinned one.
+    """
+    with session.phase("connecting", count(len(fleet.nodes), "node")):
+        nodes = NodeSet.reach(targets(fleet), Path(fleet.private_key_file).expanduser(), session.timeouts)
+    with nodes:
+        if all(node.closed for node in nodes.nodes) and not session.asked_to_end:
+            session.emit(Warned("no node answers over SSH from here: the run is left as it is"))
+            return Ended(False, "no node answers over SSH", left=True)
+        return _told(session, lambda: watch(session, nodes, fleet, provider, request, keys), begins=False)
+
+
+def watch(
+    session: Session,
+    nodes: NodeSet,
+    fleet: StackOutput,
+    provider: Provider | None,
+    request: Request,
+    keys: StoreKeys | None = None,
+    *,
+    sent: Mapping[str, str] | None = None,
+) -> Ended:
+    """Watches an attempt that runs, and judges its end: success needs a checkpoint that verifies. `sent`: with which
+    credentials of the store the agents were started, where that is known."""
+    session.hidden = values(request.spec.secrets, os.environ)
+    if unknown := [name for name in request.spec.secrets if name not in os.environ]:
+        session.emit(Warned(f"{', '.join(unknown)} not set here: a log that shows the value is not masked"))
+    with session.phase("training"):
+        supervisor = Supervisor(
+            session,
+            nodes,
+            provider=provider,
+            handle=handle_of(fleet),
+            limits=limits(session.record, session.timeouts),
+            processes_per_node=fleet.processes_per_node,
+            keys=keys,
+            sent=sent,
+            saving=Saving.of(request),
+        )
+        ended = supervisor.watch()
+    if not ended.left:
+        outputs.collect(session, request, nodes, ended.lost)
+        metrics.collect(session, nodes, handle_of(fleet), fleet.processes_per_node, ended.lost)
+        if not ended.succeeded:
+            catch_up(session, request)
+        if request.spec.teardown == "keep" or not fleet.owner:
+            _leave_clean(session, nodes, fleet)
+        if request.spec.teardown == "keep":
+            _keep(session, nodes, request.spec.lease_minutes)
+    if ended.succeeded and request.checkpoint is not None:
+        return _judge(session, request.checkpoint, ended)
+    return ended
+
+
+def _keep(session: Session, nodes: NodeSet, minutes: float) -> None:
+    """The run is over and the fleet stays: from the run's short lease back to the fleet's own."""
+    try:
+        nodes.each(lambda node: agent_client.renew_lease(node, minutes, session.timeouts))
+        session.record.lease_until = min(time.time() + minutes * 60, session.record.hard_cap_at or float("inf"))
+    except RemoteError as error:
+        session.emit(Warned(f"the lease of the fleet could not be renewed, it ends soon: {error.what}"))
+
+
+def _leave_clean(session: Session, nodes: NodeSet, fleet: StackOutput) -> None:
+    """The run is over and its machines stay: they have no container of it any more."""
+    if session.record.image is None:
+        return
+    try:
+        container_setup.down(nodes, fleet, session.record.run_id, session.timeouts)
+    except RemoteError as error:
+        session.emit(Warned(f"a container of the run may be left, the next run removes it: {error.what}"))
+
+
+def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ended:
+    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.newest import problems_of
+    from mgpu_train.store import StoreError, open_store
+
+    record = session.record
+    with session.phase("verifying"):
+        try:
+            store = open_store(checkpoint.to)
+            log = CommitLog(store, record.run_id)
+            newest = log.checkpoints()[:1]
+            problems = [problem for commit in newest for problem in problems_of(store, log, commit, deep=False)]
+        except StoreError as error:
+            return Ended(False, f"the final checkpoint could not be verified: {error}", Fault.INFRASTRUCTURE)
+    # a machine may be lost after the last step was saved: the attempt that follows has nothing left to save
+    final = [entry for entry in newest if record.attempt - entry.attempt <= record.recoveries]
+    if not final:
+        return Ended(False, "no checkpoint of this attempt is in the commit log", Fault.INFRASTRUCTURE)
+    if problems:
+        return Ended(False, f"the final checkpoint is damaged: {problems[0]}", Fault.INFRASTRUCTURE)
+    record.checkpoint_id, record.checkpoint_step = final[0].checkpoint_id, final[0].step
+    return ended

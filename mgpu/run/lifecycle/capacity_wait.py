@@ -1,0 +1,65 @@
+"""Where there is no capacity now it is asked for again, until the run file's `recovery.wait_minutes` are over.
+
+What waiting does not mend (a quota, credentials, a request that means nothing) is not asked again.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mgpu.errors import BidTooLow, NoCapacity, ProviderError
+from mgpu.events import Note
+from mgpu.run.record.session import Session
+
+T = TypeVar("T")
+
+PAUSE_S, PAUSE_MOST_S = 15.0, 120.0  # before the second try, and at most
+JITTER = (0.75, 1.25)  # many who wait for the same machines do not ask at the same moment
+SOLD_OUT = (NoCapacity, BidTooLow)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for capacity. The clock and `sleep` are in seconds; `random` gives a number from 0 to 1."""
+
+    session: Session
+    minutes: float
+    refusals: tuple[type[ProviderError], ...] = SOLD_OUT
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    random: Callable[[], float] = random.random
+
+    def granted(self, ask: Callable[[], T]) -> T:
+        """What `ask` returns, as soon as it is not refused.
+
+        Raises:
+            ProviderError: the last refusal, when the time is over; any other error of `ask` at once.
+            Interrupted, TakenOver: while it waited.
+        """
+        until, pause_s = self.clock() + self.minutes * 60, PAUSE_S
+        while True:
+            try:
+                return ask()
+            except self.refusals as refusal:
+                left_s = until - self.clock()
+                if left_s <= 0 or self.session.asked_to_end:
+                    raise
+                wait_s = min(left_s, pause_s * (JITTER[0] + (JITTER[1] - JITTER[0]) * self.random()))
+                self.session.emit(Note(f"{refusal.what}; asking again in {_span(wait_s)}, for {_span(left_s)} at most"))
+                self._wait(wait_s)
+                pause_s = min(2 * pause_s, PAUSE_MOST_S)
+
+    def _wait(self, seconds: float) -> None:
+        until = self.clock() + seconds
+        while (left_s := until - self.clock()) > 0:  # a second at a time: who asks for the end does not wait for it
+            self.session.check()
+            self.sleep(min(1.0, left_s))
+        self.session.check()
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

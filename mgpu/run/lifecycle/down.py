@@ -1,0 +1,104 @@
+"""Gives a fleet back without a run that does it: `mgpu down`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from mgpu.context import Context
+from mgpu.errors import (
+    InputError,
+    Interrupted,
+)
+from mgpu.events import RunStateChanged, Warned
+from mgpu.iac.outputs import StackOutput
+from mgpu.providers import registry
+from mgpu.providers.base import Provider
+from mgpu.run.fleet.stack import give_back_fleet, open_stack, refuse_used, require_ours, stack_of
+from mgpu.run.job.stack_output import provider_for
+from mgpu.run.lifecycle.outcome import ended, final_state, remembered
+from mgpu.run.record.record import Record, State, busy, load, save, supervising
+from mgpu.spec.load import load as load_spec
+
+
+def down(record: Record, context: Context, *, left: bool = False) -> Record:
+    """Gives a run's fleet back, in the place of a supervisor; a run that was not over is stopped by that.
+
+    `left`: only of a run that does not train, but though it was said before that its machines are gone.
+
+    Raises:
+        InputError: the run is supervised, another run uses its fleet, or the machines are not mgpu's.
+    """
+    with supervising(record.run_id) as token:
+        if not token:
+            raise busy(record.run_id)
+        record = load(record.run_id)
+        record.supervisor = token
+        if left and record.state in (State.RUNNING, State.STOPPING):
+            raise InputError(f"run {record.run_id} trains", "", f"End it with `mgpu stop {record.run_id}`.")
+        fleet = StackOutput.model_validate(record.fleet) if record.fleet else None
+        if fleet is not None:
+            require_ours(record.stack, fleet)
+            refuse_used(fleet, but=record.run_id)
+        if record.teardown != "confirmed" or left:
+            _give_back(record, fleet, context)
+        return record
+
+
+def _give_back(record: Record, fleet: StackOutput | None, context: Context) -> None:
+    record.teardown = "asked"
+    if not record.state.final and record.verdict is None:
+        record.reason, record.verdict = "its machines were given back by hand", Interrupted.exit_code
+    _to(record, record.state if record.state.final else State.TEARDOWN, context)
+    stack = stack_of(record, context)
+    provider = registry.get(record.provider, fleet.options if fleet else record.options)
+    give_back_fleet(stack, provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
+    record.teardown = "confirmed"
+    record.costs_no_more(time.time())
+    if not record.state.final:
+        record.exit_code = record.verdict
+    _to(record, record.state if record.state.final else final_state(remembered(record)), context)
+    context.emit(ended(record))  # again for a run that was over: its machines are gone now
+
+
+def _to(record: Record, state: State, context: Context) -> None:
+    """Moves the record on, on disk first."""
+    before = record.state
+    record.to(state)
+    _save(record, context)
+    if before is not state:
+        now = time.time()
+        context.emit(RunStateChanged(record.run_id, record.attempt, now, state=str(state), before=str(before)))
+
+
+def _save(record: Record, context: Context) -> None:
+    try:
+        save(record)
+    except OSError as error:  # a full disk of this machine keeps no machine alive
+        context.emit(Warned(f"the record of run {record.run_id} cannot be written: {error.strerror or error}"))
+
+
+def stack_down(project: Path, name: str, context: Context) -> None:
+    """Gives the fleet of one of the user's stacks back; the empty stack stays.
+
+    Raises:
+        InputError: there is no such stack, a run uses its fleet, or it is not mgpu's.
+    """
+    stack = open_stack(project, name, project / "mgpu.yaml", None, context)
+    fleet = stack.outputs()
+    if fleet is not None:
+        require_ours(name, fleet)
+        refuse_used(fleet)
+    elif not stack.exists():
+        raise InputError(
+            f"there is no stack {name} of the project in {project}", "", "`pulumi stack ls` names them; see `mgpu ls`."
+        )
+    give_back_fleet(stack, _provider(project, fleet), fleet, context, remove=False)
+
+
+def _provider(project: Path, fleet: StackOutput | None) -> Provider:
+    """Of a stack whose fleet is not known (it never came up whole), the one of the project's run file."""
+    if fleet is not None:
+        return registry.get(fleet.provider, fleet.options)
+    run_file = project / "mgpu.yaml"
+    return provider_for(load_spec(run_file)) if run_file.exists() else registry.get(registry.EMBEDDED)

@@ -1,0 +1,115 @@
+"""How an attempt ended that nobody watched, and whose machines are gone: what its store says, and what follows."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from mgpu_train.agent.status import Fault
+
+from mgpu.errors import InputError, ProviderError
+from mgpu.events import Warned
+from mgpu.iac.outputs import StackOutput
+from mgpu.providers.base import Provider
+from mgpu.run.job.request import Request
+from mgpu.run.job.stack_output import handle_of
+from mgpu.run.record.record import Record
+from mgpu.run.record.session import Session
+from mgpu.run.supervision.limits import StopReason
+from mgpu.run.supervision.supervisor import Ended
+
+if TYPE_CHECKING:
+    from mgpu_train.checkpoint.commitlog import CommitLog
+
+
+def over(session: Session, fleet: StackOutput, provider: Provider | None, request: Request) -> Ended | None:
+    """How the record's attempt ended; None: there are machines to be asked, so it has to be watched.
+
+    Raises:
+        InputError: all machines are gone, and the store does not answer.
+    """
+    if provider is None:
+        return None
+    try:
+        gone = provider.describe(handle_of(fleet)).lost
+    except ProviderError as error:
+        session.emit(Warned(f"the provider does not answer: {error.what}"))
+        return None
+    if not gone:
+        return None
+    all_of_them = len(gone) == len(fleet.nodes)
+    said = of_the_store(session, request, needed=all_of_them)
+    return said or (_cut_off(session, request, gone) if all_of_them else None)
+
+
+def of_the_store(session: Session, request: Request, *, needed: bool) -> Ended | None:
+    """What the commit log says of the attempt; `needed`: nothing else can say it any more."""
+    if request.checkpoint is None:
+        return None
+    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.newest import newest_verified
+    from mgpu_train.store import Damaged, StoreError, open_store
+
+    record, run = session.record, request.run_id
+    try:
+        store = open_store(request.checkpoint.to)
+        log = CommitLog(store, run)
+        end, lost = log.ended(record.attempt), forgotten(record, log)
+        newest = newest_verified(store, run, report=lambda text: session.emit(Warned(text)))
+    except Damaged as error:
+        return Ended(False, f"its machines are gone, and {error}", Fault.INFRASTRUCTURE) if needed else None
+    except StoreError as error:
+        if not needed:
+            return None
+        raise InputError(
+            f"run {run} cannot be judged now: its machines are gone, and its store does not answer",
+            str(error),
+            f"Nothing is billed. Run `mgpu attach {run}` again once {request.checkpoint.to} answers.",
+        ) from error
+    done = end is not None and end.succeeded
+    if lost:
+        session.emit(Warned(lost))
+    if newest is not None:
+        if not lost:
+            record.checkpoint_id, record.checkpoint_step = newest.checkpoint_id, newest.step
+        steps = request.spec.train.steps if request.spec.train else None
+        of_this_launch = record.attempt - newest.attempt <= record.recoveries
+        if of_this_launch and (done or (steps and newest.step >= steps)):
+            return Ended(True)
+    return None if end is None or done else _said(session, end.reason or "", end.fault)
+
+
+def forgotten(record: Record, log: CommitLog) -> str | None:
+    """What a log that can be read lacks of what this record saw committed; None: nothing.
+
+    An entry that is gone from the end of the log leaves no gap, so only the record knows of it. Raises StoreError.
+    """
+    from mgpu_train.checkpoint.lines import Commit, damaged
+
+    lines = log.read()
+    seen = any(isinstance(line, Commit) and line.checkpoint_id == record.checkpoint_id for line in lines)
+    if record.checkpoint_id is None or seen or damaged(lines):
+        return None
+    return (
+        f"{record.checkpoint_id} was committed, and is not in the commit log of run {record.run_id} any more: "
+        f"objects are gone from {record.store}/{record.run_id}/commits/"
+    )
+
+
+def _said(session: Session, reason: str, fault: str | None) -> Ended | None:
+    """An end that was no success, as node 0's agent wrote it down; None: one that does not end the run."""
+    if fault == Fault.STOPPED:
+        return Ended(False, reason, Fault.STOPPED, stopped_by=StopReason.USER) if session.asked_to_end else None
+    return Ended(False, reason, Fault(fault) if fault in list(Fault) else None, lost=tuple(range(session.record.nodes)))
+
+
+def _cut_off(session: Session, request: Request, gone: tuple[int, ...]) -> Ended:
+    """All machines are gone, and the attempt was not over."""
+    record, reason = session.record, "its machines ended when nobody supervised it"
+    if session.asked_to_end:
+        return Ended(False, reason, Fault.STOPPED, stopped_by=StopReason.USER)
+    if record.hard_cap_at and time.time() >= record.hard_cap_at:
+        return Ended(False, reason, Fault.STOPPED, stopped_by=StopReason.HARD_CAP)
+    if request.checkpoint is None:  # it may have ended well: nobody knows, and it is not done twice
+        return Ended(False, f"{reason}, and without checkpoints nobody knows how far it was")
+    return Ended(False, reason, Fault.INFRASTRUCTURE, lost=gone)

@@ -1,0 +1,102 @@
+"""Attempt after attempt: while the machines are at fault and the run file allows it, on a fleet that was repaired.
+
+Each goes on from the newest checkpoint that verifies. A program that fails by itself would fail again: no retry.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from mgpu_train.agent.status import Fault
+
+from mgpu.errors import ConnectionFailed, NoOffer
+from mgpu.events import Warned
+from mgpu.iac.outputs import StackOutput
+from mgpu.run.lifecycle.capacity_wait import SOLD_OUT, Patience
+from mgpu.run.record import interruptions
+from mgpu.run.record.record import Interruption, Record, State
+from mgpu.run.record.session import Session
+from mgpu.run.supervision.supervisor import Ended
+from mgpu.spec.model import Recovery
+
+WITHOUT_PROGRESS = 3  # attempts in a row that committed nothing new
+MENDED = (Fault.INFRASTRUCTURE, Fault.PROVIDER)  # by another machine, perhaps
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """The attempts of one run. `conduct` makes one on a fleet; `repair` brings the fleet back to what was asked for,
+    with new machines for the ranks that it is given."""
+
+    session: Session
+    recovery: Recovery
+    conduct: Callable[[StackOutput], Ended]
+    repair: Callable[[tuple[int, ...]], StackOutput]
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def run(self, first: Callable[[], Ended]) -> Ended:
+        """`first` makes, or goes on with, the attempt that begins it. Returns how the last one ended.
+
+        Raises:
+            MgpuError: an attempt could not be started, or the fleet not be repaired, for a cause of their own.
+        """
+        ended = self._tried(first)
+        while self._goes_on(ended):
+            record = self.session.record
+            moved = record.checkpoint_step > record.idle_step
+            record.idle = 0 if moved else record.idle + 1
+            record.idle_step = max(record.idle_step, record.checkpoint_step)
+            if record.idle >= WITHOUT_PROGRESS:
+                return replace(ended, reason=f"{ended.reason}; {record.idle} attempts in a row without progress")
+            ended = self._again(ended)
+        return ended
+
+    def _goes_on(self, ended: Ended) -> bool:
+        if ended.succeeded or ended.left or ended.stopped_by or ended.fault not in MENDED:
+            return False
+        return self.session.record.recoveries < self.recovery.attempts - 1 and not self.session.asked_to_end
+
+    def _again(self, ended: Ended) -> Ended:
+        record = self.session.record
+        record.recoveries += 1
+        record.interruptions.append(ended.interruption or _unwatched(ended, record))
+        self.session.emit(Warned(f"attempt {record.attempt} ended: {ended.reason}"))
+        self.session.to(State.REPAIRING)
+        return self.mended(ended.lost)
+
+    def mended(self, lost: tuple[int, ...]) -> Ended:
+        """The fleet repaired, with new machines for these ranks, and the attempt that follows: what `run` does after an
+        interruption, and who takes over from a supervisor that died in it."""
+        record = self.session.record
+        with self.session.phase("repairing", f"recovery {record.recoveries} of {self.recovery.attempts - 1}"):
+            fleet = self._repaired(lost)
+        interruptions.repaired(record)
+        self.session.check()
+        return self._tried(lambda: self.conduct(fleet))
+
+    def _repaired(self, lost: tuple[int, ...]) -> StackOutput:
+        """The fleet as asked for; where there is no capacity now, it is asked for again until `wait_minutes`."""
+        patience = Patience(self.session, self.recovery.wait_minutes, (*SOLD_OUT, NoOffer), self.clock, self.sleep)
+        return patience.granted(lambda: self.repair(lost))
+
+    def _tried(self, attempt: Callable[[], Ended]) -> Ended:
+        """A node that is lost before anything was started is a lost node too, where another attempt is allowed."""
+        try:
+            return attempt()
+        except ConnectionFailed as error:
+            lost = Ended(False, error.what, Fault.INFRASTRUCTURE, lost=error.ranks)
+            if not self._goes_on(lost):
+                raise
+            self.session.save()
+            return lost
+
+
+def _unwatched(ended: Ended, record: Record) -> Interruption:
+    """An end that no supervisor saw coming: it is noticed now, and when it was is not known."""
+    now = time.time()
+    fault = str(ended.fault) if ended.fault else None
+    step = max(record.step, record.checkpoint_step)
+    return Interruption(record.attempt, ended.reason, fault, list(ended.lost), step, now, now, now)

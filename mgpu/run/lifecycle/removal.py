@@ -1,0 +1,77 @@
+"""Records of runs that are over, and their code: what may be removed, by name or by age, and how."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgpu.errors import InputError
+from mgpu.run.nodes import code_upload
+from mgpu.run.record.record import Folder, Record, busy, every, supervised, supervising
+
+GONE = ("confirmed", "not ours")  # `Record.teardown`: nothing of it is billed to us
+
+
+def obstacle(record: Record) -> str | None:
+    """Why this run's record has to stay; None: it may go."""
+    if supervised(record.run_id):
+        return "it is being supervised"
+    if not record.state.final:
+        return f"it is not over: {record.state}"
+    if record.teardown not in GONE and (record.fleet or record.teardown != "none"):
+        return "its machines may be billed"
+    return None
+
+
+def due(older_than_days: float | None, keep_last: int | None) -> list[Record]:
+    """Runs that are over and may go, oldest first: those that ended so long ago, and are not among the newest."""
+    over = sorted((each for each in every() if obstacle(each) is None), key=_ended_at)
+    if keep_last is not None:
+        over = over[: max(0, len(over) - keep_last)]
+    before = time.time() - (older_than_days or 0) * 86400
+    return [each for each in over if _ended_at(each) <= before]
+
+
+def remove(records: Sequence[Record]) -> int:
+    """Removes the records, and the code that no other run has; the bytes that this freed.
+
+    Raises:
+        InputError: one of them may not go any more; those before it are gone.
+    """
+    freed = 0
+    for record in records:
+        root = Folder(record.run_id).root
+        with supervising(record.run_id) as mine:
+            if not mine:
+                raise busy(record.run_id)
+            freed += size(root)
+            aside = root.with_name(f".removed.{record.run_id}")
+            shutil.rmtree(aside, ignore_errors=True)
+            root.rename(aside)  # gone at once, whatever ends this process
+        shutil.rmtree(aside, ignore_errors=True)
+    if records:
+        freed += code_upload.prune()
+    return freed
+
+
+def require_removable(records: Sequence[Record]) -> None:
+    """Raises InputError with every run that may not go, and what to do about it."""
+    problems = {each.run_id: why for each in records if (why := obstacle(each))}
+    if problems:
+        raise InputError(
+            f"{', '.join(problems)}: not removed, nor any other run",
+            "\n".join(f"{run}: {why}" for run, why in problems.items()),
+            f"End them first: `mgpu stop {next(iter(problems))}`, or `mgpu down {next(iter(problems))}`.",
+        )
+
+
+def size(root: Path) -> int:
+    """Bytes of a run's files, without those that it shares."""
+    found = (path.lstat() for path in root.rglob("*") if not path.is_dir() or path.is_symlink())
+    return sum(each.st_size for each in found if each.st_nlink == 1)
+
+
+def _ended_at(record: Record) -> float:
+    return record.ended_at or record.updated_at or record.created_at

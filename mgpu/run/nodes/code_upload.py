@@ -1,0 +1,165 @@
+"""The code of a run: kept as it was at the first attempt, which every later attempt and every supervisor sends.
+
+Records share files: `<state>/code/<two characters>/<sha-256>` holds each content once, read-only, and a run's `work/`
+is made of links to it. What no run links to any more is removed by `prune`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from mgpu_train.agent.layout import RunLayout
+
+from mgpu import paths
+from mgpu.errors import InputError
+from mgpu.events import Event, Note, Warned
+from mgpu.remote.ignored import GIT_FILE, IGNORE_FILE
+from mgpu.remote.snapshot import Snapshot, scan
+from mgpu.run.job import saving
+from mgpu.run.job.request import Request
+from mgpu.words import amount, count
+
+if TYPE_CHECKING:
+    from mgpu.remote.nodeset import NodeSet
+    from mgpu.run.record.session import Session
+
+LARGE = 100 << 20  # bytes of a folder of code that are worth a warning
+NAMED = 3  # files or folders that a line names
+
+
+def look(request: Request) -> list[Event]:
+    """Reads the folder as it would be sent, before anything is rented; what the user should know of it.
+
+    Raises:
+        InputError: files that cannot be sent; the program itself is left out.
+    """
+    in_image = request.spec.code is not None and request.spec.code.mode == "image"
+    if request.workdir is None or in_image:
+        return []
+    snapshot = scan(request.workdir)
+    _require_program(request, snapshot)
+    return [*_told(snapshot), *map(Warned, saving.doubts(request, snapshot))]
+
+
+def _require_program(request: Request, snapshot: Snapshot) -> None:
+    program = PurePosixPath((request.spec.command or ("",))[0])
+    gone = next((each for each in snapshot.left_out if program.is_relative_to(each.rstrip("/"))), None)
+    if gone is not None:
+        raise InputError(
+            f"command: {program} would not be sent",
+            f"{snapshot.folder}: {gone} is left out by {GIT_FILE} or {IGNORE_FILE}.",
+            f"Write `!{gone}` into {snapshot.folder / IGNORE_FILE}: it has the last word.",
+        )
+
+
+def _told(snapshot: Snapshot) -> list[Event]:
+    files, size = count(len(snapshot.entries), "file"), amount(snapshot.size)
+    said = f"code: {files} ({size}) of {snapshot.folder}"
+    if snapshot.left_out:
+        said += f"; left out by {GIT_FILE} or {IGNORE_FILE}: {_some(snapshot.left_out)}"
+    told: list[Event] = [Note(said)]
+    if snapshot.size > LARGE:
+        largest = sorted(snapshot.entries, key=lambda path: snapshot.entries[path].size, reverse=True)
+        words = _some([f"{path} ({amount(snapshot.entries[path].size)})" for path in largest])
+        cure = f"What is not code can be named in {IGNORE_FILE}; data has keys of its own (`data:`)."
+        told.append(Warned(f"{size} is sent to each node, and kept with the run. The largest: {words}. {cure}"))
+    return told
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def send(session: Session, request: Request, nodes: NodeSet) -> None:
+    """Makes every node hold the run's code; a node that has it is sent nothing. With `train:` there is none.
+
+    Raises:
+        InputError: files that cannot be sent, or not be kept here.
+        RemoteError: a node could not be reached, or refused.
+    """
+    if request.workdir is None:
+        return
+    kept = session.folder.work
+    if not kept.exists():
+        _keep(session, scan(request.workdir), kept)
+    # what was left out when it was kept is not there: nothing more is to be left out
+    snapshot = scan(kept, (), ignore_files=False)
+    reports = nodes.sync(snapshot, str(RunLayout(request.run_id).work), like=str(RunLayout("*").work))
+    sent = [report.sent for report in reports]
+    most, all_of_them = max(sent), count(len(sent), "node")
+    words = (
+        f"each of {all_of_them}" if most == min(sent) else f"{sent.count(most)} of {all_of_them}, fewer to the others"
+    )
+    session.emit(Note(f"code: {count(reports[0].files, 'file')}, {most} sent to {words}"))
+
+
+def _keep(session: Session, snapshot: Snapshot, kept: Path) -> None:
+    aside = kept.with_name(f".work.{os.getpid()}")
+    try:
+        aside.mkdir(mode=0o700)
+        snapshot.write_to(aside)
+        _share(snapshot, aside)
+        aside.replace(kept)
+    except OSError as error:
+        if kept.exists():  # whole: who took the run over meanwhile has kept it
+            return
+        raise InputError(
+            f"the code of run {session.record.run_id} cannot be kept in {kept}",
+            f"{error.strerror}: {error.filename}",
+            f"Make room there, or name large files in {IGNORE_FILE}: data has keys of its own (`data:`).",
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _pool() -> Path:
+    return paths.state_dir() / "code"
+
+
+def _share(snapshot: Snapshot, folder: Path) -> None:
+    """Makes the copies links to contents that are kept already. Where a disk has no links they stay copies."""
+    for path, entry in snapshot.entries.items():
+        kind, digest = entry.identity.split(":", 1)
+        if kind == "l" or not entry.size:
+            continue
+        copy, one = folder / path, _pool() / digest[:2] / (digest + (".x" if kind == "x" else ""))
+        copy.chmod(0o500 if kind == "x" else 0o400)  # who changes one changes it in every run
+        try:
+            one.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _link(copy, one, digest)
+        except OSError:
+            continue
+
+
+def _link(copy: Path, one: Path, digest: str) -> None:
+    try:
+        os.link(copy, one)
+        return
+    except FileExistsError:
+        whole = _sha256(one) == digest  # after a power cut, or by somebody's hand, it may not be
+    source, other = (one, copy) if whole else (copy, one)
+    aside = other.with_name(f".{other.name}.{os.getpid()}")
+    os.link(source, aside)
+    aside.replace(other)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def prune() -> int:
+    """Removes contents that no run has any more; the bytes that it freed. What another process links to meanwhile is
+    that one's own file: it loses nothing."""
+    freed = 0
+    for one in _pool().glob("*/*"):
+        found = one.stat()
+        if found.st_nlink == 1:
+            one.unlink(missing_ok=True)
+            freed += found.st_size
+    return freed

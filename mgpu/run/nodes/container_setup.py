@@ -1,0 +1,196 @@
+"""The container that runs the agent on every node: made before an attempt, where the run has an image."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from mgpu_train.agent.equip import OLDEST, PROBLEM
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.errors import InputError, RemoteError
+from mgpu.events import Emit, Note, Warned
+from mgpu.iac.outputs import StackOutput
+from mgpu.image.reference import Reference
+from mgpu.remote.node import Node
+from mgpu.remote.nodeset import NodeSet
+from mgpu.run.job.images import ImageToRun
+from mgpu.run.nodes import agent_client
+from mgpu.run.nodes.python_setup import answer_of, needs_torch
+from mgpu.spec.model import RunSpec
+from mgpu.spec.provider import on_this_machine
+from mgpu.words import count
+
+_SPARE_S = 10.0  # for the node's answer to arrive, once it has given up by itself
+_BOOT_S = 60.0  # an engine starts with its machine, and SSH may be there before it
+
+# what each problem of `mgpu_train.agent.container` is to the user, and its cure
+_PROBLEMS = {
+    "docker": ("Docker does not answer", ""),  # the cure is `docker_cure`
+    "permission": (
+        "this user may not speak to Docker",
+        "Put the user into the group `docker` on the machine image: `usermod -aG docker <user>`.",
+    ),
+    "gpu": (
+        "Docker has no GPUs for containers",
+        "Take a machine image with NVIDIA's driver and container toolkit: `nvidia-ctk runtime configure`.",
+    ),
+    "disk": ("no room for the image", "Raise `disk_gib`, or make the image smaller."),
+    "absent": ("the image is not in its registry", "Push it again: `mgpu image push`."),
+    "denied": (
+        "the registry refuses the image",
+        "Log in where mgpu runs (`docker login`, `aws sso login`) as somebody who may pull it.",
+    ),
+    "limit": (
+        "the registry lets nobody pull as often as that",
+        "Log in where mgpu runs (`docker login`), push the image to a registry of your own, or wait and run again.",
+    ),
+    "pull": (
+        "the image could not be pulled in time",
+        "Give the nodes a way to the registry (a NAT gateway, or endpoints of the subnet), or a faster one, and run "
+        "again.",
+    ),
+    "unpack": (
+        "Docker cannot unpack the image",
+        "Look at its storage there (`docker info`, `journalctl -u docker`), or take another machine image.",
+    ),
+    "digest": (
+        "another image came than was asked for",
+        "It was not started. Look at what stands between the nodes and the registry, and push again.",
+    ),
+    "platform": ("the image is for other machines", "Build it for these: `image: {platform: ...}`."),
+    "reference": ("the image is not named by its digest", "Give it as repository@sha256:..."),
+    "mount": ("a folder cannot be made for the container", "Make it on the machine image, for this user."),
+    "old": (
+        f"the image needs Python {'.'.join(map(str, OLDEST))} or newer as `python3` on its PATH",
+        "Build it from another base, or set PATH in its Dockerfile.",
+    ),
+    "torch": ("the image needs PyTorch for its `python3`", "Install it there, or name torch in requirements."),
+    "pip": ("what the agent needs cannot be installed", "Install venv and pip in the image (Debian: python3-venv)."),
+    "packages": (
+        "what the agent needs cannot be installed",
+        "Put pydantic, boto3 and awscrt into the image, or give the nodes a way to a package index.",
+    ),
+    "busy": ("somebody else makes its container", "Wait until the other `mgpu` is done, and run again."),
+    "run": ("the container does not run", "See what Docker says there: `docker ps --all`, `docker logs`."),
+}
+
+
+def up(
+    nodes: NodeSet,
+    image: ImageToRun,
+    spec: RunSpec,
+    fleet: StackOutput,
+    run_id: str,
+    timeouts: Timeouts,
+    emit: Emit,
+    folders: tuple[str, ...] = (),
+) -> None:
+    """Makes every node run the agent in the image, once `agents.send_library` has sent it; quick where that stands.
+    What is called later (`agent_client`) stays as it is. `folders`: of the node, that the agent reads and writes.
+
+    Raises:
+        Used: another run trains on a node; it is left alone.
+        RemoteError: a node that cannot pull or run it: why, and the cure.
+        ImageError: nobody gives a login for its registry.
+        InputError: a login that cannot be handed on.
+    """
+    begin = time.monotonic()
+    wanted = _wanted(image, spec, fleet, run_id, timeouts) | {"writable": [*(item.to for item in spec.data), *folders]}
+    lacks = {node.target.rank for node in nodes.nodes} - _having(nodes, image, timeouts)
+    login = _login(image) if lacks else None  # nobody is told a password without need
+    answers = nodes.each(
+        lambda node: _call(
+            node, "up", {**wanted, "login": login if node.target.rank in lacks else None}, fleet.provider, timeouts
+        )
+    )
+    _tell(answers, time.monotonic() - begin, emit)
+
+
+def _tell(answers: list[dict[str, Any]], seconds: float, emit: Emit) -> None:
+    pulled, nodes = sum(answer["pulled"] for answer in answers), count(len(answers), "node")
+    there = [f"{how} on {on}" for how, on in (("pulled", pulled), ("already", len(answers) - pulled)) if on]
+    emit(Note(f"image: {', '.join(there)} of {nodes}, containers ready in {seconds:.0f} s"))
+    if fresh := sum(answer["installed"] for answer in answers):
+        emit(Note(f"the packages that the agent needs were installed for the image on {fresh} of {nodes}"))
+    if capped := sum(answer["capped"] for answer in answers):
+        why = "its engine cannot lift the limit of locked memory: InfiniBand may not work"
+        emit(Warned(f"in the containers of {capped} of {nodes} {why}"))
+
+
+def down(nodes: NodeSet, fleet: StackOutput, run_id: str, timeouts: Timeouts) -> int:
+    """Ends a run's containers on a fleet that stays, and returns how many there were; an agent in one stops in order
+    first.
+
+    Raises:
+        RemoteError: a node could not be reached, or its Docker refuses.
+    """
+    wanted = {**agent_client.claim(run_id, fleet), "stop_s": timeouts.stop_grace_s, "seconds": _down_s(timeouts)}
+    return sum(
+        answer["removed"] for answer in nodes.each(lambda node: _call(node, "down", wanted, fleet.provider, timeouts))
+    )
+
+
+def docker_cure(provider: str) -> str:
+    """What to do where a node of this provider has no Docker that answers."""
+    get = "Start Docker here" if on_this_machine(provider) else "Take a machine image that has Docker, and runs it"
+    return f"{get}. Or leave `image:` out: the agent then runs without a container."
+
+
+def _down_s(timeouts: Timeouts) -> float:
+    return timeouts.stop_grace_s + timeouts.kill_s + timeouts.command_s
+
+
+def _wanted(image: ImageToRun, spec: RunSpec, fleet: StackOutput, run_id: str, timeouts: Timeouts) -> dict[str, Any]:
+    """What `mgpu_train.agent.container.Wanted` says; nothing secret."""
+    return {
+        **agent_client.claim(run_id, fleet),
+        "fleet": fleet.fleet,
+        "reference": image.reference,
+        "bytes": image.compressed_bytes,
+        "gpus": spec.gpus_per_node or 0,
+        "torch": needs_torch(spec),
+        "stop_s": timeouts.stop_grace_s,
+        "boot_s": 0.0 if on_this_machine(fleet.provider) else _BOOT_S,
+        "seconds": timeouts.prepare_s,
+    }
+
+
+def _having(nodes: NodeSet, image: ImageToRun, timeouts: Timeouts) -> set[int]:
+    """Ranks of the nodes that have the image already."""
+    ask = ["docker", "image", "inspect", "--format", "{{.Id}}", image.reference]
+    answers = nodes.each(lambda node: node.run(ask, timeout=timeouts.command_s, check=False))
+    return {node.target.rank for node, answer in zip(nodes.nodes, answers, strict=True) if answer.status == 0}
+
+
+def _login(image: ImageToRun) -> dict[str, str] | None:
+    login, registry = image.auth(), Reference.parse(image.reference).registry
+    if login is None:
+        return None
+    if login.identity_token:
+        raise InputError(
+            f"the login for {registry} cannot be handed to the nodes",
+            "It is an identity token, which only the program that got it can use.",
+            f"Log in with a name and a password: `docker login --username ... {registry}`.",
+        )
+    return {"registry": registry, "username": login.username, "password": login.password}
+
+
+def _call(node: Node, verb: str, wanted: dict[str, Any], provider: str, timeouts: Timeouts) -> dict[str, Any]:
+    script = f"{agent_client.library()[1]}/mgpu_train/agent/container.py"
+    # what is there already is stopped first, in the worst case
+    limit = wanted["seconds"] + timeouts.stop_grace_s + _SPARE_S
+    argv = [node.target.python, "-I", script, verb]
+    result = node.run(argv, stdin=json.dumps(wanted).encode(), timeout=limit, check=False)
+    answer = answer_of(result)
+    if result.status == 0 and answer:
+        return answer
+    if result.status == PROBLEM and answer.get("problem") == "used":
+        raise agent_client.used(node, answer)
+    if result.status == PROBLEM and answer.get("problem") in _PROBLEMS:
+        what, cure = _PROBLEMS[answer["problem"]]
+        raise RemoteError(f"{node.target.label}: {what}", str(answer.get("why", "")), cure or docker_cure(provider))
+    why = result.stderr[-500:].decode("utf-8", "replace").strip() or f"It ended with status {result.status}."
+    cure = "The machine's own Python has to be 3.8 or newer."
+    raise RemoteError(f"{node.target.label}: {node.target.python} cannot make a container", why, cure)

@@ -1,0 +1,177 @@
+"""The files that a run names as outputs come home: `mgpu-runs/<run>/outputs/` beside the run file, those of other nodes
+than the first in `node-<rank>/` there. From the nodes while they stand, from the run's store at any time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from mgpu_train.agent.layout import RunLayout
+from mgpu_train.config import OutputFile, OutputList
+from pydantic import ValidationError
+
+from mgpu.errors import InputError, MgpuError, RemoteError
+from mgpu.events import Note, Warned
+from mgpu.remote.node import Node
+from mgpu.remote.nodeset import NodeSet
+from mgpu.run.job.request import Request
+from mgpu.run.record.record import Record
+from mgpu.run.record.session import Session
+from mgpu.words import amount, count
+
+FOLDER = "mgpu-runs"
+
+
+def home(record: Record) -> Path:
+    """Where a run's outputs go."""
+    return Path(record.project_base) / FOLDER / record.run_id / "outputs"
+
+
+def place(root: Path, node_rank: int, path: str) -> Path:
+    """Where one of them goes. Nodes are not trusted: raises ValueError for a path that leads out of the folder."""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
+        raise ValueError(f"{path!r} is no path in the folder of the code")
+    return (root / f"node-{node_rank}" if node_rank else root).joinpath(*parts)
+
+
+@dataclass
+class Came:
+    """What came home of one node."""
+
+    files: int = 0
+    size: int = 0
+    missing: int = 0
+    why: str = ""
+
+
+def collect(session: Session, request: Request, nodes: NodeSet, lost: Iterable[int] = ()) -> None:
+    """Fetches what the attempt has left, from every node that answers; nothing of it judges the run.
+
+    A lost node may still answer: it is asked over the connection that there is, and no new one is made for it.
+    """
+    if not request.spec.outputs:
+        return
+    came = _take_all(session, request, nodes, frozenset(lost))
+    for event in told(session.record, came):
+        session.emit(event)
+    parts = [*came.values()]
+    session.record.outputs = {
+        "folder": str(home(session.record)),
+        "files": sum(each.files for each in parts),
+        "bytes": sum(each.size for each in parts),
+        "missing": sum(each.missing or bool(each.why) for each in parts),
+    }
+    session.save()
+
+
+def _take_all(session: Session, request: Request, nodes: NodeSet, lost: frozenset[int]) -> dict[int, Came]:
+    root, until = home(session.record), time.monotonic() + session.timeouts.outputs_s
+    came: dict[int, Came] = {}
+    with session.phase("fetching outputs"):
+
+        def take(node: Node) -> None:
+            came[node.target.rank] = _take(session, node, root, until, lost)
+
+        nodes.each(take)
+    return came
+
+
+def _take(session: Session, node: Node, root: Path, until: float, lost: frozenset[int]) -> Came:
+    rank, came = node.target.rank, Came()
+    layout = RunLayout(session.record.run_id)
+    try:
+        if node.closed and rank not in lost:
+            node.reconnect()
+        told = OutputList.model_validate_json(node.read(str(layout.outputs_list)))
+    except FileNotFoundError:
+        return Came(why="its agent has kept none")
+    except (MgpuError, OSError, ValidationError) as error:
+        return Came(why=error.what if isinstance(error, MgpuError) else "its list of them cannot be read")
+    if told.attempt != session.record.attempt:
+        return Came(why="its agent has kept none of this attempt")
+    for at, file in enumerate(told.files):
+        try:
+            if time.monotonic() > until:
+                raise RemoteError(f"they took more than {session.timeouts.outputs_s:g} s (outputs_s)")
+            _fetch(node, str(layout.outputs / file.path), place(root, rank, file.path), file)
+        except (MgpuError, OSError, ValueError) as error:
+            words = error.what if isinstance(error, MgpuError) else str(error)
+            came.missing, came.why = len(told.files) - at, f"{file.path}: {words}"
+            break
+        came.files, came.size = came.files + 1, came.size + file.size
+    if told.problems and not came.why:
+        came.why = told.problems[0]
+    return came
+
+
+def _fetch(node: Node, remote: str, local: Path, file: OutputFile) -> None:
+    local.parent.mkdir(parents=True, exist_ok=True)
+    node.fetch(remote, local)
+    if local.stat().st_size != file.size:
+        raise RemoteError(f"{local.stat().st_size} bytes came of {file.size}")
+
+
+def told(record: Record, came: dict[int, Came]) -> list[Note | Warned]:
+    """What came home and what did not, in words."""
+    files, size = sum(each.files for each in came.values()), sum(each.size for each in came.values())
+    said: list[Note | Warned] = [Note(f"outputs: {count(files, 'file')} ({amount(size)}) in {home(record)}")]
+    for rank, each in sorted(came.items()):
+        if each.why:
+            what = f"{count(each.missing, 'output')} of node {rank} did not come home" if each.missing else ""
+            stored = f"; `mgpu outputs {record.run_id}` fetches what is in {record.store}" if record.store else ""
+            said.append(Warned(f"{what or f'outputs of node {rank}'}: {each.why}{stored}"))
+    return said
+
+
+def from_store(session: Session, request: Request) -> None:
+    """Brings home what the agents have stored, where the machines are gone; what cannot be had is told."""
+    if not request.spec.outputs:
+        return
+    if request.checkpoint is None:
+        session.emit(Warned("the machines are gone, and the outputs with them: `checkpoint: none` has no store"))
+        return
+    root = home(session.record)
+    try:
+        files, size = pull(session.record, root)
+    except InputError as error:
+        session.emit(Warned(f"{error.what}: {error.why}; try again: `mgpu outputs {session.record.run_id}`"))
+        return
+    session.emit(Note(f"outputs: {count(files, 'file')} ({amount(size)}) of the store in {root}"))
+    session.record.outputs = {"folder": str(root), "files": files, "bytes": size, "missing": 0}
+    session.save()
+
+
+def pull(record: Record, to: Path) -> tuple[int, int]:
+    """Fetches the run's outputs from its store; how many files and bytes. Those that are here whole stay as they are.
+
+    Raises:
+        InputError: the run has no store, or it does not answer; this disk does not work.
+    """
+    from mgpu_train.store import StoreError, open_store
+
+    if record.store is None:
+        raise InputError(f"run {record.run_id} has no store", "`checkpoint: none`: its outputs came home, or are gone.")
+    prefix, files, size = f"{record.run_id}/outputs/", 0, 0
+    try:
+        store = open_store(record.store)
+        for found in store.list(prefix):
+            rank, _, path = found.key.removeprefix(prefix).partition("/")
+            local = place(to, int(rank), path)
+            local.parent.mkdir(parents=True, exist_ok=True)
+            whole = store.stat(found.key)
+            if whole is None:
+                continue
+            checksum = whole.crc64nvme or store.checksum(found.key, whole.size)
+            store.get_file(found.key, local, size=whole.size, crc64nvme=checksum)
+            files, size = files + 1, size + whole.size
+    except (StoreError, ValueError) as error:
+        raise InputError(f"the outputs of run {record.run_id} cannot be read", str(error)) from error
+    except OSError as error:
+        raise InputError(
+            f"{to} cannot be written: {error.strerror}", str(error), "Name another folder: `--to`."
+        ) from error
+    return files, size

@@ -1,0 +1,63 @@
+"""When an interruption was noticed, and when the run was back: what `Record.interruptions` holds of each."""
+
+from __future__ import annotations
+
+import time
+
+from mgpu_train.agent.status import AgentStatus, Phase
+
+from mgpu.events import Recovered
+from mgpu.run.record.record import Interruption, Record
+from mgpu.run.record.session import Session
+
+
+def repaired(record: Record) -> None:
+    """The fleet is whole again; said once."""
+    if record.under_repair is not None:
+        record.under_repair.repaired_at = time.time()
+
+
+def started(record: Record, resumed_step: int) -> None:
+    """All agents have started the attempt, from this step on (-1: from zero)."""
+    newest = record.interruptions[-1] if record.interruptions else None
+    if newest is not None and newest.started_at is None:
+        newest.started_at, newest.resumed_step = time.time(), resumed_step
+
+
+def moved(session: Session, status: AgentStatus) -> None:
+    """Node 0 of the present attempt says how far it is: with its first new step the run is back, and this is told."""
+    way = session.record.interruptions[-1] if session.record.interruptions else None
+    if way is None or way.resumed_at is not None or way.started_at is None or way.resumed_step is None:
+        return
+    since = training_since(status)
+    # a program that says no steps is back with its first sign of progress
+    if since is None or 0 <= status.step <= way.resumed_step:
+        return
+    way.resumed_at = max(since, way.started_at)
+    session.emit(_recovered(way))
+
+
+def training_since(status: AgentStatus) -> float | None:
+    """When an attempt made its first progress, however late somebody looks: UNIX seconds of the node's clock."""
+    if Phase.TRAINING not in status.phase_seconds:
+        return None
+    before = (Phase.PREPARING, Phase.RESUMING, Phase.LAUNCHING)
+    return status.started_at + sum(status.phase_seconds.get(phase, 0.0) for phase in before)
+
+
+def _recovered(way: Interruption) -> Recovered:
+    ended = way.ended_at or way.noticed_at
+    repaired_at = way.repaired_at or ended
+    return Recovered(
+        steps_lost=way.steps_lost or 0,
+        detected_s=max(0.0, way.noticed_at - way.heard_at),
+        stopped_s=max(0.0, ended - way.noticed_at),
+        repaired_s=max(0.0, repaired_at - ended),
+        resumed_s=max(0.0, (way.resumed_at or repaired_at) - repaired_at),
+    )
+
+
+def newest_step(statuses: list[AgentStatus]) -> int:
+    """The newest step that is known of an attempt; of a program that says no steps, of its newest checkpoint."""
+    steps = max((status.step for status in statuses), default=-1)
+    return steps if steps >= 0 else max((status.checkpoint.saved_step for status in statuses), default=-1)

@@ -1,0 +1,405 @@
+"""A run's record on the operator's machine: what is remembered of it, readable after the machines are gone.
+
+    <state>/runs/<run id>/
+        record.json     this module's `Record`, replaced atomically
+        mgpu.yaml       the run file as it was
+        logs/           node-<rank>.<n>.<instance>.log, byte for byte what that instance's log holds
+        journal/        one file per writing process
+        work/           the code, as every attempt gets it (with `command:`)
+        metrics/        rank-<rank>.jsonl, of all attempts (`mgpu.run.supervision.metrics`)
+        pulumi/         configuration and logs of the engine, for a stack that `mgpu launch` made
+        lock            held by the one process that supervises (`mgpu.run.record.supervisor_lock`)
+        stop            exists when `mgpu stop` asked for the end
+
+Plain dataclasses and JSON, no pydantic: `mgpu status` and `mgpu ls` read them in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from mgpu import paths
+from mgpu.errors import InputError, TakenOver
+from mgpu.run.record.supervisor_lock import Holder, held, hold, holder, taken_from
+
+
+class State(StrEnum):
+    """Where a run is. The first five are alive; the others are final."""
+
+    PROVISIONING = "provisioning"
+    RUNNING = "running"
+    REPAIRING = "repairing"
+    STOPPING = "stopping"
+    TEARDOWN = "teardown"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def final(self) -> bool:
+        """True when the run is over."""
+        return self in (State.SUCCEEDED, State.FAILED, State.STOPPED)
+
+
+# what may follow what; a final state is never left, but `--resume` opens the run again
+_NEXT = {
+    State.PROVISIONING: {State.RUNNING, State.REPAIRING, State.TEARDOWN, State.FAILED, State.STOPPED},
+    State.RUNNING: {State.REPAIRING, State.STOPPING, State.TEARDOWN, State.SUCCEEDED, State.FAILED, State.STOPPED},
+    State.REPAIRING: {State.RUNNING, State.STOPPING, State.TEARDOWN, State.FAILED, State.STOPPED},
+    State.STOPPING: {State.REPAIRING, State.TEARDOWN, State.FAILED, State.STOPPED, State.SUCCEEDED},
+    State.TEARDOWN: {State.SUCCEEDED, State.FAILED, State.STOPPED},
+}
+
+
+@dataclass
+class Interruption:
+    """One end of an attempt that was not the run's end, and the way back. Times are UNIX seconds; None: not reached."""
+
+    attempt: int
+    reason: str
+    fault: str | None
+    nodes: list[int]  # ranks whose machines were lost, or were about to be
+    step: int  # the newest step that was seen
+    heard_at: float  # when a lost node was last heard from; without one, when the end was seen
+    noticed_at: float
+    ended_at: float | None = None  # nothing of the attempt runs any more
+    repaired_at: float | None = None  # the fleet is whole again
+    started_at: float | None = None  # all agents have started the next attempt
+    resumed_at: float | None = None  # its first new step, by the node's clock
+    resumed_step: int | None = None  # of the checkpoint that it went on from; -1: from zero
+
+    @property
+    def steps_lost(self) -> int | None:
+        """Steps that were done again; None: not known yet."""
+        return None if self.resumed_step is None else max(0, self.step - max(0, self.resumed_step))
+
+
+@dataclass
+class Spent:
+    """What the machines of one generation cost this run, and how long it has had them. Times are UNIX seconds."""
+
+    generation: int
+    price_usd_per_hour: float  # of all nodes
+    since: float
+    until: float | None = None  # given back, kept, or replaced by the next generation; None: the run has them
+
+    def usd(self, now: float) -> float:
+        """US dollars until `now`."""
+        return self.price_usd_per_hour * max(0.0, (now if self.until is None else self.until) - self.since) / 3600
+
+
+@dataclass
+class Record:
+    """What is remembered of a run. Times are UNIX seconds, prices US dollars per hour for all nodes."""
+
+    run_id: str
+    name: str
+    project: str
+    project_base: str  # the run file's folder
+    run_file: str
+    stack: str
+    own_stack: bool
+    fleet_name: str  # under which the provider lists the machines
+    provider: str
+    nodes: int
+    options: dict[str, str] = field(default_factory=dict)  # settings of the provider; nothing secret
+    state: State = State.PROVISIONING
+    attempt: int = 0
+    recoveries: int = 0  # attempts after the first of this launch, whoever supervised them
+    idle: int = 0  # attempts in a row that committed nothing new
+    idle_step: int = -1  # the newest committed step when they began
+    interruptions: list[Interruption] = field(default_factory=list)
+    writer: str = ""
+    supervisor: str = ""  # token of the supervising process in the commit log
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    ended_at: float | None = None
+    price_usd_per_hour: float = 0.0
+    spending: list[Spent] = field(default_factory=list)  # by generation, oldest first
+    max_hours: float = 0.0
+    hard_cap_at: float = 0.0
+    lease_until: float = 0.0  # of a fleet that was kept
+    store: str | None = None
+    step: int = -1
+    steps: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # the newest values, by the program's own names
+    first_metrics: dict[str, float] = field(default_factory=dict)  # the first ones of what validations measure
+    checkpoint_id: str | None = None
+    checkpoint_step: int = -1
+    # of the newest attempt, by node 0: `stall_s`, `save_s` of the newest save; how many `failed`, were `skipped`
+    saves: dict[str, float] = field(default_factory=dict)
+    node_phases: list[str] = field(default_factory=list)
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    agent_seconds: dict[str, float] = field(default_factory=dict)  # node 0's own phases, within `training`
+    reason: str = ""
+    fault: str | None = None
+    stop_reason: str | None = None  # the limit that ended it (`mgpu.run.supervision.limits`)
+    exit_code: int | None = None
+    verdict: int | None = None  # what the exit code will be if the teardown succeeds; known before it begins
+    image: str | None = None  # repository@sha256:..., of every attempt; None: the agent runs without a container
+    image_bytes: int | None = None  # of its layers, compressed
+    image_workdir: str = ""  # the folder in it that holds the code, with `code.mode: image`
+    image_labels: dict[str, str] = field(default_factory=dict)  # those of mgpu's: what it fits
+    fleet: dict[str, Any] | None = None  # the stack output `mgpu`, as it was read
+    outputs: dict[str, Any] | None = None  # of the newest attempt: `folder`, `files`, `bytes`, how many are `missing`
+    teardown: str = "none"  # none | asked | confirmed | kept | not ours
+    supervisor_pid: int = 0
+
+    @property
+    def file_argument(self) -> str:
+        """The run file as a command in this folder is given it, with a blank before it; empty for `mgpu.yaml` here."""
+        try:
+            here = os.path.relpath(self.run_file)
+        except FileNotFoundError:  # this process's own folder was deleted
+            return f" {self.run_file}"
+        return "" if here == "mgpu.yaml" else f" {min(here, self.run_file, key=len)}"
+
+    @property
+    def under_repair(self) -> Interruption | None:
+        """The newest interruption, while its fleet is not whole again; a supervisor may have died in it."""
+        newest = self.interruptions[-1] if self.interruptions else None
+        return newest if newest is not None and newest.repaired_at is None else None
+
+    def costs(self, generation: int, price_usd_per_hour: float, since: float) -> None:
+        """From `since` on the run has the machines of this generation, at this price for all nodes."""
+        newest = self.spending[-1] if self.spending else None
+        if newest is not None and newest.until is None:
+            if newest.generation == generation:
+                return
+            newest.until = since
+        self.spending.append(Spent(generation, price_usd_per_hour, since))
+
+    def costs_no_more(self, now: float) -> None:
+        """The run has no machines from now on."""
+        if self.spending and self.spending[-1].until is None:
+            self.spending[-1].until = now
+
+    def spent_usd(self, now: float) -> float:
+        """What the run's machines have cost until `now`, in US dollars, by the prices that its fleets were told."""
+        return sum(each.usd(now) for each in self.spending)
+
+    def to(self, state: State) -> None:
+        """Moves on to `state`.
+
+        Raises:
+            ValueError: the state cannot follow the present one; a bug.
+        """
+        if state is self.state:
+            return
+        if state not in _NEXT.get(self.state, set()):
+            raise ValueError(f"a run cannot go from {self.state} to {state}")
+        self.state = state
+        if state.final:
+            self.ended_at = time.time()
+
+
+def known(step: int) -> int | None:
+    """A step as others are told it: -1, which means none here, is None there."""
+    return None if step < 0 else step
+
+
+class Folder:
+    """Every path of one run's record."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.root = paths.state_dir() / "runs" / run_id
+        self.record = self.root / "record.json"
+        self.run_file = self.root / "mgpu.yaml"
+        self.journal = self.root / "journal"
+        self.pulumi = self.root / "pulumi"
+        self.lock = self.root / "lock"
+        self.stop = self.root / "stop"
+        self.work = self.root / "work"
+
+    def logs(self, node_rank: int) -> list[Path]:
+        """The logs of one node_rank, oldest first: one for each instance that has had it."""
+        return sorted((self.root / "logs").glob(f"node-{node_rank}.*.log"))
+
+    def log(self, node_rank: int, instance: str) -> Path:
+        """The log of one instance; the file's size says how much of the node's log is here."""
+        return of_instance(self.root / "logs", f"node-{node_rank}", ".log", instance)
+
+    def make(self) -> None:
+        """Makes the folders, for this user alone."""
+        self.root.mkdir(parents=True, mode=0o700, exist_ok=True)
+        (self.root / "logs").mkdir(exist_ok=True, mode=0o700)
+
+
+def of_instance(folder: Path, stem: str, suffix: str, instance: str) -> Path:
+    """`<stem>.<n>.<mark of the instance><suffix>` in `folder`: the instances that had a rank, numbered as they came."""
+    known = sorted(folder.glob(f"{stem}.*{suffix}"))
+    mark = hashlib.sha256(instance.encode()).hexdigest()[:12]
+    same = [path for path in known if path.name.endswith(f".{mark}{suffix}")]
+    return same[0] if same else folder / f"{stem}.{len(known):04d}.{mark}{suffix}"
+
+
+def new_run_id(name: str, now: float | None = None) -> str:
+    """`<name>-<date>-<5 random characters>`: unique without asking anybody."""
+    alphabet = "abcdefghjkmnpqrstuvwxyz23456789"
+    tail = "".join(secrets.choice(alphabet) for _ in range(5))
+    return f"{name}-{time.strftime('%m%d', time.gmtime(now))}-{tail}"
+
+
+def save(record: Record) -> None:
+    """Replaces `record.json` atomically.
+
+    Raises:
+        TakenOver: another process supervises the run now; nothing was written.
+        OSError: it could not be written; the record on disk is as it was.
+    """
+    other = taken_from(Folder(record.run_id).lock, record.supervisor)
+    if other is not None:
+        raise taken_over(record.run_id, other)
+    write(record)
+
+
+def write(record: Record) -> None:
+    """Replaces `record.json` atomically, whoever supervises: for a run that is over. Raises OSError."""
+    folder = Folder(record.run_id)
+    folder.make()
+    record.updated_at = time.time()
+    aside = folder.record.with_name(f".record.{os.getpid()}")
+    try:
+        with aside.open("w") as file:
+            os.fchmod(file.fileno(), 0o600)
+            json.dump(asdict(record), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave an empty file under the name
+        aside.replace(folder.record)
+    except OSError:
+        aside.unlink(missing_ok=True)  # on a full disk it takes the room that others need
+        raise
+
+
+def load(run_id: str) -> Record:
+    """Reads a record; a prefix of the id is enough where it is the only one; "last" is the newest run.
+
+    Raises:
+        InputError: no such run, or several, or its record cannot be read.
+    """
+    known = ids()
+    if not run_id.strip():  # most often a variable of a script that is not set
+        raise InputError(
+            "RUN is empty", "It could mean any run.", "Name one (see `mgpu ls`), or `last` for the newest."
+        )
+    if run_id == "last":
+        matches = known[-1:]
+    else:
+        matches = [run_id] if run_id in known else [each for each in known if each.startswith(run_id)]
+    if len(matches) != 1:
+        what = f"no run `{run_id}`" if not matches else f"`{run_id}` fits {len(matches)} runs"
+        some = ", ".join((matches or known)[-5:]) or "none yet"
+        raise InputError(what, f"Runs: {some}.", "See `mgpu ls`.")
+    return _read(Folder(matches[0]).record)
+
+
+def ids() -> list[str]:
+    """All run ids, oldest first; a run whose record cannot be read is as old as its file."""
+    return [run_id for run_id, _ in _all()]
+
+
+def every() -> list[Record]:
+    """All records that can be read, oldest first: one that is damaged hides no other."""
+    return [record for _, record in _all() if record is not None]
+
+
+def _all() -> list[tuple[str, Record | None]]:
+    found: list[tuple[float, str, Record | None]] = []
+    for path in (paths.state_dir() / "runs").glob("*/record.json"):
+        if path.parent.name.startswith("."):
+            continue
+        try:
+            record = _read(path)
+            found.append((record.created_at, path.parent.name, record))
+        except InputError:
+            found.append((path.stat().st_mtime, path.parent.name, None))
+    return [(run_id, record) for _, run_id, record in sorted(found, key=lambda each: each[:2])]
+
+
+def _read(path: Path) -> Record:
+    known = {each.name for each in fields(Record)}
+    try:
+        whole = json.loads(path.read_text())
+        data = _of_0_1(whole) | {key: value for key, value in whole.items() if key in known}
+        interruptions = [Interruption(**each) for each in data.get("interruptions", ())]
+        spending = [Spent(**each) for each in data.get("spending", ())]
+        parts = {"state": State(data["state"]), "interruptions": interruptions, "spending": spending}
+        return Record(**{**data, **parts})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(
+            f"the record of run {path.parent.name} cannot be read",
+            f"{path}: {error}",
+            "Its machines, if there are any, stand in `mgpu ls`; `mgpu down --stack NAME` gives them back.",
+        ) from error
+
+
+def _of_0_1(data: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a record that was written while each had a field of its own."""
+    names = ("loss", "tokens_per_s", "validation_loss", "unigram_entropy", "bigram_entropy")
+    first = data.get("first_validation_loss")
+    return {
+        "metrics": {name: value for name in names if (value := data.get(name)) is not None},
+        "first_metrics": {} if first is None else {"validation_loss": first},
+    }
+
+
+@contextmanager
+def opening() -> Iterator[None]:
+    """One process at a time opens a run: what it sees of the others' records stays so until its own is written."""
+    path = paths.state_dir() / "runs" / ".opening"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with path.open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def supervising(run_id: str, *, force: bool = False) -> Iterator[str]:
+    """Makes this process the run's one supervisor while the block runs; yields its token, "": another one is alive.
+
+    `force` takes the run from that one, which leaves as soon as it looks.
+    """
+    folder = Folder(run_id)
+    folder.make()
+    with hold(folder.lock, force=force) as token:
+        yield token
+
+
+def supervised(run_id: str) -> bool:
+    """True when some process supervises the run now."""
+    return held(Folder(run_id).lock)
+
+
+def supervisor_of(run_id: str) -> Holder | None:
+    """Who supervises the run, or did last; None: nobody has."""
+    return holder(Folder(run_id).lock)
+
+
+def taken_over(run_id: str, by: Holder | str) -> TakenOver:
+    """The error of a supervisor whose run another one has."""
+    return TakenOver(
+        f"run {run_id} was taken over by {by}",
+        "One process at a time supervises a run: this one leaves it as it is.",
+        f"Follow it with `mgpu attach {run_id}`, or end it with `mgpu stop {run_id}`.",
+    )
+
+
+def busy(run_id: str) -> InputError:
+    """The error for a second supervisor."""
+    return InputError(
+        f"run {run_id} has a supervisor already: {supervisor_of(run_id) or 'another process'}",
+        "One process at a time supervises a run.",
+        f"Follow it with `mgpu attach {run_id}`, or end it with `mgpu stop {run_id}`.",
+    )

@@ -1,0 +1,173 @@
+"""What every step of a run shares: its record, its journal, its phases with their seconds, whether to stop, and whether
+it is still this process's run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.errors import Interrupted
+from mgpu.events import Emit, Note, PhaseFinished, PhaseStarted, RunEvent, RunStateChanged, Warned
+from mgpu.journal import Journal
+from mgpu.run.record.record import Folder, Record, State, save, taken_over
+from mgpu.run.record.signals import Interrupts
+from mgpu.run.record.supervisor_lock import taken_from
+
+if TYPE_CHECKING:
+    from mgpu_train.checkpoint.commitlog import CommitLog
+
+
+@dataclass
+class Session:
+    """One supervising process's hold on one run."""
+
+    record: Record
+    emit: Emit
+    timeouts: Timeouts
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    # on a terminal, told what becomes of the work: True = stop, False = leave it running, None = neither
+    ask: Callable[[str], bool | None] | None = None
+    detach: bool = False  # leave once the first attempt has begun on all nodes
+    hidden: Sequence[bytes] = ()  # values that no copy of a log may show
+
+    def __post_init__(self) -> None:
+        folder = Folder(self.record.run_id)
+        folder.make()
+        name = f"{int(time.time() * 1000)}-{os.getpid()}-{secrets.token_hex(3)}.jsonl"
+        self.journal = Journal(folder.journal / name)
+        self.record.supervisor_pid = os.getpid()
+        self._claimed = self._disk_told = False
+
+    @property
+    def folder(self) -> Folder:
+        """Where the record lies."""
+        return Folder(self.record.run_id)
+
+    # --- whose run it is ----------------------------------------------------------------------------------------
+
+    def still_mine(self) -> bool:
+        """False when another process has taken the run over. Cheap, and looks at this machine alone."""
+        return taken_from(self.folder.lock, self.record.supervisor) is None
+
+    def require_mine(self) -> None:
+        """Raises `TakenOver` when another process supervises the run now: nothing of it may be touched any more."""
+        other = taken_from(self.folder.lock, self.record.supervisor)
+        if other is not None:
+            raise taken_over(self.record.run_id, other)
+
+    def claim(self, log: CommitLog) -> None:
+        """Says in the store, once, that this process supervises the run: an earlier one begins no attempt any more.
+
+        Raises StoreError.
+        """
+        if not self._claimed and self.record.supervisor:
+            log.take_over(self.record.supervisor, host=os.uname().nodename, pid=os.getpid())
+            self._claimed = True
+
+    # --- whether to stop ----------------------------------------------------------------------------------------
+
+    @property
+    def asked_to_end(self) -> bool:
+        """True when a signal came, or `mgpu stop` was called."""
+        return self.interrupts.count > 0 or self.folder.stop.exists()
+
+    def check(self) -> None:
+        """Raises `Interrupted` when the end was asked for, `TakenOver` when another process has the run; between steps
+        that have nothing to save yet."""
+        self.require_mine()
+        self.interrupts.check()
+        if self.asked_to_end:
+            raise Interrupted("interrupted", "`mgpu stop` asked for the end before the training began.")
+
+    @contextmanager
+    def undoing(self, undo: Callable[[], None]) -> Iterator[None]:
+        """While the block runs, a signal calls `undo`, and so do `mgpu stop` and another process that takes over."""
+        self.check()
+        over = threading.Event()
+
+        def told(why: str = "interrupted") -> None:
+            self.emit(Note(f"{why}: undoing what was begun"))
+            undo()
+
+        def look() -> None:
+            while not over.wait(self.timeouts.poll_s):
+                if self.folder.stop.exists():
+                    return told()
+                if not self.still_mine():
+                    return told("taken over")
+            return None
+
+        watcher = threading.Thread(target=look, name="mgpu-stop", daemon=True)
+        with self.interrupts.calling(told), self.interrupts.leaving():
+            watcher.start()
+            try:
+                yield
+            finally:
+                over.set()
+                watcher.join()
+        self.require_mine()
+
+    # --- what is remembered -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str, detail: str = "") -> Iterator[None]:
+        """Announces a phase, journals it, and remembers how long it took."""
+        self.log("phase", name=name)
+        self.emit(PhaseStarted(name, detail))
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - begin
+            spent = self.record.phase_seconds
+            spent[name] = round(spent.get(name, 0.0) + seconds, 3)
+            self.save()
+            self.emit(PhaseFinished(name, seconds))
+
+    def to(self, state: State) -> None:
+        """Moves the record on, on disk first. Raises `TakenOver`."""
+        self.require_mine()
+        before = self.record.state
+        self.record.to(state)
+        self.log("state", state=str(state))
+        self.save()
+        if before is not state:
+            self.tell(RunStateChanged, state=str(state), before=str(before))
+
+    def save(self) -> None:
+        """Saves the record. A disk of this machine that is full ends no run: it is told once.
+
+        Raises:
+            TakenOver: another process supervises the run now.
+        """
+        with self._bearing():
+            save(self.record)
+
+    def log(self, kind: str, **fields: Any) -> None:
+        """Journals what has happened, as far as there is room; what must be on disk first goes to `journal` itself."""
+        with self._bearing():
+            self.journal.append(kind, **fields)
+
+    @contextmanager
+    def _bearing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._disk_told:
+                self._disk_told = True
+                why = error.strerror or error
+                self.emit(
+                    Warned(f"{self.folder.root} cannot be written ({why}): the run goes on, `mgpu status` is old")
+                )
+
+    def tell(self, kind: Callable[..., RunEvent], **fields: Any) -> None:
+        """Emits an event of this run and attempt, which happened now."""
+        self.emit(kind(run_id=self.record.run_id, attempt=self.record.attempt, at=time.time(), **fields))

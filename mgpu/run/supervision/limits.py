@@ -1,0 +1,82 @@
+"""What may end a run from outside: one list. A limit looks at the clock and at what is written down."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.run.record.record import Folder, Record
+
+_ROOM_S = 30.0  # for the upload of the last save, beside the grace of the stop
+_ROOM = 0.1  # of max_hours: a short run is not all room
+
+
+class StopReason(StrEnum):
+    """Which limit has ended a run."""
+
+    USER = "user"  # `mgpu stop`, or a signal
+    HARD_CAP = "hard_cap"  # of the fleet: its machines end then, whatever happens
+    DEADLINE = "deadline"  # of the run, on machines that may live longer
+
+    @property
+    def words(self) -> str:
+        """Why the run stops, for people."""
+        return {
+            StopReason.USER: "`mgpu stop` asked for the end",
+            StopReason.HARD_CAP: "the hard cap (max_hours) is reached",
+            StopReason.DEADLINE: "max_hours are over",
+        }[self]
+
+
+class Limit(Protocol):
+    """One thing that may end a run."""
+
+    def check(self, now: float, record: Record) -> StopReason | None:
+        """Whether the run is to end: the training is asked to save and to stop. `now`: UNIX seconds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`mgpu stop`, from whichever terminal."""
+
+    file: Path
+
+    def check(self, now: float, record: Record) -> StopReason | None:
+        """Whether somebody has asked."""
+        return StopReason.USER if self.file.exists() else None
+
+
+@dataclass(frozen=True)
+class HardCap:
+    """The machines' end, early enough that a last save and its upload fit before it."""
+
+    room_s: float
+
+    def check(self, now: float, record: Record) -> StopReason | None:
+        """Whether it is near."""
+        return StopReason.HARD_CAP if record.hard_cap_at and now > record.hard_cap_at - self.room_s else None
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The run's own end, where its machines may live longer: a kept fleet, or another program's."""
+
+    at: float  # UNIX seconds
+
+    def check(self, now: float, record: Record) -> StopReason | None:
+        """Whether it has passed."""
+        return StopReason.DEADLINE if now > self.at else None
+
+
+def limits(record: Record, timeouts: Timeouts, begun_at: float | None = None) -> tuple[Limit, ...]:
+    """All that may end this run. `begun_at`: when its max_hours began, UNIX seconds; None: now."""
+    most_s = record.max_hours * 3600
+    room_s = min(timeouts.stop_grace_s + _ROOM_S, most_s * _ROOM)
+    begun_at = time.time() if begun_at is None else begun_at
+    return Asked(Folder(record.run_id).stop), HardCap(room_s), Deadline(begun_at + most_s - room_s)
