@@ -87,17 +87,15 @@ class Search:
 
     def _exists(self, begun: Begun) -> bool:
         # whoever has died may have asked for it at any time since, as long as its search may have lasted
-        patience_s = (
-            min(begun.at + self.timeouts.provision_s - self.now(), 0) + self.provider.capabilities.listing_lag_s
-        )
-        if self._look_for(begun.intent, patience_s) is not None:
+        wait_s = min(begun.at + self.timeouts.provision_s - self.now(), 0) + self.provider.capabilities.listing_lag_s
+        if self._look_for(begun.intent, wait_s) is not None:
             return True
         self.journal.append("undone", token=begun.intent.token, why="nothing was made")
         return False
 
-    def _look_for(self, intent: Intent, patience_s: float) -> Handle | None:
+    def _look_for(self, intent: Intent, wait_s: float) -> Handle | None:
         """What the intent has made; None: nothing, as far as the provider shows it `patience_s` seconds from now."""
-        sure_at = self.clock() + patience_s
+        sure_at = self.clock() + wait_s
         for pause in pauses(self.timeouts.describe_every_s):
             found = self._insist(lambda: self.provider.find(intent))
             if found is not None or self.clock() >= sure_at:
@@ -143,14 +141,14 @@ class Search:
 
     def _create(self, intent: Intent, asked: FleetRequest) -> Handle:
         trouble, caps = Backoff(), self.provider.capabilities
-        patience_s = 0 if caps.idempotent_create else caps.listing_lag_s
+        wait_s = 0 if caps.idempotent_create else caps.listing_lag_s
         while True:
             try:
                 return self._insist(lambda: self._ask(intent, asked))
             except AmbiguousCreate as error:
                 self.emit(Note(f"{error.what}; looking for what it made"))
                 self._pause(trouble.next(error))
-            found = self._look_for(intent, patience_s)
+            found = self._look_for(intent, wait_s)
             if found is not None:
                 return self.whole(found)
 
@@ -182,7 +180,7 @@ class Search:
         asked = tuple(node for node in state.nodes if node.rank in self.ranks)
         lost = [node for node in asked if node.phase in (NodePhase.STOPPING, NodePhase.TERMINATED)]
         if lost:
-            raise Lost("; ".join(map(_obituary, lost)))
+            raise Lost("; ".join(map(_why_it_ended, lost)))
         if len(asked) < len(self.ranks):
             raise Lost(f"{len(asked)} of {len(self.ranks)} nodes were granted")
         return FleetState(nodes=asked)
@@ -286,5 +284,5 @@ class Search:
         return any(node.id and node.phase is not NodePhase.TERMINATED for node in state.nodes)
 
 
-def _obituary(node: NodeState) -> str:
+def _why_it_ended(node: NodeState) -> str:
     return f"node {node.rank} ({node.id}) ended while it started: {node.reason or 'no reason given'}"

@@ -105,9 +105,9 @@ def test_the_way_back_goes_on_from_there(run):
     record.interruptions = [Interruption(1, "node 1 is gone", "provider", [1], 47, 1.0, 2.0, 3.0, 4.0)]
     session = Session(record, run.world.events.append, run.world.timeouts)
     attempt_start.start(session, run.request, run.fleet, run.nodes, Secrets())
-    (way,) = record.interruptions
-    assert (way.resumed_step, way.steps_lost) == (40, 7)
-    assert way.started_at
+    (interruption,) = record.interruptions
+    assert (interruption.resumed_step, interruption.steps_lost) == (40, 7)
+    assert interruption.started_at
 
 
 def test_whoever_is_taken_over_begins_no_attempt(run):

@@ -11,7 +11,7 @@ import pytest
 
 from mgpu.errors import ConnectionFailed
 from mgpu.run.supervision import remote_tail
-from mgpu.run.supervision.remote_tail import Copy
+from mgpu.run.supervision.remote_tail import RemoteTail
 
 
 class Remote:
@@ -34,7 +34,7 @@ def here(tmp_path):
 
     def copy(hidden=()):
         tell = lambda offset, data: said.append((offset, data))  # noqa: E731
-        return Copy("log", tmp_path / "log", tell=tell, warn=warned.append, hidden=hidden)
+        return RemoteTail("log", tmp_path / "log", tell=tell, warn=warned.append, hidden=hidden)
 
     return SimpleNamespace(file=tmp_path / "log", copy=copy, said=said, warned=warned)
 

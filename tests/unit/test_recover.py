@@ -92,8 +92,8 @@ def test_a_node_that_failed_by_itself_keeps_its_machine(world):
 
 
 def test_the_way_back_is_remembered_with_its_times(world):
-    way = Interruption(1, "node 1 is gone", "provider", [1], 37, 10.0, 11.0, 12.0)
-    script = Script(world, [replace(LOST, interruption=way), LOST, DONE])
+    interruption = Interruption(1, "node 1 is gone", "provider", [1], 37, 10.0, 11.0, 12.0)
+    script = Script(world, [replace(LOST, interruption=interruption), LOST, DONE])
     assert script.run().succeeded
     first, second = record.load("run-1").interruptions
     assert (first.step, first.nodes, first.heard_at, first.ended_at) == (37, [1], 10.0, 12.0)

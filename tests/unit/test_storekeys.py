@@ -10,8 +10,8 @@ from mgpu.errors import ConnectionFailed, InputError, Transient
 from mgpu.events import Warned
 from mgpu.run.job.request import secrets_of, store_keys
 from mgpu.run.job.store_credentials import StoreKeys
-from mgpu.run.supervision.background_calls import Calls
-from mgpu.run.supervision.credential_renewal import EVERY_S, Renewal
+from mgpu.run.supervision.background_calls import BackgroundCalls
+from mgpu.run.supervision.credential_renewal import EVERY_S, CredentialRenewal
 from mgpu.spec.model import RunSpec
 
 STATIC = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "eu-west-1", "AWS_PROFILE": "p"}
@@ -117,17 +117,17 @@ class Bench:
     def __init__(self, world, keys, sent):
         world.has_nodes(2)
         record = world.record("run-1")
-        self.world, self.now, self.calls, self.said = world, 0.0, Calls(), []
-        self.eyes = [Eye(node) for node in world.nodes]
+        self.world, self.now, self.calls, self.said = world, 0.0, BackgroundCalls(), []
+        self.monitors = [Monitor(node) for node in world.nodes]
         for node in world.nodes:
             node.says(Phase.TRAINING)
         session = type("S", (), {"record": record, "timeouts": world.timeouts})()
-        self.renewal = Renewal(session, keys, sent, lambda: self.now, self.said.append)
+        self.renewal = CredentialRenewal(session, keys, sent, lambda: self.now, self.said.append)
 
     def passes(self, seconds=0.0, count=2):
         self.now += seconds
         for _ in range(count):
-            self.renewal.round(self.eyes, self.calls)
+            self.renewal.round(self.monitors, self.calls)
             self.calls.wait(5)
 
     @property
@@ -137,7 +137,7 @@ class Bench:
         return asked, [node.renewed.get("AWS_ACCESS_KEY_ID") for node in self.world.nodes]
 
 
-class Eye:
+class Monitor:
     def __init__(self, node):
         self.node, self.rank, self.dead, self.status = node, node.target.rank, False, None
 
@@ -196,7 +196,7 @@ def test_keys_that_cannot_be_had_are_told_and_the_nodes_keep_theirs(bench, sessi
 
 def test_an_agent_that_has_ended_is_left_alone(bench):
     made = bench(None)
-    made.eyes[0].dead = True
+    made.monitors[0].dead = True
     made.passes(count=4)
     assert made.given[0] == [0, 1]
 

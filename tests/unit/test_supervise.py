@@ -417,11 +417,16 @@ def test_an_interruption_has_its_times(watch):
     watch.at(3, lambda: setattr(second, "reachable", False))
     watch.at(6, lambda: watch.world.cloud.phases.update({watch.handle.ids[1]: NodePhase.TERMINATED}))
     watch.at(9, lambda: first.says(Phase.FAILED, fault=Fault.STOPPED, reason="stopped", step=38))
-    way = watch.run().interruption
-    assert way is not None
-    assert (way.attempt, way.nodes, way.fault, way.reason) == (1, [1], "provider", "node 1 is gone")
-    assert way.step == 38
-    assert (way.heard_at, way.noticed_at, way.ended_at) == (BEGIN + 3, BEGIN + 7, BEGIN + 10)
+    interruption = watch.run().interruption
+    assert interruption is not None
+    assert (interruption.attempt, interruption.nodes, interruption.fault, interruption.reason) == (
+        1,
+        [1],
+        "provider",
+        "node 1 is gone",
+    )
+    assert interruption.step == 38
+    assert (interruption.heard_at, interruption.noticed_at, interruption.ended_at) == (BEGIN + 3, BEGIN + 7, BEGIN + 10)
     assert how_stopped(first) == ["--now"]
 
 
@@ -431,8 +436,8 @@ def test_who_asked_for_the_end_interrupted_nothing(watch):
 
 @pytest.mark.parametrize("says_steps", [True, False])
 def test_the_first_new_step_is_the_end_of_an_interruption(watch, says_steps):
-    way = Interruption(1, "node 1 is gone", "provider", [1], 37, 10.0, 11.0, 12.0, 18.0, 20.0, None, 30)
-    watch.session.record.interruptions.append(way)
+    interruption = Interruption(1, "node 1 is gone", "provider", [1], 37, 10.0, 11.0, 12.0, 18.0, 20.0, None, 30)
+    watch.session.record.interruptions.append(interruption)
     watch.session.record.attempt = 2
     node = watch.world.nodes[0]
     for each in watch.world.nodes:

@@ -117,7 +117,7 @@ class _Takeover:
         go_on = self._repaired if self.record.state is State.REPAIRING else self._begun
 
         def made() -> Ended:
-            self._hush()
+            self._end_agents()
             return go_on(request, secrets)
 
         return made
@@ -142,7 +142,7 @@ class _Takeover:
             return provider_for(self.spec)
         return provider_of(StackOutput.model_validate(self.record.fleet))
 
-    def _hush(self) -> None:
+    def _end_agents(self) -> None:
         """Ends agents that the dead supervisor had started already: the next attempt begins on quiet nodes."""
         if self.record.fleet is None or not self.record.writer:
             return

@@ -23,7 +23,7 @@ SOLD_OUT = (NoCapacity, BidTooLow)
 
 
 @dataclass(frozen=True)
-class Patience:
+class CapacityWait:
     """How long to wait for capacity. The clock and `sleep` are in seconds; `random` gives a number from 0 to 1."""
 
     session: Session

@@ -34,7 +34,7 @@ from mgpu.run.job.stack_output import provider_for, provider_of
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.run.lifecycle.attempt import conduct
 from mgpu.run.lifecycle.attempt_start import require_data, require_store
-from mgpu.run.lifecycle.capacity_wait import Patience
+from mgpu.run.lifecycle.capacity_wait import CapacityWait
 from mgpu.run.lifecycle.outcome import Outcome, conclude
 from mgpu.run.lifecycle.recovery import Attempts
 from mgpu.run.nodes import code_upload
@@ -216,7 +216,7 @@ def rented(session: Session, stack: Stack, request: Request, secrets: Secrets) -
     """The run on a fleet that is made for it; what an earlier process made of it is adopted. Where there is no capacity
     now, it is asked for again until `recovery.wait_minutes`."""
     with session.phase("provisioning", f"{count(request.spec.nodes, 'node')} of {request.spec.provider}"):
-        fleet = Patience(session, request.spec.recovery.wait_minutes).granted(lambda: bring_up(session, stack))
+        fleet = CapacityWait(session, request.spec.recovery.wait_minutes).granted(lambda: bring_up(session, stack))
     session.check()
     return used(session, stack, request, secrets, fleet)
 

@@ -14,7 +14,7 @@ from mgpu_train.agent.status import Fault
 from mgpu.errors import ConnectionFailed, NoOffer
 from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
-from mgpu.run.lifecycle.capacity_wait import SOLD_OUT, Patience
+from mgpu.run.lifecycle.capacity_wait import SOLD_OUT, CapacityWait
 from mgpu.run.record import interruptions
 from mgpu.run.record.record import Interruption, Record, State
 from mgpu.run.record.session import Session
@@ -79,8 +79,10 @@ class Attempts:
 
     def _repaired(self, lost: tuple[int, ...]) -> StackOutput:
         """The fleet as asked for; where there is no capacity now, it is asked for again until `wait_minutes`."""
-        patience = Patience(self.session, self.recovery.wait_minutes, (*SOLD_OUT, NoOffer), self.clock, self.sleep)
-        return patience.granted(lambda: self.repair(lost))
+        capacity_wait = CapacityWait(
+            self.session, self.recovery.wait_minutes, (*SOLD_OUT, NoOffer), self.clock, self.sleep
+        )
+        return capacity_wait.granted(lambda: self.repair(lost))
 
     def _tried(self, attempt: Callable[[], Ended]) -> Ended:
         """A node that is lost before anything was started is a lost node too, where another attempt is allowed."""

@@ -26,15 +26,20 @@ def started(record: Record, resumed_step: int) -> None:
 
 def moved(session: Session, status: AgentStatus) -> None:
     """Node 0 of the present attempt says how far it is: with its first new step the run is back, and this is told."""
-    way = session.record.interruptions[-1] if session.record.interruptions else None
-    if way is None or way.resumed_at is not None or way.started_at is None or way.resumed_step is None:
+    interruption = session.record.interruptions[-1] if session.record.interruptions else None
+    if (
+        interruption is None
+        or interruption.resumed_at is not None
+        or interruption.started_at is None
+        or interruption.resumed_step is None
+    ):
         return
     since = training_since(status)
     # a program that says no steps is back with its first sign of progress
-    if since is None or 0 <= status.step <= way.resumed_step:
+    if since is None or 0 <= status.step <= interruption.resumed_step:
         return
-    way.resumed_at = max(since, way.started_at)
-    session.emit(_recovered(way))
+    interruption.resumed_at = max(since, interruption.started_at)
+    session.emit(_recovered(interruption))
 
 
 def training_since(status: AgentStatus) -> float | None:
@@ -45,15 +50,15 @@ def training_since(status: AgentStatus) -> float | None:
     return status.started_at + sum(status.phase_seconds.get(phase, 0.0) for phase in before)
 
 
-def _recovered(way: Interruption) -> Recovered:
-    ended = way.ended_at or way.noticed_at
-    repaired_at = way.repaired_at or ended
+def _recovered(interruption: Interruption) -> Recovered:
+    ended = interruption.ended_at or interruption.noticed_at
+    repaired_at = interruption.repaired_at or ended
     return Recovered(
-        steps_lost=way.steps_lost or 0,
-        detected_s=max(0.0, way.noticed_at - way.heard_at),
-        stopped_s=max(0.0, ended - way.noticed_at),
+        steps_lost=interruption.steps_lost or 0,
+        detected_s=max(0.0, interruption.noticed_at - interruption.heard_at),
+        stopped_s=max(0.0, ended - interruption.noticed_at),
         repaired_s=max(0.0, repaired_at - ended),
-        resumed_s=max(0.0, (way.resumed_at or repaired_at) - repaired_at),
+        resumed_s=max(0.0, (interruption.resumed_at or repaired_at) - repaired_at),
     )
 
 

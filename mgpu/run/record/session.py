@@ -148,16 +148,16 @@ class Session:
         Raises:
             TakenOver: another process supervises the run now.
         """
-        with self._bearing():
+        with self._tolerating_full_disk():
             save(self.record)
 
     def log(self, kind: str, **fields: Any) -> None:
         """Journals what has happened, as far as there is room; what must be on disk first goes to `journal` itself."""
-        with self._bearing():
+        with self._tolerating_full_disk():
             self.journal.append(kind, **fields)
 
     @contextmanager
-    def _bearing(self) -> Iterator[None]:
+    def _tolerating_full_disk(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

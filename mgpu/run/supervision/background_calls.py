@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable
 
 
-class Calls:
+class BackgroundCalls:
     """Calls under way, each known by a key. Not for two threads at once: one begins them, and waits."""
 
     def __init__(self) -> None:

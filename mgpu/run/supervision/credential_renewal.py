@@ -11,13 +11,13 @@ from mgpu.run.nodes import agent_client
 
 if TYPE_CHECKING:
     from mgpu.run.record.session import Session
-    from mgpu.run.supervision.background_calls import Calls
-    from mgpu.run.supervision.node_monitor import Eye
+    from mgpu.run.supervision.background_calls import BackgroundCalls
+    from mgpu.run.supervision.node_monitor import NodeMonitor
 
 EVERY_S = 60.0  # between two looks at the operator's own: botocore renews them many minutes before their end
 
 
-class Renewal:
+class CredentialRenewal:
     """What the agents of one attempt were given, and what they should have. One `round` a pass of the supervisor."""
 
     def __init__(
@@ -34,29 +34,31 @@ class Renewal:
         self._asked_at = float("-inf") if sent is None else clock()
         self._due: set[int] = set()  # ranks that wait for `_sent`
 
-    def round(self, eyes: list[Eye], calls: Calls) -> None:
+    def round(self, monitors: list[NodeMonitor], calls: BackgroundCalls) -> None:
         """Asks for the keys when it is time, and begins to send new ones to those that can be reached."""
-        if self._clock() - self._asked_at >= EVERY_S and calls.begin("keys", lambda: self._ask(eyes)):
+        if self._clock() - self._asked_at >= EVERY_S and calls.begin("keys", lambda: self._ask(monitors)):
             self._asked_at = self._clock()
-        for eye in [eye for eye in eyes if eye.rank in self._due and not eye.node.closed]:
-            self._due.discard(eye.rank)  # first: a call that fails puts it back
-            if not calls.begin(("keys", eye.rank), lambda eye=eye: self._send(eye)):
-                self._due.add(eye.rank)
+        for monitor in [monitor for monitor in monitors if monitor.rank in self._due and not monitor.node.closed]:
+            self._due.discard(monitor.rank)  # first: a call that fails puts it back
+            if not calls.begin(("keys", monitor.rank), lambda monitor=monitor: self._send(monitor)):
+                self._due.add(monitor.rank)
 
-    def _ask(self, eyes: list[Eye]) -> None:
+    def _ask(self, monitors: list[NodeMonitor]) -> None:
         try:
             fresh = self._keys.now()
         except MgpuError as error:
             self._once(f"{error.what}: the nodes keep the ones that they have")
             return
         if fresh and fresh != self._sent:
-            self._sent, self._due = fresh, {eye.rank for eye in eyes}
+            self._sent, self._due = fresh, {monitor.rank for monitor in monitors}
 
-    def _send(self, eye: Eye) -> None:
-        if eye.dead or (eye.status is not None and eye.status.phase.final):
+    def _send(self, monitor: NodeMonitor) -> None:
+        if monitor.dead or (monitor.status is not None and monitor.status.phase.final):
             return
         try:
-            agent_client.renew(eye.node, self._session.record.run_id, dict(self._sent or {}), self._session.timeouts)
+            agent_client.renew(
+                monitor.node, self._session.record.run_id, dict(self._sent or {}), self._session.timeouts
+            )
         except MgpuError as error:
-            self._due.add(eye.rank)
-            self._once(f"node {eye.rank} could not be given fresh credentials of the store: {error.what}")
+            self._due.add(monitor.rank)
+            self._once(f"node {monitor.rank} could not be given fresh credentials of the store: {error.what}")

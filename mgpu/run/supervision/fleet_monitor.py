@@ -13,10 +13,10 @@ from mgpu.events import LogChunk, Note, Warned
 from mgpu.run.nodes import agent_client
 from mgpu.run.record.logs import times_of
 from mgpu.run.supervision import metrics
-from mgpu.run.supervision.background_calls import Calls
+from mgpu.run.supervision.background_calls import BackgroundCalls
 from mgpu.run.supervision.health import NodeView
-from mgpu.run.supervision.node_monitor import BEAT_S, Eye
-from mgpu.run.supervision.remote_tail import Copy, nobody
+from mgpu.run.supervision.node_monitor import BEAT_S, NodeMonitor
+from mgpu.run.supervision.remote_tail import RemoteTail, untold
 
 if TYPE_CHECKING:
     from mgpu.providers.base import Handle, Provider
@@ -30,7 +30,7 @@ STOPPING_BEAT_S = 2.0  # `BEAT_S` of an agent that is to end
 SAVE, NOW, HURRY = 1, 2, 3  # how an agent is to stop; the last: it gives up waiting for its peers as well
 
 
-class Outlook:
+class FleetMonitor:
     """What is known of every node, as of the last round of looks."""
 
     def __init__(
@@ -45,28 +45,28 @@ class Outlook:
     ) -> None:
         self._session, self._provider, self._handle = session, provider, handle
         self._clock, self._wall = clock, wall
-        self.calls = Calls()  # of this supervisor; it begins them in its passes
+        self.calls = BackgroundCalls()  # of this supervisor; it begins them in its passes
         self._told: set[str] = set()
         self._silent: set[int] = set()  # ranks that were told not to answer
         self._stop_level = 0
         self._described_at = clock()  # when the provider was asked last,
         self.described = float("-inf")  # and when, at the earliest, it was as it answered
         self.gone: dict[int, str] = {}  # rank -> why, by the provider's word
-        self.eyes = [self._eye(node, node.target.rank * processes_per_node) for node in nodes.nodes]
+        self.monitors = [self._monitor(node, node.target.rank * processes_per_node) for node in nodes.nodes]
 
-    def _eye(self, node: Node, first: int) -> Eye:
+    def _monitor(self, node: Node, first: int) -> NodeMonitor:
         session, rank, instance = self._session, node.target.rank, self._handle.ids[node.target.rank]
         layout, local = RunLayout(session.record.run_id), session.folder.log(rank, instance)
-        log = Copy(
+        log = RemoteTail(
             str(layout.log),
             local,
             tell=lambda offset, data: session.emit(LogChunk(rank, offset, data)),
             warn=self.once,
             hidden=session.hidden,
         )
-        times = Copy(str(layout.log_times), times_of(local), tell=nobody, warn=self.once)
+        times = RemoteTail(str(layout.log_times), times_of(local), tell=untold, warn=self.once)
         copies = (log, times, metrics.copy_of(session, first, instance, self.once))
-        return Eye(node, session.record.run_id, copies, session.timeouts, self._clock, self._wall)
+        return NodeMonitor(node, session.record.run_id, copies, session.timeouts, self._clock, self._wall)
 
     # --- seeing -------------------------------------------------------------------------------------------------
 
@@ -75,9 +75,9 @@ class Outlook:
         and the others' with it. `amiss`: the provider's word is wanted soon."""
         look_s = self._session.timeouts.look_s
         beat_s = STOPPING_BEAT_S if self._stop_level else BEAT_S
-        for eye in self.eyes:
-            if eye.rank not in self.gone:
-                self.calls.begin(("look", eye.rank), lambda eye=eye: eye.look(logs_s, beat_s))
+        for monitor in self.monitors:
+            if monitor.rank not in self.gone:
+                self.calls.begin(("look", monitor.rank), lambda monitor=monitor: monitor.look(logs_s, beat_s))
         self._tell_to_stop()
         self._ask_provider(amiss=amiss)
         self.calls.wait(look_s)
@@ -89,37 +89,46 @@ class Outlook:
         """What the verdict is made of."""
         now = self._clock()
         return tuple(
-            NodeView(eye.rank, eye.status, now - eye.seen, eye.rank in self.gone, eye.dead, self.gone.get(eye.rank, ""))
-            for eye in self.eyes
+            NodeView(
+                monitor.rank,
+                monitor.status,
+                now - monitor.seen,
+                monitor.rank in self.gone,
+                monitor.dead,
+                self.gone.get(monitor.rank, ""),
+            )
+            for monitor in self.monitors
         )
 
     def phases(self) -> list[str]:
         """Where every node is, in words."""
-        said = [str(eye.status.phase) if eye.status else "unknown" for eye in self.eyes]
-        return ["gone" if eye.rank in self.gone else phase for eye, phase in zip(self.eyes, said, strict=True)]
+        said = [str(monitor.status.phase) if monitor.status else "unknown" for monitor in self.monitors]
+        return [
+            "gone" if monitor.rank in self.gone else phase for monitor, phase in zip(self.monitors, said, strict=True)
+        ]
 
-    def has_ended(self, eye: Eye) -> bool:
+    def has_ended(self, monitor: NodeMonitor) -> bool:
         """True when nothing of the attempt is left to wait for on this node."""
-        phase = self._phase(eye)
-        return eye.rank in self.gone or eye.dead or (phase is not None and phase.final)
+        phase = self._phase(monitor)
+        return monitor.rank in self.gone or monitor.dead or (phase is not None and phase.final)
 
-    def behind(self, since: float, *, but: tuple[int, ...], patience_s: float) -> bool:
+    def behind(self, since: float, *, but: tuple[int, ...], wait_s: float) -> bool:
         """True while there is a node of which not all is here that it had written then, and that is waited for."""
-        for eye in self.eyes:
-            away_s = self._away_s(eye)
-            if eye.rank not in (*but, *self.gone) and eye.copied_at < since and away_s <= patience_s:
+        for monitor in self.monitors:
+            away_s = self._away_s(monitor)
+            if monitor.rank not in (*but, *self.gone) and monitor.copied_at < since and away_s <= wait_s:
                 return True
         return False
 
-    def _phase(self, eye: Eye) -> Phase | None:
+    def _phase(self, monitor: NodeMonitor) -> Phase | None:
         """Where the node is in the present attempt; None: it has said nothing of that yet."""
-        status = eye.status
+        status = monitor.status
         return status.phase if status is not None and status.attempt == self._session.record.attempt else None
 
     @property
     def all_answer(self) -> bool:
         """False while a node that is not gone does not answer over SSH."""
-        return all(eye.answers for eye in self.eyes if eye.rank not in self.gone)
+        return all(monitor.answers for monitor in self.monitors if monitor.rank not in self.gone)
 
     def _ask_provider(self, *, amiss: bool) -> bool:
         if self._provider is None:
@@ -143,17 +152,17 @@ class Outlook:
         self.described = asked
 
     def _tell_of_links(self) -> None:
-        for eye in self.eyes:
-            told, away_s = eye.rank in self._silent, self._away_s(eye)
-            if told and eye.lost_touch is None:
-                self._silent.discard(eye.rank)
-                self._session.emit(Note(f"node {eye.rank} answers again"))
-            elif not told and away_s >= WARN_S and eye.rank not in self.gone:
-                self._silent.add(eye.rank)
-                self._session.emit(Warned(f"node {eye.rank} does not answer over SSH; the run goes on"))
+        for monitor in self.monitors:
+            told, away_s = monitor.rank in self._silent, self._away_s(monitor)
+            if told and monitor.lost_touch is None:
+                self._silent.discard(monitor.rank)
+                self._session.emit(Note(f"node {monitor.rank} answers again"))
+            elif not told and away_s >= WARN_S and monitor.rank not in self.gone:
+                self._silent.add(monitor.rank)
+                self._session.emit(Warned(f"node {monitor.rank} does not answer over SSH; the run goes on"))
 
-    def _away_s(self, eye: Eye) -> float:
-        since = eye.lost_touch
+    def _away_s(self, monitor: NodeMonitor) -> float:
+        since = monitor.lost_touch
         return 0.0 if since is None else self._clock() - since
 
     def once(self, text: str) -> None:
@@ -172,15 +181,15 @@ class Outlook:
 
     def _tell_to_stop(self) -> None:
         level = self._stop_level
-        for eye in self.eyes:
+        for monitor in self.monitors:
             # one that has nothing left but its uploads is left to them, unless the others wait for it
-            told = eye.told >= level or (level < HURRY and self._phase(eye) is Phase.DRAINING)
-            if not (told or eye.node.closed or self.has_ended(eye)):
-                self.calls.begin(("stop", eye.rank), lambda eye=eye: self._tell(eye, level))
+            told = monitor.told >= level or (level < HURRY and self._phase(monitor) is Phase.DRAINING)
+            if not (told or monitor.node.closed or self.has_ended(monitor)):
+                self.calls.begin(("stop", monitor.rank), lambda monitor=monitor: self._tell(monitor, level))
 
-    def _tell(self, eye: Eye, level: int) -> None:
+    def _tell(self, monitor: NodeMonitor, level: int) -> None:
         try:
-            agent_client.stop(eye.node, self._session.record.run_id, self._session.timeouts, now=level > SAVE)
-            eye.told = level
+            agent_client.stop(monitor.node, self._session.record.run_id, self._session.timeouts, now=level > SAVE)
+            monitor.told = level
         except MgpuError as error:
-            self.once(f"node {eye.rank} could not be asked to stop: {error.what}")
+            self.once(f"node {monitor.rank} could not be asked to stop: {error.what}")

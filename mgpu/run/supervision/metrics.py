@@ -21,19 +21,19 @@ from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.record.record import of_instance
 from mgpu.run.record.session import Session
-from mgpu.run.supervision.remote_tail import Copy, nobody
+from mgpu.run.supervision.remote_tail import RemoteTail, untold
 
 PARTS = "instances"
 _BLOCK = 64 << 10
 
 
-def copy_of(session: Session, rank: int, instance: str, warn: Callable[[str], None]) -> Copy:
+def copy_of(session: Session, rank: int, instance: str, warn: Callable[[str], None]) -> RemoteTail:
     """The copy of one rank's metrics, as one instance writes them."""
     parts = session.folder.root / "metrics" / PARTS
     parts.mkdir(parents=True, exist_ok=True, mode=0o700)
     remote = str(RunLayout(session.record.run_id).metrics / f"rank-{rank}.jsonl")
     local = of_instance(parts, f"rank-{rank}", ".jsonl", instance)
-    return Copy(remote, local, tell=nobody, warn=warn, hidden=session.hidden)
+    return RemoteTail(remote, local, tell=untold, warn=warn, hidden=session.hidden)
 
 
 def collect(

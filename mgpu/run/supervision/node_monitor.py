@@ -13,20 +13,20 @@ from pydantic import ValidationError
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, RemoteError
 from mgpu.remote.node import Node
 from mgpu.run.nodes import agent_client
-from mgpu.run.supervision.remote_tail import Copy
+from mgpu.run.supervision.remote_tail import RemoteTail
 
 BEAT_S = 10.0  # a status that stands still this long: the agent is asked for, and as often
 RETRY_S, RETRY_MOST_S = 0.5, 5.0  # between two new connections to a node that takes none
 
 
-class Eye:
+class NodeMonitor:
     """What is known of one node. `look` runs in a thread of its own; everybody may read the rest meanwhile."""
 
     def __init__(
         self,
         node: Node,
         run_id: str,
-        copies: tuple[Copy, ...],
+        copies: tuple[RemoteTail, ...],
         timeouts: Timeouts,
         clock: Callable[[], float],
         wall: Callable[[], float],

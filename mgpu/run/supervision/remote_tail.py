@@ -15,7 +15,7 @@ PIECE = 1 << 20  # bytes in memory at a time
 SHORTEST = 8  # characters of a secret; a shorter value would be met by chance
 
 
-class Copy:
+class RemoteTail:
     """One file of a node and its copy. The copy's size says where to go on: nothing else is remembered.
 
     What was read at an offset is written at that offset: a supervisor that was stopped, and wakes up beside the one
@@ -66,7 +66,7 @@ class Copy:
         return data[:-begun]
 
 
-def nobody(_offset: int, _data: bytes) -> None:
+def untold(_offset: int, _data: bytes) -> None:
     """Is told of what is not shown as it comes."""
 
 

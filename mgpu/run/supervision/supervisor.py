@@ -21,8 +21,8 @@ from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.run.record import interruptions
 from mgpu.run.record.record import Interruption, State, known
 from mgpu.run.record.session import Session
-from mgpu.run.supervision.credential_renewal import Renewal
-from mgpu.run.supervision.fleet_monitor import HURRY, NOW, SAVE, Outlook
+from mgpu.run.supervision.credential_renewal import CredentialRenewal
+from mgpu.run.supervision.fleet_monitor import HURRY, NOW, SAVE, FleetMonitor
 from mgpu.run.supervision.health import Action, Verdict, decide
 from mgpu.run.supervision.limits import Limit, StopReason
 from mgpu.words import duration
@@ -66,8 +66,8 @@ class Supervisor:
         `keys` are credentials of the store, `sent` those that the agents have;
         `saving`: what of the run's work is kept."""
         self._session = session
-        self._outlook = Outlook(session, nodes, provider, handle, processes_per_node, clock, wall)
-        self._renewal = Renewal(session, keys, sent, clock, self._outlook.once) if keys else None
+        self._fleet = FleetMonitor(session, nodes, provider, handle, processes_per_node, clock, wall)
+        self._renewal = CredentialRenewal(session, keys, sent, clock, self._fleet.once) if keys else None
         self._asks_provider = provider is not None
         self._limits = limits
         self._outputs_s = session.timeouts.outputs_s if saving and saving.outputs else 0.0
@@ -92,8 +92,8 @@ class Supervisor:
                 self._sleep(self._session.timeouts.poll_s)
             return ended
         finally:
-            for eye in self._outlook.eyes:
-                eye.leave()
+            for monitor in self._fleet.monitors:
+                monitor.leave()
 
     def _passed(self) -> Ended | None:
         """One pass, and what follows from it; None: the attempt goes on."""
@@ -101,7 +101,7 @@ class Supervisor:
             return Ended(False, "another supervisor has taken over", left=True)
         self._pass()
         verdict = decide(
-            self._outlook.views(), attempt=self._session.record.attempt, silence_s=self._session.timeouts.silence_s
+            self._fleet.views(), attempt=self._session.record.attempt, silence_s=self._session.timeouts.silence_s
         )
         self._notice(verdict)
         if verdict.action is not Action.END:
@@ -124,10 +124,10 @@ class Supervisor:
 
     def _look(self, logs_s: float) -> None:
         began = self._clock()
-        self._outlook.round(logs_s, amiss=self._failing is not None)
+        self._fleet.round(logs_s, amiss=self._failing is not None)
         if self._renewal is not None:
-            self._renewal.round(self._outlook.eyes, self._outlook.calls)
-        if self._outlook.eyes[0].seen >= began:  # else nothing is new, and the record's age goes on growing
+            self._renewal.round(self._fleet.monitors, self._fleet.calls)
+        if self._fleet.monitors[0].seen >= began:  # else nothing is new, and the record's age goes on growing
             self._report()
 
     # --- the end ------------------------------------------------------------------------------------------------
@@ -136,7 +136,10 @@ class Supervisor:
         if not verdict.reason or self._noticed or self._stopped_by:
             return
         now = self._wall()
-        self._noticed = now, min([now, *(eye.heard_at for eye in self._outlook.eyes if eye.rank in verdict.lost)])
+        self._noticed = (
+            now,
+            min([now, *(monitor.heard_at for monitor in self._fleet.monitors if monitor.rank in verdict.lost)]),
+        )
 
     def _sure(self, verdict: Verdict) -> bool:
         """A node that is lost takes its peers' programs along, and they may say so before its provider does."""
@@ -144,12 +147,12 @@ class Supervisor:
             return True
         now = self._clock()
         self._failing = now if self._failing is None else self._failing
-        asked = self._outlook.described >= self._failing and self._outlook.all_answer
+        asked = self._fleet.described >= self._failing and self._fleet.all_answer
         return asked or now - self._failing >= SETTLE_S
 
     def _late(self, verdict: Verdict) -> Verdict:
         """The grace is over, and some have not ended."""
-        late = tuple(eye.rank for eye in self._outlook.eyes if not self._outlook.has_ended(eye))
+        late = tuple(monitor.rank for monitor in self._fleet.monitors if not self._fleet.has_ended(monitor))
         names = ", ".join(f"node {rank}" for rank in late) or "the nodes"
         cause = "" if self._stopped_by else verdict.reason
         return replace(
@@ -162,14 +165,16 @@ class Supervisor:
     def _ended(self, verdict: Verdict) -> Ended:
         ended_at = self._wall()
         self._last_words(verdict.lost)
-        self._session.record.node_phases = self._outlook.phases()  # nothing is reported of a node 0 that is gone
+        self._session.record.node_phases = self._fleet.phases()  # nothing is reported of a node 0 that is gone
         ended = Ended(verdict.succeeded, verdict.reason, verdict.fault, self._stopped_by, lost=verdict.lost)
         if ended.succeeded or self._stopped_by:
             return ended
         noticed_at, heard_at = self._noticed or (ended_at, ended_at)
         attempt = self._session.record.attempt
-        statuses = [eye.status for eye in self._outlook.eyes if eye.status and eye.status.attempt == attempt]
-        way = Interruption(
+        statuses = [
+            monitor.status for monitor in self._fleet.monitors if monitor.status and monitor.status.attempt == attempt
+        ]
+        interruption = Interruption(
             attempt=attempt,
             reason=ended.reason,
             fault=str(ended.fault) if ended.fault else None,
@@ -179,14 +184,14 @@ class Supervisor:
             noticed_at=noticed_at,
             ended_at=ended_at,
         )
-        return replace(ended, interruption=way)
+        return replace(ended, interruption=interruption)
 
     def _last_words(self, lost: tuple[int, ...]) -> None:
         """What was written between the last look and the end. A node that does not come back is not waited for long."""
         began, times = self._clock(), self._session.timeouts
         while True:
             self._look(times.sync_s)
-            behind = self._outlook.behind(began, but=lost, patience_s=times.connect_s)
+            behind = self._fleet.behind(began, but=lost, wait_s=times.connect_s)
             if not behind or self._clock() - began > times.sync_s or self._session.interrupts.count > self._heard:
                 return
             self._sleep(times.poll_s)
@@ -194,16 +199,16 @@ class Supervisor:
     # --- telling ------------------------------------------------------------------------------------------------
 
     def _report(self) -> None:
-        record, eyes = self._session.record, self._outlook.eyes
-        for eye in eyes:
-            if eye.status is None or eye.status.attempt != record.attempt:
+        record, monitors = self._session.record, self._fleet.monitors
+        for monitor in monitors:
+            if monitor.status is None or monitor.status.attempt != record.attempt:
                 continue
-            if eye.status.at_risk_since is not None:
-                self._outlook.once(f"node {eye.rank}: its provider may take it soon (a hint); the run goes on")
-            if eye.rank and eye.status.checkpoint.problem:  # node 0 only knows that a part is missing
-                self._outlook.once(f"node {eye.rank}: checkpoint: {eye.status.checkpoint.problem}")
-        record.node_phases = self._outlook.phases()
-        status = eyes[0].status
+            if monitor.status.at_risk_since is not None:
+                self._fleet.once(f"node {monitor.rank}: its provider may take it soon (a hint); the run goes on")
+            if monitor.rank and monitor.status.checkpoint.problem:  # node 0 only knows that a part is missing
+                self._fleet.once(f"node {monitor.rank}: checkpoint: {monitor.status.checkpoint.problem}")
+        record.node_phases = self._fleet.phases()
+        status = monitors[0].status
         if status is None or status.attempt != record.attempt:
             return
         self._tell_of_silence(status)
@@ -221,11 +226,11 @@ class Supervisor:
             record.checkpoint_id, record.checkpoint_step = done.committed_id, done.committed_step
             self._session.tell(CheckpointCommitted, checkpoint_id=done.committed_id, step=done.committed_step)
         if overdue := self._saving.overdue(status):
-            self._outlook.once(overdue)
+            self._fleet.once(overdue)
         if done.problem:
-            self._outlook.once(f"checkpoint: {done.problem}")
+            self._fleet.once(f"checkpoint: {done.problem}")
         if done.save_problem:
-            self._outlook.once(f"checkpoint: {done.save_problem}; the training goes on")
+            self._fleet.once(f"checkpoint: {done.save_problem}; the training goes on")
         self._session.save()
 
     def _tell_of_silence(self, status: AgentStatus) -> None:
@@ -285,7 +290,7 @@ class Supervisor:
             self._session.emit(Note(f"stopping: {why}"))
         grace_s = times.stop_grace_s + (times.kill_s if level == HURRY else times.drain_s + self._outputs_s)
         self._stop_by = min(self._stop_by or float("inf"), self._clock() + grace_s)
-        self._outlook.stop(level)
+        self._fleet.stop(level)
 
 
 def _saves(done: CheckpointStatus) -> dict[str, float]:

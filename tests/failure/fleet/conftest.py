@@ -350,19 +350,19 @@ class Line:
             before = [entry["step"] for entry in self.done("step") if entry["attempt"] < attempt]
             lost = max(before, default=0) - max(0, newest[attempt])
             assert lost <= 2 * every, f"I4: attempt {attempt} lost {lost} steps"
-        for way in self.record.interruptions:
-            self._judge_words(way)
+        for interruption in self.record.interruptions:
+            self._judge_words(interruption)
 
-    def _judge_words(self, way: Interruption) -> None:
+    def _judge_words(self, interruption: Interruption) -> None:
         """What is said to be lost is what was, but for steps that nobody could see any more."""
-        done = self.done("step", attempt=way.attempt)
-        if way.steps_lost is None or not done:
+        done = self.done("step", attempt=interruption.attempt)
+        if interruption.steps_lost is None or not done:
             return
         last = max(entry["at"] for entry in done)
         seen = [entry["step"] for entry in done if entry["at"] < last - UNSEEN_S]
         most, least = max(entry["step"] for entry in done), max(seen, default=0)
-        resumed = max(0, way.resumed_step or 0)
-        assert least - resumed <= way.steps_lost <= max(0, most - resumed), "I4: another number is told"
+        resumed = max(0, interruption.resumed_step or 0)
+        assert least - resumed <= interruption.steps_lost <= max(0, most - resumed), "I4: another number is told"
 
     def steps_lost(self, attempt: int) -> int:
         """Steps that this attempt did again, by the book."""
