@@ -1,9 +1,9 @@
 """Runs the tests and says which lines and branches of mgpu, mgpu_train and infra they have passed: `make coverage`.
 
-Most of what is tested runs in processes of its own: the command, the Pulumi plug-in, keepers, agents, trainers. Many
-are started with an environment of a few names, where what coverage.py offers for subprocesses does not reach them. So
-while this runs, a file in .venv has each Python process of this checkout measure itself. It is removed at the end. If
-this was killed before that, the file measures nothing: it looks whether somebody still holds the lock.
+Most of what is tested runs in processes of its own: the command, the Pulumi plug-in, node processes, agents, trainers.
+Many are started with an environment of a few names, where what coverage.py offers for subprocesses does not reach them.
+So while this runs, a file in .venv has each Python process of this checkout measure itself. It is removed at the end.
+If this was killed before that, the file measures nothing: it looks whether somebody still holds the lock.
 
 Not measured: what a process did that ended by SIGKILL, and Python outside .venv.
 """

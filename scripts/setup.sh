@@ -42,4 +42,4 @@ compile() {
 }
 
 sync
-exec .venv/bin/python -m mgpu.iac.install --project .
+exec .venv/bin/python -m mgpu.iac.engine.install --project .

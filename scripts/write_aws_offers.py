@@ -1,4 +1,4 @@
-"""Writes mgpu/providers/aws/offers.json.gz, the offers of provider aws that planning goes by before any refresh.
+"""Writes mgpu/providers/aws/catalog/offers.json.gz, by which provider aws plans before any refresh.
 
 python scripts/write_aws_offers.py               moto's dumps of AWS (machine types, zones) and aws_on_demand.toml
 python scripts/write_aws_offers.py --from FILE   what `mgpu offers aws --refresh` has kept, without its quotas
@@ -16,8 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mgpu.providers.aws.machinetypes import machine_of
-from mgpu.providers.aws.snapshot import SHIPPED, Machine, Region, Snapshot, save
+from mgpu.providers.aws.catalog.machine_types import machine_of
+from mgpu.providers.aws.catalog.snapshot import SHIPPED, Machine, Region, Snapshot, save
 
 PRICES = Path(__file__).with_name("aws_on_demand.toml")
 

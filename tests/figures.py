@@ -2,7 +2,7 @@
 
 Seconds are those inside tests, with set-up and teardown: of workers side by side they add up to more than the wall
 clock shows. CPU is what each worker has used, and the processes that it has waited for. What a test has left to others,
-such as keepers that outlive their parent, is missing: it is the least that was used.
+such as node processes that outlive their parent, is missing: it is the least that was used.
 """
 
 from __future__ import annotations

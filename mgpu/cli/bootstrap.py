@@ -14,7 +14,7 @@ from mgpu.errors import InputError
 
 if TYPE_CHECKING:
     from mgpu.iac.aws.bootstrap import Base, Wanted
-    from mgpu.iac.enginelog import Change
+    from mgpu.iac.engine.event_log import Change
     from mgpu.providers.aws.session import Account
 
 _FREE = "none of it costs anything by itself: S3 and ECR bill what will be stored in them"

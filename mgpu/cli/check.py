@@ -100,7 +100,7 @@ def _needed(provider: str | None, run_file: Path | None) -> Requirements | None:
 
 
 def _engine() -> Finding:
-    from mgpu.iac.install import find_engine
+    from mgpu.iac.engine.install import find_engine
     from mgpu.providers.base import Finding
 
     try:

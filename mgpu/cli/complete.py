@@ -36,7 +36,7 @@ def stacks(_context: click.Context, _parameter: click.Parameter, incomplete: str
 def gpus(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """GPU types in the offers that come with mgpu."""
     names = set[str]()
-    for path in Path(providers.__file__).parent.glob("*/offers.json.gz"):
+    for path in Path(providers.__file__).parent.glob("**/offers.json.gz"):
         with suppress(OSError, ValueError, KeyError), gzip.open(path) as file:
             names |= {machine["gpu"] for machine in json.load(file)["machines"].values()}
     return [CompletionItem(name) for name in sorted(names) if name.lower().startswith(incomplete.lower())]

@@ -23,8 +23,8 @@ def init(folder: Path, as_json: bool) -> None:
 
     Files that are there already are left as they are.
     """
-    from mgpu.iac import install
-    from mgpu.iac.project import project_files
+    from mgpu.iac.engine import install
+    from mgpu.iac.engine.project import project_files
     from mgpu.image import shipped
 
     console = Console(as_json=as_json)

@@ -24,13 +24,13 @@ def aws(account: str, regions: tuple[str, ...], bootstrap: bool, profile: str, e
 
     With --account nothing is asked of AWS. What ends or deletes something is limited to what carries mgpu's tags.
     """
-    from mgpu.providers.aws import operator
+    from mgpu.providers.aws.iam import operator_policies
     from mgpu.providers.aws.options import Options
     from mgpu.providers.aws.session import Account
 
     for region in regions:
-        if not operator.is_region(region):
+        if not operator_policies.is_region(region):
             raise InputError(f"--region: {region!r} is no region", "", "Name it as AWS does: us-east-1.")
     options = Options.of({"account": account, "profile": profile, "endpoint_url": endpoint_url})
     whose = account or Account(options).id()
-    Console().data(operator.documents(whose, regions)["base" if bootstrap else "machines"])
+    Console().data(operator_policies.documents(whose, regions)["base" if bootstrap else "machines"])

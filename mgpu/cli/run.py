@@ -27,7 +27,7 @@ def run(
     run_file: Path, changes: list[Change], yes: bool, as_json: bool, stack: str | None, resume: str | None, detach: bool
 ) -> int:
     """Run RUN_FILE on machines that `pulumi up` made, or that an earlier run kept."""
-    from mgpu.iac.engine import current_stack
+    from mgpu.iac.engine.stack import current_stack
     from mgpu.run.lifecycle import launch as runs
     from mgpu.run.lifecycle.resume import before as resumed
     from mgpu.spec.load import load

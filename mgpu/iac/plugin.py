@@ -13,8 +13,8 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.iac import tokens
 from mgpu.iac.environment import HARD_CAP, IMAGE
-from mgpu.iac.handler import Handler
-from mgpu.iac.servicer import Servicer, serve
+from mgpu.iac.protocol.handler import Handler
+from mgpu.iac.protocol.servicer import Servicer, serve
 
 _ORPHAN_S = 1.0
 
@@ -54,30 +54,30 @@ class Handlers(Mapping[str, Handler]):
         return token in self._makers
 
     def _ssh_key(self) -> Handler:
-        from mgpu.iac.sshkey import SshKeyHandler
+        from mgpu.iac.types.ssh_key import SshKeyHandler
 
         return SshKeyHandler()
 
     def _image_handler(self) -> Handler:
-        from mgpu.iac.image import ImageHandler
+        from mgpu.iac.types.image import ImageHandler
 
         return ImageHandler(self._image)
 
     def _guard(self) -> Handler:
-        from mgpu.iac.guard import FleetGuardHandler
+        from mgpu.iac.types.guard import FleetGuardHandler
 
         return FleetGuardHandler(self._timeouts)
 
     def _fleet(self) -> Handler:
-        from mgpu.iac.fleet import FleetHandler
+        from mgpu.iac.types.fleet import FleetHandler
 
         return FleetHandler(self._timeouts, self._hard_cap_at)
 
     def _base(self, token: str) -> Handler:
         from mgpu.iac.aws.handler import BaseHandler
-        from mgpu.iac.aws.kinds import KEEPERS
+        from mgpu.iac.aws.kinds import MANAGERS
 
-        return BaseHandler(KEEPERS[token], self._timeouts.destroy_s)
+        return BaseHandler(MANAGERS[token], self._timeouts.destroy_s)
 
 
 def _schema() -> str:

@@ -9,9 +9,9 @@ from pydantic.alias_generators import to_camel
 
 from mgpu import __version__
 from mgpu.iac.aws import schema as aws
-from mgpu.iac.fleetmodel import FleetInputs, FleetOutputs, Properties
-from mgpu.iac.imagemodel import ImageInputs, ImageOutputs
 from mgpu.iac.tokens import FLEET, FLEET_GUARD, IMAGE, SSH_KEY
+from mgpu.iac.types.fleet_model import FleetInputs, FleetOutputs, Properties
+from mgpu.iac.types.image_model import ImageInputs, ImageOutputs
 
 _STRING = {"type": "string"}
 _ANY = {"$ref": "pulumi.json#/Any"}

@@ -1,4 +1,4 @@
-"""Faults of provider `local` on request: what its control files do to machines and to answers. Real keepers."""
+"""Faults of provider `local` on request: what its control files do to machines and to answers. Real node processes."""
 
 from __future__ import annotations
 
@@ -144,10 +144,10 @@ def program() -> Iterator[Callable[[Instance, Path], subprocess.Popen]]:
 
 
 def ran(instance: Instance) -> list[procs.Process]:
-    """All of a living node: its keeper, what is below it, what carries its mark."""
-    keeper = instance.keeper()
-    assert keeper is not None
-    return [keeper.process, *procs.descendants(keeper.process.pid), *instance.remains()]
+    """All of a living node: its node process, what is below it, what carries its mark."""
+    node_process = instance.node_process()
+    assert node_process is not None
+    return [node_process.process, *procs.descendants(node_process.process.pid), *instance.remains()]
 
 
 # --- one machine
@@ -156,7 +156,7 @@ def ran(instance: Instance) -> list[procs.Process]:
 def test_a_machine_that_is_taken_is_gone_at_once_without_a_warning(world: World, program, tmp_path: Path):
     handle = world.up(2)
     instance = world.instance(handle)
-    until(lambda: len(ran(instance)) >= 4)  # keeper, SSH server, lease script, its sleep
+    until(lambda: len(ran(instance)) >= 4)  # node process, SSH server, lease script, its sleep
     program(instance, tmp_path / "warned")
     everything = ran(instance)
     control.kill(instance)
@@ -211,20 +211,20 @@ def test_a_notice_that_is_taken_back_is_over(world: World):
     assert world.phase(handle) is NodePhase.RUNNING
 
 
-def test_a_keeper_looks_at_once_when_it_is_woken(world: World):
+def test_a_node_process_looks_at_once_when_it_is_woken(world: World):
     handle = world.up()
-    keeper, beat = world.instance(handle).keeper(), bill.heartbeat(world.root, handle.ids[0])
-    assert keeper is not None
+    node_process, beat = world.instance(handle).node_process(), bill.heartbeat(world.root, handle.ids[0])
+    assert node_process is not None
     seen = set()
     for _ in range(20):
-        keeper.process.send(signal.SIGUSR1)
+        node_process.process.send(signal.SIGUSR1)
         time.sleep(0.05)
         seen.add(beat.stat().st_mtime_ns)
     assert len(seen) > 8
-    assert keeper.process.alive
+    assert node_process.process.alive
 
 
-def test_who_gives_an_order_wakes_the_keeper(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_who_gives_an_order_wakes_the_node_process(world: World, monkeypatch: pytest.MonkeyPatch):
     handle, sent = world.up(), []
     monkeypatch.setattr(procs.Process, "send", lambda _, signum: sent.append(signum))
     control.notice(world.instance(handle), 60)
@@ -241,7 +241,7 @@ def test_a_stopped_machine_is_taken_all_the_same(world: World):
     assert bill.read(world.root).nodes[0].reason == control.INTERRUPTED
 
 
-def test_an_order_that_is_there_before_the_keeper_is_carried_out(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_an_order_that_is_there_before_the_node_process_is_carried_out(world: World, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr(module, "_start", lambda _: None)
         handle = world.create(1)
@@ -251,17 +251,17 @@ def test_an_order_that_is_there_before_the_keeper_is_carried_out(world: World, m
     assert bill.read(world.root).nodes[0].reason == control.INTERRUPTED
 
 
-def test_a_keeper_that_is_woken_before_it_listens_lives(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_a_node_process_that_is_woken_before_it_listens_lives(world: World, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr(module, "_start", lambda _: None)
         handle = world.create(1)
     instance = world.instance(handle)
     woken = """
 import os, signal, sys
-from mgpu.providers.local import bill, keeper
+from mgpu.providers.local import bill, node_process
 write_start = bill.write_start
 bill.write_start = lambda *line: (os.kill(os.getpid(), signal.SIGUSR1), write_start(*line))
-sys.exit(keeper.main(["", *sys.argv[1:]]))
+sys.exit(node_process.main(["", *sys.argv[1:]]))
 """
     environment = login_environment(instance, os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", woken, world.root, instance.id], env=environment, check=True, timeout=60)
@@ -269,12 +269,12 @@ sys.exit(keeper.main(["", *sys.argv[1:]]))
 
 
 def test_a_machine_that_takes_its_starter_along_was_started(world: World, monkeypatch: pytest.MonkeyPatch):
-    # as it happens when an order waits for the keeper and its starter has not ended yet
+    # as it happens when an order waits for the node process and its starter has not ended yet
     spawn = module._spawn
 
     def killed(instance: Instance) -> subprocess.Popen:
         starter = spawn(instance)
-        until(instance.keeper)
+        until(instance.node_process)
         starter.wait()
         starter.returncode = -signal.SIGKILL
         return starter
@@ -286,14 +286,14 @@ def test_a_machine_that_takes_its_starter_along_was_started(world: World, monkey
 def test_garbage_changes_nothing_and_is_named_in_the_log(world: World):
     handle = world.up()
     instance = world.instance(handle)
-    keeper = instance.keeper()
-    assert keeper is not None
+    node_process = instance.node_process()
+    assert node_process is not None
     for number, garbage in enumerate(GARBAGE):
         data = garbage if isinstance(garbage, bytes) else garbage.encode()
         aside = world.root / "aside"
         aside.write_bytes(data)
         aside.replace(instance.record / control.FILE)
-        keeper.process.send(signal.SIGUSR1)
+        node_process.process.send(signal.SIGUSR1)
         until(lambda number=number: instance.log.read_text().count(f"{control.FILE}: n") > number)
     time.sleep(0.1)
     assert instance.log.read_text().count(control.FILE) == len(GARBAGE), "once each, not at every beat"
@@ -317,7 +317,7 @@ def test_a_notice_needs_a_time_to_come(tmp_path: Path, seconds: float):
         control.notice(Instance(tmp_path, "0123456789-0"), seconds)
 
 
-# --- a keeper's orders, by clocks of the test's own
+# --- a node process's orders, by clocks of the test's own
 
 
 class Machine:

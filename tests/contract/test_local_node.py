@@ -93,10 +93,10 @@ class World:
     def instance(self, handle: Handle, rank: int = 0) -> Instance:
         return Instance(self.root, handle.ids[rank])
 
-    def keeper(self, handle: Handle) -> procs.Process:
-        keeper = self.instance(handle).keeper()
-        assert keeper is not None
-        return keeper.process
+    def node_process(self, handle: Handle) -> procs.Process:
+        node_process = self.instance(handle).node_process()
+        assert node_process is not None
+        return node_process.process
 
     def gone(self, handle: Handle) -> None:
         until(lambda: self.provider.destroy(handle))
@@ -321,12 +321,12 @@ def test_sftp_does_not_leave_home(world: World, path: str):
             sftp.putfo(io.BytesIO(b"x"), path)
 
 
-# --- the keeper and every way to end
+# --- the node process and every way to end
 
 
-def test_a_keeper_leaves_its_starter_entirely(world: World):
+def test_a_node_process_leaves_its_starter_entirely(world: World):
     handle, _ = world.node()
-    pid = world.keeper(handle).pid
+    pid = world.node_process(handle).pid
     assert os.getsid(pid) == pid
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     assert int(fields[1]) != os.getpid()
@@ -349,18 +349,18 @@ def test_everything_on_a_node_ends_with_it_and_the_folder_goes(world: World):
     assert bill.read(world.root).nodes[0].cost_usd > 0
 
 
-def test_a_killed_keeper_is_a_lost_node_and_its_remains_are_ended(world: World):
+def test_a_killed_node_process_is_a_lost_node_and_its_remains_are_ended(world: World):
     handle, node = world.node()
     with world.connect(node) as client:
         left = daemon(client, "sleep 1000")
-        world.keeper(handle).send(signal.SIGKILL)
-        until(lambda: not world.keeper(handle).alive)
+        world.node_process(handle).send(signal.SIGKILL)
+        until(lambda: not world.node_process(handle).alive)
     assert left.alive
     assert len(bill.read(world.root).alive) == 1, "what is left costs money, whoever keeps it"
     until(lambda: world.phase(handle) is NodePhase.TERMINATED)
     assert not left.alive
     assert not world.instance(handle).folder.exists()
-    assert world.provider.describe(handle).nodes[0].reason == "the keeper was killed"
+    assert world.provider.describe(handle).nodes[0].reason == "the node process was killed"
     kinds = [line.split('"')[3] for line in (world.root / bill.FILE).read_text().splitlines()]
     assert kinds == ["start", "stop"]
 
@@ -395,9 +395,9 @@ def test_a_node_is_not_gone_before_its_disk_is(ordinary: Path, monkeypatch: pyte
     assert not instance.folder.exists()
 
 
-def test_the_ssh_server_of_a_killed_keeper_does_not_live_on(world: World):
+def test_the_ssh_server_of_a_killed_node_process_does_not_live_on(world: World):
     handle, node = world.node()
-    world.keeper(handle).send(signal.SIGKILL)
+    world.node_process(handle).send(signal.SIGKILL)
 
     def refused() -> bool:
         with socket.socket() as attempt:
@@ -406,13 +406,13 @@ def test_the_ssh_server_of_a_killed_keeper_does_not_live_on(world: World):
     until(refused)
 
 
-def test_a_stopped_keeper_ends_all_the_same(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_a_stopped_node_process_ends_all_the_same(world: World, monkeypatch: pytest.MonkeyPatch):
     handle, _ = world.node()
-    world.keeper(handle).send(signal.SIGSTOP)
+    world.node_process(handle).send(signal.SIGSTOP)
     world.gone(handle)
 
 
-def test_a_keeper_that_does_not_end_in_time_is_killed(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_a_node_process_that_does_not_end_in_time_is_killed(world: World, monkeypatch: pytest.MonkeyPatch):
     handle, _ = world.node()
     instance = world.instance(handle)
     monkeypatch.setattr(procs.Process, "send", lambda *_: True)
@@ -426,7 +426,7 @@ def test_a_keeper_that_does_not_end_in_time_is_killed(world: World, monkeypatch:
 
 
 @pytest.mark.parametrize("jump_s", [1200.0, -1200.0])
-def test_a_clock_that_is_set_neither_kills_a_keeper_early_nor_spares_it(
+def test_a_clock_that_is_set_neither_kills_a_node_process_early_nor_spares_it(
     world: World, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ):
     handle, _ = world.node()
@@ -447,7 +447,7 @@ def test_a_dead_ssh_server_is_started_again_on_the_same_port_and_programs_go_on(
     handle, node = world.node()
     with world.connect(node) as client:
         kept = daemon(client, "sleep 1000")
-    servers = [p for p in procs.descendants(world.keeper(handle).pid) if b".sshd" in _command(p)]
+    servers = [p for p in procs.descendants(world.node_process(handle).pid) if b".sshd" in _command(p)]
     servers[0].send(signal.SIGKILL)
     until(lambda: _answers(world, node))
     assert kept.alive
@@ -518,10 +518,10 @@ def test_a_renewed_lease_keeps_the_node_but_not_beyond_its_hard_cap(world: World
 
 def test_a_dead_lease_script_is_started_again(world: World):
     handle, _ = world.node()
-    keeper = world.keeper(handle)
+    node_process = world.node_process(handle)
 
     def enforcers() -> set[procs.Process]:
-        return {p for p in procs.descendants(keeper.pid) if b"lease.sh" in _command(p)}
+        return {p for p in procs.descendants(node_process.pid) if b"lease.sh" in _command(p)}
 
     until(enforcers)
     killed = [process for process in enforcers() if process.send(signal.SIGKILL)]
@@ -529,11 +529,11 @@ def test_a_dead_lease_script_is_started_again(world: World):
     until(lambda: enforcers() - set(killed))
 
 
-def test_the_lease_ends_what_a_killed_keeper_has_left_without_anybody_looking(world: World):
+def test_the_lease_ends_what_a_killed_node_process_has_left_without_anybody_looking(world: World):
     handle, states = world.up(world.request(lease_s=300))
     with world.connect(states[0]) as client:
         left = daemon(client, "sleep 1000")
-    world.keeper(handle).send(signal.SIGKILL)
+    world.node_process(handle).send(signal.SIGKILL)
     (world.instance(handle).home / LEASE).write_text("1")  # seconds since boot: long ago
     until(lambda: not left.alive)
     until(lambda: bill.read(world.root).alive == ())
@@ -541,10 +541,10 @@ def test_the_lease_ends_what_a_killed_keeper_has_left_without_anybody_looking(wo
 
 def test_records_that_vanish_end_the_node(world: World):
     handle, _ = world.node()
-    keeper = world.keeper(handle)
+    node_process = world.node_process(handle)
     record, aside = world.instance(handle).record, world.root / "aside"
     record.rename(aside)
-    until(lambda: not keeper.alive)
+    until(lambda: not node_process.alive)
     aside.rename(record)
     assert world.phase(handle) is NodePhase.TERMINATED
 
@@ -580,7 +580,7 @@ def test_a_half_made_gang_that_was_destroyed_never_starts(world: World, monkeypa
     assert bill.read(world.root).nodes == ()
 
 
-def test_a_keeper_that_cannot_start_is_told_with_its_last_words(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_a_node_process_that_cannot_start_is_told_with_its_last_words(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(nodes, "login_environment", lambda *_: {"PATH": "/nowhere"})
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
     with pytest.raises(Transient, match="did not start"):
@@ -618,10 +618,10 @@ def test_a_node_nobody_knows_is_not_called_terminated(world: World):
         world.provider.describe(handle.model_copy(update={"ids": ("../../etc",)}))
 
 
-def test_a_keeper_needs_neither_pydantic_nor_asyncssh():
-    code = "import sys, mgpu.providers.local.keeper; print([m for m in ('pydantic', 'asyncssh') if m in sys.modules])"
+def test_a_node_process_needs_neither_pydantic_nor_asyncssh():
+    code = "import sys, mgpu.providers.local.node_process as _\nprint({'pydantic', 'asyncssh'} & {*sys.modules})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
+    assert out.strip() == "set()"
 
 
 def test_the_provider_loads_no_ssh_server():

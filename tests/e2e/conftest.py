@@ -15,7 +15,7 @@ import pytest
 from fakes import command
 from waiting import until
 
-from mgpu.iac import install
+from mgpu.iac.engine import install
 from mgpu.paths import state_dir
 from mgpu.providers.local import bill
 

@@ -19,7 +19,7 @@ from fakes.aws.fake import FakeAws
 from fakes.aws.operator import Operator, left_behind, operator, why_ended
 from waiting import until
 
-from mgpu.iac import install
+from mgpu.iac.engine import install
 
 pytestmark = pytest.mark.timeout(280)
 

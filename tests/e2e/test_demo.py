@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu.iac import install
+from mgpu.iac.engine import install
 from mgpu.paths import state_dir
 from mgpu.providers.local import bill
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu.iac import install
+from mgpu.iac.engine import install
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -23,7 +23,7 @@ from fakes.aws.operator import BUCKET, Operator, left_behind, operator
 from fakes.engine import missing, running_engine
 from waiting import until
 
-from mgpu.iac import install
+from mgpu.iac.engine import install
 from mgpu.providers.aws import names
 
 pytestmark = pytest.mark.timeout(420)

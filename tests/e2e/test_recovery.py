@@ -22,7 +22,7 @@ def kill_node(instance: str) -> None:
     """All of a machine at once, as when its host loses power: every process, then its disk."""
     node = next(node for node in bill.read(state_dir() / "local").alive if node.start.instance == instance)
     for pid in {node.start.pid, *(process.pid for process in marked().get(instance, ()))}:
-        with suppress(ProcessLookupError):  # what died with its keeper
+        with suppress(ProcessLookupError):  # what died with its node process
             os.kill(pid, signal.SIGKILL)
     shutil.rmtree(state_dir() / "local" / "nodes" / instance, ignore_errors=True)
 

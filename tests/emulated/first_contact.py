@@ -13,7 +13,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire
 from mgpu.errors import HostKeyMismatch
-from mgpu.iac.contact import Contact
+from mgpu.iac.types.contact import Contact
 from mgpu.journal import Journal
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers import registry

@@ -1,4 +1,6 @@
-"""What stack `base` asks of AWS: things found, made, taken over, brought in line, deleted; judged by AWS's answers."""
+"""What stack `base` asks of AWS: resources found, made, taken over, brought in line, deleted; judged by AWS's
+answers.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +11,24 @@ from typing import Any
 import pytest
 
 from mgpu.errors import CleanupFailed, InputError, PermissionDenied, ProviderError, Transient
-from mgpu.providers.aws import policies
-from mgpu.providers.aws.base import thing
-from mgpu.providers.aws.base.bucket import Bucket, BucketKeeper
-from mgpu.providers.aws.base.group import GroupKeeper, SecurityGroup, network
-from mgpu.providers.aws.base.repository import Repository, RepositoryKeeper
-from mgpu.providers.aws.base.roles import NodeKeeper, NodeRole, ReaperKeeper, ReaperRole
-from mgpu.providers.aws.base.thing import Site
+from mgpu.providers.aws.bootstrap import resource
+from mgpu.providers.aws.bootstrap.bucket import Bucket, BucketManager
+from mgpu.providers.aws.bootstrap.repository import Repository, RepositoryManager
+from mgpu.providers.aws.bootstrap.resource import Site
+from mgpu.providers.aws.bootstrap.roles import NodeRole, NodeRoleManager, ReaperRole, ReaperRoleManager
+from mgpu.providers.aws.bootstrap.security_group import SecurityGroup, SecurityGroupManager, network
+from mgpu.providers.aws.iam import policies
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 
 HERE, THERE = "us-east-1", "us-west-2"
 OPEN = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}
-KEEPERS: dict[type, Any] = {
-    Bucket: BucketKeeper,
-    Repository: RepositoryKeeper,
-    NodeRole: NodeKeeper,
-    ReaperRole: ReaperKeeper,
-    SecurityGroup: GroupKeeper,
+MANAGERS: dict[type, Any] = {
+    Bucket: BucketManager,
+    Repository: RepositoryManager,
+    NodeRole: NodeRoleManager,
+    ReaperRole: ReaperRoleManager,
+    SecurityGroup: SecurityGroupManager,
 }
 ALL = [
     Bucket(keep=False),
@@ -52,27 +54,27 @@ class Clock:
 
 
 class World:
-    """One account, and keepers for each region of it."""
+    """One account, and managers for each region of it."""
 
     def __init__(self, aws) -> None:
         self.aws = aws
         self.account = Account(Options.of({}), attempts=1)
         self.clock = Clock()
 
-    def keeper(self, asked, region=HERE):
-        return KEEPERS[type(asked)](Site(self.account, region, 300, self.clock, self.clock.sleep))
+    def manager(self, asked, region=HERE):
+        return MANAGERS[type(asked)](Site(self.account, region, 300, self.clock, self.clock.sleep))
 
     def wanted(self, asked, region=HERE):
-        return self.keeper(asked, region).complete(asked)
+        return self.manager(asked, region).complete(asked)
 
     def ensure(self, asked, region=HERE):
-        return thing.ensure(self.keeper(asked, region), self.wanted(asked, region))
+        return resource.ensure(self.manager(asked, region), self.wanted(asked, region))
 
     def look(self, asked, region=HERE):
-        return thing.look(self.keeper(asked, region), self.wanted(asked, region))
+        return resource.look(self.manager(asked, region), self.wanted(asked, region))
 
     def remove(self, asked, region=HERE):
-        thing.remove(self.keeper(asked, region), self.wanted(asked, region))
+        resource.remove(self.manager(asked, region), self.wanted(asked, region))
 
     def drift(self, asked):
         """The properties that are not as they should be."""
@@ -117,7 +119,7 @@ def test_what_is_in_line_is_left_alone(world, asked):
 
 @kinds
 def test_what_is_known_before_it_is_there_is_true_then(world, asked):
-    expected = world.keeper(asked).expected(world.wanted(asked))
+    expected = world.manager(asked).expected(world.wanted(asked))
     made = world.ensure(asked)
     assert made.facts | {key: value for key, value in expected.items() if value} == made.facts
 
@@ -265,8 +267,8 @@ def _drop_profile(aws, name):
 
 
 def let_in(aws, group, port, **source):
-    way = {"IpProtocol": "tcp", "FromPort": port, "ToPort": port, **source}
-    aws.client("ec2").authorize_security_group_ingress(GroupId=group, IpPermissions=[way])
+    rule = {"IpProtocol": "tcp", "FromPort": port, "ToPort": port, **source}
+    aws.client("ec2").authorize_security_group_ingress(GroupId=group, IpPermissions=[rule])
 
 
 def _ssh_for_all(aws, name):
@@ -292,8 +294,8 @@ def _shut_out(aws, name):
 
 def _part_members(aws, name):
     """What EFA needs is taken away; all that goes by address stays open."""
-    way = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": name}]}
-    aws.client("ec2").revoke_security_group_egress(GroupId=name, IpPermissions=[way])
+    rule = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": name}]}
+    aws.client("ec2").revoke_security_group_egress(GroupId=name, IpPermissions=[rule])
 
 
 DRIFTS = [
@@ -435,8 +437,8 @@ def test_the_world_is_shut_out_before_anybody_is_let_in(world):
     made = world.ensure(GROUP)
     _ssh_for_all(world.aws, made.id)
     world.ensure(SecurityGroup(ssh=("198.51.100.1/32",)))
-    ways = [action for action in world.changing() if "SecurityGroupIngress" in action][-3:]
-    assert ways == ["RevokeSecurityGroupIngress", "RevokeSecurityGroupIngress", "AuthorizeSecurityGroupIngress"]
+    rules = [action for action in world.changing() if "SecurityGroupIngress" in action][-3:]
+    assert rules == ["RevokeSecurityGroupIngress", "RevokeSecurityGroupIngress", "AuthorizeSecurityGroupIngress"]
 
 
 def test_a_group_in_use_is_tried_again_until_it_goes(world):
@@ -484,7 +486,7 @@ def test_without_a_default_vpc_the_command_that_makes_one_is_named(world):
 
 def test_a_network_that_is_not_there_is_refused(world):
     with pytest.raises(InputError, match="no network vpc-12345678"):
-        network(world.keeper(GROUP).site, "vpc-12345678")
+        network(world.manager(GROUP).site, "vpc-12345678")
 
 
 # ---- those of the user

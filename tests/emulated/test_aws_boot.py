@@ -11,8 +11,8 @@ import pytest
 from fakes.aws import FOREIGN, FakeAws
 
 from mgpu.plan.model import Offer, Requirements
+from mgpu.providers.aws.instances.user_data import HostKey
 from mgpu.providers.aws.provider import AwsProvider
-from mgpu.providers.aws.userdata import HostKey
 from mgpu.providers.base import FleetRequest, NodePhase, NodeState, create_token
 
 REGION = "us-east-1"

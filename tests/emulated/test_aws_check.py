@@ -16,7 +16,9 @@ from fakes.aws import FakeAws
 
 from mgpu.errors import InputError
 from mgpu.plan.model import Requirements
-from mgpu.providers.aws import check, operator, quotas
+from mgpu.providers.aws import check
+from mgpu.providers.aws.catalog import quotas
+from mgpu.providers.aws.iam import operator_policies
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.aws.session import Account
@@ -24,7 +26,7 @@ from mgpu.providers.base import Finding
 
 HERE, ACCOUNT = "us-east-1", "123456789012"
 INSIDE = "203.0.113.7/32"  # the fake's base lets it in
-POLICY = operator.documents(ACCOUNT)["machines"]
+POLICY = operator_policies.documents(ACCOUNT)["machines"]
 
 
 def unknown() -> str:
@@ -67,9 +69,9 @@ def user(aws: FakeAws, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     aws.enforce()
 
     def may(*without: str) -> None:
-        narrow = operator.narrowed(POLICY, operator.actions(POLICY) - set(without))
+        narrow = operator_policies.narrowed(POLICY, operator_policies.actions(POLICY) - set(without))
         # moto judges calls as if their resource were `*`, so it is told the same without resources and conditions
-        also = {"Effect": "Allow", "Action": sorted(operator.actions(narrow)), "Resource": "*"}
+        also = {"Effect": "Allow", "Action": sorted(operator_policies.actions(narrow)), "Resource": "*"}
         only = {"simulated": narrow, "called": {"Version": "2012-10-17", "Statement": [also]}}
         for name, document in only.items():
             iam.put_user_policy(UserName="me", PolicyName=name, PolicyDocument=json.dumps(document))
@@ -153,7 +155,7 @@ def test_a_permission_that_lacks_comes_as_a_policy_to_paste(user: Callable[..., 
     line = found()["permissions"]
     assert (line.status, action in line.detail) == ("failed", True)
     assert line.document is not None
-    assert operator.actions(line.document) == {action}
+    assert operator_policies.actions(line.document) == {action}
     assert all(each in POLICY["Statement"][0].keys() | {"Condition"} for each in line.document["Statement"][0])
 
 
@@ -167,25 +169,25 @@ def test_who_may_not_ask_iam_is_told_what_can_be_tried(user: Callable[..., None]
     assert line.status == "failed"
     assert line.document is not None
     missing = {"iam:SimulatePrincipalPolicy", "ec2:AllocateAddress", "ssm:GetParameters"}
-    assert operator.actions(line.document) == missing
+    assert operator_policies.actions(line.document) == missing
 
 
 def test_without_the_right_to_list_regions_permissions_are_told_all_the_same(user: Callable[..., None]):
     user("ec2:DescribeRegions")
     every = found()
     assert every["regions"].status == "failed"
-    assert operator.actions(every["permissions"].document or {}) == {"ec2:DescribeRegions"}
+    assert operator_policies.actions(every["permissions"].document or {}) == {"ec2:DescribeRegions"}
 
 
 def test_a_session_is_judged_by_its_role():
-    from mgpu.providers.aws import permissions
+    from mgpu.providers.aws.iam import permissions
 
     user = f"arn:aws:iam::{ACCOUNT}:user/me"
     assert permissions.principal_of(Account(Options()), user) == user
 
 
 def test_a_session_s_role_has_a_path_that_only_iam_knows(aws: FakeAws):
-    from mgpu.providers.aws import permissions
+    from mgpu.providers.aws.iam import permissions
 
     aws.client("iam").create_role(RoleName="Dev", Path="/team/", AssumeRolePolicyDocument="{}")
     session = f"arn:aws:sts::{ACCOUNT}:assumed-role/Dev/me"

@@ -9,7 +9,8 @@ from fakes import fleets
 from fakes.fleets import HERE, rent, schedules, templates
 
 from mgpu.errors import InvalidRequest, PermissionDenied, ProviderError, RateLimited, Transient
-from mgpu.providers.aws import ending, machines, names, reaper
+from mgpu.providers.aws import names
+from mgpu.providers.aws.instances import machines, reaper, teardown
 from mgpu.providers.aws.options import Options
 
 UNKNOWN = "i-0123456789abcdef0"
@@ -45,7 +46,7 @@ def groups(aws):
 def end(account, handle, nodes=None, calls=5):
     """As acquire.destroy asks, without its pauses; how many calls it took."""
     for call in range(1, calls + 1):
-        if ending.destroy(account, handle, nodes):
+        if teardown.destroy(account, handle, nodes):
             return call
     raise AssertionError(f"not gone after {calls} calls")
 
@@ -57,7 +58,7 @@ def test_nothing_is_left_of_a_fleet_that_is_ended(aws, account):
     fleet = rent(aws, 2)
     arm(account, fleet), group(aws, fleet)
     fleets.address(aws, fleet, fleet.ids[0]), fleets.address(aws, fleet), fleets.disk(aws, fleet)
-    assert not ending.destroy(account, fleet.handle), "asked to end is not gone"
+    assert not teardown.destroy(account, fleet.handle), "asked to end is not gone"
     end(account, fleet.handle)
     assert aws.alive() == []
     assert (templates(aws), schedules(aws), groups(aws)) == (set(), {}, set())
@@ -67,7 +68,7 @@ def test_nothing_is_left_of_a_fleet_that_is_ended(aws, account):
 def test_machines_that_shut_down_are_still_there_and_are_not_asked_again(aws, account):
     fleet = rent(aws, 2)
     aws.pace(ending_s=1000)
-    assert [ending.destroy(account, fleet.handle) for _ in range(3)] == [False] * 3
+    assert [teardown.destroy(account, fleet.handle) for _ in range(3)] == [False] * 3
     assert len(aws.calls("TerminateInstances")) == 1
     assert templates(aws) == {"mgpu-token-1"}, "the template goes when the machines have gone"
 
@@ -85,15 +86,15 @@ def test_others_are_not_touched(aws, account):
 
 def test_to_end_what_is_gone_is_no_error_and_ends_nothing(aws, account, old):
     handle = rent(aws, 1).handle.model_copy(update={"ids": (UNKNOWN, "", "eipalloc-0123", "vol-0123")})
-    assert ending.destroy(account, handle)
-    assert ending.destroy(account, handle)
+    assert teardown.destroy(account, handle)
+    assert teardown.destroy(account, handle)
     assert aws.calls("TerminateInstances") == []
 
 
 def test_no_machines_asked_for_is_no_call(aws, account):
     fleet = rent(aws, 1)
-    assert ending.destroy(account, fleet.handle, ())
-    assert ending.destroy(account, fleet.handle, ("",))
+    assert teardown.destroy(account, fleet.handle, ())
+    assert teardown.destroy(account, fleet.handle, ("",))
     assert aws.calls("TerminateInstances") == aws.calls("DescribeAddresses") == []
 
 
@@ -145,8 +146,8 @@ def test_addresses_and_disks_can_be_named(aws, account):
 def test_a_yes_to_terminate_is_not_the_end(aws, account):
     fleet = rent(aws, 2)
     aws.stubborn(2)
-    assert [ending.destroy(account, fleet.handle) for _ in range(3)] == [False] * 3
-    assert ending.destroy(account, fleet.handle)
+    assert [teardown.destroy(account, fleet.handle) for _ in range(3)] == [False] * 3
+    assert teardown.destroy(account, fleet.handle)
     assert aws.alive() == []
     assert len(aws.calls("TerminateInstances")) == 3, "asked again as long as they run"
 
@@ -154,7 +155,7 @@ def test_a_yes_to_terminate_is_not_the_end(aws, account):
 def test_not_found_after_terminate_is_not_terminated(aws, account):
     fleet = rent(aws, 2)
     aws.errors("TerminateInstances", "InvalidInstanceID.NotFound", n=3)
-    assert not ending.destroy(account, fleet.handle), "describe shows that it runs"
+    assert not teardown.destroy(account, fleet.handle), "describe shows that it runs"
     assert len(aws.alive()) == 2
     end(account, fleet.handle)
     assert aws.alive() == []
@@ -163,9 +164,9 @@ def test_not_found_after_terminate_is_not_terminated(aws, account):
 def test_a_machine_that_is_not_shown_yet_is_asked_to_end_and_not_believed_gone(aws, account):
     fleet = rent(aws, 2)
     aws.lag(30)
-    assert not ending.destroy(account, fleet.handle)
+    assert not teardown.destroy(account, fleet.handle)
     assert aws.alive() == [], "terminate reaches it all the same"
-    assert not ending.destroy(account, fleet.handle)
+    assert not teardown.destroy(account, fleet.handle)
     assert templates(aws) == {"mgpu-token-1"}
 
 
@@ -173,7 +174,7 @@ def test_one_id_that_is_not_known_stops_no_other(aws, account):
     fleet = rent(aws, 5)
     aws.lag(30)
     handle = fleet.handle.model_copy(update={"ids": (*fleet.ids[:2], UNKNOWN, *fleet.ids[2:])})
-    assert not ending.destroy(account, handle)
+    assert not teardown.destroy(account, handle)
     assert aws.alive() == []
 
 
@@ -182,7 +183,7 @@ def test_a_protected_machine_is_named_and_stops_no_other(aws, account):
     ec2 = fleets.client(aws)
     ec2.modify_instance_attribute(InstanceId=fleet.ids[1], DisableApiTermination={"Value": True})
     with pytest.raises(InvalidRequest, match="OperationNotPermitted"):
-        ending.destroy(account, fleet.handle)
+        teardown.destroy(account, fleet.handle)
     assert aws.alive() == [fleet.ids[1]]
     ec2.modify_instance_attribute(InstanceId=fleet.ids[1], DisableApiTermination={"Value": False})
     end(account, fleet.handle)
@@ -193,7 +194,7 @@ def test_what_is_refused_for_all_is_not_asked_a_thousand_times(aws, account):
     fleet = rent(aws, 200, ranked=False)
     aws.errors("TerminateInstances", "Denied")
     with pytest.raises(PermissionDenied, match="TerminateInstances"):
-        ending.destroy(account, fleet.handle)
+        teardown.destroy(account, fleet.handle)
     assert len(aws.calls("TerminateInstances")) < 110
 
 
@@ -225,7 +226,7 @@ def test_through_throttling_of_one_call_in_three_it_comes_to_an_end(aws, account
     aws.throttle(0.3)
     for _ in range(60):
         try:
-            if ending.destroy(account, fleet.handle):
+            if teardown.destroy(account, fleet.handle):
                 break
         except RateLimited:
             continue
@@ -237,28 +238,28 @@ def test_a_group_in_use_is_asked_again_and_the_template_waits_for_it(aws, accoun
     """F17, for what fleets make themselves."""
     fleet = rent(aws, 2)
     group(aws, fleet)
-    ending.destroy(account, fleet.handle)
+    teardown.destroy(account, fleet.handle)
     aws.errors("DeletePlacementGroup", "InvalidPlacementGroup.InUse", n=2)
-    assert [ending.destroy(account, fleet.handle) for _ in range(2)] == [False] * 2
+    assert [teardown.destroy(account, fleet.handle) for _ in range(2)] == [False] * 2
     assert templates(aws) == {"mgpu-token-1"}
-    assert ending.destroy(account, fleet.handle)
+    assert teardown.destroy(account, fleet.handle)
 
 
 def test_an_address_in_use_is_asked_again(aws, account):
     fleet = rent(aws, 1)
     fleets.address(aws, fleet)
-    ending.destroy(account, fleet.handle)
+    teardown.destroy(account, fleet.handle)
     aws.errors("ReleaseAddress", "InvalidIPAddress.InUse", n=1)
-    assert not ending.destroy(account, fleet.handle)
-    assert ending.destroy(account, fleet.handle)
+    assert not teardown.destroy(account, fleet.handle)
+    assert teardown.destroy(account, fleet.handle)
 
 
 def test_a_disk_is_gone_when_ec2_shows_it_no_more(aws, account):
     fleet = rent(aws, 1)
     fleets.disk(aws, fleet)
-    ending.destroy(account, fleet.handle)
-    assert not ending.destroy(account, fleet.handle), "asked to go is not gone"
-    assert ending.destroy(account, fleet.handle)
+    teardown.destroy(account, fleet.handle)
+    assert not teardown.destroy(account, fleet.handle), "asked to go is not gone"
+    assert teardown.destroy(account, fleet.handle)
     assert aws.alive() == []
 
 
@@ -271,11 +272,11 @@ def test_a_disk_is_gone_when_ec2_shows_it_no_more(aws, account):
     ],
 )
 def test_a_disk_that_ec2_is_at_is_waited_for_and_another_machines_is_not(aws, account, disk, gone):
-    assert ending._discarded(account, HERE, {"VolumeId": "vol-1", **disk}, {"i-ended"}) is gone
+    assert teardown._discarded(account, HERE, {"VolumeId": "vol-1", **disk}, {"i-ended"}) is gone
     assert aws.calls("DeleteVolume") == []
 
 
 def test_errors_are_the_contracts_own(aws, account):
     aws.errors("DescribeInstances", "SomethingNew")
     with pytest.raises(ProviderError):
-        ending.destroy(account, rent(aws, 1).handle)
+        teardown.destroy(account, rent(aws, 1).handle)

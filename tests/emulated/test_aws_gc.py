@@ -14,7 +14,8 @@ from fakes.fleets import HERE, rent
 from mgpu import paths
 from mgpu.cli import cli
 from mgpu.errors import AuthError, PermissionDenied, RateLimited, Transient
-from mgpu.providers.aws import ending, machines, names
+from mgpu.providers.aws import names
+from mgpu.providers.aws.instances import machines, teardown
 from mgpu.providers.aws.options import Options
 from mgpu.providers.base import NodePhase
 
@@ -29,7 +30,7 @@ def account(aws, reached):
 
 
 def listed(account, owner="o-1"):
-    return {name for handle in ending.list_owned(account, owner) for name in handle.ids if name}
+    return {name for handle in teardown.list_owned(account, owner) for name in handle.ids if name}
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ def listed(account, owner="o-1"):
 
 def test_one_handle_a_create_in_rank_order_with_what_destroy_needs(aws, account):
     first, second = rent(aws, 2), rent(aws, 1, token="token-2", generation=2, ranks=[1])
-    one, two = ending.list_owned(account, "o-1")
+    one, two = teardown.list_owned(account, "o-1")
     assert (one.ids, two.ids) == (first.ids, ("", second.ids[1]))
     assert (one.fleet, one.token, one.generation, one.region) == ("demo", "token-1", 1, HERE)
     assert two.generation == 2
@@ -46,7 +47,7 @@ def test_one_handle_a_create_in_rank_order_with_what_destroy_needs(aws, account)
 
 def test_machines_of_all_regions_are_listed_under_theirs(aws, account):
     rented = [rent(aws, 1, region=region) for region in (HERE, *OTHER_REGIONS)]
-    assert {handle.region: handle.ids for handle in ending.list_owned(account, "o-1")} == {
+    assert {handle.region: handle.ids for handle in teardown.list_owned(account, "o-1")} == {
         each.handle.region: each.ids for each in rented
     }
 
@@ -75,23 +76,23 @@ def test_what_is_not_terminated_is_listed(aws, account, state):
 def test_what_is_terminated_is_not_listed_and_leaves_its_rank_free(aws, account):
     fleet = rent(aws, 3)
     fleets.client(aws).terminate_instances(InstanceIds=[fleet.ids[1]])
-    (handle,) = ending.list_owned(account, "o-1")
+    (handle,) = teardown.list_owned(account, "o-1")
     assert handle.ids == (fleet.ids[0], "", fleet.ids[2])
     fleets.client(aws).terminate_instances(InstanceIds=list(fleet.ids))
-    assert ending.list_owned(account, "o-1") == ()
+    assert teardown.list_owned(account, "o-1") == ()
 
 
 def test_addresses_and_disks_that_no_machine_has_are_listed_and_can_be_ended(aws, account):
     fleet = rent(aws, 2)
     fleets.address(aws, fleet, fleet.ids[0])
     loose = {fleets.address(aws, fleet), fleets.disk(aws, fleet)}
-    (handle,) = ending.list_owned(account, "o-1")
+    (handle,) = teardown.list_owned(account, "o-1")
     assert handle.ids[:2] == fleet.ids
     assert set(handle.ids[2:]) == loose
     fleets.client(aws).terminate_instances(InstanceIds=list(fleet.ids))
     assert loose < listed(account), "the first machine's address has come loose, too"
-    for handle in ending.list_owned(account, "o-1") * 3:
-        ending.destroy(account, handle)
+    for handle in teardown.list_owned(account, "o-1") * 3:
+        teardown.destroy(account, handle)
     assert (listed(account), aws.alive()) == (set(), [])
 
 
@@ -100,10 +101,10 @@ def test_machines_without_our_other_tags_are_listed(aws, account):
     fleet = rent(aws, 1)
     gone = [{"Key": key} for key in fleet.tags if key != names.OWNER] + [{"Key": names.RANK}]
     fleets.client(aws).delete_tags(Resources=list(fleet.ids), Tags=gone)
-    (handle,) = ending.list_owned(account, "o-1")
+    (handle,) = teardown.list_owned(account, "o-1")
     assert (handle.ids, handle.fleet, handle.token, handle.generation) == (fleet.ids, "", "", 0)
     for _ in range(2):
-        ending.destroy(account, handle)
+        teardown.destroy(account, handle)
     assert aws.alive() == []
 
 
@@ -138,8 +139,8 @@ def test_ending_all_of_ours_leaves_every_stranger(aws, account):
     strangers(aws)
     before = set(aws.alive())
     rent(aws, 3), rent(aws, 1, region=OTHER_REGIONS[0])
-    for handle in ending.list_owned(account, "o-1") * 2:
-        ending.destroy(account, handle)
+    for handle in teardown.list_owned(account, "o-1") * 2:
+        teardown.destroy(account, handle)
     assert set(aws.alive()) == before
 
 
@@ -160,13 +161,13 @@ def test_a_region_that_does_not_answer_is_said(aws, account, action, code, error
     rent(aws, 1)
     aws.errors(action, code, region="eu-west-1")
     with pytest.raises(error, match="eu-west-1"):
-        ending.list_owned(account, "o-1")
+        teardown.list_owned(account, "o-1")
 
 
 def test_without_the_list_of_regions_nothing_is_concluded(aws, account):
     aws.errors("DescribeRegions", "Denied")
     with pytest.raises(PermissionDenied):
-        ending.list_owned(account, "o-1")
+        teardown.list_owned(account, "o-1")
 
 
 def test_what_is_made_a_moment_ago_is_listed_once_ec2_shows_it(aws, account):
@@ -193,7 +194,7 @@ def thousand(aws):
 def test_a_thousand_machines_cost_few_calls(aws, account):
     thousand(aws)
     before = len(aws.calls())
-    handles = ending.list_owned(account, "o-1")
+    handles = teardown.list_owned(account, "o-1")
     states = machines.describe_all(account, Options(), handles)
     live = [node for state in states for node in state.nodes if node.phase is NodePhase.RUNNING]
     assert (len(handles), len(live)) == (501, 1000)

@@ -13,7 +13,7 @@ from fakes.registries import Asked, Said, Script, Scripted, scripted
 from mgpu.cli import main
 from mgpu.errors import NoOffer, PermissionDenied
 from mgpu.image import compat
-from mgpu.providers.aws import image
+from mgpu.providers.aws.instances import machine_image
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.aws.session import Account
@@ -24,19 +24,23 @@ REGION = "us-east-1"
 OLD = "Deep Learning OSS Nvidia Driver AMI GPU PyTorch 2.6.0 (Ubuntu 22.04) 20250920"  # brings 570.172.08
 
 
-def find(aws: FakeAws, region: str = REGION, **given: str) -> image.MachineImage:
+def find(aws: FakeAws, region: str = REGION, **given: str) -> machine_image.MachineImage:
     options = Options.of({**aws.options, **given})
-    return image.find(Account(options), options, region)
+    return machine_image.find(Account(options), options, region)
 
 
 def published(aws: FakeAws) -> dict[str, str]:
-    names = [image.PARAMETER.format(kind) for kind in image.KINDS]
+    names = [machine_image.PARAMETER.format(kind) for kind in machine_image.KINDS]
     return {each["Name"]: each["Value"] for each in aws.client("ssm").get_parameters(Names=names)["Parameters"]}
 
 
 def test_the_first_published_kind_that_is_known_is_taken(aws: FakeAws):
     by_name = published(aws)
-    best = next(image.PARAMETER.format(kind) for kind in image.KINDS if image.PARAMETER.format(kind) in by_name)
+    best = next(
+        machine_image.PARAMETER.format(kind)
+        for kind in machine_image.KINDS
+        if machine_image.PARAMETER.format(kind) in by_name
+    )
     found = find(aws)
     assert found.id == by_name[best]
     assert found.root_device.startswith("/dev/")
@@ -44,8 +48,10 @@ def test_the_first_published_kind_that_is_known_is_taken(aws: FakeAws):
 
 
 def test_without_parameters_the_newest_image_of_that_name_is_taken(aws: FakeAws, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(image, "KINDS", ("0.1-ubuntu-00.04",))
-    shown = aws.client("ec2").describe_images(Owners=["amazon"], Filters=[{"Name": "name", "Values": [image.PATTERN]}])
+    monkeypatch.setattr(machine_image, "KINDS", ("0.1-ubuntu-00.04",))
+    shown = aws.client("ec2").describe_images(
+        Owners=["amazon"], Filters=[{"Name": "name", "Values": [machine_image.PATTERN]}]
+    )
     newest = max(shown["Images"], key=lambda each: each["CreationDate"])
     assert find(aws).id == newest["ImageId"]
 

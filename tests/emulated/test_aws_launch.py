@@ -25,9 +25,10 @@ from mgpu.errors import (
     Transient,
 )
 from mgpu.plan.model import BoughtAs, Offer, Requirements
-from mgpu.providers.aws import launch, names
+from mgpu.providers.aws import names
+from mgpu.providers.aws.instances import launch
+from mgpu.providers.aws.instances.user_data import HostKey
 from mgpu.providers.aws.provider import AwsProvider
-from mgpu.providers.aws.userdata import HostKey
 from mgpu.providers.base import FleetRequest, Handle, NodePhase, create_token
 
 REGION, ZONE = "us-east-1", "us-east-1a"

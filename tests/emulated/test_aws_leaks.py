@@ -12,8 +12,8 @@ from fakes.aws import FakeAws
 
 from mgpu.errors import QuotaExceeded, RateLimited, Transient
 from mgpu.plan.model import Offer, Requirements
+from mgpu.providers.aws.instances.user_data import HostKey
 from mgpu.providers.aws.provider import AwsProvider
-from mgpu.providers.aws.userdata import HostKey
 from mgpu.providers.base import FleetRequest, Handle
 
 REGION, PATIENCE_S = "us-east-1", 20.0

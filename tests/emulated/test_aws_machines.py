@@ -9,7 +9,8 @@ from fakes import fleets
 from fakes.fleets import HOST_KEY, rent
 
 from mgpu.errors import AuthError, PermissionDenied, ProviderError, Transient
-from mgpu.providers.aws import machines, names
+from mgpu.providers.aws import names
+from mgpu.providers.aws.instances import machines
 from mgpu.providers.aws.options import Options
 from mgpu.providers.base import NodePhase, NodeState
 

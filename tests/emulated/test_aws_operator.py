@@ -15,10 +15,10 @@ from fakes.aws.fake import Called
 from fakes.awslife import ACCOUNT, Life
 
 from mgpu.errors import CleanupFailed, PermissionDenied
-from mgpu.providers.aws import operator
-from mgpu.providers.aws.policies import Document
+from mgpu.providers.aws.iam import operator_policies
+from mgpu.providers.aws.iam.policies import Document
 
-DOCUMENTS = operator.documents(ACCOUNT)
+DOCUMENTS = operator_policies.documents(ACCOUNT)
 # S3's permissions are not named as its operations are
 S3 = {
     "AbortMultipartUpload": "AbortMultipartUpload",
@@ -72,9 +72,11 @@ def part(step: str) -> str:
 @pytest.mark.parametrize("name", ["machines", "base"])
 def test_everything_that_is_called_is_granted_and_nothing_else(lived, name: str):
     called = {needed(call) for step, calls in lived.items() if part(step) == name for call in calls} - {FREE}
-    granted = operator.actions(DOCUMENTS[name])
+    granted = operator_policies.actions(DOCUMENTS[name])
     assert called - granted == set()
-    asked_for = {action for action, with_ in operator.CHECKED_WITH.items() if with_ in called or called & _also(action)}
+    asked_for = {
+        action for action, with_ in operator_policies.CHECKED_WITH.items() if with_ in called or called & _also(action)
+    }
     assert granted - called - asked_for == set()
 
 
@@ -169,7 +171,9 @@ class User:
         aws.enforce()
 
     def lose(self, *actions: str) -> None:
-        kept = {action for document in DOCUMENTS.values() for action in operator.actions(document)} - set(actions)
+        kept = {action for document in DOCUMENTS.values() for action in operator_policies.actions(document)} - set(
+            actions
+        )
         allowed = [{"Effect": "Allow", "Action": sorted(kept), "Resource": "*"}, _store()]
         document = json.dumps({"Version": "2012-10-17", "Statement": allowed})
         self.aws.client("iam").put_user_policy(UserName="me", PolicyName="mgpu", PolicyDocument=document)

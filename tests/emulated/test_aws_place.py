@@ -9,7 +9,8 @@ from fakes.aws import FakeAws
 
 from mgpu.errors import NoCapacity, NoOffer, PermissionDenied, ProviderError
 from mgpu.plan.model import Offer
-from mgpu.providers.aws import names, place
+from mgpu.providers.aws import names
+from mgpu.providers.aws.instances import network
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 
@@ -28,9 +29,9 @@ def offer(zone: str | None = "us-east-1a", region: str = REGION) -> Offer:
     )
 
 
-def find(aws: FakeAws, wanted: Offer, nodes: int = 2, **given: str) -> place.Place:
+def find(aws: FakeAws, wanted: Offer, nodes: int = 2, **given: str) -> network.Place:
     options = Options.of({**aws.options, **given})
-    return place.find(Account(options), options, wanted, nodes)
+    return network.find(Account(options), options, wanted, nodes)
 
 
 def missing(aws: FakeAws, wanted: Offer, nodes: int = 2, **given: str) -> ProviderError:
@@ -188,7 +189,7 @@ def test_many_offers_cost_few_calls(aws: FakeAws):
     account = Account(options)
     before = len(aws.calls())
     for zone in "abc" * 30:
-        place.find(account, options, offer(f"us-east-1{zone}"), 2)
+        network.find(account, options, offer(f"us-east-1{zone}"), 2)
     assert len(aws.calls()) - before < 12
 
 
@@ -200,6 +201,6 @@ def test_a_denied_look_is_a_denial_and_not_a_missing_base(aws: FakeAws):
 
 def test_what_a_type_can_do(aws: FakeAws):
     account = Account(Options.of(aws.options))
-    assert place.kind(account, REGION, "g5.xlarge").efa_cards == 0
-    large = place.kind(account, REGION, "p4d.24xlarge")
+    assert network.kind(account, REGION, "g5.xlarge").efa_cards == 0
+    large = network.kind(account, REGION, "p4d.24xlarge")
     assert (large.cards, large.efa_cards, large.cluster) == (4, 4, True)

@@ -10,7 +10,7 @@ from fakes import fleets
 from fakes.fleets import HERE, rent, schedules
 
 from mgpu.errors import PermissionDenied, Transient
-from mgpu.providers.aws import reaper
+from mgpu.providers.aws.instances import reaper
 from mgpu.providers.aws.options import Options
 
 HOUR = 3600.0

@@ -12,14 +12,14 @@ from fakes.aws import FakeAws
 from mgpu.errors import AuthError, InputError, NoOffer, PermissionDenied, Transient
 from mgpu.plan import rank
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.aws import offers as aws_offers
-from mgpu.providers.aws import quotas
-from mgpu.providers.aws import refresh as refreshing
-from mgpu.providers.aws import snapshot as snapshots
+from mgpu.providers.aws.catalog import offers as aws_offers
+from mgpu.providers.aws.catalog import quotas
+from mgpu.providers.aws.catalog import refresh as refreshing
+from mgpu.providers.aws.catalog import snapshot as snapshots
+from mgpu.providers.aws.catalog.refresh import PRICES, refresh
+from mgpu.providers.aws.catalog.snapshot import Snapshot
 from mgpu.providers.aws.options import Options
-from mgpu.providers.aws.refresh import PRICES, refresh
 from mgpu.providers.aws.session import Account
-from mgpu.providers.aws.snapshot import Snapshot
 
 REGIONS = ("eu-west-1", "us-west-2")
 KINDS = ["g4dn.12xlarge", "g5.xlarge", "p4d.24xlarge"]
@@ -42,7 +42,7 @@ def account(aws: FakeAws, clients: Account, tmp_path: Path, monkeypatch: pytest.
     """Two regions and three types are enough; a cache of this test alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(Account, "regions", lambda _: REGIONS)
-    monkeypatch.setattr("mgpu.providers.aws.refresh._GPU_FAMILIES", KINDS)
+    monkeypatch.setattr("mgpu.providers.aws.catalog.refresh._GPU_FAMILIES", KINDS)
     return clients
 
 

@@ -17,8 +17,7 @@ import pytest
 from fakes.aws import world
 
 from mgpu.errors import InvalidRequest
-from mgpu.providers.aws import userdata
-from mgpu.providers.aws.userdata import HostKey, user_data
+from mgpu.providers.aws.instances.user_data import HOST_KEY_FILE, MAX_BYTES, HostKey, user_data
 from mgpu.remote import rekey
 
 HOST_KEY = HostKey.make()
@@ -107,7 +106,7 @@ def test_sshd_shows_the_one_use_key_and_no_other(boot: Boot, require):
         stat -c %a /etc/ssh/mgpu_host_ed25519_key
         ls /etc/ssh
     """)
-    assert [line for line in out.splitlines() if line.startswith("hostkey ")] == [f"hostkey {userdata.HOST_KEY_FILE}"]
+    assert [line for line in out.splitlines() if line.startswith("hostkey ")] == [f"hostkey {HOST_KEY_FILE}"]
     assert "passwordauthentication no" in out
     assert HOST_KEY.public in out
     assert "600" in out.splitlines()
@@ -292,15 +291,15 @@ def test_several_bare_disks_become_one_file_system(boot: Boot):
 def test_it_is_a_boothook_that_fits_and_that_shells_can_read(tmp_path: Path):
     text = script()
     assert text.startswith("#cloud-boothook\n#!/bin/sh\n")
-    assert len(text.encode()) < userdata.MAX_BYTES - 2000
+    assert len(text.encode()) < MAX_BYTES - 2000
     (tmp_path / "script").write_text(text)
     for shell in filter(shutil.which, ("dash", "bash", "busybox")):
         subprocess.run([shell, *(["sh"] if shell == "busybox" else []), "-n", tmp_path / "script"], check=True)
 
 
 def test_whoever_replaces_the_host_key_knows_where_it_lies():
-    assert rekey.HOST_KEY_FILE == userdata.HOST_KEY_FILE
-    assert f"key={userdata.HOST_KEY_FILE}\n" in script()
+    assert rekey.HOST_KEY_FILE == HOST_KEY_FILE
+    assert f"key={HOST_KEY_FILE}\n" in script()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 from fakes import command
 from waiting import until
 
-from mgpu.iac import install
+from mgpu.iac.engine import install
 from mgpu.providers.local import bill
 from mgpu.providers.local.provider import LocalProvider
 
@@ -111,7 +111,7 @@ class World:
         return [path.name for kind in ("stacks/*/*.json*", "locks/**/*.json") for path in backend.glob(kind)]
 
     def processes(self) -> dict[int, str]:
-        """Every living process that belongs to this world: keepers, agents, engines, plug-ins, commands."""
+        """Every living process that belongs to this world: node processes, agents, engines, plug-ins, commands."""
         found = {}
         for pid in (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()):
             with suppress(OSError):

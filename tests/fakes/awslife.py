@@ -18,16 +18,18 @@ from mgpu.errors import CleanupFailed, RateLimited, Transient
 from mgpu.iac.aws import bootstrap as run_base
 from mgpu.image import auth
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.aws import names, policies, reaper
-from mgpu.providers.aws.base import thing
-from mgpu.providers.aws.base.bucket import Bucket, BucketKeeper
-from mgpu.providers.aws.base.group import GroupKeeper, SecurityGroup
-from mgpu.providers.aws.base.repository import Repository, RepositoryKeeper
-from mgpu.providers.aws.base.roles import NodeKeeper, NodeRole, ReaperKeeper, ReaperRole
-from mgpu.providers.aws.base.thing import Site
+from mgpu.providers.aws import names
+from mgpu.providers.aws.bootstrap import resource
+from mgpu.providers.aws.bootstrap.bucket import Bucket, BucketManager
+from mgpu.providers.aws.bootstrap.repository import Repository, RepositoryManager
+from mgpu.providers.aws.bootstrap.resource import Site
+from mgpu.providers.aws.bootstrap.roles import NodeRole, NodeRoleManager, ReaperRole, ReaperRoleManager
+from mgpu.providers.aws.bootstrap.security_group import SecurityGroup, SecurityGroupManager
+from mgpu.providers.aws.catalog.refresh import refresh
+from mgpu.providers.aws.iam import policies
+from mgpu.providers.aws.instances import reaper
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.provider import AwsProvider
-from mgpu.providers.aws.refresh import refresh
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import FleetRequest, Handle, Intent
 
@@ -64,14 +66,14 @@ class Life:
         self.account = self.provider._account = Here(Options.of({}), attempts=1)
         self.site = Site(self.account, HERE, 0, time.monotonic, lambda _: None)
         asked = (
-            (BucketKeeper, Bucket(keep=False)),
-            (RepositoryKeeper, Repository()),
-            (NodeKeeper, NodeRole(bucket=BUCKET, repository=names.REPOSITORY)),
-            (ReaperKeeper, ReaperRole()),
-            (GroupKeeper, SecurityGroup(ssh=(SSH,))),
+            (BucketManager, Bucket(keep=False)),
+            (RepositoryManager, Repository()),
+            (NodeRoleManager, NodeRole(bucket=BUCKET, repository=names.REPOSITORY)),
+            (ReaperRoleManager, ReaperRole()),
+            (SecurityGroupManager, SecurityGroup(ssh=(SSH,))),
         )
-        self.things: list[tuple[Any, Any]] = [
-            (keeper, keeper.complete(wanted)) for keeper, wanted in ((make(self.site), each) for make, each in asked)
+        self.resources: list[tuple[Any, Any]] = [
+            (manager, manager.complete(wanted)) for manager, wanted in ((make(self.site), each) for make, each in asked)
         ]
 
     def steps(self) -> dict[str, Callable[[], object]]:
@@ -109,15 +111,15 @@ class Life:
 
     def base_made(self) -> None:
         run_base.require_regions(self.account, (HERE,))
-        for keeper, wanted in self.things:
-            thing.ensure(keeper, wanted)
+        for manager, wanted in self.resources:
+            resource.ensure(manager, wanted)
 
     def base_mended(self) -> None:
         """Somebody has opened the group, closed its way out, and given a role more than it had."""
         with self.aside():
             self._drift()
-        for keeper, wanted in self.things:
-            thing.ensure(keeper, wanted)
+        for manager, wanted in self.resources:
+            resource.ensure(manager, wanted)
 
     def _drift(self) -> None:
         ec2, iam = self.aws.client("ec2"), self.aws.client("iam")
@@ -136,9 +138,9 @@ class Life:
         """Something depends on the group at first."""
         self.aws.errors("DeleteSecurityGroup", "DependencyViolation", 1)
         with suppress(CleanupFailed):
-            thing.remove(*self.things[-1])
-        for keeper, wanted in reversed(self.things):
-            thing.remove(keeper, wanted)
+            resource.remove(*self.resources[-1])
+        for manager, wanted in reversed(self.resources):
+            resource.remove(manager, wanted)
 
     # --- a fleet
 

@@ -12,7 +12,7 @@ from typing import Any
 from fakes.aws import FakeAws
 from mgpu.plan.model import Offer
 from mgpu.providers.aws import names
-from mgpu.providers.aws.machines import ranks_tag
+from mgpu.providers.aws.instances.machines import ranks_tag
 from mgpu.providers.base import Handle, Intent
 
 HERE = "us-east-1"

@@ -22,12 +22,14 @@ from waiting import until
 
 from mgpu.errors import Conflict, InputError, MgpuError, ProviderError
 from mgpu.events import Event
-from mgpu.iac import environment, install, operations, servicer
-from mgpu.iac.backend import state_file
-from mgpu.iac.engine import Stack
-from mgpu.iac.handler import Handler
-from mgpu.iac.project import project_files, project_name
-from mgpu.iac.wire import from_struct, to_struct
+from mgpu.iac import environment
+from mgpu.iac.engine import install, operations
+from mgpu.iac.engine.project import project_files, project_name
+from mgpu.iac.engine.stack import Stack
+from mgpu.iac.engine.state_file import state_file
+from mgpu.iac.protocol import servicer
+from mgpu.iac.protocol.handler import Handler
+from mgpu.iac.protocol.wire import from_struct, to_struct
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers import registry
 from mgpu.providers.base import (
@@ -371,7 +373,7 @@ class Project:
 
     @property
     def billed(self) -> dict[str, int]:
-        """Instances that cost money now, and the pids of their keepers."""
+        """Instances that cost money now, and the pids of their node processes."""
         return {node.start.instance: node.start.pid for node in self.bill.alive}
 
     @property

@@ -13,8 +13,8 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.acquire import Lost
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, InputError, RemoteError
-from mgpu.iac import contact as contacts
-from mgpu.iac.contact import Contact
+from mgpu.iac.types import contact as contacts
+from mgpu.iac.types.contact import Contact
 from mgpu.providers.base import FleetState, Handle, JumpHost, NodePhase, NodeState
 from mgpu.remote import rekey
 from mgpu.remote.targets import Target

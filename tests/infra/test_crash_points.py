@@ -19,9 +19,9 @@ import pytest
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.events import ignore
-from mgpu.iac.fleet import FleetHandler
-from mgpu.iac.guard import FleetGuardHandler
-from mgpu.iac.handler import Call, Settings
+from mgpu.iac.protocol.handler import Call, Settings
+from mgpu.iac.types.fleet import FleetHandler
+from mgpu.iac.types.guard import FleetGuardHandler
 from mgpu.journal import Journal
 from mgpu.providers import registry
 from mgpu.providers.base import NodePhase

@@ -15,10 +15,11 @@ from mgpu_train.timeouts import Timeouts
 from mgpu import errors
 from mgpu.errors import InputError, Interrupted, NoCapacity, QuotaExceeded, StackError, TeardownIncomplete
 from mgpu.events import Note, Warned
-from mgpu.iac import environment, failures, outputs, project
-from mgpu.iac.engine import Stack, current_stack
-from mgpu.iac.enginelog import Change, EngineLog
-from mgpu.iac.process import CliProcess
+from mgpu.iac import environment, failures, outputs
+from mgpu.iac.engine import project
+from mgpu.iac.engine.event_log import Change, EngineLog
+from mgpu.iac.engine.process import CliProcess
+from mgpu.iac.engine.stack import Stack, current_stack
 
 GOOD = {
     "version": 1,

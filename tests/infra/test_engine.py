@@ -13,8 +13,8 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import Interrupted, NoOffer
 from mgpu.events import Note
-from mgpu.iac import engine, install
-from mgpu.iac.engine import Stack
+from mgpu.iac.engine import install, stack
+from mgpu.iac.engine.stack import Stack
 
 
 def test_the_life_of_a_fleet(project, xdg):
@@ -103,7 +103,7 @@ def test_plain_pulumi_from_a_shell_that_read_the_env(project, tmp_path):
     first = shell("pulumi up --yes --skip-preview")
     assert "warning" not in first
     assert len(project.billed) == 2
-    assert engine.current_stack(project.folder) == "dev"
+    assert stack.current_stack(project.folder) == "dev"
     assert "5 unchanged" in shell("pulumi up --yes --skip-preview")
     os.kill(next(iter(project.billed.values())), signal.SIGKILL)
     assert "1 updated" in shell("pulumi up --yes --skip-preview"), "a plain `up` sees the lost node and repairs it"

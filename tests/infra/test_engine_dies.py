@@ -13,7 +13,7 @@ from mgpu_train.agent import procs
 
 from mgpu.errors import StackError
 from mgpu.events import Note
-from mgpu.iac import install, operations
+from mgpu.iac.engine import install, operations
 
 CLI, PLUGIN, HOST = "--event-log", "pulumi-resource-mgpu", "pulumi-language-python"
 BOTH = (PLUGIN, CLI)
@@ -22,7 +22,7 @@ OPERATOR = """
 import sys
 from pathlib import Path
 from mgpu_train.timeouts import Timeouts
-from mgpu.iac.engine import Stack
+from mgpu.iac.engine.stack import Stack
 folder, log_dir, verb = sys.argv[1:]
 stack = Stack(Path(folder), "demo-1", Path(folder, "mgpu.yaml"), log_dir=Path(log_dir), emit=print, timeouts=Timeouts())
 stack.init()

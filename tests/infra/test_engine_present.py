@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mgpu.iac import environment, install
+from mgpu.iac import environment
+from mgpu.iac.engine import install
 
 PROGRAM = """
 import sys

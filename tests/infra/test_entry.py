@@ -7,7 +7,7 @@ import sys
 
 from pulumi.runtime import rpc
 
-from mgpu.iac import wire
+from mgpu.iac.protocol import wire
 
 _SDK_IS_LEFT_OUT = """
 import sys

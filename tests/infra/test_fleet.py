@@ -15,9 +15,10 @@ from mgpu import acquire
 from mgpu.acquire import search
 from mgpu.errors import HostKeyMismatch, NoCapacity, TeardownIncomplete, Transient
 from mgpu.events import Event
-from mgpu.iac import contact, failures, fleet, plugin, tokens
-from mgpu.iac.handler import Call, Settings
-from mgpu.iac.wire import UNKNOWN, from_struct
+from mgpu.iac import failures, plugin, tokens
+from mgpu.iac.protocol.handler import Call, Settings
+from mgpu.iac.protocol.wire import UNKNOWN, from_struct
+from mgpu.iac.types import contact, fleet
 from mgpu.image import compat
 from mgpu.plan.model import Requirements
 from mgpu.providers.base import FleetState, JumpHost, MachineDriver, NodePhase, Offers

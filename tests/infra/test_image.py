@@ -21,10 +21,12 @@ from waiting import until
 
 from mgpu.errors import ImageError, InputError, Interrupted, MgpuError
 from mgpu.events import Event, ImageStep, LayerPushed, Note
-from mgpu.iac import imagemodel, servicer, tokens
-from mgpu.iac.handler import Call, Settings
-from mgpu.iac.image import ImageHandler
-from mgpu.iac.wire import UNKNOWN, from_struct
+from mgpu.iac import tokens
+from mgpu.iac.protocol import servicer
+from mgpu.iac.protocol.handler import Call, Settings
+from mgpu.iac.protocol.wire import UNKNOWN, from_struct
+from mgpu.iac.types import image_model
+from mgpu.iac.types.image import ImageHandler
 from mgpu.image import auth, cancellable, publish, registry
 from mgpu.image.http import Answer, Api
 from mgpu.image.reference import Reference
@@ -235,7 +237,7 @@ def test_provider_local_asks_ecr_with_the_credentials_of_the_environment(wire, h
 
 
 def of(folder: Path, repository: str) -> dict[str, object]:
-    outputs = imagemodel.ImageOutputs(
+    outputs = image_model.ImageOutputs(
         folder=str(folder), provider="local", reference=f"{repository}@{DIGEST}", repository=repository, tag="t",
         digest=DIGEST, bytes=1,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from mgpu_train.agent import procs
 
 from mgpu.errors import StackError
 from mgpu.events import Note
-from mgpu.iac import backend, locks, operations
+from mgpu.iac.engine import locks, operations, state_file
 
 PLACE = "/backend:project/stack"
 WAITS = 'exec 3<>"$0"; echo ready; while :; do read nothing <&3; done'  # a fork of it would be called `pulumi` too
@@ -292,8 +292,8 @@ def test_creates_that_were_cut_off_are_read_from_the_state_file(xdg, packed):
     folder = xdg / "state/mgpu/pulumi/.pulumi/stacks/p"
     folder.mkdir(parents=True)
     (folder / f"s.json{'.gz' if packed else ''}").write_bytes(gzip.compress(state) if packed else state)
-    assert backend.pending_creates("p", "s") == ("creating",)
-    assert backend.pending_creates("p", "absent") == ()
+    assert state_file.pending_creates("p", "s") == ("creating",)
+    assert state_file.pending_creates("p", "absent") == ()
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", '{"checkpoint": {}}', '{"checkpoint": {"latest": null}}'])
@@ -301,7 +301,7 @@ def test_a_state_that_cannot_be_read_is_left_to_the_cli(xdg, text):
     folder = xdg / "state/mgpu/pulumi/.pulumi/stacks/p"
     folder.mkdir(parents=True)
     (folder / "s.json").write_text(text)
-    assert backend.pending_creates("p", "s") == ()
+    assert state_file.pending_creates("p", "s") == ()
 
 
 def test_attributes_that_a_killed_cli_cut_off_are_dropped_and_nothing_else(xdg):
@@ -310,5 +310,5 @@ def test_attributes_that_a_killed_cli_cut_off_are_dropped_and_nothing_else(xdg):
     whole = {"s.json": "{}", "s.json.bak.attrs": '{"md5": "x"}', "other.json.attrs": ""}
     for name, text in {**whole, "s.json.attrs": "", "s.json.gz.attrs": '{"md5": '}.items():
         (folder / name).write_text(text)
-    backend.drop_torn_attributes("p", "s")
+    state_file.drop_torn_attributes("p", "s")
     assert {path.name: path.read_text() for path in folder.iterdir()} == whole

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from mgpu.iac import tokens
-from mgpu.iac.sshkey import SshKeyHandler
-from mgpu.iac.wire import UNKNOWN, from_struct
+from mgpu.iac.protocol.wire import UNKNOWN, from_struct
+from mgpu.iac.types.ssh_key import SshKeyHandler
 
 TOKEN = tokens.SSH_KEY
 

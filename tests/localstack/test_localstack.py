@@ -16,11 +16,11 @@ from mgpu_train.store import open_store
 from mgpu.errors import CleanupFailed, Transient
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.aws import names
-from mgpu.providers.aws.base import thing
-from mgpu.providers.aws.base.bucket import Bucket, BucketKeeper
-from mgpu.providers.aws.base.group import GroupKeeper, SecurityGroup
-from mgpu.providers.aws.base.roles import NodeKeeper, NodeRole, ReaperKeeper, ReaperRole
-from mgpu.providers.aws.base.thing import Site
+from mgpu.providers.aws.bootstrap import resource
+from mgpu.providers.aws.bootstrap.bucket import Bucket, BucketManager
+from mgpu.providers.aws.bootstrap.resource import Site
+from mgpu.providers.aws.bootstrap.roles import NodeRole, NodeRoleManager, ReaperRole, ReaperRoleManager
+from mgpu.providers.aws.bootstrap.security_group import SecurityGroup, SecurityGroupManager
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.aws.session import Account
@@ -29,13 +29,13 @@ from mgpu.providers.base import FleetRequest, Intent, NodePhase, create_token
 HERE = "us-east-1"
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ0000000000000000000000000000000000000000"
 THINGS = [
-    (BucketKeeper, Bucket(keep=False)),
-    (NodeKeeper, NodeRole(bucket="mgpu-1", repository="mgpu/trainer")),
-    (ReaperKeeper, ReaperRole()),
-    (GroupKeeper, SecurityGroup(ssh=("203.0.113.7/32",))),
+    (BucketManager, Bucket(keep=False)),
+    (NodeRoleManager, NodeRole(bucket="mgpu-1", repository="mgpu/trainer")),
+    (ReaperRoleManager, ReaperRole()),
+    (SecurityGroupManager, SecurityGroup(ssh=("203.0.113.7/32",))),
 ]
 WAIT_S = 30.0
-things = pytest.mark.parametrize(("kind", "asked"), THINGS, ids=lambda each: getattr(each, "__name__", ""))
+resources = pytest.mark.parametrize(("kind", "asked"), THINGS, ids=lambda each: getattr(each, "__name__", ""))
 
 
 @pytest.fixture
@@ -44,26 +44,26 @@ def site(aws) -> Site:
 
 
 def made(site, kind, asked):
-    """Its keeper, what it should be; it is there, and in line."""
-    keeper = kind(site)
-    wanted = keeper.complete(asked)
-    thing.ensure(keeper, wanted)
-    return keeper, wanted
+    """Its manager, what it should be; it is there, and in line."""
+    manager = kind(site)
+    wanted = manager.complete(asked)
+    resource.ensure(manager, wanted)
+    return manager, wanted
 
 
 # --- base -------------------------------------------------------------------------------------------------------------
 
 
-@things
+@resources
 def test_a_thing_of_base_is_made_found_and_deleted(site, kind, asked):
-    keeper, wanted = made(site, kind, asked)
-    found = thing.look(keeper, wanted)
+    manager, wanted = made(site, kind, asked)
+    found = resource.look(manager, wanted)
     assert found is not None
     assert (found.state, found.ours) == (wanted, True)
     assert found.facts.keys() == type(asked).facts.keys()
     for _ in range(2):  # absent is success
-        thing.remove(keeper, wanted)
-        assert thing.look(keeper, wanted) is None
+        resource.remove(manager, wanted)
+        assert resource.look(manager, wanted) is None
 
 
 def drift_of(site, wanted):
@@ -83,35 +83,35 @@ def drift_of(site, wanted):
     return {"other_policies"}
 
 
-@things
+@resources
 def test_drift_is_seen_by_its_property_and_mended(site, kind, asked):
-    keeper, wanted = made(site, kind, asked)
+    manager, wanted = made(site, kind, asked)
     try:
         drifted = drift_of(site, wanted)
-        found = thing.look(keeper, wanted)
+        found = resource.look(manager, wanted)
         assert found is not None
         assert {
             name for name in type(wanted).model_fields if getattr(found.state, name) != getattr(wanted, name)
         } == drifted
-        thing.ensure(keeper, wanted)
-        found = thing.look(keeper, wanted)
+        resource.ensure(manager, wanted)
+        found = resource.look(manager, wanted)
         assert found is not None
         assert found.state == wanted
     finally:
-        thing.remove(keeper, wanted)
+        resource.remove(manager, wanted)
 
 
 def test_runs_write_their_commit_log_into_the_bucket_of_base(site):
     """By conditional writes; a bucket that holds anything is not deleted."""
-    keeper, wanted = made(site, BucketKeeper, Bucket(keep=False))
+    manager, wanted = made(site, BucketManager, Bucket(keep=False))
     store = open_store(f"s3://{wanted.name}/runs")
     CommitLog(store, "demo-1").take_over("writer", host="here", pid=1)
     CommitLog(store, "demo-1").begin_attempt(1, "writer")
     assert CommitLog(store, "demo-1").newest_attempt() == 1
     with pytest.raises(CleanupFailed, match="not empty"):
-        thing.remove(keeper, wanted)
+        resource.remove(manager, wanted)
     _empty(site, wanted.name)
-    thing.remove(keeper, wanted)
+    resource.remove(manager, wanted)
 
 
 def _empty(site, bucket):
@@ -128,8 +128,8 @@ def stood(site):
     """Base, without bucket and repository: what machines stand on."""
     stands = [made(site, kind, asked) for kind, asked in THINGS[1:]]
     yield site
-    for keeper, wanted in reversed(stands):
-        thing.remove(keeper, wanted)
+    for manager, wanted in reversed(stands):
+        resource.remove(manager, wanted)
 
 
 def offer(market):

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from fakes import command
 
-from mgpu.iac import install
+from mgpu.iac.engine import install
 from mgpu.paths import state_dir
 from mgpu.providers.local import bill
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu.iac import install
+from mgpu.iac.engine import install
 
 HERE = Path(__file__).parent
 MAIN = Path(sysconfig.get_path("purelib"))

@@ -12,8 +12,8 @@ import pytest
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import HostKeyMismatch, RemoteError, Transient
-from mgpu.iac.contact import Contact
-from mgpu.providers.aws import userdata
+from mgpu.iac.types.contact import Contact
+from mgpu.providers.aws.instances import user_data
 from mgpu.providers.base import FleetState, Handle, NodePhase, NodeState
 from mgpu.remote import rekey
 from mgpu.remote.node import Node, connect
@@ -135,7 +135,7 @@ def test_a_user_who_is_not_root_becomes_root_without_a_password(tmp_path):
 
 
 def test_the_key_is_replaced_where_user_data_puts_it():
-    assert rekey.HOST_KEY_FILE == userdata.HOST_KEY_FILE
+    assert rekey.HOST_KEY_FILE == user_data.HOST_KEY_FILE
 
 
 # ---- first contact

@@ -30,9 +30,9 @@ from mgpu.cli import common, main
 from mgpu.context import Context
 from mgpu.errors import ConnectionFailed, MgpuError, ProviderError
 from mgpu.events import Event
+from mgpu.iac.engine.project import project_name
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import NodeOutput, StackOutput
-from mgpu.iac.project import project_name
 from mgpu.providers import registry
 from mgpu.providers.base import FleetState, Handle, MachineDriver, NodePhase, NodeState
 from mgpu.providers.local.provider import LocalProvider

@@ -9,8 +9,8 @@ import pytest
 
 from mgpu.image.compat import version
 from mgpu.image.compattable import FAMILIES
-from mgpu.providers.aws import drivers
-from mgpu.providers.aws.drivers import RELEASES, brought_by
+from mgpu.providers.aws.instances import drivers
+from mgpu.providers.aws.instances.drivers import RELEASES, brought_by
 
 PYTORCH = "Deep Learning OSS Nvidia Driver AMI GPU PyTorch 2.9 (Ubuntu 24.04)"
 

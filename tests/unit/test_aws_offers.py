@@ -18,12 +18,12 @@ import pytest
 from mgpu.errors import InputError, NoOffer
 from mgpu.plan import rank
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.aws import offers as aws_offers
-from mgpu.providers.aws import snapshot as snapshots
-from mgpu.providers.aws.machinetypes import machine_of
+from mgpu.providers.aws.catalog import offers as aws_offers
+from mgpu.providers.aws.catalog import snapshot as snapshots
+from mgpu.providers.aws.catalog.machine_types import machine_of
+from mgpu.providers.aws.catalog.quotas import QUOTAS, name_of, quota_of, raise_command
+from mgpu.providers.aws.catalog.snapshot import Machine, QuotaState, Region, Snapshot
 from mgpu.providers.aws.options import Options
-from mgpu.providers.aws.quotas import QUOTAS, name_of, quota_of, raise_command
-from mgpu.providers.aws.snapshot import Machine, QuotaState, Region, Snapshot
 from mgpu.spec.load import loads
 
 SHIPPED = snapshots._read(snapshots.SHIPPED)
@@ -471,7 +471,7 @@ import json, socket, sys
 def refuse(*_): raise AssertionError("network")
 socket.socket.connect = refuse
 from mgpu.plan.model import Requirements
-from mgpu.providers.aws.offers import offers
+from mgpu.providers.aws.catalog.offers import offers
 from mgpu.providers.aws.options import Options
 needed = Requirements.model_validate(json.loads(sys.argv[1]))
 assert offers(needed, Options()).offers

@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from mgpu.cli import cli
-from mgpu.providers.aws import names, operator
+from mgpu.providers.aws import names
+from mgpu.providers.aws.iam import operator_policies
 
 ACCOUNT = "123456789012"
 REGIONS = [(), ("us-east-1",), ("us-east-1", "us-west-2", "eu-west-1", "ap-northeast-1")]
@@ -26,7 +27,7 @@ documents = pytest.mark.parametrize(
 
 
 def statements(name, regions=()):
-    return operator.documents(ACCOUNT, regions)[name]["Statement"]
+    return operator_policies.documents(ACCOUNT, regions)[name]["Statement"]
 
 
 def by_tag(statement):
@@ -68,8 +69,8 @@ def test_what_is_too_wide_is_seen(statement):
 
 @documents
 def test_a_document_fits_into_a_managed_policy(name, regions):
-    text = json.dumps(operator.documents(ACCOUNT, regions)[name], separators=(",", ":"))
-    assert len(text) <= operator.MOST_CHARACTERS
+    text = json.dumps(operator_policies.documents(ACCOUNT, regions)[name], separators=(",", ":"))
+    assert len(text) <= operator_policies.MOST_CHARACTERS
 
 
 @documents
@@ -105,15 +106,17 @@ def test_regions_limit_where_things_are_made_and_not_where_they_are_ended():
 
 def test_in_china_every_arn_is_of_that_partition():
     arns = [
-        arn for each in operator.documents(ACCOUNT, ["cn-north-1"])["machines"]["Statement"] for arn in each["Resource"]
+        arn
+        for each in operator_policies.documents(ACCOUNT, ["cn-north-1"])["machines"]["Statement"]
+        for arn in each["Resource"]
     ]
     assert {arn.split(":")[1] for arn in arns if arn != "*"} == {"aws-cn"}
 
 
 def test_a_document_can_be_narrowed_to_what_somebody_lacks():
-    whole = operator.documents(ACCOUNT)["machines"]
-    some = operator.narrowed(whole, {"ec2:CreateFleet", "iam:PassRole"})
-    assert operator.actions(some) == {"ec2:CreateFleet", "iam:PassRole"}
+    whole = operator_policies.documents(ACCOUNT)["machines"]
+    some = operator_policies.narrowed(whole, {"ec2:CreateFleet", "iam:PassRole"})
+    assert operator_policies.actions(some) == {"ec2:CreateFleet", "iam:PassRole"}
     assert {each["Sid"] for each in some["Statement"]} == {"Rent", "Start", "StartOn", "Pass"}
     assert all(each["Condition"] == other["Condition"] for each in some["Statement"] for other in whole["Statement"]
                if each["Sid"] == other["Sid"] and "Condition" in other)  # fmt: skip
@@ -128,9 +131,9 @@ def run(*arguments):
 
 def test_the_command_prints_one_document_and_asks_nobody(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    assert json.loads(run("--account", ACCOUNT).stdout) == operator.documents(ACCOUNT)["machines"]
+    assert json.loads(run("--account", ACCOUNT).stdout) == operator_policies.documents(ACCOUNT)["machines"]
     asked = ("--account", ACCOUNT, "--region", "eu-west-1", "--bootstrap")
-    assert json.loads(run(*asked).stdout) == operator.documents(ACCOUNT, ["eu-west-1"])["base"]
+    assert json.loads(run(*asked).stdout) == operator_policies.documents(ACCOUNT, ["eu-west-1"])["base"]
 
 
 @pytest.mark.parametrize("wrong", [("--account", "12"), ("--account", ACCOUNT, "--region", "Frankfurt")])

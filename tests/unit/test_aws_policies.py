@@ -8,10 +8,11 @@ import re
 import pytest
 
 from mgpu.errors import InputError
-from mgpu.providers.aws import names, operator, policies
-from mgpu.providers.aws.base import ways
-from mgpu.providers.aws.base.group import GroupKeeper, SecurityGroup
-from mgpu.providers.aws.base.thing import Site
+from mgpu.providers.aws import names
+from mgpu.providers.aws.bootstrap import ingress_rules
+from mgpu.providers.aws.bootstrap.resource import Site
+from mgpu.providers.aws.bootstrap.security_group import SecurityGroup, SecurityGroupManager
+from mgpu.providers.aws.iam import operator_policies, policies
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 
@@ -190,7 +191,7 @@ def test_who_may_take_a_role_on_is_read_from_it(statement, may):
 
 def completed(**properties):
     site = Site(Account(Options()), REGION)
-    return GroupKeeper(site).complete(SecurityGroup(**properties))
+    return SecurityGroupManager(site).complete(SecurityGroup(**properties))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ def completed(**properties):
 def test_no_group_is_open_to_the_world_unless_forced(world):
     with pytest.raises(InputError, match="whole world"):
         completed(ssh=("203.0.113.7/32", world))
-    assert completed(ssh=(world,), allow_world=True).ssh == (ways.cidr(world),)
+    assert completed(ssh=(world,), allow_world=True).ssh == (ingress_rules.cidr(world),)
 
 
 def test_a_group_that_nobody_could_log_in_through_is_refused():
@@ -222,19 +223,19 @@ def test_networks_are_written_as_aws_does_and_each_once():
 
 
 def test_the_ways_in_that_mgpu_can_make_are_ssh_and_its_own_members():
-    assert ways.ssh_from("203.0.113.7/32") == {
+    assert ingress_rules.ssh_from("203.0.113.7/32") == {
         "IpProtocol": "tcp",
         "FromPort": 22,
         "ToPort": 22,
         "IpRanges": [{"CidrIp": "203.0.113.7/32"}],
     }
-    assert ways.everything("sg-1") == {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "sg-1"}]}
+    assert ingress_rules.everything("sg-1") == {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "sg-1"}]}
 
 
 def test_who_rents_may_start_all_that_a_fleet_takes():
     allowed = {
         (action, resource.split(":")[-1].split("/")[0])
-        for statement in operator.documents(ACCOUNT)["machines"]["Statement"]
+        for statement in operator_policies.documents(ACCOUNT)["machines"]["Statement"]
         for action in listed(statement["Action"])
         for resource in listed(statement["Resource"])
     }

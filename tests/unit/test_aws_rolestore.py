@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mgpu.providers.aws import names
+from mgpu.providers.aws.iam.store_role import opened_by_role
 from mgpu.providers.aws.options import Options
-from mgpu.providers.aws.rolestore import opened_by_role
 
 ACCOUNT = "123456789012"
 

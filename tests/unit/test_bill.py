@@ -113,7 +113,7 @@ def test_a_torn_line_hides_no_other(tmp_path: Path):
 
 
 def test_a_line_that_a_full_disk_cuts_off_is_an_error_and_spoils_no_other(tmp_path: Path):
-    """A keeper whose start line is not there has to end: nobody would ever be charged for what it runs."""
+    """A node process whose start line is not there has to end: nobody would ever be charged for what it runs."""
     bill.write_start(tmp_path, start(None))
     whole = (tmp_path / bill.FILE).stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

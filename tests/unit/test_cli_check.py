@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from mgpu.cli import check, cli
 from mgpu.errors import InvalidRequest
-from mgpu.iac import install
+from mgpu.iac.engine import install
 from mgpu.providers import registry
 from mgpu.providers.base import Finding
 from mgpu.providers.local.provider import LocalProvider

@@ -368,7 +368,7 @@ def test_init_where_nothing_can_be_written_is_bad_input(mgpu, world):
 
 
 def test_init_gives_a_project_its_own_copy_of_the_images_and_keeps_one_that_is_there(mgpu, world, monkeypatch):
-    monkeypatch.setattr("mgpu.iac.install.set_up", lambda *_: None)
+    monkeypatch.setattr("mgpu.iac.engine.install.set_up", lambda *_: None)
     done = mgpu("init", "p")
     assert done.code == 0, done.err
     copied = world.folder / "p" / "images" / "trainer"

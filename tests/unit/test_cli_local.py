@@ -1,4 +1,6 @@
-"""`mgpu local`: which machine it finds, what it orders, what it says. A `sleep` stands for each machine's keeper."""
+"""`mgpu local`: which machine it finds, what it orders, what it says. A `sleep` stands for each machine's node
+process.
+"""
 
 from __future__ import annotations
 
@@ -52,32 +54,32 @@ def root(xdg: Path) -> Path:
 @pytest.fixture
 def machine(root: Path) -> Iterator[Callable[..., Instance]]:
     """Makes a machine of a fleet; `alive=False`: one that ended before."""
-    keepers: list[subprocess.Popen] = []
+    node_processes: list[subprocess.Popen] = []
 
     def make(name: str, fleet: str = "mine-run-1", *, alive: bool = True, owner: str = "") -> Instance:
         instance, rank = Instance(root, name), int(name[-1])
         owner = owner or paths.owner()
         instance.register(NodeSpec(rank, fleet, 1, owner, "key", "python", 300, 600, 0.03, "spot"))
-        keeper = subprocess.Popen(["sh", "-c", "trap '' USR1; echo; exec sleep 60"], stdout=subprocess.PIPE)
-        assert keeper.stdout is not None
-        keeper.stdout.readline()
-        keepers.append(keeper)
-        process = procs.of(keeper.pid)
+        node_process = subprocess.Popen(["sh", "-c", "trap '' USR1; echo; exec sleep 60"], stdout=subprocess.PIPE)
+        assert node_process.stdout is not None
+        node_process.stdout.readline()
+        node_processes.append(node_process)
+        process = procs.of(node_process.pid)
         assert process is not None
         assert instance.claim(process)
         who = (process.pid, process.start_ticks, process.boot_id)
         bill.write_start(root, bill.Start(time.time(), name, fleet, 1, owner, *who, 0.03, "spot"))
         if not alive:
-            keeper.kill()
-            keeper.wait()
+            node_process.kill()
+            node_process.wait()
             instance.ask_to_end("its folder is gone")
             assert instance.settle()
         return instance
 
     yield make
-    for keeper in keepers:
-        keeper.kill()
-        keeper.communicate()
+    for node_process in node_processes:
+        node_process.kill()
+        node_process.communicate()
 
 
 def run(name: str = "run-1", created_at: float = 1.0, state: State = State.RUNNING, **more: Any) -> None:

@@ -15,8 +15,8 @@ from mgpu.cli import cli
 from mgpu.errors import AuthError
 from mgpu.plan.model import Headroom, Offer, Requirements
 from mgpu.providers import registry
-from mgpu.providers.aws import offers as aws_offers
-from mgpu.providers.aws import snapshot as snapshots
+from mgpu.providers.aws.catalog import offers as aws_offers
+from mgpu.providers.aws.catalog import snapshot as snapshots
 from mgpu.providers.aws.options import Options
 from mgpu.providers.base import Offers, Refreshed
 from mgpu.providers.local.provider import LocalProvider

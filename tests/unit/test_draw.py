@@ -372,7 +372,7 @@ def test_own_draws_are_no_smaller_because_they_are_slow(slow):
     [
         ("tests/e2e/test_a.py", "tests/e2e/test_a.py::test_it[1]", True),
         ("tests/e2e/test_b.py", "tests/e2e/test_a.py::test_it", False),
-        ("mgpu/iac/engine.py", "tests/infra/test_a.py::test_it", True),
+        ("mgpu/iac/engine/stack.py", "tests/infra/test_a.py::test_it", True),
         ("mgpu/run/lifecycle/launch.py", "tests/infra/test_a.py::test_it", False),
         ("train/mgpu_train/agent/watch.py", "tests/train/test_agent_ends.py::test_it", True),
         ("train/mgpu_train/store/s3.py", "tests/train/test_agent_ends.py::test_it", False),

@@ -14,7 +14,7 @@ import pytest
 
 from mgpu.image import bases, compat, context, shipped
 from mgpu.image.compattable import FAMILIES, TOOLKITS, WHEELS
-from mgpu.providers.aws import drivers
+from mgpu.providers.aws.instances import drivers
 from mgpu.spec.image import ImageSpec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 
 from mgpu.errors import StackError
-from mgpu.iac import environment, install, sources
-from mgpu.iac.install import find_engine, install_engine
-from mgpu.iac.sources import FILES, VERSION, Outside, Unavailable
+from mgpu.iac import environment
+from mgpu.iac.engine import install, sources
+from mgpu.iac.engine.install import find_engine, install_engine
+from mgpu.iac.engine.sources import FILES, VERSION, Outside, Unavailable
 
 ROOT = Path(__file__).parents[2]
 SUMS = f"pulumi-{VERSION}-checksums.txt"

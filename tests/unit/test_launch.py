@@ -35,7 +35,7 @@ from mgpu.errors import (
     Transient,
 )
 from mgpu.events import Note, Warned
-from mgpu.iac.project import project_name
+from mgpu.iac.engine.project import project_name
 from mgpu.providers.base import NodePhase
 from mgpu.run.job.request import resolve
 from mgpu.run.lifecycle import attach, attempt_start

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mgpu.iac import environment, packages
+from mgpu.iac import environment
+from mgpu.iac.engine import packages
 
 _ASKED = ("-m", "pip", "list", "-v", "--format", "json")
 

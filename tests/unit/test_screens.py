@@ -119,8 +119,8 @@ def user(world, tmp_path, monkeypatch):
         Finding(subject="quota of g5.xlarge (L-DB2E81BA)", status="warning", detail="4 vCPUs of 64 are left", cure="x"),
     )
     monkeypatch.setattr(world.cloud, "findings", lambda *_: looked, raising=False)
-    monkeypatch.setattr("mgpu.iac.install.find_engine", lambda: None)
-    monkeypatch.setattr("mgpu.iac.install.set_up", lambda *_: None)
+    monkeypatch.setattr("mgpu.iac.engine.install.find_engine", lambda: None)
+    monkeypatch.setattr("mgpu.iac.engine.install.set_up", lambda *_: None)
     known = {"name": "bert-large-finetune", "price_usd_per_hour": 3.92, "max_hours": 12.0, "store": url, "attempt": 1}
     done = {"ended_at": NOW - 80_000, "teardown": "confirmed", "steps": 30_000}
     metrics = {"loss": 1.2345, "tokens_per_s": 51234.0}

@@ -155,7 +155,7 @@ def test_a_second_set_up_asks_uv_nothing(machine):
     assert "uv sync --quiet --frozen" in machine.calls()
     again = machine.set_up()
     assert (again.returncode, again.stderr) == (0, "")
-    assert machine.calls() == ["venv-python -m mgpu.iac.install --project ."]
+    assert machine.calls() == ["venv-python -m mgpu.iac.engine.install --project ."]
 
 
 @pytest.mark.parametrize("name", ["uv.lock", "pyproject.toml", "train/pyproject.toml"])

@@ -13,17 +13,17 @@ from typing import Any
 from mgpu import paths
 from mgpu.context import Context
 from mgpu.errors import InputError
-from mgpu.iac.engine import Stack
-from mgpu.iac.enginelog import Change
+from mgpu.iac.engine.event_log import Change
+from mgpu.iac.engine.project import base_program
+from mgpu.iac.engine.stack import Stack
 from mgpu.iac.naming import BASE_PROJECT
-from mgpu.iac.project import base_program
-from mgpu.providers.aws.base import role, thing
-from mgpu.providers.aws.base.bucket import Bucket, BucketKeeper
-from mgpu.providers.aws.base.group import GroupKeeper, SecurityGroup, network
-from mgpu.providers.aws.base.repository import Repository, RepositoryKeeper
-from mgpu.providers.aws.base.roles import NodeKeeper, NodeRole, ReaperKeeper, ReaperRole
-from mgpu.providers.aws.base.thing import Keeper, Site
-from mgpu.providers.aws.base.ways import cidr
+from mgpu.providers.aws.bootstrap import resource, role
+from mgpu.providers.aws.bootstrap.bucket import Bucket, BucketManager
+from mgpu.providers.aws.bootstrap.ingress_rules import cidr
+from mgpu.providers.aws.bootstrap.repository import Repository, RepositoryManager
+from mgpu.providers.aws.bootstrap.resource import Manager, Site
+from mgpu.providers.aws.bootstrap.roles import NodeRole, NodeRoleManager, ReaperRole, ReaperRoleManager
+from mgpu.providers.aws.bootstrap.security_group import SecurityGroup, SecurityGroupManager, network
 from mgpu.providers.aws.failures import calling
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
@@ -110,7 +110,7 @@ class Base:
             why = f"Machines of mgpu's live there: {', '.join(used_by)}."
             raise InputError(f"the base in {self.region} is in use", why, "End them first: `mgpu ls`, `mgpu gc`.")
         if and_bucket:
-            BucketKeeper(self.site).require_empty(self._bucket())
+            BucketManager(self.site).require_empty(self._bucket())
 
     def down(self, *, and_bucket: bool) -> None:
         """Takes it down, all but the bucket; with `and_bucket` that, too.
@@ -122,12 +122,12 @@ class Base:
         self.stack.unprotect()
         self.stack.destroy()
         if ours is not None:
-            thing.remove(BucketKeeper(self.site), ours)
+            resource.remove(BucketManager(self.site), ours)
         self.stack.remove()
 
     def _bucket(self) -> Bucket:
         """The base's own: one of the user's is never deleted."""
-        return BucketKeeper(self.site).complete(Bucket(keep=False))
+        return BucketManager(self.site).complete(Bucket(keep=False))
 
 
 def own_address() -> str:
@@ -160,22 +160,22 @@ def require_regions(account: Account, regions: tuple[str, ...]) -> None:
 
 def _checked(site: Site, wanted: Wanted) -> Wanted:
     """With networks as AWS writes them, and the default VPC named; what is the user's is looked at."""
-    _use(BucketKeeper(site), Bucket(existing=wanted.bucket or None))
-    _use(RepositoryKeeper(site), Repository(existing=wanted.repository or None))
-    _use(NodeKeeper(site), NodeRole(existing=wanted.instance_profile or None))
-    _use(ReaperKeeper(site), ReaperRole(existing=wanted.reaper_role or None))
+    _use(BucketManager(site), Bucket(existing=wanted.bucket or None))
+    _use(RepositoryManager(site), Repository(existing=wanted.repository or None))
+    _use(NodeRoleManager(site), NodeRole(existing=wanted.instance_profile or None))
+    _use(ReaperRoleManager(site), ReaperRole(existing=wanted.reaper_role or None))
     group = SecurityGroup(existing=wanted.security_group or None, allow_world=wanted.allow_world)
-    _use(GroupKeeper(site), group)
+    _use(SecurityGroupManager(site), group)
     if wanted.security_group:
         return wanted
-    ssh = GroupKeeper(site).complete(group.model_copy(update={"ssh": wanted.ssh})).ssh
+    ssh = SecurityGroupManager(site).complete(group.model_copy(update={"ssh": wanted.ssh})).ssh
     with calling("looking for the network", site.region):
         return replace(wanted, ssh=ssh, vpc=network(site, wanted.vpc))
 
 
-def _use(keeper: Keeper[Any], asked: thing.Thing) -> None:
+def _use(manager: Manager[Any], asked: resource.Resource) -> None:
     if asked.existing:
-        thing.examined(keeper, keeper.complete(asked))
+        resource.examined(manager, manager.complete(asked))
 
 
 def account_of(account: str, profile: str, endpoint_url: str) -> Account:

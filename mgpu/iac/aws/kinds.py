@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from mgpu.iac.tokens import BUCKET, NODE_ROLE, REAPER_ROLE, REPOSITORY, SECURITY_GROUP
-from mgpu.providers.aws.base.bucket import BucketKeeper
-from mgpu.providers.aws.base.group import GroupKeeper
-from mgpu.providers.aws.base.repository import RepositoryKeeper
-from mgpu.providers.aws.base.roles import NodeKeeper, ReaperKeeper
-from mgpu.providers.aws.base.thing import Keeper
+from mgpu.providers.aws.bootstrap.bucket import BucketManager
+from mgpu.providers.aws.bootstrap.repository import RepositoryManager
+from mgpu.providers.aws.bootstrap.resource import Manager
+from mgpu.providers.aws.bootstrap.roles import NodeRoleManager, ReaperRoleManager
+from mgpu.providers.aws.bootstrap.security_group import SecurityGroupManager
 
-KEEPERS: dict[str, type[Keeper[Any]]] = {
-    BUCKET: BucketKeeper,
-    REPOSITORY: RepositoryKeeper,
-    NODE_ROLE: NodeKeeper,
-    REAPER_ROLE: ReaperKeeper,
-    SECURITY_GROUP: GroupKeeper,
+MANAGERS: dict[str, type[Manager[Any]]] = {
+    BUCKET: BucketManager,
+    REPOSITORY: RepositoryManager,
+    NODE_ROLE: NodeRoleManager,
+    REAPER_ROLE: ReaperRoleManager,
+    SECURITY_GROUP: SecurityGroupManager,
 }

@@ -6,29 +6,29 @@ from typing import Any
 
 from pydantic.alias_generators import to_camel
 
-from mgpu.iac.aws.kinds import KEEPERS
-from mgpu.providers.aws.base.thing import Thing
+from mgpu.iac.aws.kinds import MANAGERS
+from mgpu.providers.aws.bootstrap.resource import Resource
 
 _WORDS = {"type": "array", "items": {"type": "string"}}
 
 
 def resources() -> dict[str, Any]:
     """Every kind, by its token."""
-    return {token: _resource(keeper.thing) for token, keeper in KEEPERS.items()}
+    return {token: _resource(manager.resource) for token, manager in MANAGERS.items()}
 
 
-def settable(thing: type[Thing]) -> dict[str, str]:
-    """What a program may say of a thing: the wire's name -> ours."""
-    return {to_camel(name): name for name in thing.model_fields if name not in thing.fixed()}
+def settable(resource: type[Resource]) -> dict[str, str]:
+    """What a program may say of a resource: the wire's name -> ours."""
+    return {to_camel(name): name for name in resource.model_fields if name not in resource.fixed()}
 
 
-def _resource(thing: type[Thing]) -> dict[str, Any]:
-    fields = thing.model_json_schema(by_alias=True)["properties"]
+def _resource(resource: type[Resource]) -> dict[str, Any]:
+    fields = resource.model_json_schema(by_alias=True)["properties"]
     properties = {name: _type(field) | {"description": field["description"]} for name, field in fields.items()}
-    facts = {name: {"type": "string", "description": text} for name, text in thing.facts.items()}
+    facts = {name: {"type": "string", "description": text} for name, text in resource.facts.items()}
     return {
-        "description": (thing.__doc__ or "").partition("\n")[0],
-        "inputProperties": {name: properties[name] for name in settable(thing)},
+        "description": (resource.__doc__ or "").partition("\n")[0],
+        "inputProperties": {name: properties[name] for name in settable(resource)},
         "properties": properties | facts,
         "required": [name for name in (*properties, *facts) if name != "existing"],
     }

@@ -17,9 +17,12 @@ from typing import Any
 
 from mgpu.errors import InputError, MgpuError, NoOffer
 from mgpu.plan.model import Requirements
-from mgpu.providers.aws import checkquotas, names, operator, permissions, place
-from mgpu.providers.aws.base.ways import SSH, ways
+from mgpu.providers.aws import names
+from mgpu.providers.aws.bootstrap.ingress_rules import SSH, rules
+from mgpu.providers.aws.catalog import quota_findings
 from mgpu.providers.aws.failures import calling
+from mgpu.providers.aws.iam import operator_policies, permissions
+from mgpu.providers.aws.instances import network
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import Finding
@@ -109,16 +112,16 @@ def _permissions(account: Account, identity: dict[str, Any], requirements: Requi
         yield _ok("permissions", "the account's owner may do everything")
         return
     regions = requirements.regions if requirements else ()
-    document = operator.documents(identity["Account"], regions)["machines"]
+    document = operator_policies.documents(identity["Account"], regions)["machines"]
     told = permissions.told(account, identity["Arn"], document)
-    needed = len(operator.actions(document))
+    needed = len(operator_policies.actions(document))
     if told.missing - {permissions.SIMULATE} or (told.missing and not told.untold):
         yield Finding(
             subject="permissions",
             status="failed",
             detail=f"{len(told.missing)} of {needed} actions are missing: {_some(told.missing)}",
             cure="Have this policy attached to them; `mgpu policy aws` prints all that is needed.",
-            document=operator.narrowed(document, told.missing),
+            document=operator_policies.narrowed(document, told.missing),
         )
     elif told.untold:
         detail = f"{len(told.tried)} of {needed} actions were tried and are allowed; of the others nothing is known"
@@ -157,13 +160,13 @@ def _of_region(
         f"network {region}": lambda: [_network(account, options, region)],
         f"roles {region}": lambda: [_roles(account, options, region)],
         f"login {region}": lambda: [_login(account, options, region, here)],
-        f"quotas {region}": lambda: checkquotas.findings(account, options, requirements, region),
+        f"quotas {region}": lambda: quota_findings.findings(account, options, requirements, region),
     }
 
 
 def _network(account: Account, options: Options, region: str) -> Finding:
     subject = f"network {region}"
-    found = place.subnets(account, options, region)
+    found = network.subnets(account, options, region)
     if not found:
         cure = f"Name subnets of {region} in `aws.subnet_ids`, or `aws ec2 create-default-subnet`."
         return Finding(subject=subject, status="failed", detail="there is no subnet for machines", cure=cure)
@@ -177,7 +180,7 @@ def _network(account: Account, options: Options, region: str) -> Finding:
 
 
 def _roles(account: Account, options: Options, region: str) -> Finding:
-    profile = place.require_roles(account, options, region)
+    profile = network.require_roles(account, options, region)
     reaper = options.reaper_role or names.REAPER_ROLE
     return _ok(f"roles {region}", f"instance profile {profile}, role {reaper}")
 
@@ -185,10 +188,10 @@ def _roles(account: Account, options: Options, region: str) -> Finding:
 def _login(account: Account, options: Options, region: str, here: Callable[[], str]) -> Finding:
     """Whether the group lets this machine, or the jump host, in."""
     subject = f"login {region}"
-    subnets = place.subnets(account, options, region)
+    subnets = network.subnets(account, options, region)
     if not subnets:
         raise NoOffer("without a network nobody can log in", "", "See `network`.")
-    group = place.group_of(account, options, region, subnets[0]["VpcId"])
+    group = network.group_of(account, options, region, subnets[0]["VpcId"])
     sources = sorted(_let_in(account, region, group))
     detail = f"{group} lets in {', '.join(sources) or 'nobody'} on port {SSH}"
     if options.address == "private":
@@ -213,9 +216,9 @@ def _let_in(account: Account, region: str, group: str) -> Iterator[str]:
     with calling(f"looking at security group {group}", region):
         found = account.client("ec2", region).describe_security_groups(Filters=filters)["SecurityGroups"]
     for each in found:
-        for source, way in ways(each.get("IpPermissions", ())):
-            every = way["IpProtocol"] == "-1"
-            if source != group and (every or way.get("FromPort", 0) <= SSH <= way.get("ToPort", 0)):
+        for source, rule in rules(each.get("IpPermissions", ())):
+            every = rule["IpProtocol"] == "-1"
+            if source != group and (every or rule.get("FromPort", 0) <= SSH <= rule.get("ToPort", 0)):
                 yield source
 
 

@@ -88,42 +88,42 @@ class AwsProvider(Provider):
 
     def offers(self, requirements: Requirements) -> Offers:
         """What is known to be on sale, from the snapshot or the newest refresh. Raises InputError, NoOffer."""
-        from mgpu.providers.aws.offers import offers
+        from mgpu.providers.aws.catalog.offers import offers
 
         return offers(requirements, self._of(requirements))
 
     def refresh_offers(self) -> Refreshed:
         """Asks all regions for types, prices and quotas. Raises AuthError, InputError, ProviderError."""
-        from mgpu.providers.aws.refresh import refresh
+        from mgpu.providers.aws.catalog.refresh import refresh
 
         return refresh(self._account)
 
     def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
-        """Makes the whole gang, or nothing. Raises what `mgpu.providers.aws.launch.launch` raises."""
+        """Makes the whole gang, or nothing. Raises what `mgpu.providers.aws.instances.launch.launch` raises."""
         return self._launch(request, offer, token, tuple(range(request.requirements.nodes)))
 
     def find(self, intent: Intent) -> Handle | None:
         """The machines that carry the intent's token. Raises ProviderError."""
-        from mgpu.providers.aws import machines
+        from mgpu.providers.aws.instances import machines
 
         found = machines.find(self._account, intent)
         return self._ours(found) if found else None
 
     def describe(self, handle: Handle) -> FleetState:
         """The machines as EC2 shows them. Raises Transient: one that is too new to be shown; ProviderError."""
-        from mgpu.providers.aws import machines
+        from mgpu.providers.aws.instances import machines
 
         return machines.describe(self._account, self._options, handle)
 
     def describe_all(self, handles: Sequence[Handle]) -> tuple[FleetState, ...]:
         """`describe` for many handles, in a few calls for each region. Raises what `describe` raises."""
-        from mgpu.providers.aws import machines
+        from mgpu.providers.aws.instances import machines
 
         return machines.describe_all(self._account, self._options, handles)
 
     def rekeyed(self, handle: Handle, node: str, host_key: str, *, used: bool) -> None:
         """Writes the new host key into the machine's tags. Raises ProviderError."""
-        from mgpu.providers.aws import machines
+        from mgpu.providers.aws.instances import machines
 
         machines.rekeyed(self._account, handle, node, host_key, used=used)
 
@@ -132,7 +132,7 @@ class AwsProvider(Provider):
     ) -> Handle:
         """Replaces the machines of these ranks. Raises what `create` raises, and `Transient` until EC2 shows that the
         lost ones are on their way out."""
-        from mgpu.providers.aws import machines
+        from mgpu.providers.aws.instances import machines
 
         intent = Intent(
             fleet=request.fleet, generation=request.generation, owner=request.owner, token=token, offer=offer
@@ -147,17 +147,17 @@ class AwsProvider(Provider):
 
     def opened_by_role(self, url: str) -> bool:
         """Whether the machines' own role reaches this address. Raises ProviderError."""
-        from mgpu.providers.aws.rolestore import opened_by_role
+        from mgpu.providers.aws.iam.store_role import opened_by_role
 
         return opened_by_role(self._account, self._options, url)
 
     def image_repository(self, regions: Sequence[str]) -> str:
         """The one of base in the first of these regions, else at home. Raises AuthError, InputError."""
-        from mgpu.providers.aws.base.repository import Repository, RepositoryKeeper
-        from mgpu.providers.aws.base.thing import Site
+        from mgpu.providers.aws.bootstrap.repository import Repository, RepositoryManager
+        from mgpu.providers.aws.bootstrap.resource import Site
 
-        keeper = RepositoryKeeper(Site(self._account, regions[0] if regions else self._account.home_region))
-        return keeper.expected(keeper.complete(Repository()))["uri"]
+        manager = RepositoryManager(Site(self._account, regions[0] if regions else self._account.home_region))
+        return manager.expected(manager.complete(Repository()))["uri"]
 
     def registry_client(self, region: str) -> Any:
         """ECR there, with the credentials of `aws.profile`. Raises AuthError, InputError."""
@@ -166,39 +166,39 @@ class AwsProvider(Provider):
     def machine_driver(self, regions: Sequence[str]) -> MachineDriver | None:
         """Of the machine image in the first of these regions that has one: AWS publishes a build in all of them at
         once. Raises ProviderError: AWS refused, or did not answer."""
-        from mgpu.providers.aws import image
+        from mgpu.providers.aws.instances import machine_image
 
         for region in regions:
             with contextlib.suppress(NoOffer):
-                return image.find(self._account, self._options, region).driver
+                return machine_image.find(self._account, self._options, region).driver
         return None
 
     def driver_of(self, handle: Handle) -> MachineDriver | None:
         """Of the machine image that they were made from, where all have the same. Raises ProviderError."""
-        from mgpu.providers.aws import image, listing
+        from mgpu.providers.aws.instances import listing, machine_image
 
         machines = listing.by_id(self._account, handle.region, handle.ids).values()
         made_from = {machine["ImageId"] for machine in machines if "ImageId" in machine}
-        return image.driver(self._account, handle.region, *made_from) if len(made_from) == 1 else None
+        return machine_image.driver(self._account, handle.region, *made_from) if len(made_from) == 1 else None
 
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
         """What carries this owner's tag, in all regions. Raises ProviderError: not all of them have answered."""
-        from mgpu.providers.aws import ending
+        from mgpu.providers.aws.instances import teardown
 
-        return tuple(map(self._ours, ending.list_owned(self._account, owner)))
+        return tuple(map(self._ours, teardown.list_owned(self._account, owner)))
 
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         """Ends machines and what only they used. Raises ProviderError: EC2 refused, or did not answer."""
-        from mgpu.providers.aws import ending
+        from mgpu.providers.aws.instances import teardown
 
-        return ending.destroy(self._account, handle, nodes)
+        return teardown.destroy(self._account, handle, nodes)
 
     def _of(self, requirements: Requirements) -> Options:
         return Options.of({**self._given, **requirements.provider_options})
 
     def _launch(self, request: FleetRequest, offer: Offer, token: str, ranks: tuple[int, ...]) -> Handle:
-        from mgpu.providers.aws.launch import launch
-        from mgpu.providers.aws.order import Order
+        from mgpu.providers.aws.instances.fleet_request import Order
+        from mgpu.providers.aws.instances.launch import launch
 
         return self._ours(launch(self._account, Order(request, offer, token, ranks, self._of(request.requirements))))
 
@@ -220,10 +220,10 @@ class AwsProvider(Provider):
     def _forget(self, handle: Handle, lost: tuple[str, ...]) -> None:
         """Takes away what machines on their way out still have: once they are replaced nobody asks about them again,
         and an account has few addresses."""
-        from mgpu.providers.aws import ending, listing, reaper
+        from mgpu.providers.aws.instances import listing, reaper, teardown
 
         for some in listing.in_batches(list(lost)):
             used_by = [{"Name": "instance-id", "Values": some}]
-            if not ending.release(self._account, handle.region, used_by):
+            if not teardown.release(self._account, handle.region, used_by):
                 raise Transient("the address of a lost machine is still in use", ", ".join(some), "Call again.")
         reaper.disarm(self._account, handle.region, lost)

@@ -1,9 +1,9 @@
 """What provider `local` charges, judged by what is really alive: `bill.jsonl` under the provider's root.
 
-Two kinds of line, described in docs/formats.md. A `start` line is a keeper's own first act, before it gives the node
-anything that could run; the `stop` line is written when everything of the node has ended, by the keeper, or by whoever
-finds a keeper dead and has ended its remains. Neither is believed about the present: `read` asks the system whether the
-keeper, or any process that carries the instance's mark, is alive. Standard library only.
+Two kinds of line, described in docs/formats.md. A `start` line is a node process's own first act, before it gives the
+node anything that could run; the `stop` line is written when everything of the node has ended, by the node process, or
+by whoever finds a node process dead and has ended its remains. Neither is believed about the present: `read` asks the
+system whether the node process, or any process that carries the instance's mark, is alive. Standard library only.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ def _judge(root: Path, start: Start, stop: tuple[float, str] | None, is_marked: 
 
 
 def heartbeat(root: Path, instance: str) -> Path:
-    """The file whose modification time a keeper renews every second."""
+    """The file whose modification time a node process renews every second."""
     return root / "instances" / instance / "heartbeat"
 
 
 def _last_sign_of_life(root: Path, start: Start) -> float:
-    # the keeper was killed, or the machine lost power, and nobody has looked at the node since
+    # the node process was killed, or the machine lost power, and nobody has looked at the node since
     try:
         return max(start.at, heartbeat(root, start.instance).stat().st_mtime)
     except OSError:

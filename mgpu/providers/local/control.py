@@ -3,9 +3,9 @@
     <root>/instances/<id>/control.json   what happens to one machine: a notice and its end, or its end at once
     <root>/control.json                  what happens to the provider's answers: no capacity, lost, wrong, late
 
-Nothing here happens unless a file asks for it. Two seams are all there is: a keeper carries out its `Orders`, and the
-provider looks through `creating` and `unseen`. A file with anything else in it changes nothing, and is named: one
-machine's in its keeper.log, the provider's by `check`. Standard library only: keepers start fast.
+Nothing here happens unless a file asks for it. Two seams are all there is: a node process carries out its `Orders`, and
+the provider looks through `creating` and `unseen`. A file with anything else in it changes nothing, and is named: one
+machine's in its node.log, the provider's by `check`. Standard library only: node processes start fast.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def _order(instance: Instance, order: Mapping[str, Any]) -> None:
 
 
 def _wake(instance: Instance) -> None:
-    keeper = instance.keeper()
-    if keeper is not None and keeper.begun:
-        keeper.process.send(signal.SIGUSR1)
-        keeper.process.send(signal.SIGCONT)  # nothing on a machine keeps its provider from taking it
+    node_process = instance.node_process()
+    if node_process is not None and node_process.begun:
+        node_process.process.send(signal.SIGUSR1)
+        node_process.process.send(signal.SIGCONT)  # nothing on a machine keeps its provider from taking it
 
 
 class Orders:
-    """What a keeper has been asked for. Once read, an order runs by a clock that nobody can set."""
+    """What a node process has been asked for. Once read, an order runs by a clock that nobody can set."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class Gang(Value):
             )
 
     def node_spec(self, rank: int) -> NodeSpec:
-        """What this rank's keeper is told."""
+        """What this rank's node process is told."""
         request = self.request
         return NodeSpec(
             rank=rank,

@@ -2,16 +2,16 @@
 
     <root>/instances/<id>/   the provider's record
         spec.json            what was asked for
-        keeper.json          who keeps it: claimed once and for ever, so an instance lives once (pid 0: it never will)
+        node.json          who keeps it: claimed once and for ever, so an instance lives once (pid 0: it never will)
         endpoint.json        port and host key: the node can be reached
         stopping.json        it was asked to end: when, and why
         stopped.json         everything of it has ended: when, and why
-        heartbeat            modification time: the keeper's last sign of life
+        heartbeat            modification time: the node process's last sign of life
         control.json    what the provider does with it, on request: mgpu.providers.local.control
-        keeper.log
+        node.log
     <root>/nodes/<id>/       the machine: home, tmp, bin, host_key
 
-Standard library only: a keeper is up in some hundredths of a second.
+Standard library only: a node process is up in some hundredths of a second.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _REMAINS_S = 2.0  # for processes to vanish after SIGKILL
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What was asked for: everything a keeper needs to know."""
+    """What was asked for: everything a node process needs to know."""
 
     rank: int
     fleet: str
@@ -64,11 +64,11 @@ class NodeSpec:
     hard_cap_s: float
     price_usd_per_hour: float
     market: str
-    asked_at: float = 0.0  # UNIX seconds: the hard cap counts from here; 0: from when its keeper began
+    asked_at: float = 0.0  # UNIX seconds: the hard cap counts from here; 0: from when its node process began
 
 
 @dataclass(frozen=True)
-class Keeper:
+class NodeProcess:
     """Who keeps a node since `at` (UNIX seconds)."""
 
     process: Process
@@ -109,8 +109,8 @@ class Instance:
 
     @property
     def log(self) -> Path:
-        """What keeper and SSH server print."""
-        return self.record / "keeper.log"
+        """What node process and SSH server print."""
+        return self.record / "node.log"
 
     @property
     def registered(self) -> bool:
@@ -131,13 +131,13 @@ class Instance:
         return NodeSpec(**data)
 
     def claim(self, process: Process) -> bool:
-        """Makes `process` this instance's keeper; True for one process, once, for ever."""
-        return files.claim(self.record / "keeper.json", {"at": round(time.time(), 3), **asdict(process)})
+        """Makes `process` this instance's node process; True for one process, once, for ever."""
+        return files.claim(self.record / "node.json", {"at": round(time.time(), 3), **asdict(process)})
 
-    def keeper(self) -> Keeper | None:
-        """Its keeper, dead or alive; None: it has none yet."""
-        data = files.load(self.record / "keeper.json")
-        return Keeper(Process(data["pid"], data["start_ticks"], data["boot_id"]), data["at"]) if data else None
+    def node_process(self) -> NodeProcess | None:
+        """Its node process, dead or alive; None: it has none yet."""
+        data = files.load(self.record / "node.json")
+        return NodeProcess(Process(data["pid"], data["start_ticks"], data["boot_id"]), data["at"]) if data else None
 
     def endpoint(self) -> tuple[int, str] | None:
         """Port and host key (OpenSSH public key line); None: it cannot be reached yet."""
@@ -190,20 +190,22 @@ class Instance:
         """Its processes have all ended: the folder goes, and the bill is closed; not while something of it is left."""
         if not _remove(self.folder) or self.stopped:
             return
-        keeper = self.keeper()
-        if keeper is not None and keeper.begun:
+        node_process = self.node_process()
+        if node_process is not None and node_process.begun:
             bill.write_stop(self.root, self.id, reason)
         files.claim(self.record / "stopped.json", {"at": time.time(), "reason": reason})
 
     def settle(self) -> bool:
-        """Looks whether it has ended; the remains of one whose keeper was killed are ended first. True: it is gone."""
-        keeper = self.keeper()
-        if keeper is None or keeper.process.alive:
+        """Looks whether it has ended; the remains of one whose node process was killed are ended first. True: it is
+        gone.
+        """
+        node_process = self.node_process()
+        if node_process is None or node_process.process.alive:
             return False
         if self.stopped:
             return True
-        reason = self.end_reason() or ("the keeper was killed" if keeper.begun else "ended before it began")
-        if keeper.begun and not procs.end(self.remains, term_s=0, kill_s=_REMAINS_S):
+        reason = self.end_reason() or ("the node process was killed" if node_process.begun else "ended before it began")
+        if node_process.begun and not procs.end(self.remains, term_s=0, kill_s=_REMAINS_S):
             return False
         self.finish(reason)
         return self.stopped
@@ -221,11 +223,11 @@ class Instance:
     def terminate(self, reason: str, kill_after_s: float) -> bool:
         """Asks it to end, with SIGKILL once `kill_after_s` seconds have passed since it was first asked. True: gone."""
         asked_s = self.ask_to_end(reason)
-        self.claim(Process(0, 0, ""))  # no keeper yet: none will ever come
-        keeper = self.keeper()
-        if keeper is not None and keeper.begun and keeper.process.alive:
-            keeper.process.send(signal.SIGKILL if asked_s > kill_after_s else signal.SIGTERM)
-            keeper.process.send(signal.SIGCONT)
+        self.claim(Process(0, 0, ""))  # no node process yet: none will ever come
+        node_process = self.node_process()
+        if node_process is not None and node_process.begun and node_process.process.alive:
+            node_process.process.send(signal.SIGKILL if asked_s > kill_after_s else signal.SIGTERM)
+            node_process.process.send(signal.SIGCONT)
         return self.settle()
 
 

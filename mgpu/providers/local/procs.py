@@ -1,4 +1,4 @@
-"""Processes of provider `local`'s nodes: found by their mark, ended with a warning, mourned by their keeper.
+"""Processes of provider `local`'s nodes: found by their mark, ended with a warning, mourned by their node process.
 
 What a process is, and how exactly one is signalled, stands in `mgpu_train.agent.procs`. Standard library only.
 """

@@ -33,8 +33,8 @@ from mgpu.providers.local.options import ENTRY, Options
 
 PRICES_USD_PER_HOUR: dict[BoughtAs, float] = {"on-demand": 0.10, "spot": 0.03}
 _NODES_PER_CORE = 8
-_KILL_AFTER_S = 15.0  # a keeper that has not ended by then is killed
-_START_S = 30.0  # for a keeper to claim its instance, on a busy machine
+_KILL_AFTER_S = 15.0  # a node process that has not ended by then is killed
+_START_S = 30.0  # for a node process to claim its instance, on a busy machine
 _SOURCE = "this machine's price list"
 
 
@@ -87,13 +87,13 @@ class LocalProvider(Provider):
         return Offers(offers=tuple(_offer(market, stock) for market in PRICES_USD_PER_HOUR), source=_SOURCE)
 
     def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
-        """Starts a keeper per node and returns once each has claimed its node; SSH answers some tenths later.
+        """Starts a node process per node and returns once each has claimed its node; SSH answers some tenths later.
 
         Raises:
             Conflict: the token was used with other parameters.
             NoCapacity: more nodes than this machine carries, or the control file says that there is none.
             InvalidRequest: the nodes' Python does not exist.
-            Transient: a keeper did not start; the same call again goes on from there.
+            Transient: a node process did not start; the same call again goes on from there.
             AmbiguousCreate: the control file wants the answer lost.
         """
         return self._make(request, offer, token, range(request.requirements.nodes))
@@ -104,7 +104,7 @@ class LocalProvider(Provider):
         return gang.handle if gang else None
 
     def describe(self, handle: Handle) -> FleetState:
-        """The nodes as the system has them; what is left of a node whose keeper was killed is ended first.
+        """The nodes as the system has them; what is left of a node whose node process was killed is ended first.
 
         Raises:
             InvalidRequest: a node that this machine has no record of; nothing is known about it.
@@ -163,7 +163,7 @@ class LocalProvider(Provider):
             instances = [instance for instance in made if instance is not None]
             if fault == "fewer":
                 instances[-1].forgo(control.FEWER)
-            _start([instance for instance in instances if instance.keeper() is None])
+            _start([instance for instance in instances if instance.node_process() is None])
         return gang.handle
 
     def _room(self) -> int:
@@ -208,7 +208,12 @@ def _describe(gangs: Gangs, gang: Gang | None, rank: int, name: str, unseen: Cal
         )
     if unseen(instance.made_at):
         raise Transient(f"provider local knows no node {name} yet", "it was made just now", "Ask again.")
-    phase, spec, keeper, endpoint = _phase(instance, unseen), instance.spec(), instance.keeper(), instance.endpoint()
+    phase, spec, node_process, endpoint = (
+        _phase(instance, unseen),
+        instance.spec(),
+        instance.node_process(),
+        instance.endpoint(),
+    )
     port, host_key = endpoint if endpoint and phase is NodePhase.RUNNING else (22, "")
     return NodeState(
         rank=rank,
@@ -220,7 +225,7 @@ def _describe(gangs: Gangs, gang: Gang | None, rank: int, name: str, unseen: Cal
         host_key=host_key,
         private_address="127.0.0.1",
         price_usd_per_hour=spec.price_usd_per_hour,
-        hard_cap_at=(spec.asked_at or keeper.at) + spec.hard_cap_s if keeper and keeper.begun else 0,
+        hard_cap_at=(spec.asked_at or node_process.at) + spec.hard_cap_s if node_process and node_process.begun else 0,
         reason=instance.end_reason() if phase in (NodePhase.STOPPING, NodePhase.TERMINATED) else "",
     )
 
@@ -241,7 +246,9 @@ def _left(gangs: Gangs, gang: Gang) -> Handle:
 
 
 def _start(instances: list[Instance]) -> None:
-    """Starts keepers, all at once, and waits until each instance is claimed: by its keeper, or by another's."""
+    """Starts node processes, all at once, and waits until each instance is claimed: by its node process, or by
+    another's.
+    """
     starters = {instance: _spawn(instance) for instance in instances}
     deadline = time.monotonic() + _START_S
     for instance, starter in starters.items():
@@ -250,9 +257,9 @@ def _start(instances: list[Instance]) -> None:
         except subprocess.TimeoutExpired:
             starter.kill()
             failed = True
-        if failed and instance.keeper() is None:  # a machine that is taken at once takes its starter along
+        if failed and instance.node_process() is None:  # a machine that is taken at once takes its starter along
             raise Transient(
-                f"provider local: the keeper of node {instance.id} did not start",
+                f"provider local: the node process of node {instance.id} did not start",
                 instance.last_words() or f"it did not answer within {_START_S:.0f} s",
                 "Call again; it goes on from there.",
             )
@@ -264,7 +271,7 @@ def _spawn(instance: Instance) -> subprocess.Popen[bytes]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with instance.log.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-s", "-m", "mgpu.providers.local.keeper", str(instance.root), instance.id],
+            [sys.executable, "-P", "-s", "-m", "mgpu.providers.local.node_process", str(instance.root), instance.id],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

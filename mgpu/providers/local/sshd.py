@@ -28,7 +28,7 @@ _LOGIN_S = 30
 
 
 def main(argv: list[str]) -> None:
-    """Serves until it is killed, or until its keeper ends."""
+    """Serves until it is killed, or until its node process ends."""
     procs.die_with_parent(signal.SIGKILL, os.getppid())
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s sshd %(message)s")
     asyncio.run(_serve(Instance(Path(argv[1]), argv[2])))

@@ -14,9 +14,9 @@ from mgpu.errors import (
     Stopped,
     TeardownIncomplete,
 )
-from mgpu.iac.engine import Stack
+from mgpu.iac.engine.project import program
+from mgpu.iac.engine.stack import Stack
 from mgpu.iac.outputs import StackOutput
-from mgpu.iac.project import program
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
 from mgpu.run.fleet.teardown import give_back

@@ -7,7 +7,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu import acquire
 from mgpu.errors import MgpuError, ProviderError, StackError, TeardownIncomplete
 from mgpu.events import Emit, Warned
-from mgpu.iac.engine import Stack
+from mgpu.iac.engine.stack import Stack
 from mgpu.providers.base import Handle, NodePhase, Provider
 
 

@@ -19,7 +19,7 @@ from mgpu_train.config import Secrets
 from mgpu.context import Context
 from mgpu.errors import InputError, ProviderError, RemoteError
 from mgpu.events import Note, Warned
-from mgpu.iac.engine import Stack
+from mgpu.iac.engine.stack import Stack
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
 from mgpu.remote.node import Node

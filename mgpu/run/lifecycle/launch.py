@@ -21,10 +21,10 @@ from mgpu.acquire.fit import Machines
 from mgpu.context import Context
 from mgpu.errors import InputError, ProviderError
 from mgpu.events import Emit, Note, RunStateChanged, Warned
-from mgpu.iac.engine import Stack
+from mgpu.iac.engine.project import project_name
+from mgpu.iac.engine.stack import Stack
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
-from mgpu.iac.project import project_name
 from mgpu.plan import rank
 from mgpu.run.fleet.stack import bring_up, open_stack, project_of, refuse_used, stack_of, standing
 from mgpu.run.job import images

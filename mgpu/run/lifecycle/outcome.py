@@ -25,7 +25,7 @@ from mgpu.errors import (
     TrainingFailed,
 )
 from mgpu.events import Note, RunEnded, Warned
-from mgpu.iac.engine import Stack
+from mgpu.iac.engine.stack import Stack
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.run.fleet.stack import InUse, give_back_fleet

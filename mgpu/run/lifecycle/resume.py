@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mgpu.errors import InputError, MgpuError, StackError
+from mgpu.iac.engine.project import project_name
 from mgpu.iac.naming import RUNS_PROJECT
-from mgpu.iac.project import project_name
 from mgpu.run.fleet.stack import project_of
 from mgpu.run.record.record import Folder, Record, load
 from mgpu.spec.load import loads

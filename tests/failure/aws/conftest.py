@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes.aws.operator import Operator, operator
 
-from mgpu.iac import install
+from mgpu.iac.engine import install
 
 Story = Callable[[Operator], Any]
 AT_ONCE = 3

@@ -28,7 +28,7 @@ from mgpu_train.store import base
 from mgpu_train.store.file import FileStore
 
 from mgpu import journal, paths
-from mgpu.iac.process import CliProcess
+from mgpu.iac.engine.process import CliProcess
 from mgpu.providers.base import Provider
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.remote.node import Node

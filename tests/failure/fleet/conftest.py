@@ -57,7 +57,10 @@ TIMES = Timeouts(
     sync_s=30, prepare_s=30, resume_s=30, first_step_s=60, stall_s=30, collective_s=30, stop_grace_s=5, kill_s=5,
     drain_s=15, peers_s=5, lease_s=60, lease_renew_s=1, poll_s=0.25, silence_s=30,
 )  # fmt: skip
-HOST = (b"mgpu.providers.local.keeper", b"lease.sh")  # what of a node's processes is its host, and not the machine
+HOST = (
+    b"mgpu.providers.local.node_process",
+    b"lease.sh",
+)  # what of a node's processes is its host, and not the machine
 UNSEEN_S = 1.2  # the supervisor's newest look at a machine that is gone may be so old
 ROUNDING_S = 0.005  # of the bill's times
 
@@ -125,7 +128,7 @@ class Fleet:
     # --- what a test does to a machine, by its id
 
     def machine(self, name: str) -> list[Process]:
-        """The processes that run on it: none of its keeper and its lease, which are its host."""
+        """The processes that run on it: none of its node process and its lease, which are its host."""
         found = [p for p in marked().get(name, ()) if not any(word in _command(p.pid) for word in HOST)]
         return [p for p in found if not any(word in _command(_parent(p.pid)) for word in HOST[1:])]
 

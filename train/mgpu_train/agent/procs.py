@@ -1,7 +1,7 @@
 """Processes of this machine, known by what no other process shares: pid, start time and boot. Linux only.
 
 A pid alone is reused: every signal goes through a pidfd whose identity is checked after it was opened. Standard library
-only: the operator's provider `local` stands on this module too, and its keepers have to start fast.
+only: the operator's provider `local` stands on this module too, and its node processes have to start fast.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The Pulumi engine: installed, driven, its locks, its state, its projects."""

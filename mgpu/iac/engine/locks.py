@@ -1,0 +1,106 @@
+"""The locks on a stack: those of dead processes of this machine are broken, every other one is respected.
+
+Pulumi writes a file `{pid, username, hostname, timestamp}` before it works on a stack, and deletes it after. One that
+was killed leaves it, and Pulumi refuses to work on the stack from then on. `pulumi cancel` deletes every lock, also
+that of a process which is at work; here it has to be shown that nobody is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shlex
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_train.agent import procs
+
+from mgpu.errors import StackError
+from mgpu.events import Emit, Note
+from mgpu.iac.engine import operations
+
+
+@dataclass(frozen=True)
+class Lock:
+    """One lock file: who says that it is at work, and since when, in the words of the file."""
+
+    path: Path
+    pid: int
+    username: str
+    hostname: str
+    timestamp: str
+
+
+def release_dead(folder: Path, place: str, stack: str, emit: Emit) -> None:
+    """Deletes the locks in `folder` whose holders are dead; `place` is the mark of the stack's own operations.
+
+    Raises:
+        StackError: another process is at work on the stack, or it cannot be known whether one is.
+    """
+    for path in sorted(folder.glob("*.json")):
+        lock = _read(path, stack)
+        if lock is None:
+            continue
+        _require_ours(lock, stack)
+        if _held(lock, place):
+            raise _busy(lock, stack)
+        path.unlink(missing_ok=True)
+        emit(Note(f"stack {stack}: released the lock of process {lock.pid}, which died at work ({lock.timestamp})"))
+
+
+def _read(path: Path, stack: str) -> Lock | None:
+    """None: its holder has deleted it since."""
+    try:
+        content = json.loads(path.read_bytes())
+        pid, names = content["pid"], [content[key] for key in ("username", "hostname", "timestamp")]
+        if type(pid) is not int or pid < 1 or not all(isinstance(name, str) for name in names):
+            raise ValueError("it names no process")
+        return Lock(path, pid, *names)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        why = f"{path} cannot be read: {error}"
+        raise StackError(f"stack {stack} is locked, nobody knows by whom", why, _release(stack)) from error
+
+
+def _require_ours(lock: Lock, stack: str) -> None:
+    """Raises StackError where this process cannot see whether the holder lives, or may not judge it."""
+    if lock.hostname != socket.gethostname():
+        why = "Whether that process still lives cannot be seen from here."
+    elif lock.username != pwd.getpwuid(os.getuid()).pw_name:
+        why = "It is another user's."
+    else:
+        return
+    raise StackError(f"stack {stack} is locked by {_who(lock)}", why, _release(stack))
+
+
+def _held(lock: Lock, place: str) -> bool:
+    """Whether the process of that number is a Pulumi CLI, and none that is known to work on another stack.
+
+    When it began is not asked: the lock's time is the wall clock's, which may have been set since. So the lock of a
+    dead process whose number another CLI has now is respected for as long as that one lives.
+    """
+    process = procs.of(lock.pid)
+    if process is None or not process.alive or not operations.is_cli(lock.pid):
+        return False
+    elsewhere = [value for value, marked in procs.carriers(operations.MARK).items() if process in marked]
+    return all(operations.names(value, place) for value in elsewhere)
+
+
+def _busy(lock: Lock, stack: str) -> StackError:
+    return StackError(
+        f"stack {stack} is locked by {_who(lock)}",
+        "That process is at work on it: two at once would rent twice, or lose track of machines.",
+        "Wait until it has ended, or end it (Ctrl-C where it runs), and run the same command again.",
+    )
+
+
+def _who(lock: Lock) -> str:
+    return f"process {lock.pid} of {lock.username} on {lock.hostname}, since {lock.timestamp}"
+
+
+def _release(stack: str) -> str:
+    command = f"`. .mgpu/env && pulumi cancel --stack {shlex.quote(stack)}`"
+    return f"Make sure that no `pulumi` is at work on this stack, on any machine; then {command} releases the lock."

@@ -1,0 +1,1 @@
+"""Pulumi's provider protocol: gRPC on one side, handlers of resource types on the other."""

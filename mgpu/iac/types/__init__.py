@@ -1,0 +1,1 @@
+"""The resource types of the plug-in that every provider shares: Fleet, FleetGuard, Image, SshKey."""

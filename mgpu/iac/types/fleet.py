@@ -1,0 +1,276 @@
+"""`mgpu:index:Fleet`: N equal nodes. Decides what has to happen; `mgpu.acquire` and the provider do it.
+
+What a changed input does:
+
+    nodes                                 update: new ranks are added, or the surplus ranks ended; no other is touched
+    lease, price cap, processes per node  update: recorded; machines that run are left alone
+    labels of the image                   the same; an error where those that run cannot run it
+    file of the private key               nothing: it says where the key lies, not which one it is
+    all others                            replacement, the old machines first: a running machine cannot take them over
+                                          (`maxHours` too: the hard cap is fixed at create, and nothing extends it)
+
+A node that was lost shows in `read` as a smaller `nodes`; the next update replaces that machine alone. Where all were
+lost, the whole fleet is made again; for a run (`HARD_CAP`) until the hard cap that it has, and not beyond.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mgpu_train.timeouts import Timeouts
+
+from mgpu import acquire
+from mgpu.acquire import Acquired, Terms, fit
+from mgpu.acquire.fit import Machines
+from mgpu.errors import Conflict, InputError, MgpuError, StackError
+from mgpu.events import Note, Warned
+from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properties, changed
+from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure
+from mgpu.iac.types import fleet_check, generations
+from mgpu.iac.types.fleet_model import FleetInputs, FleetOutputs, bought
+from mgpu.iac.types.sweep import sweep
+from mgpu.journal import Journal
+from mgpu.plan import rank
+from mgpu.plan.model import Plan
+from mgpu.providers import registry
+from mgpu.providers.base import Handle, NodePhase, Provider, Rekeys
+
+_UPDATES = ("nodes", "processesPerNode", "maxPriceUsdPerHour", "leaseMinutes", "imageLabels")
+_REPLACES = (
+    *("name", "owner", "provider", "gpu", "gpusPerNode", "market", "regions", "maxHours", "diskGib", "options"),
+    "sshPublicKey",
+)
+_BOUGHT = tuple(str(f.alias) for name, f in FleetOutputs.model_fields.items() if name not in FleetInputs.model_fields)
+
+
+class FleetHandler:
+    """Handles Fleet. The id is `<provider>/<name>`."""
+
+    secret: frozenset[str] = frozenset()
+    refresh_before_update = True  # so that a plain `up` sees a lost node and repairs it
+
+    def __init__(self, timeouts: Timeouts, hard_cap_at: float = 0.0) -> None:
+        self._timeouts, self._hard_cap_at = timeouts, hard_cap_at
+
+    def check(self, call: Call, old: Properties, new: Properties) -> Checked:
+        """Validates everything at once, and fills in every default."""
+        return fleet_check.checked(call, old, new)
+
+    def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:
+        """Inputs against inputs, and the count that is wanted against the machines that live; never offers, prices.
+        Labels of an image that is yet to be built are no difference: the update looks again."""
+        if fleet_check.has_unknown(new.get("imageLabels")):
+            new = {**new, "imageLabels": old_inputs.get("imageLabels")}
+        lives = {**old_inputs, "nodes": old.get("nodes", old_inputs.get("nodes"))}
+        return Difference(changed(_UPDATES, lives, new), changed(_REPLACES, old_inputs, new))
+
+    def create(self, call: Call, inputs: Properties) -> tuple[str, Properties]:
+        """Plans, then rents the whole gang; what an interrupted create of the same generation made is adopted."""
+        if call.preview:
+            return "", _preview(call, inputs)
+        wanted = FleetInputs.model_validate(inputs)
+        provider = wanted.rented_from()
+        plan, cap_s = _plan(provider, wanted), self._cap_s(wanted)
+        terms = self._terms(call, provider, wanted, self._hard_cap_at)
+
+        def rent(generation: int, journal: Journal) -> Acquired:
+            request = wanted.request(generation, cap_s)
+            return acquire.acquire(provider, request, plan.offers, journal, **terms)
+
+        made = self._search(call, provider, wanted, rent)
+        return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
+
+    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> Found | None:
+        """The machines as the provider sees them now; gone only when it says of every one that it is terminated, and
+        of what they had beside them (addresses, say) that it is released: the state forgets where to look for it.
+
+        Raises:
+            ProviderError: the provider did not answer: nothing is concluded from that.
+            TeardownIncomplete: something that the machines had could not be released.
+        """
+        if not old:
+            return _refuse_import(call, resource_id)
+        fleet = FleetOutputs.model_validate(old)
+        provider = fleet.rented_from()
+        state = provider.describe(fleet.handle)
+        if all(node.phase is NodePhase.TERMINATED for node in state.nodes):
+            acquire.destroy(provider, fleet.handle, timeouts=self._timeouts, emit=call.emit)
+            generations.used(call.settings.state_dir, fleet.name, fleet.generation)
+            return None
+        seen = fleet.seen(fleet.handle, state)
+        return Found(resource_id, {**inputs, "nodes": seen.nodes}, seen.to_wire())
+
+    def update(self, call: Call, resource_id: str, old: Properties, new: Properties) -> Properties:
+        """Ends surplus ranks, then fills the ranks that have no machine; each step's result reaches state."""
+        fleet = FleetOutputs.model_validate(old)
+        if call.preview:
+            unknown = _BOUGHT if new["nodes"] != fleet.nodes else ()
+            return {**fleet.to_wire(), **new, **dict.fromkeys(unknown, UNKNOWN)}
+        wanted = FleetInputs.model_validate(new)
+        provider = fleet.rented_from()
+        if wanted.image_labels != fleet.image_labels:
+            fit.require(wanted.image_labels, Machines.standing(fleet.offer.gpu, fleet.handle, provider))
+        fleet = fleet.model_copy(update=wanted.model_dump(exclude={"nodes"}))
+        if fleet.price_usd_per_hour > wanted.max_price_usd_per_hour:
+            call.emit(Warned(_above_cap(fleet, wanted)))
+        try:
+            fleet = self._shrink(call, provider, fleet, wanted.nodes)
+            fleet = self._fill(call, provider, fleet, wanted)
+        except MgpuError as error:
+            # state keeps what lives, under the new requirements: the next `up` goes on from there
+            raise PartialFailure(resource_id, _now(provider, fleet).to_wire(), error) from error
+        return fleet.to_wire()
+
+    def delete(self, call: Call, resource_id: str, old: Properties) -> None:
+        """Ends every machine and waits until the provider says so."""
+        fleet = FleetOutputs.model_validate(old)
+        acquire.destroy(fleet.rented_from(), fleet.handle, timeouts=self._timeouts, emit=call.emit)
+        generations.used(call.settings.state_dir, fleet.name, fleet.generation)
+
+    def _shrink(self, call: Call, provider: Provider, fleet: FleetOutputs, nodes: int) -> FleetOutputs:
+        """Ends the machines of the ranks from `nodes` on; machines lost among them are ended too, which is harmless."""
+        surplus = tuple(machine for machine in fleet.handle.ids[nodes:] if machine)
+        if len(fleet.handle.ids) <= nodes:
+            return fleet
+        handle = fleet.handle.model_copy(update={"ids": fleet.handle.ids[:nodes]})
+        if surplus:
+            acquire.destroy(provider, fleet.handle, nodes=surplus, timeouts=self._timeouts, emit=call.emit)
+        return fleet.seen(handle, provider.describe(handle))
+
+    def _fill(self, call: Call, provider: Provider, fleet: FleetOutputs, wanted: FleetInputs) -> FleetOutputs:
+        """Rents a machine for every rank that has none that lives: those that were lost, and those that are new."""
+        handle = _grown(fleet.handle, wanted.nodes)
+        missing = _missing(provider, handle)
+        if not missing:
+            return fleet
+        left_s = _time_left(fleet.name, fleet.hard_cap_at)
+        fleet = fleet.seen(handle, provider.describe(handle))
+        plan = _plan_like(provider, fleet, wanted, len(missing))
+        terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
+
+        def rent(generation: int, journal: Journal) -> Acquired:
+            request = wanted.request(generation, left_s)
+            return acquire.repair(provider, handle, missing, request, plan.offers, journal, **terms)
+
+        made = self._search(call, provider, wanted, rent, fleet)
+        return fleet.seen(made.handle, made.state)
+
+    def _cap_s(self, wanted: FleetInputs) -> float:
+        """Seconds that a new fleet lives; one after a run's earlier one shares that one's hard cap."""
+        whole_s = wanted.max_hours * 3600
+        return min(whole_s, _time_left(wanted.name, self._hard_cap_at)) if self._hard_cap_at else whole_s
+
+    def _search(
+        self,
+        call: Call,
+        provider: Provider,
+        wanted: FleetInputs,
+        rent: Callable[[int, Journal], Acquired],
+        fleet: FleetOutputs | None = None,
+    ) -> Acquired:
+        """Rents under the next generation; ends machines in its way of which this machine's journal does not know."""
+        folder = call.settings.state_dir
+
+        def under_the_next() -> Acquired:
+            generation = generations.next_one(folder, wanted.name, fleet.generation if fleet else 0)
+            with generations.open_journal(folder, wanted.name) as journal:
+                return rent(generation, journal)
+
+        try:
+            return under_the_next()
+        except Conflict:
+            sweep(call, provider, wanted.owner, wanted.name, self._timeouts, keep=fleet.handle.ids if fleet else ())
+        return under_the_next()
+
+    def _terms(self, call: Call, provider: Provider, wanted: FleetInputs, hard_cap_at: float) -> Terms:
+        terms: Terms = {"timeouts": self._timeouts, "emit": call.emit, "cancelled": call.cancelled}
+        terms["hard_cap_at"] = hard_cap_at
+        if isinstance(provider, Rekeys):
+            from mgpu.iac.types.contact import Contact  # SSH is slow to import, and most calls do not need it
+
+            key = Path(wanted.ssh_private_key_file).expanduser()
+            terms["meet"] = Contact(provider, key, self._timeouts, emit=call.emit, cancelled=call.cancelled).meet
+        return terms
+
+
+def _time_left(name: str, hard_cap_at: float) -> float:
+    """Seconds until the hard cap, which machines that are added share with the others."""
+    left_s = hard_cap_at - time.time()
+    if left_s >= acquire.ENDING_S:
+        return left_s
+    raise StackError(
+        f"fleet {name} is at its hard cap: no machine is added to it",
+        f"{max(0, left_s):.0f} s are left, and the hard cap is fixed when a fleet is made.",
+        "Run `pulumi destroy`, then `pulumi up` for a new fleet.",
+    )
+
+
+def _plan(provider: Provider, wanted: FleetInputs) -> Plan:
+    requirements = wanted.requirements()
+    plan = rank.plan(requirements, provider.offers(requirements).offers)
+    return fit.fitting(wanted.image_labels, plan, Machines.on_offer(provider, plan))
+
+
+def _plan_like(provider: Provider, fleet: FleetOutputs, wanted: FleetInputs, count: int) -> Plan:
+    """Machines of the fleet's own type, in the zone of those that live, under what the price cap leaves beside them.
+
+    Between zones traffic costs money and the fastest networks do not reach: the ranks of one fleet never spread.
+    """
+    cap = wanted.max_price_usd_per_hour - fleet.price_usd_per_hour
+    needed = wanted.requirements().model_copy(update={"nodes": count, "max_price_usd_per_hour": cap})
+    offers = provider.offers(needed).offers
+    same = (fleet.offer.instance_type, fleet.region, fleet.offer.zone)
+    here = [o for o in offers if (o.instance_type, o.region, o.zone) == same]
+    return rank.plan(needed, here or [fleet.offer])  # what is not on the list any more may still be had
+
+
+def _preview(call: Call, inputs: Properties) -> Properties:
+    """The inputs, and what is known only after an update; says what would be rented, at which price."""
+    unknown = {key for key, value in inputs.items() if fleet_check.has_unknown(value)}
+    if not unknown - {"sshPublicKey", "sshPrivateKeyFile", "imageLabels"}:
+        wanted = FleetInputs.model_validate(inputs | fleet_check.stand_ins(unknown))
+        plan = _plan(wanted.rented_from(), wanted)
+        price = f"${plan.best_price_usd_per_hour:.2f}/h, all nodes; ${plan.price_usd_per_hour:.2f}/h at most"
+        call.emit(Note(f"would rent {wanted.nodes} x {plan.best.label}: {price}"))
+    return {**inputs, **dict.fromkeys(_BOUGHT, UNKNOWN)}
+
+
+def _now(provider: Provider, fleet: FleetOutputs) -> FleetOutputs:
+    try:
+        return fleet.seen(fleet.handle, provider.describe(fleet.handle))
+    except MgpuError:
+        return fleet  # what is known stays; the next refresh looks again
+
+
+def _grown(handle: Handle, nodes: int) -> Handle:
+    return handle.model_copy(update={"ids": handle.ids + ("",) * (nodes - len(handle.ids))})
+
+
+def _missing(provider: Provider, handle: Handle) -> tuple[int, ...]:
+    lost = set(provider.describe(handle).lost)
+    return tuple(rank for rank, machine in enumerate(handle.ids) if not machine or rank in lost)
+
+
+def _above_cap(fleet: FleetOutputs, wanted: FleetInputs) -> str:
+    return (
+        f"fleet {fleet.name} costs ${fleet.price_usd_per_hour:.4f}/h, more than the new cap of "
+        f"${wanted.max_price_usd_per_hour:.4f}/h: the cap holds for machines rented from now on; "
+        "`pulumi destroy` ends those that run"
+    )
+
+
+def _refuse_import(call: Call, resource_id: str) -> None:
+    """An import: nothing by that name answers None; a fleet that exists is refused, its requirements being unknown."""
+    provider, _, name = resource_id.partition("/")
+    try:
+        handles = registry.get(provider).list_owned(call.settings.owner)
+    except InputError:
+        return
+    if any(handle.fleet == name for handle in handles):
+        raise InputError(
+            f"fleet {resource_id} exists, but a Fleet cannot be imported",
+            "Its machines do not know the requirements that they were rented for.",
+            "Run `pulumi up` to make a fleet, and `mgpu gc` to end this one.",
+        )

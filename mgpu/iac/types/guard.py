@@ -1,0 +1,67 @@
+"""`mgpu:index:FleetGuard`: stands before its fleet and goes after it; on the way out it sweeps by tag.
+
+A crash of the engine in the middle of a create leaves machines that state does not know, and `pulumi destroy` would go
+past them. The guard was in state before they could exist, so `destroy` comes to it, last, and it ends whatever the
+provider lists under the fleet's name.
+"""
+
+from __future__ import annotations
+
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.errors import MgpuError
+from mgpu.iac.naming import fleet_name
+from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properties, changed
+from mgpu.iac.protocol.wire import UNKNOWN
+from mgpu.iac.types.sweep import sweep
+from mgpu.providers import registry
+
+_REPLACES = ("fleet", "owner", "provider")
+_UPDATES = ("options",)  # another guard of the same fleet would sweep the fleet that comes after this one's
+
+
+class FleetGuardHandler:
+    """Handles FleetGuard. The id is `<provider>/<fleet>`."""
+
+    secret: frozenset[str] = frozenset()
+    refresh_before_update = False
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
+
+    def check(self, call: Call, old: Properties, new: Properties) -> Checked:
+        """The same defaults as Fleet's."""
+        name = fleet_name(call.project, call.stack)
+        fleet, owner = new.get("fleet") or old.get("fleet") or name, new.get("owner") or old.get("owner")
+        inputs = {**new, "fleet": fleet, "owner": owner or call.settings.owner, "options": new.get("options") or {}}
+        wrong = {key: "a FleetGuard has no such property" for key in inputs if key not in (*_REPLACES, *_UPDATES)}
+        if inputs.get("provider") is None:
+            wrong["provider"] = "is needed"
+        elif inputs["provider"] != UNKNOWN:
+            try:
+                registry.get(inputs["provider"])
+            except MgpuError as error:
+                wrong["provider"] = str(error)
+        return Checked(inputs, wrong)
+
+    def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:
+        """Another fleet has another guard. The new one comes first: the old one's sweep has to follow its own fleet."""
+        updates = changed(_UPDATES, {"options": {}, **old_inputs}, new)
+        return Difference(updates, changed(_REPLACES, old_inputs, new), delete_first=False)
+
+    def create(self, call: Call, inputs: Properties) -> tuple[str, Properties]:
+        """Nothing but an entry in state."""
+        return f"{inputs['provider']}/{inputs['fleet']}", inputs
+
+    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> Found | None:
+        """It is what state says; there is nothing to import."""
+        return Found(resource_id, inputs, old) if old else None
+
+    def update(self, call: Call, resource_id: str, old: Properties, new: Properties) -> Properties:
+        """Takes the inputs over."""
+        return new
+
+    def delete(self, call: Call, resource_id: str, old: Properties) -> None:
+        """Ends everything that the provider lists under this fleet and owner."""
+        provider = registry.get(old["provider"], old.get("options"))
+        sweep(call, provider, old["owner"], old["fleet"], self._timeouts)

@@ -1,0 +1,1 @@
+"""What AWS sells: machine types, prices and quotas, shipped as a snapshot and refreshed on request."""

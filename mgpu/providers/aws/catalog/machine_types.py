@@ -1,0 +1,63 @@
+"""What AWS tells of a machine type (`DescribeInstanceTypes`) -> a `Machine`, with the GPU named as users name it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mgpu.providers.aws.catalog.snapshot import Machine
+
+_GB_PER_GIB = 2**30 / 1e9
+# AWS's name of a GPU -> how run files name it; those that come in several sizes have the size in their name
+_NAMES = {"RTX PRO Server 6000": "RTX-PRO-6000", "RTX PRO 4500": "RTX-PRO-4500"}
+_SIZED = ("V100", "A100", "H100")
+# what DescribeInstanceTypes does not tell: how the GPUs of one machine are connected
+_INTERCONNECTS = ((r"p(4|5|6)", "NVSwitch"), (r"p3", "NVLink"))
+
+
+def machine_of(entry: dict[str, Any]) -> Machine | None:
+    """The machine type behind one entry of AWS's answer.
+
+    None for what cannot be used: no GPU of NVIDIA's, a fraction of one, or another processor than x86-64, which the
+    deep-learning machine images are for.
+    """
+    gpus = entry.get("GpuInfo", {}).get("Gpus", [])
+    count = sum(gpu["Count"] for gpu in gpus)
+    x86 = "x86_64" in entry["ProcessorInfo"]["SupportedArchitectures"]
+    if not x86 or count < 1 or any(gpu["Manufacturer"] != "NVIDIA" for gpu in gpus):
+        return None
+    memory_mib = gpus[0]["MemoryInfo"]["SizeInMiB"]
+    network = entry.get("NetworkInfo", {})
+    disks = entry.get("InstanceStorageInfo", {}).get("Disks", [])
+    return Machine(
+        gpu=_gpu(gpus[0]["Name"], memory_mib),
+        gpus=count,
+        gpu_memory_gib=round(memory_mib / 1024, 1),
+        vcpus=entry["VCpuInfo"]["DefaultVCpus"],
+        memory_gib=entry["MemoryInfo"]["SizeInMiB"] / 1024,
+        nvme_disks=sum(disk["Count"] for disk in disks),
+        nvme_gib=int(sum(disk["Count"] * disk["SizeInGB"] for disk in disks) / _GB_PER_GIB),
+        interconnect=_interconnect(entry["InstanceType"], count),
+        network_gbit_s=_gbit_s(network.get("NetworkPerformance", "")),
+        efa_cards=network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0),
+    )
+
+
+def _gpu(name: str, memory_mib: int) -> str:
+    if name in _SIZED:
+        return f"{name}-{memory_mib // 1024}GB"
+    return _NAMES.get(name, name.replace(" ", "-"))
+
+
+def _interconnect(instance_type: str, gpus: int) -> str:
+    if gpus == 1:
+        return ""
+    return next((name for family, name in _INTERCONNECTS if re.match(family, instance_type)), "PCIe")
+
+
+def _gbit_s(words: str) -> float:
+    """`4x 100 Gigabit` -> 400, `Up to 25 Gigabit` -> 25; 0 for words without a number."""
+    found = re.search(r"(?:(\d+)x )?([\d.]+) (Gigabit|Megabit)", words)
+    if not found:
+        return 0
+    return int(found[1] or 1) * float(found[2]) / (1 if found[3] == "Gigabit" else 1000)

@@ -1,0 +1,1 @@
+"""Who may do what: policies of the operator and of nodes, and whether they are granted."""

@@ -1,0 +1,232 @@
+"""What the operator may do: the two least policies under which mgpu works, as documents to paste.
+
+    machines    rents, watches and ends machines, keeps checkpoints and images, reads prices and quotas
+    base        makes what machines stand on, once for each account and region (`mgpu bootstrap aws`)
+
+They are two because the second writes policies into roles: who may do that may do everything these roles could ever do.
+What ends, deletes or changes something asks for a tag or a name of ours. What only looks has `*` for its resource,
+because EC2's Describe calls, prices and quotas know no narrower one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu.providers.aws import names
+from mgpu.providers.aws.iam.policies import RUNS, VERSION, Document, partition
+
+MOST_CHARACTERS = 6144
+"""What a managed policy of a customer may have, white space not counted."""
+
+_IMAGES = [
+    "ecr:BatchCheckLayerAvailability", "ecr:BatchGetImage", "ecr:CompleteLayerUpload", "ecr:GetDownloadUrlForLayer",
+    "ecr:InitiateLayerUpload", "ecr:PutImage", "ecr:UploadLayerPart",
+]  # fmt: skip
+CHECKED_WITH = {
+    **dict.fromkeys(_IMAGES, "ecr:GetAuthorizationToken"),
+    "ec2:RunInstances": "ec2:CreateFleet",
+    "ec2:CreateTags": "ec2:CreateLaunchTemplate",
+    "ecr:TagResource": "ecr:CreateRepository",
+    "iam:CreateServiceLinkedRole": "ec2:CreateFleet",
+    "iam:PassRole": "scheduler:CreateSchedule",
+    "iam:TagInstanceProfile": "iam:CreateInstanceProfile",
+    "iam:TagRole": "iam:CreateRole",
+}
+"""Actions that nobody calls by themselves: AWS asks for them when the other one is called, or what it gave is used."""
+
+_OURS = {"Null": {f"aws:ResourceTag/{names.OWNER}": "false"}}
+_AS_OURS = {"Null": {f"aws:RequestTag/{names.OWNER}": "false"}}
+_BASES = {"Null": {f"aws:ResourceTag/{names.BASE}": "false"}}
+_AS_BASES = {"Null": {f"aws:RequestTag/{names.BASE}": "false"}}
+# the calls that tag what they make
+_TAGGING = ["AllocateAddress", "CreateFleet", "CreateLaunchTemplate", "CreatePlacementGroup", "RunInstances"]
+# EC2 makes these roles at an account's first fleet, for itself
+_LINKED = {"ec2fleet.amazonaws.com": "AWSServiceRoleForEC2Fleet", "spot.amazonaws.com": "AWSServiceRoleForEC2Spot"}
+
+
+@dataclass(frozen=True)
+class Where:
+    """An account, and the regions that a policy is for (none: all)."""
+
+    account: str
+    regions: tuple[str, ...] = ()
+
+    def arn(self, service: str, resource: str, *, account: str | None = None) -> str:
+        """The ARN of something regional, in all regions: what was rented in another one has to be ended there, too.
+        `account` is empty for what AWS itself publishes."""
+        return f"{self._start(service)}:*:{self.account if account is None else account}:{resource}"
+
+    def iam(self, resource: str) -> str:
+        """The ARN of something of IAM, which has no regions."""
+        return f"{self._start('iam')}::{self.account}:{resource}"
+
+    def s3(self, resource: str) -> str:
+        """The ARN of a bucket of base, or of something in it."""
+        return f"{self._start('s3')}:::{names.bucket(self.account, '*')}{resource}"
+
+    def _start(self, service: str) -> str:
+        return f"arn:{partition(self.regions[0] if self.regions else '')}:{service}"
+
+    def within(self, condition: Document) -> Document:
+        """The condition, and that the call is made in one of the regions."""
+        if not self.regions:
+            return condition
+        return {**condition, "StringEquals": {"aws:RequestedRegion": list(self.regions)}}
+
+
+def documents(account: str, regions: Iterable[str] = ()) -> dict[str, Document]:
+    """The policies by name, `machines` and `base`. `regions`: where machines may be; none: anywhere."""
+    where = Where(account, tuple(regions))
+    made = {"machines": machines(where), "base": base(where)}
+    return {name: {"Version": VERSION, "Statement": list(statements)} for name, statements in made.items()}
+
+
+def is_region(text: str) -> bool:
+    """Whether it is written as regions are."""
+    return re.fullmatch(r"[a-z]{2,4}(-[a-z]+)+-[0-9]{1,2}", text) is not None
+
+
+def actions(document: Document) -> set[str]:
+    """All actions that a document allows."""
+    found = [statement["Action"] for statement in document["Statement"]]
+    return {action for each in found for action in ([each] if isinstance(each, str) else each)}
+
+
+def narrowed(document: Document, wanted: Iterable[str]) -> Document:
+    """The document with these actions alone: what somebody who has the rest lacks."""
+    keep = set(wanted)
+    kept = [
+        {**each, "Action": [action for action in each["Action"] if action in keep]} for each in document["Statement"]
+    ]
+    return {**document, "Statement": [each for each in kept if each["Action"]]}
+
+
+def machines(where: Where) -> Iterator[Document]:
+    """What it takes to rent, watch and end machines."""
+    ec2 = lambda *kinds: [where.arn("ec2", f"{kind}/*") for kind in kinds]  # noqa: E731
+    yield _allow("Look", LOOKS, ["*"])
+    yield _allow("Image", ["ssm:GetParameters"], [where.arn("ssm", "parameter/aws/service/deeplearning/*", account="")])
+    yield _allow(
+        "Roles", ["iam:GetInstanceProfile", "iam:GetRole"], [where.iam("instance-profile/*"), where.iam("role/*")]
+    )
+    yield _allow("WhatMayI", ["iam:SimulatePrincipalPolicy"], [where.iam("user/*"), where.iam("role/*")])
+    yield _allow(
+        "Rent",
+        ["ec2:AllocateAddress", "ec2:CreateFleet", "ec2:CreateLaunchTemplate", "ec2:CreatePlacementGroup"],
+        ec2("elastic-ip", "fleet", "launch-template", "placement-group"),
+        where.within(_AS_OURS),
+    )
+    # CreateFleet starts them in the caller's name; machines and disks carry the owner's tag from the first moment on
+    start = ["ec2:CreateFleet", "ec2:RunInstances"]
+    yield _allow("Start", start, ec2("instance", "volume"), where.within(_AS_OURS))
+    on = ec2(*_TAKEN)
+    image = [where.arn("ec2", "image/*", account=""), where.arn("ec2", "image/*")]
+    yield _allow("StartOn", start, [*on, *image], where.within({}))
+    yield _allow("TagNew", ["ec2:CreateTags"], ec2(*_TAGGED), {"StringEquals": {"ec2:CreateAction": _TAGGING}})
+    yield _allow("TagOurs", ["ec2:CreateTags", "ec2:DeleteTags"], ec2("instance"), _OURS)
+    yield _allow(
+        "Addresses",
+        ["ec2:AssociateAddress", "ec2:DisassociateAddress", "ec2:ReleaseAddress"],
+        ec2("elastic-ip", "instance", "network-interface"),
+        _OURS,
+    )
+    yield _allow(
+        "End",
+        ["ec2:DeleteLaunchTemplate", "ec2:DeleteVolume", "ec2:TerminateInstances"],
+        ec2("instance", "launch-template", "volume"),
+        _OURS,
+    )
+    # by its name: most fleets have none, and of a tag that cannot be there EC2 would say "forbidden", not "not found"
+    yield _allow("EndGroup", ["ec2:DeletePlacementGroup"], [where.arn("ec2", "placement-group/mgpu-*")])
+    yield _allow(
+        "HardCap",
+        ["scheduler:CreateSchedule", "scheduler:DeleteSchedule", "scheduler:UpdateSchedule"],
+        [where.arn("scheduler", "schedule/default/mgpu-*")],
+    )
+    yield _allow("Pass", ["iam:PassRole"], [where.iam(f"role/{role}") for role in _PASSED], _passed_to(_PASSED))
+    linked = [where.iam(f"role/aws-service-role/{service}/{role}") for service, role in _LINKED.items()]
+    yield _allow(
+        "FirstFleet",
+        ["iam:CreateServiceLinkedRole"],
+        linked,
+        {"StringEquals": {"iam:AWSServiceName": list(_LINKED)}},
+    )
+    yield _allow("Checkpoints", ["s3:GetObject", "s3:PutObject"], [where.s3(f"/{RUNS}/*")])
+    yield _allow("ListCheckpoints", ["s3:ListBucket"], [where.s3("")])
+    yield _allow("ImagesLogin", ["ecr:GetAuthorizationToken"], ["*"])  # it knows no narrower resource
+    yield _allow("Images", _IMAGES, [where.arn("ecr", f"repository/{names.REPOSITORY}")])
+
+
+def base(where: Where) -> Iterator[Document]:
+    """What it takes to make, mend and take down stack `base`."""
+    groups = where.arn("ec2", "security-group/*")
+    roles = [where.iam(f"role/{role}") for role in _PASSED]
+    profile = where.iam(f"instance-profile/{names.NODE_ROLE}")
+    yield _allow("Look", _BASE_LOOKS, ["*"])
+    yield _allow("Bucket", _BUCKET, [where.s3("")])
+    yield _allow("Repository", _REPOSITORY, [where.arn("ecr", f"repository/{names.REPOSITORY}")])
+    yield _allow("Roles", _ROLES, roles)
+    yield _allow("Profile", _PROFILE, [profile])
+    passed = {names.NODE_ROLE: _PASSED[names.NODE_ROLE]}
+    yield _allow("Pass", ["iam:PassRole"], [where.iam(f"role/{names.NODE_ROLE}")], _passed_to(passed))
+    yield _allow("NewGroup", ["ec2:CreateSecurityGroup"], [groups], where.within(_AS_BASES))
+    yield _allow("NewGroupIn", ["ec2:CreateSecurityGroup"], [where.arn("ec2", "vpc/*")], where.within({}))
+    tagging = {"StringEquals": {"ec2:CreateAction": "CreateSecurityGroup"}}
+    yield _allow("TagNewGroup", ["ec2:CreateTags"], [groups], tagging)
+    yield _allow("Group", _GROUP, [groups], _BASES)
+
+
+_PASSED = {names.NODE_ROLE: "ec2.amazonaws.com", names.REAPER_ROLE: "scheduler.amazonaws.com"}
+# a spot request is made by EC2 itself on the way, and has no tags
+_TAKEN = (
+    "launch-template", "network-interface", "placement-group", "security-group", "spot-instances-request", "subnet",
+)  # fmt: skip
+_TAGGED = ("elastic-ip", "fleet", "instance", "launch-template", "network-interface", "placement-group", "volume")
+LOOKS = [
+    *(f"ec2:Describe{what}" for what in (
+        "Addresses", "AvailabilityZones", "Images", "InstanceTypeOfferings", "InstanceTypes", "Instances",
+        "LaunchTemplates", "Regions", "SecurityGroups", "SpotPriceHistory", "Subnets", "Volumes",
+        "Vpcs",
+    )),
+    "pricing:GetProducts",
+    "servicequotas:ListServiceQuotas",
+]  # fmt: skip
+_BASE_LOOKS = [
+    *(f"ec2:Describe{what}" for what in ("Instances", "NetworkInterfaces", "Regions", "SecurityGroups", "Vpcs")),
+]
+_BUCKET = [
+    "s3:CreateBucket", "s3:DeleteBucket", "s3:GetBucketPolicy", "s3:GetBucketPublicAccessBlock", "s3:GetBucketTagging",
+    "s3:GetBucketVersioning", "s3:GetEncryptionConfiguration", "s3:GetLifecycleConfiguration", "s3:ListBucket",
+    "s3:ListBucketVersions", "s3:PutBucketPolicy", "s3:PutBucketPublicAccessBlock", "s3:PutBucketTagging",
+    "s3:PutBucketVersioning", "s3:PutEncryptionConfiguration", "s3:PutLifecycleConfiguration",
+]  # fmt: skip
+_REPOSITORY = [
+    "ecr:CreateRepository", "ecr:DeleteRepository", "ecr:DescribeRepositories", "ecr:GetLifecyclePolicy",
+    "ecr:ListTagsForResource", "ecr:PutImageScanningConfiguration", "ecr:PutImageTagMutability",
+    "ecr:PutLifecyclePolicy", "ecr:TagResource",
+]  # fmt: skip
+_ROLES = [
+    "iam:CreateRole", "iam:DeleteRole", "iam:DeleteRolePolicy", "iam:DetachRolePolicy", "iam:GetRole",
+    "iam:GetRolePolicy", "iam:ListAttachedRolePolicies", "iam:ListRolePolicies", "iam:PutRolePolicy", "iam:TagRole",
+    "iam:UpdateAssumeRolePolicy",
+]  # fmt: skip
+_PROFILE = [
+    "iam:AddRoleToInstanceProfile", "iam:CreateInstanceProfile", "iam:DeleteInstanceProfile", "iam:GetInstanceProfile",
+    "iam:RemoveRoleFromInstanceProfile", "iam:TagInstanceProfile",
+]  # fmt: skip
+_GROUP = [
+    "ec2:AuthorizeSecurityGroupEgress", "ec2:AuthorizeSecurityGroupIngress", "ec2:DeleteSecurityGroup",
+    "ec2:RevokeSecurityGroupIngress",
+]  # fmt: skip
+
+
+def _allow(sid: str, action: list[str], resource: list[str], condition: Document | None = None) -> Document:
+    statement: dict[str, Any] = {"Sid": sid, "Effect": "Allow", "Action": sorted(action), "Resource": resource}
+    return {**statement, "Condition": condition} if condition else statement
+
+
+def _passed_to(roles: dict[str, str]) -> Document:
+    return {"StringEquals": {"iam:PassedToService": list(roles.values())}}

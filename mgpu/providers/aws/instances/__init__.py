@@ -1,0 +1,1 @@
+"""EC2 machines: launched as a gang, equipped, listed, torn down."""

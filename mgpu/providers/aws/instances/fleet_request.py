@@ -1,0 +1,197 @@
+"""What one create asks EC2 for, as values: the launch template's data and CreateFleet's parameters. No calls."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu.plan.model import Offer
+from mgpu.providers.aws import names
+from mgpu.providers.aws.instances import machines
+from mgpu.providers.aws.instances.machine_image import MachineImage
+from mgpu.providers.aws.instances.network import Kind, Place
+from mgpu.providers.aws.instances.user_data import HostKey, user_data
+from mgpu.providers.aws.options import Options
+from mgpu.providers.base import FleetRequest
+
+_MOST_AT_LEAST = 1000  # that MinTargetCapacity takes
+_PRICE_STEPS = 1e5  # of a dollar, in which a price is told
+Parameters = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A gang to be made of one offer by one token, for these ranks."""
+
+    request: FleetRequest
+    offer: Offer
+    token: str
+    ranks: tuple[int, ...]
+    options: Options
+
+    @property
+    def region(self) -> str:
+        """Where it is asked for."""
+        return self.offer.region
+
+    @property
+    def name(self) -> str:
+        """Of its launch template and its placement group."""
+        return names.template(self.token)
+
+    @property
+    def what(self) -> str:
+        """In words, for messages."""
+        where = f"@ {self.offer.zone or self.region}"
+        return f"asking for {len(self.ranks)} x {self.offer.instance_type} {self.offer.market} {where}"
+
+    @property
+    def digest(self) -> str:
+        """The same for two orders exactly if they ask for the same; prices change and do not count."""
+        offer = self.offer.model_dump(mode="json", include={"instance_type", "market", "region", "zone"})
+        parts = (self.request.model_dump(mode="json"), offer, list(self.ranks))
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """The tags of everything that costs money."""
+        return {
+            names.OWNER: self.request.owner,
+            names.FLEET: self.request.fleet,
+            names.GENERATION: str(self.request.generation),
+            names.TOKEN: self.token,
+        }
+
+    def clustered(self, kind: Kind) -> bool:
+        """Whether the gang gets a placement group; the replacement of one machine would be alone in its."""
+        return kind.cluster and len(self.ranks) > 1 and self.options.network == "auto"
+
+    def cards(self, kind: Kind) -> int:
+        """EFA interfaces of a machine: as many as it can have, where several machines talk to each other."""
+        return kind.efa_cards if self.request.requirements.nodes > 1 and self.options.network == "auto" else 0
+
+    def wants_address(self, kind: Kind) -> bool:
+        """Whether a public address has to be rented: EC2 gives none to a machine with several interfaces."""
+        return self.options.address == "public" and self.cards(kind) > 1
+
+
+def tags(marks: dict[str, str]) -> list[dict[str, str]]:
+    """Tags as AWS takes them."""
+    return [{"Key": key, "Value": value} for key, value in marks.items()]
+
+
+def template(
+    order: Order, place: Place, kind: Kind, image: MachineImage, host_key: HostKey, hard_cap_at: int
+) -> Parameters:
+    """The launch template's data. `hard_cap_at`: UNIX seconds."""
+    request = order.request
+    script = user_data(
+        machines.USER,
+        request.ssh_public_key,
+        host_key,
+        lease_s=request.lease_s,
+        hard_cap_s=request.hard_cap_s,
+        hard_cap_at=hard_cap_at,
+    )
+    placement = {"Placement": {"GroupName": order.name}} if order.clustered(kind) else {}
+    return {
+        "ImageId": image.id,
+        "UserData": base64.b64encode(script.encode()).decode(),
+        "IamInstanceProfile": {"Name": place.instance_profile},
+        "InstanceInitiatedShutdownBehavior": "terminate",  # power-off is the node's own end, and has to end the bill
+        "MetadataOptions": {
+            "HttpTokens": "required",
+            "HttpEndpoint": "enabled",
+            "HttpPutResponseHopLimit": 1,
+            "InstanceMetadataTags": "disabled",  # else what an account has set for all its machines counts
+        },
+        "BlockDeviceMappings": [_disk(image, request.requirements.disk_gib)],
+        "NetworkInterfaces": _interfaces(order, place, kind),
+        **placement,
+        "TagSpecifications": [
+            {"ResourceType": "instance", "Tags": tags(_machine_marks(order, host_key, hard_cap_at))},
+            {"ResourceType": "volume", "Tags": tags(order.marks)},
+            {"ResourceType": "network-interface", "Tags": tags(order.marks)},
+        ],
+    }
+
+
+def fleet(order: Order, place: Place) -> Parameters:
+    """CreateFleet's parameters: all machines or none, of one type, in one zone."""
+    count, spot = len(order.ranks), order.offer.market == "spot"
+    pool = {"InstanceType": order.offer.instance_type, "SubnetId": place.subnet_id}
+    together = {
+        "SingleInstanceType": True,
+        "SingleAvailabilityZone": True,
+        "MinTargetCapacity": min(count, _MOST_AT_LEAST),
+    }
+    market: Parameters = {"OnDemandOptions": {"AllocationStrategy": "lowest-price", **together}}
+    if spot:
+        pool["MaxPrice"] = _price_cap(order.request)
+        strategy = {"AllocationStrategy": "price-capacity-optimized", "InstanceInterruptionBehavior": "terminate"}
+        market = {"SpotOptions": {**strategy, **together}}
+    return {
+        "Type": "instant",
+        "ClientToken": order.token,
+        "LaunchTemplateConfigs": [
+            {
+                "LaunchTemplateSpecification": {"LaunchTemplateName": order.name, "Version": "1"},
+                "Overrides": [pool],
+            }
+        ],
+        "TargetCapacitySpecification": {
+            "TotalTargetCapacity": count,
+            "DefaultTargetCapacityType": order.offer.market,
+        },
+        "TagSpecifications": [{"ResourceType": "fleet", "Tags": tags(order.marks)}],
+        **market,
+    }
+
+
+def _price_cap(request: FleetRequest) -> str:
+    """One machine's share of what the whole fleet may cost, rounded down."""
+    share = request.requirements.max_price_usd_per_hour / request.requirements.nodes
+    return f"{math.floor(share * _PRICE_STEPS) / _PRICE_STEPS:.5f}"
+
+
+def _machine_marks(order: Order, host_key: HostKey, hard_cap_at: int) -> dict[str, str]:
+    return {
+        **order.marks,
+        "Name": order.request.fleet,
+        names.RANKS: machines.ranks_tag(order.ranks),
+        names.PRICE: repr(order.offer.price_usd_per_hour),
+        names.HARD_CAP_AT: str(hard_cap_at),
+        names.HOST_KEY: host_key.public,
+        names.ONE_USE_KEY: host_key.public,
+    }
+
+
+def _disk(image: MachineImage, gib: int) -> Parameters:
+    ebs = {
+        "VolumeSize": max(gib, image.root_gib),
+        "VolumeType": "gp3",
+        "Encrypted": True,
+        "DeleteOnTermination": True,
+    }
+    return {"DeviceName": image.root_device, "Ebs": ebs}
+
+
+def _interfaces(order: Order, place: Place, kind: Kind) -> list[Parameters]:
+    """One interface, with EFA where the only card has it; or one for ordinary traffic on the first card, which carries
+    the machine's addresses, and one for EFA alone on every card that can have it."""
+    efa = order.cards(kind)
+    common = {"Groups": [place.security_group_id], "DeleteOnTermination": True}
+    on_first = efa >= kind.cards  # else the first card is for ordinary traffic alone
+    first: Parameters = {**common, "DeviceIndex": 0, "NetworkCardIndex": 0, "InterfaceType": "interface"}
+    if efa < 2:
+        type_ = "efa" if efa and on_first else "interface"
+        return [{**first, "InterfaceType": type_, "AssociatePublicIpAddress": order.options.address == "public"}]
+    cards = range(efa) if on_first else range(1, efa + 1)
+    return [first] + [  # the second device on the first card, the first one on all others
+        {**common, "DeviceIndex": int(card == 0), "NetworkCardIndex": card, "InterfaceType": "efa-only"}
+        for card in cards
+    ]
