@@ -10,7 +10,7 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.events import LogChunk, MetricsSampled
-from mgpu.run.record.record import Folder, Record, known, load, supervised, supervisor_of
+from mgpu.run.record.record import Folder, Record, State, known, load, supervised, supervisor_of
 
 FOLLOW_EVERY_S = 0.5
 TAIL = 4096  # bytes of each log that are shown first
@@ -36,7 +36,8 @@ def attach(run: str, as_json: bool, take_over: bool) -> int:
         console.say(f"run {record.run_id} is over")
         return common.finish(console, Outcome(record))
     if not supervised(record.run_id):
-        console.say(f"run {record.run_id} has no supervisor: taking over")
+        how = "is queued: beginning with it" if record.state is State.QUEUED else "has no supervisor: taking over"
+        console.say(f"run {record.run_id} {how}")
     elif take_over:
         console.say(f"taking run {record.run_id} from {supervisor_of(record.run_id)}")
     while (outcome := attach.attach(record, common.context(console), force=take_over)) is None:

@@ -10,7 +10,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
-from mgpu.run.record.record import Record, every, supervised
+from mgpu.run.record.record import Record, State, every, supervised
 from mgpu.words import count
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def _result(records: list[Record], fleets: Iterable[Fleet]) -> Result:
 
 
 def _state(record: Record) -> str:
-    return record.state if record.state.final or supervised(record.run_id) else f"{record.state}, no supervisor"
+    settled = record.state.final or record.state is State.QUEUED
+    return record.state if settled or supervised(record.run_id) else f"{record.state}, no supervisor"
 
 
 def _machines(record: Record, billed: set[str] | None) -> str:

@@ -49,6 +49,8 @@ def _watching(who: Holder | None) -> str:
 def _unwatched(record: Record) -> str:
     """What becomes of a run that nobody supervises."""
     end = f", at the latest {common.clock(record.hard_cap_at)}" if record.hard_cap_at else ""
+    if record.state is State.QUEUED:
+        return "none yet: nothing is rented until somebody supervises it"
     if record.state in (State.RUNNING, State.STOPPING):
         return (
             f"gone: nobody supervises it. The nodes train on by themselves; a crashed attempt ends with its lease{end}"
@@ -68,6 +70,8 @@ def _next(record: Record, watched: bool, *, stuck: bool) -> list[str]:
         return [f"mgpu logs -f {run}", f"mgpu stop {run}"]
     if record.state is State.TEARDOWN:
         return [f"mgpu attach {run}    end what was begun", "mgpu ls    what is billed now"]
+    if record.state is State.QUEUED:
+        return [f"mgpu attach {run}    begin with it", f"mgpu stop {run}    end it"]
     return [f"mgpu attach {run}    take it over, and go on", f"mgpu stop {run}    end it"]
 
 

@@ -42,7 +42,8 @@ class RunView(Value):
     run_id: str
     name: str
     state: str = Field(
-        description="provisioning, running, repairing, stopping or teardown; at the end succeeded, failed or stopped"
+        description="queued, provisioning, running, repairing, stopping or teardown; at the end succeeded, failed or "
+        "stopped"
     )
     reason: str | None = Field(description="why it ended, or what it waits for")
     fault: str | None = Field(description="whose: user, infrastructure, provider or stopped")

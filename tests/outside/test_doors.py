@@ -74,7 +74,7 @@ def test_a_run_on_their_machines_started_by_their_launcher(beside):
     assert (beside.folder / "tower.txt").read_text() == f"ding {ended['run_id']} succeeded\n" * 2
     heard = events(beside.folder / "mgpu-runs" / ended["run_id"] / "events.jsonl")
     states = [event["state"] for event in heard if event["event"] == "RunStateChanged"]
-    assert states == ["provisioning", "running", "teardown", "succeeded"], heard
+    assert states == ["queued", "provisioning", "running", "teardown", "succeeded"], heard
     assert [event["succeeded"] for event in heard if event["event"] == "AttemptEnded"] == [True]
     assert (heard[-1]["event"], heard[-1]["exit_code"], heard[-1]["teardown"]) == ("RunEnded", 0, "confirmed")
     assert (heard[-1]["stop_reason"], told["stop_reason"]) == (None, None)

@@ -462,6 +462,7 @@ class World:
                 "run_id": run_id, "name": "a", "project": str(self.folder), "project_base": str(self.folder),
                 "run_file": str(self.run_file), "stack": run_id, "own_stack": True, "fleet_name": f"mine-{run_id}",
                 "provider": "local", "nodes": len(self.nodes), "created_at": 1.0, "max_hours": 1.0,
+                "state": record.State.PROVISIONING,
             } | more
         )  # fmt: skip
         record.save(made)

@@ -103,6 +103,14 @@ def test_status_of_a_run_that_nobody_supervises_says_what_becomes_of_it(mgpu, ru
     assert f"{state}, as it was " in line, "a remembered state is printed with its age"
 
 
+def test_status_of_a_queued_run_says_that_nothing_is_rented(mgpu, running):
+    running.state = State.QUEUED
+    record.save(running)
+    done = mgpu("status")
+    assert "none yet: nothing is rented" in done.out
+    assert "mgpu attach run-1    begin with it" in done.err
+
+
 def test_status_names_who_watches(mgpu, supervised):
     done = mgpu("status")
     assert f"watching: process {os.getpid()} on" in done.out

@@ -53,6 +53,7 @@ def test_a_fleet_that_was_kept_and_is_not_billed_is_gone():
 @pytest.mark.parametrize(
     ("state", "alive", "shown"),
     [
+        (State.QUEUED, False, "queued"),
         (State.PROVISIONING, False, "provisioning, no supervisor"),
         (State.PROVISIONING, True, "provisioning"),
         (State.RUNNING, False, "running, no supervisor"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import time
@@ -34,13 +35,14 @@ from mgpu.errors import (
     TrainingFailed,
     Transient,
 )
-from mgpu.events import Note, Warned
+from mgpu.events import Note, RunStateChanged, Warned
 from mgpu.iac.engine.project import project_name
 from mgpu.providers.base import NodePhase
 from mgpu.run.job.request import resolve
-from mgpu.run.lifecycle import attach, attempt_start
+from mgpu.run.lifecycle import attach, attempt_start, supervise
 from mgpu.run.lifecycle import down as downs
 from mgpu.run.lifecycle import launch as runs
+from mgpu.run.lifecycle.submit import submit
 from mgpu.run.record import record
 from mgpu.run.record.record import Folder, State
 from mgpu.run.record.signals import Interrupts
@@ -338,6 +340,60 @@ def test_a_detached_launch_that_fails_before_it_trains_fails_like_any_other(proj
     project.nothing_is_left()
 
 
+# --- submitted, and supervised later ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def queued(project):
+    """A run that was submitted, and that nobody supervises."""
+    (project.world.folder / "train.py").write_text("as submitted")
+    request = resolve(project.spec(), "run-1", project.world.folder, timeouts=project.world.timeouts)
+    return submit(request, project.world.run_file)
+
+
+def test_a_queued_run_rents_nothing_until_it_is_supervised(project, queued):
+    assert record.load("run-1").state is State.QUEUED
+    assert not project.world.calls
+    assert not project.world.cloud.billed
+    outcome = attach.attach(queued, project.context)
+    assert outcome is not None
+    assert outcome.exit_code == 0
+    states = [event.state for event in project.world.of(RunStateChanged)]
+    assert states[:2] == ["provisioning", "running"]
+    project.nothing_is_left()
+
+
+def test_a_queued_run_needs_nothing_more_of_the_folder_that_it_comes_from(project, queued):
+    (project.world.folder / "train.py").write_text("changed since")
+    project.world.run_file.write_text("changed since")
+    outcome = attach.attach(queued, project.context)
+    assert outcome is not None
+    assert outcome.exit_code == 0
+    assert (Folder("run-1").work / "train.py").read_text() == "as submitted", "what is sent"
+
+
+@pytest.mark.parametrize("end", ["stop", "down"])
+def test_a_queued_run_can_be_ended(project, queued, end):
+    if end == "down":
+        downs.down(queued, project.context)
+    else:
+        record.Folder("run-1").stop.touch()
+        attach.attach(queued, project.context)
+    assert record.load("run-1").state is State.STOPPED
+    assert "up" not in project.world.calls
+
+
+def test_code_that_cannot_be_kept_leaves_no_run_and_rents_nothing(project, monkeypatch):
+    def full(*_args):
+        raise OSError(errno.ENOSPC, "No space left on device", "train.py")
+
+    monkeypatch.setattr("mgpu.remote.snapshot.os.fchmod", full)
+    with pytest.raises(InputError, match="cannot be kept"):
+        project.launch()
+    assert not record.every()
+    assert not project.world.cloud.billed
+
+
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
@@ -394,7 +450,7 @@ def test_a_stop_while_training_stops_and_gives_back(project):
 
 def test_left_running_is_left(project, monkeypatch):
     interrupts = Interrupts()
-    monkeypatch.setattr(runs, "Interrupts", lambda: interrupts)
+    monkeypatch.setattr(supervise, "Interrupts", lambda: interrupts)
 
     def program(node, job):
         project.world.train_on(node, job)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,7 @@ def make(run_id: str, created_at: float = 1.0) -> Record:
         provider="local",
         nodes=1,
         created_at=created_at,
+        state=State.PROVISIONING,
     )
     records.save(record)
     return record
@@ -96,6 +98,14 @@ def test_the_beginning_of_an_id_is_enough_where_it_is_the_only_one():
         records.load("beta")
     with pytest.raises(InputError, match="no run"):
         records.load("gamma")
+
+
+def test_a_run_begins_queued_and_trains_only_after_it_was_provisioned():
+    record = replace(make("a-1"), state=State.QUEUED)
+    with pytest.raises(ValueError, match="cannot go from queued to running"):
+        record.to(State.RUNNING)
+    record.to(State.PROVISIONING)
+    record.to(State.RUNNING)
 
 
 def test_states_move_forward_only():

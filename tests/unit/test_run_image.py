@@ -27,10 +27,11 @@ from mgpu.run.job import images
 from mgpu.run.job.images import Looked, Settled
 from mgpu.run.lifecycle import attach
 from mgpu.run.lifecycle import launch as runs
-from mgpu.run.nodes import node_check
+from mgpu.run.nodes import code_upload, node_check
 from mgpu.run.record import record
 from mgpu.run.record.record import Folder, State
 from mgpu.spec.load import load, loads
+from mgpu.spec.model import Code
 
 LABELS = {compat.TORCH: "2.7.1", compat.CUDA: "12.8", compat.PYTHON: "3.11"}
 RUN_FILE = """
@@ -308,20 +309,20 @@ def test_of_another_programs_machines_nobody_is_asked(world):
 def test_code_in_an_image_without_a_folder_for_it_rents_nothing(world):
     with at(world, workdir="/") as place:
         spec = place.spec().model_copy(update={"code": None})
-        spec = type(spec).model_validate(spec.model_dump(by_alias=True) | {"code": {"mode": "image"}})
+        spec = spec.model_copy(update={"code": Code(mode="image")})
         with pytest.raises(InputError, match="does not say where the code is") as caught:
             runs.launch(world.run_file, spec, place.context)
         assert "WORKDIR" in caught.value.next_step
         nothing_is_rented(place)
 
 
-def test_code_in_the_image_is_run_there_and_not_sent(world):
+def test_code_in_the_image_is_run_there_and_not_sent(world, monkeypatch):
+    for module in (images, code_upload):  # an image that is built has it; the one of this test is there already
+        monkeypatch.setattr(module, "in_image", lambda _spec: True)
     with at(world, workdir="/app") as place:
-        spec = place.spec()
-        spec = type(spec).model_validate(spec.model_dump(by_alias=True) | {"code": {"mode": "image"}})
         jobs = []
         world.program = lambda node, job: (jobs.append(job), world.succeed(node, job))
-        assert runs.launch(world.run_file, spec, place.context).exit_code == 0
+        assert place.launch().exit_code == 0
         assert jobs[0].workdir == "/app"
         assert "sync runs" not in world.calls
         assert not Folder(record.load("last").run_id).work.exists()

@@ -202,14 +202,14 @@ def test_an_agent_that_has_ended_is_left_alone(bench):
 
 
 def test_a_later_attempt_has_the_keys_of_its_time(world, session):
-    from mgpu.run.lifecycle.launch import _fresh
+    from mgpu.run.lifecycle.supervise import fresh_secrets
 
     kept = keys("s3://b/x", environ={})
     before = Secrets(env={"TOKEN": "t"}, store=kept.now())
     session.serial = 2
     run = type("S", (), {"emit": world.events.append})()
-    assert _fresh(run, before, kept).store["AWS_ACCESS_KEY_ID"] == "id-2"
+    assert fresh_secrets(run, before, kept).store["AWS_ACCESS_KEY_ID"] == "id-2"
     session.get_credentials = lambda: None
     fresh = keys("s3://b/x", environ={})
-    assert _fresh(run, before, fresh) == before
+    assert fresh_secrets(run, before, fresh) == before
     assert "no credentials" in world.of(Warned)[0].text

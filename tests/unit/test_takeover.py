@@ -23,7 +23,7 @@ from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
 from mgpu.run.fleet import inventory
 from mgpu.run.fleet import stack as stacks
-from mgpu.run.lifecycle import attach
+from mgpu.run.lifecycle import attach, supervise
 from mgpu.run.lifecycle import down as downs
 from mgpu.run.lifecycle import launch as runs
 from mgpu.run.record import record, supervisor_lock
@@ -208,7 +208,7 @@ def test_an_end_that_was_asked_for_before_makes_no_machines(project, monkeypatch
         Folder(found.run_id).stop.touch()
         return real(found, context)
 
-    monkeypatch.setattr(runs, "stack_of", stop_first)
+    monkeypatch.setattr(supervise, "stack_of", stop_first)
     outcome = runs.launch(project.world.run_file, project.spec(), project.context)
     assert outcome.exit_code == 130
     assert "up" not in project.world.calls
@@ -634,7 +634,7 @@ def test_a_run_is_watched_although_the_providers_credentials_have_expired(projec
     def expired(*_args):
         raise AuthError("the credentials have expired")
 
-    monkeypatch.setattr(attach, "secrets_of", expired)
+    monkeypatch.setattr(supervise, "secrets_of", expired)
     found = dead(State.RUNNING, spec=RECOVERS)
     project.world.nodes[0].says(Phase.DONE)
     assert taken_over(project, found).exit_code == 0

@@ -1,43 +1,17 @@
-"""`mgpu attach`: takes over a run whose supervisor is gone, or is stuck, and goes on from wherever it was.
-
-What it goes by is the record, the machines as their provider describes them, and the commit log; never what the dead
-one may have had in mind. All that it needs has an absolute path in the record: it can be called from any folder.
-"""
+"""`mgpu attach`: takes over a run whose supervisor is gone, or is stuck, and goes on from wherever it was."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
-
-from mgpu_train.agent.status import Fault
-from mgpu_train.config import Secrets
 
 from mgpu.context import Context
-from mgpu.errors import InputError, ProviderError, RemoteError
-from mgpu.events import Note, Warned
-from mgpu.iac.engine.stack import Stack
-from mgpu.iac.outputs import StackOutput
-from mgpu.providers.base import Provider
-from mgpu.remote.node import Node
-from mgpu.remote.nodeset import NodeSet
-from mgpu.run.fleet.stack import refuse_used, stack_of, standing
-from mgpu.run.job.request import Request, resolve, secrets_of, store_keys
-from mgpu.run.job.stack_output import provider_for, provider_of, targets
-from mgpu.run.lifecycle.attempt import watch_again
-from mgpu.run.lifecycle.launch import attempts, rented, supervision, used
-from mgpu.run.lifecycle.outcome import Outcome, conclude, remembered
-from mgpu.run.lifecycle.post_mortem import of_the_store, over
-from mgpu.run.nodes import agent_client, outputs
-from mgpu.run.record.record import Folder, Record, State, load, supervisor_of
+from mgpu.events import Note
+from mgpu.run.lifecycle.outcome import Outcome
+from mgpu.run.lifecycle.supervise import supervise, supervision
+from mgpu.run.record.record import Record, State, load, supervisor_of
 from mgpu.run.record.session import Session
 from mgpu.run.record.supervisor_lock import Holder
-from mgpu.run.supervision.supervisor import Ended
-from mgpu.spec.load import loads
-from mgpu.spec.model import RunSpec
 
 
 def attach(record: Record, context: Context, *, force: bool = False) -> Outcome | None:
@@ -55,7 +29,7 @@ def attach(record: Record, context: Context, *, force: bool = False) -> Outcome 
             return Outcome(session.record)
         if before is not None and session.record.state in (State.PROVISIONING, State.REPAIRING, State.TEARDOWN):
             _let_go(before, session)
-        return _Takeover(session, context, before).conclude()
+        return supervise(session, context, before)
 
 
 def _let_go(before: Holder, session: Session) -> None:
@@ -66,158 +40,3 @@ def _let_go(before: Holder, session: Session) -> None:
         session.emit(Note(f"waiting for {before} to let go of the stack"))
         while before.lives and not before.suspended and time.monotonic() < until and not session.interrupts.count:
             time.sleep(session.timeouts.poll_s)
-
-
-class _Takeover:
-    """One run, as it was left."""
-
-    def __init__(self, session: Session, context: Context, before: Holder | None) -> None:
-        self.session, self.record = session, session.record
-        path = Folder(self.record.run_id).run_file
-        self.spec: RunSpec = loads(
-            path.read_text(), str(path)
-        )  # as it was; what it names beside itself is on the nodes
-        self.stack: Stack = stack_of(self.record, context)
-        if before is not None and before.pid != os.getpid():
-            self.stack.oust(before.process)
-
-    def conclude(self) -> Outcome:
-        """Goes on with the run until it is over."""
-        state, end = self.record.state, self.spec.teardown
-        self.session.save()  # whose it is from here on
-        if state is State.TEARDOWN:
-            return conclude(self.session, self.stack, end, lambda: remembered(self.record))
-        if state in (State.PROVISIONING, State.REPAIRING):
-            return conclude(self.session, self.stack, end, self._undone if self._to_end else self._made())
-        return conclude(self.session, self.stack, end, self._watched())
-
-    @property
-    def _to_end(self) -> bool:
-        return self.session.asked_to_end
-
-    def _undone(self) -> Ended:
-        self._know_fleet()
-        self.session.check()
-        raise AssertionError("the end was asked for")
-
-    def _know_fleet(self) -> StackOutput | None:
-        """The fleet of the record; else that of the stack, remembered above all because it says whose it is."""
-        if self.record.fleet is None:
-            fleet = self.stack.outputs()
-            self.record.fleet = fleet.model_dump(mode="json") if fleet else None
-            self.session.save()
-        return StackOutput.model_validate(self.record.fleet) if self.record.fleet else None
-
-    # --- before the training, and between two attempts ----------------------------------------------------------
-
-    def _made(self) -> Callable[[], Ended]:
-        """The fleet made, or repaired, and the next attempt on it. Raises InputError for a secret that is missing."""
-        request = self._request(StackOutput.model_validate(self.record.fleet) if self.record.fleet else None)
-        secrets = secrets_of(self.spec, request.checkpoint, os.environ, self._provider())
-        go_on = self._repaired if self.record.state is State.REPAIRING else self._begun
-
-        def made() -> Ended:
-            self._end_agents()
-            return go_on(request, secrets)
-
-        return made
-
-    def _begun(self, request: Request, secrets: Secrets) -> Ended:
-        if self.record.writer:  # an attempt was begun, and its supervisor died before it could say so
-            ended = of_the_store(self.session, request, needed=False)
-            if ended is not None and (ended.succeeded or ended.fault is Fault.USER):
-                return ended
-            self.record.recoveries += 1  # it was one of those that the run file allows
-        if self.record.own_stack:
-            return rented(self.session, self.stack, request, secrets)
-        return used(self.session, self.stack, request, secrets, self._standing())
-
-    def _repaired(self, request: Request, secrets: Secrets) -> Ended:
-        lost = self.record.under_repair  # what the dead supervisor was about to replace
-        plan = attempts(self.session, self.stack, request, secrets)
-        return plan.run(lambda: plan.mended(tuple(lost.nodes) if lost else ()))
-
-    def _provider(self) -> Provider | None:
-        if self.record.fleet is None:
-            return provider_for(self.spec)
-        return provider_of(StackOutput.model_validate(self.record.fleet))
-
-    def _end_agents(self) -> None:
-        """Ends agents that the dead supervisor had started already: the next attempt begins on quiet nodes."""
-        if self.record.fleet is None or not self.record.writer:
-            return
-        fleet, times = StackOutput.model_validate(self.record.fleet), self.session.timeouts
-        broken = self.record.under_repair
-        there = [target for target in targets(fleet) if broken is None or target.rank not in broken.nodes]
-        with suppress(RemoteError), NodeSet.reach(there, Path(fleet.private_key_file).expanduser(), times) as nodes:
-            until = time.monotonic() + times.command_s
-            while any(nodes.each(self._told_to_end)) and time.monotonic() < until:
-                time.sleep(times.poll_s)
-
-    def _told_to_end(self, node: Node) -> bool:
-        """True while the node's agent lives. One that cannot be asked is left to the next attempt's own start."""
-        if node.closed:
-            return False
-        try:
-            if not agent_client.status(node, self.record.run_id, self.session.timeouts).get("alive"):
-                return False
-            agent_client.stop(node, self.record.run_id, self.session.timeouts, now=True)
-        except RemoteError:  # there was no agent
-            return False
-        return True
-
-    def _standing(self) -> StackOutput:
-        fleet = standing(self.stack, self.spec)
-        refuse_used(fleet, but=self.record.run_id)
-        return fleet
-
-    # --- while it trains ----------------------------------------------------------------------------------------
-
-    def _watched(self) -> Callable[[], Ended]:
-        """The attempt watched on, or judged by the store where its machines have ended meanwhile."""
-        fleet = self._know_fleet()
-        if fleet is None:
-            return lambda: Ended(False, "the machines that it trained on are not known", Fault.INFRASTRUCTURE)
-        request, secrets, provider = self._request(fleet), None, provider_of(fleet)
-        keys = store_keys(self.spec, request.checkpoint, os.environ, provider)
-        try:
-            secrets = secrets_of(self.spec, request.checkpoint, os.environ, provider)
-        except (InputError, ProviderError) as error:  # credentials that have expired end nothing
-            self.session.emit(Warned(f"{error.what}: this attempt is watched on, but no other can follow it"))
-        self._claim(request)
-        ended = over(self.session, fleet, provider, request)
-        if ended is not None:  # nobody was there to fetch them
-            outputs.from_store(self.session, request)
-
-        def watch() -> Ended:
-            return ended or watch_again(self.session, fleet, provider, request, keys)
-
-        if secrets is None:
-            return lambda: _last(watch())
-        return lambda: attempts(self.session, self.stack, request, secrets).run(watch)
-
-    def _claim(self, request: Request) -> None:
-        """In the store, too. One that does not answer is no reason to leave a run unwatched: it is said later."""
-        if request.checkpoint is None:
-            return
-        from mgpu_train.checkpoint.commitlog import CommitLog
-        from mgpu_train.store import StoreError, open_store
-
-        try:
-            self.session.claim(CommitLog(open_store(request.checkpoint.to), request.run_id))
-        except StoreError as error:
-            self.session.emit(Warned(f"the store does not answer, the takeover is written there later: {error}"))
-
-    def _request(self, fleet: StackOutput | None) -> Request:
-        record = self.record
-        theirs = fleet.store if fleet and not record.own_stack else None
-        store = theirs if record.state is State.PROVISIONING else record.store or theirs
-        base = Path(record.project_base)
-        return resolve(self.spec, record.run_id, base, store=store, timeouts=self.session.timeouts)
-
-
-def _last(ended: Ended) -> Ended:
-    """An attempt after which no other one can begin, because this process lacks a secret."""
-    if ended.succeeded or ended.left or ended.stopped_by:
-        return ended
-    return replace(ended, reason=f"{ended.reason}; no other attempt: secrets are missing where it was supervised")

@@ -1,4 +1,4 @@
-"""The code of a run: kept as it was at the first attempt, which every later attempt and every supervisor sends.
+"""The code of a run: kept as it was when the run was submitted, and sent by every attempt and every supervisor.
 
 Records share files: `<state>/code/<two characters>/<sha-256>` holds each content once, read-only, and a run's `work/`
 is made of links to it. What no run links to any more is removed by `prune`.
@@ -20,7 +20,9 @@ from mgpu.events import Event, Note, Warned
 from mgpu.remote.ignored import GIT_FILE, IGNORE_FILE
 from mgpu.remote.snapshot import Snapshot, scan
 from mgpu.run.job import saving
+from mgpu.run.job.images import in_image
 from mgpu.run.job.request import Request
+from mgpu.run.record.record import Folder
 from mgpu.words import amount, count
 
 if TYPE_CHECKING:
@@ -37,12 +39,17 @@ def look(request: Request) -> list[Event]:
     Raises:
         InputError: files that cannot be sent; the program itself is left out.
     """
-    in_image = request.spec.code is not None and request.spec.code.mode == "image"
-    if request.workdir is None or in_image:
+    folder = _folder(request)
+    if folder is None:
         return []
-    snapshot = scan(request.workdir)
+    snapshot = scan(folder)
     _require_program(request, snapshot)
     return [*_told(snapshot), *map(Warned, saving.doubts(request, snapshot))]
+
+
+def _folder(request: Request) -> Path | None:
+    """The folder whose files are the run's code; None: it has none, or the image holds it."""
+    return None if in_image(request.spec) else request.workdir
 
 
 def _require_program(request: Request, snapshot: Snapshot) -> None:
@@ -76,17 +83,17 @@ def _some(names: list[str]) -> str:
 
 
 def send(session: Session, request: Request, nodes: NodeSet) -> None:
-    """Makes every node hold the run's code; a node that has it is sent nothing. With `train:` there is none.
+    """Makes every node hold the run's code as it was kept; a node that has it is sent nothing. With `train:` there is
+    none.
 
     Raises:
-        InputError: files that cannot be sent, or not be kept here.
         RemoteError: a node could not be reached, or refused.
     """
+    kept = session.folder.work
     if request.workdir is None:
         return
-    kept = session.folder.work
-    if not kept.exists():
-        _keep(session, scan(request.workdir), kept)
+    if not kept.exists():  # submitted by an mgpu that kept it later
+        keep(request)
     # what was left out when it was kept is not there: nothing more is to be left out
     snapshot = scan(kept, (), ignore_files=False)
     reports = nodes.sync(snapshot, str(RunLayout(request.run_id).work), like=str(RunLayout("*").work))
@@ -98,7 +105,16 @@ def send(session: Session, request: Request, nodes: NodeSet) -> None:
     session.emit(Note(f"code: {count(reports[0].files, 'file')}, {most} sent to {words}"))
 
 
-def _keep(session: Session, snapshot: Snapshot, kept: Path) -> None:
+def keep(request: Request) -> None:
+    """Keeps the code with the run's record, as it is now.
+
+    Raises:
+        InputError: files that cannot be sent, or not be kept here.
+    """
+    folder = _folder(request)
+    if folder is None:
+        return
+    snapshot, kept = scan(folder), Folder(request.run_id).work
     aside = kept.with_name(f".work.{os.getpid()}")
     try:
         aside.mkdir(mode=0o700)
@@ -106,10 +122,10 @@ def _keep(session: Session, snapshot: Snapshot, kept: Path) -> None:
         _share(snapshot, aside)
         aside.replace(kept)
     except OSError as error:
-        if kept.exists():  # whole: who took the run over meanwhile has kept it
+        if kept.exists():  # whole: another process has kept it meanwhile
             return
         raise InputError(
-            f"the code of run {session.record.run_id} cannot be kept in {kept}",
+            f"the code of run {request.run_id} cannot be kept in {kept}",
             f"{error.strerror}: {error.filename}",
             f"Make room there, or name large files in {IGNORE_FILE}: data has keys of its own (`data:`).",
         ) from error

@@ -37,6 +37,7 @@ from mgpu.run.record.supervisor_lock import Holder, held, hold, holder, taken_fr
 class State(StrEnum):
     """Where a run is. The first five are alive; the others are final."""
 
+    QUEUED = "queued"  # submitted: nothing is rented, and nobody has begun with it
     PROVISIONING = "provisioning"
     RUNNING = "running"
     REPAIRING = "repairing"
@@ -54,6 +55,7 @@ class State(StrEnum):
 
 # what may follow what; a final state is never left, but `--resume` opens the run again
 _NEXT = {
+    State.QUEUED: {State.PROVISIONING, State.TEARDOWN},
     State.PROVISIONING: {State.RUNNING, State.REPAIRING, State.TEARDOWN, State.FAILED, State.STOPPED},
     State.RUNNING: {State.REPAIRING, State.STOPPING, State.TEARDOWN, State.SUCCEEDED, State.FAILED, State.STOPPED},
     State.REPAIRING: {State.RUNNING, State.STOPPING, State.TEARDOWN, State.FAILED, State.STOPPED},
@@ -114,7 +116,7 @@ class Record:
     provider: str
     nodes: int
     options: dict[str, str] = field(default_factory=dict)  # settings of the provider; nothing secret
-    state: State = State.PROVISIONING
+    state: State = State.QUEUED
     attempt: int = 0
     recoveries: int = 0  # attempts after the first of this launch, whoever supervised them
     idle: int = 0  # attempts in a row that committed nothing new

@@ -1,0 +1,96 @@
+"""A run is submitted before anything supervises it: from then on it exists, with its run file, image and code."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from mgpu.errors import InputError
+from mgpu.iac.engine.project import project_name
+from mgpu.iac.naming import fleet_name
+from mgpu.iac.outputs import StackOutput
+from mgpu.plan import rank
+from mgpu.run.fleet.stack import project_of
+from mgpu.run.job import images
+from mgpu.run.job.images import Settled
+from mgpu.run.job.request import Request
+from mgpu.run.nodes import code_upload
+from mgpu.run.record.record import Folder, Record, load, save
+from mgpu.spec.load import text_of
+
+
+def submit(
+    request: Request,
+    run_file: Path,
+    *,
+    stack: str | None = None,
+    fleet: StackOutput | None = None,
+    resume: Record | None = None,
+    image: Settled | None = None,
+) -> Record:
+    """A queued run. Whoever supervises it needs nothing more of the folder that it comes from, so what is changed there
+    later does not change the run. `stack` and `fleet`: it runs there; without them it gets a fleet of its own.
+
+    Raises:
+        InputError: the run that is resumed is not over; the code cannot be kept.
+    """
+    spec, run_id = request.spec, request.run_id
+    if resume is not None:
+        resume = load(run_id)
+        _require_over(resume, own_stack=stack is None)
+    stack_name = stack or new_stack_name(run_id, resume)
+    project = project_of(run_file)
+    record = Record(
+        run_id=run_id,
+        name=spec.name,
+        project=str(project),
+        project_base=str(run_file.resolve().parent),
+        run_file=str(run_file.resolve()),
+        stack=stack_name,
+        own_stack=stack is None,
+        fleet_name=fleet_name(project_name(project), stack_name),
+        provider=spec.provider,
+        options=dict(fleet.options if fleet else rank.requirements(spec).provider_options),
+        nodes=spec.nodes,
+        attempt=resume.attempt if resume else 0,
+        spending=resume.spending if resume else [],
+        store=resume.store if resume else None,
+        checkpoint_id=resume.checkpoint_id if resume else None,
+        checkpoint_step=resume.checkpoint_step if resume else -1,
+        idle_step=resume.checkpoint_step if resume else -1,
+        created_at=resume.created_at if resume else time.time(),
+        max_hours=spec.max_hours,
+        fleet=fleet.model_dump(mode="json") if fleet else None,
+    )
+    images.remember(record, image)
+    folder = Folder(run_id)
+    folder.make()
+    folder.run_file.write_text(text_of(spec, run_file))
+    folder.stop.unlink(missing_ok=True)
+    shutil.rmtree(folder.work, ignore_errors=True)  # a run that is begun again takes its code as it is now
+    code_upload.keep(request)
+    save(record)  # last: a run whose record is there is whole
+    return record
+
+
+def _require_over(record: Record, *, own_stack: bool) -> None:
+    run = record.run_id
+    if not record.state.final:
+        raise InputError(
+            f"run {run} is not over: {record.state}",
+            "Its machines may still train.",
+            f"Follow it with `mgpu attach {run}`, or end it with `mgpu stop {run}`.",
+        )
+    if own_stack and record.teardown in ("kept", "asked"):
+        again = f", or go on with them: `mgpu run --stack {record.stack} --resume {run}`"
+        raise InputError(
+            f"run {run} has machines already",
+            "They were kept." if record.teardown == "kept" else "Nobody has confirmed that they are gone.",
+            f"Give them back first: `mgpu down {run}`{again if record.teardown == 'kept' else ''}.",
+        )
+
+
+def new_stack_name(run_id: str, resume: Record | None) -> str:
+    """The run's id; a resumed run's new fleet gets a new name, because two fleets never share one."""
+    return run_id if resume is None else f"{run_id}-r{resume.attempt + 1}"
