@@ -20,6 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "outside" / "parity
 
 MODULE = """
 from mgpu_parity.task import Parity
+from mgpu_train.tasks.base import Loss
+
+class Doubled(Parity):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return Loss(2 * loss.total, 2 * loss.weight, {name: 2 * value for name, value in loss.values.items()})
 
 class Forgetful(Parity):
     def initialise(self, model):
@@ -39,6 +45,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "uneven": {"micro_batch": 3},
     "fsdp": {"strategy": "fsdp", "micro_batch": 2},
     "byhand": {"strategy": "mgpu_parity.strategy:ByHand", "micro_batch": 2},
+    "doubled": {"task": "tasks_of_tests:Doubled"},
     "bad-options": {"options": {"bits": 99, "widht": 2}},
     "forgetful": {"task": "tasks_of_tests:Forgetful"},
     "empty": {"task": "tasks_of_tests:Empty"},

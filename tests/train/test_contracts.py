@@ -34,7 +34,7 @@ def lines(out: Path, name: str, kind: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
 
 
-@pytest.mark.parametrize("name", ["cut", "uneven", "fsdp", "byhand"])
+@pytest.mark.parametrize("name", ["cut", "uneven", "fsdp", "byhand", "doubled"])
 def test_any_split_of_a_batch_has_the_same_mean_though_samples_weigh_differently(out, name):
     for kind, keys in (("step", ("loss", "accuracy", "grad_norm")), ("validation", ("loss", "accuracy"))):
         for key in keys:
