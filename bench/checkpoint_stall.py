@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from mgpu_train import parallel
 from mgpu_train.checkpoint.dcp import Checkpointer, Progress
-from mgpu_train.config import ModelConfig, TrainConfig
-from mgpu_train.loop import make_optimizer
+from mgpu_train.config import LmOptions, ModelConfig, TrainConfig
+from mgpu_train.loop import make_model, make_optimizer
 from mgpu_train.saving import Saver
-from mgpu_train.tasks.lm import ByteGPT
+from mgpu_train.tasks.lm import ByteLM
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
@@ -43,15 +43,15 @@ class Training:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.place = parallel.join(DEADLINE_S, DEADLINE_S)
-        torch.manual_seed(0)
-        self.model = ByteGPT(MODEL, SEQ_LEN)
+        self.task = ByteLM(LmOptions(model=MODEL, seq_len=SEQ_LEN))
+        self.model = make_model(self.task, 0)
         self.optimizer = make_optimizer(self.model, TrainConfig())
         self.step()
 
     def step(self, settle: Between | None = None) -> None:
         """One optimizer step; `settle` is called before anything changes."""
         tokens = torch.randint(256, (SEQUENCES, SEQ_LEN + 1))
-        self.model(tokens[:, :-1], tokens[:, 1:]).backward()
+        self.task.loss(self.model, {"bytes": tokens}).total.backward()
         if settle is not None:
             settle()
         self.optimizer.step()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from mgpu_train.tasks import entry as tasks
 from pydantic import ValidationError
 
 from mgpu.errors import InputError
@@ -94,7 +95,7 @@ def _read(path: Path) -> Document:
 def _checked(document: Document, base: Path | None) -> RunSpec:
     spec, set_aside = _validated(document)
     if spec is not None:
-        found = list(mistakes(spec))
+        found = [*mistakes(spec), *_options(spec, document)]
         told = {mistake.at for mistake in found}  # what cannot be a file's name is not looked for
         found += [mistake for mistake in (_files(spec, base) if base else ()) if mistake.at not in told]
         for mistake in found:
@@ -136,6 +137,20 @@ def _validate(data: dict[str, Any]) -> RunSpec:
     return RunSpec.model_validate_json(json.dumps(data), strict=True)
 
 
+def _options(spec: RunSpec, document: Document) -> Iterator[Mistake]:
+    """Those of a task that is installed here; a node asks a class of the user's for its own."""
+    entry = tasks.installed().found.get(spec.train.task) if spec.train else None
+    if entry is None or spec.train is None:
+        return
+    try:
+        entry.options.model_validate_json(json.dumps(spec.train.options), strict=True)
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            at: Any = ("train", "options", *each["loc"])
+            message, nearest = word({**each, "loc": at}, document, entry.options)
+            yield Mistake(at, message, (("train", "task"),), nearest)
+
+
 def _droppable(at: Where) -> Where:
     """The part of a path up to the first list: items are not dropped one by one, because that would renumber them."""
     first = next((index for index, part in enumerate(at) if isinstance(part, int)), len(at))
@@ -158,8 +173,8 @@ def _files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
 
 
 def _code_files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
-    """The folder and files of the user's code that `command` needs on the nodes."""
-    if spec.command is None:
+    """The folder and files of the user's code that nodes need."""
+    if not spec.own_code:
         return
     workdir = base / (spec.code.workdir if spec.code else ".")
     if not workdir.is_dir():
@@ -170,7 +185,10 @@ def _code_files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
         yield _absent(("code", "requirements"), workdir, requirements, ("code", "workdir"))
     elif requirements and not (workdir / requirements).resolve().is_relative_to(workdir.resolve()):
         yield Mistake(("code", "requirements"), f"is a link out of {workdir}", (("code", "workdir"),))
-    yield from _program(spec, spec.command[0], workdir)
+    if spec.command is not None:
+        yield from _program(spec, spec.command[0], workdir)
+    elif spec.train is not None and ":" in spec.train.task:
+        yield from _class(spec.train.task, workdir)
 
 
 def _program(spec: RunSpec, name: str, workdir: Path) -> Iterator[Mistake]:
@@ -190,6 +208,14 @@ def _program(spec: RunSpec, name: str, workdir: Path) -> Iterator[Mistake]:
             yield Mistake(("command", 0), f"{path} is a folder without a __main__.py: name a Python file", reads)
     elif (why := _no_python(path)) is not None:
         yield Mistake(("command", 0), f"{path} {why}: the launcher gives it to Python", reads)
+
+
+def _class(task: str, workdir: Path) -> Iterator[Mistake]:
+    """The user's own task, where its file can be seen from here; it may be in an installed package, too."""
+    module, _, name = task.partition(":")
+    path = workdir.joinpath(*module.split(".")).with_suffix(".py")
+    if path.is_file() and name not in path.read_text(errors="replace"):
+        yield Mistake(("train", "task"), f"there is no {name} in {path}", (("code", "workdir"),))
 
 
 def _no_python(path: Path) -> str | None:

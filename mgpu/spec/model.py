@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mgpu_train import launchers
 from mgpu_train.config import BestMode, DataItem, EnvName, MetricName, Text, TrainConfig, Writers
+from mgpu_train.tasks import entry as tasks
 from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
 
 from mgpu.spec import sink as sinks
@@ -120,7 +121,7 @@ class PhaseTimeouts(Block):
 
 
 class Code(Block):
-    """`code:` the user's folder, sent to the nodes with `command:`."""
+    """`code:` the user's folder, sent to the nodes."""
 
     workdir: Text = Field(".", description="folder to send, relative to the run file")
     mode: Literal["sync", "image"] = Field(
@@ -175,7 +176,10 @@ class Keys(Block):
         description="what starts the program on each node: torchrun, plain python, or one that a package brings",
         json_schema_extra={"enum": list(launchers.installed().names)},
     )
-    code: Code | None = Field(None, description="the user's folder, with `command` (default: the run file's folder)")
+    code: Code | None = Field(
+        None,
+        description="the user's folder, with `command` or a task that is not mgpu's (default: the run file's folder)",
+    )
     image: ImageSpec | None = Field(None, description="the container image that nodes run (default: none)")
     setup: Names = Field(
         (),
@@ -210,6 +214,11 @@ class Keys(Block):
     def world_size(self) -> int:
         """Processes of all nodes."""
         return self.nodes * self.processes
+
+    @property
+    def own_code(self) -> bool:
+        """Whether nodes run code that is not mgpu's: a `command`, or another task than those of the trainer."""
+        return self.command is not None or (self.train is not None and self.train.task not in tasks.OURS)
 
     @property
     def on_this_machine(self) -> bool | None:

@@ -8,6 +8,10 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from mgpu_train import launchers
+from mgpu_train.config import LmOptions
+from mgpu_train.strategies import entry as strategies
+from mgpu_train.strategies.entry import Sizes
+from mgpu_train.tasks import entry as tasks
 
 from mgpu.spec import command
 from mgpu.spec.image import ImageSpec
@@ -77,8 +81,8 @@ def _processes(spec: RunSpec) -> Iterator[Mistake]:
 
 
 def _code(spec: RunSpec) -> Iterator[Mistake]:
-    if spec.code is not None and spec.train is not None:
-        yield Mistake(("code",), "is for `command`; `train` runs the bundled trainer", (("train",),))
+    if spec.code is not None and not spec.own_code:
+        yield Mistake(("code",), "is for `command`, or a task that is not mgpu's", (("train",), ("train", "task")))
     if spec.code is None:
         return
     for key, value in (("workdir", spec.code.workdir), ("requirements", spec.code.requirements)):
@@ -134,15 +138,33 @@ def _training(spec: RunSpec) -> Iterator[Mistake]:
     if launcher is not None and launcher.one_process and world > 1:
         message = f"{spec.launcher} starts one process, and {world} are asked for: use torchrun"
         yield Mistake(("launcher",), message, sizes)
-    if spec.train.strategy == "single" and world > 1:
-        message = f"single is for one process, and {world} are asked for: use ddp or fsdp"
-        yield Mistake(("train", "strategy"), message, sizes)
+    strategy = strategies.installed().found.get(spec.train.strategy)
+    if strategy is None:
+        why, nearest = strategies.installed().complaint(spec.train.strategy)
+        yield Mistake(("train", "strategy"), why, (), nearest)
+    elif why := strategy.refuse(Sizes(world)):
+        yield Mistake(("train", "strategy"), why, sizes)
     at: Where = ("train", "global_batch")
     if batch % world:
-        yield Mistake(at, f"{batch} sequences cannot be shared out evenly among {world} processes", sizes)
+        yield Mistake(at, f"{batch} samples cannot be shared out evenly among {world} processes", sizes)
     elif micro and batch // world % micro:
-        message = f"{batch // world} sequences a process cannot be cut into passes of {micro} (`micro_batch`)"
+        message = f"{batch // world} samples a process cannot be cut into passes of {micro} (`micro_batch`)"
         yield Mistake(at, message, (*sizes, ("train", "micro_batch")))
+
+
+def _task(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.train is None:
+        return
+    task, options = spec.train.task, spec.train.options
+    if ":" not in task and task not in tasks.installed().found:
+        why, nearest = tasks.installed().complaint(task)
+        yield Mistake(("train", "task"), f"{why}; a class of yours is package.module:Class", (), nearest)
+    for key in LmOptions.model_fields:
+        if key in spec.train.model_fields_set and task != "lm":
+            message = f"is an option of task lm; those of {task} stand in `train.options`"
+            yield Mistake(("train", key), message, (("train", "task"),))
+        elif key in spec.train.model_fields_set and key in options:
+            yield Mistake(("train", key), "`train.options` says it, too", (("train", "options"),))
 
 
 def _variables(spec: RunSpec) -> Iterator[Mistake]:
@@ -188,9 +210,10 @@ def _checkpoint(spec: RunSpec) -> Iterator[Mistake]:
         yield Mistake(("checkpoint", "to"), message, (("provider",),))
     if to is not None:
         yield from _url(spec, ("checkpoint", "to"), to)
-    sharded = spec.train is not None and spec.train.strategy == "fsdp"
-    if spec.checkpoint.writers == "rank0" and sharded and spec.nodes > 1:
-        message = "rank0 would lose the other nodes' shards with strategy fsdp: use all"
+    name = spec.train.strategy if spec.train else ""
+    strategy = strategies.installed().found.get(name) if name else None
+    if spec.checkpoint.writers == "rank0" and strategy is not None and strategy.sharded and spec.nodes > 1:
+        message = f"rank0 would lose the other nodes' shards with strategy {name}: use all"
         yield Mistake(("checkpoint", "writers"), message, (("train", "strategy"), ("nodes",)))
 
 
@@ -217,8 +240,8 @@ def _data(spec: RunSpec) -> Iterator[Mistake]:
 
 
 def _setup(spec: RunSpec) -> Iterator[Mistake]:
-    if spec.setup and spec.command is None:
-        yield Mistake(("setup",), "is for `command`; `train` runs the bundled trainer", (("train",),))
+    if spec.setup and not spec.own_code:
+        yield Mistake(("setup",), "is for `command`, or a task that is not mgpu's", (("train",), ("train", "task")))
     for index, line in enumerate(spec.setup):
         if not line.strip():
             yield Mistake(("setup", index), "is empty")
@@ -264,6 +287,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _code,
     _image,
     _training,
+    _task,
     _variables,
     _launcher,
     _command,

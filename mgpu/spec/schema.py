@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from mgpu_train.strategies import entry as strategies
+from mgpu_train.tasks import entry as tasks
+
 from mgpu.spec.model import RunSpec
 
 _NAMED = ("properties", "patternProperties", "$defs")
@@ -33,6 +36,12 @@ def schema() -> dict[str, Any]:
         *(each for by in (env, args) for each in by["patternProperties"].values()),
     ):
         text_or_number["type"] = ["string", "number"]  # a number is passed on as it is written
+    train = generated["$defs"]["TrainConfig"]["properties"]
+    for key, names in (("task", tasks.installed().names), ("strategy", strategies.installed().names)):
+        field = {word: value for word, value in train[key].items() if word not in ("type", "pattern", "maxLength")}
+        train[key] = {"enum": list(names), **field}
+    path = {"type": "string", "pattern": ":"}
+    train["task"] = {"anyOf": [{"enum": train["task"].pop("enum")}, path], **train["task"]}
     env["additionalProperties"] = args["additionalProperties"] = False
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

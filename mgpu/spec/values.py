@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, get_args
 
-from mgpu_train.config import EnvName, MetricName, Text
+from mgpu_train.config import Brought, EnvName, MetricName, Text
 from pydantic import StringConstraints
 
 # what a pattern asks for; a refused value is not repeated, because it may be a secret in the wrong place
 _FORMS = {
     get_args(MetricName)[1].pattern: "letters, digits, `.`, `_`, `-` and `/`, at most 128",
     get_args(Text)[1].pattern: "text without NUL",
+    get_args(Brought)[1].pattern: "a name in lower case, or package.module:Class",
     get_args(EnvName)[1].pattern: "the name of an environment variable: letters, digits and `_`, no digit first",
 }
 
@@ -30,7 +32,7 @@ def no_name(text: str) -> str:
     return "begins with `-`: programs would read it as an option" if text.startswith("-") else ""
 
 
-def refusal(error: dict[str, Any], given: str) -> str:
+def refusal(error: Mapping[str, Any], given: str) -> str:
     """The message for a value, shown as `given`, that one of pydantic's errors refuses."""
     limits = error.get("ctx", {})
     match error["type"]:
@@ -60,7 +62,7 @@ def refusal(error: dict[str, Any], given: str) -> str:
             return error["msg"]
 
 
-def choice(error: dict[str, Any], given: str) -> tuple[str, str | None]:
+def choice(error: Mapping[str, Any], given: str) -> tuple[str, str | None]:
     """The message for a value that is none of those which are possible, and the one that it is nearest to."""
     choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
     near = get_close_matches(str(error["input"]).lower(), choices, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, get_args
 
@@ -19,7 +19,7 @@ from mgpu.spec.values import choice, refusal, shown
 NAMES: tuple[Where, ...] = (("env",), ("image", "args"))  # blocks whose keys are names of the user's
 
 
-def where(error: dict[str, Any]) -> Where:
+def where(error: Mapping[str, Any]) -> Where:
     """The field of an error, without what pydantic puts in between: a union's branch, the mark of a key's own name."""
     at: Where = error["loc"]
     if at[0] == "checkpoint" and at[1:2] in BRANCHES:
@@ -28,15 +28,18 @@ def where(error: dict[str, Any]) -> Where:
     return at[:named]
 
 
-def word(error: dict[str, Any], document: Document) -> tuple[str, str | None]:
-    """The message and the nearest valid name (None: there is none) for one of pydantic's errors."""
+def word(
+    error: Mapping[str, Any], document: Document, options: type[BaseModel] | None = None
+) -> tuple[str, str | None]:
+    """The message and the nearest valid name (None: there is none) for one of pydantic's errors. `options`: the block
+    that `train.options` is."""
     at, given = where(error), error["input"]
     plain = document.marks[at].plain if at in document.marks else None
     match error["type"]:
         case "extra_forbidden":
-            return "unknown key", nearest_key(at)
+            return "unknown key", nearest_key(at, options)
         case "missing":
-            return f"is missing: {_description(at)}", None
+            return f"is missing: {_description(at, options)}", None
         case "literal_error":
             message, near = choice(error, shown(given, plain))
             return message + (", or a block of keys" if at == ("checkpoint",) else ""), near
@@ -73,10 +76,10 @@ def _not_a_list(at: Where, given: Any, plain: str | None) -> str:
     return f"a list is needed, because no shell reads it{ours}: write `{command.line(right)}`"
 
 
-def nearest_key(at: Where) -> str | None:
+def nearest_key(at: Where, options: type[BaseModel] | None = None) -> str | None:
     """The valid key that an unknown one is nearest to: in its block, else the same name in another block."""
     key = str(at[-1]).lower().replace("-", "_")[:64]
-    block = _block(at[:-1])
+    block = _block(at[:-1], options)
     near = get_close_matches(key, list(_fields(block)) if block else [], 1)
     if near:
         return near[0]
@@ -90,14 +93,16 @@ def _every_key(block: type[BaseModel], above: Where = ()) -> Iterator[Where]:
             yield from _every_key(inner, (*above, name))
 
 
-def _description(at: Where) -> str:
-    block = _block(at[:-1])
+def _description(at: Where, options: type[BaseModel] | None) -> str:
+    block = _block(at[:-1], options)
     info = _fields(block).get(str(at[-1])) if block else None
     return (info.description if info else None) or "it has no default"
 
 
-def _block(at: Where) -> type[BaseModel] | None:
+def _block(at: Where, options: type[BaseModel] | None) -> type[BaseModel] | None:
     block: type[BaseModel] | None = RunSpec
+    if options is not None and at[:2] == ("train", "options"):
+        block, at = options, at[2:]
     for part in at:
         if isinstance(part, str) and block is not None:
             info = _fields(block).get(part)

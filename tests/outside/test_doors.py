@@ -26,6 +26,36 @@ yard: {gate: south, price_usd_per_hour: 0.09}
 sinks: {bell: {tower: tower.txt, strokes: 2}, jsonl: {}}
 """
 
+TRAINED = """
+name: doors
+provider: local
+nodes: 2
+max_price_usd_per_hour: 1
+max_hours: 0.2
+train:
+  task: parity
+  strategy: byhand
+  steps: 12
+  global_batch: 8
+  micro_batch: 2
+  threads: 1
+  options: {bits: 5, width: 16}
+checkpoint: {every_steps: 6}
+"""
+
+# as a user writes it, in their own folder
+OWN_TASK = """
+from mgpu_parity.task import Parity
+from pydantic import BaseModel
+
+class Options(BaseModel):
+    bits: int
+    width: int = 8
+
+class Mine(Parity):
+    Options = Options
+"""
+
 
 def events(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
@@ -41,6 +71,9 @@ def test_their_keys_are_keys_of_the_run_file(beside):
     schema = json.loads(beside.mgpu("spec"))
     assert schema["properties"]["provider"]["enum"] == ["aws", "local", "yard"]
     assert schema["properties"]["launcher"]["enum"] == ["envrun", "python", "torchrun"]
+    train = schema["$defs"]["TrainConfig"]["properties"]
+    assert train["task"]["anyOf"][0]["enum"] == ["lm", "parity"]
+    assert train["strategy"]["enum"] == ["byhand", "ddp", "fsdp", "single"]
     assert set(schema["$defs"]["Sinks"]["properties"]) == {"bell", "jsonl"}
     assert schema["$defs"]["YardOptions"]["properties"]["gate"]["enum"] == ["north", "south"]
 
@@ -79,3 +112,44 @@ def test_a_run_on_their_machines_started_by_their_launcher(beside):
     assert (heard[-1]["event"], heard[-1]["exit_code"], heard[-1]["teardown"]) == ("RunEnded", 0, "confirmed")
     assert (heard[-1]["stop_reason"], told["stop_reason"]) == (None, None)
     assert 0 < heard[-1]["spent_usd"] == told["spent_usd"] < 0.18 / 60 * 5
+
+
+def test_mistakes_in_what_is_trained_are_told_like_any_other(beside):
+    wrong = TRAINED.replace("bits: 5, width: 16", "bits: 99, widht: 16").replace("threads: 1", "seq_len: 64")
+    (beside.folder / "mgpu.yaml").write_text(wrong.replace("nodes: 2", "nodes: 1"))
+    said = beside.mgpu("plan", code=2)
+    for words in (
+        "mgpu.yaml:14: train.options.bits: must be at most 12, not `99`",
+        "mgpu.yaml:14: train.options.widht: unknown key",
+        "did you mean `width`?",
+        "mgpu.yaml:13: train.seq_len: is an option of task lm; those of parity stand in `train.options`",
+        "mgpu.yaml:9: train.strategy: byhand takes ranks in pairs, and there are 1",
+    ):
+        assert words in said, said
+    (beside.folder / "mgpu.yaml").write_text(TRAINED.replace("parity", "party").replace("byhand", "byhnad"))
+    said = beside.mgpu("plan", code=2)
+    for words in ("`party` is not one of lm, parity", "`byhnad` is not one of byhand, ddp, fsdp, single"):
+        assert words in said, said
+
+
+def test_their_task_is_trained_by_their_strategy(beside):
+    (beside.folder / "mgpu.yaml").write_text(TRAINED)
+    assert json.loads(beside.mgpu("plan", "--json"))["offers"]
+    ended = json.loads(beside.mgpu("launch", "--yes", "--json"))
+    assert (ended["state"], ended["step"], ended["checkpoint_step"]) == ("succeeded", 12, 12), ended
+    metrics = json.loads(beside.mgpu("status", ended["run_id"], "--json"))["metrics"]
+    assert {"accuracy", "validation_accuracy", "numbers_per_s"} < set(metrics), metrics
+    assert "tokens_per_s" not in metrics
+    assert "step 12/12" in beside.mgpu("logs", ended["run_id"])
+
+
+def test_a_task_of_the_users_own_folder(beside):
+    own = TRAINED.replace("task: parity", "task: mine.task:Mine").replace("byhand", "fsdp")
+    (beside.folder / "mgpu.yaml").write_text(own)
+    (beside.folder / "mine").mkdir()
+    (beside.folder / "mine" / "task.py").write_text(OWN_TASK.replace("Mine", "Yours"))
+    assert "mgpu.yaml:8: train.task: there is no Mine in " in beside.mgpu("plan", code=2)
+    (beside.folder / "mine" / "task.py").write_text(OWN_TASK)
+    ended = json.loads(beside.mgpu("launch", "--yes", "--json"))
+    assert (ended["state"], ended["checkpoint_step"]) == ("succeeded", 12), ended
+    assert "accuracy" in ended["metrics"]

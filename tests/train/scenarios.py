@@ -61,11 +61,11 @@ class Signal(StopRequest):
 class Patient(Trainer):
     """Waits in every step for the save that the last one began, so that none is skipped because a disk is slow."""
 
-    def _backward(self, samples: list[int]) -> float:
-        loss = super()._backward(samples)
+    def _backward(self, samples: list[int]) -> Any:
+        sums = super()._backward(samples)
         if self.saver is not None:
             self._tell(self.saver.wait())
-        return loss
+        return sums
 
 
 class Held(Patient):
@@ -78,19 +78,19 @@ class Held(Patient):
         super().__init__(*given, **named)
         self.released, self.passed, self.stepped = threading.Event(), threading.Event(), threading.Event()
 
-    def _backward(self, samples: list[int]) -> float:
+    def _backward(self, samples: list[int]) -> Any:
         step = self.progress.step + 1
         if step == 5 and self.place.rank == 1:
             assert self.folders.save_request is not None
             self.folders.save_request.touch()
         if step == 8:
             self.released.set()
-        loss = (super() if step >= 8 else super(Patient, self))._backward(samples)
+        sums = (super() if step >= 8 else super(Patient, self))._backward(samples)
         if step >= 4:
             self.passed.set()
-        return loss
+        return sums
 
-    def _report(self, *given: float) -> None:
+    def _report(self, *given: Any) -> None:
         if self.progress.step >= 4:
             self.stepped.set()
         super()._report(*given)

@@ -150,9 +150,9 @@ def test_a_checkpoint_has_a_part_of_each_rank_and_says_what_it_is(out):
     names = {path.name for path in folder.iterdir()}
     assert names == {".metadata", "meta.json", "__0_0.distcp", "__1_0.distcp"}
     meta = json.loads((folder / "meta.json").read_text())
-    text, config, rng = (meta.pop(key) for key in ("text", "config_sha256", "rng_sha256"))
+    data, config, rng = (meta.pop(key) for key in ("data", "config_sha256", "rng_sha256"))
     assert (len(config), len(rng)) == (64, 64)
-    assert text
+    assert data
     assert meta.pop("config")["global_batch"] == 8
     assert meta == {
         "step": 3, "samples": 24, "seed": 1, "world_size": 2, "strategy": "fsdp", "mesh": "dp=2",
@@ -245,7 +245,7 @@ def test_a_rank_that_cannot_write_leaves_no_checkpoint_anywhere(out):
     ("name", "message"),
     [
         ("other-model", "it is of another model: `embed.weight` is (256, 32) there and (256, 16) here"),
-        ("not-single", "`train.strategy: single` is one process, but there are 2"),
+        ("not-single", "`train.strategy`: single is for one process, and 2 are asked for: use ddp or fsdp"),
         ("odd-batch", "`train.global_batch` is 7, which 2 processes cannot share evenly"),
         ("diverged", "training has diverged at step"),
     ],

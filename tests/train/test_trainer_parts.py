@@ -120,7 +120,7 @@ class TestByteGPT:
         logits: list[torch.Tensor] = []
         model.head.register_forward_hook(lambda *given: logits.append(given[2]))
         for tokens in (inputs, changed % 256):
-            model(tokens, inputs)
+            model(tokens)
         assert torch.equal(logits[0][:, :10], logits[1][:, :10])
         assert not torch.equal(logits[0][:, 10:], logits[1][:, 10:])
 
@@ -132,7 +132,7 @@ class TestByteGPT:
         logits: list[torch.Tensor] = []
         model.head.register_forward_hook(lambda *given: logits.append(given[2]))
         for order in ([1, 2, 3], [2, 1, 3]):
-            model(torch.tensor([order]), torch.tensor([order]))
+            model(torch.tensor([order]))
         assert not torch.allclose(logits[0][:, 2], logits[1][:, 2])
 
     def test_decay_is_for_matrices_only(self):

@@ -33,8 +33,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
         (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines]) + "\n")
+        entries.points.cache_clear()
 
-    return installed
+    yield installed
+    entries.points.cache_clear()
 
 
 def test_what_packages_bring_is_found_by_name(install):
@@ -95,6 +97,8 @@ def test_where_nothing_is_installed_that_is_what_is_said():
         "mgpu.sinks.jsonl",
         "mgpu.providers.aws.options",
         "mgpu_train.launchers",
+        "mgpu_train.tasks.entry",
+        "mgpu_train.strategies.entry",
         "mgpu.providers.aws.provider",
         "mgpu.providers.local.provider",
         "mgpu.providers.base",
@@ -103,7 +107,9 @@ def test_where_nothing_is_installed_that_is_what_is_said():
 def test_our_own_are_found_whatever_is_imported_first_and_no_sdk_is(first):
     code = f"import sys, {first}\nfrom mgpu.spec.model import RunSpec\n"
     code += "from mgpu.spec import provider, sink\nfrom mgpu_train import launchers\n"
-    code += "for each in (provider, sink, launchers): assert not each.installed().broken, each.installed().broken\n"
+    code += "from mgpu_train.strategies import entry as strategy\nfrom mgpu_train.tasks import entry as task\n"
+    code += "for each in (provider, sink, launchers, strategy, task): assert not each.installed().broken, each\n"
     code += "assert {'aws', 'local'} < set(RunSpec.model_fields)\n"
+    code += "for each in (strategy, task): assert set(each.OURS) == set(each.installed().found)\n"
     code += "assert not {'torch', 'boto3', 'botocore', 'asyncssh', 'paramiko'} & set(sys.modules)\n"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -97,6 +97,22 @@ def edited(text: str, key: str, value: str) -> str:
 # --- what is accepted
 
 
+def test_options_of_the_task_stand_in_train_or_in_its_options():
+    spec = loads(edited(DEMO, "train", "{seq_len: 64, options: {model: {layers: 3}}}"), "f")
+    assert spec.train is not None
+    options = spec.train.task_options
+    assert (options["seq_len"], options["model"], options["text"]) == (64, {"layers": 3}, None)
+    other = loads(edited(DEMO, "train", "{task: 'a.b:C', options: {x: [1, {y: z}]}}"), "f").train
+    assert other is not None
+    assert other.task_options == {"x": [1, {"y": "z"}]}
+
+
+def test_code_and_setup_go_with_a_task_that_is_not_mgpus():
+    spec = loads(edited(DEMO, "train", "{task: 'a.b:C'}") + "code: {workdir: src}\nsetup: ls\n", "f")
+    assert spec.own_code
+    assert not loads(DEMO, "f").own_code
+
+
 def test_outputs_and_setup_are_lists_or_one_of_them():
     assert loads(edited(OWN, "outputs", "runs/"), "f").outputs == ("runs/",)
     assert loads(edited(OWN, "outputs", '[runs/, "*.pt"]'), "f").outputs == ("runs/", "*.pt")
@@ -208,6 +224,18 @@ def test_arguments_and_variables_are_taken_literally(value):
         ("provider", "lcoal", "provider", "`lcoal` is not one of aws, local", "local"),
         ("train", "5", "train", "a block of keys is needed, not `5`", None),
         ("train", "{strategy: fdsp}", "train.strategy", "`fdsp` is not one of", "fsdp"),
+        (
+            "train",
+            "{task: lmm}",
+            "train.task",
+            "`lmm` is not one of lm; a class of yours is package.module:Class",
+            "lm",
+        ),
+        ("train", "{task: a b}", "train.task", "must be a name in lower case, or package.module:Class", None),
+        ("train", "{options: {seq_len: 4}}", "train.options.seq_len", "must be at least 8, not `4`", None),
+        ("train", "{options: {seq_len: yes}}", "train.options.seq_len", "a whole number is needed, not `yes`", None),
+        ("train", "{options: {model: {layer: 3}}}", "train.options.model.layer", "unknown key", "layers"),
+        ("train", "{options: {txt: x}}", "train.options.txt", "unknown key", "text"),
         ("train", "{model: {dim: 10, heads: 3}}", "train.model", "heads (3) does not divide dim (10)", None),
         ("train", "{preccision: fp32}", "train.preccision", "unknown key", "precision"),
         ("train", "{model: {layer: 3}}", "train.model.layer", "unknown key", "layers"),
@@ -316,10 +344,13 @@ def test_messages_speak_no_pydantic():
         (edited(DEMO, "aws", "{}"), "aws", "settings of another provider"),
         (edited(AWS, "local", "{}"), "local", "settings of another provider"),
         (edited(DEMO, "code", "{}"), "code", "is for `command`"),
+        (edited(DEMO, "setup", "ls"), "setup", "is for `command`"),
+        (edited(DEMO, "train", "{seq_len: 64, options: {seq_len: 64}}"), "train.seq_len", "says it, too"),
+        (edited(DEMO, "train", "{task: 'a.b:C', text: x}"), "train.text", "is an option of task lm; those of a.b:C"),
         (edited(DEMO, "launcher", "python"), "launcher", "one process, and 2 are asked for"),
         (edited(DEMO, "train", "{strategy: single}"), "train.strategy", "one process, and 2 are asked for"),
-        (edited(DEMO, "train", "{global_batch: 33}"), "train.global_batch", "33 sequences"),
-        (edited(DEMO, "train", "{global_batch: 32, micro_batch: 3}"), "train.global_batch", "16 sequences a process"),
+        (edited(DEMO, "train", "{global_batch: 33}"), "train.global_batch", "33 samples"),
+        (edited(DEMO, "train", "{global_batch: 32, micro_batch: 3}"), "train.global_batch", "16 samples a process"),
         (edited(DEMO, "secrets", "[A, B, A]"), "secrets", "`A` is given 2 times"),
         (edited(AWS, "regions", "[a, a]"), "regions", "`a` is given 2 times"),
         (edited(DEMO, "env", "{MGPU_RUN_ID: x}"), "env.MGPU_RUN_ID", "reserved"),
@@ -619,6 +650,22 @@ def test_the_users_code_has_to_be_there(project):
     assert loaded(project, "{workdir: src}", "[trian.py]") == [("command[0]", "train.py")]
     assert loaded(project, "{workdir: src}", "[trian]") == [("command[0]", "train.py")]
     assert loaded(project, "{workdir: src}", "[-m, package.train]") == []
+
+
+def test_a_class_of_the_users_is_looked_for_in_its_file(project):
+    def told(task: str) -> list[str]:
+        path = project / "mgpu.yaml"
+        path.write_text(edited(edited(DEMO, "train", f"{{task: '{task}'}}"), "code", "{workdir: src}"))
+        try:
+            load(path)
+        except SpecError as error:
+            return [each.message for each in error.problems]
+        return []
+
+    (project / "src" / "mine.py").write_text("class Mine: ...\n")
+    assert told("mine:Mine") == []
+    assert told("mine:Yours") == [f"there is no Yours in {project / 'src' / 'mine.py'}"]
+    assert told("elsewhere.installed:Mine") == []
 
 
 @pytest.mark.parametrize(

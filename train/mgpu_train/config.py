@@ -5,9 +5,9 @@ Both the operator and the node read these models, so a mistake in them is found 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
 from mgpu_train.launchers import TORCHRUN, LauncherOrName
 from mgpu_train.names import RUN_ID
@@ -17,7 +17,11 @@ RunId = Annotated[str, StringConstraints(pattern=RUN_ID)]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
 # one argument or value: anything but NUL, which no operating system can carry
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=65536)]
-Strategy = Literal["single", "ddp", "fsdp"]
+# one that an entry point brings, or "package.module:Class"
+Brought = Annotated[
+    str,
+    StringConstraints(pattern=r"^([a-z][a-z0-9_-]*|[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)$", max_length=256),
+]
 Precision = Literal["fp32", "bf16"]
 Writers = Literal["rank0", "all"]
 MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}$")]
@@ -47,19 +51,31 @@ class ModelConfig(Model):
         return self
 
 
-class TrainConfig(Model):
-    """The `train:` section: the bundled trainer."""
+class LmOptions(Model):
+    """What task `lm` may be told."""
 
-    task: Literal["lm"] = Field("lm", description="lm: byte-level language model on text files")
-    strategy: Strategy = Field("ddp", description="single: one process; ddp: replicas; fsdp: sharded (FSDP2)")
+    seq_len: int = Field(128, ge=8, le=1 << 20, description="task lm: bytes per sequence")
+    text: Text | None = Field(
+        None,
+        description="task lm: folder of text files on the node (default: the sources of Python's standard library)",
+    )
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig())  # type: ignore[call-arg]
+
+
+class Training(Model):
+    """What the trainer is told, whatever the task is."""
+
+    task: Brought = Field(
+        "lm", description="what is trained; lm: byte-level language model on text files; package.module:Class: yours"
+    )
+    strategy: Brought = Field("ddp", description="single: one process; ddp: replicas; fsdp: sharded (FSDP2)")
     steps: int = Field(300, ge=1, description="optimizer steps in all")
-    global_batch: int = Field(32, ge=1, description="sequences per optimizer step, over all ranks")
+    global_batch: int = Field(32, ge=1, description="samples (lm: sequences) per optimizer step, over all ranks")
     micro_batch: int | None = Field(
         None,
         ge=1,
-        description="sequences per forward pass of one rank; the rest is accumulated (default: no accumulation)",
+        description="samples per forward pass of one rank; the rest is accumulated (default: no accumulation)",
     )
-    seq_len: int = Field(128, ge=8, le=1 << 20, description="bytes per sequence")
     precision: Precision = Field("fp32", description="fp32, or bf16 for the forward and backward pass")
     seed: int = Field(1, ge=0, description="of weights and of the data order")
     lr: float = Field(6e-3, gt=0, description="peak learning rate (AdamW)")
@@ -70,11 +86,19 @@ class TrainConfig(Model):
     validate_every: int = Field(100, ge=1, description="optimizer steps between validations")
     validate_batches: int = Field(8, ge=1, description="global batches per validation, always the same ones")
     log_every: int = Field(1, ge=1, description="optimizer steps between two lines of metrics")
-    text: Text | None = Field(
-        None, description="folder of text files on the node (default: the sources of Python's standard library)"
-    )
     threads: int | None = Field(None, ge=1, description="CPU threads per process (default: the cores shared out)")
-    model: ModelConfig = Field(default_factory=lambda: ModelConfig())  # type: ignore[call-arg]
+    options: dict[str, JsonValue] = Field({}, description="options of the task, by its own names (default: none)")
+
+
+class TrainConfig(LmOptions, Training):
+    """The `train:` section: the bundled trainer. The options of task lm stand in it as they always did."""
+
+    @property
+    def task_options(self) -> dict[str, Any]:
+        """What the task is told."""
+        if self.task != "lm":
+            return self.options
+        return {**self.model_dump(include=set(LmOptions.model_fields)), **self.options}
 
 
 class CheckpointTarget(Model):

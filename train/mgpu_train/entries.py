@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
 import re
+import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Generic, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from mgpu_train.errors import TrainError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -47,17 +54,46 @@ class Entries(Generic[_T]):
 def read(group: str, kind: type[_T]) -> Entries[_T]:
     """The entries of a group in this environment, each an object of this kind. One that cannot be read is set aside,
     and hinders no other; one with the name of ours is passed over."""
-    from importlib.metadata import entry_points  # 30 ms, which a node does not need
-
     ours: list[EntryPoint] = []
     theirs: list[EntryPoint] = []
-    for point in entry_points(group=group):
+    for point in points().select(group=group):
         (ours if point.dist is not None and point.dist.name in _OURS else theirs).append(point)
     names = {point.name for point in ours}
     entries = Entries[_T]({}, {})
     for point in [*ours, *(point for point in theirs if point.name not in names)]:
         _add(entries, point, kind)
     return entries
+
+
+@functools.cache
+def points() -> Any:  # EntryPoints; before Python 3.12 something that is selected from in the same way
+    """All that is installed: to read it takes as long for one group as for all."""
+    from importlib.metadata import entry_points  # 30 ms, which a node does not need
+
+    return entry_points()
+
+
+def need(entries: Entries[_T], name: str, key: str) -> _T:
+    """The entry of this name. Raises TrainError: there is none, as `key` of the run file wants it."""
+    if name not in entries.found:
+        raise TrainError(f"`{key}`: {entries.complaint(name)[0]}")
+    return entries.found[name]
+
+
+def load(path: str, kind: type[Any], key: str) -> Any:
+    """The class at "package.module:Class". Raises TrainError: it is not to be had, or is not of this kind."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        if not isinstance(error, ImportError | AttributeError):
+            logging.getLogger(__package__).exception("%s:", module)  # the line at fault is the user's own
+        why = f"`{key}`: {path} cannot be imported ({type(error).__name__}: {error})"
+        cure = "`code:` of the run file sends a folder and installs requirements; an image may bring it"
+        raise TrainError(f"{why}. {cure}. Looked for in {Path.cwd()} and by {sys.executable}") from error
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise TrainError(f"`{key}`: {path} is no class that is derived from {kind.__module__}.{kind.__name__}")
+    return found
 
 
 def _add(entries: Entries[_T], point: EntryPoint, kind: type[_T]) -> None:

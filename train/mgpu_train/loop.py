@@ -29,7 +29,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -44,12 +44,14 @@ from mgpu_train import parallel
 from mgpu_train.checkpoint.dcp import Checkpointer, Progress, differences
 from mgpu_train.config import CheckpointTarget, Job, TrainConfig
 from mgpu_train.data.order import Order
-from mgpu_train.data.text import open_split
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
+from mgpu_train.metrics.sums import Sums
 from mgpu_train.parallel import Place
 from mgpu_train.saving import Outcome, Saver
-from mgpu_train.tasks.lm import ByteGPT
+from mgpu_train.strategies import base as strategies
+from mgpu_train.tasks import base as tasks
+from mgpu_train.tasks.base import Batch, Data, Task
 
 log = logging.getLogger("mgpu_train")
 
@@ -127,6 +129,27 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
+def make_model(task: Task, seed: int) -> nn.Module:
+    """The task's model on the host, the same on all ranks. Raises TrainError for one that has no value somewhere."""
+    with torch.device("meta"):
+        model = task.model()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for _, value in _numbers(model):
+            value.fill_(math.nan)
+    torch.manual_seed(seed)
+    task.initialise(model)
+    if empty := next((name for name, value in _numbers(model) if value.isnan().any()), None):
+        raise TrainError(f"`initialise` of {type(task).__name__} gives `{empty}` no value")
+    return model
+
+
+def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.is_floating_point():
+            yield name, value
+
+
 class Trainer:
     """One training run on one rank. All ranks make one each and call the same methods together."""
 
@@ -135,19 +158,21 @@ class Trainer:
     ) -> None:
         """`outside`: shards are written by a process of their own (default: where there is a GPU)."""
         self.config = config = trainable(job, folders, place)
+        self.task, self.strategy = tasks.load(config), strategies.load(config.strategy, place, config.precision)
         self.job, self.folders, self.place, self.stop = job, folders, place, stop
         self.threads = parallel.pin_threads(place, config.threads)
 
         # Data: which samples come next depends on how many were consumed, and on nothing else.
-        self.text, self.validation_text = open_split(config.text, config.seq_len)
-        if len(set(place.gather(self.text.fingerprint))) > 1:
-            raise TrainError("the nodes hold different texts: give all the same Python version, or set `train.text`")
-        self.order = Order(self.text.samples(config.seq_len), config.seed)
+        self.data, self.validation_data = self.task.data("train"), self.task.data("validation")
+        if not (len(self.data) and len(self.validation_data)):
+            raise TrainError(f"task {config.task} has no samples: {len(self.data)} and {len(self.validation_data)}")
+        if len(set(place.gather(self.data.fingerprint))) > 1:
+            raise TrainError("the nodes hold different data: give all of them the same files, and the same Python")
+        self.order = Order(len(self.data), config.seed)
 
         # Model: the seed is the same on all ranks, so that replicas begin equal.
-        torch.manual_seed(config.seed)
-        model = ByteGPT(config.model, config.seq_len)
-        self.model = parallel.spread(model, model.blocks, config.strategy, config.precision, place)
+        model = make_model(self.task, config.seed)
+        self.model = self.strategy.apply(model, self.task.layout(model))
         self.optimizer = make_optimizer(self.model, config)
 
         # From zero, or from the one checkpoint that all nodes were given. Beside a GPU another process writes.
@@ -165,10 +190,10 @@ class Trainer:
         self.saved: Progress | None = None  # what stands on disk, on every node
         self.busy_saving = False  # any rank, as all agreed on in the step under way
         self.loss: float | None = None  # of the newest step
-        self.validation: tuple[int, float] | None = None  # step and loss
+        self.validation: tuple[int, dict[str, float]] | None = None  # step and means
         self.early = True  # one checkpoint ahead of time may be asked for
         self.metrics = MetricLines(folders.metrics, place.rank)
-        self.busy_s = 0.0  # spent in steps since the last line of metrics
+        self.busy_s, self.units = 0.0, 0.0  # spent in steps, and trained on, since the last line of metrics
         self.lived = time.monotonic()  # when this rank said last that it goes on
 
     def run(self) -> Progress:
@@ -211,15 +236,14 @@ class Trainer:
         lr = learning_rate(step, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        local_loss = self._backward(self.order.batch(self.progress.samples, *self._slice()))
-        norm = parallel.clip_gradients(self.model, self.config.clip_norm)
+        sums = self._backward(self.order.batch(self.progress.samples, *self._slice()))
         # One exchange a step carries all that needs agreement: the loss, a signal or a request to save anywhere, the
         # minutes since a save.
         overdue = self.place.rank == 0 and self.save_clock.overdue()
         saving = self.saver is not None and self.saver.busy
         lost = self.saver is not None and self.saver.lost
-        loss_sum, signals, overdue, early, saving, lost = self.place.sum(
-            local_loss, self.stop.asked, overdue, self._asked_early(), saving, lost
+        signals, overdue, early, saving, lost = sums.reduce(
+            self.place, self.stop.asked, overdue, self._asked_early(), saving, lost
         )
         if lost:  # an attempt that starts anew loses less than one that trains on and keeps nothing
             raise TrainError(
@@ -229,7 +253,10 @@ class Trainer:
         self.busy_saving = saving > 0
         early *= not self.busy_saving  # what is wanted ahead of time is not skipped, it is made as soon as it can be
         self.early = self.early and early == 0
-        self.loss = loss = loss_sum / self.place.world_size
+        # the strategy has left the mean over ranks of the gradients of sums
+        share = self.place.world_size / (sums.weight or math.nan)
+        norm = parallel.mean_gradients(self.model, share, self.config.clip_norm)
+        self.loss = loss = sums.means["loss"]
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise TrainError(
                 f"training has diverged at step {step}: loss {loss}, gradient norm {norm}. "
@@ -240,7 +267,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self.progress = Progress(step, self.progress.samples + self.config.global_batch)
         self.busy_s += time.perf_counter() - began - waited
-        self._report(loss, lr, norm)
+        self.units += sums.weight
+        self._report(sums.means, lr, norm)
         return signals > 0, overdue + early > 0
 
     def _asked_early(self) -> bool:
@@ -250,20 +278,22 @@ class Trainer:
     def _slice(self) -> tuple[int, int, int]:
         return self.config.global_batch, self.place.rank, self.place.world_size
 
-    def _backward(self, samples: list[int]) -> float:
-        """Accumulate the gradient of this rank's samples, micro-batch by micro-batch; returns their mean loss."""
-        batch = self.text.tensor(samples, self.config.seq_len).to(self.place.device)
-        micro_batches = batch.split(self.config.micro_batch or len(batch))
-        total = 0.0
-        for number, micro in enumerate(micro_batches, start=1):
-            last = number == len(micro_batches)
-            with parallel.forward_pass(self.model, self.config.precision, self.place, reduce=last):
-                # the last one may be smaller: each weighs as much as it has sequences
-                loss = self.model(micro[:, :-1], micro[:, 1:]) * (len(micro) / len(batch))
-                loss.backward()
-            total += loss.item()
+    def _backward(self, samples: list[int]) -> Sums:
+        """Accumulate the gradient of the loss of this rank's samples, micro-batch by micro-batch."""
+        size = self.config.micro_batch or len(samples)
+        sums = Sums()
+        for first in range(0, len(samples), size):
+            last = first + size >= len(samples)
+            batch = self._batch(self.data, samples[first : first + size])
+            with self.strategy.forward_pass(self.model, reduce=last):
+                loss = self.task.loss(self.model, batch)
+                loss.total.backward()
+            sums.add(loss)
             self._live()
-        return total
+        return sums
+
+    def _batch(self, data: Data, samples: list[int]) -> Batch:
+        return {name: values.to(self.place.device) for name, values in data.batch(samples).items()}
 
     def _live(self) -> None:
         """Says now and then that this rank goes on: lines of steps may be far apart, and validations long."""
@@ -273,21 +303,24 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> None:
-        """Mean loss over all ranks, on the same sequences every time, spread evenly over the validation text."""
-        config, text = self.config, self.validation_text
+        """Mean loss over all ranks, on the same samples every time, spread evenly over the validation data."""
+        config, data = self.config, self.validation_data
         wanted = config.validate_batches * config.global_batch
         local = config.global_batch // self.place.world_size
-        total = 0.0
+        sums = Sums()
+        self.model.eval()
         for first in range(self.place.rank * local, wanted, config.global_batch):
-            samples = [number * text.samples(config.seq_len) // wanted for number in range(first, first + local)]
-            batch = text.tensor(samples, config.seq_len).to(self.place.device)
-            with parallel.forward_pass(self.model, config.precision, self.place):
-                total += self.model(batch[:, :-1], batch[:, 1:]).item()
+            batch = self._batch(data, [number * len(data) // wanted for number in range(first, first + local)])
+            with self.strategy.forward_pass(self.model, reduce=False):
+                sums.add(self.task.evaluate(self.model, batch))
             self._live()
-        loss = self.place.sum(total / config.validate_batches)[0] / self.place.world_size
-        self.validation = (self.progress.step, loss)
-        self.metrics.write("validation", step=self.progress.step, loss=loss)
-        log.info("step %d: validation loss %.4f nat/byte", self.progress.step, loss)
+        self.model.train()
+        sums.reduce(self.place)
+        means = sums.means
+        self.validation = (self.progress.step, means)
+        self.metrics.write("validation", **means, step=self.progress.step)
+        told = "".join(f", {name} {value:.4f}" for name, value in means.items() if name != "loss")
+        log.info("step %d: validation loss %.4f%s", self.progress.step, means["loss"], told)
 
     def _save(self) -> None:
         """Begin a save; training goes on while it is made. One that is still under way is not joined by another."""
@@ -339,45 +372,31 @@ class Trainer:
         )
 
     def _announce(self) -> None:
-        unigram, bigram = self.validation_text.entropies()
+        facts = self.task.facts()
         resumed = self.progress.step if self.folders.resume else None
-        self.metrics.write(
-            "start",
-            attempt=self.job.attempt,
-            steps=self.config.steps,
-            world_size=self.place.world_size,
-            unigram_entropy=round(unigram, 4),
-            bigram_entropy=round(bigram, 4),
-            resumed_step=resumed,
-        )
+        of_run = {"steps": self.config.steps, "world_size": self.place.world_size, "resumed_step": resumed}
+        self.metrics.write("start", **{**facts, "attempt": self.job.attempt, **of_run})
         place, model = self.place, self.model
         parameters = sum(parameter.numel() for parameter in model.parameters())
         kind = f"{self.config.strategy} on {place.world_size} x {place.device.type}"
         log.info("%s, %d threads each, %s", kind, self.threads, self.config.precision)
-        log.info("%d parameters, %d + %d bytes of text", parameters, len(self.text), len(self.validation_text))
-        log.info("unigram entropy %.3f, bigram entropy %.3f nat/byte", unigram, bigram)
+        log.info("%d parameters, %d + %d samples", parameters, len(self.data), len(self.validation_data))
+        if facts:
+            log.info("%s", ", ".join(f"{name} {value:g}" for name, value in facts.items()))
         if self.folders.resume is not None:
             log.info("resumed at step %d from %s", resumed, self.folders.resume)
             for change in differences(self.folders.resume, self.checkpointer.meta):
                 log.warning("changed since the checkpoint was saved: %s", change)
 
-    def _report(self, loss: float, lr: float, norm: float) -> None:
-        step, every = self.progress.step, self.config.log_every
-        if step % every and step != self.config.steps:
+    def _report(self, means: dict[str, float], lr: float, norm: float) -> None:
+        step = self.progress.step
+        if step % self.config.log_every and step != self.config.steps:
             return
-        tokens = ((step - 1) % every + 1) * self.config.global_batch * self.config.seq_len
-        speed, self.busy_s = tokens / self.busy_s, 0.0
-        self.metrics.write(
-            "step",
-            step=step,
-            steps=self.config.steps,
-            loss=loss,
-            lr=lr,
-            grad_norm=norm,
-            tokens_per_s=round(speed, 1),
-            samples=self.progress.samples,
-        )
-        log.info("step %d/%d: loss %.4f, lr %.2e, %d tokens/s", step, self.config.steps, loss, lr, speed)
+        speed, unit = self.units / self.busy_s, self.task.unit
+        self.busy_s, self.units = 0.0, 0.0
+        own = {"lr": lr, "grad_norm": norm, f"{unit}_per_s": round(speed, 1), "samples": self.progress.samples}
+        self.metrics.write("step", **{**means, **own, "step": step, "steps": self.config.steps})
+        log.info("step %d/%d: loss %.4f, lr %.2e, %d %s/s", step, self.config.steps, means["loss"], lr, speed, unit)
 
     def _meta(self) -> dict[str, Any]:
         """What `meta.json` says of all checkpoints of this attempt."""
@@ -390,7 +409,7 @@ class Trainer:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "mgpu_train": mgpu_train.__version__,
-            "text": self.text.fingerprint,
+            "data": self.data.fingerprint,
             "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
             "config": config,
         }
@@ -399,7 +418,7 @@ class Trainer:
         """What it says of this step alone; a loss only where it was measured at this very step."""
         losses: dict[str, Any] = {} if self.loss is None else {"loss": self.loss}
         if self.validation is not None and self.validation[0] == self.progress.step:
-            losses["validation_loss"] = self.validation[1]
+            losses |= {f"validation_{name}": value for name, value in self.validation[1].items()}
         return losses
 
 

@@ -1,4 +1,4 @@
-"""Where a process stands among the others, and how a model is spread over them.
+"""Where a process stands among the others, and what they do together.
 
 The device is what is there: NCCL and the GPU of this local rank, or else gloo and the CPU. The same code runs on both.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,12 +15,9 @@ from typing import TypeVar
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_train import cores
-from mgpu_train.config import Precision, Strategy
 from mgpu_train.errors import TrainError
 
 T = TypeVar("T")
@@ -121,43 +116,12 @@ def _machine() -> str:
         return platform.node()
 
 
-def spread(
-    model: nn.Module, blocks: Iterable[nn.Module], strategy: Strategy, precision: Precision, place: Place
-) -> nn.Module:
-    """Put the model on the device in the way `strategy` says; `blocks` are what FSDP gathers one at a time.
-
-    Raises TrainError for `single` with more than one process.
-    """
-    if strategy == "single" and place.world_size > 1:
-        raise TrainError(
-            f"`train.strategy: single` is one process, but there are {place.world_size}. "
-            "Take ddp or fsdp, or one node with one process."
-        )
-    if strategy == "fsdp":
-        low = torch.bfloat16 if precision == "bf16" else None
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-        for block in (*blocks, model):
-            fully_shard(block, mp_policy=policy)
-        return model.to(place.device)
-    model = model.to(place.device)
-    if strategy == "ddp":
-        return DistributedDataParallel(model, device_ids=[place.local_rank] if place.device.type == "cuda" else None)
-    return model
-
-
-@contextmanager
-def forward_pass(model: nn.Module, precision: Precision, place: Place, *, reduce: bool = True) -> Iterator[None]:
-    """Around forward and backward of one micro-batch; with `reduce`, its end averages the gradients over all ranks."""
-    sharded = isinstance(model, FSDPModule)
-    if sharded:
-        model.set_requires_gradient_sync(reduce)
-    alone = model.no_sync() if isinstance(model, DistributedDataParallel) and not reduce else nullcontext()
-    # FSDP casts by its own policy, and keeps what it gathers in bf16 as well
-    with alone, torch.autocast(place.device.type, torch.bfloat16, enabled=precision == "bf16" and not sharded):
-        yield
-
-
-def clip_gradients(model: nn.Module, limit: float) -> float:
-    """Scale all gradients so that their global norm is at most `limit`; returns the norm before."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+def mean_gradients(model: nn.Module, share: float, limit: float) -> float:
+    """Makes gradients of sums those of a mean, `share` of them, and clips them: their global norm is `limit` at most.
+    Returns the norm before clipping."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    norm = share * float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    factor = share * min(1.0, limit / (norm + 1e-6))
+    torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage] - as torch's own clipping does
+    return norm

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from mgpu_train import launchers
 from mgpu_train.agent.layout import LEASE, NOTICE, RunLayout
-from mgpu_train.config import CheckpointTarget, Job, Resume, Secrets
+from mgpu_train.config import CheckpointTarget, Job, Resume, Secrets, TrainConfig
+from mgpu_train.strategies import entry as strategies
+from mgpu_train.tasks import entry as tasks
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import paths
@@ -38,8 +40,8 @@ class Request:
 
     @property
     def workdir(self) -> Path | None:
-        """The user's folder that is sent, with `command:`."""
-        if self.spec.command is None or self.code_folder:
+        """The user's folder that is sent."""
+        if not self.spec.own_code or self.code_folder:
             return None
         return (self.base / (self.spec.code.workdir if self.spec.code else ".")).resolve()
 
@@ -68,11 +70,11 @@ class Request:
                 master_port=ports[0],
                 peer_port=ports[1] if len(fleet.nodes) > 1 else None,
                 launcher=launchers.installed().found[spec.launcher],
-                train=spec.train,
+                train=_told(spec),
                 command=spec.command,
                 env=spec.env,
                 secrets=spec.secrets,
-                workdir=(self.code_folder or str(RunLayout(self.run_id).work)) if spec.command else None,
+                workdir=(self.code_folder or str(RunLayout(self.run_id).work)) if spec.own_code else None,
                 requirements=spec.code.requirements if spec.code else None,
                 data=spec.data,
                 setup=spec.setup,
@@ -86,6 +88,14 @@ class Request:
             )
             for node in fleet.nodes
         )
+
+
+def _told(spec: RunSpec) -> TrainConfig | None:
+    """`train:` as nodes are told: they have no entry points, so what packages bring goes by its import path."""
+    if spec.train is None:
+        return None
+    paths = {"task": tasks.told(spec.train.task), "strategy": strategies.told(spec.train.strategy)}
+    return spec.train.model_copy(update=paths)
 
 
 def resolve(spec: RunSpec, run_id: str, base: Path, *, store: str | None = None, timeouts: Timeouts) -> Request:

@@ -53,7 +53,9 @@ def _folder(request: Request) -> Path | None:
 
 
 def _require_program(request: Request, snapshot: Snapshot) -> None:
-    program = PurePosixPath((request.spec.command or ("",))[0])
+    if request.spec.command is None:
+        return
+    program = PurePosixPath(request.spec.command[0])
     gone = next((each for each in snapshot.left_out if program.is_relative_to(each.rstrip("/"))), None)
     if gone is not None:
         raise InputError(
@@ -83,8 +85,8 @@ def _some(names: list[str]) -> str:
 
 
 def send(session: Session, request: Request, nodes: NodeSet) -> None:
-    """Makes every node hold the run's code as it was kept; a node that has it is sent nothing. With `train:` there is
-    none.
+    """Makes every node hold the run's code as it was kept; a node that has it is sent nothing. With a task of ours there
+    is none.
 
     Raises:
         RemoteError: a node could not be reached, or refused.

@@ -298,7 +298,7 @@ def _require_same_model(saved: Metadata, model: dict[str, torch.Tensor]) -> None
         if there != tuple(tensor.shape):
             raise TrainError(
                 f"it is of another model: `{name}` is {there or 'absent'} there and {tuple(tensor.shape)} here. "
-                "Give `train.model` and `train.seq_len` as they were, or begin a new run."
+                "Give the task and its options as they were, or begin a new run."
             )
 
 

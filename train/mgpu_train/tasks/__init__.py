@@ -1,1 +1,1 @@
-"""What the trainer can train."""
+"""What is trained: the contract of a task, and the tasks of the bundled trainer."""

@@ -1,17 +1,84 @@
-"""A byte-level GPT: rotary positions, RMSNorm before each branch, squared ReLU, no biases.
+"""Task `lm`: a byte-level GPT on text files. Rotary positions, RMSNorm before each branch, squared ReLU, no biases.
 
 In shapes, B is sequences and T is bytes of each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from mgpu_train.config import ModelConfig
+from mgpu_train.config import LmOptions, ModelConfig
+from mgpu_train.data.text import Text, open_split
+from mgpu_train.tasks.base import Batch, Data, Layout, Loss, Split, Task
 
 BYTES = 256
+
+
+class ByteLM(Task):
+    """Predicts the next byte of text files."""
+
+    Options = LmOptions
+    unit = "tokens"  # bytes
+    options: LmOptions
+
+    def data(self, split: Split) -> Data:
+        """Sequences of the training or of the validation text."""
+        return Sequences(self._texts[split == "validation"], self.options.seq_len)
+
+    def model(self) -> ByteGPT:
+        """A GPT of the shape that the run file gives."""
+        return ByteGPT(self.options.model, self.options.seq_len)
+
+    def initialise(self, model: nn.Module) -> None:
+        """Weights by their fan-in."""
+        assert isinstance(model, ByteGPT)  # noqa: S101
+        model.initialise()
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """Cross-entropy of every next byte, in nat."""
+        tokens = batch["bytes"]
+        logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
+        return Loss(F.cross_entropy(logits.reshape(-1, BYTES), targets.reshape(-1), reduction="sum"), targets.numel())
+
+    def layout(self, model: nn.Module) -> Layout:
+        """The transformer's blocks."""
+        return Layout(tuple(f"blocks.{number}" for number in range(self.options.model.layers)))
+
+    def facts(self) -> Mapping[str, float]:
+        """What a model reaches that counts bytes, and pairs of them, in the validation text: nat/byte."""
+        unigram, bigram = self._texts[1].entropies()
+        return {"unigram_entropy": round(unigram, 4), "bigram_entropy": round(bigram, 4)}
+
+    @cached_property
+    def _texts(self) -> tuple[Text, Text]:
+        return open_split(self.options.text, self.options.seq_len)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A text, cut into sequences."""
+
+    text: Text
+    seq_len: int
+
+    @property
+    def fingerprint(self) -> str:
+        """The text's."""
+        return self.text.fingerprint
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self.text.samples(self.seq_len)
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """Sequences with the byte that follows each: int64, shape (samples, seq_len + 1)."""
+        return {"bytes": self.text.tensor(samples, self.seq_len)}
 
 
 class Attention(nn.Module):
@@ -49,7 +116,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Predicts the next byte; called with inputs and targets, it answers the mean loss in nat/byte."""
+    """Predicts the next byte; `initialise` gives it its values."""
 
     def __init__(self, config: ModelConfig, seq_len: int) -> None:
         super().__init__()
@@ -58,12 +125,16 @@ class ByteGPT(nn.Module):
         self.norm = nn.RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, BYTES, bias=False)
         self.register_buffer("rotation", _rotation(seq_len, config.dim // config.heads), persistent=False)
-        self._initialise()
 
-    def _initialise(self) -> None:
+    def initialise(self) -> None:
+        """Draws the weights, and computes the positions."""
+        rotation = self.get_buffer("rotation")
+        rotation.copy_(_rotation(rotation.shape[1], 2 * rotation.shape[2]))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            elif isinstance(module, nn.RMSNorm):
+                module.reset_parameters()
         nn.init.normal_(self.embed.weight)
         # every block begins as the identity and the head as "all bytes are equally likely": loss ln 256 at step 0
         nn.init.zeros_(self.head.weight)
@@ -72,14 +143,13 @@ class ByteGPT(nn.Module):
             nn.init.zeros_(block.attention.out.weight)
             nn.init.zeros_(block.down.weight)
 
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) int64 twice -> the mean loss in nat/byte, a float32 scalar."""
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(B, T) int64 -> logits of the byte that follows each: (B, T, 256) float32."""
         x = self.embed(inputs)
         rotation = self.get_buffer("rotation")[:, : inputs.shape[1]].to(x.dtype)
         for block in self.blocks:
             x = block(x, rotation)
-        logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.view(-1, BYTES), targets.reshape(-1))
+        return self.head(self.norm(x)).float()
 
 
 def _rotation(length: int, head_dim: int) -> Tensor:

@@ -1,0 +1,92 @@
+"""What the tests of tasks and strategies look at: small trainings of a task that is not ours, in one process group.
+
+`contracts.py OUT` trains each scenario in OUT/NAME, and writes what failed beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mgpu_train import parallel
+from mgpu_train.config import Job
+from mgpu_train.errors import TrainError
+from mgpu_train.loop import Folders, StopRequest, Trainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "outside" / "parity"))
+
+MODULE = """
+from mgpu_parity.task import Parity
+from mgpu_train.tasks.base import Loss
+
+class Doubled(Parity):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return Loss(2 * loss.total, 2 * loss.weight, {name: 2 * value for name, value in loss.values.items()})
+
+class Forgetful(Parity):
+    def initialise(self, model):
+        model[0].reset_parameters()
+
+class Empty(Parity):
+    def data(self, split):
+        return []
+
+class Other: pass
+"""
+PARITY = "mgpu_parity.task:Parity"
+OPTIONS = {"bits": 5, "width": 8}
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "cut": {"micro_batch": 1},
+    "uneven": {"micro_batch": 3},
+    "fsdp": {"strategy": "fsdp", "micro_batch": 2},
+    "byhand": {"strategy": "mgpu_parity.strategy:ByHand", "micro_batch": 2},
+    "doubled": {"task": "tasks_of_tests:Doubled"},
+    "bad-options": {"options": {"bits": 99, "widht": 2}},
+    "forgetful": {"task": "tasks_of_tests:Forgetful"},
+    "empty": {"task": "tasks_of_tests:Empty"},
+    "other": {"task": "tasks_of_tests:Other"},
+    "no-class": {"task": "tasks_of_tests:Absent"},
+    "no-module": {"task": "nowhere.task:Parity"},
+    "no-name": {"task": "partiy"},
+    "no-strategy": {"strategy": "dpd"},
+    "lm-options": {"task": "lm", "options": {"seq_len": 2}},
+}
+
+
+def train(out: Path, place: parallel.Place, name: str, **settings: Any) -> str | None:
+    """One scenario; why it failed."""
+    given = {
+        "task": PARITY, "steps": 4, "global_batch": 8, "lr": 0.01, "warmup_steps": 0, "validate_every": 4,
+        "validate_batches": 2, "threads": 1, "options": OPTIONS, **settings,
+    }  # fmt: skip
+    job = Job.model_validate({
+        "run_id": "test", "attempt": 1, "writer": "w", "node_rank": 0, "nodes": 1, "processes_per_node": 2,
+        "master_addr": "127.0.0.1", "master_port": 1, "train": given,
+        "checkpoint": {"to": "file:///x", "every_steps": 4, "writers": "all"},
+    })  # fmt: skip
+    try:
+        Trainer(job, Folders(out / name / "checkpoints", out / name / "metrics"), place, StopRequest()).run()
+    except TrainError as error:
+        return str(error)
+    return None
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    (out / "tasks_of_tests.py").write_text(MODULE)
+    sys.path.insert(0, str(out))
+    place = parallel.join(60, 60)
+    failures = {name: train(out, place, name, **settings) for name, settings in SCENARIOS.items()}
+    (out / f"failures-{place.rank}.json").write_text(json.dumps(failures))
+    parallel.leave()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
+    os._exit(0)  # as the trainer ends, and for its reason

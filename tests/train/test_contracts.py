@@ -1,0 +1,78 @@
+"""The trainer with a task and a strategy that are not its own, on two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+
+SCENARIOS = Path(__file__).with_name("contracts.py")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("contracts")
+    started = ranks.meet(SCENARIOS, 2, out, said=out / "said")
+    try:
+        assert [rank.wait(120) for rank in started] == [0, 0], started[0].said
+    finally:
+        for rank in started:
+            rank.kill()
+    return out
+
+
+def failures(out: Path, name: str) -> list[str | None]:
+    return [json.loads((out / f"failures-{rank}.json").read_text())[name] for rank in (0, 1)]
+
+
+def lines(out: Path, name: str, kind: str) -> list[dict[str, Any]]:
+    assert failures(out, name) == [None, None]
+    text = (out / name / "metrics" / "rank-0.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("name", ["cut", "uneven", "fsdp", "byhand", "doubled"])
+def test_any_split_of_a_batch_has_the_same_mean_though_samples_weigh_differently(out, name):
+    for kind, keys in (("step", ("loss", "accuracy", "grad_norm")), ("validation", ("loss", "accuracy"))):
+        for key in keys:
+            expected = [line[key] for line in lines(out, "whole", kind)]
+            assert [line[key] for line in lines(out, name, kind)] == pytest.approx(expected, rel=1e-5)
+
+
+def test_values_of_a_task_are_told_by_their_names_and_speed_in_its_unit(out):
+    *_, last = lines(out, "whole", "step")
+    assert 0 <= last["accuracy"] <= 1
+    assert last["numbers_per_s"] > 0
+    assert "tokens_per_s" not in last
+    meta = json.loads((out / "whole" / "checkpoints" / "step-4" / "meta.json").read_text())
+    assert meta["validation_accuracy"] == lines(out, "whole", "validation")[-1]["accuracy"]
+    assert (meta["data"], meta["config"]["options"]) == ("2 x 5 bits", {"bits": 5, "width": 8})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "bad-options",
+            "`train.options` of task mgpu_parity.task:Parity: bits: Input should be less than or equal to 12",
+        ),
+        ("bad-options", "widht: Extra inputs are not permitted"),
+        ("forgetful", "`initialise` of Forgetful gives `2.weight` no value"),
+        ("empty", "task tasks_of_tests:Empty has no samples: 0 and 0"),
+        ("other", "tasks_of_tests:Other is no class that is derived from mgpu_train.tasks.base.Task"),
+        ("no-class", "tasks_of_tests:Absent cannot be imported (AttributeError"),
+        ("no-module", "nowhere.task:Parity cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
+        ("no-module", "`code:` of the run file sends a folder and installs requirements"),
+        ("no-name", "`train.task`: `partiy` is not one of lm"),
+        ("no-strategy", "`train.strategy`: `dpd` is not one of ddp, fsdp, single"),
+        ("lm-options", "`train.options` of task lm: seq_len: Input should be greater than or equal to 8"),
+    ],
+)
+def test_what_only_a_node_can_know_is_said_in_one_line_by_every_rank(out, name, message):
+    for failure in failures(out, name):
+        assert failure is not None
+        assert message in failure
+        assert "\n" not in failure

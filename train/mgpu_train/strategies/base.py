@@ -1,0 +1,47 @@
+"""What a strategy is: how a model is spread over ranks, and nothing of what is trained."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from mgpu_train import entries
+from mgpu_train.config import Precision
+from mgpu_train.errors import TrainError
+from mgpu_train.parallel import Place
+from mgpu_train.strategies import entry
+from mgpu_train.strategies.entry import Sizes
+from mgpu_train.tasks.base import Layout
+
+
+class Strategy(ABC):
+    """How a model is spread over ranks."""
+
+    def __init__(self, place: Place, precision: Precision) -> None:
+        self.place, self.precision = place, precision
+
+    @abstractmethod
+    def apply(self, model: nn.Module, layout: Layout) -> nn.Module:
+        """The model, spread, on the device of this rank. It comes with the same values on all ranks, on the host."""
+
+    def forward_pass(self, model: nn.Module, *, reduce: bool) -> AbstractContextManager[object]:
+        """Around forward and backward of one micro-batch of the spread model, and around a forward pass alone. With
+        `reduce`, its end leaves the mean of all ranks' gradients on each. Here: the precision alone."""
+        _ = model, reduce
+        return torch.autocast(self.place.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+
+def load(name: str, place: Place, precision: Precision) -> Strategy:
+    """The strategy of this name, or at this path.
+
+    Raises:
+        TrainError: it cannot be imported, or does not go with so many ranks.
+    """
+    ours = entry.OURS.get(name)
+    if why := ours and ours.refuse(Sizes(place.world_size)):
+        raise TrainError(f"`train.strategy`: {why}")
+    kind: type[Strategy] = entries.load(ours.strategy if ours else entry.told(name), Strategy, "train.strategy")
+    return kind(place, precision)

@@ -1,0 +1,106 @@
+"""What a task is: what is trained, and nothing of how it is spread over ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+from pydantic import BaseModel, ValidationError
+from torch import Tensor, nn
+
+from mgpu_train import entries
+from mgpu_train.config import TrainConfig
+from mgpu_train.errors import TrainError
+from mgpu_train.tasks import entry
+
+Split = Literal["train", "validation"]
+Batch = Mapping[str, Tensor]
+
+
+class Data(Protocol):
+    """Samples by number; their order, each rank's share and the resume are the trainer's."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Two nodes with the same one see the same samples."""
+        ...
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        ...
+
+    def batch(self, samples: Sequence[int]) -> Batch:
+        """These samples, as tensors in the memory of the host."""
+        ...
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Sums over samples, so that any split of a batch has the same mean: that of the batch is total / weight."""
+
+    total: Tensor  # its gradient is what is trained by
+    weight: Tensor | float  # how many tokens or samples are in it: what the task's `unit` says
+    values: Mapping[str, Tensor | float] = field(default_factory=dict)  # other sums, told as means by their names
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a strategy has to know of a model."""
+
+    blocks: tuple[str, ...] = ()  # names of modules that are run one after the other: FSDP gathers one at a time
+
+
+class Task(ABC):
+    """What is trained. `options` is what the run file says in `train.options`, checked."""
+
+    Options: ClassVar[type[BaseModel]]
+    unit: ClassVar[str] = "samples"  # what is counted per second
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    @abstractmethod
+    def data(self, split: Split) -> Data:
+        """What is learned from, and what is validated on. Raises TrainError when it is not to be had."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The model, made without values (on the meta device)."""
+
+    @abstractmethod
+    def initialise(self, model: nn.Module) -> None:
+        """Gives every parameter and buffer its value; torch's generator stands at the run's seed."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """The loss of a batch on the model's device; `model` is called, and not looked into: it may be wrapped."""
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
+        """The same for validation, where nothing is learned."""
+        return self.loss(model, batch)
+
+    def layout(self, model: nn.Module) -> Layout:
+        """What a strategy has to know of the model."""
+        return Layout()
+
+    def facts(self) -> Mapping[str, float]:
+        """Numbers that are told once, when training begins."""
+        return {}
+
+
+def load(config: TrainConfig) -> Task:
+    """The task, with its options.
+
+    Raises:
+        TrainError: it cannot be imported, or refuses its options.
+    """
+    ours = entry.OURS.get(config.task)
+    kind: type[Task] = entries.load(ours.task if ours else entry.told(config.task), Task, "train.task")
+    try:
+        options = kind.Options.model_validate(config.task_options)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}" for e in error.errors())
+        raise TrainError(f"`train.options` of task {config.task}: {wrong}") from error
+    return kind(options)

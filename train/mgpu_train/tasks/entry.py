@@ -1,0 +1,44 @@
+"""The tasks that are installed: entries of the group `mgpu_train.tasks`, ours and anybody's.
+
+An entry is read without importing the task, which needs torch.
+
+    [project.entry-points."mgpu_train.tasks"]
+    lm = "mgpu_train.tasks.entry:LM"
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from mgpu_train import entries
+from mgpu_train.config import LmOptions
+from mgpu_train.entries import Entries
+
+GROUP = "mgpu_train.tasks"
+
+
+@dataclass(frozen=True)
+class TaskEntry:
+    """What an entry of the group names. The entry's own name is what a run file says in `train.task`."""
+
+    task: str  # "package.module:Class", a `mgpu_train.tasks.base.Task`; imported on nodes
+    options: type[BaseModel]  # what `train.options` may say: the class's own `Options`
+
+
+LM = TaskEntry("mgpu_train.tasks.lm:ByteLM", LmOptions)
+
+OURS = {"lm": LM}  # by name, since a node has no entry points of ours
+
+
+@functools.cache
+def installed() -> Entries[TaskEntry]:
+    """The tasks of this environment."""
+    return entries.read(GROUP, TaskEntry)
+
+
+def told(name: str) -> str:
+    """What nodes are told of `train.task`: one of ours by its name, any other by its import path."""
+    return name if name in OURS or ":" in name else entries.need(installed(), name, "train.task").task
