@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from e2b_dockerfile_utils import PatternMatcher
+
 from mgpu.errors import ImageError, InputError
 from mgpu.image import bases
 from mgpu.image.bases import Copied, Named
 from mgpu.image.context import Context
-from mgpu.image.ignore import Rules
 
 _FOLDER = ".build"
 _PLAIN = (_FOLDER, ".buil[d]")  # the second one may match nothing
@@ -97,11 +98,11 @@ def _rest(source: str, path: str) -> str | None:
     if not pattern:
         return path
     try:
-        rules = Rules((pattern,))
+        matcher = PatternMatcher([pattern])
     except ValueError:  # builders do not take it either
         return None
     for number in range(1, len(parts) + 1):
-        if rules.look("/".join(parts[:number]), parts[number - 1], rules.root)[0]:
+        if matcher.matches("/".join(parts[:number])):
             return "/".join(parts[number:])
     return None
 

@@ -11,25 +11,26 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import NamedTuple
 
+from e2b_dockerfile_utils import DockerfileInstruction, DockerfileSyntaxError, ShellLex, parse_dockerfile_ast
+
 from mgpu.errors import ImageError, InputError
-from mgpu.image import dockerfile
-from mgpu.image.dockerfile import Instruction
+from mgpu.image import failures
 from mgpu.image.reference import Reference
 
-_VALUE = re.compile(r"(\w+)(?:=((?:\"[^\"]*\"|'[^']*'|\\.|\S)*))?")
-_VARIABLE = re.compile(r"\\(.)|'([^']*)'|(\")|\$(?:\{(\w+)(?:(:?)([-+?])((?:[^{}]|\{[^{}]*\})*))?\}|(\w+))")
-_MOUNTED = re.compile(r"(?:\A|[,\"'])from=([^,\"']+)")
+_BOM = "\ufeff"
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+_MOUNTED = re.compile(r"--mount=(?:.*,)?from=([^,]+)")
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 # what a build is given without an ARG
 _PREDEFINED = re.compile(r"(HTTP|HTTPS|FTP|NO|ALL)_PROXY|BUILDKIT_\w+|SOURCE_DATE_EPOCH", re.IGNORECASE)
 
 
 class Use(NamedTuple):
-    """Where a Dockerfile names an image."""
+    """Where a Dockerfile names an image: as which word of which instruction."""
 
     image: str
-    begin: int
-    end: int
+    word: str
+    at: DockerfileInstruction
 
 
 class Copied(NamedTuple):
@@ -92,14 +93,22 @@ class Named:
 
 
 def read(recipe: bytes, args: Mapping[str, str], platform: str = "linux/amd64") -> Named:
-    """What a Dockerfile names; `args` are values of its ARGs, `platform` is what is built for."""
-    instructions = dockerfile.read(recipe)
-    reader = _Reader(args, {name: args.get(name, value) for name, value in _of_platforms(platform).items()})
-    for each in instructions:
+    """What a Dockerfile names; `args` are values of its ARGs, `platform` is what is built for.
+
+    Raises:
+        ImageError: builders would not take it for a Dockerfile.
+    """
+    try:
+        parsed = parse_dockerfile_ast(_decoded(recipe))
+    except DockerfileSyntaxError as error:
+        raise failures.unreadable(error.line, str(error).partition(": ")[2]) from error
+    given = {name: args.get(name, value) for name, value in _of_platforms(platform).items()}
+    reader = _Reader(args, given, parsed.escape_token)
+    for each in parsed.instructions:
         reader.take(each)
     stages = tuple(reader.stages)
-    uses = [*reader.uses, *(use for each in instructions for use in _borrowed(each) if not _own(use.image, stages))]
-    uses.sort(key=lambda use: use.begin)
+    borrowed = (use for each in parsed.instructions for use in _borrowed(each) if not _own(use.image, stages))
+    uses = sorted([*reader.uses, *borrowed], key=lambda use: use.at.start_line)
     images = tuple(dict.fromkeys(use.image for use in uses))
     known = frozenset(reader.known)
     return Named(images, stages, known, tuple(reader.parents), tuple(uses), tuple(reader.copied))
@@ -133,10 +142,29 @@ def resolve(
 
 
 def pinned(recipe: bytes, named: Named, found: Mapping[str, Base]) -> bytes:
-    """The Dockerfile with images by their digest: nothing else is built on. The engine's own keep their names."""
-    by_tag = [(use, Reference.parse(use.image)) for use in named.uses if found[use.image].pinned]
-    by_tag = [(use, name) for use, name in by_tag if not name.digest]
-    return dockerfile.replaced(recipe, [(use.begin, use.end, name.at(found[use.image].digest)) for use, name in by_tag])
+    """The Dockerfile with images by their digest: nothing else is built on. The engine's own keep their names.
+
+    It has as many lines as before; an instruction that names an image stands on the last one of its own.
+    """
+    changed = dict[int, tuple[DockerfileInstruction, str]]()
+    for use in named.uses:
+        name, base = Reference.parse(use.image), found[use.image]
+        if base.pinned and not name.digest:
+            text = changed[use.at.start_line][1] if use.at.start_line in changed else use.at.original
+            changed[use.at.start_line] = use.at, _renamed(text, use.word, name.at(base.digest))
+    text = _decoded(recipe)
+    lines = text.removeprefix(_BOM).split("\n")
+    for at, instead in changed.values():
+        below = sum(each.content.count("\n") + 1 for each in at.heredocs)
+        first, last = at.start_line - 1, at.end_line - below - 1
+        end = "\r" if lines[last].endswith("\r") else ""
+        lines[first : last + 1] = [*[end] * (last - first), instead + end]
+    return (_BOM * text.startswith(_BOM) + "\n".join(lines)).encode("utf-8", "surrogateescape")
+
+
+def _renamed(text: str, word: str, name: str) -> str:
+    """An instruction, in which the first image of that word is another one."""
+    return re.sub(rf"(\s|from=[\"']?){re.escape(word)}(?=[\s,\"']|\Z)", lambda match: match[1] + name, text, count=1)
 
 
 def _resolved(
@@ -176,11 +204,12 @@ def _resolved(
 
 @dataclass
 class _Reader:
-    """Goes through a Dockerfile. `outer`: values for every FROM; `inner`: in each stage, which begins with its
-    parent's; `folders`: where each one works."""
+    """Goes through a Dockerfile. `outer`: values for every FROM; `escape`: what takes a character's meaning away;
+    `inner`: values in each stage, which begins with its parent's; `folders`: where each one works."""
 
     args: Mapping[str, str]
     outer: dict[str, str]
+    escape: str
     inner: list[dict[str, str]] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
     stages: list[str] = field(default_factory=list)
@@ -189,55 +218,58 @@ class _Reader:
     uses: list[Use] = field(default_factory=list)
     copied: list[Copied] = field(default_factory=list)
 
-    def take(self, each: Instruction) -> None:
-        if each.word == "FROM":
+    def take(self, each: DockerfileInstruction) -> None:
+        if each.name == "FROM" and each.args:
             self._from(each)
-        elif each.word == "ARG":
+        elif each.name == "ARG":
             self._arg(each)
-        elif each.word == "ENV" and self.stages:
-            self._env(each)
-        elif each.word == "WORKDIR" and self.stages:
-            self.folders[-1] = posixpath.join(self.folders[-1], _filled(each.text.strip(), self.inner[-1]))
-        elif each.word in ("COPY", "ADD") and self.stages:
+        elif each.name == "ENV" and self.stages:
+            for name, value in zip(each.args[::3], each.args[1::3], strict=True):
+                self.inner[-1][name] = self._filled(value, self.inner[-1])
+        elif each.name == "WORKDIR" and self.stages:
+            into = (self._filled(word, self.inner[-1]) for word in each.args)
+            self.folders[-1] = posixpath.join(self.folders[-1], *into)
+        elif each.name in ("COPY", "ADD") and self.stages:
             self._copy(each)
 
-    def _from(self, each: Instruction) -> None:
-        match = re.compile(r"\s*(\S+)(?:\s+AS\s+(\S+))?", re.IGNORECASE).match(each.text, each.after_flags)
-        if match is None:
-            return
-        image = _filled(match[1], self.outer)
+    def _from(self, each: DockerfileInstruction) -> None:
+        word, *rest = each.args
+        image = self._filled(word, self.outer)
         parent = self.stages.index(image.lower()) if image and image.lower() in self.stages else None
         if parent is None and not _own(image, ()):
-            self.uses.append(Use(image, *each.span(*match.span(1))))
+            self.uses.append(Use(image, word, each))
         self.inner.append({} if parent is None else {**self.inner[parent]})
         self.folders.append("/" if parent is None else self.folders[parent])
         self.parents.append(parent)
-        self.stages.append((match[2] or "").lower())
+        self.stages.append(rest[1].lower() if len(rest) > 1 and rest[0].upper() == "AS" else "")
 
-    def _arg(self, each: Instruction) -> None:
+    def _arg(self, each: DockerfileInstruction) -> None:
         values = self.inner[-1] if self.inner else self.outer
-        for match in _VALUE.finditer(each.text):
-            name, default = match[1], match[2]
+        for word in each.args:
+            name, has_default, default = word.partition("=")
             self.known.add(name)
-            value = self.outer.get(name) if default is None else _filled(default, values)
+            value = self._filled(default, values) if has_default else self.outer.get(name)
             value = self.args.get(name, value)
             if value is not None:
                 values[name] = value
 
-    def _env(self, each: Instruction) -> None:
-        first, _, rest = each.text.partition(" ")
-        pairs = [match.groups() for match in _VALUE.finditer(each.text)] if "=" in first else [(first, rest)]
-        self.inner[-1].update({name: _filled(value or "", self.inner[-1]) for name, value in pairs})
-
-    def _copy(self, each: Instruction) -> None:
-        origin = next((_number(flag.value, self.stages) for flag in each.flags if flag.name == "from"), None)
-        words = each.arguments
-        if not words or (origin is None and any(flag.name == "from" for flag in each.flags)):
+    def _copy(self, each: DockerfileInstruction) -> None:
+        named = [flag.removeprefix("--from=") for flag in each.flags if flag.startswith("--from=")]
+        origin = next((_number(stage, self.stages) for stage in named), None)
+        if not each.args or (origin is None and named):
             return  # out of an image
-        sources = tuple(_filled(source, self.inner[-1], unknown="*") for source in words[:-1])
-        into = posixpath.join(self.folders[-1], _filled(words[-1], self.inner[-1]))
-        text = f"{each.word} {each.text}"
-        self.copied.append(Copied(len(self.stages) - 1, origin, each.line, text, sources, into))
+        *sources, into = (self._filled(word, self.inner[-1], unknown="*") for word in each.args)
+        into = posixpath.join(self.folders[-1], into)
+        self.copied.append(Copied(len(self.stages) - 1, origin, each.start_line, each.original, tuple(sources), into))
+
+    def _filled(self, word: str, values: Mapping[str, str], unknown: str = "") -> str:
+        """A word without quotes, with the values of its variables; `unknown` for one that has none."""
+        if unknown:
+            word = _VARIABLE.sub(lambda match: match[0] if (match[1] or match[2]) in values else unknown, word)
+        try:
+            return ShellLex(self.escape, env=values, skip_unset_env=False).process_word(word)
+        except ValueError:  # the builder will say so, where it comes to that
+            return unknown
 
 
 def _number(stage: str, stages: Sequence[str]) -> int | None:
@@ -247,13 +279,13 @@ def _number(stage: str, stages: Sequence[str]) -> int | None:
     return next((number for number in range(len(stages)) if stage == str(number)), None)
 
 
-def _borrowed(each: Instruction) -> Iterator[Use]:
+def _borrowed(each: DockerfileInstruction) -> Iterator[Use]:
     """What a COPY or a mount takes out of another image, or stage."""
-    for flag in () if each.later else each.flags:
-        if (each.word, flag.name) in (("COPY", "from"), ("ADD", "from")):
-            yield Use(flag.value, *each.span(flag.at, flag.at + len(flag.value)))
-        elif (each.word, flag.name) == ("RUN", "mount") and (match := _MOUNTED.search(flag.value)):
-            yield Use(match[1], *each.span(flag.at + match.start(1), flag.at + match.end(1)))
+    for flag in each.flags:
+        if each.name in ("COPY", "ADD") and flag.startswith("--from="):
+            yield Use(flag.removeprefix("--from="), flag.removeprefix("--from="), each)
+        elif each.name == "RUN" and (match := _MOUNTED.match(flag)):
+            yield Use(match[1], match[1], each)
 
 
 def _own(image: str, stages: tuple[str, ...]) -> bool:
@@ -272,17 +304,5 @@ def _of_platforms(platform: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _filled(text: str, values: Mapping[str, str], unknown: str = "") -> str:
-    """A word without quotes, with the values of its variables; `unknown` for one that has none."""
-
-    def value(match: re.Match[str]) -> str:
-        escaped, quoted, quote, braced, colon, sign, word, bare = match.groups()
-        if escaped is not None or quoted is not None or quote:
-            return escaped or quoted or ""
-        known = values.get(braced or bare)
-        there = known is not None and (known != "" or not colon)
-        if sign == "+" or (sign == "-" and not there):
-            return _filled(word, values, unknown) if there == (sign == "+") else ""
-        return unknown if known is None else known
-
-    return _VARIABLE.sub(value, text)
+def _decoded(recipe: bytes) -> str:
+    return recipe.decode("utf-8", "surrogateescape")

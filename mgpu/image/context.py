@@ -20,9 +20,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
+from e2b_dockerfile_utils import PatternMatcher
+
 from mgpu.errors import InputError
 from mgpu.image.hashes import Hashes
-from mgpu.image.ignore import Rules, State, read
 from mgpu.image.shipped import own, trainer_context
 from mgpu.spec.image import ImageSpec
 
@@ -130,7 +131,7 @@ def scan(folder: Path, dockerfile: str = "Dockerfile", hashes: Hashes | None = N
     hashes = hashes or Hashes.of_folder(root)
     found = _Scan(root, _rules(root, ignore_file), {dockerfile, ignore_file or IGNORE_FILE}, hashes)
     with _no_collections():
-        found.folder("", found.rules.root)
+        found.folder("")
     if found.problems:
         raise _unusable(root, found.problems, ignore_file or IGNORE_FILE)
     hashes.save()
@@ -138,22 +139,22 @@ def scan(folder: Path, dockerfile: str = "Dockerfile", hashes: Hashes | None = N
 
 
 class _Scan:
-    def __init__(self, root: Path, rules: Rules, always: set[str], hashes: Hashes) -> None:
+    def __init__(self, root: Path, rules: PatternMatcher, always: set[str], hashes: Hashes) -> None:
         self.root, self.rules, self.always, self.hashes = root, rules, always, hashes
         # folders on the way to them are looked into, whatever the rules say
         self.towards = {path[:at] for path in always for at, letter in enumerate(path) if letter == "/"}
         self.entries: list[Entry] = []
         self.problems: list[str] = []
 
-    def folder(self, below: str, above: State) -> bool:
-        """Adds what counts in a folder of state `above`; whether anything does. `below`: its path and `/`, or empty."""
+    def folder(self, below: str) -> bool:
+        """Adds what counts in a folder; whether anything does. `below`: its path and `/`, or empty."""
         before = len(self.entries)
         for each in self._listed(below):
             path = below + each.name
-            left_out, state = self.rules.look(path, each.name, above)
+            left_out = self.rules.matches(path)
             if each.is_dir(follow_symlinks=False):
-                deeper = not left_out or path in self.towards or self.rules.may_return(path)
-                if (deeper and self.folder(path + "/", state)) or not left_out:
+                deeper = not left_out or path in self.towards or self.rules.may_match_under(path)
+                if (deeper and self.folder(path + "/")) or not left_out:
                     self.entries.append(Entry(path, "d"))
             elif not left_out or path in self.always:
                 self._add(path, each)
@@ -211,14 +212,20 @@ def _recipe(root: Path, dockerfile: str) -> bytes:
         ) from error
 
 
-def _rules(root: Path, ignore_file: str | None) -> Rules:
-    if ignore_file is None:
-        return Rules(())
+def rules(text: bytes) -> PatternMatcher:
+    """What a .dockerignore leaves out: Docker's own rules, which are not those of .gitignore. Raises ValueError."""
+    text = text.removeprefix(b"\xef\xbb\xbf")
+    return PatternMatcher(text.decode("utf-8", "surrogateescape").split("\n"))  # names need not be UTF-8
+
+
+def _rules(root: Path, ignore_file: str | None) -> PatternMatcher:
     try:
-        return Rules(read((root / ignore_file).read_bytes()))
+        return rules((root / ignore_file).read_bytes() if ignore_file else b"")
     except (OSError, ValueError) as error:
-        why = f"Not a pattern: {error}." if isinstance(error, ValueError) else f"{error.strerror}."
-        raise InputError(f"{root / ignore_file} cannot be used", why, "Patterns are Docker's.") from error
+        why = f"{error}." if isinstance(error, ValueError) else f"{error.strerror}."
+        raise InputError(
+            f"{root / (ignore_file or IGNORE_FILE)} cannot be used", why, "Patterns are Docker's."
+        ) from error
 
 
 def _unusable(root: Path, problems: list[str], ignore_file: str) -> InputError:

@@ -98,9 +98,12 @@ def engine_said(what: str, said: str, reference: Reference | None = None) -> Ima
 def in_dockerfile(said: str) -> ImageError | None:
     """What a builder that cannot read a Dockerfile says of it; None: it says something else."""
     match = _UNREADABLE.search(said)
-    if match is None:
-        return None
-    return ImageError(f"the Dockerfile cannot be read: line {match[1]}: {match[2].strip()}", "", "Mend that line.")
+    return unreadable(int(match[1]), match[2].strip()) if match else None
+
+
+def unreadable(line: int | None, why: str) -> ImageError:
+    """A Dockerfile that builders do not take."""
+    return ImageError(f"the Dockerfile cannot be read: line {line}: {why}", "", "Mend that line.")
 
 
 _UNREADABLE = re.compile(r"dockerfile parse error (?:on )?line (\d+): (.+)", re.IGNORECASE)

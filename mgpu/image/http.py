@@ -161,7 +161,8 @@ class Api:
 
     def _token_request(self, challenge: dict[str, str], login: Login | None) -> _Request:
         realm = challenge.get("realm", "")
-        if not (realm.startswith("https://") or (self._reference.local and realm.startswith("http://"))):
+        where = urllib.parse.urlsplit(realm)
+        if where.scheme != "https" and not (where.scheme == "http" and Reference(where.netloc, "").local):
             raise failures.nonsense(self._reference, f"to ask for a token at {realm!r}, without TLS")
         wanted = {"scope": challenge.get("scope") or f"repository:{self._reference.name}:pull"}
         if "service" in challenge:

@@ -42,8 +42,8 @@ DIGEST = "sha256:" + "c" * 64
         ("FROM a\nRUN cat <<-X <<Y\nFROM q\n\tX\nY\nFROM b", {}, ("a", "b")),
         ("FROM a\nRUN cat <<-X\nFROM q\n\tX\nFROM b", {}, ("a", "b")),
         ("FROM a\nRUN cat <<X\nFROM q\n\tX\nFROM r\nX\nFROM b", {}, ("a", "b")),
-        ("FROM a\nRUN cat <<NEVER\nFROM b", {}, ("a", "b")),
-        ('FROM a\nRUN echo "<<EOF" $((1<<2)) <<<x\nFROM b\nEOF', {}, ("a", "b")),
+        ('FROM a\nRUN echo "<<EOF" $((1<<2)) <<<x\nFROM b', {}, ("a", "b")),
+        ("ARG V=1.2.3\nFROM a:${V%.*}\nFROM b:${V/1./2.}", {}, ("a:1.2", "b:2.2.3")),
         (
             "FROM a\nRUN --mount=from=u:1,source=/uv,target=/uv --mount=type=bind,from=later uv\nFROM b AS later",
             {},
@@ -61,6 +61,18 @@ def test_images(recipe, args, expected):
     assert bases.read(recipe.encode(), args).images == expected
 
 
+@pytest.mark.parametrize(
+    ("recipe", "line"),
+    [
+        ("FROM a\nRUN cat <<NEVER\nFROM b", "line 2: unterminated heredoc"),
+        ("FROM a\nEOF", "line 2: unknown instruction: EOF"),
+    ],
+)
+def test_what_builders_refuse_is_refused_before_one_is_asked(recipe, line):
+    with pytest.raises(ImageError, match=f"the Dockerfile cannot be read: {line}"):
+        bases.read(recipe.encode(), {})
+
+
 def test_what_is_built_for_is_what_a_name_says():
     assert bases.read(b"FROM a:$TARGETARCH", {}, "linux/arm64").images == ("a:arm64",)
 
@@ -75,10 +87,14 @@ PINNED = bases.Base(DIGEST, pinned=True)
         ("# a:1\n\nfrom --platform=$X a:1 as a", "# a:1\n\nfrom --platform=$X docker.io/library/a@D as a"),
         ("FROM a AS b\nFROM b", "FROM docker.io/library/a@D AS b\nFROM b"),
         ("ARG V=1\nFROM r.io/a:${V} AS b\n", "ARG V=1\nFROM r.io/a@D AS b\n"),
-        ("FROM a\\\n# x\n:1 AS b\nRUN y", "FROM \\\n\\\ndocker.io/library/a@D AS b\nRUN y"),
+        ("FROM a\\\n# x\n:1 AS b\nRUN y", "\n\nFROM docker.io/library/a@D AS b\nRUN y"),
         ("\ufeff# é\r\nFROM a\r\nRUN x\r\n", "\ufeff# é\r\nFROM docker.io/library/a@D\r\nRUN x\r\n"),
         ("FROM own\nCOPY --from=a --chown=1 a b", "FROM own\nCOPY --from=docker.io/library/a@D --chown=1 a b"),
-        ("FROM own\nRUN --mount=from=r.io/a,target=/a \\\n a", "FROM own\nRUN --mount=from=r.io/a@D,target=/a \\\n a"),
+        ("FROM own\nRUN --mount=from=r.io/a,target=/a \\\n a", "FROM own\n\nRUN --mount=from=r.io/a@D,target=/a  a"),
+        ("FROM own\nRUN --mount=from=r.io/a <<E \\\n b\nfrom=r.io/a\nE",
+         "FROM own\n\nRUN --mount=from=r.io/a@D <<E  b\nfrom=r.io/a\nE"),
+        ("FROM own\nRUN --mount=from=r.io/a --mount=from=r.io/b c",
+         "FROM own\nRUN --mount=from=r.io/a@D --mount=from=r.io/b@D c"),
         (f"FROM a:1@{DIGEST}", f"FROM a:1@{DIGEST}"),
         ("FROM scratch\nRUN <<E\nFROM a\nE", "FROM scratch\nRUN <<E\nFROM a\nE"),
     ],

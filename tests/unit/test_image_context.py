@@ -250,7 +250,7 @@ def test_no_folder_no_dockerfile_no_rule(folder, tmp_path):
     write(folder, {".dockerignore": "ok\n[a"})
     with pytest.raises(InputError, match="cannot be used") as caught:
         scanned(folder)
-    assert "`[a`" in caught.value.why
+    assert "'[a'" in caught.value.why
 
 
 def test_a_dockerfile_does_not_lead_out_of_the_folder(folder, tmp_path):

@@ -152,11 +152,15 @@ def test_an_identity_token_is_exchanged():
     assert b"refresh_token=it%27s" in server.asked[1].body
 
 
-@pytest.mark.parametrize("realm", ["http://198.51.100.1/token", "ftp://127.0.0.1/x", "file:///etc/passwd", ""])
-def test_a_password_goes_nowhere_without_tls(realm):
+@pytest.mark.parametrize("registry", ["registry.example", "127.0.0.1:5000"])
+@pytest.mark.parametrize(
+    "realm",
+    ["http://198.51.100.1/token", "http://127.0.0.1@198.51.100.1/", "ftp://127.0.0.1/x", "file:///etc/passwd", ""],
+)
+def test_a_password_goes_nowhere_without_tls(realm, registry):
     with scripted(lambda _: Said(401, {"WWW-Authenticate": f'Bearer realm="{realm}"'})) as server:
         # as a registry elsewhere, whose certificate is not what is tested
-        api = registries.Api(Reference.parse("registry.example/a:1"), password("me", "canary"))
+        api = registries.Api(Reference.parse(f"{registry}/a:1"), password("me", "canary"))
         api._base = f"http://{server.address}/v2/a/"
         with pytest.raises(ImageError, match="without TLS"):
             api.ask("HEAD", "manifests/1")

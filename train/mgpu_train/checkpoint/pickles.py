@@ -7,14 +7,13 @@ would have it called, a `Call` says with which arguments. What they mean is the 
 
 from __future__ import annotations
 
-import struct
+import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 MAX_BYTES = 256 << 20  # a list costs one byte here and 56 in memory
 _NEWEST_PROTOCOL = 5
-_LONGEST_NUMBER = 16  # bytes
 PERSISTENT = "persistent id"  # the `name` of the Call that stands for an object outside the pickle
 
 
@@ -46,56 +45,27 @@ def loads(data: bytes) -> Any:
     """The value of a pickle: plain Python values, `Name` and `Call`. Raises NotPlain."""
     if len(data) > MAX_BYTES:
         raise NotPlain(f"it has {len(data)} bytes, and {MAX_BYTES} are the limit")
-    machine = _Machine(data)
+    machine, at = _Machine(), 0
     try:
-        return machine.run()
-    except (IndexError, KeyError, AttributeError, TypeError, struct.error, UnicodeError) as error:
-        raise NotPlain(f"it makes no sense at byte {machine.at}: {type(error).__name__}") from error
+        for opcode, argument, at in pickletools.genops(data):
+            handler = _HANDLERS.get(opcode.name)
+            if handler is None:
+                raise NotPlain(f"it has the instruction {opcode.name} at byte {at}, which plain data does not need")
+            handler(machine, argument)
+        return machine.stack.pop()
+    except NotPlain:
+        raise
+    except (IndexError, KeyError, AttributeError, TypeError, ValueError) as error:
+        raise NotPlain(f"it makes no sense after byte {at}: {type(error).__name__}: {error}") from error
 
 
 class _Machine:
     """A stack, the stacks below its marks, and what the program wants to see again."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.at = 0
+    def __init__(self) -> None:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-
-    def run(self) -> Any:
-        data, handlers = self.data, _HANDLERS
-        while True:
-            code = data[self.at]
-            self.at += 1
-            if code == _STOP:
-                return self.stack.pop()
-            handler = handlers.get(code)
-            if handler is None:
-                raise NotPlain(
-                    f"it has the instruction {code:#04x} at byte {self.at - 1}, which plain data does not need"
-                )
-            handler(self)
-
-    def take(self, size: int) -> bytes:
-        """The next bytes of the program."""
-        end = self.at + size
-        if end > len(self.data):
-            raise NotPlain("it is cut off")
-        taken = self.data[self.at : end]
-        self.at = end
-        return taken
-
-    def number(self, layout: str) -> Any:
-        """The next number, as `struct` calls it."""
-        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
-
-    def line(self) -> str:
-        """Up to the next end of a line."""
-        end = self.data.index(b"\n", self.at) if b"\n" in self.data[self.at : self.at + 512] else None
-        if end is None:
-            raise NotPlain("a name in it does not end")
-        return self.take(end + 1 - self.at)[:-1].decode()
 
     def marked(self) -> list[Any]:
         """What stands above the last mark, which goes."""
@@ -104,20 +74,13 @@ class _Machine:
 
     # --- instructions ---
 
-    def protocol(self) -> None:
-        version = self.number("<B")
+    def protocol(self, version: int) -> None:
         if version > _NEWEST_PROTOCOL:
             raise NotPlain(f"it is of protocol {version}; {_NEWEST_PROTOCOL} is the newest one that is known")
 
     def mark(self) -> None:
         self.below.append(self.stack)
         self.stack = []
-
-    def long(self) -> None:
-        size = self.number("<B")
-        if size > _LONGEST_NUMBER:
-            raise NotPlain(f"it has a number of {size} bytes")
-        self.stack.append(int.from_bytes(self.take(size), "little", signed=True))
 
     def remember(self, index: int) -> None:
         self.memo[index] = self.stack[-1]
@@ -180,59 +143,52 @@ def _plain(name: str, args: tuple[Any, ...]) -> Any:
     return b"" if name == "__builtin__.bytes" and not args else Call(name, args)
 
 
-_STOP = ord(".")
+def _text(argument: str) -> str:
+    argument.encode()  # `pickletools` lets halves of characters pass
+    return argument
 
 
-def _push(make: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
-    def handler(machine: _Machine) -> None:
-        value = make(machine)  # first: it may leave the machine another stack
+def _push(make: Callable[[_Machine, Any], Any]) -> Callable[[_Machine, Any], None]:
+    def handler(machine: _Machine, argument: Any) -> None:
+        value = make(machine, argument)  # first: it may leave the machine another stack
         machine.stack.append(value)
 
     return handler
 
 
-# By their one-byte codes, named as Python's `pickletools` names them.
-_HANDLERS: dict[int, Callable[[_Machine], None]] = {
-    ord(code): handler
-    for code, handler in {
-        "\x80": _Machine.protocol,
-        "\x95": lambda m: m.number("<Q"),  # FRAME: for readers of streams
-        "(": _Machine.mark,
-        "0": lambda m: m.stack.pop(),  # POP
-        "N": _push(lambda _: None),
-        "\x88": _push(lambda _: True),
-        "\x89": _push(lambda _: False),
-        "K": _push(lambda m: m.number("<B")),  # BININT1
-        "M": _push(lambda m: m.number("<H")),  # BININT2
-        "J": _push(lambda m: m.number("<i")),  # BININT
-        "\x8a": _Machine.long,  # LONG1
-        "G": _push(lambda m: m.number(">d")),  # BINFLOAT
-        "\x8c": _push(lambda m: m.take(m.number("<B")).decode()),  # SHORT_BINUNICODE
-        "X": _push(lambda m: m.take(m.number("<I")).decode()),  # BINUNICODE
-        "\x8d": _push(lambda m: m.take(m.number("<Q")).decode()),  # BINUNICODE8
-        "C": _push(lambda m: m.take(m.number("<B"))),  # SHORT_BINBYTES
-        "B": _push(lambda m: m.take(m.number("<I"))),  # BINBYTES
-        "]": _push(lambda _: []),
-        "}": _push(lambda _: {}),
-        ")": _push(lambda _: ()),
-        "\x85": lambda m: m.tuple_of(1),
-        "\x86": lambda m: m.tuple_of(2),
-        "\x87": lambda m: m.tuple_of(3),
-        "t": _push(lambda m: tuple(m.marked())),
-        "a": _Machine.append,
-        "e": lambda m: m.extend(m.marked()),
-        "s": _Machine.put,
-        "u": lambda m: m.update(m.marked()),
-        "\x94": lambda m: m.remember(len(m.memo)),  # MEMOIZE
-        "q": lambda m: m.remember(m.number("<B")),  # BINPUT
-        "r": lambda m: m.remember(m.number("<I")),  # LONG_BINPUT
-        "h": _push(lambda m: m.memo[m.number("<B")]),  # BINGET
-        "j": _push(lambda m: m.memo[m.number("<I")]),  # LONG_BINGET
-        "c": _push(lambda m: Name(m.line(), m.line())),  # GLOBAL
-        "\x93": _Machine.named,  # STACK_GLOBAL
-        "\x81": _Machine.called,  # NEWOBJ
-        "R": _Machine.called,  # REDUCE
-        "b": _Machine.build,
-        "Q": lambda m: m.stack.append(Call(PERSISTENT, (m.stack.pop(),))),
-    }.items()
+_itself = _push(lambda _, argument: argument)
+_text_itself = _push(lambda _, argument: _text(argument))
+_memo = _push(lambda m, place: m.memo[place])
+
+# By the names that `pickletools` gives them; each takes the machine and its argument.
+_HANDLERS: dict[str, Callable[[_Machine, Any], Any]] = {
+    "PROTO": _Machine.protocol,
+    "FRAME": lambda m, _: None,  # for readers of streams
+    "STOP": lambda m, _: None,
+    "MARK": lambda m, _: m.mark(),
+    "POP": lambda m, _: m.stack.pop(),
+    "NONE": _itself,
+    "NEWTRUE": _push(lambda *_: True),
+    "NEWFALSE": _push(lambda *_: False),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINBYTES", "BINBYTES"), _itself),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _text_itself),
+    "EMPTY_LIST": _push(lambda *_: []),
+    "EMPTY_DICT": _push(lambda *_: {}),
+    "EMPTY_TUPLE": _push(lambda *_: ()),
+    "TUPLE1": lambda m, _: m.tuple_of(1),
+    "TUPLE2": lambda m, _: m.tuple_of(2),
+    "TUPLE3": lambda m, _: m.tuple_of(3),
+    "TUPLE": _push(lambda m, _: tuple(m.marked())),
+    "APPEND": lambda m, _: m.append(),
+    "APPENDS": lambda m, _: m.extend(m.marked()),
+    "SETITEM": lambda m, _: m.put(),
+    "SETITEMS": lambda m, _: m.update(m.marked()),
+    "MEMOIZE": lambda m, _: m.remember(len(m.memo)),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.remember),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _memo),
+    "GLOBAL": _push(lambda m, pair: Name(*pair.split(" ", 1))),
+    "STACK_GLOBAL": lambda m, _: m.named(),
+    **dict.fromkeys(("NEWOBJ", "REDUCE"), lambda m, _: m.called()),
+    "BUILD": lambda m, _: m.build(),
+    "BINPERSID": lambda m, _: m.stack.append(Call(PERSISTENT, (m.stack.pop(),))),
 }
