@@ -85,8 +85,8 @@ def _some(names: list[str]) -> str:
 
 
 def send(session: Session, request: Request, nodes: NodeSet) -> None:
-    """Makes every node hold the run's code as it was kept; a node that has it is sent nothing. With a task of ours there
-    is none.
+    """Makes every node hold the run's code as it was kept; a node that has it is sent nothing. With a task of ours
+    there is none.
 
     Raises:
         RemoteError: a node could not be reached, or refused.
