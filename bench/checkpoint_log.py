@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mgpu_train.checkpoint import keys
-from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.manifest import AttemptEntry, CheckpointEntry, FileEntry, Manifest, checkpoint_id, to_bytes
+from mgpu_train.checkpoint.log import keys
+from mgpu_train.checkpoint.log.commit_log import CommitLog
+from mgpu_train.checkpoint.log.manifest import (
+    AttemptEntry,
+    CheckpointEntry,
+    FileEntry,
+    Manifest,
+    checkpoint_id,
+    to_bytes,
+)
 from mgpu_train.store import open_store
 
 from bench.clients import RUN

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from mgpu_train import parallel
-from mgpu_train.checkpoint.dcp import Checkpointer, Progress
+from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress
 from mgpu_train.config import LmOptions, ModelConfig, TrainConfig
 from mgpu_train.loop import make_model, make_optimizer
 from mgpu_train.saving import Saver

@@ -51,7 +51,7 @@ def boto3_download(url: str, folder: Path) -> Work:
 
 def ours_upload(url: str, folder: Path) -> Work:
     """A node's part of a checkpoint, as the agent sends it; its sidecar with it."""
-    from mgpu_train.checkpoint.upload import upload_part
+    from mgpu_train.checkpoint.transfer.upload import upload_part
 
     store = _store(url)
 
@@ -63,7 +63,7 @@ def ours_upload(url: str, folder: Path) -> Work:
 
 def ours_download(url: str, folder: Path) -> Work:
     """A checkpoint, as a node fetches it; without the flush to disk, as others do, unless DURABLE is set."""
-    from mgpu_train.checkpoint.fetch import fetch
+    from mgpu_train.checkpoint.transfer.fetch import fetch
 
     store = _store(url)
     manifest = manifest_of(store)
@@ -72,7 +72,7 @@ def ours_download(url: str, folder: Path) -> Work:
 
 def ours_list(url: str, _folder: Path) -> Work:
     """All commits of a run, by a process that knows nothing of it."""
-    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
 
     log = CommitLog(_store(url), RUN)
     return lambda: len(log.checkpoints())
@@ -80,7 +80,7 @@ def ours_list(url: str, _folder: Path) -> Work:
 
 def manifest_of(store: Any) -> Any:
     """Of what `ours_upload` sent. Raises StoreError."""
-    from mgpu_train.checkpoint.upload import assemble, gather
+    from mgpu_train.checkpoint.transfer.upload import assemble, gather
 
     return assemble(gather(store, RUN, CHECKPOINT, [0]) or (), run_id=RUN, nodes=1, created_at=0.0)
 

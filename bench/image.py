@@ -30,9 +30,9 @@ Seconds = tuple[float, float]  # wall, CPU
 _OURS = """
 import sys, time
 from pathlib import Path
-from mgpu.image.context import scan
-from mgpu.image.hashes import Hashes
-from mgpu.image.inputs import inputs_hash
+from mgpu.image.build.context import scan
+from mgpu.image.build.hashes import Hashes
+from mgpu.image.build.inputs import inputs_hash
 from mgpu.spec.image import ImageSpec
 spec, begin, used = ImageSpec(), time.perf_counter(), time.process_time()
 inputs_hash(scan(Path(sys.argv[1]), hashes=Hashes(Path(sys.argv[2]))), spec, {})

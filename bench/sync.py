@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.timeouts import Timeouts
 
 from bench.report import Report

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mgpu_train.agent.status import AgentStatus
-from mgpu_train.checkpoint.manifest import Manifest, Sidecar
+from mgpu_train.agent.status.status import AgentStatus
+from mgpu_train.checkpoint.log.manifest import Manifest, Sidecar
 from mgpu_train.config import Job
 from pydantic import BaseModel
 

@@ -52,7 +52,7 @@ SERVES = {
     "tests/infra/": ("mgpu/iac", "infra"),
     "tests/remote/": ("mgpu/remote",),
     "tests/unit/": ("mgpu/image", "mgpu/cli/image.py"),
-    "tests/remote/container/": ("mgpu/run/nodes/container_setup.py", "train/mgpu_train/agent/container.py"),
+    "tests/remote/container/": ("mgpu/run/nodes/container_setup.py", "train/mgpu_train/agent/host/container.py"),
     "tests/train/": ("train/mgpu_train",),
     "tests/train/test_agent": ("train/mgpu_train/agent",),
 }

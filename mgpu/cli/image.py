@@ -17,7 +17,7 @@ from mgpu.words import amount
 
 if TYPE_CHECKING:
     from mgpu.image.publish import Site
-    from mgpu.image.registry import Manifest
+    from mgpu.image.registry.registry import Manifest
     from mgpu.spec.image import ImageSpec
 
 _LOCAL = "mgpu/image"  # what is built for this machine's engine alone
@@ -137,8 +137,9 @@ def _described(run_file: Path, repository: str | None = None) -> tuple[ImageSpec
 
 
 def _of_run_file(run_file: Path) -> dict[str, Any]:
-    from mgpu.image import publish, registry
-    from mgpu.image.reference import Reference
+    from mgpu.image import publish
+    from mgpu.image.registry import registry
+    from mgpu.image.registry.reference import Reference
 
     spec, site = _described(run_file)
     found = publish.find(spec, site)
@@ -157,8 +158,8 @@ def _of_run_file(run_file: Path) -> dict[str, Any]:
 
 
 def _named(reference: str, platform: str) -> dict[str, Any]:
-    from mgpu.image import auth, registry
-    from mgpu.image.reference import Reference
+    from mgpu.image.registry import auth, registry
+    from mgpu.image.registry.reference import Reference
 
     name, pushed = Reference.parse(reference), False
     refused = ImageError(f"no image {name} for {platform}", f"{name.registry} does not have it.", "Check the name.")
@@ -177,7 +178,7 @@ def _named(reference: str, platform: str) -> dict[str, Any]:
 def _here(reference: str, pushed: bool | None) -> dict[str, Any] | None:
     """What this machine's engine has under that name; None also where there is no engine. `pushed`: as far as its
     registry tells."""
-    from mgpu.image.engine import Engine
+    from mgpu.image.build.docker_engine import Engine
 
     try:
         found = Engine().inspect(reference)

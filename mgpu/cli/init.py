@@ -25,7 +25,7 @@ def init(folder: Path, as_json: bool) -> None:
     """
     from mgpu.iac.engine import install
     from mgpu.iac.engine.project import project_files
-    from mgpu.image import shipped
+    from mgpu.image.build import shipped
 
     console = Console(as_json=as_json)
     common.made(folder)

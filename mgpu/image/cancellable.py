@@ -13,8 +13,9 @@ from functools import partial
 from typing import TypeVar
 
 from mgpu.events import Emit, Event
-from mgpu.image import buildx, cancel, publish
-from mgpu.image.engine import Engine
+from mgpu.image import publish
+from mgpu.image.build import buildx, cancel
+from mgpu.image.build.docker_engine import Engine
 from mgpu.image.publish import Built, Published, Site
 from mgpu.spec.image import ImageSpec
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from mgpu.image import auth
 from mgpu.image.publish import Site
+from mgpu.image.registry import auth
 from mgpu.spec.image import ImageSpec
 
 

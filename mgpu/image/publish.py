@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 
 from mgpu.errors import ImageError, InputError
 from mgpu.events import Emit, Note, Warned, ignore
-from mgpu.image import archive, bases, context, inputs, registry
-from mgpu.image import auth as auths
-from mgpu.image.auth import Auth
-from mgpu.image.http import Patience
-from mgpu.image.recipe import Recipe
-from mgpu.image.reference import Reference
+from mgpu.image.build import archive, bases, context, inputs
+from mgpu.image.build.recipe import Recipe
+from mgpu.image.registry import auth as auths
+from mgpu.image.registry import registry
+from mgpu.image.registry.auth import Auth
+from mgpu.image.registry.http import Patience
+from mgpu.image.registry.reference import Reference
 from mgpu.spec import environment
 from mgpu.spec.image import ImageSpec
 
 if TYPE_CHECKING:
-    from mgpu.image.engine import Engine
+    from mgpu.image.build.docker_engine import Engine
 
 _ONCE = Patience(total_s=4.0, request_s=2.0, pause_s=8.0)  # for a base that the engine has: one try
 
@@ -279,7 +280,7 @@ class _Publishing:
         return bases.Base(digest or found.id, pinned=bool(digest))
 
     def _engine(self) -> Engine:
-        from mgpu.image.engine import Engine
+        from mgpu.image.build.docker_engine import Engine
 
         if self._opened is None:
             self._opened = (self._site.engine or Engine)()

@@ -15,7 +15,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from mgpu_train.agent.status import AgentStatus, Fault, Phase
+from mgpu_train.agent.status.status import AgentStatus, Fault, Phase
 from mgpu_train.config import Job, Secrets
 from pydantic import BaseModel, ValidationError
 

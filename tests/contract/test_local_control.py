@@ -18,7 +18,7 @@ from pathlib import Path
 
 import asyncssh
 import pytest
-from mgpu_train.agent.layout import NOTICE
+from mgpu_train.agent.host.layout import NOTICE
 from mgpu_train.timeouts import Timeouts
 from waiting import until
 

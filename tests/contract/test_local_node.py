@@ -23,7 +23,7 @@ from pathlib import Path
 import asyncssh
 import paramiko
 import pytest
-from mgpu_train.agent.layout import LEASE
+from mgpu_train.agent.host.layout import LEASE
 from waiting import until
 
 from mgpu.errors import InvalidRequest, NoCapacity, Transient

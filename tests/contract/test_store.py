@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.fetch import fetch
-from mgpu_train.checkpoint.manifest import checkpoint_id
+from mgpu_train.checkpoint.log.commit_log import CommitLog
+from mgpu_train.checkpoint.log.manifest import checkpoint_id
 from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.retention import Policy, plan_prune, prune
-from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
+from mgpu_train.checkpoint.transfer.fetch import fetch
+from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.store import (
     Ambiguous,
     Damaged,
@@ -341,9 +341,8 @@ def test_addresses_that_are_none(url):
 
 
 def test_importing_the_store_loads_no_client():
-    program = (
-        "import sys, mgpu_train.store, mgpu_train.checkpoint.manifest; print({'boto3', 'awscrt'} & set(sys.modules))"
-    )
+    program = "import sys, mgpu_train.store, mgpu_train.checkpoint.log.manifest as _\n"
+    program += "print({'boto3', 'awscrt'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "set()"
 
 

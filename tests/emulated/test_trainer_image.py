@@ -24,9 +24,10 @@ import pytest
 from fakes import trainer
 from fakes.engine import Engine
 from fakes.trainer import ARGS
-from mgpu_train.agent import facts as module
+from mgpu_train.agent.machine import facts as module
 
-from mgpu.image import compat, shipped
+from mgpu.image import compat
+from mgpu.image.build import shipped
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_S = 240
@@ -75,7 +76,7 @@ def image(builder: Engine, index: Index, tmp_path_factory: pytest.TempPathFactor
 
 
 def context(folder: Path, index: Index) -> Path:
-    """The shipped one, and what is for the build alone, as mgpu.image.archive packs it."""
+    """The shipped one, and what is for the build alone, as mgpu.image.build.archive packs it."""
     shutil.copytree(shipped.trainer_context(), folder, dirs_exist_ok=True)
     secrets = folder / ".build" / "secrets"
     secrets.mkdir(parents=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.nodes import Node
-from mgpu_train.checkpoint.fetch import fetch
+from mgpu_train.checkpoint.transfer.fetch import fetch
 from safetensors.torch import load_file
 
 from mgpu.spec.load import load

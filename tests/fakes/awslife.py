@@ -9,14 +9,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.store import open_store
 
 from fakes.aws import FakeAws
 from fakes.aws.fake import Called
 from mgpu.errors import CleanupFailed, RateLimited, Transient
 from mgpu.iac.aws import bootstrap as run_base
-from mgpu.image import auth
+from mgpu.image.registry import auth
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.aws import names
 from mgpu.providers.aws.bootstrap import resource

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from mgpu_train.agent import procs
+from mgpu_train.agent.machine import procs
 
 from fakes import trainer
-from mgpu.image import buildx
+from mgpu.image.build import buildx
 
 BUILDERS = ("classic", "buildkit")
 _CLASSIC = "#!/bin/sh\nexit 1\n"  # as if there was no program of docker's, and no plugin

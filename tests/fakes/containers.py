@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from mgpu_train.agent.layout import LEASE, RunLayout
+from mgpu_train.agent.host.layout import LEASE, RunLayout
 from mgpu_train.config import Job, Secrets
 
 from mgpu.errors import RemoteError
@@ -144,4 +144,4 @@ class Machine:
 
 def script(home: Path) -> Path:
     """`container.py` in a home that the library was sent to."""
-    return home / agent_client.library()[1] / "mgpu_train" / "agent" / "container.py"
+    return home / agent_client.library()[1] / "mgpu_train" / "agent" / "host" / "container.py"

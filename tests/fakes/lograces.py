@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
-from mgpu_train.checkpoint import index, keys
-from mgpu_train.checkpoint.commitlog import CommitLog, Fenced, StepBack
-from mgpu_train.checkpoint.lines import Commit, Line, in_short
-from mgpu_train.checkpoint.manifest import (
+from mgpu_train.checkpoint.log import index, keys
+from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced, StepBack
+from mgpu_train.checkpoint.log.lines import Commit, Line, in_short
+from mgpu_train.checkpoint.log.manifest import (
     MAX_DOCUMENT_BYTES,
     AttemptEntry,
     FileEntry,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from forks import Forks
-from mgpu_train.agent import procs
-from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.agent.machine import procs
+from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.store import Store, open_store
 from waiting import until
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mgpu_train.checkpoint.staging import Snapshot, Staging
+from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging
 
 TINY = {
     "steps": 6, "global_batch": 8, "seq_len": 32, "warmup_steps": 2, "lr": 0.01, "validate_every": 3,

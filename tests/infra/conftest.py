@@ -15,7 +15,7 @@ from typing import Literal
 
 import grpc
 import pytest
-from mgpu_train.agent import procs
+from mgpu_train.agent.machine import procs
 from mgpu_train.timeouts import Timeouts
 from pulumi.runtime.proto import provider_pb2, provider_pb2_grpc
 from waiting import until

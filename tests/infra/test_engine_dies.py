@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from mgpu_train.agent import procs
+from mgpu_train.agent.machine import procs
 
 from mgpu.errors import StackError
 from mgpu.events import Note

@@ -14,7 +14,7 @@ import sys
 from mgpu.iac import entry
 entry.without_sdk()
 import mgpu.iac.plugin
-from mgpu.iac import servicer
+from mgpu.iac.protocol import servicer
 assert servicer.provider_pb2.CreateRequest(preview=True).SerializeToString()
 heavy = ("pulumi.resource", "pulumi.runtime.rpc", "pulumi.runtime.proto.analyzer_pb2", "opentelemetry", "dill", "boto3")
 sys.exit(" ".join(name for name in heavy if name in sys.modules) or 0)

@@ -27,9 +27,10 @@ from mgpu.iac.protocol.handler import Call, Settings
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
 from mgpu.iac.types import image_model
 from mgpu.iac.types.image import ImageHandler
-from mgpu.image import auth, cancellable, publish, registry
-from mgpu.image.http import Answer, Api
-from mgpu.image.reference import Reference
+from mgpu.image import cancellable, publish
+from mgpu.image.registry import auth, registry
+from mgpu.image.registry.http import Answer, Api
+from mgpu.image.registry.reference import Reference
 
 DOCKERFILE = "ARG BASE\nFROM ${BASE}\nCOPY code /code\n"
 BASE_NAME = "bases/image"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from mgpu_train.agent import procs
+from mgpu_train.agent.machine import procs
 
 from mgpu.errors import StackError
 from mgpu.events import Note

@@ -10,7 +10,7 @@ import time
 
 import boto3
 import pytest
-from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.store import open_store
 
 from mgpu.errors import CleanupFailed, Transient

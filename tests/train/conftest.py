@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from fakes.nodes import Node
-from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.lines import Commit
-from mgpu_train.checkpoint.manifest import Manifest, Sidecar, checkpoint_id
-from mgpu_train.checkpoint.pack import objects
-from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
+from mgpu_train.checkpoint.log.commit_log import CommitLog
+from mgpu_train.checkpoint.log.lines import Commit
+from mgpu_train.checkpoint.log.manifest import Manifest, Sidecar, checkpoint_id
+from mgpu_train.checkpoint.transfer.pack import objects
+from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.store import Progress, Stat, Store, open_store
 
 RUN = "run-1"
@@ -154,7 +154,7 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run whose first attempt has begun; of a checkpoint's files, those of more than 100 bytes are not packed."""
-    monkeypatch.setattr("mgpu_train.checkpoint.pack.SMALL_BYTES", 100)
+    monkeypatch.setattr("mgpu_train.checkpoint.transfer.pack.SMALL_BYTES", 100)
     made = Run(tmp_path)
     made.begin(1)
     return made

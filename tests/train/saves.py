@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 from mgpu_train import parallel
-from mgpu_train.checkpoint import dcp
+from mgpu_train.checkpoint.distributed import dcp
 from mgpu_train.errors import TrainError
 from mgpu_train.loop import Folders, StopRequest, Trainer
 from mgpu_train.timeouts import Timeouts

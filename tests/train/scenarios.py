@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 from mgpu_train import parallel
-from mgpu_train.checkpoint.staging import Staging
+from mgpu_train.checkpoint.distributed.staging import Staging
 from mgpu_train.config import Job
 from mgpu_train.errors import TrainError
 from mgpu_train.loop import Folders, StopRequest, Trainer

@@ -10,16 +10,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
-from mgpu_train.agent import life, report
-from mgpu_train.agent.attempt import Attempt, StopRequests
-from mgpu_train.agent.budget import NOTHING, Need, going
-from mgpu_train.agent.decide import AttemptFailed
-from mgpu_train.agent.depot import StoreDepot
-from mgpu_train.agent.imds import Imds
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.notices import NoticeFile, Notices
-from mgpu_train.agent.status import CheckpointStatus, Fault, Phase
-from mgpu_train.agent.uploads import Announced, DepotError
+from mgpu_train.agent.attempt.attempt import Attempt, StopRequests
+from mgpu_train.agent.attempt.decide import AttemptFailed
+from mgpu_train.agent.attempt.save_budget import NOTHING, Need, going
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.machine.imds import Imds
+from mgpu_train.agent.machine.notices import NoticeFile, Notices
+from mgpu_train.agent.phases import life
+from mgpu_train.agent.status import report
+from mgpu_train.agent.status.status import CheckpointStatus, Fault, Phase
+from mgpu_train.agent.uploads.checkpoint_store import StoreDepot
+from mgpu_train.agent.uploads.uploads import Announced, DepotError
 from mgpu_train.config import CheckpointTarget, Job, Secrets
 
 
@@ -136,7 +137,7 @@ def test_a_disk_that_fails_under_the_watch_is_not_the_programs_fault(tmp_path, m
         raise OSError(5, "Input/output error")
 
     attempt = make(tmp_path)
-    monkeypatch.setattr("mgpu_train.agent.watch.finished", fails)
+    monkeypatch.setattr("mgpu_train.agent.phases.watch.finished", fails)
     life.live(attempt)
     status = attempt.report.status
     assert (status.phase, status.fault) == (Phase.FAILED, Fault.INFRASTRUCTURE)
@@ -280,7 +281,7 @@ def test_a_bug_in_the_store_costs_one_save_and_not_the_uploads(tmp_path, monkeyp
 
     target = CheckpointTarget(to=f"file://{tmp_path}/store", writers="all")
     depot = StoreDepot(make(tmp_path), target)
-    monkeypatch.setattr("mgpu_train.agent.depot.upload_part", bug)
+    monkeypatch.setattr("mgpu_train.agent.uploads.checkpoint_store.upload_part", bug)
     with pytest.raises(DepotError, match=r"RuntimeError: can't start new thread \*\*\*$") as caught:
         depot.upload(1, tmp_path)
     assert not caught.value.passing

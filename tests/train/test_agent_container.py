@@ -15,16 +15,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from mgpu_train.agent import container, engine, equip, hold
-from mgpu_train.agent.container import Wanted
-from mgpu_train.agent.engine import Engine, Login
-from mgpu_train.agent.equip import Problem
+from mgpu_train.agent.host import container, container_init, docker_cli, python_env
+from mgpu_train.agent.host.container import Wanted
+from mgpu_train.agent.host.docker_cli import Engine, Login
+from mgpu_train.agent.host.python_env import Problem
 
 DIGEST = "sha256:" + "a" * 64
 REFERENCE = f"registry.example:5000/train@{DIGEST}"
 INFO = {"DockerRootDir": "/", "Architecture": "x86_64", "Runtimes": {"runc": {}}, "DriverStatus": [["a", "b"]]}
 IMAGE = {"Id": "sha256:" + "b" * 64, "Os": "linux", "Architecture": "amd64", "RepoDigests": [f"r/x@{DIGEST}"]}
-AGENT = Path(engine.__file__).parent
+AGENT = Path(docker_cli.__file__).parent
 CAT, SLEEP, STAT = (shutil.which(name) for name in ("cat", "sleep", "stat"))
 
 
@@ -115,7 +115,7 @@ NO_DAEMON = (1, "", "Cannot connect to the Docker daemon at unix:///x. Is the do
 
 def test_an_engine_that_starts_with_its_machine_is_waited_for(docker, monkeypatch):
     docker(info=[NO_DAEMON] * 3 + [(0, json.dumps(INFO), "")])
-    monkeypatch.setattr(engine, "time", Clock())
+    monkeypatch.setattr(docker_cli, "time", Clock())
     assert an_engine(600).ready(60)["DockerRootDir"] == "/"
 
 
@@ -130,7 +130,7 @@ def test_an_engine_that_starts_with_its_machine_is_waited_for(docker, monkeypatc
 )
 def test_one_that_does_not_start_is_not_waited_for_for_ever(docker, monkeypatch, answer, boot_s, expected, asked):
     calls = docker(info=[answer])
-    monkeypatch.setattr(engine, "time", Clock())
+    monkeypatch.setattr(docker_cli, "time", Clock())
     assert kind(lambda: an_engine(600).ready(boot_s)) == expected
     assert len(calls()) == asked
 
@@ -189,7 +189,7 @@ def test_an_engine_that_is_silent_is_not_waited_for(docker, tmp_path):
 )
 def test_a_pull_that_no_other_try_mends_is_given_up_at_once(docker, error, expected):
     calls = docker(image=[(1, "", "")], pull=[(1, "", error)])
-    assert kind(lambda: engine.image(an_engine(), INFO, REFERENCE, None, None)) == expected
+    assert kind(lambda: docker_cli.image(an_engine(), INFO, REFERENCE, None, None)) == expected
     assert [call[0] for call in calls()].count("pull") == 1
 
 
@@ -208,18 +208,18 @@ def test_a_pull_that_no_other_try_mends_is_given_up_at_once(docker, error, expec
 )
 def test_a_pull_is_tried_again(docker, monkeypatch, error):
     pauses: list[float] = []
-    monkeypatch.setattr(engine, "time", SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic))
+    monkeypatch.setattr(docker_cli, "time", SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic))
     there = (0, json.dumps([IMAGE]), "")
     docker(image=[(1, "", ""), there], pull=[*[(1, "", error)] * 7, (0, "", "")])
-    assert engine.image(an_engine(600), INFO, REFERENCE, None, None) == (IMAGE["Id"], True)
+    assert docker_cli.image(an_engine(600), INFO, REFERENCE, None, None) == (IMAGE["Id"], True)
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
 
 
 def test_the_pulls_deadline_is_kept(docker, monkeypatch):
     late = SimpleNamespace(sleep=lambda _: pytest.fail("no time for another try"), monotonic=time.monotonic)
-    monkeypatch.setattr(engine, "time", late)
+    monkeypatch.setattr(docker_cli, "time", late)
     docker(image=[(1, "", "")], pull=[(1, "", "unexpected EOF")])
-    assert kind(lambda: engine.image(an_engine(0.5), INFO, REFERENCE, None, None)) == "pull"
+    assert kind(lambda: docker_cli.image(an_engine(0.5), INFO, REFERENCE, None, None)) == "pull"
 
 
 def test_a_pull_that_is_slow_is_no_docker_that_is_silent(docker, tmp_path, monkeypatch):
@@ -227,7 +227,7 @@ def test_a_pull_that_is_slow_is_no_docker_that_is_silent(docker, tmp_path, monke
     program = tmp_path / "bin" / "docker"
     program.write_text(f"#!/bin/sh\ntest $1 = image && exit 1\nexec {SLEEP} 60\n")
     with pytest.raises(Problem, match="`docker pull` did not end within") as caught:
-        engine.image(an_engine(0.5), INFO, REFERENCE, None, None)
+        docker_cli.image(an_engine(0.5), INFO, REFERENCE, None, None)
     assert caught.value.kind == "pull"
 
 
@@ -237,7 +237,7 @@ def test_a_pull_that_is_slow_is_no_docker_that_is_silent(docker, tmp_path, monke
 )
 def test_a_registry_that_asks_for_patience_all_the_time_is_told_apart(docker, error, expected):
     docker(image=[(1, "", "")], pull=[(1, "", error)])
-    assert kind(lambda: engine.image(an_engine(0.5), INFO, REFERENCE, None, None)) == expected
+    assert kind(lambda: docker_cli.image(an_engine(0.5), INFO, REFERENCE, None, None)) == expected
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def test_a_login_is_written_as_docker_reads_it(docker, tmp_path, monkeypatch, re
     program = tmp_path / "bin" / "docker"
     docker()
     program.write_text(f"#!/bin/sh\n{CAT} $DOCKER_CONFIG/config.json\n{STAT} -c ' %a' $DOCKER_CONFIG/config.json\n")
-    with engine._private_folder() as folder:
-        done = engine._try(an_engine(), REFERENCE, Login(registry, "user", "pass:word"), folder)
+    with docker_cli._private_folder() as folder:
+        done = docker_cli._try(an_engine(), REFERENCE, Login(registry, "user", "pass:word"), folder)
     said, _, mode = done.out.rpartition(" ")
     assert json.loads(said) == {"auths": {key: {"auth": base64.b64encode(b"user:pass:word").decode()}}}
     assert mode == "600\n"
@@ -261,12 +261,12 @@ def test_a_login_is_written_as_docker_reads_it(docker, tmp_path, monkeypatch, re
 )
 def test_another_digest_is_never_run(docker, found):
     docker(image=[(0, json.dumps([found]), "")])
-    assert kind(lambda: engine.image(an_engine(), INFO, REFERENCE, None, None)) == "digest"
+    assert kind(lambda: docker_cli.image(an_engine(), INFO, REFERENCE, None, None)) == "digest"
 
 
 def test_an_image_for_other_machines_is_refused(docker):
     docker(image=[(0, json.dumps([{**IMAGE, "Architecture": "arm64"}]), "")])
-    assert kind(lambda: engine.image(an_engine(), INFO, REFERENCE, None, None)) == "platform"
+    assert kind(lambda: docker_cli.image(an_engine(), INFO, REFERENCE, None, None)) == "platform"
 
 
 @pytest.mark.parametrize(
@@ -274,23 +274,23 @@ def test_an_image_for_other_machines_is_refused(docker):
 )
 def test_only_a_digest_is_pulled(docker, reference):
     calls = docker()
-    assert kind(lambda: engine.image(an_engine(), INFO, reference, None, None)) == "reference"
+    assert kind(lambda: docker_cli.image(an_engine(), INFO, reference, None, None)) == "reference"
     assert calls() == []
 
 
 def test_room_is_asked_of_all_disks_that_an_image_lies_on(docker, monkeypatch):
     docker(image=[(1, "", "")])
     asked: list[str] = []
-    usage = engine.shutil._ntuple_diskusage(0, 0, 10 << 30)
-    monkeypatch.setattr(engine.shutil, "disk_usage", lambda path: (asked.append(str(path)), usage)[1])
+    usage = docker_cli.shutil._ntuple_diskusage(0, 0, 10 << 30)
+    monkeypatch.setattr(docker_cli.shutil, "disk_usage", lambda path: (asked.append(str(path)), usage)[1])
     info = {**INFO, "DriverStatus": [["driver-type", "io.containerd.snapshotter.v1"]]}
-    engine._require_room(info, 2 << 30)
+    docker_cli._require_room(info, 2 << 30)
     assert asked == ["/", "/var/lib/containerd"]
-    assert kind(lambda: engine.image(an_engine(), info, REFERENCE, 3 << 30, None)) == "disk"
+    assert kind(lambda: docker_cli.image(an_engine(), info, REFERENCE, 3 << 30, None)) == "disk"
 
 
 def test_a_hidden_folders_disk_is_that_of_what_can_be_seen(tmp_path):
-    assert engine._free(tmp_path / "hidden" / "docker") == pytest.approx(engine._free(tmp_path), abs=1 << 30)
+    assert docker_cli._free(tmp_path / "hidden" / "docker") == pytest.approx(docker_cli._free(tmp_path), abs=1 << 30)
 
 
 # --- the container
@@ -381,7 +381,7 @@ def test_who_is_overtaken_while_its_container_is_made_leaves_the_node_as_the_oth
     calls = docker(info=[(0, json.dumps(INFO), "")], image=[(0, json.dumps([IMAGE]), "")])
 
     def overtaken(*_given):
-        equip.claim(home, equip.Claim("theirs"), time.monotonic() + 60)
+        python_env.claim(home, python_env.Claim("theirs"), time.monotonic() + 60)
         return {"python": "/p"}
 
     monkeypatch.setattr(container, "_equip", overtaken)
@@ -401,17 +401,17 @@ def test_a_path_may_hold_a_comma_or_a_quote():
 
 def test_who_holds_asks_each_once_and_waits_for_all(monkeypatch):
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(hold, "os", SimpleNamespace(kill=lambda *given: asked.append(given)))
-    monkeypatch.setattr(hold, "time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr(container_init, "os", SimpleNamespace(kill=lambda *given: asked.append(given)))
+    monkeypatch.setattr(container_init, "time", SimpleNamespace(sleep=lambda _: None))
     rounds = iter([{5, 6}, {5, 6}, {6, 7}, set()])
-    hold.stop(lambda: next(rounds))
+    container_init.stop(lambda: next(rounds))
     assert sorted(asked) == [(5, signal.SIGTERM), (6, signal.SIGTERM), (7, signal.SIGTERM)]
     assert next(rounds, None) is None
 
 
 def test_agents_are_what_else_its_parent_has():
     child = subprocess.Popen(["/bin/sleep", "60"])
-    code = "import hold; print(*hold.agents())"
+    code = "import container_init; print(*container_init.agents())"
     try:
         said = subprocess.run([sys.executable, "-c", code], cwd=AGENT, capture_output=True, text=True, check=True)
         assert str(child.pid) in said.stdout.split()
@@ -423,6 +423,6 @@ def test_agents_are_what_else_its_parent_has():
     assert str(child.pid) not in said.stdout.split()
 
 
-@pytest.mark.parametrize("name", ["container.py", "engine.py", "hold.py", "equip.py", "layout.py"])
+@pytest.mark.parametrize("name", ["container.py", "docker_cli.py", "container_init.py", "python_env.py", "layout.py"])
 def test_what_the_machines_own_python_runs_is_written_for_an_old_one(name):
     ast.parse((AGENT / name).read_text(), feature_version=(3, 8))

@@ -6,8 +6,8 @@ import signal
 from dataclasses import replace
 
 import pytest
-from mgpu_train.agent.decide import Act, Cause, Ended, Watched, asks_peers, look, lost, verdict
-from mgpu_train.agent.status import Fault
+from mgpu_train.agent.attempt.decide import Act, Cause, Ended, Watched, asks_peers, look, lost, verdict
+from mgpu_train.agent.status.status import Fault
 from mgpu_train.config import CheckpointTarget, Job, TrainConfig
 from mgpu_train.timeouts import Timeouts
 

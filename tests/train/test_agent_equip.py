@@ -24,9 +24,10 @@ from typing import Any
 
 import pip
 import pytest
-from mgpu_train.agent import equip, start
-from mgpu_train.agent.equip import Claim, Problem
-from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent import start
+from mgpu_train.agent.host import python_env
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.host.python_env import Claim, Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = Path(".mgpu/lib/0123")
@@ -65,7 +66,7 @@ class Machine:
 
     @property
     def script(self) -> Path:
-        return self.home / LIBRARY / "mgpu_train" / "agent" / "equip.py"
+        return self.home / LIBRARY / "mgpu_train" / "agent" / "host" / "python_env.py"
 
     @property
     def requirements(self) -> Path:
@@ -98,10 +99,10 @@ class Machine:
 def machine(tmp_path: Path) -> Machine:
     """Its interpreter is an environment of its own, with pip, a module `torch`, and too old a pydantic."""
     home, wheels = tmp_path / "home dir", tmp_path / "wheels"
-    agent = home / LIBRARY / "mgpu_train" / "agent"
+    agent = home / LIBRARY / "mgpu_train" / "agent" / "host"
     agent.mkdir(parents=True)
     wheels.mkdir()
-    shutil.copy(equip.__file__, agent)
+    shutil.copy(python_env.__file__, agent)
     lines = [wheel(wheels, "awscrt", "0.99"), wheel(wheels, "boto3", "1.99.1"), wheel(wheels, "pydantic", "2.99.0")]
     (agent / "node-requirements.txt").write_text("".join(lines))
     venv.EnvBuilder(symlinks=True).create(tmp_path / "image")
@@ -157,7 +158,7 @@ def test_who_has_waited_long_enough_for_another_installation_says_so(machine):
     (folder / "installed").unlink()
     with folder.with_suffix(".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        answer = machine.ready(code=equip.PROBLEM, seconds=0)
+        answer = machine.ready(code=python_env.PROBLEM, seconds=0)
     assert answer["problem"] == "busy"
     assert str(folder.with_suffix(".lock")) in answer["why"]
     assert machine.ready()["installed"] is True
@@ -175,7 +176,7 @@ def test_an_installation_that_was_cut_off_is_begun_anew(machine):
 def test_a_package_with_another_hash_is_not_installed(machine):
     text = machine.requirements.read_text()
     machine.requirements.write_text(text[:-2] + ("0" if text[-2] != "0" else "1") + "\n")
-    answer = machine.ready(code=equip.PROBLEM)
+    answer = machine.ready(code=python_env.PROBLEM)
     assert answer["problem"] == "packages"
     assert "hash" in answer["why"].lower()
     assert not (machine.home / LIBRARY / "python").exists()
@@ -184,27 +185,27 @@ def test_a_package_with_another_hash_is_not_installed(machine):
 def test_a_package_without_a_hash_is_not_installed(machine):
     plain = (line.partition(" --hash")[0] for line in machine.requirements.read_text().splitlines())
     machine.requirements.write_text("\n".join(plain) + "\n")
-    answer = machine.ready(code=equip.PROBLEM)
+    answer = machine.ready(code=python_env.PROBLEM)
     assert (answer["problem"], "hash" in answer["why"].lower()) == ("packages", True)
 
 
 def test_a_package_that_cannot_be_had_is_named(machine):
     (machine.wheels / "boto3-1.99.1-py3-none-any.whl").unlink()
-    answer = machine.ready(code=equip.PROBLEM)
+    answer = machine.ready(code=python_env.PROBLEM)
     assert (answer["problem"], "boto3" in answer["why"]) == ("packages", True)
 
 
 def test_what_still_lacks_after_the_installation_is_a_problem(machine):
     lines = machine.requirements.read_text().splitlines(keepends=True)
     machine.requirements.write_text(lines[1] + lines[2])
-    answer = machine.ready(code=equip.PROBLEM)
+    answer = machine.ready(code=python_env.PROBLEM)
     assert (answer["problem"], "still lacks awscrt" in answer["why"]) == ("packages", True)
 
 
 def test_no_torch_is_a_problem_before_anything_is_installed(machine):
     (site,) = (machine.python.parents[1] / "lib").glob("python*/site-packages")
     (site / "torch.py").unlink()
-    assert machine.ready("torch", code=equip.PROBLEM)["problem"] == "torch"
+    assert machine.ready("torch", code=python_env.PROBLEM)["problem"] == "torch"
     assert machine.environments == []
     assert machine.ready()["installed"] is True, "a program may bring its own"
 
@@ -224,7 +225,7 @@ def living(home: Path, run: str, phase: str = "training") -> Iterator[int]:
 
 
 def claim(home: Path, mine: Claim = CLAIM, seconds: float = 60) -> None:
-    equip.claim(home, mine, time.monotonic() + seconds)
+    python_env.claim(home, mine, time.monotonic() + seconds)
 
 
 def test_a_node_on_which_another_run_trains_is_left_as_it_is(machine):
@@ -233,7 +234,7 @@ def test_a_node_on_which_another_run_trains_is_left_as_it_is(machine):
     program = machine.home / LIBRARY / "python"
     program.write_text("theirs")
     with living(machine.home, "theirs"):
-        answer = machine.ready(python=python, code=equip.PROBLEM)
+        answer = machine.ready(python=python, code=python_env.PROBLEM)
     assert answer == {
         "problem": "used", "why": "Run theirs (owner you, from there) trains there.", "run": "theirs",
     }  # fmt: skip
@@ -250,13 +251,13 @@ def test_a_run_is_not_in_its_own_way(tmp_path):
 def test_an_agent_that_ends_is_waited_for(tmp_path, monkeypatch):
     with living(tmp_path, "theirs", "done") as lock:
         later = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: fcntl.flock(lock, fcntl.LOCK_UN))
-        monkeypatch.setattr(equip, "time", later)
+        monkeypatch.setattr(python_env, "time", later)
         claim(tmp_path)
 
 
 def test_an_agent_that_trains_is_not_waited_for(tmp_path, monkeypatch):
     impatient = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("it will not end"))
-    monkeypatch.setattr(equip, "time", impatient)
+    monkeypatch.setattr(python_env, "time", impatient)
     with living(tmp_path, "theirs"), pytest.raises(Problem, match="trains there"):
         claim(tmp_path)
 
@@ -271,10 +272,10 @@ def test_whoever_claimed_it_last_has_it(tmp_path):
     claim(tmp_path)
     claim(tmp_path, Claim("theirs"))
     end = time.monotonic() + 60
-    with pytest.raises(Problem, match="Run theirs has come") as caught, equip.claimed(tmp_path, CLAIM.run, end):
+    with pytest.raises(Problem, match="Run theirs has come") as caught, python_env.claimed(tmp_path, CLAIM.run, end):
         pass
     assert (caught.value.kind, caught.value.run) == ("used", "theirs")
-    with equip.claimed(tmp_path, "theirs", end):
+    with python_env.claimed(tmp_path, "theirs", end):
         with pytest.raises(Problem) as caught:
             claim(tmp_path, seconds=0)
         assert caught.value.kind == "busy"
@@ -284,7 +285,7 @@ def test_whoever_claimed_it_last_has_it(tmp_path):
 def test_a_claim_that_a_machine_has_torn_as_it_went_down_is_nobodys(tmp_path, torn):
     claim(tmp_path)
     (tmp_path / ".mgpu/claim.json").write_text(torn)
-    with equip.claimed(tmp_path, "other", time.monotonic() + 60):
+    with python_env.claimed(tmp_path, "other", time.monotonic() + 60):
         pass
     claim(tmp_path, Claim("other"))
 
@@ -300,8 +301,8 @@ def test_an_agent_does_not_start_where_another_run_has_claimed_the_node(tmp_path
 
 
 def test_an_interpreter_that_is_too_old_is_a_problem(monkeypatch, capsys):
-    monkeypatch.setattr(equip, "OLDEST", (99, 0))
-    assert equip.main("ready", "10", "{}", "torch") == equip.PROBLEM
+    monkeypatch.setattr(python_env, "OLDEST", (99, 0))
+    assert python_env.main("ready", "10", "{}", "torch") == python_env.PROBLEM
     assert json.loads(capsys.readouterr().out)["problem"] == "old"
 
 
@@ -309,17 +310,17 @@ def test_an_interpreter_that_is_too_old_is_a_problem(monkeypatch, capsys):
     ("version", "lacks"), [("2.11", []), ("2.11.0rc1", []), ("3", []), ("2.10.9", [1]), ("1", [1]), ("2.9", [1])]
 )
 def test_a_version_is_compared_as_numbers(monkeypatch, version, lacks):
-    monkeypatch.setattr(equip, "NEEDS", {"pydantic": (2, 11)})
-    monkeypatch.setattr(equip.importlib.metadata, "version", lambda _name: version)
-    assert len(equip.lacking()) == len(lacks)
+    monkeypatch.setattr(python_env, "NEEDS", {"pydantic": (2, 11)})
+    monkeypatch.setattr(python_env.importlib.metadata, "version", lambda _name: version)
+    assert len(python_env.lacking()) == len(lacks)
 
 
 def test_what_is_needed_is_what_the_package_declares():
     with (ROOT / "train" / "pyproject.toml").open("rb") as file:
         declared = tomllib.load(file)["project"]
     wanted = {line.partition(">=")[0]: line.partition(">=")[2].partition(",")[0] for line in declared["dependencies"]}
-    assert {name: ".".join(map(str, least)) for name, least in equip.NEEDS.items()} == wanted
-    assert declared["requires-python"] == ">=" + ".".join(map(str, equip.OLDEST))
+    assert {name: ".".join(map(str, least)) for name, least in python_env.NEEDS.items()} == wanted
+    assert declared["requires-python"] == ">=" + ".".join(map(str, python_env.OLDEST))
 
 
 def test_the_list_is_that_of_the_lock():
@@ -327,7 +328,7 @@ def test_the_list_is_that_of_the_lock():
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT / "scripts", capture_output=True, check=True, text=True
     )
-    assert equip.LIST.read_text() == done.stdout, "run scripts/write_node_requirements.py"
+    assert python_env.LIST.read_text() == done.stdout, "run scripts/write_node_requirements.py"
     packages = [line.split("==")[0] for line in done.stdout.splitlines() if "==" in line]
-    assert set(equip.NEEDS) <= set(packages)
+    assert set(python_env.NEEDS) <= set(packages)
     assert "torch" not in packages

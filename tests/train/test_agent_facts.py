@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mgpu_train.agent import facts as module
-from mgpu_train.agent.facts import Gpu, facts, parsed
+from mgpu_train.agent.machine import facts as module
+from mgpu_train.agent.machine.facts import Gpu, facts, parsed
 
 EIGHT = "\n".join(["NVIDIA H100 80GB HBM3, 580.105.08, 81559, 9.0"] * 8)
 FAILED = (

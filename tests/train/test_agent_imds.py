@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from mgpu_train.agent import imds
-from mgpu_train.agent.imds import Imds
-from mgpu_train.agent.notices import Notices
+from mgpu_train.agent.machine import imds
+from mgpu_train.agent.machine.imds import Imds
+from mgpu_train.agent.machine.notices import Notices
 
 ACTION = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"

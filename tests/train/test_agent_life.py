@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mgpu_train.agent import procs
+from mgpu_train.agent.machine import procs
 from mgpu_train.store import open_store
 
 CANARY = "canary-7f3a91"

@@ -10,9 +10,9 @@ import socket
 from collections.abc import Callable, Iterable
 
 import pytest
-from mgpu_train.agent import procs
-from mgpu_train.agent.liveness import ALONE, Known, Liveness, Stage, deadline_s
-from mgpu_train.agent.peers import Peers
+from mgpu_train.agent.attempt.liveness import ALONE, Known, Liveness, Stage, deadline_s
+from mgpu_train.agent.machine import procs
+from mgpu_train.agent.phases.peers import Peers
 from mgpu_train.config import Job
 from mgpu_train.timeouts import Timeouts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from mgpu_train.agent.depot import described
-from mgpu_train.checkpoint.manifest import Sidecar
+from mgpu_train.agent.uploads.checkpoint_store import described
+from mgpu_train.checkpoint.log.manifest import Sidecar
 
 
 def kept(found: dict, first: str = "validation_loss") -> dict:

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable
 
 import pytest
-from mgpu_train.agent.budget import FACTOR, MARGIN_S, NOTHING, UNKNOWN_S, Need, going, need
-from mgpu_train.agent.decide import Act, Watched, look
-from mgpu_train.agent.lease import Lease
-from mgpu_train.agent.notices import NoticeFile, Notices, Warned
-from mgpu_train.agent.status import Fault
-from mgpu_train.agent.tail import Progress
+from mgpu_train.agent.attempt.decide import Act, Watched, look
+from mgpu_train.agent.attempt.save_budget import FACTOR, MARGIN_S, NOTHING, UNKNOWN_S, Need, going, need
+from mgpu_train.agent.machine.lease import Lease
+from mgpu_train.agent.machine.notices import NoticeFile, Notices, Warned
+from mgpu_train.agent.status.status import Fault
+from mgpu_train.agent.status.tail import Progress
 from mgpu_train.timeouts import Timeouts
 
 NOW = 1_767_225_600.0  # 2026-01-01T00:00:00Z

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mgpu_train.agent.outputs import found
+from mgpu_train.agent.phases.outputs import found
 
 WRITES = """
 import os, pathlib

@@ -14,13 +14,15 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
 import pytest
-from mgpu_train.agent import data, launcher, network, procs, requirements, resume, saves
-from mgpu_train.agent.decide import AttemptFailed
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.lease import Lease
-from mgpu_train.agent.log import Log, LogTimes, clean, hide, last_words
-from mgpu_train.agent.network import interface_to
-from mgpu_train.agent.tail import MetricsTail, Progress
+from mgpu_train.agent.attempt.decide import AttemptFailed
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.machine import network, procs
+from mgpu_train.agent.machine.lease import Lease
+from mgpu_train.agent.machine.network import interface_to
+from mgpu_train.agent.phases import data, launcher_process, requirements, resume
+from mgpu_train.agent.status.log import Log, LogTimes, clean, hide, last_words
+from mgpu_train.agent.status.tail import MetricsTail, Progress
+from mgpu_train.agent.uploads import saves
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.config import DataItem, Job, Resume, TrainConfig
 from mgpu_train.launchers import Launcher
@@ -317,7 +319,7 @@ def test_a_tree_is_found_across_sessions_and_killed_to_the_last():
 
 AN_AGENT = """
 import subprocess, sys
-from mgpu_train.agent import launcher
+from mgpu_train.agent.phases import launcher_process as launcher
 body = "import time; time.sleep(60)"
 named = [sys.executable, "-c", f"# mgpu_train.store.bulk.child\\n{body}"]
 ours, theirs = subprocess.Popen(named), subprocess.Popen(named, start_new_session=True)
@@ -370,7 +372,7 @@ def job(**changes) -> Job:
 
 
 def test_torchruns_command_line_is_static_and_never_restarts():
-    argv = launcher.argv(job(), HERE, "/py")
+    argv = launcher_process.argv(job(), HERE, "/py")
     assert argv[:3] == ["/py", "-m", "mgpu_train.torchrun"]
     assert argv[-3:] == ["train.py", "--name", "$(id) `x`;"]
     pairs = dict(zip(argv[3:-3:2], argv[4:-3:2], strict=True))
@@ -388,14 +390,16 @@ def test_torchruns_command_line_is_static_and_never_restarts():
 
 
 def test_plain_python_and_the_bundled_trainer():
-    assert launcher.argv(job(launcher="python"), HERE, "/py") == ["/py", "train.py", "--name", "$(id) `x`;"]
-    assert launcher.argv(job(command=None, train=TrainConfig()), HERE, "/py")[-2:] == ["-m", "mgpu_train.loop"]
+    assert launcher_process.argv(job(launcher="python"), HERE, "/py") == ["/py", "train.py", "--name", "$(id) `x`;"]
+    assert launcher_process.argv(job(command=None, train=TrainConfig()), HERE, "/py")[-2:] == ["-m", "mgpu_train.loop"]
 
 
 def test_the_launchers_environment():
     layout = RunLayout("r", PurePosixPath("/home/u"))
     node = {"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "no", "MGPU_RESUME_DIR": "of whoever started the agent"}
-    made = launcher.environment(job(env={"A": "job", "B": "job", "PYTHONPATH": "/mine"}), {"B": "secret"}, layout, node)
+    made = launcher_process.environment(
+        job(env={"A": "job", "B": "job", "PYTHONPATH": "/mine"}), {"B": "secret"}, layout, node
+    )
     assert (made["PATH"], made["A"], made["B"]) == ("/bin", "job", "secret")
     assert made["MGPU_JOB"] == "/home/u/runs/r/job-3.json"
     assert made["MGPU_CHECKPOINT_DIR"] == "/home/u/runs/r/checkpoints"
@@ -407,14 +411,14 @@ def test_the_launchers_environment():
 
 def test_a_program_is_told_how_often_the_run_file_wants_a_checkpoint():
     target = {"to": "file:///s", "writers": "rank0", "every_steps": 50, "every_minutes": 2.5}
-    made = launcher.environment(job(checkpoint=target), {}, HERE, {})
+    made = launcher_process.environment(job(checkpoint=target), {}, HERE, {})
     assert (made["MGPU_CHECKPOINT_EVERY_STEPS"], made["MGPU_CHECKPOINT_EVERY_MINUTES"]) == ("50", "2.5")
-    without = launcher.environment(job(checkpoint=None), {}, HERE, {})
+    without = launcher_process.environment(job(checkpoint=None), {}, HERE, {})
     assert not [name for name in without if "EVERY" in name]
 
 
 def test_plain_python_gets_the_variables_of_its_one_process():
-    made = launcher.environment(job(launcher="python"), {}, HERE, {})
+    made = launcher_process.environment(job(launcher="python"), {}, HERE, {})
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert [made[name] for name in names] == ["1", "2", "0", "1", "10.0.0.1", "29501"]
 
@@ -426,8 +430,8 @@ def test_a_launcher_of_somebody_elses_is_filled_in_on_the_node():
     }
     told = job(launcher=theirs)
     words = ["/py", "-m", "theirs", "--hosts=2x4", "--", "train.py", "--name", "$(id) `x`;"]
-    assert launcher.argv(told, HERE, "/py") == words
-    assert launcher.environment(told, {}, HERE, {})["THEIRS"] == "8@10.0.0.1:29501"
+    assert launcher_process.argv(told, HERE, "/py") == words
+    assert launcher_process.environment(told, {}, HERE, {})["THEIRS"] == "8@10.0.0.1:29501"
     assert Job.model_validate_json(told.model_dump_json()) == told
 
 
@@ -448,7 +452,7 @@ def test_a_launcher_that_no_node_could_fill_in_is_refused(wrong, words):
 def test_the_ranks_import_the_library_that_was_shipped():
     import mgpu_train
 
-    assert Path(launcher.shipped_library()) == Path(mgpu_train.__file__).parents[1]
+    assert Path(launcher_process.shipped_library()) == Path(mgpu_train.__file__).parents[1]
 
 
 # --- requirements --------------------------------------------------------------------------------------------------
@@ -506,10 +510,10 @@ def test_the_interface_is_the_one_whose_address_speaks_to_node_0(monkeypatch):
     assert interface_to("10.99.0.7") == "ens5"
     job = Job.model_validate(JOB | {"nodes": 2, "master_addr": "10.99.0.7"})
     layout = RunLayout("r", PurePosixPath("/home"))
-    assert launcher.environment(job, {}, layout, {})["GLOO_SOCKET_IFNAME"] == "ens5"
-    assert launcher.environment(job, {}, layout, {"GLOO_SOCKET_IFNAME": "eth1"})["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert launcher_process.environment(job, {}, layout, {})["GLOO_SOCKET_IFNAME"] == "ens5"
+    assert launcher_process.environment(job, {}, layout, {"GLOO_SOCKET_IFNAME": "eth1"})["GLOO_SOCKET_IFNAME"] == "eth1"
     alone = Job.model_validate(JOB | {"nodes": 1, "master_addr": "10.99.0.7"})
-    assert "GLOO_SOCKET_IFNAME" not in launcher.environment(alone, {}, layout, {})
+    assert "GLOO_SOCKET_IFNAME" not in launcher_process.environment(alone, {}, layout, {})
 
 
 def test_the_kernel_says_which_address_an_interface_has():

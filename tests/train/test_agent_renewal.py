@@ -8,11 +8,12 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
 import pytest
-from mgpu_train.agent import depot, renewal
-from mgpu_train.agent.attempt import Attempt, StopRequests
-from mgpu_train.agent.depot import StoreDepot
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.uploads import Announced, DepotError
+from mgpu_train.agent import renewal
+from mgpu_train.agent.attempt.attempt import Attempt, StopRequests
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.uploads import checkpoint_store
+from mgpu_train.agent.uploads.checkpoint_store import StoreDepot
+from mgpu_train.agent.uploads.uploads import Announced, DepotError
 from mgpu_train.config import Job, Secrets
 from mgpu_train.store import Denied, open_store
 
@@ -42,7 +43,7 @@ def test_the_next_use_of_the_store_has_them(attempt, tmp_path, monkeypatch):
         opened.append(dict(env))
         return Expired() if env["AWS_SESSION_TOKEN"] == "old-token" else open_store(url)
 
-    monkeypatch.setattr(depot, "open_store", open_with)
+    monkeypatch.setattr(checkpoint_store, "open_store", open_with)
     assert attempt.job.checkpoint is not None
     store = StoreDepot(attempt, attempt.job.checkpoint)
     with pytest.raises(DepotError, match="have expired"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mgpu_train.agent.uploads import Announced, DepotError, NewerAttempt, Uploads
+from mgpu_train.agent.uploads.uploads import Announced, DepotError, NewerAttempt, Uploads
 from mgpu_train.timeouts import Timeouts
 
 PATIENCE_S = 5.0

@@ -7,10 +7,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from mgpu_train.checkpoint import commitlog
-from mgpu_train.checkpoint.commitlog import CommitLog, Fenced, StepBack
-from mgpu_train.checkpoint.lines import Commit, Unreadable, in_short, standing
-from mgpu_train.checkpoint.manifest import (
+from mgpu_train.checkpoint.log import commit_log
+from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced, StepBack
+from mgpu_train.checkpoint.log.lines import Commit, Unreadable, in_short, standing
+from mgpu_train.checkpoint.log.manifest import (
     AttemptEntry,
     CheckpointEntry,
     FileEntry,
@@ -48,7 +48,7 @@ def test_what_nobody_could_read_is_not_written(run, monkeypatch):
     log = run.log
     log.commit(manifest(1), "writer-1")
     with monkeypatch.context() as patch:
-        patch.setattr(commitlog, "MAX_DOCUMENT_BYTES", 200)
+        patch.setattr(commit_log, "MAX_DOCUMENT_BYTES", 200)
         with pytest.raises(StoreError, match=r"list of files is too long\. Write fewer"):
             log.commit(manifest(2), "writer-1")
     assert log.commit(manifest(3), "writer-1").seq == 2

@@ -18,14 +18,14 @@ from typing import Any
 import boto3
 import pytest
 from fakes import gateway
-from mgpu_train.checkpoint import keys
-from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.fetch import fetch
-from mgpu_train.checkpoint.lines import Commit
-from mgpu_train.checkpoint.manifest import checkpoint_id
+from mgpu_train.checkpoint.log import keys
+from mgpu_train.checkpoint.log.commit_log import CommitLog
+from mgpu_train.checkpoint.log.lines import Commit
+from mgpu_train.checkpoint.log.manifest import checkpoint_id
 from mgpu_train.checkpoint.newest import newest_verified
-from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
-from mgpu_train.checkpoint.verify import verify
+from mgpu_train.checkpoint.transfer.fetch import fetch
+from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
+from mgpu_train.checkpoint.transfer.verify import verify
 from mgpu_train.store import Damaged, NotFound, Store, StoreError, open_store
 
 BUCKET = "damaged"
@@ -190,8 +190,8 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def case(shelf, tmp_path, monkeypatch) -> Case:
-    monkeypatch.setattr("mgpu_train.checkpoint.pack.SMALL_BYTES", 100)
-    monkeypatch.setattr("mgpu_train.checkpoint.pack.MAX_PACK_BYTES", 150)
+    monkeypatch.setattr("mgpu_train.checkpoint.transfer.pack.SMALL_BYTES", 100)
+    monkeypatch.setattr("mgpu_train.checkpoint.transfer.pack.MAX_PACK_BYTES", 150)
     return Case(shelf, tmp_path)
 
 

@@ -16,8 +16,8 @@ import ranks
 import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
-from mgpu_train.checkpoint import archives, export
-from mgpu_train.checkpoint.archives import Unsupported
+from mgpu_train.checkpoint.formats import archives, export
+from mgpu_train.checkpoint.formats.archives import Unsupported
 from mgpu_train.store.base import Damaged, NotFound, StoreError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -113,7 +113,7 @@ def test_the_configuration_and_the_origin_travel_with_it(saves, tmp_path):
     assert (said["format"], said["run"], said["checkpoint_id"], said["step"]) == ("pt", "r-1", "a001-step-2", "2")
 
 
-DTYPES = sorted(archives.ITEM_BYTES.keys() & export.safefile.DTYPES.keys())
+DTYPES = sorted(archives.ITEM_BYTES.keys() & export.safetensors_file.DTYPES.keys())
 
 
 def numbers(dtype: str) -> torch.Tensor:
@@ -215,7 +215,7 @@ import sys
 for name in ("torch", "numpy", "safetensors"):
     sys.modules[name] = None  # an import of it fails
 from pathlib import Path
-from mgpu_train.checkpoint.export import export
+from mgpu_train.checkpoint.formats.export import export
 export(Path(sys.argv[1]), Path(sys.argv[2]))
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """

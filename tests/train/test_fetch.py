@@ -6,9 +6,9 @@ import os
 import shutil
 
 import pytest
-from mgpu_train.checkpoint.fetch import fetch
 from mgpu_train.checkpoint.newest import newest_verified
-from mgpu_train.checkpoint.verify import verify
+from mgpu_train.checkpoint.transfer.fetch import fetch
+from mgpu_train.checkpoint.transfer.verify import verify
 from mgpu_train.store import Damaged, Denied, NotFound, StoreError, Unavailable
 
 SEEN_WITHOUT_READING = ("missing", "truncated", "longer")

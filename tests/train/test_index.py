@@ -6,10 +6,10 @@ import hashlib
 from dataclasses import replace
 
 import pytest
-from mgpu_train.checkpoint import index, keys
-from mgpu_train.checkpoint.commitlog import CommitLog, Fenced
-from mgpu_train.checkpoint.lines import Unreadable
-from mgpu_train.checkpoint.manifest import AttemptEntry, FileEntry, Manifest, checkpoint_id, to_bytes
+from mgpu_train.checkpoint.log import index, keys
+from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
+from mgpu_train.checkpoint.log.lines import Unreadable
+from mgpu_train.checkpoint.log.manifest import AttemptEntry, FileEntry, Manifest, checkpoint_id, to_bytes
 from mgpu_train.store import Damaged, Denied, NotFound, Unavailable
 
 EVERY = 8

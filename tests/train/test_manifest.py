@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from mgpu_train.checkpoint import manifest as m
+from mgpu_train.checkpoint.log import manifest as m
 from mgpu_train.store import Damaged
 from pydantic import ValidationError
 

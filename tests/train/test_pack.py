@@ -6,10 +6,10 @@ import os
 import threading
 
 import pytest
-from mgpu_train.checkpoint import pack
-from mgpu_train.checkpoint.manifest import MAX_PACK_BYTES, FileEntry
-from mgpu_train.checkpoint.pack import SMALL_BYTES, Load, Stored, build, loads, read
+from mgpu_train.checkpoint.log.manifest import MAX_PACK_BYTES, FileEntry
 from mgpu_train.checkpoint.threads import in_threads
+from mgpu_train.checkpoint.transfer import pack
+from mgpu_train.checkpoint.transfer.pack import SMALL_BYTES, Load, Stored, build, loads, read
 from mgpu_train.store import Damaged, NotFound, StoreError, crc, open_store
 
 MIB = 1 << 20

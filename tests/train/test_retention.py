@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.manifest import PrunedEntry
+from mgpu_train.checkpoint.log.commit_log import CommitLog
+from mgpu_train.checkpoint.log.manifest import PrunedEntry
 from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.retention import Policy, PrunePlan, plan_prune, prune
-from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
+from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.config import CheckpointTarget
 from mgpu_train.store import Store, Unavailable
 

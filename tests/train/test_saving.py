@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from mgpu_train.checkpoint.dcp import Checkpointer, Progress, _share
+from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, _share
+from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging
+from mgpu_train.checkpoint.distributed.writer_process import Outside
 from mgpu_train.checkpoint.local import finished
-from mgpu_train.checkpoint.outside import Outside
-from mgpu_train.checkpoint.staging import Snapshot, Staging
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.parallel import Place
@@ -426,7 +426,7 @@ def test_what_a_process_that_writes_cannot_do_is_an_error_like_any_other(beside,
     def in_the_way(_folder: Path, aside: Path) -> None:
         (aside / "__0_0.distcp").mkdir(parents=True)
 
-    monkeypatch.setattr("mgpu_train.checkpoint.dcp._make_room", in_the_way)
+    monkeypatch.setattr("mgpu_train.checkpoint.distributed.dcp._make_room", in_the_way)
     with pytest.raises(TrainError, match=r"rank 0: IsADirectoryError: \[Errno 21\] Is a directory"):
         beside.checkpointer.save(tmp_path, Progress(1, 2))
     assert list(tmp_path.iterdir()) == []

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from mgpu_train.checkpoint import archives, pickles
-from mgpu_train.checkpoint.archives import Unsupported
-from mgpu_train.checkpoint.pickles import Call, Name, NotPlain
-from mgpu_train.checkpoint.shards import Shards, open_shards
+from mgpu_train.checkpoint.formats import archives, pickles
+from mgpu_train.checkpoint.formats.archives import Unsupported
+from mgpu_train.checkpoint.formats.pickles import Call, Name, NotPlain
+from mgpu_train.checkpoint.formats.shards import Shards, open_shards
 from mgpu_train.store.base import Damaged, NotFound, StoreError
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,

@@ -14,8 +14,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
-from mgpu_train.agent import launcher, procs
-from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.machine import procs
+from mgpu_train.agent.phases import launcher_process
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.config import Job
 
@@ -44,10 +45,10 @@ class Place:
             "master_addr": "127.0.0.1", "master_port": port, **job,
         })  # fmt: skip
         Path(self.layout.attempt_job(attempt)).write_text(made.model_dump_json())
-        environment = launcher.environment(made, {}, self.layout, launcher.os.environ)
+        environment = launcher_process.environment(made, {}, self.layout, launcher_process.os.environ)
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                launcher.argv(made, self.layout, sys.executable),
+                launcher_process.argv(made, self.layout, sys.executable),
                 cwd=self.layout.work,
                 env={**environment, **(changes or {})},
                 stdout=log,
@@ -110,10 +111,10 @@ def test_the_ranks_of_torchrun_get_all_of_the_grace(tmp_path):
         "run_id": "r", "attempt": 1, "writer": "w", "node_rank": 0, "nodes": 1, "processes_per_node": 1,
         "master_addr": "h", "master_port": 1, "command": ["x.py"], "timeouts": {"stop_grace_s": 60.5},
     })  # fmt: skip
-    given = launcher.environment(job, {}, RunLayout("r", PurePosixPath(tmp_path)), {})
+    given = launcher_process.environment(job, {}, RunLayout("r", PurePosixPath(tmp_path)), {})
     assert float(given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60.5
     assert "--max-restarts 0" in (
-        words := " ".join(launcher.argv(job, RunLayout("r", PurePosixPath(tmp_path)), "python"))
+        words := " ".join(launcher_process.argv(job, RunLayout("r", PurePosixPath(tmp_path)), "python"))
     )
     assert "--rdzv-backend static" in words
     assert given["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from mgpu_train.checkpoint.dcp import differences
+from mgpu_train.checkpoint.distributed.dcp import differences
 from mgpu_train.config import CheckpointTarget, Job, ModelConfig, TrainConfig
 from mgpu_train.errors import TrainError
 from mgpu_train.loop import SaveClock, learning_rate, make_optimizer, read_job

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import ranks
-from mgpu_train.agent import saves
+from mgpu_train.agent.uploads import saves
 from mgpu_train.checkpoint.local import finished
 from ranks import Rank
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from mgpu_train.checkpoint.manifest import FileEntry, PackEntry, Sidecar
+from mgpu_train.checkpoint.log.manifest import FileEntry, PackEntry, Sidecar
 from mgpu_train.checkpoint.newest import newest_verified
-from mgpu_train.checkpoint.upload import assemble, gather, upload_part
-from mgpu_train.checkpoint.verify import verify
+from mgpu_train.checkpoint.transfer.upload import assemble, gather, upload_part
+from mgpu_train.checkpoint.transfer.verify import verify
 from mgpu_train.store import Ambiguous, Damaged, StoreError, Unavailable, disk
 
 PART = "run-1/checkpoints/a001-step-10/node-0"
@@ -194,13 +194,13 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_sent(run, tmp_path):
 
 
 def test_too_many_files_are_refused(run, monkeypatch):
-    monkeypatch.setattr("mgpu_train.checkpoint.part.MAX_FILES", 2)
+    monkeypatch.setattr("mgpu_train.checkpoint.transfer.part.MAX_FILES", 2)
     with pytest.raises(StoreError, match="more than 2 files"):
         run.upload(0, 10)
 
 
 def test_a_list_of_files_that_nobody_could_read_is_refused(run, monkeypatch):
-    monkeypatch.setattr("mgpu_train.checkpoint.upload.MAX_DOCUMENT_BYTES", 300)
+    monkeypatch.setattr("mgpu_train.checkpoint.transfer.upload.MAX_DOCUMENT_BYTES", 300)
     with pytest.raises(StoreError, match="list of files is too long"):
         run.upload(0, 10)
     assert not [key for operation, key in run.store.calls if operation == "put_if_absent" and "node-0" in key]

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.procs import Process
-from mgpu_train.agent.status import AgentStatus, Fault, Phase
-from mgpu_train.checkpoint.lines import Commit
-from mgpu_train.checkpoint.manifest import checkpoint_id
-from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.machine.procs import Process
+from mgpu_train.agent.status.status import AgentStatus, Fault, Phase
+from mgpu_train.checkpoint.log.lines import Commit
+from mgpu_train.checkpoint.log.manifest import checkpoint_id
+from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.config import Job
 from mgpu_train.store import open_store
 from mgpu_train.timeouts import Timeouts
@@ -140,10 +140,10 @@ class Node:
         if argv[0] == "docker":
             return Result(1, b"", b"no such image")
         if argv[1] == "-I":
-            program = argv[2].rpartition("/mgpu_train/agent/")[2]
-            assert program in ("equip.py", "container.py"), argv
-            self._fail(program.removesuffix(".py"))
-            return self.equipped if program == "equip.py" else self._container(argv[3], stdin)
+            program = argv[2].rpartition("/mgpu_train/agent/host/")[2]
+            assert program in ("python_env.py", "container.py"), argv
+            self._fail({"python_env.py": "equip"}.get(program, "container"))
+            return self.equipped if program == "python_env.py" else self._container(argv[3], stdin)
         assert argv[2].endswith("/python3" if argv[-1] == "facts" else "/python"), argv
         assert argv[3:5] == ["-m", "mgpu_train"], argv
         asked = argv[6:]

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from mgpu.image.compat import version
-from mgpu.image.compattable import FAMILIES
+from mgpu.image.compat_table import FAMILIES
 from mgpu.providers.aws.instances import drivers
 from mgpu.providers.aws.instances.drivers import RELEASES, brought_by
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from mgpu_train.agent.status import Phase
-from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.agent.status.status import Phase
+from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.config import Secrets
 from mgpu_train.store import Unavailable, open_store
 

@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.store import open_store
 
 from mgpu import paths

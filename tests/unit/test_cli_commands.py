@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import click
 import pytest
-from mgpu_train.agent.status import Phase
+from mgpu_train.agent.status.status import Phase
 
 from mgpu.cli import cli
 from mgpu.context import Context

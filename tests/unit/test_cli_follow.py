@@ -8,7 +8,7 @@ import time
 
 import pytest
 from click.testing import CliRunner
-from mgpu_train.agent.status import Phase
+from mgpu_train.agent.status.status import Phase
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.cli import cli, common

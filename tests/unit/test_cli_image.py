@@ -15,15 +15,17 @@ import pytest
 from fakes import builders
 from fakes import engine as engines
 from fakes.engine import Registry
-from mgpu_train.agent import procs
+from mgpu_train.agent.machine import procs
 from waiting import until
 
 from mgpu.bars import Layers
 from mgpu.cli import image as cli_image
 from mgpu.console import Console
 from mgpu.events import ImageStep, LayerPushed
-from mgpu.image import compat, place, registry, shipped
-from mgpu.image.compattable import FAMILIES
+from mgpu.image import compat, place
+from mgpu.image.build import shipped
+from mgpu.image.compat_table import FAMILIES
+from mgpu.image.registry import registry
 from mgpu.run.job import images
 from mgpu.spec.image import ImageSpec
 

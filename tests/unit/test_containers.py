@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from mgpu_train.agent import container, engine, equip
-from mgpu_train.agent.container import Wanted
-from mgpu_train.agent.equip import PROBLEM
+from mgpu_train.agent.host import container, docker_cli, python_env
+from mgpu_train.agent.host.container import Wanted
+from mgpu_train.agent.host.python_env import PROBLEM
 
 from mgpu.errors import ImageError, InputError, RemoteError
 from mgpu.events import Note, Warned
 from mgpu.iac.outputs import NodeOutput, StackOutput
-from mgpu.image.auth import Login
+from mgpu.image.registry.auth import Login
 from mgpu.remote.nodeset import NodeSet
 from mgpu.remote.targets import Result, Target
 from mgpu.run.job.images import ImageToRun
@@ -164,10 +164,10 @@ def test_a_problem_is_named_with_its_cause_and_its_cure(timeouts, kind):
 
 
 def test_every_problem_that_a_node_may_name_has_a_cure():
-    sources = "".join(Path(module.__file__).read_text() for module in (container, engine, equip))
+    sources = "".join(Path(module.__file__).read_text() for module in (container, docker_cli, python_env))
     kinds = (
         set(re.findall(r'Problem\("(\w+)"', sources)) - {"used"}
-        | set(engine._FINAL)
+        | set(docker_cli._FINAL)
         | {"permission", "run", "old", "pull"}
     )
     assert kinds == set(container_setup._PROBLEMS)

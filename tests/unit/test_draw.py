@@ -374,9 +374,9 @@ def test_own_draws_are_no_smaller_because_they_are_slow(slow):
         ("tests/e2e/test_b.py", "tests/e2e/test_a.py::test_it", False),
         ("mgpu/iac/engine/stack.py", "tests/infra/test_a.py::test_it", True),
         ("mgpu/run/lifecycle/launch.py", "tests/infra/test_a.py::test_it", False),
-        ("train/mgpu_train/agent/watch.py", "tests/train/test_agent_ends.py::test_it", True),
+        ("train/mgpu_train/agent/phases/watch.py", "tests/train/test_agent_ends.py::test_it", True),
         ("train/mgpu_train/store/s3.py", "tests/train/test_agent_ends.py::test_it", False),
-        ("train/mgpu_train/agent/container.py", "tests/remote/container/test_a.py::test_it", True),
+        ("train/mgpu_train/agent/host/container.py", "tests/remote/container/test_a.py::test_it", True),
         ("mgpu/remote/node.py", "tests/remote/container/test_a.py::test_it", False),
     ],
 )

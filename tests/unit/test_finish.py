@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mgpu_train.agent.status import Fault
+from mgpu_train.agent.status.status import Fault
 
 from mgpu.errors import Interrupted, NoCapacity, Stopped, TrainingFailed
 from mgpu.run.lifecycle.outcome import _error

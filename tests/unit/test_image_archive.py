@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mgpu.errors import InputError
-from mgpu.image import archive, bases, context
-from mgpu.image.hashes import Hashes
-from mgpu.image.recipe import Recipe
+from mgpu.image.build import archive, bases, context
+from mgpu.image.build.hashes import Hashes
+from mgpu.image.build.recipe import Recipe
 
 PACKAGES = "FROM a AS packages\nCOPY .buil[d] /build/\nRUN x\nFROM a\n"
 

@@ -13,8 +13,8 @@ import pytest
 from fakes.aws import FakeAws
 
 from mgpu.errors import ImageError
-from mgpu.image import auth
-from mgpu.image.auth import EcrAuth, Login
+from mgpu.image.registry import auth
+from mgpu.image.registry.auth import EcrAuth, Login
 
 ECR = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
 DAY = 86400.0

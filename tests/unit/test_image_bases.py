@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu.errors import ImageError, InputError
-from mgpu.image import bases
+from mgpu.image.build import bases
 
 DIGEST = "sha256:" + "c" * 64
 

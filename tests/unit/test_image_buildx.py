@@ -20,10 +20,10 @@ from waiting import until
 
 from mgpu.errors import ImageError, Interrupted
 from mgpu.events import Event, ImageStep
-from mgpu.image import buildx, context
-from mgpu.image.engine import Engine
-from mgpu.image.progress import Words
-from mgpu.image.recipe import Limits, Recipe
+from mgpu.image.build import buildx, context
+from mgpu.image.build.docker_engine import Engine
+from mgpu.image.build.progress import Words
+from mgpu.image.build.recipe import Limits, Recipe
 
 SECRET = "canary-secret-19c4"
 STEP = {"digest": "d", "name": "[1/1] RUN x", "started": "t"}

@@ -16,10 +16,11 @@ from waiting import until
 
 from mgpu.errors import ImageError, Interrupted
 from mgpu.events import Event, Note, ignore
-from mgpu.image import cancel, cancellable, context, publish
-from mgpu.image.engine import Engine
+from mgpu.image import cancellable, publish
+from mgpu.image.build import cancel, context
+from mgpu.image.build.docker_engine import Engine
+from mgpu.image.build.recipe import Recipe
 from mgpu.image.publish import Site
-from mgpu.image.recipe import Recipe
 from mgpu.spec.image import ImageSpec
 
 SPEC = ImageSpec.model_validate({"context": ".", "repository": "here/cancelled"})

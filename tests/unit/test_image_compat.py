@@ -8,7 +8,7 @@ import pytest
 
 from mgpu.image import compat
 from mgpu.image.compat import check, machine_code, runs_on, version
-from mgpu.image.compattable import ARCHITECTURES, FAMILIES, GPUS, TOOLKITS, WHEELS
+from mgpu.image.compat_table import ARCHITECTURES, FAMILIES, GPUS, TOOLKITS, WHEELS
 from mgpu.providers.aws.catalog import snapshot as snapshots
 
 BUILDS = [(torch, cuda) for torch, builds in WHEELS.items() for cuda in builds]

@@ -19,10 +19,10 @@ import pytest
 from docker.utils import build as docker_sdk
 
 from mgpu.errors import InputError
-from mgpu.image import context as module
-from mgpu.image.context import Context, Entry, folder_of, scan
-from mgpu.image.hashes import Hashes
-from mgpu.image.shipped import trainer_context
+from mgpu.image.build import context as module
+from mgpu.image.build.context import Context, Entry, folder_of, scan
+from mgpu.image.build.hashes import Hashes
+from mgpu.image.build.shipped import trainer_context
 from mgpu.spec.image import ImageSpec
 
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mgpu.image import hashes as module
-from mgpu.image.context import scan
-from mgpu.image.hashes import Hashes
+from mgpu.image.build import hashes as module
+from mgpu.image.build.context import scan
+from mgpu.image.build.hashes import Hashes
 
 LATER_NS = 10_000_000_000
 FIELDS = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu.image.context import rules
+from mgpu.image.build.context import rules
 
 TREE = (
     "a a/b a/b/c.txt a/keep.md b.log docs docs/README.md docs/a docs/a/b README.md "

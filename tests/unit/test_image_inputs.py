@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from mgpu.image import inputs as module
-from mgpu.image.context import Context, Entry, scan
-from mgpu.image.hashes import Hashes
-from mgpu.image.inputs import inputs_hash, tag
+from mgpu.image.build import inputs as module
+from mgpu.image.build.context import Context, Entry, scan
+from mgpu.image.build.hashes import Hashes
+from mgpu.image.build.inputs import inputs_hash, tag
 from mgpu.spec.image import ImageSpec
 
 SPEC: dict[str, Any] = {
@@ -74,8 +74,8 @@ def test_another_folder_another_time_another_user(root, tmp_path):
 
 def test_another_process_with_another_hash_seed(root):
     code = (
-        "import sys; from pathlib import Path; from mgpu.image.context import scan;"
-        "from mgpu.image.hashes import Hashes; from mgpu.image.inputs import inputs_hash;"
+        "import sys; from pathlib import Path; from mgpu.image.build.context import scan;"
+        "from mgpu.image.build.hashes import Hashes; from mgpu.image.build.inputs import inputs_hash;"
         "from mgpu.spec.image import ImageSpec;"
         f"print(inputs_hash(scan(Path(sys.argv[1]), hashes=Hashes()), ImageSpec.model_validate({SPEC!r}), {BASES!r}))"
     )

@@ -10,7 +10,7 @@ import pytest
 
 from mgpu.errors import ImageError
 from mgpu.events import Event, ImageStep, LayerPushed
-from mgpu.image.progress import LINES, BuildKit, Classic, Push, Words
+from mgpu.image.build.progress import LINES, BuildKit, Classic, Push, Words
 
 RUN = "RUN pip install x"
 

@@ -24,11 +24,13 @@ from waiting import until
 
 from mgpu.errors import ImageError, InputError
 from mgpu.events import Event, ImageStep, LayerPushed, Warned
-from mgpu.image import auth, context, publish
-from mgpu.image.engine import Engine, Pushed
-from mgpu.image.http import Patience
+from mgpu.image import publish
+from mgpu.image.build import context
+from mgpu.image.build.docker_engine import Engine, Pushed
+from mgpu.image.build.recipe import Limits, Recipe
 from mgpu.image.publish import Published, Site
-from mgpu.image.recipe import Limits, Recipe
+from mgpu.image.registry import auth
+from mgpu.image.registry.http import Patience
 from mgpu.spec.image import ImageSpec
 
 LIBRARY, CODE = 700_000, 9_000  # bytes that cannot be compressed
@@ -635,7 +637,7 @@ def test_a_dockerfile_that_does_not_ask_gets_neither(at: Path, engine: engines.E
 
 
 def test_secrets_without_a_way_for_them_are_refused(at: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mgpu.image.buildx.version", lambda _: "")
+    monkeypatch.setattr("mgpu.image.build.buildx.version", lambda _: "")
     image = spec(registry.address, "noway", secrets=["TOKEN"])
     with pytest.raises(ImageError, match="needs BuildKit"):
         publish.ensure(image, site(at, environ={"TOKEN": CANARY_SECRET}))

@@ -16,10 +16,10 @@ from fakes.engine import Engine, Registry, free_port
 from fakes.registries import Asked, Said, certificate, scripted
 
 from mgpu.errors import ImageError, InputError
-from mgpu.image import registry as registries
-from mgpu.image.auth import Login, nobody, password
-from mgpu.image.http import Patience
-from mgpu.image.reference import Reference
+from mgpu.image.registry import registry as registries
+from mgpu.image.registry.auth import Login, nobody, password
+from mgpu.image.registry.http import Patience
+from mgpu.image.registry.reference import Reference
 
 DIGEST = "sha256:" + "a" * 64
 FOUND = Said(200, {"Docker-Content-Digest": DIGEST})

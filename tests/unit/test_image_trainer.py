@@ -12,8 +12,9 @@ from pathlib import Path
 import mgpu_train
 import pytest
 
-from mgpu.image import bases, compat, context, shipped
-from mgpu.image.compattable import FAMILIES, TOOLKITS, WHEELS
+from mgpu.image import compat
+from mgpu.image.build import bases, context, shipped
+from mgpu.image.compat_table import FAMILIES, TOOLKITS, WHEELS
 from mgpu.providers.aws.instances import drivers
 from mgpu.spec.image import ImageSpec
 
@@ -181,7 +182,7 @@ def test_an_installed_mgpu_takes_the_files_that_its_wheel_carries(monkeypatch: p
 
 
 def test_two_processes_may_make_it_at_once(cache: Path):
-    code = "from mgpu.image import shipped; print(shipped.trainer_context())"
+    code = "from mgpu.image.build import shipped; print(shipped.trainer_context())"
     running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     folders = {process.communicate(timeout=60)[0].strip() for process in running}
     assert [process.returncode for process in running] == [0, 0]

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from mgpu_train.agent.status import Fault, Phase
-from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.agent.status.status import Fault, Phase
+from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.store import Denied, NoStore, Unavailable
 from mgpu_train.timeouts import Timeouts
 

@@ -68,7 +68,7 @@ def test_without_docker_nothing_is_done(home, monkeypatch, tmp_path):
 
 
 def test_sessions_speak_to_this_machines_engine_and_its_containers_carry_the_mark(tmp_path):
-    from mgpu_train.agent import container
+    from mgpu_train.agent.host import container
 
     environment = nodes.login_environment(nodes.Instance(tmp_path, "i-1"), {"DOCKER_HOST": "unix:///x", "OTHER": "1"})
     assert environment["DOCKER_HOST"] == "unix:///x"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from mgpu_train.agent.equip import PROBLEM
+from mgpu_train.agent.host.python_env import PROBLEM
 
 from mgpu.context import Context
 from mgpu.errors import CommandFailed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.config import OutputFile, OutputList
 from mgpu_train.store import open_store
 

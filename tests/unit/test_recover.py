@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from mgpu_train.agent.status import Fault
+from mgpu_train.agent.status.status import Fault
 
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, Interrupted, NoCapacity, QuotaExceeded
 from mgpu.run.lifecycle.capacity_wait import JITTER, PAUSE_S

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 from fakes.registries import Said, scripted
-from mgpu_train.agent.equip import PROBLEM
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.status import Fault, Phase
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.host.python_env import PROBLEM
+from mgpu_train.agent.status.status import Fault, Phase
 
 from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
@@ -19,7 +19,7 @@ from mgpu.errors import AuthError, ImageError, InputError, PermissionDenied, Spe
 from mgpu.events import Note, PhaseStarted, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.image import compat
-from mgpu.image.auth import Login
+from mgpu.image.registry.auth import Login
 from mgpu.plan.model import Offer, Plan, Requirements
 from mgpu.providers.base import MachineDriver, Offers
 from mgpu.remote.targets import Result
@@ -202,7 +202,7 @@ def test_who_takes_over_runs_the_digest_of_the_record(place):
 
 def test_a_login_is_asked_for_at_every_pull(place, monkeypatch):
     passwords = iter(["canary-1", "canary-2"])
-    monkeypatch.setattr("mgpu.image.auth.from_docker", lambda _registry: Login("me", next(passwords)))
+    monkeypatch.setattr("mgpu.image.registry.auth.from_docker", lambda _registry: Login("me", next(passwords)))
 
     def program(node, job):
         if job.attempt > 1:

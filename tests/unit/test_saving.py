@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mgpu_train.agent.status import AgentStatus, CheckpointStatus, Phase
+from mgpu_train.agent.status.status import AgentStatus, CheckpointStatus, Phase
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.remote.snapshot import scan

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import click
 import pytest
-from mgpu_train.agent.status import Phase
-from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.agent.status.status import Phase
+from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.store import open_store
 
 from mgpu.cli import cli, main

@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from mgpu_train.agent.status import Phase
+from mgpu_train.agent.status.status import Phase
 
 from mgpu.cli import common
 from mgpu.console import Console

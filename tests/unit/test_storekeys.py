@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mgpu_train.agent.status import Phase
+from mgpu_train.agent.status.status import Phase
 from mgpu_train.config import Secrets
 
 from mgpu.errors import ConnectionFailed, InputError, Transient

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from mgpu_train.agent.status import CheckpointStatus, Fault, Notice, Phase
+from mgpu_train.agent.status.status import CheckpointStatus, Fault, Notice, Phase
 
 from mgpu.errors import ConnectionFailed, RemoteError, Transient
 from mgpu.events import CheckpointCommitted, LogChunk, MetricsSampled, Note, Recovered, Warned

@@ -10,8 +10,8 @@ import time
 
 import pytest
 from click.testing import CliRunner
-from mgpu_train.agent.status import Fault, Phase
-from mgpu_train.checkpoint.commitlog import CommitLog, Fenced
+from mgpu_train.agent.status.status import Fault, Phase
+from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
 from mgpu_train.store import Unavailable, open_store
 
 from mgpu.cli import cli, common

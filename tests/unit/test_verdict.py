@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mgpu_train.agent.status import AgentStatus, Fault, Notice, Phase
+from mgpu_train.agent.status.status import AgentStatus, Fault, Notice, Phase
 
 from mgpu.run.supervision.health import Action, NodeView, decide
 

@@ -41,7 +41,7 @@ from torch import nn
 
 import mgpu_train
 from mgpu_train import parallel
-from mgpu_train.checkpoint.dcp import Checkpointer, Progress, differences
+from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, differences
 from mgpu_train.config import CheckpointTarget, Job, TrainConfig
 from mgpu_train.data.order import Order
 from mgpu_train.errors import TrainError

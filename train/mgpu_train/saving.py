@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mgpu_train.checkpoint.dcp import Capture, Checkpointer, PeersLost, Progress
+from mgpu_train.checkpoint.distributed.dcp import Capture, Checkpointer, PeersLost, Progress
 from mgpu_train.errors import TrainError
 
 

@@ -19,8 +19,8 @@ from mgpu.errors import InputError
 from mgpu.words import amount, count
 
 if TYPE_CHECKING:
-    from mgpu_train.checkpoint.export import ExportReport
-    from mgpu_train.checkpoint.manifest import Manifest
+    from mgpu_train.checkpoint.formats.export import ExportReport
+    from mgpu_train.checkpoint.log.manifest import Manifest
 
 
 @click.command()
@@ -87,9 +87,9 @@ def _aside(to: Path) -> Iterator[Path]:
 
 
 def _convert(found: Source, pulled: Pulled, keys: str, to: Path, console: Console) -> ExportReport:
-    from mgpu_train.checkpoint.archives import Unsupported
-    from mgpu_train.checkpoint.export import export as convert
-    from mgpu_train.checkpoint.export import size
+    from mgpu_train.checkpoint.formats.archives import Unsupported
+    from mgpu_train.checkpoint.formats.export import export as convert
+    from mgpu_train.checkpoint.formats.export import size
     from mgpu_train.store import StoreError
 
     commit = pulled.commit

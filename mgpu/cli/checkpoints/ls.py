@@ -14,7 +14,7 @@ from mgpu.console import Console
 from mgpu.words import amount
 
 if TYPE_CHECKING:
-    from mgpu_train.checkpoint.lines import Commit
+    from mgpu_train.checkpoint.log.lines import Commit
     from mgpu_train.checkpoint.retention import Policy
 
 METRIC = "validation_loss"  # what is shown where no run file names another

@@ -16,7 +16,7 @@ from mgpu.errors import InputError
 from mgpu.words import amount, count
 
 if TYPE_CHECKING:
-    from mgpu_train.checkpoint.lines import Commit
+    from mgpu_train.checkpoint.log.lines import Commit
     from mgpu_train.checkpoint.retention import Policy, PrunePlan
 
 

@@ -19,9 +19,9 @@ from mgpu.errors import InputError
 from mgpu.words import amount, count
 
 if TYPE_CHECKING:
-    from mgpu_train.checkpoint.fetch import FetchReport
-    from mgpu_train.checkpoint.lines import Commit
-    from mgpu_train.checkpoint.manifest import Manifest
+    from mgpu_train.checkpoint.log.lines import Commit
+    from mgpu_train.checkpoint.log.manifest import Manifest
+    from mgpu_train.checkpoint.transfer.fetch import FetchReport
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _fetch(
     found: Source, manifest: Manifest, folder: Path, console: Console, *, local: Sequence[Path], durable: bool
 ) -> FetchReport:
     """Raises Damaged and NotFound for what the store has; InputError when store or disk do not work."""
-    from mgpu_train.checkpoint.fetch import fetch
+    from mgpu_train.checkpoint.transfer.fetch import fetch
     from mgpu_train.store import Damaged, NotFound, StoreError
 
     began = time.monotonic()

@@ -17,8 +17,8 @@ from mgpu.errors import InputError, MgpuError
 from mgpu.run.record.record import Folder, Record, load
 
 if TYPE_CHECKING:
-    from mgpu_train.checkpoint.commitlog import CommitLog
-    from mgpu_train.checkpoint.lines import Commit, Line
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
+    from mgpu_train.checkpoint.log.lines import Commit, Line
     from mgpu_train.checkpoint.retention import Policy
     from mgpu_train.store.base import Store
 
@@ -61,7 +61,7 @@ class Source:
     @property
     def gaps(self) -> list[str]:
         """What is wrong with the log itself: entries that are missing or damaged."""
-        from mgpu_train.checkpoint.lines import Unreadable
+        from mgpu_train.checkpoint.log.lines import Unreadable
 
         return [line.problem for line in self.lines if isinstance(line, Unreadable)]
 
@@ -71,7 +71,7 @@ class Source:
         Raises:
             InputError: there is no checkpoint of this step; and what `lines` raises.
         """
-        from mgpu_train.checkpoint.lines import standing
+        from mgpu_train.checkpoint.log.lines import standing
 
         found = standing(self.lines)
         wanted = [each for each in found if step in (None, each.step)]
@@ -138,7 +138,7 @@ def of(record: Record) -> Source:
 
 
 def _source(run_id: str, store: Store, record: Record | None) -> Source:
-    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
 
     return Source(run_id, store, CommitLog(store, run_id), record)
 
@@ -178,7 +178,7 @@ def _runs(store: Store, prefix: str) -> Iterator[str]:
 
 
 def _is_run(store: Store, name: str) -> bool:
-    from mgpu_train.checkpoint import keys
+    from mgpu_train.checkpoint.log import keys
 
     return next(iter(store.list(keys.commits(name))), None) is not None
 

@@ -15,7 +15,7 @@ from mgpu.console import Console
 from mgpu.words import amount, count
 
 if TYPE_CHECKING:
-    from mgpu_train.checkpoint.lines import Commit
+    from mgpu_train.checkpoint.log.lines import Commit
 
 _SHOWN = 3  # problems of one checkpoint in the table; `--json` has all
 
@@ -83,7 +83,7 @@ def _look(console: Console, found: Source, commits: list[Commit], deep: bool) ->
 def _problems(
     found: Source, commit: Commit, *, deep: bool, progress: Callable[[int], None] | None = None
 ) -> tuple[str, ...]:
-    from mgpu_train.checkpoint.verify import verify as check
+    from mgpu_train.checkpoint.transfer.verify import verify as check
     from mgpu_train.store import Damaged, NotFound
 
     try:

@@ -15,7 +15,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_train.agent import procs
+from mgpu_train.agent.machine import procs
 
 from mgpu.errors import StackError
 from mgpu.events import Emit, Note

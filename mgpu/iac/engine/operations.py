@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_train.agent import procs
-from mgpu_train.agent.procs import Process
+from mgpu_train.agent.machine import procs
+from mgpu_train.agent.machine.procs import Process
 
 from mgpu.errors import StackError
 from mgpu.events import Emit, Note

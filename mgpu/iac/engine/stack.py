@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import yaml
-from mgpu_train.agent.procs import Process
+from mgpu_train.agent.machine.procs import Process
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import Interrupted, MgpuError, StackError, TeardownIncomplete

@@ -20,10 +20,11 @@ from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properti
 from mgpu.iac.protocol.wire import UNKNOWN
 from mgpu.iac.types.fleet_check import has_unknown
 from mgpu.iac.types.image_model import ImageInputs, ImageOutputs
-from mgpu.image import cancellable, place, publish, registry
-from mgpu.image.http import Patience
+from mgpu.image import cancellable, place, publish
 from mgpu.image.publish import Site
-from mgpu.image.reference import Reference
+from mgpu.image.registry import registry
+from mgpu.image.registry.http import Patience
+from mgpu.image.registry.reference import Reference
 from mgpu.spec.image import ImageSpec
 
 _UPDATES = ("hash", "reference", "platform")

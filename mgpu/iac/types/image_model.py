@@ -14,7 +14,7 @@ from pydantic import Field
 from mgpu.iac.types.fleet_model import Properties
 from mgpu.image import compat, place
 from mgpu.image.publish import Published, Site
-from mgpu.image.reference import Reference
+from mgpu.image.registry.reference import Reference
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
 from mgpu.spec.block import Word

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-_LOCK = Path(".mgpu", "container.lock")  # of mgpu_train.agent.container: who never had a container has none
+_LOCK = Path(".mgpu", "container.lock")  # of mgpu_train.agent.host.container: who never had a container has none
 _HOME = "dev.mgpu.home"
 _DOCKER_S = 30.0
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mgpu_train.agent.layout import NOTICE
+from mgpu_train.agent.host.layout import NOTICE
 
 from mgpu.errors import AmbiguousCreate, InputError, InvalidRequest, NoCapacity, Transient
 from mgpu.providers.local import files

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mgpu_train.agent.layout import LEASE
+from mgpu_train.agent.host.layout import LEASE
 
 from mgpu.providers.local import bill, files, procs
 from mgpu.providers.local.procs import Process

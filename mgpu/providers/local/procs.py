@@ -1,6 +1,6 @@
 """Processes of provider `local`'s nodes: found by their mark, ended with a warning, mourned by their node process.
 
-What a process is, and how exactly one is signalled, stands in `mgpu_train.agent.procs`. Standard library only.
+What a process is, and how exactly one is signalled, stands in `mgpu_train.agent.machine.procs`. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from mgpu_train.agent.procs import (
+from mgpu_train.agent.machine.procs import (
     Process,
     become_subreaper,
     boot_id,

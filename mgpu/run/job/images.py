@@ -15,11 +15,13 @@ from mgpu.acquire.fit import ANY, Machines
 from mgpu.errors import InputError, MgpuError
 from mgpu.events import Emit, Note, PhaseFinished, PhaseStarted, Warned, ignore
 from mgpu.iac.outputs import StackOutput
-from mgpu.image import bases, cancellable, compat, context, place, publish, registry
-from mgpu.image.auth import Auth, nobody
-from mgpu.image.http import Patience
+from mgpu.image import cancellable, compat, place, publish
+from mgpu.image.build import bases, context
 from mgpu.image.publish import Site
-from mgpu.image.reference import Reference
+from mgpu.image.registry import registry
+from mgpu.image.registry.auth import Auth, nobody
+from mgpu.image.registry.http import Patience
+from mgpu.image.registry.reference import Reference
 from mgpu.providers.base import Provider
 from mgpu.run.job.stack_output import handle_of, provider_for, provider_of
 from mgpu.run.record.record import Record

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_train import launchers
-from mgpu_train.agent.layout import LEASE, NOTICE, RunLayout
+from mgpu_train.agent.host.layout import LEASE, NOTICE, RunLayout
 from mgpu_train.config import CheckpointTarget, Job, Resume, Secrets, TrainConfig
 from mgpu_train.strategies import entry as strategies
 from mgpu_train.tasks import entry as tasks

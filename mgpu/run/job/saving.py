@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_train.agent.status import AgentStatus
+from mgpu_train.agent.status.status import AgentStatus
 
 from mgpu.remote.snapshot import Snapshot
 from mgpu.run.job.request import Request

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mgpu_train.agent.status import Fault
+from mgpu_train.agent.status.status import Fault
 from mgpu_train.config import CheckpointTarget, Secrets
 
 from mgpu.errors import MgpuError, ProviderError, RemoteError, TakenOver
@@ -238,7 +238,7 @@ def _leave_clean(session: Session, nodes: NodeSet, fleet: StackOutput) -> None:
 
 
 def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ended:
-    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
     from mgpu_train.checkpoint.newest import problems_of
     from mgpu_train.store import StoreError, open_store
 

@@ -18,7 +18,7 @@ from mgpu.run.record import interruptions
 from mgpu.run.record.session import Session
 
 if TYPE_CHECKING:
-    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
 
 
 def start(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet, secrets: Secrets) -> None:
@@ -59,7 +59,7 @@ def require_store(request: Request) -> None:
     """
     if request.checkpoint is None:
         return
-    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
     from mgpu_train.store import StoreError, open_store
 
     try:
@@ -115,7 +115,7 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
     writer = writer_token(request.run_id, attempt)
     if request.checkpoint is None:
         return attempt, writer, None
-    from mgpu_train.checkpoint.commitlog import CommitLog, Fenced
+    from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
     from mgpu_train.checkpoint.newest import newest_verified
     from mgpu_train.store import Damaged, StoreError, open_store
 
@@ -172,7 +172,7 @@ def catch_up(session: Session, request: Request) -> None:
     """The newest commit, which the supervisor may not have seen: it says whether the attempt made progress."""
     if request.checkpoint is None:
         return
-    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
     from mgpu_train.store import StoreError, open_store
 
     try:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mgpu_train.agent.status import Fault
+from mgpu_train.agent.status.status import Fault
 
 from mgpu.context import Context
 from mgpu.errors import (

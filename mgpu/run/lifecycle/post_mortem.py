@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from mgpu_train.agent.status import Fault
+from mgpu_train.agent.status.status import Fault
 
 from mgpu.errors import InputError, ProviderError
 from mgpu.events import Warned
@@ -19,7 +19,7 @@ from mgpu.run.supervision.limits import StopReason
 from mgpu.run.supervision.supervisor import Ended
 
 if TYPE_CHECKING:
-    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
 
 
 def over(session: Session, fleet: StackOutput, provider: Provider | None, request: Request) -> Ended | None:
@@ -46,7 +46,7 @@ def of_the_store(session: Session, request: Request, *, needed: bool) -> Ended |
     """What the commit log says of the attempt; `needed`: nothing else can say it any more."""
     if request.checkpoint is None:
         return None
-    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
     from mgpu_train.checkpoint.newest import newest_verified
     from mgpu_train.store import Damaged, StoreError, open_store
 
@@ -84,7 +84,7 @@ def forgotten(record: Record, log: CommitLog) -> str | None:
 
     An entry that is gone from the end of the log leaves no gap, so only the record knows of it. Raises StoreError.
     """
-    from mgpu_train.checkpoint.lines import Commit, damaged
+    from mgpu_train.checkpoint.log.lines import Commit, damaged
 
     lines = log.read()
     seen = any(isinstance(line, Commit) and line.checkpoint_id == record.checkpoint_id for line in lines)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from mgpu_train.agent.status import Fault
+from mgpu_train.agent.status.status import Fault
 from mgpu_train.config import Secrets
 
 from mgpu.acquire import fit
@@ -208,7 +208,7 @@ class _Run:
         """In the store, too. One that does not answer is no reason to leave a run unwatched: it is said later."""
         if request.checkpoint is None:
             return
-        from mgpu_train.checkpoint.commitlog import CommitLog
+        from mgpu_train.checkpoint.log.commit_log import CommitLog
         from mgpu_train.store import StoreError, open_store
 
         try:

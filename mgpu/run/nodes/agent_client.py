@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import mgpu_train
-from mgpu_train.agent.equip import PROBLEM
-from mgpu_train.agent.layout import LEASE, LIB, RunLayout
+from mgpu_train.agent.host.layout import LEASE, LIB, RunLayout
+from mgpu_train.agent.host.python_env import PROBLEM
 from mgpu_train.config import Job, Secrets
 from mgpu_train.timeouts import Timeouts
 
@@ -29,7 +29,7 @@ class Used(RemoteError):
 
 
 def claim(run_id: str, fleet: StackOutput) -> dict[str, str]:
-    """What a run says of itself on its nodes (`mgpu_train.agent.equip.Claim`); nothing secret."""
+    """What a run says of itself on its nodes (`mgpu_train.agent.host.python_env.Claim`); nothing secret."""
     # machines that are not mgpu's have no owner: their fleet has its name
     return {"run": run_id, "owner": fleet.owner or fleet.fleet, "host": os.uname().nodename}
 
@@ -109,7 +109,7 @@ def renew_lease(node: Node, minutes: float, timeouts: Timeouts) -> None:
 
 
 def facts(node: Node, python: str, timeouts: Timeouts) -> dict[str, Any]:
-    """What the machine is made of (`mgpu_train.agent.facts.Facts`), as this interpreter of its own sees it."""
+    """What the machine is made of (`mgpu_train.agent.machine.facts.Facts`), as this interpreter of its own sees it."""
     return _call(node, ["facts"], timeouts.command_s + FACTS_S, program=python)
 
 

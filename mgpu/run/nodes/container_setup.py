@@ -6,13 +6,13 @@ import json
 import time
 from typing import Any
 
-from mgpu_train.agent.equip import OLDEST, PROBLEM
+from mgpu_train.agent.host.python_env import OLDEST, PROBLEM
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import InputError, RemoteError
 from mgpu.events import Emit, Note, Warned
 from mgpu.iac.outputs import StackOutput
-from mgpu.image.reference import Reference
+from mgpu.image.registry.reference import Reference
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.job.images import ImageToRun
@@ -25,7 +25,7 @@ from mgpu.words import count
 _SPARE_S = 10.0  # for the node's answer to arrive, once it has given up by itself
 _BOOT_S = 60.0  # an engine starts with its machine, and SSH may be there before it
 
-# what each problem of `mgpu_train.agent.container` is to the user, and its cure
+# what each problem of `mgpu_train.agent.host.container` is to the user, and its cure
 _PROBLEMS = {
     "docker": ("Docker does not answer", ""),  # the cure is `docker_cure`
     "permission": (
@@ -143,7 +143,7 @@ def _down_s(timeouts: Timeouts) -> float:
 
 
 def _wanted(image: ImageToRun, spec: RunSpec, fleet: StackOutput, run_id: str, timeouts: Timeouts) -> dict[str, Any]:
-    """What `mgpu_train.agent.container.Wanted` says; nothing secret."""
+    """What `mgpu_train.agent.host.container.Wanted` says; nothing secret."""
     return {
         **agent_client.claim(run_id, fleet),
         "fleet": fleet.fleet,
@@ -178,7 +178,7 @@ def _login(image: ImageToRun) -> dict[str, str] | None:
 
 
 def _call(node: Node, verb: str, wanted: dict[str, Any], provider: str, timeouts: Timeouts) -> dict[str, Any]:
-    script = f"{agent_client.library()[1]}/mgpu_train/agent/container.py"
+    script = f"{agent_client.library()[1]}/mgpu_train/agent/host/container.py"
     # what is there already is stopped first, in the worst case
     limit = wanted["seconds"] + timeouts.stop_grace_s + _SPARE_S
     argv = [node.target.python, "-I", script, verb]

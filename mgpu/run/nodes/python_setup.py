@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mgpu_train import launchers
-from mgpu_train.agent.equip import OLDEST, PROBLEM
+from mgpu_train.agent.host.python_env import OLDEST, PROBLEM
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import RemoteError
@@ -19,7 +19,7 @@ from mgpu.run.nodes import agent_client
 from mgpu.spec.model import RunSpec
 from mgpu.spec.provider import installed, on_this_machine
 
-_BASE = ".mgpu/base"  # where `equip.py ready` makes environments, too
+_BASE = ".mgpu/base"  # where `python_env.py ready` makes environments, too
 _NOBODY: Mapping[str, str] = {}  # the agent of any run may start
 _SPARE_S = 10.0  # for the node's answer to arrive, once it has given up by itself
 
@@ -62,7 +62,7 @@ def _equip(node: Node, spec: RunSpec, timeouts: Timeouts, claim: Mapping[str, st
 
 
 def _ask(node: Node, provider: str, arguments: list[str], seconds: float) -> dict[str, Any]:
-    script = f"{agent_client.library()[1]}/mgpu_train/agent/equip.py"
+    script = f"{agent_client.library()[1]}/mgpu_train/agent/host/python_env.py"
     result = node.run([node.target.python, "-I", script, *arguments], timeout=seconds + _SPARE_S, check=False)
     answer = answer_of(result)
     if result.status == 0 and answer:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.host.layout import RunLayout
 
 from mgpu import paths
 from mgpu.context import Context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from mgpu_train.agent.status import AgentStatus, Phase
+from mgpu_train.agent.status.status import AgentStatus, Phase
 
 from mgpu.events import Recovered
 from mgpu.run.record.record import Interruption, Record

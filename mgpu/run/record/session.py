@@ -22,7 +22,7 @@ from mgpu.run.record.signals import Interrupts
 from mgpu.run.record.supervisor_lock import taken_from
 
 if TYPE_CHECKING:
-    from mgpu_train.checkpoint.commitlog import CommitLog
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
 
 
 @dataclass

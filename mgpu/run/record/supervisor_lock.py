@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from mgpu_train.agent.procs import Process
+    from mgpu_train.agent.machine.procs import Process
 
 TRIES, PAUSE_S = 5, 0.02
 
@@ -37,7 +37,7 @@ class Holder:
     @property
     def process(self) -> Process:
         """The process; on this machine, if it is one of this machine's (`lives`)."""
-        from mgpu_train.agent.procs import Process
+        from mgpu_train.agent.machine.procs import Process
 
         return Process(self.pid, self.start_ticks, self.boot_id)
 
@@ -132,7 +132,7 @@ def _seize(path: Path, token: str) -> TextIO:
 
 
 def _sign(handle: TextIO, token: str) -> None:
-    from mgpu_train.agent.procs import me
+    from mgpu_train.agent.machine.procs import me
 
     process = me()
     mine = Holder(token, process.pid, process.start_ticks, process.boot_id, os.uname().nodename)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.status import Phase
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.status.status import Phase
 
 from mgpu.errors import MgpuError, ProviderError
 from mgpu.events import LogChunk, Note, Warned

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mgpu_train.agent.status import LEASE_ENDS, AgentStatus, Fault, Phase
+from mgpu_train.agent.status.status import LEASE_ENDS, AgentStatus, Fault, Phase
 
 
 class Action(StrEnum):

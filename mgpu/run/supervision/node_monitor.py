@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.status import AgentStatus, Phase
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.status.status import AgentStatus, Phase
 from mgpu_train.timeouts import Timeouts
 from pydantic import ValidationError
 

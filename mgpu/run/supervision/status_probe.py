@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import MgpuError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mgpu_train.agent.status import AgentStatus, CheckpointStatus, Fault
+from mgpu_train.agent.status.status import AgentStatus, CheckpointStatus, Fault
 
 from mgpu.events import CheckpointCommitted, MetricsSampled, Note, Warned
 from mgpu.providers.base import Handle, Provider

@@ -9,12 +9,12 @@ from typing import Any
 
 import boto3
 from failure.checkpoint.saver import NODES, differs
-from mgpu_train.checkpoint import keys
-from mgpu_train.checkpoint.commitlog import CommitLog
 from mgpu_train.checkpoint.local import finished
+from mgpu_train.checkpoint.log import keys
+from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.newest import newest_verified
-from mgpu_train.checkpoint.upload import gather
-from mgpu_train.checkpoint.verify import verify
+from mgpu_train.checkpoint.transfer.upload import gather
+from mgpu_train.checkpoint.transfer.verify import verify
 from mgpu_train.store import Store
 from mgpu_train.store.base import ASIDE
 

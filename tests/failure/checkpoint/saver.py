@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from failure.checkpoint.points import Points, WatchedStore
-from mgpu_train.agent import procs
-from mgpu_train.agent.saves import clear
-from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.fetch import fetch
-from mgpu_train.checkpoint.lines import Commit
+from mgpu_train.agent.machine import procs
+from mgpu_train.agent.uploads.saves import clear
 from mgpu_train.checkpoint.local import finished, write_aside
-from mgpu_train.checkpoint.manifest import checkpoint_id
+from mgpu_train.checkpoint.log.commit_log import CommitLog
+from mgpu_train.checkpoint.log.lines import Commit
+from mgpu_train.checkpoint.log.manifest import checkpoint_id
 from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.retention import Policy, plan_prune, prune
-from mgpu_train.checkpoint.upload import commit_when_complete, upload_part
+from mgpu_train.checkpoint.transfer.fetch import fetch
+from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.store import Store, open_store
 from mgpu_train.timeouts import Timeouts
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from fakes.nodes import Node
-from mgpu_train.agent import procs
-from mgpu_train.checkpoint.lines import Commit
+from mgpu_train.agent.machine import procs
+from mgpu_train.checkpoint.log.lines import Commit
 from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.retention import Policy, plan_prune
 

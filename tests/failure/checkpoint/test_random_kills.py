@@ -16,8 +16,8 @@ import pytest
 from failure.checkpoint.judge import Place
 from failure.checkpoint.servers import Savers
 from fakes import gateway
-from mgpu_train.checkpoint.lines import Commit
-from mgpu_train.checkpoint.verify import verify
+from mgpu_train.checkpoint.log.lines import Commit
+from mgpu_train.checkpoint.transfer.verify import verify
 
 SETS, KILLS = 8, 25  # in each
 SEED = os.environ.get("MGPU_KILL_SEED", "7")

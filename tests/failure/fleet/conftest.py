@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.lines import Commit
-from mgpu_train.checkpoint.manifest import AttemptEntry
-from mgpu_train.checkpoint.verify import verify
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.checkpoint.log.commit_log import CommitLog
+from mgpu_train.checkpoint.log.lines import Commit
+from mgpu_train.checkpoint.log.manifest import AttemptEntry
+from mgpu_train.checkpoint.transfer.verify import verify
 from mgpu_train.config import Secrets
 from mgpu_train.store import open_store
 from mgpu_train.timeouts import Timeouts

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.fetch import fetch
+from mgpu_train.checkpoint.log.commit_log import CommitLog
+from mgpu_train.checkpoint.transfer.fetch import fetch
 from mgpu_train.store import open_store
 
 from mgpu.providers.local import control

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from mgpu_train.agent.layout import RunLayout
+from mgpu_train.agent.host.layout import RunLayout
 
 from mgpu import acquire
 from mgpu.providers.local import bill

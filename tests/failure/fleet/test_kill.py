@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from mgpu_train.agent.status import Fault
+from mgpu_train.agent.status.status import Fault
 
 from mgpu.providers.local import bill, control
 

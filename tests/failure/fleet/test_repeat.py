@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.checkpoint.commitlog import CommitLog
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.config import Secrets
 from mgpu_train.store import open_store
 

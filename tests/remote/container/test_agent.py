@@ -6,8 +6,8 @@ import json
 
 import pytest
 from fakes.containers import RUN
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.status import Fault, Phase
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.status.status import Fault, Phase
 
 from mgpu.run.nodes import agent_client
 

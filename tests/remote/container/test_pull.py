@@ -16,7 +16,7 @@ from fakes.containers import WANTED, Machine, script
 from fakes.engine import free_port, running_engine, running_registry
 from fakes.registries import wire
 
-from mgpu.image import auth
+from mgpu.image.registry import auth
 from mgpu.run.job.images import ImageToRun
 from mgpu.run.nodes import agent_client
 

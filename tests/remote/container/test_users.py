@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fakes.containers import WANTED, Machine, script
-from mgpu_train.agent.layout import LEASE
+from mgpu_train.agent.host.layout import LEASE
 
 from mgpu.run.nodes import agent_client
 

@@ -1,7 +1,7 @@
 """`python3 -m mgpu_train agent ...`: what the operator calls over SSH. The working directory is the node's home.
 
 A result is one line of JSON on standard output; an error is one line on standard error, with exit code 2 for a mistake
-in what was given, 3 (and JSON, as `equip.py` prints it) where another run has the node, and 1 for the rest.
+in what was given, 3 (and JSON, as `python_env.py` prints it) where another run has the node, and 1 for the rest.
 
 What needs models imports them by itself: with pydantic a command takes ten times as long, and an operator waits for it.
 """
@@ -17,9 +17,9 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from mgpu_train.agent import identity
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.log import clean
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.machine import identity
+from mgpu_train.agent.status.log import clean
 from mgpu_train.errors import Refused
 from mgpu_train.names import RUN_ID
 
@@ -36,7 +36,7 @@ class BadInput(Exception):
 
 
 class Problem(Exception):
-    """What `equip.py` calls so: its answer and exit status are the command's."""
+    """What `python_env.py` calls so: its answer and exit status are the command's."""
 
     def __init__(self, answer: dict[str, Any], status: int) -> None:
         super().__init__(str(answer))
@@ -87,7 +87,8 @@ def call(arguments: argparse.Namespace) -> int:
 def _start(arguments: argparse.Namespace) -> dict[str, Any]:
     from pydantic import ValidationError
 
-    from mgpu_train.agent import equip, start
+    from mgpu_train.agent import start
+    from mgpu_train.agent.host import python_env
     from mgpu_train.config import Job
 
     path = Path(arguments.job)
@@ -102,8 +103,8 @@ def _start(arguments: argparse.Namespace) -> dict[str, Any]:
         raise BadInput(f"{path} is not the job file of run {job.run_id}: {layout.job}")
     try:
         return start.start(job, _secrets(), layout)
-    except equip.Problem as problem:
-        raise Problem(problem.answer, equip.PROBLEM) from problem
+    except python_env.Problem as problem:
+        raise Problem(problem.answer, python_env.PROBLEM) from problem
 
 
 def _secrets() -> Secrets:
@@ -145,7 +146,7 @@ def _free_ports(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _facts(_arguments: argparse.Namespace) -> dict[str, Any]:
-    from mgpu_train.agent.facts import facts
+    from mgpu_train.agent.machine.facts import facts
 
     return facts().model_dump()
 

@@ -6,11 +6,13 @@ import os
 import signal
 from pathlib import Path
 
-from mgpu_train.agent import identity, procs, renewal, report
-from mgpu_train.agent.attempt import Attempt, StopRequests
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.life import live
-from mgpu_train.agent.status import Phase
+from mgpu_train.agent import renewal
+from mgpu_train.agent.attempt.attempt import Attempt, StopRequests
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.machine import identity, procs
+from mgpu_train.agent.phases.life import live
+from mgpu_train.agent.status import report
+from mgpu_train.agent.status.status import Phase
 from mgpu_train.config import Job, Secrets
 
 

@@ -19,10 +19,13 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mgpu_train.agent import equip, identity, renewal, report
-from mgpu_train.agent.layout import RunLayout
-from mgpu_train.agent.log import Log
-from mgpu_train.agent.status import AgentStatus, Fault, Phase
+from mgpu_train.agent import renewal
+from mgpu_train.agent.host import python_env
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.machine import identity
+from mgpu_train.agent.status import report
+from mgpu_train.agent.status.log import Log
+from mgpu_train.agent.status.status import AgentStatus, Fault, Phase
 from mgpu_train.config import Job, Secrets
 from mgpu_train.errors import Refused
 
@@ -38,9 +41,9 @@ def start(job: Job, secrets: Secrets, layout: RunLayout) -> dict[str, Any]:
     if missing:
         raise Refused(f"no value came for the secrets {', '.join(missing)}; set them where `mgpu` runs")
     try:
-        with equip.claimed(Path(layout.home), job.run_id, time.monotonic() + job.timeouts.command_s) as claim:
+        with python_env.claimed(Path(layout.home), job.run_id, time.monotonic() + job.timeouts.command_s) as claim:
             return _started(claim, job, secrets, layout)
-    except equip.Problem as problem:
+    except python_env.Problem as problem:
         if problem.kind == "used":
             raise
         raise Refused(str(problem)) from problem

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.lines import Commit, Unreadable, standing
-from mgpu_train.checkpoint.verify import verify
+from mgpu_train.checkpoint.log.commit_log import CommitLog
+from mgpu_train.checkpoint.log.lines import Commit, Unreadable, standing
+from mgpu_train.checkpoint.transfer.verify import verify
 from mgpu_train.store.base import Damaged, NotFound, Store
 
 

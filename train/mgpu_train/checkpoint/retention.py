@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mgpu_train.checkpoint import keys
-from mgpu_train.checkpoint.commitlog import CommitLog
-from mgpu_train.checkpoint.lines import Commit, Line, Unreadable, standing
-from mgpu_train.checkpoint.manifest import PrunedEntry
+from mgpu_train.checkpoint.log import keys
+from mgpu_train.checkpoint.log.commit_log import CommitLog
+from mgpu_train.checkpoint.log.lines import Commit, Line, Unreadable, standing
+from mgpu_train.checkpoint.log.manifest import PrunedEntry
 from mgpu_train.checkpoint.newest import problems_of
 from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.config import BestMode, CheckpointTarget

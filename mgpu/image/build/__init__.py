@@ -1,0 +1,1 @@
+"""A container image is made: its context, its inputs, its builder."""

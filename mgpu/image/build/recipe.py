@@ -1,0 +1,42 @@
+"""What an engine is to build, and how long it is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mgpu.image.build import archive, bases
+from mgpu.image.build.context import Context
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is built: the files, and what `image:` says of them. `secrets`: values by name.
+
+    Raises InputError where secrets or certificates would end in the image.
+    """
+
+    context: Context
+    args: Mapping[str, str] = field(default_factory=dict)
+    target: str | None = None
+    platform: str = "linux/amd64"
+    ca_file: Path | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    network: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.secrets or self.ca_file:
+            named = bases.read(self.context.recipe, self.args, self.platform)
+            archive.require_thrown_away(named, self.target, self.context.dockerfile, self.secrets)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: a short call; a whole build; a whole push; and how long an engine may be silent during these two,
+    which comes on top of their deadline at worst."""
+
+    call_s: float = 60.0
+    build_s: float = 7200.0
+    push_s: float = 7200.0
+    silence_s: float = 1800.0

@@ -1,0 +1,173 @@
+"""Who a registry is told that we are: ECR's tokens, docker's own configuration with its helpers, a name and a password.
+
+An `Auth` is asked each time that a login is needed, so that one which ends is renewed.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from mgpu.errors import ImageError
+from mgpu.image.registry.reference import HUB
+
+HELPER_S = 60.0  # of a credential helper, which may ask its user
+CONNECT_S, READ_S, ATTEMPTS = 5.0, 20.0, 3  # of ECR's API
+SPARE_S = 900.0  # a token that ends sooner is renewed: a push of many GiB is begun with it
+_ECR = re.compile(r"\d{12}\.dkr\.ecr(-fips)?\.([a-z0-9-]+)\.amazonaws\.com(\.cn)?\Z")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Login:
+    """A name and a password, or the token that stands for both; `expires_at` in seconds of the clock time.time."""
+
+    username: str
+    password: str = field(repr=False)
+    identity_token: str = field(default="", repr=False)
+    expires_at: float = math.inf
+
+    def for_engine(self) -> dict[str, str]:
+        """As the engine's API takes it."""
+        if self.identity_token:
+            return {"identitytoken": self.identity_token}
+        return {"username": self.username, "password": self.password}
+
+    def basic(self) -> str:
+        """The value of an Authorization header."""
+        return "Basic " + base64.b64encode(f"{self.username}:{self.password}".encode()).decode()
+
+
+Auth = Callable[[], Login | None]
+
+
+def nobody() -> Login | None:
+    """An `Auth` for registries that ask nobody."""
+    return None
+
+
+def password(username: str, password: str) -> Auth:
+    """An `Auth` of a name and a password."""
+    login = Login(username, password)
+    return lambda: login
+
+
+def of(registry: str, ecr: Callable[[str], Any] | None = None) -> Auth:
+    """Who this user is for a registry: AWS's word for ECR, docker's configuration for all others.
+
+    `ecr` makes the boto3 client of a region, for instance with the run file's profile.
+    """
+    if region := ecr_region(registry):
+        return EcrAuth(registry, lambda: (ecr or ecr_client)(region))
+    return lambda: from_docker(registry)
+
+
+def ecr_region(registry: str) -> str:
+    """The region of an ECR registry; "" where it is none."""
+    match = _ECR.match(registry)
+    return match[2] if match else ""
+
+
+def ecr_client(region: str) -> Any:
+    """A boto3 client with the credentials of this environment."""
+    import boto3
+    from botocore.config import Config
+
+    retries = {"mode": "standard", "total_max_attempts": ATTEMPTS}
+    config = Config(connect_timeout=CONNECT_S, read_timeout=READ_S, retries=retries)
+    return boto3.Session().client("ecr", region_name=region, config=config)
+
+
+class EcrAuth:
+    """ECR's tokens, which live for 12 hours; one is kept until it is about to end. Safe to use from any thread."""
+
+    def __init__(
+        self,
+        registry: str,
+        client: Callable[[], Any],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._registry, self._client, self._now = registry, client, now
+        self._lock = threading.Lock()
+        self._login: Login | None = None
+
+    def __call__(self) -> Login:
+        """A login that lives for SPARE_S at least.
+
+        Raises:
+            ImageError: AWS gives no token.
+        """
+        with self._lock:
+            if self._login is None or self._login.expires_at - self._now() < SPARE_S:
+                self._login = self._ask()
+            return self._login
+
+    def _ask(self) -> Login:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            data = self._client().get_authorization_token()["authorizationData"][0]
+        except (BotoCoreError, ClientError) as error:
+            raise ImageError(
+                f"no login for {self._registry}",
+                f"AWS gives no token: {error}",
+                "Renew your credentials (`aws sso login`), or ask for ecr:GetAuthorizationToken.",
+            ) from error
+        username, _, secret = base64.b64decode(data["authorizationToken"]).decode().partition(":")
+        return Login(username, secret, expires_at=data["expiresAt"].timestamp())
+
+
+def from_docker(registry: str, within_s: float = HELPER_S) -> Login | None:
+    """What `docker login` has left for a registry, in docker's configuration or in a credential helper.
+
+    Raises:
+        ImageError: the configuration cannot be read, or the helper fails or is silent for `within_s` seconds.
+    """
+    cure = f"Run `docker login {registry}` again, or mend ~/.docker/config.json."
+    try:
+        found = _within(within_s, lambda: _resolve(registry))
+    except TimeoutError as error:
+        why = f"A credential helper of docker's configuration was silent for {within_s:g} s."
+        raise ImageError(f"no login for {registry}", why, cure) from error
+    except Exception as error:
+        raise ImageError(f"no login for {registry}", str(error), cure) from error
+    known = {key.lower(): value for key, value in (found or {}).items() if value}
+    if token := known.get("identitytoken"):
+        return Login("", "", identity_token=token)
+    return Login(known["username"], known["password"]) if "username" in known and "password" in known else None
+
+
+def _resolve(registry: str) -> dict[str, Any] | None:
+    from docker import auth
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a helper that is not there: the error that follows says it
+        return auth.load_config().resolve_authconfig("" if registry == HUB else registry)
+
+
+def _within(seconds: float, work: Callable[[], _T]) -> _T:
+    """What `work` returns. Raises TimeoutError; the SDK's calls of helpers know no deadline."""
+    outcome = list[tuple[bool, Any]]()
+
+    def run() -> None:
+        try:
+            outcome.append((True, work()))
+        except BaseException as error:  # noqa: BLE001  raised again by who waits
+            outcome.append((False, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError
+    good, result = outcome[0]
+    if not good:
+        raise result
+    return result

@@ -1,0 +1,1 @@
+"""The phases of an attempt in order: prepare, resume, launch and watch, drain."""

@@ -1,0 +1,181 @@
+"""Starts the launcher in a session of its own, and ends it with all that it started."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mgpu_train
+from mgpu_train import cores
+from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.machine import procs
+from mgpu_train.agent.machine.network import interface_to
+from mgpu_train.config import Job
+
+_STORES_PROCESS = b"mgpu_train.store.bulk.child"  # what its command line names
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start: nothing in `argv` is ever read by a shell, nothing in it is secret."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    folder: Path
+    orphaned: signal.Signals = signal.SIGKILL  # what it gets when its agent dies
+
+
+def argv(job: Job, layout: RunLayout, python: str) -> list[str]:
+    """The launcher's command line; `python` is the interpreter that has the user's requirements."""
+    program = ("-m", "mgpu_train.loop") if job.train is not None else job.command or ()
+    return job.launcher.command(program, {**_values(job, layout), "python": python})
+
+
+def _values(job: Job, layout: RunLayout) -> dict[str, object]:
+    """What the launcher's words mean on this node: those of `mgpu_train.launchers.WORDS`, but the interpreter."""
+    return {
+        "nodes": job.nodes,
+        "node_rank": job.node_rank,
+        "processes_per_node": job.processes_per_node,
+        "world_size": job.nodes * job.processes_per_node,
+        "master_addr": job.master_addr,
+        "master_port": job.master_port,
+        "rendezvous_s": math.ceil(job.timeouts.rendezvous_s),
+        "run_id": job.run_id,
+        "attempt": job.attempt,
+        "failure_file": layout.failure(job.attempt),
+    }
+
+
+def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The node's environment less everything that opens the store."""
+    return {name: value for name, value in environment.items() if not name.startswith("AWS_")}
+
+
+def _how_often(job: Job) -> dict[str, str]:
+    """How often the run file wants a checkpoint: only the program knows when it can save."""
+    wanted = job.checkpoint
+    every = {
+        "MGPU_CHECKPOINT_EVERY_STEPS": wanted.every_steps if wanted else None,
+        "MGPU_CHECKPOINT_EVERY_MINUTES": wanted.every_minutes if wanted else None,
+    }
+    return {name: f"{value:.15g}" for name, value in every.items() if value is not None}  # a million is no 1e+06
+
+
+def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment: the node's, the job's, the secrets, and what the program may rely on."""
+    given = {**base_environment(node), **job.env, **secrets}
+    given.setdefault("OMP_NUM_THREADS", str(max(1, cores.usable() // job.processes_per_node)))
+    given |= {
+        "MGPU_JOB": str(layout.attempt_job(job.attempt)),
+        "MGPU_RUN_ID": job.run_id,
+        "MGPU_ATTEMPT": str(job.attempt),
+        "MGPU_NODE_RANK": str(job.node_rank),
+        "MGPU_NODES": str(job.nodes),
+        "MGPU_CHECKPOINT_DIR": str(layout.checkpoints),
+        "MGPU_METRICS_DIR": str(layout.metrics),
+        "MGPU_SAVE_REQUEST": str(layout.save_request(job.attempt)),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # the agent's own grace is to end first: torchrun's 30 s would cut off a save
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(job.timeouts.stop_grace_s) + 10),
+    }
+    if job.nodes > 1 and (interface := interface_to(job.master_addr)):
+        given.setdefault("GLOO_SOCKET_IFNAME", interface)
+    given |= _how_often(job)
+    given.pop("MGPU_RESUME_DIR", None)
+    if job.resume is not None:
+        given["MGPU_RESUME_DIR"] = str(layout.resume)
+    given |= job.launcher.variables(_values(job, layout))
+    paths = [shipped_library(), given.get("PYTHONPATH", "")]
+    given["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+    return given
+
+
+def shipped_library() -> str:
+    """The folder that holds this very package, for the ranks to import the same one; "" where it is installed.
+
+    A site-packages folder on PYTHONPATH would come before the user's own requirements.
+    """
+    folder = str(Path(mgpu_train.__file__).resolve().parents[1])
+    installed = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    return "" if folder in installed else folder
+
+
+class LauncherProcess:
+    """A launcher that was started. Make it on the main thread: the launcher dies with the thread that made it."""
+
+    def __init__(self, launch: Launch, log_fd: int) -> None:
+        """Output goes to `log_fd` without a pipe: it is kept as it is, and outlives the agent.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        agent = os.getpid()
+        self._process = subprocess.Popen(
+            launch.argv,
+            cwd=launch.folder,
+            env=launch.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            start_new_session=True,
+            preexec_fn=lambda: procs.die_with_parent(launch.orphaned, agent),  # no other thread runs yet
+        )
+
+    @property
+    def pid(self) -> int:
+        """The launcher's process id."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, or -signal; None while it runs."""
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """Asks it to save and exit."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self, deadline_s: float) -> bool:
+        """Kills the launcher and everything below this agent; False: something is left."""
+        gone = kill_below(deadline_s, self._process.pid)
+        self._process.poll()
+        return gone
+
+
+def kill_below(deadline_s: float, spare: int = 0) -> bool:
+    """Kills every process below this one but the store's; `spare` is the pid whose exit status someone else collects.
+
+    Without the store's process the uploads that are under way would have to begin again. It ends with this one.
+    """
+    me = os.getpid()
+    gone = procs.kill_all(lambda: [each for each in procs.descendants(me) if not _moves_bytes(each.pid)], deadline_s)
+    procs.reap(me, spare)
+    return gone
+
+
+def _moves_bytes(pid: int) -> bool:
+    """True for the store's process. The launcher has a session of its own: nothing below it can be in this one."""
+    try:
+        here = os.getsid(pid) == os.getsid(0)
+        return here and _STORES_PROCESS in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
+
+
+def leftovers(layout: RunLayout) -> list[procs.Process]:
+    """What a killed agent left of an older attempt on this node: it carries this node's checkpoint folder."""
+    return procs.carrying(f"MGPU_CHECKPOINT_DIR={layout.checkpoints}")
+
+
+def python() -> str:
+    """The interpreter that runs this agent."""
+    return sys.executable

@@ -1,0 +1,279 @@
+"""The life of an agent: prepare, resume, launch and watch, drain.
+
+The main thread passes every `poll_s`: it beats, renews the lease and looks at what happened. What may take long runs
+beside it, so that a request to stop is heard in every phase, and no phase is without a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from typing import TypeVar
+
+from mgpu_train.agent.attempt.attempt import Attempt
+from mgpu_train.agent.attempt.decide import (
+    AttemptFailed,
+    Ended,
+    asked_to_stop,
+    asks_peers,
+    gone,
+    has_part,
+    lost,
+    verdict,
+)
+from mgpu_train.agent.machine import procs
+from mgpu_train.agent.phases import launcher_process, outputs
+from mgpu_train.agent.phases.folders import clear_local
+from mgpu_train.agent.phases.launcher_process import Launch
+from mgpu_train.agent.phases.prepare import prepare
+from mgpu_train.agent.phases.resume import resume
+from mgpu_train.agent.phases.watch import Watch
+from mgpu_train.agent.status.status import Fault, Phase
+from mgpu_train.agent.uploads.checkpoint_store import StoreDepot
+from mgpu_train.agent.uploads.uploads import DepotError, Uploads
+from mgpu_train.config import CheckpointTarget
+
+T = TypeVar("T")
+
+_HASTE_S = 1.0  # for the last word into the store, where somebody waits for the end and knows it
+
+
+def live(attempt: Attempt) -> None:
+    """From PREPARING, which has been entered, to a final status; raises nothing."""
+    try:
+        failure = _phases(attempt)
+    except AttemptFailed as error:
+        failure = error
+    except Exception as error:  # noqa: BLE001 - a bug here must end the attempt, and be seen
+        for line in traceback.format_exc().splitlines():
+            attempt.say(line)
+        failure = AttemptFailed(Fault.INFRASTRUCTURE, f"the agent failed: {type(error).__name__}: {error}")
+    if not launcher_process.kill_below(attempt.times.kill_s):
+        attempt.say("some processes of this attempt could not be killed")
+    if attempt.job.checkpoint is not None and (attempt.job.node_rank == 0 or asks_peers(attempt.job)):
+        _last_word(attempt, attempt.job.checkpoint, failure)
+    if failure is None:
+        attempt.enter(Phase.DONE)
+    else:
+        attempt.enter(Phase.FAILED, fault=failure.fault, reason=failure.reason)
+
+
+def _phases(attempt: Attempt) -> AttemptFailed | None:
+    job, times = attempt.job, attempt.times
+    environment = launcher_process.environment(job, attempt.secrets.env, attempt.layout, os.environ)
+    _end_older(attempt)
+    python = aside(
+        attempt, lambda: prepare(attempt, environment), times.prepare_s, "preparing took more than {:g} s (prepare_s)"
+    )
+    resumed_step = -1
+    if job.resume is not None:
+        attempt.enter(Phase.RESUMING)
+        late = "resume: took more than {:g} s (resume_s)"
+        wanted = job.resume
+        resumed_step = aside(attempt, lambda: resume(attempt, wanted), times.resume_s, late)
+    clear_local(attempt)
+    attempt.tick()
+    _check_early_end(attempt)
+    attempt.enter(Phase.LAUNCHING)
+    uploads = _uploads(attempt, job.checkpoint, resumed_step) if job.checkpoint and has_part(job) else None
+    started = Launch(
+        launcher_process.argv(job, attempt.layout, python),
+        environment,
+        attempt.work,
+        signal.Signals[job.launcher.orphaned],
+    )
+    ended = Watch(attempt, uploads, resumed_step).run(started)
+    failure = _drain(attempt, uploads, ended)
+    _keep_outputs(attempt)
+    return failure
+
+
+def _end_older(attempt: Attempt) -> None:
+    """What a killed agent left of an older attempt must not write beside this one."""
+    if not procs.kill_all(lambda: launcher_process.leftovers(attempt.layout), attempt.times.kill_s):
+        raise AttemptFailed(Fault.INFRASTRUCTURE, "processes of an older attempt could not be killed")
+
+
+def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str) -> T:
+    """Runs `work` in a thread of its own while this one passes; a thread that is given up ends with the agent.
+
+    Raises:
+        AttemptFailed: a stop was asked for, the machine goes, or the deadline is over; what `work` raises is raised
+            again.
+    """
+    end = time.monotonic() + deadline_s
+    future = _begin(work)
+    while not wait([future], timeout=attempt.times.poll_s).done:
+        _check_early_end(attempt)
+        if time.monotonic() > end:
+            raise AttemptFailed(Fault.INFRASTRUCTURE, late.format(deadline_s))
+        attempt.tick()
+    return future.result()
+
+
+def _begin(work: Callable[[], T]) -> Future[T]:
+    """Runs `work` in a thread of its own, which ends with the agent."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again on the thread that waits
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    except RuntimeError as error:  # the system has none left
+        future.set_exception(error)
+    return future
+
+
+def _check_early_end(attempt: Attempt) -> None:
+    """Raises AttemptFailed when the attempt need not launch any more."""
+    if attempt.stop.asked is not None:
+        raise AttemptFailed(Fault.STOPPED, "this node was asked to stop before the launcher was started")
+    if attempt.going is not None:
+        raise AttemptFailed(attempt.going.fault, attempt.going.reason)
+
+
+def _uploads(attempt: Attempt, target: CheckpointTarget, resumed_step: int) -> Uploads:
+    job = attempt.job
+    return Uploads(
+        StoreDepot(attempt, target),
+        attempt.checkpoints,
+        leads=job.node_rank == 0,
+        alone=job.nodes == 1 or target.writers == "rank0",
+        times=attempt.times,
+        say=attempt.say,
+        resumed_step=resumed_step,
+    )
+
+
+def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFailed | None:
+    """Waits for the uploads that are left, and says how the attempt ended."""
+    # a failure that is certain already is told at once: peers may wait for this node in vain. Not so where ranks were
+    # stopped along with a peer's: its own agent knows why, and all parts of the last save are still wanted
+    certain = _judge(attempt, ended) if lost(ended) else None
+    along = _explained(attempt, ended).cause is None and ended.said == "stopped"
+    known = {"fault": certain.fault, "reason": certain.reason} if certain and not along else {}
+    attempt.enter(Phase.DRAINING, exit_code=ended.exit_code, **known)
+    if uploads is None:
+        return _judge(attempt, ended)
+    _finish(attempt, uploads, certain)
+    status = uploads.status
+    attempt.tick(checkpoint=status)
+    durable = status.committed_step if attempt.job.node_rank == 0 else status.uploaded_step
+    failure = _judge(attempt, replace(ended, durable_step=durable, problem=status.problem))
+    if failure is not None and certain is None and attempt.stop.now:
+        return AttemptFailed(Fault.STOPPED, f"the operator did not wait for the uploads: {failure.reason}")
+    return failure
+
+
+def _finish(attempt: Attempt, uploads: Uploads, certain: AttemptFailed | None) -> None:
+    """Waits until the uploads are through; not longer than the deadline, the machine or an operator in haste allows."""
+    times, begin = attempt.times, time.monotonic()
+    # a peer may be slow: when all went well, nothing is given up before the deadline
+    patience_s = times.peers_s if certain else times.drain_s
+    end = begin + times.drain_s
+    if certain is not None and attempt.going is not None:
+        end = min(end, attempt.going.at)
+        patience_s = min(patience_s, max(0.0, end - begin))
+    uploads.drain(patience_s)
+    hurried = False
+    while True:
+        if attempt.stop.now and not hurried:
+            hurried, end = True, min(end, time.monotonic() + times.stop_grace_s)
+            uploads.hurry()
+        if uploads.ended(times.poll_s) or time.monotonic() >= end:
+            return
+        attempt.tick(checkpoint=uploads.status)
+
+
+def _keep_outputs(attempt: Attempt) -> None:
+    """Brings the outputs to safety, as far as the deadline, the machine or an operator in haste allows."""
+    if not attempt.job.outputs:
+        return
+    target, times = attempt.job.checkpoint, attempt.times
+    kept = outputs.Kept(target.to if target else None)
+    work, end, hurried = _begin(lambda: outputs.keep(attempt, kept)), time.monotonic() + times.outputs_s, False
+    while not wait([work], timeout=times.poll_s).done:
+        if attempt.stop.now and not hurried:
+            hurried, end = True, min(end, time.monotonic() + times.stop_grace_s)
+        if time.monotonic() > min(end, attempt.going.at if attempt.going else end):
+            kept.cancelled.set()
+            attempt.say(f"{kept}; there was no time for more")
+            return
+        attempt.tick()
+    if error := work.exception():
+        attempt.say(f"outputs could not be kept: {error}")
+    attempt.say(str(kept))
+
+
+def _judge(attempt: Attempt, ended: Ended) -> AttemptFailed | None:
+    return verdict(attempt.job, _explained(attempt, ended))
+
+
+def _explained(attempt: Attempt, ended: Ended) -> Ended:
+    """Ranks agree to stop: those of a peer that was asked first may end this node's before the cause is seen here."""
+    if ended.cause is not None or ended.said != "stopped":
+        return ended
+    if attempt.stop.asked is not None:
+        return replace(ended, cause=asked_to_stop(attempt.stop.asked, attempt.times))
+    if attempt.going is not None:
+        return replace(ended, cause=gone(attempt.going, time.monotonic(), attempt.times))
+    return ended
+
+
+def _last_word(attempt: Attempt, target: CheckpointTarget, failure: AttemptFailed | None) -> None:
+    """Into the store: how this node ended. Node 0 writes into the commit log how the attempt did, which is what is left
+    to read when the machines are gone."""
+    depot = StoreDepot(attempt, target)
+    if attempt.job.node_rank == 0 and failure is None and asks_peers(attempt.job):
+        failure = _of_peers(attempt, depot)
+    try:
+        _in_time(attempt, lambda: depot.end(failure))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the node has ended as it has
+        where = "the end is not in the commit log" if attempt.job.node_rank == 0 else "node 0 does not hear of the end"
+        attempt.say(f"{where}: {error}")
+
+
+def _of_peers(attempt: Attempt, depot: StoreDepot) -> AttemptFailed | None:
+    """What keeps a good end of this node from being the attempt's; silence does, too."""
+    end = time.monotonic() + attempt.times.drain_s + (attempt.times.outputs_s if attempt.job.outputs else 0.0)
+    for rank in range(1, attempt.job.nodes):
+        while True:
+            last = attempt.stop.now or time.monotonic() > end
+            try:
+                said = _in_time(attempt, lambda rank=rank: depot.ended(rank))
+            except (DepotError, TimeoutError):
+                said = None
+            if said is not None:
+                break
+            if last:
+                return AttemptFailed(Fault.INFRASTRUCTURE, f"node {rank} has not said how it ended")
+            time.sleep(attempt.times.poll_s)
+            attempt.tick()
+        if said.failure is not None:
+            return said.failure
+    return None
+
+
+def _in_time(attempt: Attempt, ask_store: Callable[[], T]) -> T:
+    """What the store answers; an operator in haste knows how it ended, and does not wait for it long.
+
+    Raises:
+        TimeoutError: it did not answer; what it raises is raised again.
+    """
+    asked, begin = _begin(ask_store), time.monotonic()
+    while not wait([asked], timeout=min(attempt.times.poll_s, _HASTE_S)).done:
+        limit_s = _HASTE_S if attempt.stop.now else attempt.times.store_retry_s
+        if time.monotonic() > begin + limit_s:
+            raise TimeoutError(f"the store did not answer within {limit_s:g} s")
+        attempt.tick()
+    return asked.result()

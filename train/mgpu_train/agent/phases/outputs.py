@@ -1,0 +1,133 @@
+"""Files that the run file names as outputs, brought to safety when an attempt has ended, however it did.
+
+They are linked into the run's folder, where a list of them tells the operator what to fetch, and uploaded beside the
+run's checkpoints: `<run>/outputs/<node_rank>/<path>`. An attempt ends as it ended, whatever becomes of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mgpu_train.agent.attempt.attempt import Attempt
+from mgpu_train.config import OutputFile, OutputList
+from mgpu_train.store import Store, StoreError, open_store
+from mgpu_train.store.base import key_problem
+
+_AT_ONCE = 8  # uploads
+
+
+@dataclass
+class Kept:
+    """What became of them so far; read by others while it grows."""
+
+    to: str | None = None  # the store
+    files: list[OutputFile] = field(default_factory=list)
+    uploaded: int = 0
+    problems: list[str] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def __str__(self) -> str:
+        size = sum(each.size for each in self.files)
+        stored = [f"{self.uploaded} of them in {self.to}"] if self.to else []
+        return "; ".join([f"outputs: {len(self.files)} files, {size} bytes", *stored, *self.problems[:3]])
+
+
+def key(run_id: str, node_rank: int, path: str) -> str:
+    """Under which the store has an output of a node."""
+    return f"{run_id}/outputs/{node_rank}/{path}"
+
+
+def found(work: Path, patterns: Iterable[str]) -> list[str]:
+    """The files below `work` that the patterns name, in order: globs relative to it, `**` for any folders; a folder
+    means all that is in it. Links that leave `work` are left out."""
+    paths = set[str]()
+    for pattern in patterns:
+        name = os.path.normpath(pattern)
+        for path in [work] if name == "." else work.glob(name):
+            paths.update(_below(work, path))
+    inside = work.resolve()
+    return sorted(path for path in paths if (work / path).resolve().is_relative_to(inside))
+
+
+def _below(work: Path, path: Path) -> Iterator[str]:
+    if path.is_dir() and not path.is_symlink():
+        for folder, _, names in os.walk(path):
+            yield from (os.path.relpath(Path(folder, each), work) for each in names if Path(folder, each).is_file())
+    elif path.is_file():
+        yield os.path.relpath(path, work)
+
+
+def keep(attempt: Attempt, kept: Kept) -> None:
+    """Links, lists and uploads; what goes wrong with one file is told in `kept`.
+
+    Raises:
+        OSError: nothing could be kept.
+        StoreError: the store cannot be opened; the files are there for the operator.
+    """
+    job, folder = attempt.job, Path(attempt.layout.outputs)
+    aside = folder.with_name(".outputs")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for path in found(attempt.work, job.outputs):
+        try:
+            _link(attempt.work / path, aside / path)
+            kept.files.append(OutputFile(path=path, size=(aside / path).stat().st_size))
+        except (OSError, ValueError) as error:
+            kept.problems.append(f"{path}: {error}")
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+    _list(attempt, kept)
+    if job.checkpoint is not None and kept.files and not kept.cancelled.is_set():
+        store = open_store(
+            job.checkpoint.to,
+            attempt.secrets.store,
+            timeouts=attempt.times,
+            max_bytes_per_s=job.checkpoint.max_bytes_per_s,
+        )
+        _upload(attempt, store, folder, kept)
+
+
+def _link(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    source = source.resolve()
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(source, target)
+
+
+def _list(attempt: Attempt, kept: Kept) -> None:
+    told = OutputList(attempt=attempt.job.attempt, files=tuple(kept.files), problems=tuple(kept.problems))
+    path = Path(attempt.layout.outputs_list)
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(told.model_dump_json())
+    aside.replace(path)
+
+
+def _upload(attempt: Attempt, store: Store, folder: Path, kept: Kept) -> None:
+    job = attempt.job
+
+    def one(path: str) -> None:
+        name = key(job.run_id, job.node_rank, path)
+        if kept.cancelled.is_set():
+            return
+        try:
+            if problem := key_problem(name):
+                raise StoreError(f"its name {problem}")
+            store.put_file(name, folder / path)
+            kept.uploaded += 1
+        except (StoreError, OSError) as error:
+            kept.problems.append(attempt.public(f"{path} is not in the store: {error}"))
+
+    _each(one, [each.path for each in kept.files])
+
+
+def _each(work: Callable[[str], None], paths: Sequence[str]) -> None:
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="outputs") as pool:
+        list(pool.map(work, paths))

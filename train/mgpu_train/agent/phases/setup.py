@@ -1,0 +1,54 @@
+"""The run file's `setup:`: lines of a shell, run on each node before the program, once for a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from mgpu_train.agent.attempt.attempt import Attempt
+from mgpu_train.agent.attempt.decide import AttemptFailed
+from mgpu_train.agent.status.log import last_words
+from mgpu_train.agent.status.status import Fault
+
+
+def run(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:
+    """Runs the lines as one script in the work folder; `python` is what `python` and `pip` are of in it.
+
+    Raises:
+        AttemptFailed: a line fails, or no shell can be started.
+    """
+    lines = attempt.job.setup
+    done = _marker(attempt, lines)
+    if not lines or done.exists():
+        return
+    attempt.say(f"setup: {len(lines)} lines")
+    begin = attempt.log.size
+    shell = shutil.which("bash") or "sh"
+    path = os.pathsep.join(filter(None, (str(Path(python).parent), environment.get("PATH", ""))))
+    try:
+        code = subprocess.run(
+            [shell, "-e", "-c", "\n".join(lines)],
+            cwd=attempt.work,
+            env={**environment, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=attempt.log.fd,
+            stderr=attempt.log.fd,
+            check=False,
+        ).returncode
+    except OSError as error:
+        raise AttemptFailed(Fault.USER, f"setup cannot be run: {error}") from error
+    if code:
+        words = last_words(attempt.log, begin)
+        raise AttemptFailed(Fault.USER, f"setup: exit code {code}" + (f": {words}" if words else ""))
+    done.touch()
+
+
+def _marker(attempt: Attempt, lines: tuple[str, ...]) -> Path:
+    """Says that it was done on this machine. A new container has none: what was installed is gone with the old."""
+    name = "\0".join((attempt.job.run_id, str(attempt.layout.home), *lines))
+    return Path(tempfile.gettempdir(), f"mgpu-setup-{hashlib.sha256(name.encode()).hexdigest()[:32]}")

@@ -1,0 +1,1 @@
+"""Checkpoints on their way to the store, and those on this node's disk."""

@@ -1,0 +1,313 @@
+"""The trainer's checkpoints, by torch.distributed.checkpoint: one format for every strategy and world size.
+
+A checkpoint is the folder `step-<n>`: DCP's shards, its `.metadata`, and `meta.json` for people. Each rank writes its
+shards to the disk of its own node; `.metadata` and `meta.json` are on node 0. All of it is written to `.tmp-step-<n>`
+beside it, flushed, and renamed by one rank of each node when every rank is through: a folder with that name is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections import ChainMap
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, local
+from mgpu_train.checkpoint.distributed.writer_process import Outside, OutsideWriter, ShardWriter
+from mgpu_train.checkpoint.local import discard, publish
+from mgpu_train.config import Writers
+from mgpu_train.errors import TrainError
+from mgpu_train.parallel import Place
+
+_DERIVED = ("config", "config_sha256", "mesh")  # what follows from other keys of `meta`
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training is: optimizer steps done, and samples consumed by all ranks together."""
+
+    step: int = 0
+    samples: int = 0
+
+
+class PeersLost(TrainError):
+    """The ranks do not hear one another any more in what saves need, and no later save can succeed."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One rank's state of one step, on its way to the disk. `meta` is what `meta.json` says of this step alone."""
+
+    progress: Progress
+    meta: dict[str, Any]
+    snapshot: Snapshot
+    random: dict[str, torch.Tensor]  # this rank's generators
+
+
+class Checkpointer:
+    """Saves and loads one model and its optimizer. `meta` goes into `meta.json`, for people and for `differences`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        place: Place,
+        writers: Writers,
+        meta: dict[str, Any],
+        *,
+        outside_s: float | None = None,
+    ) -> None:
+        """With `outside_s` a process of its own writes this rank's shards, in at most so many seconds."""
+        self.model, self.optimizer, self.place, self.writers, self.meta = model, optimizer, place, writers, meta
+        self._staging = Staging(place.device, shared=outside_s is not None)
+        self._outside = Outside(self._staging, outside_s) if outside_s is not None and self._writes else None
+
+    @property
+    def _writes(self) -> bool:
+        return self.writers == "all" or self.place.rank == 0
+
+    def capture(self, progress: Progress, meta: dict[str, Any] | None = None) -> Capture:
+        """The state as it is now. All ranks call it together.
+
+        Until `snapshot.filled` is set nobody may change a parameter or the optimizer's state.
+        """
+        sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        state: dict[str, Any] = {}
+        if self._writes or sharded:  # a part of each rank is needed, whoever writes it
+            state = self._state(whole=self.writers == "rank0" and sharded)
+        if self.writers == "all":
+            state = _share(state, self.place)
+        held = [*self.model.parameters(), *(each for kept in self.optimizer.state.values() for each in kept.values())]
+        unchanged = {local(each).untyped_storage().data_ptr() for each in held if isinstance(each, torch.Tensor)}
+        return Capture(progress, meta or {}, Snapshot(state, unchanged, self._staging), self._random())
+
+    def write(self, capture: Capture, folder: Path) -> None:
+        """Make `folder/step-<n>`; returns when it stands on every node. All ranks call it together, in any thread.
+
+        Raises TrainError when a rank could not do its part: then no node has the folder. Raises PeersLost when one is
+        gone, or did not answer in time.
+        """
+        place, target = self.place.background, folder / f"step-{capture.progress.step}"
+        aside = folder / f".tmp-{target.name}"
+        keeper = place.local_rank == 0 if self.writers == "all" else place.rank == 0
+        try:
+            with _together(place):
+                capture.snapshot.fill()
+                if keeper:
+                    _make_room(folder, aside)
+            everyones = dict(ChainMap(*place.gather(capture.random)))
+            with _together(place):
+                self._shards(capture, everyones, aside, place)
+            with _together(place):
+                if place.rank == 0:
+                    _write(aside / "meta.json", self._describe(capture, everyones))
+            _publish(place, aside if keeper else None, target)
+        except (TrainError, RuntimeError) as error:
+            if keeper:
+                shutil.rmtree(aside, ignore_errors=True)
+            # a peer that is gone, or late, ends a collective with a RuntimeError; gloo's group is of no use after it
+            kind = TrainError if isinstance(error, TrainError) else PeersLost
+            raise kind(f"cannot save {target}: {_first_line(error)}") from error
+
+    def save(self, folder: Path, progress: Progress, meta: dict[str, Any] | None = None) -> None:
+        """`capture` and `write`, while training stands still."""
+        self.write(self.capture(progress, meta), folder)
+
+    def load(self, folder: Path) -> Progress:
+        """Continue from a verified checkpoint that holds the files of all nodes. All ranks call it together.
+
+        Raises TrainError when it cannot be read or is of another model.
+        """
+        reader = FileSystemReader(folder)
+        try:
+            saved = reader.read_metadata()
+            state = {**self._state(whole=False), "progress": asdict(Progress())}
+            _require_same_model(saved, state["model"])
+            # a rank that the saving run did not have keeps the random state that its seed gave it
+            known, random = saved.state_dict_metadata, self._random()
+            state["random"] = {name: value for name, value in random.items() if f"random.{name}" in known}
+            load(state, storage_reader=reader, process_group=self.place.control)
+        except TrainError as error:
+            raise TrainError(f"cannot resume from {folder}: {error}") from error
+        except (OSError, CheckpointException) as error:
+            raise TrainError(f"cannot resume from {folder}: {_cause(error, self.place.rank)}") from error
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self._restore_random(state["random"])
+        return Progress(**state["progress"])
+
+    def close(self) -> None:
+        """End the process that writes, and give the memory back."""
+        if self._outside is not None:
+            self._outside.close()
+        self._staging.close()
+
+    def _state(self, *, whole: bool) -> dict[str, Any]:
+        """Model and optimizer; with `whole`, gathered to rank 0."""
+        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
+        return {"model": model, "optimizer": optimizer}
+
+    def _random(self) -> dict[str, torch.Tensor]:
+        random = {f"cpu-{self.place.rank}": torch.get_rng_state()}
+        if self.place.device.type == "cuda":
+            random[f"cuda-{self.place.rank}"] = torch.cuda.get_rng_state()
+        return random
+
+    def _restore_random(self, random: dict[str, torch.Tensor]) -> None:
+        rank = self.place.rank
+        if f"cpu-{rank}" in random:
+            torch.set_rng_state(random[f"cpu-{rank}"])
+        if f"cuda-{rank}" in random:
+            torch.cuda.set_rng_state(random[f"cuda-{rank}"])
+
+    def _shards(self, capture: Capture, everyones: dict[str, torch.Tensor], aside: Path, place: Place) -> None:
+        """Each rank writes and flushes its part, and rank 0 what says where all of it lies."""
+        random = capture.random if self.writers == "all" else everyones
+        state = {**capture.snapshot.state, "progress": asdict(capture.progress), "random": random}
+        writer = OutsideWriter(aside, self._staging, self._outside) if self._outside else ShardWriter(aside)
+        planner = _Planner(capture.snapshot)
+        if self.writers == "all":
+            save(state, storage_writer=writer, planner=planner, process_group=place.control)
+        elif place.rank == 0:
+            save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+    def _describe(self, capture: Capture, everyones: dict[str, torch.Tensor]) -> str:
+        """`meta.json`."""
+        generators = hashlib.sha256(b"".join(everyones[name].numpy().tobytes() for name in sorted(everyones)))
+        of_step = {**asdict(capture.progress), **capture.meta, "rng_sha256": generators.hexdigest()}
+        return json.dumps({**of_step, **self.meta}, indent=2) + "\n"
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans by the live state, whose shapes do not change, and writes the copies of it."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self._snapshot = snapshot
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        copy = self._snapshot.copy_of(self.state_dict[index.fqn])
+        return super().lookup_object(index) if copy is None else copy
+
+
+def differences(folder: Path, meta: dict[str, Any]) -> list[str]:
+    """What has changed since the checkpoint in `folder` was saved, e.g. `strategy: "ddp" -> "fsdp"`; one line a key."""
+    try:
+        saved = json.loads((folder / "meta.json").read_text())
+        before, now = ({**each, **each["config"]} for each in (saved, meta))
+    except (OSError, ValueError, KeyError, TypeError):  # DCP itself does not need it
+        return []
+    changed = [key for key in now if key not in _DERIVED and key in before and before[key] != now[key]]
+    return [f"{key}: {json.dumps(before[key])} -> {json.dumps(now[key])}" for key in changed]
+
+
+@contextmanager
+def _together(place: Place) -> Iterator[None]:
+    """What the block does succeeds on all ranks, or raises TrainError with the first one's reason on all of them."""
+    reason = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - whatever it is, the others have to hear of it
+        reason = _cause(error, place.rank)
+    reasons = [each for each in place.gather(reason) if each]
+    if reasons:
+        raise TrainError(reasons[0])
+
+
+def _make_room(folder: Path, aside: Path) -> None:
+    """An empty `aside`. What else is unfinished is of an attempt that was killed here, or of a save that failed."""
+    for left in folder.glob(".tmp-step-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(place: Place, aside: Path | None, target: Path) -> None:
+    """The folder gets its name on every node, or on none. `aside`: of the rank that does it on its node."""
+    try:
+        with _together(place):
+            if aside is not None:
+                publish(aside, target)
+    except TrainError:
+        if aside is not None and not aside.exists():
+            with suppress(OSError):  # it stays on this node alone, which makes no checkpoint
+                discard(target)
+        raise
+
+
+def _share(state: dict[str, Any], place: Place) -> dict[str, Any]:
+    """This rank's part of what all ranks hold alike, so that none copies and writes all; what is sharded stays."""
+    alike = sorted(_alike(state), key=lambda found: -found[1])
+    loads = [0] * place.world_size
+    mine = set()
+    for path, size in alike:
+        rank = loads.index(min(loads))
+        loads[rank] += size
+        if rank == place.rank:
+            mine.add(path)
+    return _pick(state, mine)
+
+
+def _alike(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """The replicated tensors of nested dictionaries: where they are, and how many bytes they have."""
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _alike(inner, f"{path}/{name}")
+        elif isinstance(inner, torch.Tensor) and not isinstance(inner, DTensor):
+            yield f"{path}/{name}", inner.nbytes
+
+
+def _pick(value: dict[str, Any], wanted: set[str], path: str = "") -> dict[str, Any]:
+    picked = {}
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            picked[name] = _pick(inner, wanted, f"{path}/{name}")
+        elif isinstance(inner, DTensor) or not isinstance(inner, torch.Tensor) or f"{path}/{name}" in wanted:
+            picked[name] = inner
+    return picked
+
+
+def _require_same_model(saved: Metadata, model: dict[str, torch.Tensor]) -> None:
+    """Raises TrainError with the first tensor that a checkpoint holds in no, or in another, shape."""
+    for name, tensor in model.items():
+        found = saved.state_dict_metadata.get(f"model.{name}")
+        there = tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
+        if there != tuple(tensor.shape):
+            raise TrainError(
+                f"it is of another model: `{name}` is {there or 'absent'} there and {tuple(tensor.shape)} here. "
+                "Give the task and its options as they were, or begin a new run."
+            )
+
+
+def _cause(error: BaseException, rank: int) -> str:
+    """The first failure of any rank, one line: DCP wraps each in its own."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (error, _) = min(error.failures.items())
+    return f"rank {rank}: {type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,140 @@
+"""From the store to a folder on disk, every byte checked before the folder has its name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_train.checkpoint.local import write_aside
+from mgpu_train.checkpoint.log.manifest import FileEntry, Manifest
+from mgpu_train.checkpoint.threads import in_threads
+from mgpu_train.checkpoint.transfer.pack import Stored, objects, read
+from mgpu_train.store import crc, disk
+from mgpu_train.store.base import Damaged, Progress, Store, Unavailable
+
+_THREADS = 8  # objects in flight; of each, a pack at most is held in memory
+
+
+@dataclass(frozen=True)
+class FetchReport:
+    """What a folder holds now: `files` and `bytes` in all, of which `reused` files were on this disk already."""
+
+    files: int
+    bytes: int
+    reused: int
+
+
+def fetch(
+    store: Store,
+    run_id: str,
+    manifest: Manifest,
+    dest: Path,
+    *,
+    local: Sequence[Path] = (),
+    progress: Progress | None = None,
+    durable: bool = True,
+) -> FetchReport:
+    """Make `dest` hold exactly the files of a checkpoint, of all nodes. A folder of that name is replaced.
+
+    A file that one of the `local` folders, or `dest` itself, has with the right checksum is copied from there.
+    `progress` is told of the bytes, `manifest.bytes` in all. Without `durable` nothing waits for the disk: for a folder
+    that is fetched anew after a crash of the machine.
+
+    Raises StoreError: NotFound or Damaged when the checkpoint is not what its manifest says, others when the store or
+    the disk does not work. Then `dest` is as it was.
+    """
+    if manifest.run_id != run_id:
+        raise Damaged(f"the manifest is of run {manifest.run_id}, not of {run_id}")
+
+    with disk.translated(f"cannot write {dest}"), write_aside(dest, durable=durable) as aside:
+        _check_room(aside, manifest)
+        for folder in {(aside / file.path).parent for file in manifest.files}:
+            folder.mkdir(parents=True, exist_ok=True)
+        to = _Target(store, aside, (*local, dest), progress)
+        reused = sum(in_threads(to.bring, objects(run_id, manifest), _THREADS))
+    return FetchReport(len(manifest.files), manifest.bytes, reused)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The folder that is filled, and where its files come from."""
+
+    store: Store
+    folder: Path
+    local: Sequence[Path]
+    progress: Progress | None
+
+    def bring(self, stored: Stored) -> int:
+        """Everything that one object holds; returns how many files were on this disk already."""
+        missing = [file for file in stored.files if not self._copied(file)]
+        if missing and stored.packed:
+            wanted = {file.path for file in missing}
+            for file, data in read(self.store, stored):
+                if file.path in wanted:
+                    _write(self.folder / file.path, data)
+                    self._told(file.size)
+        elif missing:
+            self.store.get_file(
+                stored.key,
+                self.folder / missing[0].path,
+                size=stored.size,
+                crc64nvme=stored.crc64nvme,
+                progress=self.progress,
+            )
+        return len(stored.files) - len(missing)
+
+    def _copied(self, file: FileEntry) -> bool:
+        """True: a local copy was as good."""
+        for folder in self.local:
+            if _take(folder / file.path, file, self.folder / file.path):
+                self._told(file.size)
+                return True
+        return False
+
+    def _told(self, count: int) -> None:
+        if self.progress:
+            self.progress(count)
+
+
+def _take(source: Path, file: FileEntry, to: Path) -> bool:
+    """Copies a file that is surely the same; False, and nothing is there, when it is not."""
+    try:
+        with disk.opened(source) as opened:
+            if os.fstat(opened).st_size != file.size:
+                return False
+            if file.pack is None:
+                with disk.written(to, durable=False) as target:
+                    _check(disk.copy(opened, target), file)
+                return True
+            data = os.read(opened, file.size)
+            _check((len(data), crc.of_bytes(data)), file)
+    except (OSError, Damaged):  # whatever is wrong with the copy, the store has another
+        return False
+    _write(to, data)
+    return True
+
+
+def _check(found: tuple[int, str], file: FileEntry) -> None:
+    if found != (file.size, file.crc64nvme):
+        raise Damaged(file.path)
+
+
+def _write(path: Path, data: bytes | memoryview) -> None:
+    """A new file; its folder has no name yet, so it needs no other one meanwhile. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        disk.write_all(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def _check_room(folder: Path, manifest: Manifest) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < manifest.bytes:
+        raise Unavailable(
+            f"{manifest.checkpoint_id} has {manifest.bytes / 2**30:.1f} GiB, and {folder.parent} only "
+            f"{free / 2**30:.1f} GiB of free space. Free some, or use a larger disk."
+        )
