@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import aws_scale, checkpoint, image, overhead, recovery, size, startup, sync, up
+from bench import aws_scale, checkpoint, fanout, image, overhead, recovery, size, startup, sync, up
 
 BENCHES = {
     "startup": startup.main,
@@ -19,6 +19,7 @@ BENCHES = {
     "image": image.main,
     "sync": sync.main,
     "up": up.main,
+    "fanout": fanout.main,
 }
 CHECKPOINT = "checkpoint"
 

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from mgpu import paths
@@ -40,9 +41,9 @@ def median_s(argv: list[str], *, runs: int = 9, cwd: Path | None = None, env: di
     return statistics.median(times[1:])
 
 
-def peer(name: str) -> Path | None:
+def peer(name: str, peers: Mapping[str, tuple[str, str]] = PEERS) -> Path | None:
     """The peer's command in an environment of its own, installed on first use; None where that fails."""
-    requirement, command = PEERS[name]
+    requirement, command = peers[name]
     home = paths.cache_dir() / "bench" / requirement.replace("==", "-")
     program, seal = home / "bin" / command, home / ".complete"
     if seal.exists() and seal.read_text() == requirement:

@@ -1,5 +1,6 @@
 """SSH to the nodes: connect with pinned host keys, run, copy, sync, stream, fan out. The only importer of paramiko.
 
+    library     paramiko, imported without what is not needed of it
     targets     who is reached, and with which key pinned; the values that calls return
     wire        a socket that ends itself when the peer falls silent
     connection  one handshake: dial, compare the host key, authenticate

@@ -9,10 +9,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
-import paramiko
-
 from mgpu.errors import CommandFailed
 from mgpu.remote.connection import FOREIGN, Connection
+from mgpu.remote.library import paramiko
 from mgpu.remote.targets import Result, check_arguments
 
 PIECE = 32_768  # what SSH servers take in one packet

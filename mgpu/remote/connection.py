@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import paramiko
 from mgpu_train.timeouts import Timeouts
-from paramiko.pkey import UnknownKeyType
-from paramiko.ssh_exception import IncompatiblePeer
 
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, InputError, RemoteError
+from mgpu.remote.library import IncompatiblePeer, UnknownKeyType, paramiko
 from mgpu.remote.targets import ALGORITHMS, HostKey, Jump, Target
 from mgpu.remote.wire import Wire
 

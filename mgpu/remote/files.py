@@ -11,13 +11,12 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import paramiko
 from mgpu_train.timeouts import Timeouts
-from paramiko.sftp import CMD_DATA, CMD_READ, CMD_WRITE, int64
 
 from mgpu.errors import RemoteError
 from mgpu.remote.command import PIECE, deadline
 from mgpu.remote.connection import FOREIGN, Connection
+from mgpu.remote.library import CMD_DATA, CMD_READ, CMD_WRITE, int64, paramiko
 from mgpu.remote.targets import check_path
 
 READ_LIMIT = 64 << 20  # bytes that `read` takes into memory

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import paramiko
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import CommandFailed, RemoteError
@@ -17,6 +16,7 @@ from mgpu.remote import receiver
 from mgpu.remote.command import checked, run_command
 from mgpu.remote.connection import load_key, open_connection
 from mgpu.remote.files import Files
+from mgpu.remote.library import paramiko
 from mgpu.remote.snapshot import Snapshot, scan
 from mgpu.remote.targets import Result, SyncReport, Target, check_path
 

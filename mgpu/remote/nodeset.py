@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-import paramiko
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import ConnectionFailed, MgpuError
 from mgpu.remote.connection import load_key
+from mgpu.remote.library import paramiko
 from mgpu.remote.node import Node
 from mgpu.remote.snapshot import Snapshot, scan
 from mgpu.remote.targets import SyncReport, Target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -148,3 +149,9 @@ def wait_for_threads_to_end() -> None:
     while any("Transport" in type(thread).__name__ or "mgpu-node" in thread.name for thread in threading.enumerate()):
         assert time.monotonic() < end, threading.enumerate()
         time.sleep(0.02)
+
+
+def test_what_paramiko_imports_for_nothing_is_not_imported_and_stays_importable():
+    found = "[name for name in sys.modules if name.startswith('invoke')]"
+    program = f"import sys, mgpu.remote.nodeset; assert not {found}; import invoke"
+    subprocess.run([sys.executable, "-c", program], check=True)
