@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mgpu.run.fleet.inventory import Fleet, Survey
     from mgpu.run.job.images import Looked
     from mgpu.run.lifecycle.outcome import Outcome
-    from mgpu.run.nodes.ssh_config import Way
+    from mgpu.run.nodes.ssh_config import SshRoute
     from mgpu.spec.change import Change
     from mgpu.spec.model import RunSpec
 
@@ -88,7 +88,7 @@ class AfterDashes(click.Command):
         return super().parse_args(ctx, args)
 
 
-def way_to(run: str, stack: str | None) -> Way:
+def ssh_route_to(run: str, stack: str | None) -> SshRoute:
     """How to get to the machines of a run, or of a stack, which is given instead. Raises InputError."""
     from mgpu.run.fleet.stack import project_of
     from mgpu.run.nodes import ssh_config

@@ -31,9 +31,9 @@ def exec(run: str, command: tuple[str, ...], stack: str | None, node: int | None
     """
     if not command:
         raise InputError("exec: COMMAND is missing", "", "Write it behind `--`: `mgpu exec RUN -- nvidia-smi -L`.")
-    way = common.way_to(run, stack)
-    ranks = way.ranks if node is None else (way.one(node),)
-    argvs = {rank: [*way.argv(rank, "-oBatchMode=yes"), way.script(command)] for rank in ranks}
+    route = common.ssh_route_to(run, stack)
+    ranks = route.ranks if node is None else (route.one(node),)
+    argvs = {rank: [*route.argv(rank, "-oBatchMode=yes"), route.script(command)] for rank in ranks}
     codes = _at_once(argvs) if len(argvs) > 1 else {ranks[0]: subprocess.run(argvs[ranks[0]], check=False).returncode}
     unreached = [rank for rank, code in codes.items() if code == NO_CONNECTION]
     if unreached:

@@ -18,9 +18,9 @@ from mgpu.console import Console
 @click.option("--config", "only_config", is_flag=True, help="Only print the path of the ssh configuration.")
 def ssh(run: str, command: tuple[str, ...], stack: str | None, node: int, only_config: bool) -> None:
     """Log in on a node of RUN, or run COMMAND there: `mgpu ssh RUN -- nvidia-smi`."""
-    way = common.way_to(run, stack)
+    route = common.ssh_route_to(run, stack)
     if only_config:
-        Console().text(str(way.config))
+        Console().text(str(route.config))
         return
-    argv = way.argv(way.one(node))
+    argv = route.argv(route.one(node))
     os.execv(argv[0], [*argv, *command])  # noqa: S606 - no shell is in it

@@ -14,7 +14,7 @@ from mgpu.image.build.recipe import Recipe
 from mgpu.image.registry import auth as auths
 from mgpu.image.registry import registry
 from mgpu.image.registry.auth import Auth
-from mgpu.image.registry.http import Patience
+from mgpu.image.registry.http import RetryPolicy
 from mgpu.image.registry.reference import Reference
 from mgpu.spec import environment
 from mgpu.spec.image import ImageSpec
@@ -22,7 +22,7 @@ from mgpu.spec.image import ImageSpec
 if TYPE_CHECKING:
     from mgpu.image.build.docker_engine import Engine
 
-_ONCE = Patience(total_s=4.0, request_s=2.0, pause_s=8.0)  # for a base that the engine has: one try
+_ONCE = RetryPolicy(total_s=4.0, request_s=2.0, pause_s=8.0)  # for a base that the engine has: one try
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Site:
     login: Callable[[str], Auth] = auths.of
     engine: Callable[[], Engine] | None = None
     network: str | None = None
-    patience: Patience | None = None
+    retry: RetryPolicy | None = None
 
     def ca_file(self, spec: ImageSpec) -> Path | None:
         """What is trusted besides the system's certificates: `image.ca_file`, as the run file's folder has it."""
@@ -227,7 +227,7 @@ class _Publishing:
 
     def _manifest(self, name: Reference, digest: str) -> registry.Manifest:
         found = registry.manifest(
-            name.at(digest), self._auth(name), self._spec.platform, patience=self._site.patience, ca_file=self._ca
+            name.at(digest), self._auth(name), self._spec.platform, retry=self._site.retry, ca_file=self._ca
         )
         if found is None:
             why = f"{name} is for other machines than image.platform says: {self._spec.platform}."
@@ -260,14 +260,14 @@ class _Publishing:
 
     def _there(self, reference: str) -> str | None:
         name = Reference.parse(reference)
-        return registry.find(reference, self._auth(name), patience=self._site.patience, ca_file=self._ca)
+        return registry.find(reference, self._auth(name), retry=self._site.retry, ca_file=self._ca)
 
     def _warn(self, text: str) -> None:
         self._emit(Warned(text))
 
     def _glance(self, reference: str) -> str | None:
         name = Reference.parse(reference)
-        return registry.find(reference, self._auth(name), patience=_ONCE, ca_file=self._ca)
+        return registry.find(reference, self._auth(name), retry=_ONCE, ca_file=self._ca)
 
     def _here(self, reference: str) -> bases.Base | None:
         """What the engine has, as its registry calls it where it came from one. Raises ImageError."""

@@ -29,9 +29,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from mgpu_train.store import Damaged, Expired, StoreError, Unavailable, crc, disk, open_store
 from mgpu_train.store.bulk.engine import Engine, Failed
-from mgpu_train.store.bulk.floor import LEAST, Floor
 from mgpu_train.store.bulk.line import Line
 from mgpu_train.store.bulk.message import Keys, Route, Task
+from mgpu_train.store.bulk.minimum_rate import LEAST, MinimumRate
 from mgpu_train.store.bulk.sign import query_string, signed
 from mgpu_train.store.pace import Pace
 from mgpu_train.timeouts import Timeouts
@@ -733,41 +733,41 @@ class Clock:
 
 def test_too_little_in_too_much_time_breaks_the_floor():
     clock = Clock()
-    floor = Floor(60, None, clock=clock)
-    floor.saw(LEAST)
+    minimum_rate = MinimumRate(60, None, clock=clock)
+    minimum_rate.saw(LEAST)
     clock.now += 59
-    assert floor.broken() is None
-    floor.saw(2 * LEAST - 1)
+    assert minimum_rate.broken() is None
+    minimum_rate.saw(2 * LEAST - 1)
     clock.now += 1
-    assert floor.broken() == "4095 KiB in 60 s"
-    floor.begin()
-    assert floor.broken() is None
+    assert minimum_rate.broken() == "4095 KiB in 60 s"
+    minimum_rate.begin()
+    assert minimum_rate.broken() is None
 
 
 def test_bytes_that_have_to_go_again_are_no_progress():
     clock = Clock()
-    floor = Floor(60, None, clock=clock)
+    minimum_rate = MinimumRate(60, None, clock=clock)
     for _ in range(3):  # into the buffers of the network, given up, and again
-        floor.saw(3 * LEAST)
+        minimum_rate.saw(3 * LEAST)
         clock.now += 30
-        floor.saw(0)
-    assert floor.broken() == "0 KiB in 60 s"
+        minimum_rate.saw(0)
+    assert minimum_rate.broken() == "0 KiB in 60 s"
 
 
 def test_another_process_gets_no_other_time():
     clock = Clock()
-    floor = Floor(60, None, clock=clock)
-    floor.saw(10 * LEAST)
+    minimum_rate = MinimumRate(60, None, clock=clock)
+    minimum_rate.saw(10 * LEAST)
     clock.now += 30
-    floor.restarted()
-    floor.saw(LEAST - 1)
+    minimum_rate.restarted()
+    minimum_rate.saw(LEAST - 1)
     clock.now += 30
-    assert floor.broken()
+    assert minimum_rate.broken()
 
 
 def test_under_a_bound_less_has_to_move():
-    assert Floor(60, 1000).least == 30_000
-    assert Floor(60, 1 << 30).least == LEAST
+    assert MinimumRate(60, 1000).least == 30_000
+    assert MinimumRate(60, 1 << 30).least == LEAST
 
 
 def test_a_bound_holds_for_all_that_share_it():

@@ -255,7 +255,7 @@ def test_the_sdk_has_what_the_schema_says(token):
 
 
 def _facts(token):
-    return kinds.KEEPERS[token].thing.facts
+    return kinds.MANAGERS[token].resource.facts
 
 
 class Mocks(pulumi.runtime.Mocks):

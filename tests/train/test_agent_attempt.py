@@ -19,8 +19,8 @@ from mgpu_train.agent.machine.notices import NoticeFile, Notices
 from mgpu_train.agent.phases import life
 from mgpu_train.agent.status import report
 from mgpu_train.agent.status.status import CheckpointStatus, Fault, Phase
-from mgpu_train.agent.uploads.checkpoint_store import StoreDepot
-from mgpu_train.agent.uploads.uploads import Announced, DepotError
+from mgpu_train.agent.uploads.checkpoint_store import AttemptStore
+from mgpu_train.agent.uploads.uploads import Announced, CheckpointStoreError
 from mgpu_train.config import CheckpointTarget, Job, Secrets
 
 
@@ -127,7 +127,7 @@ def test_a_machine_that_goes_bounds_the_drain_of_what_it_ended_and_of_nothing_el
 
 def test_a_store_that_is_silent_does_not_keep_the_agent(tmp_path, never, monkeypatch):
     attempt = make(tmp_path, store_retry_s=0.1)
-    monkeypatch.setattr(life.StoreDepot, "end", lambda *_: never())
+    monkeypatch.setattr(life.AttemptStore, "end", lambda *_: never())
     life._last_word(attempt, CheckpointTarget(to="file:///x", writers="all"), None)
     assert "the store did not answer within 0.1 s" in Path(attempt.layout.log).read_text()
 
@@ -280,16 +280,16 @@ def test_a_bug_in_the_store_costs_one_save_and_not_the_uploads(tmp_path, monkeyp
         raise RuntimeError("can't start new thread hush-hush")
 
     target = CheckpointTarget(to=f"file://{tmp_path}/store", writers="all")
-    depot = StoreDepot(make(tmp_path), target)
+    checkpoint_store = AttemptStore(make(tmp_path), target)
     monkeypatch.setattr("mgpu_train.agent.uploads.checkpoint_store.upload_part", bug)
-    with pytest.raises(DepotError, match=r"RuntimeError: can't start new thread \*\*\*$") as caught:
-        depot.upload(1, tmp_path)
+    with pytest.raises(CheckpointStoreError, match=r"RuntimeError: can't start new thread \*\*\*$") as caught:
+        checkpoint_store.upload(1, tmp_path)
     assert not caught.value.passing
-    depot.announce(Announced(1, final=False))
-    assert depot.announced() == Announced(1, final=False)
+    checkpoint_store.announce(Announced(1, final=False))
+    assert checkpoint_store.announced() == Announced(1, final=False)
     (tmp_path / "store/r/attempts/1/announced.json").write_text("{}")
-    with pytest.raises(DepotError, match="holds no announcement"):
-        depot.announced()
+    with pytest.raises(CheckpointStoreError, match="holds no announcement"):
+        checkpoint_store.announced()
 
 
 # --- the provider's hints ---------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from mgpu_train.agent import renewal
 from mgpu_train.agent.attempt.attempt import Attempt, StopRequests
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.uploads import checkpoint_store
-from mgpu_train.agent.uploads.checkpoint_store import StoreDepot
-from mgpu_train.agent.uploads.uploads import Announced, DepotError
+from mgpu_train.agent.uploads.checkpoint_store import AttemptStore
+from mgpu_train.agent.uploads.uploads import Announced, CheckpointStoreError
 from mgpu_train.config import Job, Secrets
 from mgpu_train.store import Denied, open_store
 
@@ -45,8 +45,8 @@ def test_the_next_use_of_the_store_has_them(attempt, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint_store, "open_store", open_with)
     assert attempt.job.checkpoint is not None
-    store = StoreDepot(attempt, attempt.job.checkpoint)
-    with pytest.raises(DepotError, match="have expired"):
+    store = AttemptStore(attempt, attempt.job.checkpoint)
+    with pytest.raises(CheckpointStoreError, match="have expired"):
         store.announce(Announced(1, False))
     attempt.renewed({"AWS_SESSION_TOKEN": "new-token"})
     for step in (2, 3):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mgpu_train.agent.uploads.uploads import Announced, DepotError, NewerAttempt, Uploads
+from mgpu_train.agent.uploads.uploads import Announced, CheckpointStoreError, NewerAttempt, Uploads
 from mgpu_train.timeouts import Timeouts
 
 PATIENCE_S = 5.0
@@ -43,7 +43,7 @@ class FakeDepot:
         self.tries.append(step)
         self.before(step)
         if not folder.is_dir():
-            raise DepotError(f"{folder.name} is gone")
+            raise CheckpointStoreError(f"{folder.name} is gone")
         self.shared.parts.setdefault(step, set()).add(self.node)
 
     def commit(self, step: int) -> str | None:
@@ -60,13 +60,18 @@ class FakeDepot:
 class Node:
     """One node's uploads and its checkpoint folder."""
 
-    def __init__(self, depot: FakeDepot, folder: Path, **changes) -> None:
-        self.depot, self.folder = depot, folder
+    def __init__(self, checkpoint_store: FakeDepot, folder: Path, **changes) -> None:
+        self.checkpoint_store, self.folder = checkpoint_store, folder
         folder.mkdir()
         self.said: list[str] = []
         self.looks: list[int] = []
-        given = {"leads": depot.node == 0, "alone": depot.shared.nodes == 1, "times": TIMES, "say": self.said.append}
-        self.uploads = Uploads(depot, folder, **{**given, **changes})
+        given = {
+            "leads": checkpoint_store.node == 0,
+            "alone": checkpoint_store.shared.nodes == 1,
+            "times": TIMES,
+            "say": self.said.append,
+        }
+        self.uploads = Uploads(checkpoint_store, folder, **{**given, **changes})
         look = self.uploads.look
         self.uploads.look = lambda: self.looks.append(0) or look()
 
@@ -111,7 +116,7 @@ def test_one_node_uploads_commits_and_prunes(tmp_path, until):
     drained(node)
     assert (node.status.saved_step, node.status.uploaded_step, node.status.committed_id) == (5, 5, "id-5")
     assert (node.status.skipped, node.status.failed, node.status.problem) == (0, 0, None)
-    assert node.depot.shared.pruned == 1
+    assert node.checkpoint_store.shared.pruned == 1
     assert node.here == ["step-5"]
 
 
@@ -142,22 +147,22 @@ def test_the_last_checkpoint_is_uploaded_even_if_the_drain_comes_first(tmp_path)
     node.uploads.drain(PATIENCE_S)
     node.uploads.start()
     assert node.uploads.ended(10)
-    assert node.depot.shared.commits == [5]
+    assert node.checkpoint_store.shared.commits == [5]
 
 
 def test_saves_that_are_overtaken_are_skipped_counted_and_deleted(tmp_path, until):
     go = threading.Event()
-    depot = FakeDepot(Shared(1), 0, lambda step: go.wait(10) if step == 1 else None)
-    node = Node(depot, tmp_path / "n")
+    checkpoint_store = FakeDepot(Shared(1), 0, lambda step: go.wait(10) if step == 1 else None)
+    node = Node(checkpoint_store, tmp_path / "n")
     node.uploads.start()
     node.save(1)
-    until(lambda: depot.tries == [1])
+    until(lambda: checkpoint_store.tries == [1])
     node.save(2, 3, 4, 5)
     node.uploads.look()
     assert node.here == ["step-1", "step-4", "step-5"]  # what is under way, and the newest two
     go.set()
     drained(node)
-    assert depot.shared.commits == [1, 5]
+    assert checkpoint_store.shared.commits == [1, 5]
     assert node.status.skipped == 3
     assert node.here == ["step-4", "step-5"]
 
@@ -166,13 +171,13 @@ def test_all_nodes_upload_what_node_0_chose_however_slow_one_is(tmp_path, until)
     shared = Shared(3)
     go = threading.Event()
     nodes = [Node(FakeDepot(shared, rank), tmp_path / f"n{rank}") for rank in range(3)]
-    nodes[2].depot.before = lambda step: go.wait(10) if step == 1 else None
+    nodes[2].checkpoint_store.before = lambda step: go.wait(10) if step == 1 else None
     for node in nodes:
         node.uploads.start()
     for step in (1, 2, 3, 4):
         for node in nodes:
             node.save(step)
-        until(lambda: nodes[2].depot.tries == [1])
+        until(lambda: nodes[2].checkpoint_store.tries == [1])
     go.set()
     drained(*nodes)
     assert shared.commits == [1, 4]
@@ -190,14 +195,14 @@ def test_a_node_may_be_behind_node_0(tmp_path, until):
     shared.said = Announced(2, final=False)
     second.uploads.start()
     until(lambda: len(second.looks) > 3)
-    assert second.depot.tries == []
+    assert second.checkpoint_store.tries == []
     second.save(2)
     until(lambda: second.status.uploaded_step == 2)
     shared.said = Announced(3, final=True)
     second.save(4)
     drained(second)
     assert second.status.problem == "step-3 was asked for, but is not on this node's disk"
-    assert first.depot.tries == []
+    assert first.checkpoint_store.tries == []
 
 
 def test_a_failing_store_is_tried_again_and_named(tmp_path):
@@ -206,14 +211,14 @@ def test_a_failing_store_is_tried_again_and_named(tmp_path):
     def fail(_step: int) -> None:
         left[0] -= 1
         if left[0] >= 0:
-            raise DepotError("SlowDown")
+            raise CheckpointStoreError("SlowDown")
 
     waits: list[float] = []
     node = Node(FakeDepot(Shared(1), 0, fail), tmp_path / "n", pause=waits.append)
     node.save(7)
     node.uploads.drain(PATIENCE_S)
     node.uploads.run()
-    assert node.depot.shared.commits == [7]
+    assert node.checkpoint_store.shared.commits == [7]
     assert node.status.problem == "uploading step-7: SlowDown"
     assert node.status.failed == 0
     assert len(waits) == 3
@@ -226,9 +231,9 @@ def test_a_failed_save_gives_way_to_a_newer_one(tmp_path, until):
 
     def fail(step: int) -> None:
         if step == 1:
-            if len(node.depot.tries) == 2:
+            if len(node.checkpoint_store.tries) == 2:
                 node.save(2)
-            raise DepotError("no such bucket")
+            raise CheckpointStoreError("no such bucket")
 
     short = threading.Event()
     node = Node(FakeDepot(Shared(1), 0, fail), tmp_path / "n", pause=lambda _s: short.wait(0.002))
@@ -236,7 +241,7 @@ def test_a_failed_save_gives_way_to_a_newer_one(tmp_path, until):
     node.uploads.start()
     until(lambda: node.status.committed_step == 2)
     drained(node)
-    assert node.depot.tries == [1, 1, 2]
+    assert node.checkpoint_store.tries == [1, 1, 2]
     assert node.status.failed == 1
 
 
@@ -294,7 +299,7 @@ def test_saves_of_steps_before_the_resumed_one_are_not_uploaded(tmp_path, until)
     node.save(5)
     until(lambda: node.status.committed_step == 5)
     drained(node)
-    assert node.depot.tries == [5]
+    assert node.checkpoint_store.tries == [5]
 
 
 def test_without_node_0_the_others_do_not_wait_for_ever(tmp_path):
@@ -302,7 +307,7 @@ def test_without_node_0_the_others_do_not_wait_for_ever(tmp_path):
     node.save(3)
     node.uploads.start()
     drained(node, patience_s=0.05)
-    assert node.depot.tries == []
+    assert node.checkpoint_store.tries == []
     assert "node 0 has not asked for step-3" in (node.status.problem or "")
 
 
@@ -334,22 +339,22 @@ def test_in_haste_what_node_0_asked_for_is_brought_and_nothing_is_waited_for(tmp
         shared.said = said
         node.uploads.hurry()
         assert node.uploads.ended(10)
-        assert node.depot.tries == ([3] if said else [])
+        assert node.checkpoint_store.tries == ([3] if said else [])
 
 
 def test_in_haste_a_failing_store_is_tried_once_more(tmp_path, until):
     def fail(_step: int) -> None:
-        raise DepotError("SlowDown")
+        raise CheckpointStoreError("SlowDown")
 
     node = Node(FakeDepot(Shared(1), 0, fail), tmp_path / "n")
     node.save(1)
     node.uploads.drain(3600)
     node.uploads.start()
-    until(lambda: node.depot.tries)
-    tries = len(node.depot.tries)
+    until(lambda: node.checkpoint_store.tries)
+    tries = len(node.checkpoint_store.tries)
     node.uploads.hurry()
     assert node.uploads.ended(10)
-    assert len(node.depot.tries) <= tries + 2
+    assert len(node.checkpoint_store.tries) <= tries + 2
     assert node.status.failed == 1
 
 
@@ -387,7 +392,7 @@ def test_what_is_in_flight_is_waited_for_first(tmp_path, until):
     until(lambda: node.uploads.expect_s() == 10)
     now[0] = 200.0
     node.save(2)
-    until(lambda: node.depot.tries == [1, 2])
+    until(lambda: node.checkpoint_store.tries == [1, 2])
     now[0] = 204.0  # of 10 s
     assert node.uploads.expect_s() == 16
     now[0] = 300.0  # longer than the last one: any moment now
@@ -412,13 +417,13 @@ def test_a_node_that_has_nothing_left_does_not_wait_for_node_0(tmp_path):
 
 
 def test_a_newer_attempt_ends_the_uploads(tmp_path, until):
-    depot = FakeDepot(Shared(1), 0)
+    checkpoint_store = FakeDepot(Shared(1), 0)
 
     def fenced(_step: int) -> str | None:
         raise NewerAttempt("attempt 2 was started")
 
-    depot.commit = fenced
-    node = Node(depot, tmp_path / "n")
+    checkpoint_store.commit = fenced
+    node = Node(checkpoint_store, tmp_path / "n")
     node.uploads.start()
     node.save(1)
     until(lambda: node.uploads.fenced)

@@ -30,7 +30,7 @@ from mgpu.image.build.docker_engine import Engine, Pushed
 from mgpu.image.build.recipe import Limits, Recipe
 from mgpu.image.publish import Published, Site
 from mgpu.image.registry import auth
-from mgpu.image.registry.http import Patience
+from mgpu.image.registry.http import RetryPolicy
 from mgpu.spec.image import ImageSpec
 
 LIBRARY, CODE = 700_000, 9_000  # bytes that cannot be compressed
@@ -40,7 +40,7 @@ COPY lib /lib1
 RUN echo built > /built
 COPY code /code
 """
-QUICK = Patience(total_s=2.0, request_s=1.0, pause_s=0.1)
+QUICK = RetryPolicy(total_s=2.0, request_s=1.0, pause_s=0.1)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from fakes.registries import Asked, Said, certificate, scripted
 from mgpu.errors import ImageError, InputError
 from mgpu.image.registry import registry as registries
 from mgpu.image.registry.auth import Login, nobody, password
-from mgpu.image.registry.http import Patience
+from mgpu.image.registry.http import RetryPolicy
 from mgpu.image.registry.reference import Reference
 
 DIGEST = "sha256:" + "a" * 64
@@ -33,8 +33,8 @@ class Clock:
     def __init__(self) -> None:
         self.at, self.slept = 0.0, list[float]()
 
-    def patience(self, total_s: float = 30.0) -> Patience:
-        return Patience(total_s=total_s, sleep=self.sleep, now=lambda: self.at)
+    def retry(self, total_s: float = 30.0) -> RetryPolicy:
+        return RetryPolicy(total_s=total_s, sleep=self.sleep, now=lambda: self.at)
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -193,7 +193,7 @@ def test_a_redirect_is_told_no_secret():
 def test_a_refusal_has_a_name_and_a_cure(status, what, cure):
     body = b'{"errors": [{"code": "DENIED", "message": "because"}]}'
     with scripted(lambda _: Said(status, body=body)) as server, pytest.raises(ImageError, match=what) as caught:
-        registries.manifest(f"{server.address}/a/b:1", patience=Clock().patience())
+        registries.manifest(f"{server.address}/a/b:1", retry=Clock().retry())
     assert "DENIED because" in caught.value.why
     assert cure in caught.value.next_step
 
@@ -202,35 +202,35 @@ def test_a_refusal_has_a_name_and_a_cure(status, what, cure):
 def test_what_passes_is_asked_again(status):
     with scripted(lambda _: Said(status) if len(server.asked) < 5 else FOUND) as server:
         clock = Clock()
-        assert registries.find(f"{server.address}/a:1", patience=clock.patience()) == DIGEST
+        assert registries.find(f"{server.address}/a:1", retry=clock.retry()) == DIGEST
     assert len(clock.slept) == 4
-    assert clock.slept[3] > 2 * Patience().pause_s, "each pause is about twice the one before"
+    assert clock.slept[3] > 2 * RetryPolicy().pause_s, "each pause is about twice the one before"
 
 
 def test_a_refusal_that_stays_is_not_asked_again():
     with scripted(lambda _: Said(403)) as server, pytest.raises(ImageError):
-        registries.find(f"{server.address}/a:1", patience=Clock().patience())
+        registries.find(f"{server.address}/a:1", retry=Clock().retry())
     assert len(server.asked) == 1
 
 
 def test_the_registry_says_when_to_come_back():
     with scripted(lambda _: FOUND if clock.slept else Said(429, {"Retry-After": "7"})) as server:
         clock = Clock()
-        assert registries.find(f"{server.address}/a:1", patience=clock.patience()) == DIGEST
+        assert registries.find(f"{server.address}/a:1", retry=clock.retry()) == DIGEST
     assert clock.slept == [7.0]
 
 
 def test_nobody_waits_beyond_the_deadline():
     clock = Clock()
     with scripted(lambda _: Said(429, {"Retry-After": "31"})) as server, pytest.raises(ImageError, match="too many"):
-        registries.find(f"{server.address}/a:1", patience=clock.patience(30.0))
+        registries.find(f"{server.address}/a:1", retry=clock.retry(30.0))
     assert clock.slept == []
 
 
 def test_a_registry_that_refuses_connections_is_waited_for_some_seconds():
     clock = Clock()
     with pytest.raises(ImageError, match="cannot be reached") as caught:
-        registries.find(f"127.0.0.1:{free_port()}/a:1", patience=clock.patience(30.0))
+        registries.find(f"127.0.0.1:{free_port()}/a:1", retry=clock.retry(30.0))
     assert "refused" in caught.value.why
     assert caught.value.next_step == "Is the registry running there?"
     assert len(clock.slept) >= 2
@@ -245,15 +245,15 @@ def test_a_registry_that_was_refusing_while_it_started_is_found():
             clock.sleep(seconds)
             stack.enter_context(scripted(lambda _: FOUND, port=port))
 
-        patience = replace(clock.patience(), sleep=starts)
-        assert registries.find(f"127.0.0.1:{port}/a:1", patience=patience) == DIGEST
+        retry = replace(clock.retry(), sleep=starts)
+        assert registries.find(f"127.0.0.1:{port}/a:1", retry=retry) == DIGEST
     assert len(clock.slept) == 1
 
 
 def test_a_proxy_that_refuses_is_thought_of(monkeypatch):
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ImageError, match=r"registry\.example cannot be reached") as caught:
-        registries.find("registry.example/a:1", patience=Clock().patience())
+        registries.find("registry.example/a:1", retry=Clock().retry())
     assert "HTTPS_PROXY" in caught.value.next_step
 
 
@@ -262,10 +262,10 @@ def test_this_machines_registry_is_asked_through_no_proxy(monkeypatch):
     with scripted(lambda _: FOUND) as elsewhere, scripted(lambda _: FOUND) as proxy:
         monkeypatch.setenv("http_proxy", f"http://{proxy.address}")
         with scripted(lambda _: Said(307, {"Location": f"http://{elsewhere.address}/blob"})) as server:
-            assert registries.find(f"{server.address}/a:1", patience=Clock().patience()) == DIGEST
+            assert registries.find(f"{server.address}/a:1", retry=Clock().retry()) == DIGEST
         assert (len(server.asked), len(elsewhere.asked), proxy.asked) == (1, 1, [])
         with scripted(lambda _: Said(307, {"Location": "http://storage.example/blob"})) as server:
-            assert registries.find(f"{server.address}/a:1", patience=Clock().patience()) == DIGEST
+            assert registries.find(f"{server.address}/a:1", retry=Clock().retry()) == DIGEST
         assert [asked.path for asked in proxy.asked] == ["http://storage.example/blob"]
 
 
@@ -299,14 +299,14 @@ def test_a_name_that_nobody_has_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unknown)  # without a network, it would be "try again"
     clock = Clock()
     with pytest.raises(ImageError, match="cannot be reached"):
-        registries.find("registry.invalid/a:1", patience=clock.patience())
+        registries.find("registry.invalid/a:1", retry=clock.retry())
     assert not clock.slept
 
 
 def test_a_silent_registry_costs_a_deadline():
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ImageError, match="cannot be reached"):
         registries.find(
-            f"127.0.0.1:{silent.getsockname()[1]}/a:1", patience=Patience(total_s=0.3, request_s=0.2, pause_s=1.0)
+            f"127.0.0.1:{silent.getsockname()[1]}/a:1", retry=RetryPolicy(total_s=0.3, request_s=0.2, pause_s=1.0)
         )
 
 
@@ -383,7 +383,7 @@ def test_a_configuration_that_is_not_its_digests_is_refused():
 def test_certificates_of_ones_own_are_trusted_besides(tmp_path: Path):
     with _tls(tmp_path) as (server, ca_file):
         name, clock = Reference("registry.example", "a", "1"), Clock()
-        strange = registries.Api(name, nobody, clock.patience())
+        strange = registries.Api(name, nobody, clock.retry())
         trusted = registries.Api(name, nobody, ca_file=ca_file)
         strange._base = trusted._base = f"https://{server.address}/v2/a/"  # loopback would be spoken to without TLS
         with pytest.raises(ImageError, match="cannot be reached") as caught:

@@ -8,7 +8,7 @@ For one node, every step harmless when it was done already, so that any process 
     connect, pinned to the new key alone        -> `rekeyed(used=True)`: the old key is not pinned anywhere any more
 
 Machines that boot refuse connections first, and may show a key that their image's own first boot has made: until the
-patience is over nothing is concluded from either, and nothing is sent to a machine that shows another key.
+time is over nothing is concluded from either, and nothing is sent to a machine that shows another key.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Contact:
         return Node(Target(node.rank, node.address, node.port, node.user, key, via), self._key, self._timeouts)
 
     def _judge(self, waited_s: float, new: Iterable[NodeState], troubles: _Troubles) -> None:
-        """Raises what the troubles are worth, once the patience is over."""
+        """Raises what the troubles are worth, once the time is over."""
         if waited_s < self._timeouts.provision_s * _PATIENCE:
             return
         impostor = next((error for error in troubles.values() if isinstance(error, HostKeyMismatch)), None)

@@ -23,7 +23,7 @@ from mgpu.iac.types.image_model import ImageInputs, ImageOutputs
 from mgpu.image import cancellable, place, publish
 from mgpu.image.publish import Site
 from mgpu.image.registry import registry
-from mgpu.image.registry.http import Patience
+from mgpu.image.registry.http import RetryPolicy
 from mgpu.image.registry.reference import Reference
 from mgpu.spec.image import ImageSpec
 
@@ -137,4 +137,4 @@ def _meant(spec: ImageSpec, wanted: ImageInputs) -> tuple[Reference, str]:
 
 def _there(image: ImageOutputs) -> bool:
     login = place.login(Reference.parse(image.reference).registry, image.sold_by())
-    return registry.find(image.reference, login, patience=Patience(total_s=_LOOK_S), ca_file=image.ca) is not None
+    return registry.find(image.reference, login, retry=RetryPolicy(total_s=_LOOK_S), ca_file=image.ca) is not None

@@ -35,7 +35,7 @@ _FIELD = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How long a registry is asked: seconds for all of it, for one request, and before the first repetition; and for
     one that refuses connections, so that nobody listens there: it may be starting."""
 
@@ -69,14 +69,14 @@ class Api:
     """A repository's registry as `auth` is known there. Not for several threads at once."""
 
     def __init__(
-        self, reference: Reference, auth: Auth, patience: Patience | None = None, ca_file: Path | None = None
+        self, reference: Reference, auth: Auth, retry: RetryPolicy | None = None, ca_file: Path | None = None
     ) -> None:
         """`ca_file` is trusted besides the system's certificates. Nothing is asked yet.
 
         Raises:
             ImageError: the file holds no certificates.
         """
-        self._reference, self._auth, self._patience = reference, auth, patience or Patience()
+        self._reference, self._auth, self._retry = reference, auth, retry or RetryPolicy()
         host = _HUB_API if reference.registry == HUB else reference.registry
         self._base = f"{'http' if reference.local else 'https'}://{host}/v2/{reference.name}/"
         self._authorization, self._known = "", False
@@ -89,7 +89,7 @@ class Api:
         Raises:
             ImageError: a refusal, or no answer in time.
         """
-        end = self._patience.now() + self._patience.total_s
+        end = self._retry.now() + self._retry.total_s
         request = _Request(method, self._base + path, ", ".join(accept) or "*/*", self._authorization)
         answer = self._patiently(request, end)
         if answer.status == 401:
@@ -103,11 +103,11 @@ class Api:
 
     def _patiently(self, request: _Request, end: float) -> Answer:
         """Any answer; asks again after those that pass, while there is time."""
-        pause, begin = self._patience.pause_s, self._patience.now()
+        pause, begin = self._retry.pause_s, self._retry.now()
         while True:
             wait = pause * random.uniform(0.5, 1.5)
             try:
-                answer = self._once(request, end - self._patience.now())
+                answer = self._once(request, end - self._retry.now())
                 if answer.status not in _PASSING:
                     return answer
                 wait = max(wait, _retry_after(answer.headers))
@@ -118,10 +118,10 @@ class Api:
                 if _stays(reason):
                     raise error from broken
                 if isinstance(reason, ConnectionRefusedError):
-                    end = min(end, begin + self._patience.refused_s)
-            if self._patience.now() + wait >= end:
+                    end = min(end, begin + self._retry.refused_s)
+            if self._retry.now() + wait >= end:
                 raise error
-            self._patience.sleep(wait)
+            self._retry.sleep(wait)
             pause = min(pause * 2, _LONGEST_S)
 
     def _once(self, request: _Request, left_s: float) -> Answer:
@@ -132,7 +132,7 @@ class Api:
         if request.authorization:
             asked.add_unredirected_header("Authorization", request.authorization)  # a storage service is told nothing
         try:
-            with self._opener.open(asked, timeout=max(min(self._patience.request_s, left_s), 0.1)) as answer:
+            with self._opener.open(asked, timeout=max(min(self._retry.request_s, left_s), 0.1)) as answer:
                 return Answer(answer.status, answer.headers, answer.read(_BIGGEST))
         except urllib.error.HTTPError as error:
             with error:

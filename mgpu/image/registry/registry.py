@@ -11,7 +11,7 @@ from typing import Any
 
 from mgpu.image.registry import failures
 from mgpu.image.registry.auth import Auth, nobody
-from mgpu.image.registry.http import Answer, Api, Patience
+from mgpu.image.registry.http import Answer, Api, RetryPolicy
 from mgpu.image.registry.reference import Reference, is_digest
 
 _OCI, _DOCKER = "application/vnd.oci.image", "application/vnd.docker.distribution.manifest"
@@ -38,7 +38,7 @@ class Manifest:
 
 
 def find(
-    reference: str, auth: Auth = nobody, *, patience: Patience | None = None, ca_file: Path | None = None
+    reference: str, auth: Auth = nobody, *, retry: RetryPolicy | None = None, ca_file: Path | None = None
 ) -> str | None:
     """The digest behind a reference; None: the registry has no such tag or digest, or no such repository.
 
@@ -46,7 +46,7 @@ def find(
         ImageError: the registry refuses, cannot be reached, or answers what no registry does.
     """
     wanted = Reference.parse(reference)
-    api = Api(wanted, auth, patience, ca_file)
+    api = Api(wanted, auth, retry, ca_file)
     answer = api.ask("HEAD", f"manifests/{wanted.wanted}", _ACCEPT)
     if answer.status == 404:
         return None
@@ -60,7 +60,7 @@ def manifest(
     auth: Auth = nobody,
     platform: str = "linux/amd64",
     *,
-    patience: Patience | None = None,
+    retry: RetryPolicy | None = None,
     ca_file: Path | None = None,
 ) -> Manifest | None:
     """The image of `platform` behind a reference, whose own digest the result has; None: it is for others, or absent.
@@ -69,7 +69,7 @@ def manifest(
         ImageError: as `find` does; a manifest that is not what its digest says.
     """
     wanted = Reference.parse(reference)
-    api = Api(wanted, auth, patience, ca_file)
+    api = Api(wanted, auth, retry, ca_file)
     digest, data = _load(api, wanted, wanted.wanted)
     if data is not None and "manifests" in data:
         inner = _of_index(wanted, data, platform)

@@ -20,7 +20,7 @@ from mgpu.image.build import bases, context
 from mgpu.image.publish import Site
 from mgpu.image.registry import registry
 from mgpu.image.registry.auth import Auth, nobody
-from mgpu.image.registry.http import Patience
+from mgpu.image.registry.http import RetryPolicy
 from mgpu.image.registry.reference import Reference
 from mgpu.providers.base import Provider
 from mgpu.run.job.stack_output import handle_of, provider_for, provider_of
@@ -154,10 +154,10 @@ def _compare(spec: RunSpec, base: Path, reference: str, emit: Emit) -> None:
         return
     what = f"the stack's image is not {spec.image.context or 'images/trainer'} as it is now"
     try:
-        site = replace(_site(spec, spec.image, base), patience=Patience(total_s=_COMPARE_S))
+        site = replace(_site(spec, spec.image, base), retry=RetryPolicy(total_s=_COMPARE_S))
         now = publish.wanted(spec.image, site).name
         login, ca_file = site.login(now.registry), site.ca_file(spec.image)
-        digest = registry.find(str(now), login, patience=site.patience, ca_file=ca_file)
+        digest = registry.find(str(now), login, retry=site.retry, ca_file=ca_file)
     except MgpuError as error:
         emit(Warned(f"whether {what.replace(' is not ', ' is ')} is not known: {error.what}"))
         return
@@ -204,7 +204,7 @@ def _read(spec: RunSpec, image: ImageSpec, site: Site, reference: str) -> Settle
     """What the image says of itself, as its registry keeps it."""
     name = Reference.parse(reference)
     auth, ca_file = site.login(name.registry), site.ca_file(image)
-    found = registry.manifest(reference, auth, image.platform, patience=site.patience, ca_file=ca_file)
+    found = registry.manifest(reference, auth, image.platform, retry=site.retry, ca_file=ca_file)
     if found is None:
         why = f"{name.registry} has none for {image.platform} any more."
         raise InputError(f"no image {reference}", why, "Push it again, or mend `image:`.")

@@ -21,7 +21,7 @@ from mgpu.run.record.record import Folder, Record
 
 
 @dataclass(frozen=True)
-class Way:
+class SshRoute:
     """To every node of a fleet, over SSH. `work` is the run's work folder on each, under the user's home."""
 
     config: Path
@@ -52,27 +52,27 @@ class Way:
         return f"cd {shlex.quote(self.work)} 2>/dev/null; {line}" if self.work else line
 
 
-def to_run(record: Record) -> Way:
-    """The way to a run's machines. Raises InputError when it has none."""
+def to_run(record: Record) -> SshRoute:
+    """How a run's machines are reached. Raises InputError when it has none."""
     if record.fleet is None or record.teardown == "confirmed":
         raise InputError(f"run {record.run_id} has no machines", "", "See `mgpu ls`.")
     work = str(RunLayout(record.run_id).work)
-    return _way(StackOutput.model_validate(record.fleet), record.run_id, Folder(record.run_id).root, work)
+    return _route(StackOutput.model_validate(record.fleet), record.run_id, Folder(record.run_id).root, work)
 
 
-def to_stack(project: Path, name: str, context: Context) -> Way:
-    """The way to the machines of a stack that is up. Raises InputError when it has none."""
+def to_stack(project: Path, name: str, context: Context) -> SshRoute:
+    """How the machines of a stack that is up are reached. Raises InputError when it has none."""
     fleet = open_stack(project, name, project / "mgpu.yaml", None, context).outputs()
     if fleet is None:
         raise InputError(f"stack {name} of the project in {project} has no machines", "", "See `mgpu ls`.")
-    return _way(fleet, fleet.fleet, paths.state_dir() / "stacks" / name, None)
+    return _route(fleet, fleet.fleet, paths.state_dir() / "stacks" / name, None)
 
 
-def _way(fleet: StackOutput, alias: str, folder: Path, work: str | None) -> Way:
+def _route(fleet: StackOutput, alias: str, folder: Path, work: str | None) -> SshRoute:
     folder.mkdir(parents=True, exist_ok=True)
     known_hosts_file, path = folder / "known_hosts", folder / "ssh_config"
     nodes = targets(fleet)
     config, known_hosts = ssh_config(nodes, Path(fleet.private_key_file).expanduser(), alias, known_hosts_file)
     known_hosts_file.write_text(known_hosts)
     path.write_text(config)
-    return Way(path, alias, tuple(node.rank for node in nodes), work)
+    return SshRoute(path, alias, tuple(node.rank for node in nodes), work)

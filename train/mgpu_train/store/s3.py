@@ -30,8 +30,8 @@ from mgpu_train.store.base import (
     Unavailable,
     check_key,
 )
-from mgpu_train.store.bulk.floor import LEAST
 from mgpu_train.store.bulk.message import Keys
+from mgpu_train.store.bulk.minimum_rate import LEAST
 from mgpu_train.store.pace import Pace
 from mgpu_train.store.s3bulk import PART, Bulk, in_memory
 from mgpu_train.store.s3client import connect
@@ -182,7 +182,7 @@ class S3Store:
         )
 
     def _put_whole(self, key: str, path: Path, found: os.stat_result) -> str:
-        if not self._bulk.knows_the_way:
+        if not self._bulk.has_route:
             self.stat(key)
             self._bulk.learn(key)
         return self._bulk.send(key, path, found)

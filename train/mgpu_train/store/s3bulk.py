@@ -73,7 +73,7 @@ class Bulk:
         return True
 
     @property
-    def knows_the_way(self) -> bool:
+    def has_route(self) -> bool:
         """False until `learn` was called after a request."""
         return self._route is not None
 

@@ -16,9 +16,9 @@ VALUES = 200  # that one filter takes
 Shown = dict[str, Any]  # a machine, an address or a disk as EC2 shows it
 
 
-def tags_of(thing: Shown) -> dict[str, str]:
+def tags_of(resource: Shown) -> dict[str, str]:
     """The tags of a machine, an address or a disk."""
-    return {tag["Key"]: tag["Value"] for tag in thing.get("Tags", ())}
+    return {tag["Key"]: tag["Value"] for tag in resource.get("Tags", ())}
 
 
 def tagged(account: Account, region: str, marks: Mapping[str, str], states: Sequence[str] = ()) -> list[Shown]:
@@ -31,9 +31,9 @@ def tag_filters(marks: Mapping[str, str]) -> list[dict[str, Any]]:
     return [{"Name": f"tag:{key}", "Values": [re.sub(r"([*?\\])", r"\\\1", value)]} for key, value in marks.items()]
 
 
-def carries(thing: Shown, marks: Mapping[str, str]) -> bool:
+def carries(resource: Shown, marks: Mapping[str, str]) -> bool:
     """Whether a thing has all these tags; looked at again here, because what is found may be ended."""
-    return marks.items() <= tags_of(thing).items()
+    return marks.items() <= tags_of(resource).items()
 
 
 def by_id(account: Account, region: str, ids: Iterable[str]) -> dict[str, Shown]:
@@ -106,9 +106,9 @@ def in_batches(ids: list[str], size: int = VALUES) -> Iterator[list[str]]:
     return (ids[start : start + size] for start in range(0, len(ids), size))
 
 
-def id_of(thing: Shown) -> str:
+def id_of(resource: Shown) -> str:
     """The id of an address or a disk, else of a machine; the first two name a machine as well."""
-    return thing.get("AllocationId") or thing.get("VolumeId") or thing["InstanceId"]
+    return resource.get("AllocationId") or resource.get("VolumeId") or resource["InstanceId"]
 
 
 # by the id's beginning: what lists such things, and the filter for their ids

@@ -62,20 +62,20 @@ def disarm(account: Account, region: str, ids: Iterable[str]) -> None:
     _each(disarm_one, ids)
 
 
-def name_of(thing: str) -> str:
+def name_of(resource: str) -> str:
     """The name of the schedule of a machine or an address."""
-    return f"mgpu-{thing}"
+    return f"mgpu-{resource}"
 
 
-def _schedule(partition: str, role: str, thing: str, at: float) -> dict[str, Any]:
-    if thing.startswith("eipalloc-"):
-        call, argument, at = "releaseAddress", {"AllocationId": thing}, at + _AFTER_S
+def _schedule(partition: str, role: str, resource: str, at: float) -> dict[str, Any]:
+    if resource.startswith("eipalloc-"):
+        call, argument, at = "releaseAddress", {"AllocationId": resource}, at + _AFTER_S
     else:
-        call, argument = "terminateInstances", {"InstanceIds": [thing]}
+        call, argument = "terminateInstances", {"InstanceIds": [resource]}
     moment = datetime.fromtimestamp(max(at, time.time() + _SOON_S), UTC)
     return {
-        "Name": name_of(thing),
-        "Description": f"mgpu: the hard cap of {thing}",
+        "Name": name_of(resource),
+        "Description": f"mgpu: the hard cap of {resource}",
         "ScheduleExpression": f"at({moment:%Y-%m-%dT%H:%M:%S})",
         "ScheduleExpressionTimezone": "UTC",
         "FlexibleTimeWindow": {"Mode": "OFF"},

@@ -50,12 +50,12 @@ def destroy(account: Account, handle: Handle, nodes: tuple[str, ...] | None = No
     ids = [name for name in asked if name.startswith("i-")]
     if not _ended(account, handle, ids, shown):
         return False
-    tokens = {handle.token, *(tags_of(thing).get(names.TOKEN, "") for thing in shown.values())} - {""}
+    tokens = {handle.token, *(tags_of(resource).get(names.TOKEN, "") for resource in shown.values())} - {""}
     if nodes is None:
         tokens |= _creates(account, handle, shown)
-    left = [thing for name, thing in shown.items() if not name.startswith("i-")]
+    left = [resource for name, resource in shown.items() if not name.startswith("i-")]
     left += _left_by(account, handle.region, tokens)
-    gone = [_discarded(account, handle.region, thing, set(ids)) for thing in left]
+    gone = [_discarded(account, handle.region, resource, set(ids)) for resource in left]
     if not all(gone):
         return False
     reaper.disarm(account, handle.region, ids)
@@ -137,17 +137,17 @@ def _left_by(account: Account, region: str, tokens: Iterable[str]) -> Iterator[S
         yield from listing.disks(account, region, of_these)
 
 
-def _discarded(account: Account, region: str, thing: Shown, ended: set[str]) -> bool:
+def _discarded(account: Account, region: str, resource: Shown, ended: set[str]) -> bool:
     """Whether an address or a disk is gone, or in use by a machine that is not among those that were ended."""
-    user = _user_of(thing)
+    user = _user_of(resource)
     if user and user not in ended:
         return True
-    if "AllocationId" in thing:
-        return _released(account, region, thing)
-    if user or thing["State"] == "deleting":  # EC2 is at it
+    if "AllocationId" in resource:
+        return _released(account, region, resource)
+    if user or resource["State"] == "deleting":  # EC2 is at it
         return False
-    with calling(f"deleting disk {thing['VolumeId']}", region), unless_absent():
-        account.client("ec2", region).delete_volume(VolumeId=thing["VolumeId"])
+    with calling(f"deleting disk {resource['VolumeId']}", region), unless_absent():
+        account.client("ec2", region).delete_volume(VolumeId=resource["VolumeId"])
     return False  # it takes its time
 
 
@@ -169,9 +169,9 @@ def _released(account: Account, region: str, address: Shown) -> bool:
     return True
 
 
-def _user_of(thing: Shown) -> str:
+def _user_of(resource: Shown) -> str:
     """The machine that an address or a disk belongs to, or an empty string."""
-    attached = thing.get("Attachments", [thing])
+    attached = resource.get("Attachments", [resource])
     return attached[0].get("InstanceId") or "" if attached else ""
 
 
@@ -218,20 +218,20 @@ def _insist(look: Callable[[], _T]) -> _T:
 
 def _owned_in(account: Account, region: str, owner: str) -> list[Handle]:
     marks = {names.OWNER: owner}
-    things = listing.tagged(account, region, marks, _LIVING)
+    resources = listing.tagged(account, region, marks, _LIVING)
     loose = listing.addresses(account, region, tag_filters(marks)) + listing.disks(account, region, tag_filters(marks))
-    things += [each for each in loose if carries(each, marks) and not _user_of(each)]
+    resources += [each for each in loose if carries(each, marks) and not _user_of(each)]
     creates: dict[tuple[str, str], list[Shown]] = {}
-    for thing in things:
-        tags = tags_of(thing)
-        creates.setdefault((tags.get(names.FLEET, ""), tags.get(names.TOKEN, "")), []).append(thing)
+    for resource in resources:
+        tags = tags_of(resource)
+        creates.setdefault((tags.get(names.FLEET, ""), tags.get(names.TOKEN, "")), []).append(resource)
     return [_handle(region, fleet, token, each) for (fleet, token), each in sorted(creates.items())]
 
 
-def _handle(region: str, fleet: str, token: str, things: list[Shown]) -> Handle:
-    ranked = [each for each in things if id_of(each).startswith("i-")]
-    loose = sorted(id_of(each) for each in things if not id_of(each).startswith("i-"))
-    generation = tags_of(things[0]).get(names.GENERATION, "")
+def _handle(region: str, fleet: str, token: str, resources: list[Shown]) -> Handle:
+    ranked = [each for each in resources if id_of(each).startswith("i-")]
+    loose = sorted(id_of(each) for each in resources if not id_of(each).startswith("i-"))
+    generation = tags_of(resources[0]).get(names.GENERATION, "")
     return Handle(
         provider="aws",
         region=region,

@@ -35,8 +35,8 @@ from mgpu_train.agent.phases.prepare import prepare
 from mgpu_train.agent.phases.resume import resume
 from mgpu_train.agent.phases.watch import Watch
 from mgpu_train.agent.status.status import Fault, Phase
-from mgpu_train.agent.uploads.checkpoint_store import StoreDepot
-from mgpu_train.agent.uploads.uploads import DepotError, Uploads
+from mgpu_train.agent.uploads.checkpoint_store import AttemptStore
+from mgpu_train.agent.uploads.uploads import CheckpointStoreError, Uploads
 from mgpu_train.config import CheckpointTarget
 
 T = TypeVar("T")
@@ -145,7 +145,7 @@ def _check_early_end(attempt: Attempt) -> None:
 def _uploads(attempt: Attempt, target: CheckpointTarget, resumed_step: int) -> Uploads:
     job = attempt.job
     return Uploads(
-        StoreDepot(attempt, target),
+        AttemptStore(attempt, target),
         attempt.checkpoints,
         leads=job.node_rank == 0,
         alone=job.nodes == 1 or target.writers == "rank0",
@@ -233,25 +233,25 @@ def _explained(attempt: Attempt, ended: Ended) -> Ended:
 def _last_word(attempt: Attempt, target: CheckpointTarget, failure: AttemptFailed | None) -> None:
     """Into the store: how this node ended. Node 0 writes into the commit log how the attempt did, which is what is left
     to read when the machines are gone."""
-    depot = StoreDepot(attempt, target)
+    checkpoint_store = AttemptStore(attempt, target)
     if attempt.job.node_rank == 0 and failure is None and asks_peers(attempt.job):
-        failure = _of_peers(attempt, depot)
+        failure = _of_peers(attempt, checkpoint_store)
     try:
-        _in_time(attempt, lambda: depot.end(failure))
+        _in_time(attempt, lambda: checkpoint_store.end(failure))
     except Exception as error:  # noqa: BLE001 - whatever it is, the node has ended as it has
         where = "the end is not in the commit log" if attempt.job.node_rank == 0 else "node 0 does not hear of the end"
         attempt.say(f"{where}: {error}")
 
 
-def _of_peers(attempt: Attempt, depot: StoreDepot) -> AttemptFailed | None:
+def _of_peers(attempt: Attempt, checkpoint_store: AttemptStore) -> AttemptFailed | None:
     """What keeps a good end of this node from being the attempt's; silence does, too."""
     end = time.monotonic() + attempt.times.drain_s + (attempt.times.outputs_s if attempt.job.outputs else 0.0)
     for rank in range(1, attempt.job.nodes):
         while True:
             last = attempt.stop.now or time.monotonic() > end
             try:
-                said = _in_time(attempt, lambda rank=rank: depot.ended(rank))
-            except (DepotError, TimeoutError):
+                said = _in_time(attempt, lambda rank=rank: checkpoint_store.ended(rank))
+            except (CheckpointStoreError, TimeoutError):
                 said = None
             if said is not None:
                 break

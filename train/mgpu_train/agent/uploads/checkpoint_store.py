@@ -14,7 +14,7 @@ from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import AttemptFailed
 from mgpu_train.agent.status.log import clean
 from mgpu_train.agent.status.status import Fault
-from mgpu_train.agent.uploads.uploads import Announced, DepotError, NewerAttempt
+from mgpu_train.agent.uploads.uploads import Announced, CheckpointStoreError, NewerAttempt
 from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
 from mgpu_train.checkpoint.log.manifest import checkpoint_id
 from mgpu_train.checkpoint.retention import Policy, plan_prune, prune
@@ -37,7 +37,7 @@ class Said:
     failure: AttemptFailed | None
 
 
-class StoreDepot:
+class AttemptStore:
     """The store of a run's checkpoints, with the attempt's own credentials."""
 
     def __init__(self, attempt: Attempt, target: CheckpointTarget) -> None:
@@ -62,7 +62,7 @@ class StoreDepot:
             except NotFound:
                 return None
             except (ValueError, KeyError, TypeError) as error:
-                raise DepotError(f"{self._key} holds no announcement") from error
+                raise CheckpointStoreError(f"{self._key} holds no announcement") from error
 
     def upload(self, step: int, folder: Path) -> None:
         """Uploads this node's files, its sidecar last."""
@@ -142,7 +142,7 @@ class StoreDepot:
             except NotFound:
                 return None
             except (ValueError, KeyError, TypeError) as error:
-                raise DepotError(f"{key} does not say how node {node_rank} ended") from error
+                raise CheckpointStoreError(f"{key} does not say how node {node_rank} ended") from error
 
     def _end_key(self, node_rank: int) -> str:
         return f"{self._folder}/ended-{node_rank}.json"
@@ -183,14 +183,14 @@ class StoreDepot:
     def _translated(self) -> Iterator[Store]:
         try:
             yield self._opened()
-        except (DepotError, NewerAttempt):
+        except (CheckpointStoreError, NewerAttempt):
             raise
         except (StoreError, OSError) as error:
             problem, passing = str(error), isinstance(error, Unavailable | OSError)
-            raise DepotError(self._attempt.public(problem), passing=passing) from error
+            raise CheckpointStoreError(self._attempt.public(problem), passing=passing) from error
         except Exception as error:  # a bug costs this save, not all that follow
             problem = f"{type(error).__name__}: {error}"
-            raise DepotError(self._attempt.public(problem), passing=False) from error
+            raise CheckpointStoreError(self._attempt.public(problem), passing=False) from error
 
 
 def described(text: bytes, first: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _BACKOFF_S = (1.0, 30.0)  # first and longest wait between two tries
 _REFUSALS = 3  # tries of what the store refuses; what it only fails at is tried as long as it matters
 
 
-class DepotError(Exception):
+class CheckpointStoreError(Exception):
     """The store failed or refused. `passing`: it may work later by itself."""
 
     def __init__(self, problem: str, *, passing: bool = True) -> None:
@@ -46,7 +46,7 @@ class Announced:
     final: bool
 
 
-class Depot(Protocol):
+class CheckpointStore(Protocol):
     """One attempt's part of the store. Every call may raise DepotError, and may be repeated."""
 
     def announce(self, said: Announced) -> None:
@@ -79,7 +79,7 @@ class Uploads:
 
     def __init__(
         self,
-        depot: Depot,
+        checkpoint_store: CheckpointStore,
         folder: Path,
         *,
         leads: bool,
@@ -94,7 +94,7 @@ class Uploads:
 
         Saves of steps before `resumed_step` are not uploaded: the durable step never goes back (invariant I5).
         """
-        self._depot, self._folder = depot, folder
+        self._checkpoint_store, self._folder = checkpoint_store, folder
         self._leads, self._alone, self._times = leads, alone, times
         self._say, self._clock = say, clock
         self._pause = pause or self._wait
@@ -203,7 +203,7 @@ class Uploads:
                 self._pause(self._times.poll_s)
         if not self._alone:
             end = Announced(self._taken, final=True)
-            self._insist("announcing the end", lambda: self._depot.announce(end), tries=5)
+            self._insist("announcing the end", lambda: self._checkpoint_store.announce(end), tries=5)
 
     def _follow(self) -> None:
         since: float | None = None  # when it began to wait for node 0
@@ -230,8 +230,8 @@ class Uploads:
 
     def _announced(self) -> Announced | None:
         try:
-            return self._depot.announced()
-        except DepotError as error:
+            return self._checkpoint_store.announced()
+        except CheckpointStoreError as error:
             self._trouble(f"node 0's announcement cannot be read: {error}")
             return None
 
@@ -259,9 +259,9 @@ class Uploads:
         name = f"step-{step}"
         if self._leads and not self._alone:
             said = Announced(step, final)
-            if not self._insist(f"announcing {name}", lambda: self._depot.announce(said)):
+            if not self._insist(f"announcing {name}", lambda: self._checkpoint_store.announce(said)):
                 return False
-        if not self._insist(f"uploading {name}", lambda: self._depot.upload(step, path)):
+        if not self._insist(f"uploading {name}", lambda: self._checkpoint_store.upload(step, path)):
             return False
         self.note(uploaded_step=step)
         self._say(f"checkpoint {name}: uploaded")
@@ -276,7 +276,7 @@ class Uploads:
         found: list[str | None] = []
         while True:
             last = self._hurried.is_set()  # before the look: haste leaves one more
-            if not self._insist(f"committing step-{step}", lambda: found.append(self._depot.commit(step))):
+            if not self._insist(f"committing step-{step}", lambda: found.append(self._checkpoint_store.commit(step))):
                 return False
             if (checkpoint_id := found[-1]) is not None:
                 self.note(committed_step=step, committed_id=checkpoint_id)
@@ -299,8 +299,8 @@ class Uploads:
 
     def _prune(self) -> None:
         try:
-            self._depot.prune()
-        except DepotError as error:
+            self._checkpoint_store.prune()
+        except CheckpointStoreError as error:
             self._say(f"old checkpoints could not be deleted: {error}")  # the next commit tries again
 
     def _insist(self, doing: str, work: Callable[[], object], tries: int | None = None) -> bool:
@@ -311,7 +311,7 @@ class Uploads:
             try:
                 work()
                 return True
-            except DepotError as error:
+            except CheckpointStoreError as error:
                 self._trouble(f"{doing}: {error}")
                 refusals += not error.passing
             tries = None if tries is None else tries - 1

@@ -23,8 +23,8 @@ from mgpu_train.store.pace import Pace
 _TELL_EVERY_S = 0.2
 
 
-class Desk:
-    """The line of tasks, and what is known of them; see worker.Office."""
+class TaskQueue:
+    """The line of tasks, and what is known of them; see worker.Tasks."""
 
     def __init__(self, settings: Settings, out: int = 1) -> None:
         self.settings = settings
@@ -108,18 +108,18 @@ class Desk:
 
 def serve(lines: Iterable[bytes], settings: Settings) -> None:
     """Does what the lines ask for, until there are none."""
-    desk = Desk(settings)
+    queue = TaskQueue(settings)
     for _ in range(settings.threads):
-        Worker(desk).start()
-    threading.Thread(target=_keep_telling, args=(desk,), daemon=True).start()
+        Worker(queue).start()
+    threading.Thread(target=_keep_telling, args=(queue,), daemon=True).start()
     for line in lines:
-        desk.hear(line)
+        queue.hear(line)
 
 
-def _keep_telling(desk: Desk) -> None:
-    while not desk.idle():
+def _keep_telling(queue: TaskQueue) -> None:
+    while not queue.idle():
         time.sleep(_TELL_EVERY_S)
-        desk.report()
+        queue.report()
     os._exit(0)
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from mgpu_train import cores
 from mgpu_train.store.base import Progress
-from mgpu_train.store.bulk.floor import Floor
 from mgpu_train.store.bulk.message import Keys, Settings, Task
+from mgpu_train.store.bulk.minimum_rate import MinimumRate
 from mgpu_train.store.pace import Pace
 from mgpu_train.timeouts import Timeouts
 
@@ -86,7 +86,7 @@ class Engine:
             pace=pace.shared,
         )
         self._pace, self._provide, self._clock = pace, keys, clock
-        self._floor = Floor(timeouts.store_stall_s, pace.bytes_per_s, clock=clock)
+        self._minimum_rate = MinimumRate(timeouts.store_stall_s, pace.bytes_per_s, clock=clock)
         self._lock = threading.RLock()
         self._ids = itertools.count(1)
         self._jobs: dict[int, _Job] = {}
@@ -129,8 +129,8 @@ class Engine:
     def _next(self, inbox: queue.SimpleQueue[tuple[_Job, Answer]]) -> tuple[_Job, Answer]:
         while True:
             with suppress(queue.Empty):
-                return inbox.get(timeout=min(_LOOK_S, self._floor.window_s / 4))
-            if little := self._floor.broken():
+                return inbox.get(timeout=min(_LOOK_S, self._minimum_rate.window_s / 4))
+            if little := self._minimum_rate.broken():
                 self._give_up(Failed("slow", little + (f"; last trouble: {self._trouble}" if self._trouble else "")))
 
     def _again(self, job: _Job, error: Answer, inbox: queue.SimpleQueue[tuple[_Job, Answer]]) -> int:
@@ -145,7 +145,7 @@ class Engine:
     def _submit(self, place: int, task: Task, inbox: queue.SimpleQueue[tuple[_Job, Answer]]) -> int:
         with self._lock:
             if not self._jobs:
-                self._floor.begin()
+                self._minimum_rate.begin()
                 self._trouble = ""
             job = _Job(replace(task, id=next(self._ids)), place, inbox, self._keys)
             self._jobs[job.task.id] = job
@@ -208,7 +208,7 @@ class Engine:
             told = json.loads(line)
             if "id" not in told:
                 if self._process is process:
-                    self._floor.saw(told["moved"])
+                    self._minimum_rate.saw(told["moved"])
                     self._trouble = told["trouble"]
                 continue
             with self._lock:
@@ -232,7 +232,7 @@ class Engine:
                 self._give_up(Failed("died", f"it ended {_STARTS} times, the last time with {code}"))
             if not self._jobs:
                 return
-            self._floor.restarted()
+            self._minimum_rate.restarted()
             self._start()
             for job in self._jobs.values():
                 job.starts += 1

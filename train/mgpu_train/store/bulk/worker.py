@@ -30,7 +30,7 @@ _TURNS = tuple(threading.Lock() for _ in range(64))  # those who wait for a file
 Send = Callable[[socket.socket], None]
 
 
-class Office(Protocol):
+class Tasks(Protocol):
     """Where workers get their tasks, and whom they tell."""
 
     settings: Settings
@@ -61,11 +61,11 @@ class Office(Protocol):
 class Worker(threading.Thread):
     """Holds one connection and one piece in memory. Ends with its process."""
 
-    def __init__(self, office: Office) -> None:
+    def __init__(self, tasks: Tasks) -> None:
         super().__init__(daemon=True)
-        self._office, self._pace = office, office.pace
-        self._wire = Wire(office.settings.connect_s, office.settings.read_s)
-        rate = office.pace.bytes_per_s
+        self._tasks, self._pace = tasks, tasks.pace
+        self._wire = Wire(tasks.settings.connect_s, tasks.settings.read_s)
+        rate = tasks.pace.bytes_per_s
         piece = _PIECE if rate is None else max(_LEAST_PIECE, min(_PIECE, rate // _PIECES_A_SECOND))
         self._piece = memoryview(bytearray(piece))
         self._sent = self._got = self._crc = 0  # bytes of this try; bytes of this task that stay, and their checksum
@@ -73,19 +73,19 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Works as long as the process lives."""
         while True:
-            task = self._office.next()
+            task = self._tasks.next()
             try:
                 answer = self._patiently(task)
             except Exception as error:  # noqa: BLE001 - a bug costs this task: without an answer it would never end
                 answer = {"error": Trouble("bug", f"{type(error).__name__}: {error}"[:200]).told}
-            self._office.answer(task, **answer)
+            self._tasks.answer(task, **answer)
 
     def _patiently(self, task: Task) -> dict[str, Any]:
         """The answer to a task, after as many tries as there is time for.
 
         The first failure starts the clock, and so does the first after one that has brought something.
         """
-        retry_s, end = self._office.settings.retry_s, None
+        retry_s, end = self._tasks.settings.retry_s, None
         failures = self._got = self._crc = 0
         while True:
             before = self._got
@@ -100,9 +100,9 @@ class Worker(threading.Thread):
                 end = end or time.monotonic() + retry_s
                 if failures >= trouble.tries or time.monotonic() > end:
                     return {"error": trouble.told}
-                self._office.stumbled(trouble)
+                self._tasks.stumbled(trouble)
                 pause = min(retry_s / 12, retry_s / 300 * 2**failures) * random.uniform(0.5, 1)
-                if self._office.unwanted(task, pause):
+                if self._tasks.unwanted(task, pause):
                     return {"error": _unwanted().told}
 
     def _once(self, task: Task) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Worker(threading.Thread):
             self._check(task)
             return self._put(task) if task.method == "PUT" else self._get(task)
         except BaseException:
-            self._office.moved(-self._sent)  # it has to be sent again
+            self._tasks.moved(-self._sent)  # it has to be sent again
             raise
 
     def _put(self, task: Task) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Worker(threading.Thread):
             query,
             {"host": host, **headers},
             payload=UNSIGNED if secure else payload,
-            keys=self._office.keys,
+            keys=self._tasks.keys,
             region=task.route.region,
         )
         target = f"{task.path}?{query}" if query else task.path
@@ -187,7 +187,7 @@ class Worker(threading.Thread):
             while view:
                 view = view[sock.send(view) :]
             self._sent += len(piece)
-            self._office.moved(len(piece))
+            self._tasks.moved(len(piece))
         if sent != crc:
             raise Trouble("changed", "it changed while it was sent", tries=NEVER)
 
@@ -206,13 +206,13 @@ class Worker(threading.Thread):
             self._crc = more(piece, self._crc)
             self._got += count
             self._pace.take(count)
-            self._office.moved(count)
+            self._tasks.moved(count)
         if missing := task.length - self._got:
             told = f"{wanted - missing} bytes came where {wanted} were asked for"
             raise Trouble("network", told) if promised else Trouble("short", told, tries=FEW)
 
     def _check(self, task: Task) -> None:
-        if self._office.unwanted(task):
+        if self._tasks.unwanted(task):
             raise _unwanted()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 LEAST = 4 << 20  # bytes
 
 
-class Floor:
+class MinimumRate:
     """While something is under way, `least` bytes have to move in every `window_s`.
 
     What is counted may fall, too: bytes that have to go again. A server that takes bytes and never answers moves
