@@ -38,7 +38,7 @@ compile() {
     done
     PYTHONDONTWRITEBYTECODE='' .venv/bin/python -m compileall -q mgpu train/mgpu_train || true
     # pytest compiles itself, its plug-ins and tests in a way of its own
-    PYTHONDONTWRITEBYTECODE='' .venv/bin/python -m pytest --collect-only tests/unit/test_plan.py >/dev/null 2>&1 || true
+    PYTHONDONTWRITEBYTECODE='' .venv/bin/python -m pytest --collect-only tests/unit/plan/test_plan.py >/dev/null 2>&1 || true
 }
 
 sync

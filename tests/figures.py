@@ -35,7 +35,7 @@ def known(config: pytest.Config) -> dict[str, float]:
 
 
 def folder(file: str) -> str:
-    """`tests/unit/test_plan.py` is in unit, `tests/failure/fleet/links/test_links.py` in failure/fleet."""
+    """`tests/unit/plan/test_plan.py` is in unit, `tests/failure/fleet/links/test_links.py` in failure/fleet."""
     below = file.removeprefix("tests/").split("/")[:-1]
     return "/".join(below[:2]) or "."
 

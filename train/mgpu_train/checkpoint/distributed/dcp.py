@@ -106,11 +106,11 @@ class Checkpointer:
         """
         place, target = self.place.background, folder / f"step-{capture.progress.step}"
         aside = folder / f".tmp-{target.name}"
-        keeper = place.local_rank == 0 if self.writers == "all" else place.rank == 0
+        publishes = place.local_rank == 0 if self.writers == "all" else place.rank == 0
         try:
             with _together(place):
                 capture.snapshot.fill()
-                if keeper:
+                if publishes:
                     _make_room(folder, aside)
             everyones = dict(ChainMap(*place.gather(capture.random)))
             with _together(place):
@@ -118,9 +118,9 @@ class Checkpointer:
             with _together(place):
                 if place.rank == 0:
                     _write(aside / "meta.json", self._describe(capture, everyones))
-            _publish(place, aside if keeper else None, target)
+            _publish(place, aside if publishes else None, target)
         except (TrainError, RuntimeError) as error:
-            if keeper:
+            if publishes:
                 shutil.rmtree(aside, ignore_errors=True)
             # a peer that is gone, or late, ends a collective with a RuntimeError; gloo's group is of no use after it
             kind = TrainError if isinstance(error, TrainError) else PeersLost

@@ -24,7 +24,7 @@ from mgpu.iac.engine import install, sources
 from mgpu.iac.engine.install import find_engine, install_engine
 from mgpu.iac.engine.sources import FILES, VERSION, Outside, Unavailable
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SUMS = f"pulumi-{VERSION}-checksums.txt"
 
 

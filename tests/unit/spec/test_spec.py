@@ -19,7 +19,7 @@ from mgpu.errors import InputError, SpecError
 from mgpu.spec.load import load, loads
 from mgpu.spec.model import Checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 DEMO = """\
 name: demo

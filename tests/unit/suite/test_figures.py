@@ -35,11 +35,11 @@ def test_set_up_call_and_teardown_are_added_up_by_file_and_by_folder(figures):
     for seconds, cpu in ((1.0, 0.5), (2.0, 1.0), (0.5, 0.0)):
         figures("tests/failure/fleet/links/test_links.py::test_a[1]", seconds, cpu)
     figures("tests/failure/fleet/test_kill.py::test_a", 2.0, 0.25)
-    figures("tests/unit/test_plan.py::test_a", 1.0, 1.0)
+    figures("tests/unit/plan/test_plan.py::test_a", 1.0, 1.0)
     said = [line.split() for line in figures.printed()]
     assert ["3.5", "1.5", "failure/fleet/links/test_links.py", "5.5", "1.8", "failure/fleet"] in said
-    assert ["2.0", "0.2", "failure/fleet/test_kill.py", "1.0", "1.0", "unit"] in said
-    assert ["1.0", "1.0", "unit/test_plan.py"] in said
+    assert ["2.0", "0.2", "failure/fleet/test_kill.py", "1.0", "1.0", "unit/plan"] in said
+    assert ["1.0", "1.0", "unit/plan/test_plan.py"] in said
 
 
 def test_only_the_slowest_files_are_named_and_the_longest_comes_first(figures):
@@ -50,16 +50,16 @@ def test_only_the_slowest_files_are_named_and_the_longest_comes_first(figures):
 
 
 def test_of_one_file_nothing_is_said(figures):
-    figures("tests/unit/test_plan.py::test_a", 1.0, 1.0)
-    figures("tests/unit/test_plan.py::test_b", 1.0, 1.0)
+    figures("tests/unit/plan/test_plan.py::test_a", 1.0, 1.0)
+    figures("tests/unit/plan/test_plan.py::test_b", 1.0, 1.0)
     assert figures.printed() == []
 
 
 def test_a_run_of_one_test_forgets_no_other(figures):
-    figures("tests/unit/test_plan.py::test_a", 1.0, 1.0)
-    figures("tests/unit/test_plan.py::test_a", 0.256, 1.0)
+    figures("tests/unit/plan/test_plan.py::test_a", 1.0, 1.0)
+    figures("tests/unit/plan/test_plan.py::test_a", 0.256, 1.0)
     figures.adds.pytest_sessionfinish()
-    assert figures.kept[KEPT] == {"tests/unit/test_old.py::test_a": 3.0, "tests/unit/test_plan.py::test_a": 1.26}
+    assert figures.kept[KEPT] == {"tests/unit/test_old.py::test_a": 3.0, "tests/unit/plan/test_plan.py::test_a": 1.26}
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ from mgpu.run.record.signals import Interrupts
 from mgpu.spec.load import load
 from mgpu.spec.model import Data
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 RUN_FILE = """
 name: it
 provider: local

@@ -133,6 +133,6 @@ def test_the_lines_are_as_documented(tmp_path: Path):
     bill.write_stop(tmp_path, "0123456789-0", "destroyed")
     first, second = (json.loads(line) for line in (tmp_path / bill.FILE).read_text().splitlines())
     assert (first["kind"], second["kind"]) == ("start", "stop")
-    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text().partition("## Bill")[2]
+    page = (Path(__file__).parents[4] / "docs" / "formats.md").read_text().partition("## Bill")[2]
     for key in (*first, *second):
         assert f"`{key}`" in page, f"docs/formats.md does not mention {key}"

@@ -18,7 +18,7 @@ from mgpu.image.compat_table import FAMILIES, TOOLKITS, WHEELS
 from mgpu.providers.aws.instances import drivers
 from mgpu.spec.image import ImageSpec
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TRAINER = ROOT / "images" / "trainer"
 DOCKERFILE = (TRAINER / "Dockerfile").read_text()
 ARGS = dict(re.findall(r"^ARG (\w+)=(.*)$", DOCKERFILE, re.MULTILINE))

@@ -88,7 +88,7 @@ def test_the_shipped_snapshot_says_where_it_comes_from_and_of_which_day_its_pric
 
 
 def test_the_shipped_snapshot_is_what_its_builder_writes():
-    path = Path(__file__).parents[2] / "scripts" / "write_aws_offers.py"
+    path = Path(__file__).parents[4] / "scripts" / "write_aws_offers.py"
     spec = importlib.util.spec_from_file_location("write_aws_offers", path)
     assert spec is not None
     assert spec.loader is not None

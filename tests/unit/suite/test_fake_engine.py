@@ -45,7 +45,7 @@ def test_a_locked_registry_asks_who_is_there(locked_registry: Registry):
 @pytest.mark.parametrize("signal", ["INT", "KILL"])
 def test_nothing_is_left_of_an_engine_however_its_owner_ends(require, signal: str):
     require("docker", not missing(), missing())
-    program = HOLD.format(tests=str(Path(__file__).parents[1]))
+    program = HOLD.format(tests=str(Path(__file__).parents[2]))
     owner = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert owner.stdout
     folder = Path(owner.stdout.readline().decode().strip())
