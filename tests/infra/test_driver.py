@@ -183,6 +183,22 @@ def test_an_error_crosses_the_engine_with_its_class_and_its_lines(kind):
     assert (got.what, got.why, got.next_step) == ("what", "why\nand more", "next")
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("what", "", ""),
+        ("what", "why", ""),
+        ("what", "", "next"),
+        ("what\nin two", "why\n\nand more", "next\nand then"),
+    ],
+)
+@pytest.mark.parametrize("facts", [{}, {"scope": "zone", "retry_after": 30.5}, {"scope": "account"}])
+def test_nothing_of_a_providers_error_is_lost(lines, facts):
+    got = failures.parse(failures.describe(NoCapacity(*lines, **facts)).replace("\n", "\n    "))
+    sent = NoCapacity(lines[0], lines[1].replace("\n\n", "\n"), lines[2], **facts)
+    assert vars(got) == vars(sent)
+
+
 @pytest.mark.parametrize("name", ["MgpuError", "Exception", "Scope", "no_such"])
 def test_every_other_class_is_the_stacks(name):
     got = failures.parse(f"what\nnext\n[mgpu:{name}]")
@@ -191,7 +207,7 @@ def test_every_other_class_is_the_stacks(name):
 
 
 def test_mistakes_of_a_run_file_cross_as_one():
-    got = failures.parse("mgpu.yaml: 2 problems\nnext\n[mgpu:SpecError]")
+    got = failures.parse("mgpu.yaml: 2 problems\nnext\n[mgpu:SpecError why=0 next=1]")
     assert (type(got), str(got)) == (InputError, "mgpu.yaml: 2 problems\nnext")
 
 

@@ -188,7 +188,7 @@ def test_a_create_that_fails_says_so_in_its_own_words(wire, here, fake):
     lines = failed.value.details().splitlines()
     assert "no offer" in lines[0]
     assert "max_price_usd_per_hour" in lines[-2]
-    assert lines[-1] == "[mgpu:NoOffer]"
+    assert lines[-1].startswith("[mgpu:NoOffer ")
 
 
 def test_a_gang_of_which_a_node_is_lost_at_once_is_undone_and_asked_for_again(wire, here, fake):
@@ -384,7 +384,7 @@ def test_a_provider_that_does_not_answer_concludes_nothing(wire, here, made, fak
     fake.refuse_describe = Transient("503", "the provider is down", "Try again.")
     with pytest.raises(grpc.RpcError) as failed:
         wire.read(here, made[0], made[2], made[1])
-    assert failed.value.details().endswith("[mgpu:Transient]")
+    assert "\n[mgpu:Transient " in failed.value.details()
 
 
 def test_the_pinned_host_key_stays_whatever_is_described(wire, here, made, fake, monkeypatch):
@@ -437,7 +437,7 @@ def test_a_repair_that_fails_leaves_state_with_what_lives(wire, here, made, fake
     assert list(wire.diff(here, inputs, state, inputs).diffs) == ["nodes"], "the next `up` goes on from there"
     fake.refuse_repair = None
     assert set(ids(wire.update(here, resource_id, state, inputs))) == fake.running
-    assert failed.value.details().endswith("[mgpu:NoCapacity]")
+    assert "\n[mgpu:NoCapacity " in failed.value.details()
 
 
 def test_a_repair_whose_result_was_lost_is_done_again_and_what_lives_is_kept(wire, here, made, fake, xdg):
@@ -552,7 +552,7 @@ NEW = OLD.model_copy(update={"version": "580.105.08"})
 def test_machines_that_cannot_run_the_image_are_not_rented(wire, here, fake, preview):
     fake.driver = OLD
     inputs = wire.inputs(here, WANTED | {"imageLabels": CUDA_13})
-    with pytest.raises(grpc.RpcError, match=r"needs a newer NVIDIA driver than 570\.172\.08[^$]+\[mgpu:InputError\]"):
+    with pytest.raises(grpc.RpcError, match=r"needs a newer NVIDIA driver than 570\.172\.08[^$]+\[mgpu:InputError "):
         wire.create(here, inputs, preview=preview)
     assert fake.asked_for_driver == [("r1",)]
     assert fake.created == []
