@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LIST = ROOT / "train" / "mgpu_train" / "agent" / "node-requirements.txt"
+LIST = ROOT / "train" / "mgpu_train" / "agent" / "host" / "node-requirements.txt"
 _WHEEL = re.compile(r"-(py2\.py3-none-any|py3-none-any|cp31[1-4]-(cp31[1-4]|abi3)-manylinux\S*_(x86_64|aarch64))\.whl$")
 
 

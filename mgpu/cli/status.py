@@ -50,7 +50,7 @@ def _unwatched(record: Record) -> str:
     """What becomes of a run that nobody supervises."""
     end = f", at the latest {common.clock(record.hard_cap_at)}" if record.hard_cap_at else ""
     if record.state is State.QUEUED:
-        return "none yet: nothing is rented until somebody supervises it"
+        return "none yet: nothing is rented for it until somebody supervises it"
     if record.state in (State.RUNNING, State.STOPPING):
         return (
             f"gone: nobody supervises it. The nodes train on by themselves; a crashed attempt ends with its lease{end}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mgpu_train import launchers
 from mgpu_train.config import BestMode, DataItem, EnvName, MetricName, Text, TrainConfig, Writers
+from mgpu_train.strategies import entry as strategies
 from mgpu_train.tasks import entry as tasks
 from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
 
@@ -217,8 +218,9 @@ class Keys(Block):
 
     @property
     def own_code(self) -> bool:
-        """Whether nodes run code that is not mgpu's: a `command`, or another task than those of the trainer."""
-        return self.command is not None or (self.train is not None and self.train.task not in tasks.OURS)
+        """Whether nodes run code that is not mgpu's: a `command`, or a task or strategy of somebody else's."""
+        train = self.train
+        return train is None or train.task not in tasks.OURS or train.strategy not in strategies.OURS
 
     @property
     def on_this_machine(self) -> bool | None:

@@ -82,7 +82,9 @@ def _processes(spec: RunSpec) -> Iterator[Mistake]:
 
 def _code(spec: RunSpec) -> Iterator[Mistake]:
     if spec.code is not None and not spec.own_code:
-        yield Mistake(("code",), "is for `command`, or a task that is not mgpu's", (("train",), ("train", "task")))
+        yield Mistake(
+            ("code",), "is for `command`, or a task or strategy that is not mgpu's", (("train",), ("train", "task"))
+        )
     if spec.code is None:
         return
     for key, value in (("workdir", spec.code.workdir), ("requirements", spec.code.requirements)):
@@ -241,7 +243,9 @@ def _data(spec: RunSpec) -> Iterator[Mistake]:
 
 def _setup(spec: RunSpec) -> Iterator[Mistake]:
     if spec.setup and not spec.own_code:
-        yield Mistake(("setup",), "is for `command`, or a task that is not mgpu's", (("train",), ("train", "task")))
+        yield Mistake(
+            ("setup",), "is for `command`, or a task or strategy that is not mgpu's", (("train",), ("train", "task"))
+        )
     for index, line in enumerate(spec.setup):
         if not line.strip():
             yield Mistake(("setup", index), "is empty")

@@ -19,6 +19,8 @@ from mgpu_train.loop import Folders, StopRequest, Trainer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "outside" / "parity"))
 
 MODULE = """
+import torch
+from torch import nn
 from mgpu_parity.task import Parity
 from mgpu_train.tasks.base import Loss
 
@@ -30,6 +32,29 @@ class Doubled(Parity):
 class Forgetful(Parity):
     def initialise(self, model):
         model[0].reset_parameters()
+
+class Positions(Parity):
+    # a buffer of whole numbers that is made where there is no memory, and that `initialise` forgets
+    def model(self):
+        model = super().model()
+        model.register_buffer("positions", torch.arange(3))
+        return model
+
+class Tied(Parity):
+    def model(self):
+        bits, width = self.options.bits, self.options.width
+        sizes = ((bits, width), (width, width), (width, width), (width, 2))
+        model = nn.Sequential(*(nn.Linear(*size) for size in sizes))
+        model[2].weight = model[1].weight
+        return model
+    def initialise(self, model):
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                layer.reset_parameters()
+    def loss(self, model, batch):
+        inner = getattr(model, "module", model)
+        assert inner[1].weight is inner[2].weight
+        return super().loss(model, batch)
 
 class Empty(Parity):
     def data(self, split):
@@ -48,6 +73,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "doubled": {"task": "tasks_of_tests:Doubled"},
     "bad-options": {"options": {"bits": 99, "widht": 2}},
     "forgetful": {"task": "tasks_of_tests:Forgetful"},
+    "positions": {"task": "tasks_of_tests:Positions"},
+    "tied": {"task": "tasks_of_tests:Tied"},
     "empty": {"task": "tasks_of_tests:Empty"},
     "other": {"task": "tasks_of_tests:Other"},
     "no-class": {"task": "tasks_of_tests:Absent"},

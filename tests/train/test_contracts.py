@@ -52,6 +52,10 @@ def test_values_of_a_task_are_told_by_their_names_and_speed_in_its_unit(out):
     assert (meta["data"], meta["config"]["options"]) == ("2 x 5 bits", {"bits": 5, "width": 8})
 
 
+def test_weights_that_are_one_stay_one(out):
+    assert failures(out, "tied") == [None, None]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -61,6 +65,7 @@ def test_values_of_a_task_are_told_by_their_names_and_speed_in_its_unit(out):
         ),
         ("bad-options", "widht: Extra inputs are not permitted"),
         ("forgetful", "`initialise` of Forgetful gives `2.weight` no value"),
+        ("positions", "`initialise` of Positions gives `positions` no value"),
         ("empty", "task tasks_of_tests:Empty has no samples: 0 and 0"),
         ("other", "tasks_of_tests:Other is no class that is derived from mgpu_train.tasks.base.Task"),
         ("no-class", "tasks_of_tests:Absent cannot be imported (AttributeError"),

@@ -133,21 +133,42 @@ def make_model(task: Task, seed: int) -> nn.Module:
     """The task's model on the host, the same on all ranks. Raises TrainError for one that has no value somewhere."""
     with torch.device("meta"):
         model = task.model()
+    tied = _tied(model)
     model.to_empty(device="cpu")
+    for first, *others in tied:  # which `to_empty` has parted
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            setattr(model.get_submodule(owner), name, model.get_parameter(first))
     with torch.no_grad():
-        for _, value in _numbers(model):
-            value.fill_(math.nan)
+        for _, value in _values(model):
+            if _has_nan(value):
+                value.fill_(math.nan)
+    # whole numbers have no NaN: what was replaced, or changed in place, has a value
+    empty = {name: (value, value._version) for name, value in _values(model) if not _has_nan(value)}
     torch.manual_seed(seed)
     task.initialise(model)
-    if empty := next((name for name, value in _numbers(model) if value.isnan().any()), None):
-        raise TrainError(f"`initialise` of {type(task).__name__} gives `{empty}` no value")
+    for name, value in _values(model):
+        kept, version = empty.get(name, (None, 0))
+        if (kept is value and value._version == version) or (_has_nan(value) and value.isnan().any()):
+            raise TrainError(f"`initialise` of {type(task).__name__} gives `{name}` no value")
     return model
 
 
-def _numbers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if value.is_floating_point():
-            yield name, value
+def _values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _has_nan(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one: of the output's and the input's embedding, for instance."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
 
 
 class Trainer:

@@ -7,7 +7,7 @@ import platform as machine
 import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -102,6 +102,8 @@ def read(recipe: bytes, args: Mapping[str, str], platform: str = "linux/amd64") 
         parsed = parse_dockerfile_ast(_decoded(recipe))
     except DockerfileSyntaxError as error:
         raise failures.unreadable(error.line, str(error).partition(": ")[2]) from error
+    except RecursionError as error:
+        raise failures.unreadable(0, "it is nested too deep") from error
     given = {name: args.get(name, value) for name, value in _of_platforms(platform).items()}
     reader = _Reader(args, given, parsed.escape_token)
     for each in parsed.instructions:
@@ -231,6 +233,10 @@ class _Reader:
             self.folders[-1] = posixpath.join(self.folders[-1], *into)
         elif each.name in ("COPY", "ADD") and self.stages:
             self._copy(each)
+        elif each.name == "ONBUILD" and self.stages:  # carried out in each stage of this file that begins with this one
+            for later in parse_dockerfile_ast(each.original.partition(" ")[2]).instructions:
+                if later.name in ("COPY", "ADD"):
+                    self._copy(replace(later, start_line=each.start_line, original=each.original))
 
     def _from(self, each: DockerfileInstruction) -> None:
         word, *rest = each.args

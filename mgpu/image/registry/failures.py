@@ -103,7 +103,8 @@ def in_dockerfile(said: str) -> ImageError | None:
 
 def unreadable(line: int | None, why: str) -> ImageError:
     """A Dockerfile that builders do not take."""
-    return ImageError(f"the Dockerfile cannot be read: line {line}: {why}", "", "Mend that line.")
+    where = f"line {line}: " if line else ""
+    return ImageError(f"the Dockerfile cannot be read: {where}{why}", "", "Mend that line.")
 
 
 _UNREADABLE = re.compile(r"dockerfile parse error (?:on )?line (\d+): (.+)", re.IGNORECASE)

@@ -13,7 +13,7 @@ from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
 from mgpu.context import Context
 from mgpu.events import Emit, Note, RunStateChanged
-from mgpu.run.fleet.stack import open_stack, project_of, refuse_used, standing
+from mgpu.run.fleet.stack import open_stack, project_of, standing
 from mgpu.run.job import images
 from mgpu.run.job.request import build_secrets, resolve, secrets_of
 from mgpu.run.job.stack_output import provider_for, provider_of
@@ -22,7 +22,7 @@ from mgpu.run.lifecycle.outcome import Outcome
 from mgpu.run.lifecycle.submit import submit
 from mgpu.run.lifecycle.supervise import supervise, supervision
 from mgpu.run.nodes import code_upload
-from mgpu.run.record.record import Record, busy, new_run_id, opening
+from mgpu.run.record.record import Record, busy, new_run_id
 from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
 from mgpu.words import count
@@ -48,7 +48,7 @@ def launch(
         return submit(request, run_file, resume=resume, image=image)
 
     with _opened(run_id, context, made) as session:
-        return supervise(session, context)
+        return supervise(session, context, submitted=True)
 
 
 def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, resume: Record | None = None) -> Outcome:
@@ -61,13 +61,12 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
     image = images.for_stack(spec, request.base, fleet, context.emit)
 
     def made() -> Record:
-        refuse_used(fleet)
         return submit(request, run_file, stack=stack_name, fleet=fleet, resume=resume, image=image)
 
     price = f"${fleet.price_usd_per_hour:.2f} per hour, all nodes"
     context.emit(Note(f"fleet {fleet.fleet}: {count(len(fleet.nodes), 'node')}, {price}, rented already"))
     with _opened(run_id, context, made) as session:
-        return supervise(session, context)
+        return supervise(session, context, submitted=True)
 
 
 def preflight(run_file: Path, spec: RunSpec, emit: Emit) -> Path:
@@ -95,11 +94,7 @@ def preflight(run_file: Path, spec: RunSpec, emit: Emit) -> Path:
 def _opened(run_id: str, context: Context, make: Callable[[], Record]) -> Iterator[Session]:
     """A run that begins now: its record is made under the lock that its supervisor holds."""
 
-    def alone() -> Record:
-        with opening():
-            return make()
-
-    with supervision(run_id, context, alone) as session:
+    with supervision(run_id, context, make) as session:
         if session is None:
             raise busy(run_id)
         context.emit(Note(f"run {run_id}; from another terminal: `mgpu status`, `mgpu logs -f`, `mgpu stop`"))

@@ -11,12 +11,12 @@ from mgpu.iac.engine.project import project_name
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan import rank
-from mgpu.run.fleet.stack import project_of
+from mgpu.run.fleet.stack import project_of, refuse_used
 from mgpu.run.job import images
 from mgpu.run.job.images import Settled
 from mgpu.run.job.request import Request
 from mgpu.run.nodes import code_upload
-from mgpu.run.record.record import Folder, Record, load, save
+from mgpu.run.record.record import Folder, Record, load, opening, save
 from mgpu.spec.load import text_of
 
 
@@ -33,12 +33,35 @@ def submit(
     later does not change the run. `stack` and `fleet`: it runs there; without them it gets a fleet of its own.
 
     Raises:
-        InputError: the run that is resumed is not over; the code cannot be kept.
+        InputError: the run that is resumed is not over; the code cannot be kept; another run uses the fleet. Nothing
+            was changed.
     """
-    spec, run_id = request.spec, request.run_id
+    run_id = request.run_id
     if resume is not None:
         resume = load(run_id)
         _require_over(resume, own_stack=stack is None)
+    folder = Folder(run_id)
+    folder.make()
+    try:
+        with code_upload.set_aside(request) as code, opening():
+            if fleet is not None:
+                refuse_used(fleet)
+            return _submitted(request, run_file, code, _record(request, run_file, stack, fleet, resume, image))
+    except BaseException:
+        if resume is None:
+            shutil.rmtree(folder.root, ignore_errors=True)
+        raise
+
+
+def _record(
+    request: Request,
+    run_file: Path,
+    stack: str | None,
+    fleet: StackOutput | None,
+    resume: Record | None,
+    image: Settled | None,
+) -> Record:
+    spec, run_id = request.spec, request.run_id
     stack_name = stack or new_stack_name(run_id, resume)
     project = project_of(run_file)
     record = Record(
@@ -64,12 +87,17 @@ def submit(
         fleet=fleet.model_dump(mode="json") if fleet else None,
     )
     images.remember(record, image)
-    folder = Folder(run_id)
-    folder.make()
-    folder.run_file.write_text(text_of(spec, run_file))
-    folder.stop.unlink(missing_ok=True)
+    return record
+
+
+def _submitted(request: Request, run_file: Path, code: Path | None, record: Record) -> Record:
+    """With its files in their places, all at once: what may fail or take long was done before."""
+    folder, said = Folder(request.run_id), text_of(request.spec, run_file)
     shutil.rmtree(folder.work, ignore_errors=True)  # a run that is begun again takes its code as it is now
-    code_upload.keep(request)
+    if code is not None:
+        code.replace(folder.work)
+    folder.run_file.write_text(said)
+    folder.stop.unlink(missing_ok=True)
     save(record)  # last: a run whose record is there is whole
     return record
 

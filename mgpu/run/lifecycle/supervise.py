@@ -64,21 +64,22 @@ def supervision(
             yield Session(found, context.emit, context.timeouts, interrupts, context.ask_to_stop, detach=context.detach)
 
 
-def supervise(session: Session, context: Context, before: Holder | None = None) -> Outcome:
-    """Goes on with the run until it is over, is left, or somebody else has it. `before`: who supervised it until now.
+def supervise(session: Session, context: Context, before: Holder | None = None, *, submitted: bool = False) -> Outcome:
+    """Goes on with the run until it is over, is left, or somebody else has it. `before`: who supervised it until now;
+    `submitted`: this command has submitted it a moment ago, and the run ends with what it cannot begin with.
 
     Raises:
         InputError: it cannot be gone on with from here (a secret is missing, the store does not answer); nothing of
             the run was touched.
     """
-    return _Run(session, context, before).conclude()
+    return _Run(session, context, before, submitted=submitted).conclude()
 
 
 class _Run:
     """One run, from wherever its record says that it is."""
 
-    def __init__(self, session: Session, context: Context, before: Holder | None) -> None:
-        self.session, self.record = session, session.record
+    def __init__(self, session: Session, context: Context, before: Holder | None, *, submitted: bool) -> None:
+        self.session, self.record, self._submitted = session, session.record, submitted
         path = Folder(self.record.run_id).run_file
         self.spec: RunSpec = loads(
             path.read_text(), str(path)
@@ -92,12 +93,17 @@ class _Run:
         state, end = self.record.state, self.spec.teardown
         self.session.save()  # whose it is from here on
         if state is State.QUEUED:
-            self.session.to(state := State.PROVISIONING)
+            body = self._undone if self._to_end else self._begin if self._submitted else self._made()
+            self.session.to(State.PROVISIONING)
+            return conclude(self.session, self.stack, end, body)
         if state is State.TEARDOWN:
             return conclude(self.session, self.stack, end, lambda: remembered(self.record))
         if state in (State.PROVISIONING, State.REPAIRING):
             return conclude(self.session, self.stack, end, self._undone if self._to_end else self._made())
         return conclude(self.session, self.stack, end, self._watched())
+
+    def _begin(self) -> Ended:
+        return self._made()()
 
     @property
     def _to_end(self) -> bool:
@@ -138,7 +144,8 @@ class _Run:
             self.record.recoveries += 1  # it was one of those that the run file allows
         if self.record.own_stack:
             return _rented(self.session, self.stack, request, secrets)
-        return _used(self.session, self.stack, request, secrets, self._standing())
+        fleet = StackOutput.model_validate(self.record.fleet) if self._submitted else self._standing()
+        return _used(self.session, self.stack, request, secrets, fleet)
 
     def _repaired(self, request: Request, secrets: Secrets) -> Ended:
         lost = self.record.under_repair  # what the dead supervisor was about to replace

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -95,7 +97,9 @@ def send(session: Session, request: Request, nodes: NodeSet) -> None:
     if request.workdir is None:
         return
     if not kept.exists():  # submitted by an mgpu that kept it later
-        keep(request)
+        with set_aside(request) as code, suppress(OSError):  # another process may have kept it meanwhile
+            if code is not None:
+                code.replace(kept)
     # what was left out when it was kept is not there: nothing more is to be left out
     snapshot = scan(kept, (), ignore_files=False)
     reports = nodes.sync(snapshot, str(RunLayout(request.run_id).work), like=str(RunLayout("*").work))
@@ -107,30 +111,31 @@ def send(session: Session, request: Request, nodes: NodeSet) -> None:
     session.emit(Note(f"code: {count(reports[0].files, 'file')}, {most} sent to {words}"))
 
 
-def keep(request: Request) -> None:
-    """Keeps the code with the run's record, as it is now.
+@contextmanager
+def set_aside(request: Request) -> Iterator[Path | None]:
+    """The code as it is now, in a folder beside the run's own: whoever has got it moves it there. None: it has none.
 
     Raises:
         InputError: files that cannot be sent, or not be kept here.
     """
     folder = _folder(request)
     if folder is None:
+        yield None
         return
     snapshot, kept = scan(folder), Folder(request.run_id).work
     aside = kept.with_name(f".work.{os.getpid()}")
     try:
-        aside.mkdir(mode=0o700)
-        snapshot.write_to(aside)
-        _share(snapshot, aside)
-        aside.replace(kept)
-    except OSError as error:
-        if kept.exists():  # whole: another process has kept it meanwhile
-            return
-        raise InputError(
-            f"the code of run {request.run_id} cannot be kept in {kept}",
-            f"{error.strerror}: {error.filename}",
-            f"Make room there, or name large files in {IGNORE_FILE}: data has keys of its own (`data:`).",
-        ) from error
+        try:
+            aside.mkdir(mode=0o700)
+            snapshot.write_to(aside)
+            _share(snapshot, aside)
+        except OSError as error:
+            raise InputError(
+                f"the code of run {request.run_id} cannot be kept in {kept}",
+                f"{error.strerror}: {error.filename}",
+                f"Make room there, or name large files in {IGNORE_FILE}: data has keys of its own (`data:`).",
+            ) from error
+        yield aside
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -45,7 +45,7 @@ from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.job.request import Request, resolve
 from mgpu.run.lifecycle.attempt import conduct, watch_again
 from mgpu.run.lifecycle.recovery import Attempts
-from mgpu.run.record.record import Interruption, Record, load, new_run_id
+from mgpu.run.record.record import Interruption, Record, State, load, new_run_id
 from mgpu.run.record.session import Session
 from mgpu.run.supervision.supervisor import Ended
 from mgpu.spec.load import loads
@@ -199,6 +199,7 @@ class Line:
     def __post_init__(self) -> None:
         spec = self.request.spec
         record = Record(
+            state=State.PROVISIONING,
             run_id=self.request.run_id, name=spec.name, project=str(self.fleet.folder),
             project_base=str(self.request.base), run_file="mgpu.yaml", stack="none", own_stack=True,
             fleet_name="none", provider="local", nodes=spec.nodes, created_at=time.time(), max_hours=spec.max_hours,

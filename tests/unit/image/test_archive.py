@@ -114,6 +114,11 @@ def test_what_the_target_begins_with_is_in_the_image(target, line):
     assert line in refused(CHAIN, target)
 
 
+def test_an_onbuild_of_a_stage_that_another_one_begins_with_is_in_the_image():
+    later = "FROM scratch AS sec\nCOPY .build /s\nFROM alpine AS x\nONBUILD COPY . /app\nFROM x\nRUN true\n"
+    assert "line 4" in refused(later)
+
+
 @pytest.mark.parametrize("target", ["four", None])
 def test_a_stage_that_is_thrown_away_may_take_all(target):
     assert not refused(CHAIN, target)

@@ -390,8 +390,44 @@ def test_code_that_cannot_be_kept_leaves_no_run_and_rents_nothing(project, monke
     monkeypatch.setattr("mgpu.remote.snapshot.os.fchmod", full)
     with pytest.raises(InputError, match="cannot be kept"):
         project.launch()
-    assert not record.every()
+    assert not list((paths.state_dir() / "runs").glob("[!.]*")), "nor a folder that no command shows"
     assert not project.world.cloud.billed
+
+
+def test_code_that_cannot_be_kept_leaves_the_run_that_was_to_be_resumed_as_it_was(project, monkeypatch):
+    project.world.hooks["up"] = StackError("the engine refuses")
+    before = project.launch().record
+    folder = Folder(before.run_id)
+    said = folder.run_file.read_text(), (folder.work / "train.py").read_text(), folder.record.read_text()
+    (project.world.folder / "train.py").write_text("another")
+
+    def full(*_args):
+        raise OSError(errno.ENOSPC, "No space left on device", "train.py")
+
+    monkeypatch.setattr("mgpu.remote.snapshot.os.fchmod", full)
+    with pytest.raises(InputError, match="cannot be kept"):
+        project.launch("env: {A: b}\n", resume=before)
+    assert (folder.run_file.read_text(), (folder.work / "train.py").read_text(), folder.record.read_text()) == said
+
+
+def test_what_is_missing_after_a_run_was_submitted_ends_it_and_says_so(project, monkeypatch):
+    def expired(*_args):
+        raise AuthError("the credentials have expired")
+
+    monkeypatch.setattr(supervise, "secrets_of", expired)
+    assert project.launch().exit_code == AuthError.exit_code
+    assert record.load("last").state is State.FAILED
+    project.nothing_is_left()
+
+
+def test_a_queued_run_that_lacks_a_secret_here_stays_queued(project, queued, monkeypatch):
+    def expired(*_args):
+        raise AuthError("the credentials have expired")
+
+    monkeypatch.setattr(supervise, "secrets_of", expired)
+    with pytest.raises(AuthError):
+        attach.attach(queued, project.context)
+    assert record.load("run-1").state is State.QUEUED
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
