@@ -50,7 +50,7 @@ def make(home: Path, more: dict[str, Any] | None = None, **times: float) -> Atte
 @pytest.fixture(autouse=True)
 def kills_nothing(monkeypatch) -> None:
     """Below this process is not an agent's launcher, but what other tests share: servers, engines."""
-    monkeypatch.setattr(life.launcher, "kill_below", lambda _deadline_s: True)
+    monkeypatch.setattr(life.launcher_process, "kill_below", lambda _deadline_s: True)
 
 
 @pytest.fixture

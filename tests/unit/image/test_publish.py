@@ -66,7 +66,7 @@ def spec(address: str, name: str = "train", **more: object) -> ImageSpec:
 
 def site(at: Path, **more: object) -> Site:
     # the tests' engine has no network of its own, which BuildKit would ask for
-    usual = {"environ": {}, "login": lambda _: auth.nobody, "patience": QUICK, "network": "host"}
+    usual = {"environ": {}, "login": lambda _: auth.nobody, "retry": QUICK, "network": "host"}
     return Site(at, None, **{**usual, **more})  # type: ignore[arg-type]
 
 
