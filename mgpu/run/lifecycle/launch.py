@@ -41,7 +41,7 @@ def launch(
     run_id = resume.run_id if resume else new_run_id(spec.name)
     base = run_file.resolve().parent
     request = resolve(spec, run_id, base, timeouts=context.timeouts)
-    secrets_of(spec, request.checkpoint, os.environ, provider_for(spec))
+    secrets_of(spec, request.checkpoint, os.environ, provider_for(spec))  # what is missing is told before a build
     image = images.settle(spec, base, context.emit, machines)
 
     def made() -> Record:
@@ -57,7 +57,7 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
     stack = open_stack(project_of(run_file), stack_name, run_file, None, context)
     fleet = standing(stack, spec)
     request = resolve(spec, run_id, run_file.resolve().parent, store=fleet.store, timeouts=context.timeouts)
-    secrets_of(spec, request.checkpoint, os.environ, provider_of(fleet))
+    secrets_of(spec, request.checkpoint, os.environ, provider_of(fleet))  # what is missing is told before a build
     image = images.for_stack(spec, request.base, fleet, context.emit)
 
     def made() -> Record:
@@ -93,7 +93,6 @@ def preflight(run_file: Path, spec: RunSpec, emit: Emit) -> Path:
 @contextmanager
 def _opened(run_id: str, context: Context, make: Callable[[], Record]) -> Iterator[Session]:
     """A run that begins now: its record is made under the lock that its supervisor holds."""
-
     with supervision(run_id, context, make) as session:
         if session is None:
             raise busy(run_id)
