@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mgpu import events
 from mgpu.errors import Interrupted, MgpuError
 from mgpu.table import Table
 from mgpu.words import wrapped
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
+    from mgpu import events
     from mgpu.bars import Layers
 
 PLAIN_EVERY_S = 10.0
@@ -250,7 +250,7 @@ class Console:
 
     def emit(self, event: events.Event) -> None:
         """Renders one progress event."""
-        render = self._renderers.get(type(event))
+        render = self._renderers.get(type(event).__name__)
         if render is not None:
             render(self, event)
 
@@ -382,16 +382,17 @@ class Console:
             self._rich = Stderr(stderr=True, highlight=False)
         return self._rich
 
-    _renderers: ClassVar[dict[type[events.Event], Callable[[Console, Any], None]]] = {
-        events.PhaseStarted: _phase_started,
-        events.PhaseFinished: _phase_finished,
-        events.OfferTried: _offer_tried,
-        events.Note: _note,
-        events.Warned: _warned,
-        events.ImageStep: _image_step,
-        events.LayerPushed: _layer_pushed,
-        events.CheckpointCommitted: _committed,
-        events.Recovered: _recovered,
-        events.LogChunk: _log,
-        events.MetricsSampled: _metrics,
+    # by name: commands that emit nothing, such as `status`, do not pay for making the events' classes
+    _renderers: ClassVar[dict[str, Callable[[Console, Any], None]]] = {
+        "PhaseStarted": _phase_started,
+        "PhaseFinished": _phase_finished,
+        "OfferTried": _offer_tried,
+        "Note": _note,
+        "Warned": _warned,
+        "ImageStep": _image_step,
+        "LayerPushed": _layer_pushed,
+        "CheckpointCommitted": _committed,
+        "Recovered": _recovered,
+        "LogChunk": _log,
+        "MetricsSampled": _metrics,
     }

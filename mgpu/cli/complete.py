@@ -4,19 +4,21 @@ network is used, and what cannot be read completes nothing.
 
 from __future__ import annotations
 
-import gzip
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from click.shell_completion import CompletionItem
 
-from mgpu import providers
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 
 def runs(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Ids of runs, with their states."""
+    from click.shell_completion import CompletionItem
+
     from mgpu.run.record.record import every
 
     found: list[CompletionItem] = []
@@ -27,6 +29,8 @@ def runs(_context: click.Context, _parameter: click.Parameter, incomplete: str) 
 
 def stacks(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of stacks that the backend has, and that runs have used."""
+    from click.shell_completion import CompletionItem
+
     from mgpu.iac.environment import backend_dir
 
     names = {path.name.partition(".json")[0] for path in (backend_dir() / ".pulumi" / "stacks").glob("*/*.json*")}
@@ -35,6 +39,12 @@ def stacks(_context: click.Context, _parameter: click.Parameter, incomplete: str
 
 def gpus(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """GPU types in the offers that come with mgpu."""
+    import gzip
+
+    from click.shell_completion import CompletionItem
+
+    from mgpu import providers
+
     names = set[str]()
     for path in Path(providers.__file__).parent.glob("**/offers.json.gz"):
         with suppress(OSError, ValueError, KeyError), gzip.open(path) as file:
