@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forks import Forked, Forks
+from mgpu_train.agent.machine import ports
 
 # torch._dynamo comes with the first optimizer, and the other two with the first checkpoint
 _FORKS = Forks(
@@ -39,9 +39,7 @@ def meet(
     what: Path | str, count: int, *arguments: object, said: Path, env: Mapping[str, str] = os.environ
 ) -> list[Rank]:
     """Forks `count` ranks of one node that find each other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(ports.free(1)[0])
     world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     places = [{**env, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return [start(what, arguments, said, place) for place in places]

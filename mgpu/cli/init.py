@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 
-TEMPLATES = ("mgpu.yaml", "train.py")
+RUN_FILE, EXAMPLE = "mgpu.yaml", "train.py"
+COMMAND = re.compile(r"command: \[[^]]*\]")
 IGNORED = (".mgpu/", "mgpu-runs/", "Pulumi.*.yaml", "__pycache__/")
 
 
@@ -18,10 +21,10 @@ IGNORED = (".mgpu/", "mgpu-runs/", "Pulumi.*.yaml", "__pycache__/")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path())
 @common.json_option
 def init(folder: Path, as_json: bool) -> None:
-    """Write a run file, an example train.py, Pulumi.yaml, infra/ and images/ into FOLDER (default: this one); set up
-    the engine.
+    """Write a run file, Pulumi.yaml, infra/ and images/ into FOLDER (default: this one); set up the engine.
 
-    Files that are there already are left as they are.
+    The run file runs the program that is there: train.py, main.py, or the only Python file. Where none is, an example
+    train.py is written, too. Files that are there already are left as they are.
     """
     from mgpu.iac.engine import install
     from mgpu.iac.engine.project import project_files
@@ -30,28 +33,54 @@ def init(folder: Path, as_json: bool) -> None:
     console = Console(as_json=as_json)
     common.made(folder)
     wrote: list[Path] = []
-    kept = [folder / name for name in (*TEMPLATES, "images") if (folder / name).exists()]
-    for path in (folder / name for name in TEMPLATES if folder / name not in kept):
-        path.write_text(files("mgpu").joinpath("templates", path.name).read_text())
-        wrote.append(path)
+    kept = [folder / name for name in (RUN_FILE, "images") if (folder / name).exists()]
+    program = _program(folder)
+    for path in (folder / name for name in ((RUN_FILE,) if program else (RUN_FILE, EXAMPLE))):
+        if path not in kept:
+            path.write_text(_run_file(program) if program else _template(path.name))
+            wrote.append(path)
     _ignore(folder / ".gitignore")
-    program = [folder / name for name in ("Pulumi.yaml", "infra") if (folder / name).exists()]
-    wrote += () if program else project_files(folder)
+    kept += [folder / name for name in ("Pulumi.yaml", "infra") if (folder / name).exists()]
+    wrote += () if {folder / "Pulumi.yaml", folder / "infra"} & set(kept) else project_files(folder)
     wrote += () if folder / "images" in kept else (shipped.copy_to(folder),)
     for path in wrote:
-        console.say(f"wrote {path}")
-    if kept or program:
-        console.say(f"kept what was there: {', '.join(map(str, (*kept, *program)))}")
+        runs = f", which runs {program.name}" if program and path.name == RUN_FILE else ""
+        console.say(f"wrote {path}{runs}")
+    if kept:
+        console.say(f"kept what was there: {', '.join(map(str, kept))}")
     install.set_up(folder, console.say)
     if as_json:
         from mgpu.cli.results import Initialised
 
-        names = [str(each) for each in (*kept, *program)]
-        console.result(Initialised(folder=str(folder), wrote=[str(each) for each in wrote], kept=names))
+        names = [[str(each) for each in paths] for paths in (wrote, kept)]
+        console.result(Initialised(folder=str(folder), wrote=names[0], kept=names[1]))
     console.next(
         f"{_cd(folder)}mgpu plan       what it would rent",
         "mgpu launch     rent, train, give back",
     )
+
+
+def _program(folder: Path) -> Path | None:
+    """The user's own, which the run file is to run."""
+    found = sorted(folder.glob("*.py"))
+    named = [folder / name for name in (EXAMPLE, "main.py") if folder / name in found]
+    return named[0] if named else found[0] if len(found) == 1 else None
+
+
+def _run_file(program: Path) -> str:
+    """For a program that is there already: it saves as mgpu expects, or it names the variable nowhere and does not."""
+    from mgpu.run.job.saving import names_variable
+
+    text = COMMAND.sub(
+        lambda _: f"command: [{json.dumps(program.name)}]",
+        _template(RUN_FILE if names_variable(program) else "own.yaml"),
+    )
+    needs = program.with_name("requirements.txt")
+    return f"{text}code: {{requirements: {needs.name}}}\n" if needs.exists() else text
+
+
+def _template(name: str) -> str:
+    return files("mgpu").joinpath("templates", name).read_text()
 
 
 def _ignore(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.nodes import Node
+from mgpu_train.agent.machine import ports
 from mgpu_train.checkpoint.transfer.fetch import fetch
 from safetensors.torch import load_file
 
@@ -44,9 +44,7 @@ def start(nodes: list[Node], example: str, steps: int, every_steps: int, **job: 
     assert spec.command
     assert spec.command[1] == "--steps"
     assert not isinstance(spec.checkpoint, str)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = ports.free(1)[0]
     for node in nodes:
         node.job(
             launcher=spec.launcher,

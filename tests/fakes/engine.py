@@ -25,6 +25,7 @@ from typing import Any
 
 import bcrypt
 import pytest
+from mgpu_train.agent.machine import ports
 
 READY_S, END_S, COMMAND_S = 30.0, 30.0, 120.0
 PROGRAMS = (
@@ -196,9 +197,7 @@ def running_registry(user: str = "", password: str = "", port: int | None = None
 
 def free_port() -> int:
     """A port of loopback on which nothing listens now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    return ports.free(1)[0]
 
 
 @contextmanager

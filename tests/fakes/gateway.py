@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from mgpu_train.agent.machine import ports
+
 ACCESS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "canary-5ecret-key", "AWS_REGION": "us-east-1"}
 START_S = 30.0
 
@@ -28,9 +30,7 @@ def serving(versitygw: str, folder: Path) -> Iterator[Mapping[str, str]]:
 
     Raises RuntimeError when it does not start.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = ports.free(1)[0]
     keys = {"ROOT_ACCESS_KEY": ACCESS["AWS_ACCESS_KEY_ID"], "ROOT_SECRET_KEY": ACCESS["AWS_SECRET_ACCESS_KEY"]}
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(

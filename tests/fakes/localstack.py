@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from mgpu_train.agent.machine import ports
 
 from fakes.aws.fake import SHIELD
 
@@ -93,6 +93,4 @@ def _wait(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    return ports.free(1)[0]

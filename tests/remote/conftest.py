@@ -15,6 +15,7 @@ from pathlib import Path
 
 import asyncssh
 import pytest
+from mgpu_train.agent.machine import ports
 from mgpu_train.timeouts import Timeouts
 from waiting import until
 
@@ -191,9 +192,7 @@ def _sudo(folder: Path) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return ports.free(1)[0]
 
 
 def wait_for(ready: Callable[[], object], seconds: float = START_S):

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from mgpu_train import parallel
+from mgpu_train.agent.machine import ports
 from mgpu_train.checkpoint.distributed import dcp
 from mgpu_train.errors import TrainError
 from mgpu_train.loop import Folders, StopRequest, Trainer
@@ -36,9 +36,7 @@ def ranks(
     world_size: int, body: Callable[[parallel.Place], None], *, nodes: int = 1, save_s: float = LIMIT_S
 ) -> list[int]:
     """Forks so many ranks, which meet; returns their exit codes, negative where a signal ended one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(ports.free(1)[0])
     forked = [_fork(rank, world_size, nodes, port, body, save_s) for rank in range(world_size)]
     return [_code(child) for child in forked]
 

@@ -12,6 +12,10 @@ from mgpu_train.config import CheckpointTarget, Job, TrainConfig
 from mgpu_train.timeouts import Timeouts
 
 TIMES = Timeouts(stop_grace_s=10)
+TAKEN = (
+    "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+    "port: {port}, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+)  # torch 2.15
 TO = CheckpointTarget(to="file:///x", writers="all", every_steps=5)
 
 
@@ -125,6 +129,8 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         ),
         (job(), Ended(exit_code=-signal.SIGSEGV), Fault.USER, "the program was ended by SIGSEGV"),
         (job(), Ended(exit_code=-99), Fault.USER, "the program was ended by signal 99"),
+        (job(nodes=1), Ended(exit_code=1, last_words=TAKEN.format(port=1)), Fault.INFRASTRUCTURE, "EADDRINUSE"),
+        (job(nodes=1), Ended(exit_code=1, last_words=TAKEN.format(port=8080)), Fault.USER, "EADDRINUSE"),
         (job(), Ended(exit_code=1, last_words="RuntimeError: [gloo] Connection closed"), Fault.INFRASTRUCTURE, "gloo"),
         (job(nodes=1), Ended(exit_code=1, last_words="RuntimeError: [gloo] wrong shape"), Fault.USER, "gloo"),
         # a node that has no part in the checkpoints answers for its launcher alone

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import time
 from typing import Any
 
 import pytest
+from mgpu_train.agent.machine import ports
 
 SAVE = "import os, time\nfrom saving import metric, save\n"
 POLITE = SAVE + (
@@ -335,9 +335,7 @@ def test_a_notice_to_one_node_saves_on_all_at_one_step(nodes, tmp_path):
     for number in range(12):
         (tmp_path / "text").mkdir(exist_ok=True)
         (tmp_path / "text" / f"{number}").write_text("the quick brown fox " * 20)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = ports.free(1)[0]
     train = {
         "steps": 100_000, "global_batch": 4, "seq_len": 16, "validate_batches": 1, "validate_every": 100_000,
         "strategy": "fsdp", "threads": 1, "text": str(tmp_path / "text"), "model": {"layers": 1, "dim": 16, "heads": 2},

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mgpu_train.agent.machine import procs
+from mgpu_train.agent.machine import ports, procs
+from mgpu_train.agent.machine.ports import EPHEMERAL
 from mgpu_train.store import open_store
 
 CANARY = "canary-7f3a91"
@@ -542,10 +543,11 @@ def test_bad_input_is_one_line_and_exit_code_2(node):
     assert "no value came for the secrets TOKEN" in node.start(code=1)["error"]
 
 
-def test_free_ports_are_all_different_and_can_be_bound(node):
-
+def test_free_ports_are_all_different_can_be_bound_and_no_connection_of_others_takes_one(node):
     ports = node.call("free-ports", "16")["ports"]
     assert len(set(ports)) == 16
+    first, last = map(int, EPHEMERAL.read_text().split())
+    assert not [port for port in ports if first <= port <= last]
     with socket.socket() as probe:
         probe.bind(("", ports[0]))
         assert probe.getsockname()[1] == ports[0]
@@ -555,9 +557,7 @@ def test_free_ports_are_all_different_and_can_be_bound(node):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    return ports.free(1)[0]
 
 
 def test_torchrun_on_two_nodes_of_one_machine(nodes):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 from mgpu_train.agent.attempt.liveness import ALONE, Known, Liveness, Stage, deadline_s
-from mgpu_train.agent.machine import procs
+from mgpu_train.agent.machine import ports, procs
 from mgpu_train.agent.phases.peers import Peers
 from mgpu_train.config import Job
 from mgpu_train.timeouts import Timeouts
@@ -288,9 +288,7 @@ while not end.exists():
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return ports.free(1)[0]
 
 
 def two(nodes, text: str, *arguments: str, port: int | None = None, **times) -> list:

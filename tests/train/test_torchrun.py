@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from mgpu_train.agent.host.layout import RunLayout
-from mgpu_train.agent.machine import procs
+from mgpu_train.agent.machine import ports, procs
 from mgpu_train.agent.phases import launcher_process
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.config import Job
@@ -37,9 +36,7 @@ class Place:
 
     def start(self, attempt: int = 1, changes: dict[str, str] | None = None, **job: Any) -> subprocess.Popen[bytes]:
         """Starts an attempt; `changes` are made to the environment that the agent gives."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = ports.free(1)[0]
         made = Job.model_validate({
             "run_id": "r", "attempt": attempt, "writer": "w", "node_rank": 0, "nodes": 1, "processes_per_node": 2,
             "master_addr": "127.0.0.1", "master_port": port, **job,

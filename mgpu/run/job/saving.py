@@ -78,7 +78,7 @@ def doubts(request: Request, snapshot: Snapshot) -> Iterator[str]:
                 "nothing that the program writes comes back: `checkpoint: none`, and no `outputs:`. "
                 'Name its files: `outputs: [runs/, "*.pt"]`'
             )
-    elif not any(_names_it(snapshot.folder / path) for path in snapshot.entries):
+    elif not any(names_variable(snapshot.folder / path) for path in snapshot.entries):
         more = "" if request.spec.outputs else ', or name its files: `outputs: [runs/, "*.pt"]`'
         yield (
             f"no file of the code names {VARIABLE.decode()}, where checkpoints are looked for: a lost machine takes "
@@ -86,7 +86,8 @@ def doubts(request: Request, snapshot: Snapshot) -> Iterator[str]:
         )
 
 
-def _names_it(path: Path) -> bool:
+def names_variable(path: Path) -> bool:
+    """Whether a file of the code names the variable that says where checkpoints go."""
     try:
         with path.open("rb") as file:
             return VARIABLE in file.read(READ)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import socket
 import sys
-from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -138,11 +136,9 @@ def _status(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _free_ports(arguments: argparse.Namespace) -> dict[str, Any]:
-    with ExitStack() as stack:  # all are held at once: no two are the same
-        probes = [stack.enter_context(socket.socket()) for _ in range(arguments.count)]
-        for probe in probes:
-            probe.bind(("", 0))
-        return {"ports": [probe.getsockname()[1] for probe in probes]}
+    from mgpu_train.agent.machine.ports import free
+
+    return {"ports": free(arguments.count)}
 
 
 def _facts(_arguments: argparse.Namespace) -> dict[str, Any]:

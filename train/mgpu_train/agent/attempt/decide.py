@@ -167,8 +167,9 @@ def asks_peers(job: Job) -> bool:
 
 
 def _exited(job: Job, end: Ended) -> AttemptFailed:
-    """A machine is at fault where a peer was lost, which its own agent explains. All else a program can do to itself,
-    and would do again on other machines: an exit code, a signal, more memory than there is."""
+    """A machine is at fault where a peer was lost, which its own agent explains, or where something else has the port
+    that the attempt was given; the next one has another. All else a program can do to itself, and would do again on
+    other machines: an exit code, a signal, more memory than there is."""
     code = end.exit_code if end.rank is None else end.rank_code
     who = "the program" if end.rank is None else f"rank {end.rank}"
     what = f"{who} {ended(code)}"
@@ -177,7 +178,8 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
     elif end.last_words:
         what += f": {end.last_words}"
     lost = job.nodes > 1 and code != -signal.SIGKILL and peer_lost(end.last_words)
-    return AttemptFailed(Fault.INFRASTRUCTURE if lost else Fault.USER, what)
+    taken = "EADDRINUSE" in end.last_words and f"port: {job.master_port}," in end.last_words
+    return AttemptFailed(Fault.INFRASTRUCTURE if lost or taken else Fault.USER, what)
 
 
 def _killer(end: Ended) -> str:

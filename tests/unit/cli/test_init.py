@@ -1,0 +1,51 @@
+"""`mgpu init` beside a user's own program: the run file runs that one, and says what becomes of its work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mgpu.spec.load import load
+
+
+@pytest.fixture
+def init(mgpu, world, monkeypatch):
+    """Makes a project of a folder with these files; the run file, read as `launch` reads it."""
+    monkeypatch.setattr("mgpu.iac.engine.install.set_up", lambda *_: None)
+
+    def make(**contents: str):
+        folder = world.folder / "p"
+        folder.mkdir()
+        for name, text in contents.items():
+            (folder / name.replace("_", ".")).write_text(text)
+        done = mgpu("init", "p")
+        assert done.code == 0, done.err
+        return load(folder / "mgpu.yaml"), done.err, folder
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["train_py", "main_py", "finetune_py"])
+def test_the_program_that_is_there_is_run_and_its_files_come_home(init, name):
+    spec, said, folder = init(**{name: "print('mine')\n"})
+    program = name.replace("_", ".")
+    assert spec.command == (program,)
+    assert (spec.checkpoint, "*.pt" in spec.outputs) == ("none", True)
+    assert f"wrote {Path('p') / 'mgpu.yaml'}, which runs {program}" in said
+    assert [path.name for path in folder.glob("*.py")] == [program]
+    assert (folder / program).read_text() == "print('mine')\n"
+
+
+def test_a_program_that_saves_as_mgpu_expects_keeps_its_checkpoints_and_requirements_are_installed(init):
+    spec, _, _ = init(train_py="import os\nos.environ['MGPU_CHECKPOINT_DIR']\n", requirements_txt="einops\n")
+    assert spec.command == ("train.py",)
+    assert spec.checkpoint != "none"
+    assert spec.recovery.attempts > 0
+    assert spec.code.requirements == "requirements.txt"
+
+
+def test_beside_several_programs_or_none_an_example_is_written_and_run(init):
+    spec, _, folder = init(a_py="", b_py="")
+    assert spec.command == ("train.py", "--steps", "200")
+    assert "MGPU_CHECKPOINT_DIR" in (folder / "train.py").read_text()
