@@ -179,7 +179,8 @@ _CHECKS = (
 def _no_offer(needed: Requirements, refused: list[tuple[Refusal, _Check]]) -> NoOffer:
     size = f"{needed.nodes} machine" + ("" if needed.nodes == 1 else "s")
     gpus = f" with {_gpus(needed.gpus_per_node)} each" if needed.gpus_per_node else ""
-    what = f"no offer of provider {needed.provider} meets the run file: {size}{gpus}, {needed.market}"
+    where = f" in {', '.join(needed.regions)}" if needed.regions else ""
+    what = f"no offer of provider {needed.provider} meets the run file: {size}{gpus}{where}, {needed.market}"
     if not refused:
         return NoOffer(what, "It has nothing of this kind on sale.", "Change `gpu`, `regions` or `provider`.")
     lines = [f"{refusal.offer.label}: {refusal.reason}" for refusal, _ in refused[:_SHOWN]]

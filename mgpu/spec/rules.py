@@ -253,7 +253,8 @@ def _setup(spec: RunSpec) -> Iterator[Mistake]:
 
 def _outputs(spec: RunSpec) -> Iterator[Mistake]:
     if spec.outputs and spec.command is None:
-        yield Mistake(("outputs",), "are files that a `command` writes; `train` has checkpoints", (("train",),))
+        reads: tuple[Where, ...] = (("train",), ("command",))
+        yield Mistake(("outputs",), "are files that a `command` writes; `train` has checkpoints", reads)
     for index, name in enumerate(spec.outputs):
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or name.startswith("~"):

@@ -204,10 +204,11 @@ def test_what_the_cure_says_is_enough():
         assert said <= price * nodes + 0.01
 
 
-def test_nothing_on_sale_is_said_so():
-    error = refusal(WANTED)
+def test_nothing_on_sale_is_said_so_with_the_regions_that_were_asked_for():
+    error = refusal(wanted(regions=("mars",)))
     assert "nothing of this kind on sale" in error.why
-    assert error.what == "no offer of provider p meets the run file: 2 machines with 8 GPUs each, spot-then-on-demand"
+    asked = "2 machines with 8 GPUs each in mars, spot-then-on-demand"
+    assert error.what == f"no offer of provider p meets the run file: {asked}"
 
 
 def test_very_many_refusals_are_counted():

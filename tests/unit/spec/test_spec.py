@@ -280,6 +280,7 @@ def test_a_command_as_one_string_is_told_how_to_be_a_list():
     assert found.field == "command"
     assert found.message.endswith('mgpu starts python itself: write `command: [train.py, --name, "a b"]`')
     assert "no shell" in found.message
+    assert the_problem(edited(edited(OWN, "outputs", "[runs/]"), "command", "python train.py"))  # and no other one
     unbalanced = the_problem(edited(OWN, "command", '"train.py \'a"'))
     assert unbalanced.message.endswith("""`command: [train.py, "'a"]`""")
     shell = the_problem(edited(OWN, "command", "bash -c 'python train.py && ls'"))
