@@ -35,7 +35,8 @@ class Kept:
     def __str__(self) -> str:
         size = sum(each.size for each in self.files)
         stored = [f"{self.uploaded} of them in {self.to}"] if self.to else []
-        return "; ".join([f"outputs: {len(self.files)} files, {size} bytes", *stored, *self.problems[:3]])
+        files = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
+        return "; ".join([f"outputs: {files}, {size} bytes", *stored, *self.problems[:3]])
 
 
 def key(run_id: str, node_rank: int, path: str) -> str:
