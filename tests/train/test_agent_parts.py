@@ -20,7 +20,7 @@ from mgpu_train.agent.machine import network, procs
 from mgpu_train.agent.machine.lease import Lease
 from mgpu_train.agent.machine.network import interface_to
 from mgpu_train.agent.phases import data, launcher_process, requirements, resume
-from mgpu_train.agent.status.log import Log, LogTimes, clean, hide, last_words
+from mgpu_train.agent.status.log import Log, LogTimes, clean, hide, last_words, tail
 from mgpu_train.agent.status.tail import MetricsTail, Progress
 from mgpu_train.agent.uploads import saves
 from mgpu_train.checkpoint.local import finished
@@ -126,13 +126,13 @@ def test_last_words(tmp_path, text, words):
     os.write(log.fd, b"OldError: of another attempt\n")
     begin = log.size
     os.write(log.fd, text.encode())
-    assert last_words(log, begin) == words
+    assert last_words(tail(log, begin)) == words
 
 
 def test_last_words_of_a_gigantic_line_of_garbage_are_short(tmp_path):
     log = Log(tmp_path / "log")
     os.write(log.fd, b"\xff\x1b[2J" * 100_000)
-    words = last_words(log, 0)
+    words = last_words(tail(log, 0))
     assert 0 < len(words) <= 300
     assert "\x1b" not in words
 

@@ -44,7 +44,7 @@ class Verdict:
     succeeded: bool = False
     reason: str = ""
     fault: Fault | None = None
-    lost: tuple[int, ...] = ()  # ranks whose machines are gone, silent for too long, or about to be taken
+    lost: tuple[int, ...] = ()  # ranks whose machines are gone, silent for too long, about to be taken, or seem broken
 
 
 def decide(views: tuple[NodeView, ...], *, attempt: int, silence_s: float) -> Verdict:
@@ -56,7 +56,7 @@ def decide(views: tuple[NodeView, ...], *, attempt: int, silence_s: float) -> Ve
     if not causes:
         return Verdict(Action.END, succeeded=True) if over else Verdict(Action.WAIT)
     reason, fault = _CAUSES[causes[0]](nodes)
-    lost = tuple(node.view.rank for node in nodes if node.absent or _noticed(node))
+    lost = tuple(node.view.rank for node in nodes if node.absent or _noticed(node) or node.suspect)
     if over:
         return Verdict(Action.END, reason=reason, fault=fault, lost=lost)
     return Verdict(Action.STOP, now=not _can_save(nodes), reason=reason, fault=fault, lost=lost)
@@ -82,6 +82,7 @@ class _Node:
         self.absent = view.gone or view.silent_s > silence_s
         self.fault = self.status.fault if self.status else None
         self.notice = self.status.notice if self.status else None
+        self.suspect = self.status is not None and self.status.suspect
 
 
 def _lost(node: _Node) -> bool:
@@ -123,13 +124,14 @@ def _of_hangs(nodes: tuple[_Node, ...]) -> tuple[str, Fault]:
     return f"no sign of progress on any of {len(nodes)} nodes for {longest_s:g} s", Fault.USER
 
 
-# a program that crashes takes its peers' connections along, and a peer may say so first; one that was told to stop is
-# no cause at all
+# evidence of a broken machine comes first: its peers crash in many ways. A program that crashes takes its peers'
+# connections along, and a peer may say so first; one that was told to stop is no cause at all
 _BLAME = (Fault.USER, Fault.PROVIDER, Fault.INFRASTRUCTURE, None, Fault.STOPPED)
 
 
 def _of_failures(nodes: tuple[_Node, ...]) -> tuple[str, Fault | None]:
-    failures = [_failure(node) for node in nodes if _failed(node)]
+    broken = [node for node in nodes if node.suspect]
+    failures = [_failure(node) for node in broken or nodes if _failed(node)]
     _, reason, fault = min(failures, key=lambda each: (_BLAME.index(each[2]), each[0]))
     return reason, fault
 

@@ -16,6 +16,7 @@ def status(
     reason: str = "",
     at: float = 1.0,
     fits: bool | None = None,
+    suspect: bool = False,
 ):
     return AgentStatus(
         run_id="r",
@@ -27,6 +28,7 @@ def status(
         updated_at=at,
         fault=fault,
         reason=reason,
+        suspect=suspect,
         notice=None if fits is None else Notice(action="terminate", at=9.0, fits=fits),
     )
 
@@ -202,3 +204,12 @@ def test_agents_that_never_heard_of_each_other_are_judged_by_whoever_sees_all():
     asked = overdue(Phase.FAILED, fault=Fault.STOPPED, reason="this node was asked to stop")
     after = judge(NodeView(0, asked), NodeView(1, asked))
     assert (after.action, after.reason, after.fault) == (Action.END, verdict.reason, Fault.USER)
+
+
+def test_a_machine_that_seems_broken_is_replaced_and_named_whatever_its_peers_make_of_it():
+    """Its peers' programs crash over it: with another rank's exit code, and earlier."""
+    peer = status(Phase.FAILED, fault=Fault.USER, reason="exit code 1", at=1.0)
+    broken = status(Phase.FAILED, fault=Fault.INFRASTRUCTURE, reason="ECC", at=2.0, suspect=True)
+    verdict = judge(NodeView(0, peer), NodeView(1, broken))
+    assert (verdict.action, verdict.fault) == (Action.END, Fault.INFRASTRUCTURE)
+    assert (verdict.reason, verdict.lost) == ("node 1: ECC", (1,))

@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mgpu_train.agent.attempt import faults
 from mgpu_train.agent.attempt.save_budget import Going
 from mgpu_train.agent.status.log import peer_lost
 from mgpu_train.agent.status.status import Fault
@@ -15,12 +16,14 @@ from mgpu_train.torchrun import ended
 
 
 class AttemptFailed(Exception):
-    """The attempt cannot go on; `fault` says whose fault it is, `reason` what happened, in one line."""
+    """The attempt cannot go on; `fault` says whose fault it is, `reason` what happened, in one line. `suspect`: this
+    machine seems to be broken, and is to be replaced."""
 
-    def __init__(self, fault: Fault, reason: str) -> None:
+    def __init__(self, fault: Fault, reason: str, *, suspect: bool = False) -> None:
         super().__init__(reason)
         self.fault = fault
         self.reason = reason
+        self.suspect = suspect
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ class Ended:
 
     exit_code: int  # the launcher's
     last_words: str = ""
+    lines: tuple[str, ...] = ()  # the end of its log
+    kernel: tuple[str, ...] = ()  # what the kernel has said meanwhile
     rank: int | None = (
         None  # that failed first, as torchrun knows it; None: there is none, or it is the launcher itself
     )
@@ -167,17 +172,19 @@ def asks_peers(job: Job) -> bool:
 
 
 def _exited(job: Job, end: Ended) -> AttemptFailed:
-    """A machine is at fault where a peer was lost, which its own agent explains, or where something else has the port
-    that the attempt was given; the next one has another. All else a program can do to itself, and would do again on
-    other machines: an exit code, a signal, more memory than there is."""
+    """A machine is at fault where there is evidence, where a peer was lost, which its own agent explains, or where
+    something else has the port that the attempt was given; the next one has another. All else a program can do to
+    itself, and would do again on other machines: an exit code, a signal, more memory than there is."""
     code = end.exit_code if end.rank is None else end.rank_code
-    who = "the program" if end.rank is None else f"rank {end.rank}"
-    what = f"{who} {ended(code)}"
+    found = faults.find(end.lines, end.kernel, last_words=end.last_words, code=code, nodes=job.nodes)
+    rank = end.rank if found is None or found.rank is None else found.rank
+    what = f"{'the program' if rank is None else f'rank {rank}'} {ended(code)}"
+    if found is not None:
+        return AttemptFailed(found.sign.fault, f"{what}: {found.sign.means}: {found.line}", suspect=found.sign.machine)
     if code == -signal.SIGKILL:
-        what += f": {_killer(end)}"
-    elif end.last_words:
-        what += f": {end.last_words}"
-    lost = job.nodes > 1 and code != -signal.SIGKILL and peer_lost(end.last_words)
+        return AttemptFailed(Fault.USER, f"{what}: {_killer(end)}")
+    what += f": {end.last_words}" if end.last_words else ""
+    lost = job.nodes > 1 and peer_lost(end.last_words)
     taken = "EADDRINUSE" in end.last_words and f"port: {job.master_port}," in end.last_words
     return AttemptFailed(Fault.INFRASTRUCTURE if lost or taken else Fault.USER, what)
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import (
@@ -61,7 +61,12 @@ def live(attempt: Attempt) -> None:
     if failure is None:
         attempt.enter(Phase.DONE)
     else:
-        attempt.enter(Phase.FAILED, fault=failure.fault, reason=failure.reason)
+        attempt.enter(Phase.FAILED, **_told(failure))
+
+
+def _told(failure: AttemptFailed) -> dict[str, Any]:
+    """What the status says of it."""
+    return {"fault": failure.fault, "reason": failure.reason, "suspect": failure.suspect}
 
 
 def _phases(attempt: Attempt) -> AttemptFailed | None:
@@ -161,7 +166,7 @@ def _drain(attempt: Attempt, uploads: Uploads | None, ended: Ended) -> AttemptFa
     # stopped along with a peer's: its own agent knows why, and all parts of the last save are still wanted
     certain = _judge(attempt, ended) if lost(ended) else None
     along = _explained(attempt, ended).cause is None and ended.said == "stopped"
-    known = {"fault": certain.fault, "reason": certain.reason} if certain and not along else {}
+    known = _told(certain) if certain and not along else {}
     attempt.enter(Phase.DRAINING, exit_code=ended.exit_code, **known)
     if uploads is None:
         return _judge(attempt, ended)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import AttemptFailed
-from mgpu_train.agent.status.log import last_words
+from mgpu_train.agent.status.log import last_words, tail
 from mgpu_train.agent.status.status import Fault
 
 
@@ -43,7 +43,7 @@ def run(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:
     except OSError as error:
         raise AttemptFailed(Fault.USER, f"setup cannot be run: {error}") from error
     if code:
-        words = last_words(attempt.log, begin)
+        words = last_words(tail(attempt.log, begin))
         raise AttemptFailed(Fault.USER, f"setup: exit code {code}" + (f": {words}" if words else ""))
     done.touch()
 

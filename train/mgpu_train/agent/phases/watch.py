@@ -10,15 +10,17 @@ from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import Act, AttemptFailed, Cause, Ended, Watched, look
 from mgpu_train.agent.attempt.liveness import Liveness, Silence, Stage, deadline_s
 from mgpu_train.agent.attempt.save_budget import NOTHING, Need, need
-from mgpu_train.agent.machine import procs
+from mgpu_train.agent.machine import kernel_log, procs
 from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess
 from mgpu_train.agent.phases.peers import Peers
-from mgpu_train.agent.status.log import clean, last_words
+from mgpu_train.agent.status.log import clean, last_words, tail
 from mgpu_train.agent.status.status import Fault, Phase
 from mgpu_train.agent.status.tail import MetricsTail, Progress
 from mgpu_train.agent.uploads.saves import tidy
 from mgpu_train.agent.uploads.uploads import Uploads
 from mgpu_train.checkpoint.local import finished
+
+CLOCKS_S = 1.0  # the kernel's log has another clock than its uptime
 
 
 class Watch:
@@ -54,7 +56,7 @@ class Watch:
         Raises:
             AttemptFailed: it could not be started.
         """
-        begin, starved = self._attempt.log.size, procs.out_of_memory_kills()
+        begin, starved, up_s = self._attempt.log.size, procs.out_of_memory_kills(), procs.uptime_s()
         try:
             launcher = LauncherProcess(launch, self._attempt.log.fd)
         except OSError as error:
@@ -75,9 +77,12 @@ class Watch:
         self._pass()
         self._attempt.need = lambda: NOTHING  # what was saved is on disk
         rank, rank_code = _first_failure(Path(self._attempt.layout.failure(self._attempt.job.attempt)))
+        lines = tail(self._attempt.log, begin)
         return Ended(
             exit_code=code,
-            last_words=last_words(self._attempt.log, begin),
+            last_words=last_words(lines),
+            lines=lines,
+            kernel=tuple(kernel_log.since(up_s - CLOCKS_S)) if code else (),
             rank=rank,
             rank_code=rank_code,
             starved=procs.out_of_memory_kills() - starved,

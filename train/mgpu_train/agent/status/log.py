@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -78,12 +78,16 @@ def hide(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-def last_words(log: Log, begin: int) -> str:
-    """The line at the end of the log that says best why the launcher ended; "" if it said nothing since `begin`."""
+def tail(log: Log, begin: int) -> tuple[str, ...]:
+    """The lines of the launcher at the end of the log, since `begin`, without torchrun's and the agent's own."""
     begin = max(begin, log.size - _WINDOW)
     lines = os.pread(log.fd, _WINDOW, begin).decode(errors="replace").splitlines()
     lines = [line for line in lines if any(map(str.isalnum, line)) and not line.startswith(PREFIX)]
-    lines = [line for line in lines if not _OF_TORCHRUN.match(line)]
+    return tuple(line for line in lines if not _OF_TORCHRUN.match(line))
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """The line that says best why the launcher ended; "" if it said nothing."""
     errors = [line for line in lines if _EXCEPTION.match(line)]
     killed = [found[0] for line in lines if (found := _KILLED.search(line))]
     # of several exceptions those that only tell of a lost peer are consequences

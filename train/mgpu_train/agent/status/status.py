@@ -125,4 +125,5 @@ class AgentStatus(Model):
     )
     exit_code: int | None = Field(default=None, description="the launcher's; for the record, not for the verdict")
     fault: Fault | None = Field(default=None, description="with FAILED: whose")
+    suspect: bool = Field(default=False, description="this machine seems to be broken: it is replaced")
     reason: str | None = Field(default=None, description="with FAILED: what happened, one line, no secret")
