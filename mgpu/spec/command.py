@@ -1,9 +1,10 @@
-"""`command` as people write it, and what is wrong with it: the launcher starts Python itself, and no shell reads it."""
+"""`command` as people write it, and what is wrong with it: the launcher starts Python, or a shell, itself."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
@@ -47,10 +48,35 @@ def line(words: Sequence[str]) -> str:
     return f"command: [{', '.join(quoted)}]"
 
 
+def shell_mistake(words: Sequence[str], launcher: str) -> str | None:
+    """What is wrong with a command for the shell that `launcher` starts, and the line to write instead."""
+    if words[0] == "-c":
+        return None if len(words) == 2 else "after `-c` one line is needed, as one item"
+    if is_shell(words):
+        return f"{launcher} starts the shell itself: write `{_for_shell(words)}`"
+    if started_by_us(words):
+        return f"`{words[0]}` is not a script of yours: write `{_text(shlex.join(words))}`, which the shell reads"
+    return None
+
+
+def _for_shell(words: Sequence[str]) -> str:
+    """The line of a run file with a launcher that is a shell, for words that begin with one."""
+    rest = list(words[1:])
+    if "-c" in rest:
+        return _text(" ".join(rest[rest.index("-c") + 1 :][:1]))
+    while rest and rest[0].startswith("-"):
+        rest.pop(0)
+    return line(rest) if rest else _text("...")
+
+
+def _text(shell_line: str) -> str:
+    return f"command: {json.dumps(shell_line, ensure_ascii=False)}"
+
+
 def mistake(words: Sequence[str], launcher: str) -> str | None:
     """What is wrong with its first word, and the line to write instead. `launcher`: what mgpu starts it by."""
     if is_shell(words):
-        return "no shell is started on the nodes: name a Python program, which may start others by `subprocess`"
+        return f"{launcher} starts no shell: write `launcher: bash` and `{_for_shell(words)}`"
     given = started_by_us(words)
     if given is None:
         return None

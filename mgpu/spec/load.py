@@ -23,7 +23,7 @@ from mgpu.errors import InputError
 from mgpu.spec import command
 from mgpu.spec.change import Change
 from mgpu.spec.document import MAX_BYTES, Document, Where, read
-from mgpu.spec.model import RunSpec
+from mgpu.spec.model import RunSpec, is_shell
 from mgpu.spec.rules import Mistake, mistakes
 from mgpu.spec.wording import where, word
 
@@ -133,6 +133,9 @@ def _validated(document: Document) -> tuple[RunSpec | None, set[Where]]:
 
 
 def _validate(data: dict[str, Any]) -> RunSpec:
+    line = data.get("command")
+    if isinstance(line, str) and line.strip() and is_shell(data.get("launcher")):
+        data = {**data, "command": ["-c", line]}
     # JSON mode is strict about types (`yes` is no 1, "2" is no 2) and still takes lists for tuples
     return RunSpec.model_validate_json(json.dumps(data), strict=True)
 
@@ -192,7 +195,7 @@ def _code_files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
 
 
 def _program(spec: RunSpec, name: str, workdir: Path) -> Iterator[Mistake]:
-    """The file that Python is given on the nodes, where it can be seen from here."""
+    """The file that Python, or a shell, is given on the nodes, where it can be seen from here."""
     in_image = spec.image is not None and (
         name.startswith("/") or (spec.code is not None and spec.code.mode == "image")
     )
@@ -203,6 +206,9 @@ def _program(spec: RunSpec, name: str, workdir: Path) -> Iterator[Mistake]:
     if not path.exists():
         if not spec.data:  # from which it may come, too
             yield _absent(("command", 0), workdir, name, *reads)
+    elif spec.shell:
+        if not path.is_file():
+            yield Mistake(("command", 0), f"{path} is not a file: name a script", reads)
     elif path.is_dir():
         if not (path / "__main__.py").is_file():
             yield Mistake(("command", 0), f"{path} is a folder without a __main__.py: name a Python file", reads)
@@ -227,7 +233,8 @@ def _no_python(path: Path) -> str | None:
         return f"cannot be read ({error.strerror})"
     interpreter = begin.partition(b"\n")[0].decode(errors="replace") if begin.startswith(b"#!") else ""
     if interpreter and "python" not in interpreter:
-        return f"is a script for another program ({interpreter})"
+        cure = " (`launcher: bash` runs it)" if interpreter.endswith("sh") else ""
+        return f"is a script for another program ({interpreter}){cure}"
     if path.suffix == ".ipynb":
         return "is a notebook (`jupyter nbconvert --to script` makes a program of it)"
     if path.suffix in _PROGRAMS or len(begin) == _PROGRAM_BYTES:  # the nodes' Python may know more than this one

@@ -27,6 +27,12 @@ def _block_or_none(value: Any) -> str:
     return "<none>" if isinstance(value, str) else "<block>"
 
 
+def is_shell(launcher: object) -> bool:
+    """Whether a launcher, by name, takes a script or a line of a shell as `command`."""
+    found = launchers.installed().found.get(launcher) if isinstance(launcher, str) else None
+    return found is not None and found.takes == "shell"
+
+
 Teardown = Literal["always", "keep"]
 Name = Annotated[
     str,
@@ -170,11 +176,14 @@ class Keys(Block):
     lease_minutes: float = Field(60, gt=0, description="minutes that a fleet without a run lives")
     train: TrainConfig | None = Field(None, description="the bundled trainer; or `command` (default: none)")
     command: tuple[Text, ...] | None = Field(
-        None, min_length=1, description="the user's program and its arguments, no shell; or `train` (default: none)"
+        None,
+        min_length=1,
+        description="the user's program and its arguments; with `launcher: bash` a script and its arguments, or one "
+        "line as text; or `train` (default: none)",
     )
     launcher: Word = Field(
         "torchrun",
-        description="what starts the program on each node: torchrun, plain python, or one that a package brings",
+        description="what starts the program on each node: torchrun, plain python, bash, or one that a package brings",
         json_schema_extra={"enum": list(launchers.installed().names)},
     )
     code: Code | None = Field(
@@ -215,6 +224,11 @@ class Keys(Block):
     def world_size(self) -> int:
         """Processes of all nodes."""
         return self.nodes * self.processes
+
+    @property
+    def shell(self) -> bool:
+        """Whether `command` is for a shell, not for Python."""
+        return is_shell(self.launcher)
 
     @property
     def own_code(self) -> bool:

@@ -137,7 +137,10 @@ def _training(spec: RunSpec) -> Iterator[Mistake]:
     sizes: tuple[Where, ...] = (("nodes",), ("gpus_per_node",), ("processes_per_node",))
     world, batch, micro = spec.world_size, spec.train.global_batch, spec.train.micro_batch
     launcher = launchers.installed().found.get(spec.launcher)
-    if launcher is not None and launcher.one_process and world > 1:
+    if spec.shell:
+        message = f"{spec.launcher} is for a `command`; the trainer is started by torchrun"
+        yield Mistake(("launcher",), message, (("train",),))
+    elif launcher is not None and launcher.one_process and world > 1:
         message = f"{spec.launcher} starts one process, and {world} are asked for: use torchrun"
         yield Mistake(("launcher",), message, sizes)
     strategy = strategies.installed().found.get(spec.train.strategy)
@@ -187,7 +190,10 @@ def _launcher(spec: RunSpec) -> Iterator[Mistake]:
 
 
 def _command(spec: RunSpec) -> Iterator[Mistake]:
-    if spec.command and (wrong := command.mistake(spec.command, launcher=spec.launcher)):
+    if not spec.command:
+        return
+    wrong = (command.shell_mistake if spec.shell else command.mistake)(spec.command, launcher=spec.launcher)
+    if wrong:
         yield Mistake(("command", 0), wrong, (("launcher",),))
 
 
@@ -262,8 +268,9 @@ def _outputs(spec: RunSpec) -> Iterator[Mistake]:
 
 
 def _names_of_files(spec: RunSpec) -> Iterator[Mistake]:
+    option = (("command", 0), "-c" if spec.shell else "-m")  # what comes next is no file
     for at, name in _files(spec):
-        if (wrong := no_name(name)) and (at, name) != (("command", 0), "-m"):
+        if (wrong := no_name(name)) and (at, name) != option:
             yield Mistake(at, wrong)
 
 

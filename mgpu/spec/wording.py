@@ -70,10 +70,15 @@ def _not_a_list(at: Where, given: Any, plain: str | None) -> str:
     except ValueError:
         words = given.split()
     right = command.program(words)
-    if not words or right is None or command.is_shell(words):
+    if words and command.is_shell(words):
+        return "a list is needed, because no shell reads it; `launcher: bash` starts one, and takes this text"
+    if not words or right is None:
         return f"a list is needed, because no shell reads it; one item an argument: `{command.line(words)}`"
     ours = f", and mgpu starts {command.started_by_us(words)} itself" if command.started_by_us(words) else ""
-    return f"a list is needed, because no shell reads it{ours}: write `{command.line(right)}`"
+    return (
+        f"a list is needed, because no shell reads it{ours}: write `{command.line(right)}`; "
+        "with `launcher: bash` one reads it as it stands"
+    )
 
 
 def nearest_key(at: Where, options: type[BaseModel] | None = None) -> str | None:

@@ -47,6 +47,7 @@ class Case:
     logs: tuple[str, ...] = ()  # of node 0
     home: tuple[str, ...] = ()  # below mgpu-runs/<run>/outputs
     nodes: int = 1
+    command: str = ""  # else the program and its arguments
 
 
 def both(*paths: str) -> tuple[str, ...]:
@@ -100,6 +101,10 @@ CASES = [
     Case("recursion", code=6, says=("RecursionError",)),
     Case("exits_in_a_thread", logs=("in a thread", "the program goes on")),
     Case("warns", logs=("deprecated", "done")),
+    Case("wrapper", more=NONE + "launcher: bash\n", args=("it's me",), logs=("hello", "given it's me")),
+    Case("line", more=NONE + "launcher: bash\noutputs: [seen.txt]\n", nodes=2,
+         command='for n in 1 2; do echo "pass $n of node $NODE_RANK of $NNODES"; done | tee seen.txt',
+         logs=("pass 2 of node 0 of 2",), home=both("seen.txt")),
 ]  # fmt: skip
 
 
@@ -118,10 +123,12 @@ class Home:
         """A folder as the user has it: the program, what it needs, and a run file."""
         folder = self.root / f"{case.name}-{abs(hash(case.more)) % 1000}"
         (folder / "helpers").mkdir(parents=True)
-        shutil.copy(HERE / "programs" / f"{case.name}.py", folder)
+        for program in (HERE / "programs").glob(f"{case.name}.*"):
+            shutil.copy(program, folder)
         (folder / "helpers" / "model.py").write_text("NAME = 'tiny'\n")
         (folder / "config.yaml").write_text("a: 1\n")
-        command = json.dumps([f"{case.name}.py", *case.args])
+        program = next((path.name for path in folder.glob(f"{case.name}.*")), "")
+        command = json.dumps(case.command or [program, *case.args])
         (folder / "mgpu.yaml").write_text(f"{RUN_FILE.format(nodes=case.nodes)}command: {command}\n{case.more}")
         return folder
 
@@ -182,12 +189,12 @@ def _of(path: Path, root: str, name: str) -> bool:
         words = path.read_bytes().decode(errors="replace")
     except OSError:
         return False
-    return root in words and f"{name}.py" in words and "pytest" not in words
+    return root in words and f"{name}." in words and "pytest" not in words
 
 
 REFUSED = [
     (["wrapper.sh"], "is a script for another program"),
-    (["bash", "wrapper.sh"], "no shell is started"),
+    (["bash", "wrapper.sh"], "write `launcher: bash` and `command: [wrapper.sh]`"),
     (["python", "hello.py"], "write `command: [hello.py]`"),
     (["torchrun", "--nproc_per_node", "8", "hello.py"], "write `command: [hello.py]`"),
     (["helo.py"], "hello.py"),
@@ -207,5 +214,5 @@ def test_what_cannot_start_is_refused_before_anything_is_rented(tmp_path, xdg, c
 
 
 def test_every_program_is_run():
-    named = {case.name for case in CASES}
-    assert {path.stem for path in (HERE / "programs").glob("*.py")} == named
+    named = {case.name for case in CASES if not case.command}
+    assert {path.stem for path in (HERE / "programs").iterdir() if path.is_file()} == named

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
 from typing import Any
 
 import pytest
-from mgpu_train.agent.machine import ports
+from mgpu_train.agent.machine import ports, procs
 
 SAVE = "import os, time\nfrom saving import metric, save\n"
 POLITE = SAVE + (
@@ -29,6 +30,55 @@ def beats(node: Any, count: int = 3) -> None:
     """Waits until the agent has written its status so many times."""
     seen = node.said["beat"]
     node.until(lambda: node.said["beat"] >= seen + count)
+
+
+# --- a shell ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["scripts/run.sh", "a b", "2"], ["-c", 'bash scripts/run.sh "a b" 2; echo never']],
+    ids=["script", "line"],
+)
+def test_a_script_and_what_it_runs_are_asked_to_end_and_waited_for(node, command):
+    """bash alone would end at once, without a word to its program."""
+    node.program(POLITE)
+    scripts = node.run / "work" / "scripts"
+    scripts.mkdir()
+    (scripts / "run.sh").write_text(
+        'set -eu\ncd "$(dirname "$0")/.."\necho "got $# $1 $PET_NNODES $NODE_RANK"\nexec python prog.py\n'
+    )
+    node.job(launcher="bash", command=command)
+    node.start()
+    ready(node)
+    node.notice(25)
+    status = node.ended()
+    assert (status["phase"], status["fault"]) == ("failed", "provider")
+    assert "got 2 a b 1 0" in node.log
+    assert node.log.count("asked") == 1
+    assert "never" not in node.log
+    assert node.commits == [7]
+
+
+@pytest.mark.parametrize(
+    ("line", "code"), [("echo first\nexit 3", 3), ("false\necho first", 1), ("kill -9 $BASHPID", 137)]
+)
+def test_a_line_that_fails_ends_the_program_with_its_code(node, line, code):
+    node.job(launcher="bash", command=["-c", line], checkpoint=None)
+    node.start()
+    status = node.ended()
+    assert (status["phase"], status["fault"], status["exit_code"]) == ("failed", "user", code)
+    assert f"exit code {code}" in status["reason"]
+    assert ("first" in node.log) == (code == 3)
+
+
+def test_a_shells_processes_end_with_its_agent(node):
+    node.program(POLITE)
+    node.job(launcher="bash", command=["-c", "python prog.py; true"])
+    node.start()
+    ready(node)
+    procs.Process(**json.loads((node.run / "agent.json").read_text())["process"]).send(signal.SIGKILL)
+    node.until(lambda: "asked" in node.log)
 
 
 # --- notices ----------------------------------------------------------------------------------------------------------

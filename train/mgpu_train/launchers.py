@@ -43,6 +43,11 @@ class Launcher(BaseModel):
     environment: dict[str, str] = Field(default={}, description="what the command gets besides")
     one_process: bool = Field(default=False, description="starts one process a node, never more")
     needs: tuple[Literal["torch"], ...] = Field(default=(), description="what the node's interpreter has to have")
+    takes: Literal["python", "shell"] = Field(
+        default="python",
+        description="what a program is: a Python file, or `-m` and a module; or a script, or `-c` and a line, of a "
+        "shell, whose PATH begins with the program's Python",
+    )
     orphaned: Literal["SIGTERM", "SIGKILL"] = Field(
         default="SIGKILL",
         description="what it gets when its agent dies; SIGTERM: it ends processes that are in sessions of their own",
@@ -103,8 +108,41 @@ PYTHON = Launcher(
     one_process=True,
 )
 
+# A shell that is asked to end neither passes that on nor waits. This one does both: what it runs has time to save.
+_RUN_AND_WAIT = """\
+trap 'trap "" TERM; kill -TERM 0; wait $!; exit 143' TERM
+(
+    trap 'exit 143' TERM
+    case $0 in
+        -c) set -e; eval "$1" ;;
+        /*) . "$0" "$@" ;;
+        *) . "./$0" "$@" ;;
+    esac
+) & wait $!
+"""
 
-_OURS = {"torchrun": TORCHRUN, "python": PYTHON}
+BASH = Launcher(
+    argv=("bash", "-c", _RUN_AND_WAIT, PROGRAM),
+    environment={
+        "NODE_RANK": "{node_rank}",
+        "NNODES": "{nodes}",
+        "NPROC_PER_NODE": "{processes_per_node}",
+        "MASTER_ADDR": "{master_addr}",
+        "MASTER_PORT": "{master_port}",
+        # torchrun's defaults (torch.distributed.argparse_util): a plain `torchrun train.py` has all nodes
+        "PET_NODE_RANK": "{node_rank}",
+        "PET_NNODES": "{nodes}",
+        "PET_NPROC_PER_NODE": "{processes_per_node}",
+        "PET_MASTER_ADDR": "{master_addr}",
+        "PET_MASTER_PORT": "{master_port}",
+        "PET_RDZV_CONF": "timeout={rendezvous_s}",
+    },
+    takes="shell",
+    orphaned="SIGTERM",
+)
+
+
+_OURS = {"torchrun": TORCHRUN, "python": PYTHON, "bash": BASH}
 
 
 def _named(launcher: Any) -> Any:

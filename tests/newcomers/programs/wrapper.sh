@@ -1,2 +1,5 @@
 #!/bin/bash
-python hello.py
+set -eu
+cd "$(dirname "$0")"
+echo "given $1"
+python -c 'print("hello")'

@@ -278,13 +278,34 @@ def test_a_mistake_in_one_key(key, value, field, message, nearest):
 def test_a_command_as_one_string_is_told_how_to_be_a_list():
     found = the_problem(edited(OWN, "command", "python train.py --name 'a b'"))
     assert found.field == "command"
-    assert found.message.endswith('mgpu starts python itself: write `command: [train.py, --name, "a b"]`')
+    assert 'mgpu starts python itself: write `command: [train.py, --name, "a b"]`; with' in found.message
     assert "no shell" in found.message
     assert the_problem(edited(edited(OWN, "outputs", "[runs/]"), "command", "python train.py"))  # and no other one
     unbalanced = the_problem(edited(OWN, "command", '"train.py \'a"'))
-    assert unbalanced.message.endswith("""`command: [train.py, "'a"]`""")
+    assert """`command: [train.py, "'a"]`; with `launcher: bash` one reads it""" in unbalanced.message
     shell = the_problem(edited(OWN, "command", "bash -c 'python train.py && ls'"))
-    assert shell.message.endswith('one item an argument: `command: [bash, -c, "python train.py && ls"]`')
+    assert shell.message.endswith("`launcher: bash` starts one, and takes this text")
+
+
+def test_with_a_shell_a_command_may_be_a_script_or_one_line():
+    shell = edited(OWN, "launcher", "bash")
+    line = "python train.py | tee out"
+    assert loads(edited(shell, "command", f'"{line}"'), "x").command == ("-c", line)
+    assert loads(edited(shell, "command", "[run.sh, a b]"), "x").command == ("run.sh", "a b")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("[bash, -e, run.sh, a]", "starts the shell itself: write `command: [run.sh, a]`"),
+        ("[sh, -c, 'ls && pwd']", 'starts the shell itself: write `command: "ls && pwd"`'),
+        ("[torchrun, train.py, --lr, '1']", 'write `command: "torchrun train.py --lr 1"`'),
+        ("[-c, ls, pwd]", "one line is needed"),
+    ],
+)
+def test_what_is_no_script_for_a_shell_is_told_how_to_be_one(command, says):
+    found = the_problem(edited(edited(OWN, "launcher", "bash"), "command", command))
+    assert (found.field, says in found.message) == ("command[0]", True), found.message
 
 
 @pytest.mark.parametrize(
@@ -298,8 +319,8 @@ def test_a_command_as_one_string_is_told_how_to_be_a_list():
         ("[python, -m, torch.distributed.run, --standalone, train.py]", "write `command: [train.py]`"),
         ("[accelerate, launch, --multi_gpu, train.py]", "write `command: [train.py]`"),
         ("[torchrun, --standalone]", "name the Python file"),
-        ("[bash, -c, 'python train.py']", "no shell is started"),
-        ("[/bin/sh, run.sh]", "no shell is started"),
+        ("[bash, -c, 'python train.py']", 'write `launcher: bash` and `command: "python train.py"`'),
+        ("[/bin/sh, run.sh]", "torchrun starts no shell: write `launcher: bash` and `command: [run.sh]`"),
     ],
 )
 def test_what_the_launcher_does_itself_is_no_program(command, says):

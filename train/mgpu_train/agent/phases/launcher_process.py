@@ -38,6 +38,12 @@ def argv(job: Job, layout: RunLayout, python: str) -> list[str]:
     return job.launcher.command(program, {**_values(job, layout), "python": python})
 
 
+def with_python(environment: Mapping[str, str], python: str) -> dict[str, str]:
+    """The environment of a shell in which `python`, `pip` and what else was installed beside them are the program's."""
+    path = os.pathsep.join(filter(None, (str(Path(python).parent), environment.get("PATH", ""))))
+    return {**environment, "PATH": path}
+
+
 def _values(job: Job, layout: RunLayout) -> dict[str, object]:
     """What the launcher's words mean on this node: those of `mgpu_train.launchers.WORDS`, but the interpreter."""
     return {

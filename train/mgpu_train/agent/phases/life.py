@@ -89,7 +89,7 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
     uploads = _uploads(attempt, job.checkpoint, resumed_step) if job.checkpoint and has_part(job) else None
     started = Launch(
         launcher_process.argv(job, attempt.layout, python),
-        environment,
+        launcher_process.with_python(environment, python) if job.launcher.takes == "shell" else environment,
         attempt.work,
         signal.Signals[job.launcher.orphaned],
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import AttemptFailed
+from mgpu_train.agent.phases.launcher_process import with_python
 from mgpu_train.agent.status.log import last_words, tail
 from mgpu_train.agent.status.status import Fault
 
@@ -29,12 +29,11 @@ def run(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:
     attempt.say(f"setup: {len(lines)} lines")
     begin = attempt.log.size
     shell = shutil.which("bash") or "sh"
-    path = os.pathsep.join(filter(None, (str(Path(python).parent), environment.get("PATH", ""))))
     try:
         code = subprocess.run(
             [shell, "-e", "-c", "\n".join(lines)],
             cwd=attempt.work,
-            env={**environment, "PATH": path},
+            env=with_python(environment, python),
             stdin=subprocess.DEVNULL,
             stdout=attempt.log.fd,
             stderr=attempt.log.fd,
