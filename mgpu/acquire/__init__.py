@@ -27,10 +27,12 @@ from mgpu.acquire.ending import destroy as destroy
 from mgpu.acquire.pauses import Backoff as Backoff
 from mgpu.acquire.search import Search
 from mgpu.acquire.terms import ENDING_S as ENDING_S
+from mgpu.acquire.terms import GANGS as GANGS
 from mgpu.acquire.terms import Acquired as Acquired
 from mgpu.acquire.terms import Lost as Lost
 from mgpu.acquire.terms import Meet as Meet
 from mgpu.acquire.terms import Terms as Terms
+from mgpu.acquire.terms import limits as limits
 from mgpu.journal import Journal
 from mgpu.plan.model import Offer
 from mgpu.providers.base import FleetRequest, Handle, Intent, Provider

@@ -16,7 +16,7 @@ from mgpu.acquire.ending import CURE, destroy
 from mgpu.acquire.history import Begun, history
 from mgpu.acquire.pauses import Backoff, pauses
 from mgpu.acquire.refusals import REFUSED, Refusals, told_of
-from mgpu.acquire.terms import ENDING_S, Acquired, Lost, Meet
+from mgpu.acquire.terms import ENDING_S, Acquired, Lost, Meet, limits
 from mgpu.errors import (
     AmbiguousCreate,
     CleanupFailed,
@@ -31,7 +31,17 @@ from mgpu.errors import (
 from mgpu.events import Emit, Note, OfferTried, ignore
 from mgpu.journal import Journal
 from mgpu.plan.model import Offer
-from mgpu.providers.base import FleetRequest, FleetState, Handle, Intent, NodePhase, NodeState, Provider, create_token
+from mgpu.providers.base import (
+    GOING,
+    FleetRequest,
+    FleetState,
+    Handle,
+    Intent,
+    NodePhase,
+    NodeState,
+    Provider,
+    create_token,
+)
 
 _TRIES = 3  # of one offer whose nodes were lost while they started
 _T = TypeVar("_T")
@@ -64,6 +74,7 @@ class Search:
 
     def run(self, offers: Sequence[Offer]) -> Acquired:
         """Adopts what an earlier process has begun, else asks for one offer after the other."""
+        self.timeouts = limits(self.timeouts, self.provider, self.request.requirements)
         self.deadline = self.clock() + min(self.timeouts.provision_s, self._left_s() - ENDING_S)
         unfinished, self.spent = history(self.journal, self.request)
         self.earlier = {begun.intent.token: begun for begun in unfinished if self._exists(begun)}
@@ -178,7 +189,7 @@ class Search:
     def _asked_of(self, state: FleetState) -> FleetState:
         """The nodes that this search has to bring up. Raises Lost when one is gone, or was never granted."""
         asked = tuple(node for node in state.nodes if node.rank in self.ranks)
-        lost = [node for node in asked if node.phase in (NodePhase.STOPPING, NodePhase.TERMINATED)]
+        lost = [node for node in asked if node.phase in GOING]
         if lost:
             raise Lost("; ".join(map(_why_it_ended, lost)))
         if len(asked) < len(self.ranks):
@@ -226,6 +237,7 @@ class Search:
                 CURE,
             ) from error
         if handle is not None:
+            begun = self.clock()
             destroy(
                 self.provider,
                 handle,
@@ -235,6 +247,7 @@ class Search:
                 clock=self.clock,
                 sleep=self.sleep or time.sleep,
             )
+            self.deadline += self.clock() - begun  # machines that end slowly leave the next ones as much time
 
     def _left_behind(self, intent: Intent) -> Handle | None:
         """What a create made whose answer was lost. No cancel and no deadline of the search cuts this short."""

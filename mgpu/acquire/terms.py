@@ -10,14 +10,21 @@ from typing import Required, TypedDict
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.events import Emit
-from mgpu.plan.model import Offer, Refusal
-from mgpu.providers.base import FleetState, Handle
+from mgpu.plan.model import Offer, Refusal, Requirements
+from mgpu.providers.base import FleetState, Handle, Provider
 
 ENDING_S = 60.0  # a machine with less time than this before its hard cap is not worth renting
+
+GANGS = 2  # that one search may wait for, each as long as its machines take to boot
 
 Meet = Callable[[Handle, FleetState], FleetState]
 """First contact, with machines that run as they are described: answers with the host keys that they have from now on. A
 node whose `one_use_key` is still set is asked for again a moment later. Raises Lost: not this gang, another may do."""
+
+
+def limits(timeouts: Timeouts, provider: Provider, requirements: Requirements) -> Timeouts:
+    """The deadlines of a search at this provider, whose machines may be slow to come and to go."""
+    return timeouts.at_least(provision_s=GANGS * provider.boot_s(requirements), destroy_s=provider.capabilities.end_s)
 
 
 class Lost(Exception):

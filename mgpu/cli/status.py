@@ -86,7 +86,7 @@ def _words(node: dict[str, Any], record: Record) -> str:
     machine = f"{node.get('phase', 'machine unknown')} {node.get('reason', '')}".strip()
     agent = node["agent"]
     if agent is None:
-        answers = node.get("phase") in ("stopping", "terminated") or record.state.final
+        answers = node.get("phase") in ("stopping", "ending", "terminated") or record.state.final
         return machine + ("" if answers else ", no answer over SSH in time")
     risk = ", the provider may take it soon" if agent["at_risk_since"] else ""
     step = f", step {agent['step']}" if isinstance(agent["step"], int) and agent["step"] >= 0 else ""

@@ -91,7 +91,12 @@ class NodePhase(StrEnum):
     PENDING = "pending"
     RUNNING = "running"
     STOPPING = "stopping"  # asked to end, may still be billed
+    ENDING = "ending"  # on its way out for good, and billed no more
     TERMINATED = "terminated"  # the provider says that it is gone
+
+
+GOING = (NodePhase.STOPPING, NodePhase.ENDING, NodePhase.TERMINATED)
+UNBILLED = (NodePhase.ENDING, NodePhase.TERMINATED)
 
 
 class JumpHost(Value):
@@ -137,7 +142,7 @@ class FleetState(Value):
     @property
     def lost(self) -> tuple[int, ...]:
         """Ranks whose machine is going or gone."""
-        return tuple(n.rank for n in self.nodes if n.phase in (NodePhase.STOPPING, NodePhase.TERMINATED))
+        return tuple(n.rank for n in self.nodes if n.phase in GOING)
 
 
 class MachineDriver(Value):
@@ -198,6 +203,10 @@ class Provider(ABC):
     @abstractmethod
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         """Ends these machines (default: all). True: gone (absent counts); False: call again. Absent never raises."""
+
+    def boot_s(self, requirements: Requirements) -> float:
+        """Seconds from the grant until machines for these requirements answer by SSH, at the worst; 0: not known."""
+        return self.capabilities.boot_s
 
     def configured(self) -> bool:
         """Whether this user has set the provider up at all; looks at files and variables, asks nobody."""

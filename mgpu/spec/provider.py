@@ -40,6 +40,10 @@ class Capabilities(BaseModel):
     listing_lag_s: float = Field(
         default=0, description="seconds after a request: `find` and `list_owned` may not show it"
     )
+    boot_s: float = Field(
+        default=0, description="seconds from the grant until the slowest machines answer by SSH; 0: not known"
+    )
+    end_s: float = Field(default=0, description="seconds that machines may take to end, at the worst; 0: not known")
     notices: Literal["file", "ec2", "none"] = Field(
         default="none", description="where a node finds its interruption notice"
     )

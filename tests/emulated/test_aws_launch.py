@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from fakes.aws import FakeAws, market
+from mgpu_train.timeouts import Timeouts
 
+from mgpu import acquire
 from mgpu.errors import (
     BidTooLow,
     CleanupFailed,
@@ -522,6 +524,28 @@ def test_a_lost_machine_is_replaced_only_once_it_is_ending(aws: FakeAws, provide
     fresh = next(machine for machine in machines(aws) if machine["InstanceId"] == repaired.ids[1])
     assert (tags(fresh)[names.RANK], tags(fresh)[names.GENERATION]) == ("1", "2")
     assert not fresh["Placement"].get("GroupName"), "alone in a group it would be near nobody"
+
+
+def test_a_machine_that_ends_as_slowly_as_ec2s_do_keeps_no_replacement_waiting(aws: FakeAws, provider: AwsProvider):
+    """Machines with GPUs are `shutting-down`, and billed no more, for five minutes and longer."""
+    handle = provider.create(request(), offer(), token(offer()))
+    aws.pace(ending_s=3600)
+    ended, state = handle.ids[1], provider.describe
+    acquire.destroy(provider, handle, nodes=(ended,), unbilled=True, timeouts=Timeouts())
+    assert state(handle.model_copy(update={"ids": (ended,)})).nodes[0].phase is NodePhase.ENDING
+    repaired = insist(lambda: provider.repair(handle, (1,), request(generation=2), offer(), token(offer(), 1)))
+    assert repaired.ids[0] == handle.ids[0]
+    assert state(repaired).nodes[1].phase in (NodePhase.PENDING, NodePhase.RUNNING)
+    aws.pace(ending_s=0)
+
+
+def test_metal_and_machines_with_many_gpus_get_the_time_that_they_boot(aws: FakeAws, provider: AwsProvider):
+    def boot_s(**changes: Any) -> float:
+        return provider.boot_s(request().requirements.model_copy(update=changes))
+
+    assert boot_s(gpu=("T4",), gpus_per_node=1) == 0
+    assert boot_s(gpu=("A100-40GB",), gpus_per_node=8) == 900
+    assert boot_s(gpu=("T4",), gpus_per_node=8) == 1500, "g4dn.metal"
 
 
 # --- the provider's own calls -----------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_tags_that_somebody_has_edited_are_no_numbers(aws, account):
     [
         ("pending", NodePhase.PENDING),
         ("running", NodePhase.RUNNING),
-        ("shutting-down", NodePhase.STOPPING),
+        ("shutting-down", NodePhase.ENDING),
         ("stopping", NodePhase.STOPPING),
         ("stopped", NodePhase.STOPPING),
         ("terminated", NodePhase.TERMINATED),
@@ -154,7 +154,7 @@ def test_an_old_machine_that_is_not_shown_is_gone_and_hides_no_other(aws, accoun
 
 def test_without_a_template_an_old_machine_is_gone(aws, account):
     fleet = rent(aws, 1, template=False)
-    handle = fleet.handle.model_copy(update={"ids": ("i-0123456789abcdef0",), "made_at": time.time() - 60})
+    handle = fleet.handle.model_copy(update={"ids": ("i-0123456789abcdef0",), "made_at": time.time() - 600})
     assert describe(account, handle).nodes[0].phase is NodePhase.TERMINATED
 
 

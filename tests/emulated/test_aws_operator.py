@@ -151,6 +151,8 @@ def test_what_is_made_carries_the_tag_that_its_making_asks_for(lived):
     kinds = {spec["ResourceType"]: spec["Tags"] for spec in asked["LaunchTemplateData"]["TagSpecifications"]}
     for kind in ("instance", "volume", "network-interface"):
         assert "mgpu:owner" in [tag["Key"] for tag in kinds[kind]], kind
+    (asked,) = [call.parameters for call in lived["created"] if call.action == "CreateFleet"]
+    assert {spec["ResourceType"] for spec in asked["TagSpecifications"]} == {"fleet", "instance", "volume"}
 
 
 # --- who has no more than that ----------------------------------------------------------------------------------------

@@ -54,6 +54,11 @@ class Timeouts(BaseModel):
     look_s: float = Field(1, description="for all nodes to answer in one pass; a slower one is heard in a later pass")
     silence_s: float = Field(120, description="a node that cannot be reached is UNKNOWN; after this it counts as lost")
 
+    def at_least(self, **seconds: float) -> Timeouts:
+        """With these deadlines where they are longer, but for those that somebody has set."""
+        longer = {name: s for name, s in seconds.items() if name not in self.model_fields_set}
+        return self.model_copy(update={name: s for name, s in longer.items() if s > getattr(self, name)})
+
     def scaled(self, factor: float) -> Timeouts:
         """All deadlines times `factor`; for tests."""
         return Timeouts(**{name: getattr(self, name) * factor for name in type(self).model_fields})

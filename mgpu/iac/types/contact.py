@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.acquire import Lost
+from mgpu.acquire import GANGS, Lost
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, RemoteError
 from mgpu.events import Emit, Note, ignore
 from mgpu.providers.base import FleetState, Handle, NodeState, Rekeys
@@ -31,7 +31,7 @@ from mgpu.remote.node import Node
 from mgpu.remote.targets import HostKey, Jump, Target
 
 _THREADS = 64
-_PATIENCE = 0.5  # of `provision_s`: then the gang is given up, and another one has time to come
+_PATIENCE = 1 / GANGS  # of `provision_s`: then the gang is given up, and another one has time to come
 
 _Troubles = dict[str, RemoteError]  # by the machine's id
 

@@ -191,7 +191,8 @@ class FleetHandler:
             from mgpu.iac.types.contact import Contact  # SSH is slow to import, and most calls do not need it
 
             key = Path(wanted.ssh_private_key_file).expanduser()
-            terms["meet"] = Contact(provider, key, self._timeouts, emit=call.emit, cancelled=call.cancelled).meet
+            timeouts = acquire.limits(self._timeouts, provider, wanted.requirements())
+            terms["meet"] = Contact(provider, key, timeouts, emit=call.emit, cancelled=call.cancelled).meet
         return terms
 
 

@@ -104,6 +104,8 @@ ENTRY = ProviderEntry(
         image_repository=True,
         idempotent_create=True,
         listing_lag_s=30,
+        boot_s=1500,  # metal; see `AwsProvider.boot_s`
+        end_s=1800,  # machines with GPUs are `shutting-down` for 5 minutes and more
         notices="ec2",
         account_options=frozenset({"account", "profile", "endpoint_url"}),
     ),

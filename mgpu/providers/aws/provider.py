@@ -16,13 +16,13 @@ from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.aws.options import ENTRY, Options
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import (
+    GOING,
     Finding,
     FleetRequest,
     FleetState,
     Handle,
     Intent,
     MachineDriver,
-    NodePhase,
     Offers,
     Provider,
     Refreshed,
@@ -37,7 +37,6 @@ _VARIABLES = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
 _FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
-_GOING = (NodePhase.STOPPING, NodePhase.TERMINATED)
 
 
 class AwsProvider(Provider):
@@ -91,6 +90,15 @@ class AwsProvider(Provider):
         from mgpu.providers.aws.catalog.offers import offers
 
         return offers(requirements, self._of(requirements))
+
+    def boot_s(self, requirements: Requirements) -> float:
+        """By the slowest type that is on offer. Raises InputError."""
+        from mgpu.providers.aws.catalog.machine_types import boot_s
+
+        try:
+            return max(boot_s(offer.instance_type) for offer in self.offers(requirements).offers)
+        except (NoOffer, ValueError):  # what is not on offer is not waited for
+            return 0
 
     def refresh_offers(self) -> Refreshed:
         """Asks all regions for types, prices and quotas. Raises AuthError, InputError, ProviderError."""
@@ -211,7 +219,7 @@ class AwsProvider(Provider):
         if not lost or self.destroy(handle, lost):
             return
         state = self.describe(handle.model_copy(update={"ids": lost}))
-        running = [node.id for node in state.nodes if node.phase not in _GOING]
+        running = [node.id for node in state.nodes if node.phase not in GOING]
         if running:
             names = ", ".join(running)
             raise Transient("a lost machine is not ending yet", f"EC2 shows as running: {names}", "Call again.")

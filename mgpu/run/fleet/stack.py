@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from mgpu_train.timeouts import Timeouts
+
 from mgpu import acquire, paths
 from mgpu.context import Context
 from mgpu.errors import (
@@ -24,6 +26,7 @@ from mgpu.run.job.stack_output import handle_of
 from mgpu.run.record.record import Folder, Record, every, write
 from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
+from mgpu.spec.provider import installed
 
 
 class InUse(InputError):
@@ -39,14 +42,21 @@ def stack_of(record: Record, context: Context) -> Stack:
     """The stack of a run."""
     log_dir = Folder(record.run_id).pulumi if record.own_stack else None
     run_file, base = Folder(record.run_id).run_file, Path(record.project_base)
-    return open_stack(Path(record.project), record.stack, run_file, log_dir, context, base)
+    return open_stack(Path(record.project), record.stack, run_file, log_dir, context, base, record.provider)
 
 
 def open_stack(
-    project: Path, name: str, run_file: Path, log_dir: Path | None, context: Context, folder: Path | None = None
+    project: Path,
+    name: str,
+    run_file: Path,
+    log_dir: Path | None,
+    context: Context,
+    folder: Path | None = None,
+    provider: str = "",
 ) -> Stack:
     """A stack by name. `log_dir`: where a stack of mgpu's own keeps configuration and logs; None: the user's stack.
-    `folder`: what the run file's paths are relative to; None: its own."""
+    `folder`: what the run file's paths are relative to; None: its own. `provider`: whose machines it has; empty: any's.
+    """
     return Stack(
         project,
         name,
@@ -54,15 +64,23 @@ def open_stack(
         folder=folder,
         log_dir=log_dir or paths.state_dir() / "stacks" / name,
         emit=context.emit,
-        timeouts=context.timeouts,
+        timeouts=_engine_limits(context.timeouts, provider),
         own_config=log_dir is not None,
     )
+
+
+def _engine_limits(timeouts: Timeouts, provider: str) -> Timeouts:
+    """The deadlines of an engine whose machines may be slow to come and to go."""
+    found = installed().found
+    able = [entry.capabilities for name, entry in found.items() if provider in ("", name)]
+    slowest_s, longest_s = (max((getattr(each, name) for each in able), default=0) for name in ("boot_s", "end_s"))
+    return timeouts.at_least(provision_s=acquire.GANGS * slowest_s, destroy_s=longest_s)
 
 
 def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> StackOutput:
     """Makes, or repairs, the stack's fleet, and remembers it. What stands already is adopted.
 
-    The machines of the ranks in `lost` are ended first, and confirmed gone: one that is only silent, or about to be
+    The machines of the ranks in `lost` are ended first, and confirmed so: one that is only silent, or about to be
     taken, is replaced too, and never beside its replacement.
 
     Raises:
@@ -104,7 +122,7 @@ def _require_time(record: Record) -> None:
 
 
 def _end_lost(session: Session, lost: tuple[int, ...]) -> None:
-    """Ends the machines of these ranks at their provider, which has to say that they are gone."""
+    """Ends the machines of these ranks at their provider, which has to say that they cost nothing more."""
     if not session.record.fleet:
         return
     fleet = StackOutput.model_validate(session.record.fleet)
@@ -120,6 +138,7 @@ def _end_lost(session: Session, lost: tuple[int, ...]) -> None:
                 registry.get(fleet.provider, fleet.options),
                 handle_of(fleet),
                 nodes=ids,
+                unbilled=True,
                 timeouts=session.timeouts,
                 emit=session.emit,
                 sleep=pause,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mgpu_train.agent.status.status import Fault
 
-from mgpu.errors import ConnectionFailed, NoOffer
+from mgpu.errors import ConnectionFailed, NoOffer, QuotaExceeded
 from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.run.lifecycle.capacity_wait import SOLD_OUT, CapacityWait
@@ -78,9 +78,10 @@ class Attempts:
         return self._tried(lambda: self.conduct(fleet))
 
     def _repaired(self, lost: tuple[int, ...]) -> StackOutput:
-        """The fleet as asked for; where there is no capacity now, it is asked for again until `wait_minutes`."""
+        """The fleet as asked for; where there is no capacity now, it is asked again until `wait_minutes`. A quota is
+        full for a while only, too: machines that have just ended count against it."""
         capacity_wait = CapacityWait(
-            self.session, self.recovery.wait_minutes, (*SOLD_OUT, NoOffer), self.clock, self.sleep
+            self.session, self.recovery.wait_minutes, (*SOLD_OUT, NoOffer, QuotaExceeded), self.clock, self.sleep
         )
         return capacity_wait.granted(lambda: self.repair(lost))
 

@@ -15,7 +15,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import MgpuError
 from mgpu.iac.outputs import StackOutput
-from mgpu.providers.base import NodePhase, NodeState
+from mgpu.providers.base import GOING, NodeState
 from mgpu.remote import node as remote
 from mgpu.remote.targets import Target
 from mgpu.run.job.stack_output import handle_of, provider_of, targets
@@ -34,7 +34,7 @@ def look(record: Record, timeouts: Timeouts) -> tuple[list[dict[str, Any]], Mgpu
     fleet = StackOutput.model_validate(record.fleet)
     asked = _Agents(record, fleet, timeouts)
     told, problem = _told(fleet)
-    gone = [node.rank for node in told if node.phase in (NodePhase.STOPPING, NodePhase.TERMINATED)]
+    gone = [node.rank for node in told if node.phase in GOING]
     said = asked.wait(but=gone)
     known = {node.rank: node.model_dump(mode="json") for node in told}
     plain = {node.rank: {"rank": node.rank, "id": node.id} for node in fleet.nodes}

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mgpu_train.timeouts import Timeouts
@@ -79,6 +80,8 @@ class Double:
     clock: Clock
     capabilities: Capabilities = CAPS
     ready_after_s: float = 3.0
+    slowest_s: float = 0.0  # what it says of how long machines take to boot
+    ending_s: float = 0.0  # from "asked to end" to gone: billed no more, and not gone
     granted: int | None = None  # machines that a create makes at most
     unfound_s: float = 0.0  # for which `find` does not show what was made
     undescribed_s: float = 0.0  # for which `describe` does not know it
@@ -94,7 +97,11 @@ class Double:
     destroy_calls_needed: int = 1
     on_describe: Callable[[], None] = lambda: None
     one_use: str = ""  # the key that machines come with, where it is for one use
+    ended_at: dict[str, float] = field(default_factory=dict)
     asked_to_end: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def boot_s(self, requirements: Requirements) -> float:
+        return self.slowest_s
 
     def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
         return self._make(request, offer, token, tuple(range(request.requirements.nodes)))
@@ -172,8 +179,11 @@ class Double:
         for name in handle.ids if nodes is None else nodes:
             if name in self.machines and self.machines[name].phase is not NodePhase.TERMINATED:
                 self.asked_to_end[name] += 1
-                done = self.asked_to_end[name] >= self.destroy_calls_needed
-                self.machines[name].phase = NodePhase.TERMINATED if done else NodePhase.STOPPING
+                self.ended_at.setdefault(name, self.clock.now)
+                slow = self.clock.now - self.ended_at[name] < self.ending_s
+                done = self.asked_to_end[name] >= self.destroy_calls_needed and not slow
+                on_its_way = NodePhase.ENDING if slow else NodePhase.STOPPING
+                self.machines[name].phase = NodePhase.TERMINATED if done else on_its_way
                 gone = gone and done
         return gone
 
@@ -225,10 +235,11 @@ class Bench:
         self.cap_s = 3600.0
         self.hard_cap_at = 0.0
         self.meet: acquire.Meet | None = None
+        self.timeouts = TIMEOUTS
 
     @property
     def _common(self) -> dict:
-        common = {"timeouts": TIMEOUTS, "emit": self.events.append}
+        common = {"timeouts": self.timeouts, "emit": self.events.append}
         return {**common, "clock": self.clock, "sleep": self.clock.sleep}
 
     def acquire(self, *offers: Offer, wanted: FleetRequest | None = None) -> acquire.Acquired:
@@ -264,8 +275,8 @@ class Bench:
     def journal(self) -> Journal:
         return Journal(self.folder / "journal", self.clock)
 
-    def destroy(self, handle: Handle) -> None:
-        acquire.destroy(self.double, handle, **self._common)
+    def destroy(self, handle: Handle, **more: Any) -> None:
+        acquire.destroy(self.double, handle, **self._common, **more)
 
     @property
     def journalled(self) -> list[str]:
@@ -438,6 +449,60 @@ def test_a_provider_that_never_answers_ends_at_the_deadline(bench: Bench):
         bench.acquire(offer())
     assert bench.clock.now == pytest.approx(TIMEOUTS.provision_s)
     assert bench.double.machines == {}
+
+
+def test_machines_are_waited_for_as_long_as_their_provider_says_that_they_boot(bench: Bench):
+    """Metal answers after 25 minutes."""
+    bench.timeouts = Timeouts()
+    bench.double.ready_after_s, bench.double.slowest_s = 1400, 1500
+    assert bench.acquire(offer()).state.ready
+    assert bench.clock.now == pytest.approx(1400, abs=20)
+
+
+def test_what_somebody_has_set_is_longer_than_no_machine_may_boot(bench: Bench):
+    bench.double.ready_after_s, bench.double.slowest_s = 1400, 1500
+    with pytest.raises(Transient):
+        bench.acquire(offer())
+    assert bench.clock.now <= TIMEOUTS.provision_s + TIMEOUTS.destroy_s
+
+
+def test_machines_that_end_slowly_take_no_time_from_the_next_ones(bench: Bench):
+    bench.timeouts = Timeouts()
+    bench.double.capabilities = CAPS.model_copy(update={"end_s": 1800})
+    bench.double.ending_s, bench.double.granted = 480, 1
+    bench.double.on_describe = lambda: setattr(bench.double, "granted", None)  # the first gang lacks one
+    made = bench.acquire(offer(), offer("g5.small"))
+    assert (made.state.ready, len(bench.double.billed)) == (True, 2)
+    assert 480 <= bench.clock.now < Timeouts().provision_s + 480
+
+
+def test_an_end_is_waited_for_as_long_as_it_takes_at_this_provider_and_what_it_costs_is_said(bench: Bench):
+    bench.timeouts = Timeouts()
+    bench.double.capabilities = CAPS.model_copy(update={"end_s": 1800})
+    handle = bench.acquire(offer()).handle
+    bench.double.ending_s, begun = 480, bench.clock.now
+    bench.destroy(handle)
+    assert bench.double.billed == []
+    assert 480 <= bench.clock.now - begun < 500
+    assert [str(event) for event in bench.events if "billed no more" in str(event)] != []
+
+
+def test_an_end_that_never_comes_says_that_nothing_is_billed(bench: Bench):
+    bench.timeouts = Timeouts()
+    bench.double.capabilities = CAPS.model_copy(update={"end_s": 1800})
+    handle = bench.acquire(offer()).handle
+    bench.double.ending_s, begun = 1e9, bench.clock.now
+    with pytest.raises(TeardownIncomplete, match="are billed no more"):
+        bench.destroy(handle)
+    assert bench.clock.now - begun == pytest.approx(1800, abs=20)
+
+
+def test_what_costs_nothing_more_is_not_waited_for_where_that_is_enough(bench: Bench):
+    handle = bench.acquire(offer()).handle
+    bench.double.ending_s, begun = 480, bench.clock.now
+    bench.destroy(handle, nodes=("i-1",), unbilled=True)
+    assert bench.clock.now - begun < 3
+    assert [machine.phase for machine in bench.double.machines.values()] == [None, NodePhase.ENDING]
 
 
 @pytest.mark.parametrize("error", [AmbiguousCreate("no answer"), Transient("connection reset")])

@@ -14,6 +14,15 @@ _SIZED = ("V100", "A100", "H100")
 # what DescribeInstanceTypes does not tell: how the GPUs of one machine are connected
 _INTERCONNECTS = ((r"p(4|5|6)", "NVSwitch"), (r"p3", "NVLink"))
 
+# Seconds until a new machine answers by SSH, at the worst, by its type: seen by others, with room to spare. All other
+# types take a minute or two.
+_BOOT_S = ((r".*\.metal", 1500.0), (r"p\d", 900.0))
+
+
+def boot_s(instance_type: str) -> float:
+    """Seconds that a new machine of this type may take until it answers by SSH; 0: as any machine."""
+    return next((seconds for types, seconds in _BOOT_S if re.match(types, instance_type)), 0.0)
+
 
 def machine_of(entry: dict[str, Any]) -> Machine | None:
     """The machine type behind one entry of AWS's answer.

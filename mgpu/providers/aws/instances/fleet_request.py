@@ -147,7 +147,10 @@ def fleet(order: Order, place: Place) -> Parameters:
             "TotalTargetCapacity": count,
             "DefaultTargetCapacityType": order.offer.market,
         },
-        "TagSpecifications": [{"ResourceType": "fleet", "Tags": tags(order.marks)}],
+        # those of the template do not count where a policy demands tags of the request itself
+        "TagSpecifications": [
+            {"ResourceType": kind, "Tags": tags(order.marks)} for kind in ("fleet", "instance", "volume")
+        ],
         **market,
     }
 

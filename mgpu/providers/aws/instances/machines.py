@@ -21,9 +21,9 @@ from mgpu.providers.aws.instances import listing
 from mgpu.providers.aws.instances.listing import Shown, by_id, tagged, tags_of
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
-from mgpu.providers.base import FleetState, Handle, Intent, NodePhase, NodeState
+from mgpu.providers.base import GOING, FleetState, Handle, Intent, NodePhase, NodeState
 
-LAG_S = 30.0  # EC2 may not show for so long what it has made
+LAG_S = 300.0  # EC2 may not show for "a few minutes" what it has made
 USER = "ubuntu"  # of the deep-learning machine images
 PYTHON = "/opt/pytorch/bin/python3"  # of the deep-learning machine images with PyTorch
 _TAG_CHARACTERS = 256
@@ -32,7 +32,7 @@ _NUMBER = r"[0-9]{1,4}"  # of a rank: whoever may write tags shall not make us c
 _PHASES = {
     "pending": NodePhase.PENDING,
     "running": NodePhase.RUNNING,
-    "shutting-down": NodePhase.STOPPING,
+    "shutting-down": NodePhase.ENDING,
     "stopping": NodePhase.STOPPING,
     "stopped": NodePhase.STOPPING,
     "terminated": NodePhase.TERMINATED,
@@ -220,7 +220,7 @@ def _node(options: Options, rank: int, name: str, shown: dict[str, Shown]) -> No
         private_address=private,
         price_usd_per_hour=_number(tags.get(names.PRICE, "")),
         hard_cap_at=_number(tags.get(names.HARD_CAP_AT, "")),
-        reason=_reason(machine) if phase in (NodePhase.STOPPING, NodePhase.TERMINATED) else "",
+        reason=_reason(machine) if phase in GOING else "",
     )
 
 

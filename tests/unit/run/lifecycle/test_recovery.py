@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from mgpu_train.agent.status.status import Fault
 
-from mgpu.errors import ConnectionFailed, HostKeyMismatch, Interrupted, NoCapacity, QuotaExceeded
+from mgpu.errors import AuthError, ConnectionFailed, HostKeyMismatch, Interrupted, NoCapacity, QuotaExceeded
 from mgpu.run.lifecycle.capacity_wait import JITTER, PAUSE_S
 from mgpu.run.lifecycle.recovery import WITHOUT_PROGRESS, Attempts
 from mgpu.run.record import record
@@ -165,9 +165,14 @@ def test_no_capacity_is_asked_for_again_until_wait_minutes(world):
     assert hopeless.now == pytest.approx(60)
 
 
+def test_a_quota_that_machines_fill_which_have_just_ended_is_asked_again(world):
+    script = Script(world, [LOST, DONE], [QuotaExceeded("L-1 is full"), None])
+    assert script.run().succeeded
+
+
 def test_another_refusal_is_not_asked_again(world):
-    script = Script(world, [LOST, DONE], [QuotaExceeded("L-1 is 0")])
-    with pytest.raises(QuotaExceeded):
+    script = Script(world, [LOST, DONE], [AuthError("expired")])
+    with pytest.raises(AuthError):
         script.run()
     assert script.now == 0
 
