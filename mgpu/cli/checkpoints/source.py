@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Source:
     @property
     def arguments(self) -> str:
         """What another command about this run is given."""
-        return self.run_id if self.record else f"--store {self.store.url} {self.run_id}"
+        return shlex.join([self.run_id] if self.record else ["--store", self.store.url, self.run_id])
 
     @cached_property
     def lines(self) -> list[Line]:
