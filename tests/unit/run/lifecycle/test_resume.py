@@ -104,6 +104,8 @@ def test_what_has_changed_in_the_run_file_is_told(run):
         "recovery.attempts: 1 -> 5",
         "regions: none -> ['here']",
     ]
+    with_env = loads(FILE + "env: {RATE: 1}\n", "f")
+    assert resume.changes(run, with_env) == ["env.RATE: none -> 1"], "the block itself has not changed"
     Folder("it-1").run_file.write_text("of an older version: true\n")
     assert resume.changes(run, loads(now, "f")) == []
 
