@@ -36,7 +36,7 @@ class Kept:
         size = sum(each.size for each in self.files)
         stored = [f"{self.uploaded} of them in {self.to}"] if self.to else []
         files = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
-        return "; ".join([f"outputs: {files}, {size} bytes", *stored, *self.problems[:3]])
+        return "; ".join([f"outputs: {files}, {size} byte{'s' * (size != 1)}", *stored, *self.problems[:3]])
 
 
 def key(run_id: str, node_rank: int, path: str) -> str:

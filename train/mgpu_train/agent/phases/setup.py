@@ -26,13 +26,15 @@ def run(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:
     done = _marker(attempt, lines)
     if not lines or done.exists():
         return
-    attempt.say(f"setup: {len(lines)} lines")
+    script = "\n".join(lines)
+    many = len(script.splitlines())  # one text may have several
+    attempt.say(f"setup: {many} line{'s' * (many != 1)}")
     begin = attempt.log.size
     shell = shutil.which("bash") or "sh"
     path = os.pathsep.join(filter(None, (str(Path(python).parent), environment.get("PATH", ""))))
     try:
         code = subprocess.run(
-            [shell, "-e", "-c", "\n".join(lines)],
+            [shell, "-e", "-c", script],
             cwd=attempt.work,
             env={**environment, "PATH": path},
             stdin=subprocess.DEVNULL,
