@@ -6,7 +6,8 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -167,6 +168,21 @@ def made(folder: Path) -> Path:
         why = f"{error.strerror}: {error.filename}."
         raise InputError(f"{folder}: the folder cannot be made", why, "Name another one; nothing was done.") from error
     return folder
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Files are written into `folder` meanwhile.
+
+    Raises:
+        InputError: one cannot be.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.strerror}: {error.filename}." if error.filename else f"{error}."
+        cure = "Mend that, or name another folder; what was written stays."
+        raise InputError(f"{folder}: a file cannot be written", why, cure) from error
 
 
 def make_plan(spec: RunSpec) -> Plan:
