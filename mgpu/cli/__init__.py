@@ -18,7 +18,7 @@ COMMANDS = {
     "bootstrap": "Make what machines at a provider stand on: bucket, roles, security group.",
     "check": "Test what a provider needs: credentials, permissions, network, quotas. Names a cure for each red line.",
     "policy": "Print the least permissions that mgpu needs at a provider.",
-    "spec": "Print the JSON schema of the run file.",
+    "spec": "Print the keys of the run file: type, default, meaning.",
     "offers": "List what providers sell, and the age of the prices.",
     "image": "Build, push or inspect the container image of a run file.",
     "plan": "Show what a run file would rent, and the price. Rents nothing.",
@@ -94,27 +94,42 @@ def _unread() -> NoReturn:
 
 
 def main(args: list[str] | None = None) -> Any:
-    """The entry point: every error of ours becomes three lines and its exit code, and with --json an object, unless the
-    command has printed its result."""
+    """The entry point: every error of ours, and every mistake on the command line, becomes three lines and its exit code,
+    and with --json an object, unless the command has printed its result."""
     if known := sys.modules.get("mgpu.console"):
         known.Console.told = False
     try:
         result = cli.main(args=args, prog_name="mgpu", standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
     except Exception as error:
         from mgpu.errors import MgpuError
 
-        if not isinstance(error, MgpuError):
+        told = _mistake(error) if isinstance(error, click.ClickException) else error
+        if not isinstance(told, MgpuError):
             raise
         from mgpu.console import Console
 
         console = Console()
-        console.error(error)
+        console.error(told)
         if "--json" in (sys.argv[1:] if args is None else args) and not Console.told:
-            console.data({"version": 1, "error": error.to_json()})
-        sys.exit(error.exit_code)
+            console.data({"version": 1, "error": told.to_json()})
+        sys.exit(told.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _mistake(error: click.ClickException) -> Exception:
+    """A mistake on the command line, as an error of ours."""
+    from mgpu.errors import InputError
+
+    what = error.format_message().removesuffix(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is None:
+        return InputError(what)
+    usage = " ".join(context.get_usage().split())
+    return InputError(
+        f"{context.command_path}: {what[:1].lower()}{what[1:]}", usage, f"See `{context.command_path} --help`."
+    )
