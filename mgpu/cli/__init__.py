@@ -62,8 +62,8 @@ class LazyGroup(click.Group):
             from difflib import get_close_matches
 
             near = get_close_matches(args[0], COMMANDS, n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else " See `mgpu --help`."
-            ctx.fail(f"no command `{args[0]}`.{hint}")
+            hint = f". Did you mean `{near[0]}`?" if near else ""
+            ctx.fail(f"no command `{args[0]}`{hint}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -94,8 +94,8 @@ def _unread() -> NoReturn:
 
 
 def main(args: list[str] | None = None) -> Any:
-    """The entry point: every error of ours, and every mistake on the command line, becomes three lines and its exit code,
-    and with --json an object, unless the command has printed its result."""
+    """The entry point: every error of ours, and every mistake on the command line, becomes three lines and its exit code;
+    with --json an object, too, unless the command has printed its result."""
     if known := sys.modules.get("mgpu.console"):
         known.Console.told = False
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from importlib.resources import files
 from pathlib import Path
 
@@ -92,4 +93,4 @@ def _ignore(path: Path) -> None:
 
 
 def _cd(folder: Path) -> str:
-    return "" if folder == Path() else f"cd {folder} && "
+    return "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "

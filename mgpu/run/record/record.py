@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,8 +165,8 @@ class Record:
         try:
             here = os.path.relpath(self.run_file)
         except FileNotFoundError:  # this process's own folder was deleted
-            return f" {self.run_file}"
-        return "" if here == "mgpu.yaml" else f" {min(here, self.run_file, key=len)}"
+            here = self.run_file
+        return "" if here == "mgpu.yaml" else f" {shlex.quote(min(here, self.run_file, key=len))}"
 
     @property
     def under_repair(self) -> Interruption | None:

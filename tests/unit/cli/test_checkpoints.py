@@ -171,6 +171,10 @@ def test_a_folder_that_cannot_be_written_is_no_damage(mgpu, committed):
     assert done.code == 2
     assert "/proc/x: the folder cannot be made" in done.err
     assert "verif" not in done.err
+    done = mgpu("checkpoints", "pull", "--to", "/proc/self")  # which is there, and takes no folders
+    assert done.code == 2
+    assert "cannot write /proc/self/step-20" in done.err
+    assert "verif" not in done.err
 
 
 def test_pull_says_as_json_what_it_took_and_what_it_passed_over(mgpu, committed):

@@ -45,6 +45,11 @@ def test_a_program_that_saves_as_mgpu_expects_keeps_its_checkpoints_and_requirem
     assert spec.code.requirements == "requirements.txt"
 
 
+def test_what_comes_next_can_be_pasted_whatever_the_folder_is_called(mgpu, world, monkeypatch):
+    monkeypatch.setattr("mgpu.iac.engine.install.set_up", lambda *_: None)
+    assert "next: cd 'my work' && mgpu plan " in mgpu("init", "my work").err
+
+
 def test_a_folder_that_cannot_be_written_into_is_told_in_three_lines(mgpu, world):
     """/proc/self takes no files, not even root's."""
     for folder in ("/proc/self", "/proc/self/new"):
