@@ -94,8 +94,8 @@ def _unread() -> NoReturn:
 
 
 def main(args: list[str] | None = None) -> Any:
-    """The entry point: every error of ours, and every mistake on the command line, becomes three lines and its exit code;
-    with --json an object, too, unless the command has printed its result."""
+    """The entry point: every error of ours, and every mistake on the command line, becomes three lines and a code.
+    With --json it is an object, too, unless the command has printed its result."""
     if known := sys.modules.get("mgpu.console"):
         known.Console.told = False
     try:

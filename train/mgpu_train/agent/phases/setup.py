@@ -14,6 +14,7 @@ from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import AttemptFailed
 from mgpu_train.agent.status.log import last_words
 from mgpu_train.agent.status.status import Fault
+from mgpu_train.words import count
 
 
 def run(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:
@@ -27,8 +28,7 @@ def run(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:
     if not lines or done.exists():
         return
     script = "\n".join(lines)
-    many = len(script.splitlines())  # one text may have several
-    attempt.say(f"setup: {many} line{'s' * (many != 1)}")
+    attempt.say(f"setup: {count(len(script.splitlines()), 'line')}")  # one text may have several
     begin = attempt.log.size
     shell = shutil.which("bash") or "sh"
     path = os.pathsep.join(filter(None, (str(Path(python).parent), environment.get("PATH", ""))))
