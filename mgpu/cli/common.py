@@ -278,9 +278,12 @@ def agree(console: Console, yes: bool) -> None:
 
 
 def show_changes(console: Console, before: Record, spec: RunSpec) -> bool:
-    """What a resumed run's file says otherwise than at its beginning; False: nothing."""
+    """What a resumed run's file says otherwise than at its beginning; False: nothing. Also that it may begin from zero."""
     from mgpu.run.lifecycle.resume import changes
 
+    if before.checkpoint_id is None:
+        words = "no checkpoint is known here; if its store has none, it begins from zero"
+        console.say(f"run {before.run_id}: {words}", "yellow")
     changed = changes(before, spec)
     if changed:
         console.say(f"changed since run {before.run_id} began:", "yellow")

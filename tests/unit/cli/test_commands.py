@@ -315,6 +315,8 @@ def test_stop_without_a_supervisor_takes_over_and_ends_it(mgpu, running, world):
     assert done.code == 0, done.err
     assert [node.stops for node in world.nodes] == [1, 1]
     assert world.cloud.billed == set()
+    assert "error:" not in done.err, "it was asked for"
+    assert "stopped" in done.out
     assert (record.load("run-1").state, record.load("run-1").teardown) == (State.STOPPED, "confirmed")
 
 
