@@ -278,7 +278,10 @@ def agree(console: Console, yes: bool) -> None:
 
 
 def show_changes(console: Console, before: Record, spec: RunSpec) -> bool:
-    """What a resumed run's file says otherwise than at its beginning; False: nothing. Also that it may begin from zero."""
+    """Shows what a resumed run's file says otherwise than at its beginning; False: nothing.
+
+    It also says that the run may begin from zero, before that is paid for.
+    """
     from mgpu.run.lifecycle.resume import changes
 
     if before.checkpoint_id is None:
