@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from mgpu import __version__
+
+if TYPE_CHECKING:
+    from mgpu.errors import MgpuError
 
 # command -> its line in `mgpu --help`; the module mgpu.cli.<command> holds a click command of the same name.
 # Listing them here keeps `mgpu --help` from importing any of them.
@@ -106,10 +110,8 @@ def main(args: list[str] | None = None) -> Any:
         error.show()
         sys.exit(error.exit_code)
     except Exception as error:
-        from mgpu.errors import MgpuError
-
-        told = _mistake(error) if isinstance(error, click.ClickException) else error
-        if not isinstance(told, MgpuError):
+        told = _told(error)
+        if told is None:
             raise
         from mgpu.console import Console
 
@@ -121,8 +123,29 @@ def main(args: list[str] | None = None) -> Any:
     sys.exit(result if isinstance(result, int) else 0)
 
 
-def _mistake(error: click.ClickException) -> Exception:
-    """A mistake on the command line, as an error of ours."""
+def _told(error: Exception) -> MgpuError | None:
+    """The error as users are told of it; None: it is a bug."""
+    from mgpu.errors import MgpuError
+
+    if isinstance(error, MgpuError):
+        return error
+    if isinstance(error, click.ClickException):
+        return _mistake(error)
+    return _of_this_machine(error) if isinstance(error, OSError) else None
+
+
+def _of_this_machine(error: OSError) -> MgpuError | None:
+    """A disk that is full, or that this user may not write to."""
+    from mgpu.errors import InputError
+
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        return None
+    cure = "Make room, or give this user the right to it; XDG_STATE_HOME and XDG_DATA_HOME name other folders for mgpu."
+    return InputError(f"{error.filename or 'a file'}: {error.strerror}", "This machine refused it to mgpu.", cure)
+
+
+def _mistake(error: click.ClickException) -> MgpuError:
+    """A mistake on the command line."""
     from mgpu.errors import InputError
 
     what = error.format_message().removesuffix(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -638,6 +640,17 @@ def test_mistakes_of_a_run_file_are_objects_with_line_and_field(mgpu, world):
     world.run_file.write_text("name: a\nprovider: local\nnodes: many\nmax_hours: 1\nmax_price_usd_per_hour: 1\n")
     problems = mgpu("plan", "--json").json["error"]["problems"]
     assert {(each["line"], each["field"]) for each in problems} >= {(3, "nodes")}
+
+
+def test_a_folder_that_this_user_may_not_write_is_told_and_a_bug_is_a_bug(mgpu, world, monkeypatch):
+    def fails(error):
+        monkeypatch.setattr("mgpu.run.fleet.inventory.survey", Mock(side_effect=error))
+        return mgpu("ls", "--json")
+
+    done = fails(PermissionError(errno.EACCES, "Permission denied", "/home/you/.local/state/mgpu"))
+    assert (done.code, done.json["error"]["what"]) == (2, "/home/you/.local/state/mgpu: Permission denied")
+    with pytest.raises(FileNotFoundError):
+        fails(FileNotFoundError(errno.ENOENT, "No such file or directory", "x"))
 
 
 def test_a_command_that_has_printed_its_result_prints_one_object_alone(mgpu, running, monkeypatch):
