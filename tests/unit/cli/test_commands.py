@@ -22,6 +22,7 @@ from mgpu.context import Context
 from mgpu.errors import AuthError, TeardownIncomplete
 from mgpu.events import RunEnded, RunStateChanged
 from mgpu.providers.base import NodePhase
+from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.lifecycle import down as downs
 from mgpu.run.record import record
 from mgpu.run.record.record import Folder, State
@@ -535,6 +536,18 @@ def test_a_missing_secret_rents_nothing_and_leaves_no_record(mgpu, run_file, wor
     assert "TOKEN" in done.err
     assert record.ids() == []
     assert world.calls == []
+
+
+def test_a_plan_that_a_launch_would_refuse_says_so_after_the_price_and_names_no_launch(
+    mgpu, run_file, world, monkeypatch
+):
+    monkeypatch.setattr(world.cloud, "offers", LocalProvider().offers, raising=False)
+    (world.folder / ".mgpuignore").write_text("train.py\n")
+    done = mgpu("plan")
+    assert done.code == mgpu("plan", "--json").code == 2
+    assert "per hour for all nodes" in done.err
+    assert "error: command: train.py would not be sent\n" in done.err
+    assert "next: " not in done.err
 
 
 def test_a_run_file_that_is_not_there_rents_nothing(mgpu, world):
