@@ -130,7 +130,9 @@ def of(record: Record) -> Source:
     """The checkpoints of a run that has a record here."""
     if record.store is None:
         raise InputError(
-            f"run {record.run_id} has no checkpoints", "Its run file says `checkpoint: none`, or it never began."
+            f"run {record.run_id} has no checkpoints",
+            "Its run file says `checkpoint: none`, it never began, or its store has gone with the demo.",
+            f"See `mgpu status {record.run_id}`.",
         )
     from mgpu_train.store import open_store
 
