@@ -239,14 +239,18 @@ class Console:
         return bool(self.answer(question))
 
     def answer(self, question: str, within_s: float | None = None) -> bool | None:
-        """Asks on the terminal; None: there is none, or nobody answered within `within_s` seconds."""
+        """Asks on the terminal, again after a word that is no answer; None: there is none, or nobody answered within
+        `within_s` seconds."""
         if not sys.stdin.isatty():
             return None
         self.done()
-        self._to_stderr(lambda: print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True))
-        if within_s is not None and not select.select([sys.stdin], [], [], within_s)[0]:
-            return None
-        return sys.stdin.readline().strip().lower() in ("y", "yes")
+        while True:
+            self._to_stderr(lambda: print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True))
+            if within_s is not None and not select.select([sys.stdin], [], [], within_s)[0]:
+                return None
+            word = sys.stdin.readline().strip().lower()  # nothing: Enter alone, or the terminal is gone
+            if word in ("", "n", "no", "y", "yes"):
+                return word in ("y", "yes")
 
     def emit(self, event: events.Event) -> None:
         """Renders one progress event."""

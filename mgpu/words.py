@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 import textwrap
 
+from mgpu_train.words import count
+
+__all__ = ["amount", "count", "duration", "wrapped"]
+
 _HELD = "\x00"  # a blank at which no line is broken
 
 
@@ -24,11 +28,6 @@ def duration(seconds: float) -> str:
     if seconds >= 3600:
         return f"{seconds / 3600:.3g} h"
     return f"{seconds / 60:.3g} min" if seconds >= 120 else f"{seconds:.0f} s"
-
-
-def count(number: int, thing: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 def wrapped(text: str, width: int) -> list[str]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from mgpu import __version__
+
+if TYPE_CHECKING:
+    from mgpu.errors import MgpuError
 
 # command -> its line in `mgpu --help`; the module mgpu.cli.<command> holds a click command of the same name.
 # Listing them here keeps `mgpu --help` from importing any of them.
@@ -18,7 +22,7 @@ COMMANDS = {
     "bootstrap": "Make what machines at a provider stand on: bucket, roles, security group.",
     "check": "Test what a provider needs: credentials, permissions, network, quotas. Names a cure for each red line.",
     "policy": "Print the least permissions that mgpu needs at a provider.",
-    "spec": "Print the JSON schema of the run file.",
+    "spec": "Print the keys of the run file: type, default, meaning.",
     "offers": "List what providers sell, and the age of the prices.",
     "image": "Build, push or inspect the container image of a run file.",
     "plan": "Show what a run file would rent, and the price. Rents nothing.",
@@ -62,8 +66,8 @@ class LazyGroup(click.Group):
             from difflib import get_close_matches
 
             near = get_close_matches(args[0], COMMANDS, n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else " See `mgpu --help`."
-            ctx.fail(f"no command `{args[0]}`.{hint}")
+            hint = f". Did you mean `{near[0]}`?" if near else ""
+            ctx.fail(f"no command `{args[0]}`{hint}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -94,27 +98,61 @@ def _unread() -> NoReturn:
 
 
 def main(args: list[str] | None = None) -> Any:
-    """The entry point: every error of ours becomes three lines and its exit code, and with --json an object, unless the
-    command has printed its result."""
+    """The entry point: every error of ours, and every mistake on the command line, becomes three lines and a code.
+    With --json it is an object, too, unless the command has printed its result."""
     if known := sys.modules.get("mgpu.console"):
         known.Console.told = False
     try:
         result = cli.main(args=args, prog_name="mgpu", standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
     except Exception as error:
-        from mgpu.errors import MgpuError
-
-        if not isinstance(error, MgpuError):
+        told = _told(error)
+        if told is None:
             raise
         from mgpu.console import Console
 
         console = Console()
-        console.error(error)
+        console.error(told)
         if "--json" in (sys.argv[1:] if args is None else args) and not Console.told:
-            console.data({"version": 1, "error": error.to_json()})
-        sys.exit(error.exit_code)
+            console.data({"version": 1, "error": told.to_json()})
+        sys.exit(told.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _told(error: Exception) -> MgpuError | None:
+    """The error as users are told of it; None: it is a bug."""
+    from mgpu.errors import MgpuError
+
+    if isinstance(error, MgpuError):
+        return error
+    if isinstance(error, click.ClickException):
+        return _mistake(error)
+    return _of_this_machine(error) if isinstance(error, OSError) else None
+
+
+def _of_this_machine(error: OSError) -> MgpuError | None:
+    """A disk that is full, or that this user may not write to."""
+    from mgpu.errors import InputError
+
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        return None
+    cure = "Make room, or give this user the right to it; XDG_STATE_HOME and XDG_DATA_HOME name other folders for mgpu."
+    return InputError(f"{error.filename or 'a file'}: {error.strerror}", "This machine refused it to mgpu.", cure)
+
+
+def _mistake(error: click.ClickException) -> MgpuError:
+    """A mistake on the command line."""
+    from mgpu.errors import InputError
+
+    what = error.format_message().removesuffix(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is None:
+        return InputError(what)
+    usage = " ".join(context.get_usage().split())
+    return InputError(
+        f"{context.command_path}: {what[:1].lower()}{what[1:]}", usage, f"See `{context.command_path} --help`."
+    )

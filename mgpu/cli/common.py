@@ -6,7 +6,8 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -169,6 +170,21 @@ def made(folder: Path) -> Path:
     return folder
 
 
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Files are written into `folder` meanwhile.
+
+    Raises:
+        InputError: one cannot be.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.strerror}: {error.filename}." if error.filename else f"{error}."
+        cure = "Mend that, or name another folder; what was written stays."
+        raise InputError(f"{folder}: a file cannot be written", why, cure) from error
+
+
 def make_plan(spec: RunSpec) -> Plan:
     """Offers of the run file's provider, ranked. Rents nothing."""
     from mgpu.plan import rank
@@ -262,9 +278,15 @@ def agree(console: Console, yes: bool) -> None:
 
 
 def show_changes(console: Console, before: Record, spec: RunSpec) -> bool:
-    """What a resumed run's file says otherwise than at its beginning; False: nothing."""
+    """Shows what a resumed run's file says otherwise than at its beginning; False: nothing.
+
+    It also says that the run may begin from zero, before that is paid for.
+    """
     from mgpu.run.lifecycle.resume import changes
 
+    if before.checkpoint_id is None:
+        words = "no checkpoint is known here; if its store has none, it begins from zero"
+        console.say(f"run {before.run_id}: {words}", "yellow")
     changed = changes(before, spec)
     if changed:
         console.say(f"changed since run {before.run_id} began:", "yellow")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from importlib.resources import files
 from pathlib import Path
 
@@ -35,14 +36,15 @@ def init(folder: Path, as_json: bool) -> None:
     wrote: list[Path] = []
     kept = [folder / name for name in (RUN_FILE, "images") if (folder / name).exists()]
     program = _program(folder)
-    for path in (folder / name for name in ((RUN_FILE,) if program else (RUN_FILE, EXAMPLE))):
-        if path not in kept:
-            path.write_text(_run_file(program) if program else _template(path.name))
-            wrote.append(path)
-    _ignore(folder / ".gitignore")
-    kept += [folder / name for name in ("Pulumi.yaml", "infra") if (folder / name).exists()]
-    wrote += () if {folder / "Pulumi.yaml", folder / "infra"} & set(kept) else project_files(folder)
-    wrote += () if folder / "images" in kept else (shipped.copy_to(folder),)
+    with common.writing(folder):
+        for path in (folder / name for name in ((RUN_FILE,) if program else (RUN_FILE, EXAMPLE))):
+            if path not in kept:
+                path.write_text(_run_file(program) if program else _template(path.name))
+                wrote.append(path)
+        _ignore(folder / ".gitignore")
+        kept += [folder / name for name in ("Pulumi.yaml", "infra") if (folder / name).exists()]
+        wrote += () if {folder / "Pulumi.yaml", folder / "infra"} & set(kept) else project_files(folder)
+        wrote += () if folder / "images" in kept else (shipped.copy_to(folder),)
     for path in wrote:
         runs = f", which runs {program.name}" if program and path.name == RUN_FILE else ""
         console.say(f"wrote {path}{runs}")
@@ -91,4 +93,4 @@ def _ignore(path: Path) -> None:
 
 
 def _cd(folder: Path) -> str:
-    return "" if folder == Path() else f"cd {folder} && "
+    return "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "

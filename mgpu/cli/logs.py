@@ -55,11 +55,11 @@ def logs(run: str, node: int | None, with_times: bool, follow: bool, as_json: bo
         if ends:
             break
         time.sleep(FOLLOW_EVERY_S)
-    if follow and not over:
-        console.say("nobody receives its logs: its supervisor is gone", "yellow")
-        console.next(f"mgpu attach {record.run_id}    take it over")
     if not seen:
         console.say("no log was received from the nodes")
+    if not over and not watched and (follow or not seen):
+        console.say("nobody receives its logs: no process supervises it", "yellow")
+        console.next(f"mgpu attach {record.run_id}    receive them, and look after it")
 
 
 class _Line(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -63,7 +64,8 @@ def ls(as_json: bool, all_runs: bool) -> int:
     if any(not fleet.used_by for fleet in fleets):
         console.next("mgpu gc --yes    end what nothing uses")
     else:
-        console.next(f"mgpu status {records[-1].run_id}" if records else "mgpu launch")
+        begin = "mgpu launch" if Path(common.RUN_FILE).exists() else "mgpu init"
+        console.next(f"mgpu status {records[-1].run_id}" if records else begin)
     return common.not_asked(console, seen)
 
 

@@ -51,7 +51,8 @@ def offers(
     asked = [seller for seller in sellers if refresh and (provider or seller.configured())]
     partly = [_refresh(console, seller) for seller in asked]
     wanted = _Wanted(gpu, gpus, regions, market)
-    found = [offer for seller in sellers for offer in _on_sale(console, seller, wanted, alone=bool(provider))]
+    missed: list[str] = []  # what providers say who have nothing
+    found = [offer for seller in sellers for offer in _on_sale(console, seller, wanted, None if provider else missed)]
     if as_json:
         from mgpu.cli import results
 
@@ -62,6 +63,8 @@ def offers(
         _show(console, found)
     else:
         console.prose("nothing on sale meets this")
+        for each in missed:
+            console.say(each)
     return NoOffer.exit_code if any(partly) or not found else 0
 
 
@@ -117,7 +120,8 @@ def _refresh(console: Console, seller: Provider) -> bool:
     return bool(done.failed)
 
 
-def _on_sale(console: Console, seller: Provider, wanted: _Wanted, *, alone: bool) -> list[Offer]:
+def _on_sale(console: Console, seller: Provider, wanted: _Wanted, missed: list[str] | None) -> list[Offer]:
+    """What one sells. `missed`: it is one of several, and says there why it has nothing; None: it was named."""
     from mgpu.plan.model import Requirements
 
     needed = Requirements(
@@ -133,13 +137,14 @@ def _on_sale(console: Console, seller: Provider, wanted: _Wanted, *, alone: bool
     )
     try:
         answer = seller.offers(needed)
-    except (InputError, NoOffer):
-        if alone:
+    except (InputError, NoOffer) as error:
+        if missed is None:
             raise
+        missed.append(f"{seller.name}: {error.why}")
         return []  # what one provider has not, another may have
     for note in answer.notes:
         console.say(f"note: {note}")
-    if alone and answer.source:
+    if missed is None and answer.source:
         console.say(f"source: {answer.source}", "dim")
     return [offer for offer in answer.offers if wanted.meets(offer)]
 

@@ -29,6 +29,7 @@ _REFUSED = 6  # of those that will not: the nearest
 @common.json_option
 def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     """Show what RUN_FILE would rent and run, and the price of all nodes. Rents and builds nothing."""
+    from mgpu.spec import environment
     from mgpu.spec.load import load
 
     console = Console(as_json=as_json)
@@ -40,6 +41,11 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
         image, decided = common.look_at_image(console, spec, run_file, decided, machines)
     except (ImageError, InputError, ProviderError) as error:
         problem = error
+    doubts = environment.unset(spec, os.environ)
+    try:
+        doubts += _doubts(spec, run_file)
+    except InputError as error:
+        problem = problem or error
     if as_json:
         from mgpu.cli.results import Planned
 
@@ -56,7 +62,7 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     if hidden:
         console.prose(f"and {hidden} more: `mgpu plan --json`")
     common.show_plan(console, decided)
-    for doubt in _doubts(spec, run_file):
+    for doubt in doubts:
         console.say(doubt, "yellow")
     if problem:  # the price is known all the same
         return common.exit_with(console, problem)
@@ -68,10 +74,12 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
 
 
 def _doubts(spec: RunSpec, run_file: Path) -> list[str]:
-    """What a launch would refuse, or leave out of the image."""
-    from mgpu.spec import environment
+    """What the user should know of the code, and what of the run file is left out of the image.
 
-    found = environment.unset(spec, os.environ) + _of_the_code(spec, run_file)
+    Raises:
+        InputError: a launch would refuse the code.
+    """
+    found = _of_the_code(spec, run_file)
     if spec.image is None:
         return found
     from mgpu.run.job import images
@@ -87,10 +95,7 @@ def _of_the_code(spec: RunSpec, run_file: Path) -> list[str]:
     from mgpu.run.nodes import code_upload
 
     request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
-    try:
-        return [event.text for event in code_upload.look(request) if isinstance(event, Warned)]
-    except InputError as error:
-        return [" ".join(str(error).splitlines())]
+    return [event.text for event in code_upload.look(request) if isinstance(event, Warned)]
 
 
 def _words(image: Looked | None) -> dict[str, str | bool | None] | None:

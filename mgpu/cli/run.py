@@ -28,6 +28,7 @@ def run(
 ) -> int:
     """Run RUN_FILE on machines that `pulumi up` made, or that an earlier run kept."""
     from mgpu.iac.engine.stack import current_stack
+    from mgpu.run.fleet.stack import how_to_rent
     from mgpu.run.lifecycle import launch as runs
     from mgpu.run.lifecycle.resume import before as resumed
     from mgpu.spec.load import load
@@ -38,9 +39,7 @@ def run(
     project = runs.preflight(run_file, spec, console.emit)
     name = stack or current_stack(project)
     if name is None:
-        raise InputError(
-            "no stack is selected", f"{project} has none yet.", "Run `. .mgpu/env && pulumi up`, or give `--stack`."
-        )
+        raise InputError("no stack is selected", "`--stack` names one that is up.", how_to_rent(project))
     if before is not None and common.show_changes(console, before, spec) and not yes:
         common.agree_to_changes(console)
     return common.finish(console, runs.run(run_file, spec, name, common.context(console, detach=detach), resume=before))

@@ -8,7 +8,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
-from mgpu.errors import TeardownIncomplete
+from mgpu.errors import Interrupted, TeardownIncomplete
 from mgpu.run.record.record import Folder, Record, State, load, supervised, supervisor_of
 
 LOOK_EVERY_S = 0.2
@@ -70,11 +70,15 @@ def _require_moving(record: Record, waited_s: float) -> None:
 
 
 def _take_over(console: Console, record: Record) -> int | None:
+    """Ends the run; the exit code, None: its record says how it has ended."""
     from mgpu.run.lifecycle import attach
 
     console.say("its supervisor is gone: taking over to end it")
     outcome = attach.attach(record, common.context(console))
     if outcome is None:  # somebody else was faster
+        return None
+    if not outcome.left and isinstance(outcome.error, Interrupted):  # as was asked for, which is no error
+        console.done()
         return None
     code = common.finish(console, outcome)
     return code if outcome.left else _code(outcome.record)

@@ -171,7 +171,9 @@ class Keys(Block):
     market: Market = Field("on-demand", description="how the machines are bought")
     max_price_usd_per_hour: float = Field(gt=0, description="dollars per hour, whole fleet, all nodes")
     max_hours: float = Field(
-        gt=0, le=24 * 60, description="hard cap: hours after which the machines end, whatever happens"
+        ge=0.01,  # half a minute: below it machines end before anything has begun
+        le=24 * 60,
+        description="hard cap: hours after which the machines end, whatever happens",
     )
     lease_minutes: float = Field(60, gt=0, description="minutes that a fleet without a run lives")
     train: TrainConfig | None = Field(None, description="the bundled trainer; or `command` (default: none)")

@@ -1,4 +1,4 @@
-"""The run file's JSON schema, for editors and for `mgpu spec`, and the table of its keys, for docs/formats.md."""
+"""The run file's JSON schema, for editors, and the list of its keys, for docs/formats.md; `mgpu spec` prints both."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def schema() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The schema as `mgpu spec` prints it and docs/mgpu.schema.json holds it."""
+    """The schema as `mgpu spec --json` prints it and docs/mgpu.schema.json holds it."""
     return json.dumps(schema(), indent=2) + "\n"
 
 

@@ -25,7 +25,14 @@ def test_the_lines_are_one_script_in_the_folder_of_the_code(ready):
     status = run(["mkdir -p sub", "cd sub", "NAME=x", 'echo "$NAME $MODE" > ../made'], env={"MODE": "fast"})
     assert status["phase"] == "done"
     assert "made ['x', 'fast']" in node.log
-    assert "setup: 4 lines" in node.log
+    assert "setup: 4 lines\n" in node.log
+
+
+@pytest.mark.parametrize(("block", "said"), [("touch made\n", "1 line"), ("cd .\n\ntouch made\n", "3 lines")])
+def test_lines_of_a_block_are_counted_as_they_are_written(ready, block, said):
+    node, run = ready
+    assert run([block])["phase"] == "done"
+    assert f"setup: {said}\n" in node.log
 
 
 def test_python_and_pip_are_the_programs(ready):

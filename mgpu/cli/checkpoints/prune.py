@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,14 @@ def prune(run: str, url: str | None, deep: bool, dry_run: bool, yes: bool, as_js
 
         console.result(results.Pruned(**asdict(plan), gone=gone, dry_run=dry_run))
     elif dry_run and plan.drop:
-        console.next(f"mgpu checkpoints prune {found.arguments}    do it, with the same options")
+        console.next(f"mgpu checkpoints prune {found.arguments}{_said(given, deep)}    do it")
+
+
+def _said(given: dict[str, Any], deep: bool) -> str:
+    """The options that were given, as they are typed."""
+    rules = {each.opts[0]: given.get(str(each.name)) for each in click.get_current_context().command.params}
+    words = [word for name, value in rules.items() if value is not None for word in (name, str(value))]
+    return "".join(f" {shlex.quote(word)}" for word in (*words, *(["--deep"] if deep else ())))
 
 
 def _policy(found: Source, given: dict[str, Any]) -> Policy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Source:
     @property
     def arguments(self) -> str:
         """What another command about this run is given."""
-        return self.run_id if self.record else f"--store {self.store.url} {self.run_id}"
+        return shlex.join([self.run_id] if self.record else ["--store", self.store.url, self.run_id])
 
     @cached_property
     def lines(self) -> list[Line]:
@@ -129,7 +130,9 @@ def of(record: Record) -> Source:
     """The checkpoints of a run that has a record here."""
     if record.store is None:
         raise InputError(
-            f"run {record.run_id} has no checkpoints", "Its run file says `checkpoint: none`, or it never began."
+            f"run {record.run_id} has no checkpoints",
+            "Its run file says `checkpoint: none`, it never began, or its store has gone with the demo.",
+            f"See `mgpu status {record.run_id}`.",
         )
     from mgpu_train.store import open_store
 

@@ -16,8 +16,9 @@ from mgpu.errors import (
     Stopped,
     TeardownIncomplete,
 )
-from mgpu.iac.engine.project import program
+from mgpu.iac.engine.project import program, project_name
 from mgpu.iac.engine.stack import Stack
+from mgpu.iac.naming import RUNS_PROJECT
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
@@ -148,6 +149,15 @@ def _end_lost(session: Session, lost: tuple[int, ...]) -> None:
         raise ProviderError(error.what, error.why, "No replacement was asked for while it may live.") from error
 
 
+def how_to_rent(project: Path) -> str:
+    """How a fleet comes to be: with Pulumi in the user's own hands, where the program is the user's."""
+    if project_name(project) == RUNS_PROJECT:
+        return (
+            "Use `mgpu launch`, which rents a fleet; with `teardown: keep` in the run file it stays for the next run."
+        )
+    return "Run `. .mgpu/env && pulumi up` first, or use `mgpu launch`, which does both halves."
+
+
 def standing(stack: Stack, spec: RunSpec) -> StackOutput:
     """The fleet of a stack that is up.
 
@@ -160,7 +170,7 @@ def standing(stack: Stack, spec: RunSpec) -> StackOutput:
         raise StackError(
             f"stack {stack.name} has no fleet",
             "It has no output `mgpu`: it was never brought up, or was destroyed.",
-            "Run `. .mgpu/env && pulumi up` first, or use `mgpu launch`, which does both halves.",
+            how_to_rent(stack.project),
         )
     if len(fleet.nodes) != spec.nodes or fleet.provider != spec.provider:
         raise InputError(

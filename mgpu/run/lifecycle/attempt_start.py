@@ -114,7 +114,7 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
     attempt = record.attempt + 1
     writer = writer_token(request.run_id, attempt)
     if request.checkpoint is None:
-        return attempt, writer, None
+        return attempt, writer, _nothing(session, attempt)
     from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
     from mgpu_train.checkpoint.newest import newest_verified
     from mgpu_train.store import Damaged, StoreError, open_store
@@ -140,11 +140,17 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
             _unusable(request.checkpoint), str(error), "Mend the address or the credentials; nothing was trained."
         ) from error
     if newest is None:
-        return attempt, writer, None
+        return attempt, writer, _nothing(session, attempt)
     # the last commit before a loss may not have been seen
     record.checkpoint_id, record.checkpoint_step = newest.checkpoint_id, newest.step
     session.emit(Note(f"resuming from step {newest.step} ({newest.checkpoint_id})"))
     return attempt, writer, Resume(checkpoint_id=newest.checkpoint_id, seq=newest.seq)
+
+
+def _nothing(session: Session, attempt: int) -> None:
+    """There is no checkpoint to go on from: no later attempt begins from zero silently."""
+    if attempt > 1:
+        session.emit(Note(f"attempt {attempt} begins from zero: no checkpoint was committed"))
 
 
 def _check_remembered(session: Session, log: CommitLog) -> None:

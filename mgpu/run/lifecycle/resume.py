@@ -73,8 +73,8 @@ def changes(record: Record, spec: RunSpec) -> list[str]:
     except (MgpuError, OSError, ValueError):
         return []
     then, now = (dict(_leaves(each.model_dump(mode="json", by_alias=True))) for each in (old, spec))
-    keys = sorted(key for key in then | now if then.get(key) != now.get(key))
-    return [f"{key}: {_words(then.get(key))} -> {_words(now.get(key))}" for key in keys]
+    said = {key: (_words(then.get(key)), _words(now.get(key))) for key in sorted(then | now)}
+    return [f"{key}: {was} -> {is_now}" for key, (was, is_now) in said.items() if was != is_now]
 
 
 def _leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,8 +165,8 @@ class Record:
         try:
             here = os.path.relpath(self.run_file)
         except FileNotFoundError:  # this process's own folder was deleted
-            return f" {self.run_file}"
-        return "" if here == "mgpu.yaml" else f" {min(here, self.run_file, key=len)}"
+            here = self.run_file
+        return "" if here == "mgpu.yaml" else f" {shlex.quote(min(here, self.run_file, key=len))}"
 
     @property
     def under_repair(self) -> Interruption | None:
@@ -300,9 +301,16 @@ def load(run_id: str) -> Record:
         matches = known[-1:]
     else:
         matches = [run_id] if run_id in known else [each for each in known if each.startswith(run_id)]
+    if not known:
+        what = "there is no run yet" if run_id == "last" else f"no run `{run_id}`"
+        raise InputError(
+            what,
+            f"Records of runs stand in {paths.state_dir() / 'runs'}.",
+            "Begin one with `mgpu launch`, in a folder with a run file; `mgpu init` writes one.",
+        )
     if len(matches) != 1:
         what = f"no run `{run_id}`" if not matches else f"`{run_id}` fits {len(matches)} runs"
-        some = ", ".join((matches or known)[-5:]) or "none yet"
+        some = ", ".join((matches or known)[-5:])
         raise InputError(what, f"Runs: {some}.", "See `mgpu ls`.")
     return _read(Folder(matches[0]).record)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import shutil
 import struct
 from pathlib import Path
@@ -169,6 +170,10 @@ def test_a_folder_that_cannot_be_written_is_no_damage(mgpu, committed):
     done = mgpu("checkpoints", "pull", "--to", "/proc/x")
     assert done.code == 2
     assert "/proc/x: the folder cannot be made" in done.err
+    assert "verif" not in done.err
+    done = mgpu("checkpoints", "pull", "--to", "/proc/self")  # which is there, and takes no folders
+    assert done.code == 2
+    assert "cannot write /proc/self/step-20" in done.err
     assert "verif" not in done.err
 
 
@@ -338,6 +343,7 @@ def test_a_dry_run_shows_what_goes_and_removes_nothing(mgpu, many):
     assert [name for name, line in verdicts.items() if line.endswith("goes")] == ["a001-step-30", "a001-step-10"]
     assert "accuracy 0.9" in verdicts["a001-step-20"]
     assert "2 of 5 checkpoints can go: 36 B" in done.err
+    assert "next: mgpu checkpoints prune run-1    do it" in done.err
     assert there(many) == [10, 20, 30, 40, 50]
     assert len(mgpu("checkpoints", "ls", "--json").json["checkpoints"]) == 5
 
@@ -366,6 +372,14 @@ def test_what_is_best_can_be_said_anew(mgpu, many):
     assert list(found["keep"]) == ["a001-step-50", "a001-step-10"]
 
 
+def test_what_a_dry_run_says_to_type_does_what_it_has_shown(mgpu, many):
+    rules = ("--keep-last", "1", "--keep-best", "1", "--metric", "accuracy", "--mode", "min", "--deep")
+    shown = mgpu("checkpoints", "prune", *rules, "--dry-run", "--json").json["drop"]
+    (line,) = (line for line in mgpu("checkpoints", "prune", *rules, "--dry-run").err.splitlines() if "next:" in line)
+    typed = shlex.split(line.partition("next: ")[2].partition("    ")[0])
+    assert mgpu(*typed[1:], "--yes", "--json").json["drop"] == shown == [f"a001-step-{n}" for n in (20, 30, 40)]
+
+
 def test_nobody_to_ask_removes_nothing(mgpu, many):
     done = mgpu("checkpoints", "prune")
     assert done.code == 2
@@ -373,7 +387,18 @@ def test_nobody_to_ask_removes_nothing(mgpu, many):
     assert there(many) == [10, 20, 30, 40, 50]
 
 
-@pytest.mark.parametrize(("answer", "left"), [("y\n", [20, 40, 50]), ("n\n", [10, 20, 30, 40, 50])], ids=["yes", "no"])
+@pytest.mark.parametrize(
+    ("answer", "left"),
+    [
+        ("y\n", [20, 40, 50]),
+        ("n\n", [10, 20, 30, 40, 50]),
+        ("\n", [10, 20, 30, 40, 50]),
+        ("", [10, 20, 30, 40, 50]),
+        ("yess\nyes\n", [20, 40, 50]),
+        ("q\nn\n", [10, 20, 30, 40, 50]),
+    ],
+    ids=["yes", "no", "enter", "closed", "again-yes", "again-no"],
+)
 def test_on_a_terminal_prune_asks(mgpu, many, monkeypatch, answer, left):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

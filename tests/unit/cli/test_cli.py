@@ -103,6 +103,15 @@ def test_whoever_stops_reading_ends_a_command_without_a_word(args, run_file, tmp
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("args", [["spec"], ["ls", "--json"]])
+def test_a_disk_that_is_full_is_told_without_a_traceback(args, run_file, tmp_path):
+    with open("/dev/full", "wb") as full:  # noqa: PTH123
+        done = subprocess.run([sys.executable, "-m", "mgpu", *args], stdout=full, stderr=subprocess.PIPE, cwd=tmp_path)
+    told = done.stderr.decode().splitlines()
+    assert (done.returncode, len(told)) == (2, 3), told
+    assert "No space left on device" in told[0]
+
+
 def test_mistakes_in_the_run_file_are_shown_at_once_with_exit_code_2(run_file, tmp_path):
     run_file.write_text("name: a\nprovider: local\nmax_huors: 1\nmax_price_usd_per_hour: -1\ntrain: {}\n")
     done = mgpu(["plan"], tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -20,10 +22,12 @@ from mgpu.context import Context
 from mgpu.errors import AuthError, TeardownIncomplete
 from mgpu.events import RunEnded, RunStateChanged
 from mgpu.providers.base import NodePhase
+from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.lifecycle import down as downs
 from mgpu.run.record import record
 from mgpu.run.record.record import Folder, State
 from mgpu.run.record.supervisor_lock import taken_from
+from mgpu.spec.schema import schema
 
 EVIL = b"\x1b]0;title\x07plain\n\x1b[31mred\x1b[0m \xff\xfe\r 10%\r100%\nno end"
 
@@ -197,7 +201,16 @@ def test_no_run_at_all_is_bad_input_with_a_hint(mgpu):
     for command in ("status", "logs", "attach", "stop", "down", "ssh"):
         done = mgpu(command)
         assert (done.code, done.raw) == (2, b"")
-        assert "mgpu ls" in done.err
+        assert "there is no run yet" in done.err
+        assert "mgpu init" in done.err
+        assert "`last`" not in done.err, "nobody has typed it"
+
+
+def test_what_comes_next_without_a_run_works_where_it_is_typed(mgpu, world):
+    world.run_file.unlink(missing_ok=True)
+    assert "next: mgpu init\n" in mgpu("ls").err
+    world.run_file.write_text("name: a\n")
+    assert "next: mgpu launch\n" in mgpu("ls").err
 
 
 # --- logs -------------------------------------------------------------------------------------------------------------
@@ -274,6 +287,9 @@ def test_no_log_is_said_and_is_no_error(mgpu, running):
     done = mgpu("logs", "--node", "0")
     assert (done.code, done.raw) == (0, b"")
     assert "no log" in done.err
+    assert "mgpu attach run-1" in done.err, "after `launch --detach` nobody receives them"
+    with record.supervising("run-1"):
+        assert "mgpu attach" not in mgpu("logs").err
 
 
 # --- stop, down, attach -----------------------------------------------------------------------------------------------
@@ -302,6 +318,8 @@ def test_stop_without_a_supervisor_takes_over_and_ends_it(mgpu, running, world):
     assert done.code == 0, done.err
     assert [node.stops for node in world.nodes] == [1, 1]
     assert world.cloud.billed == set()
+    assert "error:" not in done.err, "it was asked for"
+    assert "stopped" in done.out
     assert (record.load("run-1").state, record.load("run-1").teardown) == (State.STOPPED, "confirmed")
 
 
@@ -520,6 +538,18 @@ def test_a_missing_secret_rents_nothing_and_leaves_no_record(mgpu, run_file, wor
     assert world.calls == []
 
 
+def test_a_plan_that_a_launch_would_refuse_says_so_after_the_price_and_names_no_launch(
+    mgpu, run_file, world, monkeypatch
+):
+    monkeypatch.setattr(world.cloud, "offers", LocalProvider().offers, raising=False)
+    (world.folder / ".mgpuignore").write_text("train.py\n")
+    done = mgpu("plan")
+    assert done.code == mgpu("plan", "--json").code == 2
+    assert "per hour for all nodes" in done.err
+    assert "error: command: train.py would not be sent\n" in done.err
+    assert "next: " not in done.err
+
+
 def test_a_run_file_that_is_not_there_rents_nothing(mgpu, world):
     done = mgpu("launch", "--yes", "nothing.yaml")
     assert done.code == 2
@@ -533,6 +563,16 @@ def test_run_without_a_fleet_leaves_no_record(mgpu, run_file, world, monkeypatch
     assert done.code == 4
     assert "pulumi up" in done.err
     assert record.ids() == []
+
+
+@pytest.mark.parametrize("stack", [(), ("--stack", "dev")], ids=["none", "dev"])
+def test_who_has_no_program_is_not_told_to_bring_one_up(mgpu, run_file, world, monkeypatch, stack):
+    """`. .mgpu/env && pulumi up` works where `mgpu init` was."""
+    monkeypatch.setenv("TOKEN", "x")
+    (world.folder / "Pulumi.yaml").unlink()
+    done = mgpu("run", *stack)
+    assert "pulumi up" not in done.err
+    assert "Use `mgpu launch`" in done.err
 
 
 # --- errors as JSON ---------------------------------------------------------------------------------------------------
@@ -569,7 +609,15 @@ def test_every_command_with_a_result_has_it_as_json():
     """The others pass on what others say, or print documents of others' formats."""
     without = {name for name, options in commands() if "--json" not in options}
     local = {f"local {name}" for name in ("interrupt", "kill", "no-capacity", "lose-answer")}
-    assert without == {"ssh", "exec", "spec", "policy aws", "completion", *local}
+    assert without == {"ssh", "exec", "policy aws", "completion", *local}
+
+
+def test_spec_prints_the_keys_of_a_block_or_the_schema(mgpu):
+    names = [line.split()[0] for line in mgpu("spec", "recovery").out.splitlines()[2:]]
+    assert names == ["recovery", "recovery.attempts", "recovery.wait_minutes"]
+    assert "data[].from" in mgpu("spec", "data").out
+    assert mgpu("spec", "--json").json == schema()
+    assert "Did you mean `recovery`?" in mgpu("spec", "recovry").err
 
 
 def test_with_json_an_error_is_an_object_on_stdout_and_three_lines_on_stderr(mgpu, world):
@@ -581,10 +629,41 @@ def test_with_json_an_error_is_an_object_on_stdout_and_three_lines_on_stderr(mgp
     assert mgpu("status", "no-such-run").out == ""
 
 
+@pytest.mark.parametrize(
+    ("args", "what", "see"),
+    [
+        (("status", "--wrong"), "no such option", "`mgpu status --help`"),
+        (("launch", "--set", "nodes"), "--set KEY=VALUE", "`mgpu launch --help`"),
+        (("checkpoints", "prune", "--keep-last", "none"), "--keep-last", "`mgpu checkpoints prune --help`"),
+        (("lunch",), "Did you mean `launch`?", "`mgpu --help`"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each[0],
+)
+def test_a_mistake_on_the_command_line_is_an_error_like_any_other(mgpu, args, what, see):
+    done = mgpu(*args, "--json")
+    error = done.json["error"]
+    assert (done.code, error["exit_code"], done.json["version"]) == (2, 2, 1)
+    assert what in error["what"]
+    assert see in error["next_step"]
+    assert done.err.startswith("error: ")
+    assert mgpu(*args).raw == b""
+
+
 def test_mistakes_of_a_run_file_are_objects_with_line_and_field(mgpu, world):
     world.run_file.write_text("name: a\nprovider: local\nnodes: many\nmax_hours: 1\nmax_price_usd_per_hour: 1\n")
     problems = mgpu("plan", "--json").json["error"]["problems"]
     assert {(each["line"], each["field"]) for each in problems} >= {(3, "nodes")}
+
+
+def test_a_folder_that_this_user_may_not_write_is_told_and_a_bug_is_a_bug(mgpu, world, monkeypatch):
+    def fails(error):
+        monkeypatch.setattr("mgpu.run.fleet.inventory.survey", Mock(side_effect=error))
+        return mgpu("ls", "--json")
+
+    done = fails(PermissionError(errno.EACCES, "Permission denied", "/home/you/.local/state/mgpu"))
+    assert (done.code, done.json["error"]["what"]) == (2, "/home/you/.local/state/mgpu: Permission denied")
+    with pytest.raises(FileNotFoundError):
+        fails(FileNotFoundError(errno.ENOENT, "No such file or directory", "x"))
 
 
 def test_a_command_that_has_printed_its_result_prints_one_object_alone(mgpu, running, monkeypatch):

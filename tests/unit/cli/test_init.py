@@ -45,6 +45,19 @@ def test_a_program_that_saves_as_mgpu_expects_keeps_its_checkpoints_and_requirem
     assert spec.code.requirements == "requirements.txt"
 
 
+def test_what_comes_next_can_be_pasted_whatever_the_folder_is_called(mgpu, world, monkeypatch):
+    monkeypatch.setattr("mgpu.iac.engine.install.set_up", lambda *_: None)
+    assert "next: cd 'my work' && mgpu plan " in mgpu("init", "my work").err
+
+
+def test_a_folder_that_cannot_be_written_into_is_told_in_three_lines(mgpu, world):
+    """/proc/self takes no files, not even root's."""
+    for folder in ("/proc/self", "/proc/self/new"):
+        done = mgpu("init", folder)
+        assert (done.code, done.err.startswith(f"error: {folder}: ")) == (2, True), done.err
+        assert len(done.err.splitlines()) == 3
+
+
 def test_beside_several_programs_or_none_an_example_is_written_and_run(init):
     spec, _, folder = init(a_py="", b_py="")
     assert spec.command == ("train.py", "--steps", "200")

@@ -109,6 +109,11 @@ def test_a_mistake_is_one_where_one_provider_was_named(mgpu: Mgpu):
     assert (done.exception, done.return_value) == (None, 3)
 
 
+def test_where_nobody_has_it_the_nearest_name_is_told(mgpu: Mgpu):
+    assert "aws: gpu: there is no GPU `H100` (did you mean `H100-80GB`?)" in mgpu("--gpu", "H100").stderr
+    assert "did you mean" not in mgpu("--gpu", "H100-80GB").stderr
+
+
 def test_the_age_of_the_prices_is_told_with_what_renews_them(mgpu: Mgpu):
     done = mgpu("aws", "--gpu", "T4")
     days = int((time.time() - 1768780800) / 86400)

@@ -84,6 +84,10 @@ COMMANDS = (
     ("completion", "csh"),
     ("launch", "--help"),
     ("init", "fresh"),
+    ("spec", "recovery"),
+    ("spec", "recovry"),
+    ("bootstrap", "gcp"),
+    ("launch", "--set", "nodes"),
 )
 
 
@@ -199,6 +203,10 @@ def test_the_screens_are_as_they_were(user, columns, monkeypatch):
     if os.environ.get("MGPU_SCREENS") == "write":
         kept.write_text(shown)
     assert shown == kept.read_text()
+
+
+def test_every_command_has_a_screen():
+    assert {command[0] for command in COMMANDS} >= set(cli.list_commands(click.Context(cli)))
 
 
 def test_what_comes_next_can_be_pasted():

@@ -94,6 +94,8 @@ def test_what_to_type_next_names_a_run_file_of_another_name_or_folder(tmp_path, 
         line.startswith("mgpu launch other.yaml --resume a-1") for line in lines(tmp_path / "sub" / "other.yaml")
     )
     assert any(line.startswith("mgpu run ../mgpu.yaml --stack a-1") for line in lines(tmp_path / "mgpu.yaml"))
+    blank = tmp_path / "sub" / "my run.yaml"
+    assert any(line.startswith("mgpu run 'my run.yaml' --stack a-1") for line in lines(blank))
 
 
 @pytest.mark.parametrize(

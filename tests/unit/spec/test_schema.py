@@ -84,7 +84,7 @@ def test_keys_go_down_into_blocks_and_lists():
     assert by_name["data[].from"].default == "required"
     assert by_name["market"].type == "`spot` | `on-demand` | `spot-then-on-demand`"
     assert by_name["checkpoint"].type == "block or `none`"
-    assert by_name["max_hours"].type == "number > 0, <= 1440"
+    assert by_name["max_hours"].type == "number >= 0.01, <= 1440"
     assert by_name["gpu"].default == "any"
     assert "(default" not in by_name["gpu"].description
 

@@ -208,7 +208,7 @@ def test_arguments_and_variables_are_taken_literally(value):
         ("nodes", "1.5", "nodes", "a whole number is needed, not `1.5`", None),
         ("nodes", "[2]", "nodes", "a whole number is needed, not a list", None),
         ("max_hours", "soon", "max_hours", "a number is needed", None),
-        ("max_hours", "0", "max_hours", "more than 0", None),
+        ("max_hours", "0.0001", "max_hours", "at least 0.01", None),
         ("max_hours", "100000", "max_hours", "at most 1440", None),
         ("max_price_usd_per_hour", ".inf", "max_price_usd_per_hour", "plain decimal number", None),
         ("max_price_usd_per_hour", ".nan", "max_price_usd_per_hour", "plain decimal number", None),

@@ -9,7 +9,7 @@ from mgpu_train.config import Secrets
 from mgpu_train.store import Unavailable, open_store
 
 from mgpu.errors import ConnectionFailed, TakenOver, TrainingFailed
-from mgpu.events import Warned
+from mgpu.events import Note, Warned
 from mgpu.run.job.request import resolve
 from mgpu.run.lifecycle import attempt_start
 from mgpu.run.record.record import Interruption, load
@@ -66,6 +66,15 @@ def test_the_next_attempt_begins_at_the_newest_commit_which_may_not_have_been_se
     assert (second.attempt, second.checkpoint_id, second.checkpoint_step) == (2, "a001-step-40", 40)
     assert {job.resume.checkpoint_id for job in run.jobs[2:]} == {"a001-step-40"}
     assert load("run-1").checkpoint_step == 40
+
+
+def test_a_later_attempt_that_begins_from_zero_says_so(run):
+    run.start()
+    assert not any("from zero" in note.text for note in run.world.of(Note))
+    run.start()
+    assert [note.text for note in run.world.of(Note) if "from zero" in note.text] == [
+        "attempt 2 begins from zero: no checkpoint was committed"
+    ]
 
 
 def test_what_is_gone_from_the_end_of_the_log_is_told_by_the_record(run):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mgpu.cli import common
+from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.run.fleet.stack import project_of
 from mgpu.run.lifecycle import resume
@@ -104,6 +106,8 @@ def test_what_has_changed_in_the_run_file_is_told(run):
         "recovery.attempts: 1 -> 5",
         "regions: none -> ['here']",
     ]
+    with_env = loads(FILE + "env: {RATE: 1}\n", "f")
+    assert resume.changes(run, with_env) == ["env.RATE: none -> 1"], "the block itself has not changed"
     Folder("it-1").run_file.write_text("of an older version: true\n")
     assert resume.changes(run, loads(now, "f")) == []
 
@@ -112,6 +116,14 @@ def test_what_has_changed_in_the_run_file_is_told(run):
 def test_no_command_takes_an_empty_run_for_the_newest(run, mgpu, command):
     done = mgpu(*command)
     assert (done.code, "RUN is empty" in done.err) == (2, True)
+
+
+def test_before_it_is_paid_for_a_run_without_a_checkpoint_says_that_it_may_begin_from_zero(run, capsys):
+    common.show_changes(Console(), run, loads(FILE, "f"))
+    assert "it begins from zero" in capsys.readouterr().err
+    run.checkpoint_id = "a001-step-5"
+    common.show_changes(Console(), run, loads(FILE, "f"))
+    assert capsys.readouterr().err == ""
 
 
 def test_down_takes_a_run_or_a_stack(run, mgpu):

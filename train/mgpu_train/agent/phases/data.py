@@ -12,6 +12,7 @@ from mgpu_train.agent.status.status import Fault
 from mgpu_train.config import DataItem
 from mgpu_train.store import NoStore, NotFound, StoreError, disk, open_store
 from mgpu_train.store.base import ASIDE, Stat, Store, key_problem
+from mgpu_train.words import count
 
 _AT_ONCE = 8  # transfers
 
@@ -28,7 +29,8 @@ def fetch_data(attempt: Attempt, item: DataItem) -> None:
         found = [stat for stat in store.list("") if not stat.key.endswith("/")]
         if not found:
             raise AttemptFailed(Fault.USER, f"data: there is nothing under {item.source}")
-        attempt.say(f"data: {len(found)} files, {sum(stat.size for stat in found) >> 20} MiB, from {item.source}")
+        size = sum(stat.size for stat in found) >> 20
+        attempt.say(f"data: {count(len(found), 'file')}, {size} MiB, from {item.source}")
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(lambda stat: _fetch(store, stat, into), found))
     except (NoStore, NotFound) as error:

@@ -18,6 +18,7 @@ from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.config import OutputFile, OutputList
 from mgpu_train.store import Store, StoreError, open_store
 from mgpu_train.store.base import key_problem
+from mgpu_train.words import count
 
 _AT_ONCE = 8  # uploads
 
@@ -35,8 +36,8 @@ class Kept:
     def __str__(self) -> str:
         size = sum(each.size for each in self.files)
         stored = [f"{self.uploaded} of them in {self.to}"] if self.to else []
-        files = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
-        return "; ".join([f"outputs: {files}, {size} bytes", *stored, *self.problems[:3]])
+        told = f"outputs: {count(len(self.files), 'file')}, {count(size, 'byte')}"
+        return "; ".join([told, *stored, *self.problems[:3]])
 
 
 def key(run_id: str, node_rank: int, path: str) -> str:

@@ -11,6 +11,7 @@ from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.transfer.fetch import fetch
 from mgpu_train.config import Resume
 from mgpu_train.store import StoreError, open_store
+from mgpu_train.words import count
 
 
 def resume(attempt: Attempt, wanted: Resume) -> int:
@@ -31,7 +32,7 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
     except (StoreError, OSError) as error:
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"resume: {error}") from error
     attempt.say(
-        f"resume: {manifest.checkpoint_id}, {report.files} files, {report.bytes >> 20} MiB, "
-        f"of which {report.reused} files were here already"
+        f"resume: {manifest.checkpoint_id}, {count(report.files, 'file')}, {report.bytes >> 20} MiB, "
+        f"{report.reused} of them from this disk"
     )
     return manifest.step

@@ -14,6 +14,7 @@ from mgpu_train.agent.attempt.decide import AttemptFailed
 from mgpu_train.agent.phases.launcher_process import with_python
 from mgpu_train.agent.status.log import last_words, tail
 from mgpu_train.agent.status.status import Fault
+from mgpu_train.words import count
 
 
 def run(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:
@@ -26,12 +27,13 @@ def run(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:
     done = _marker(attempt, lines)
     if not lines or done.exists():
         return
-    attempt.say(f"setup: {len(lines)} lines")
+    script = "\n".join(lines)
+    attempt.say(f"setup: {count(len(script.splitlines()), 'line')}")  # one text may have several
     begin = attempt.log.size
     shell = shutil.which("bash") or "sh"
     try:
         code = subprocess.run(
-            [shell, "-e", "-c", "\n".join(lines)],
+            [shell, "-e", "-c", script],
             cwd=attempt.work,
             env=with_python(environment, python),
             stdin=subprocess.DEVNULL,

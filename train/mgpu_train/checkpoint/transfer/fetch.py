@@ -49,12 +49,15 @@ def fetch(
     if manifest.run_id != run_id:
         raise Damaged(f"the manifest is of run {manifest.run_id}, not of {run_id}")
 
-    with disk.translated(f"cannot write {dest}"), write_aside(dest, durable=durable) as aside:
-        _check_room(aside, manifest)
-        for folder in {(aside / file.path).parent for file in manifest.files}:
-            folder.mkdir(parents=True, exist_ok=True)
-        to = _Target(store, aside, (*local, dest), progress)
-        reused = sum(in_threads(to.bring, objects(run_id, manifest), _THREADS))
+    try:
+        with write_aside(dest, durable=durable) as aside:
+            _check_room(aside, manifest)
+            for folder in {(aside / file.path).parent for file in manifest.files}:
+                folder.mkdir(parents=True, exist_ok=True)
+            to = _Target(store, aside, (*local, dest), progress)
+            reused = sum(in_threads(to.bring, objects(run_id, manifest), _THREADS))
+    except OSError as error:  # never NotFound: what this disk lacks, the store may have
+        raise disk.meaning(f"cannot write {dest}", error) from error
     return FetchReport(len(manifest.files), manifest.bytes, reused)
 
 
