@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "fabric", "mpirun", "srun")
+_PREFIXES = (
+    "uv",
+    "poetry",
+    "conda",
+    "env",
+    "nohup",
+    "time",
+    "sudo",
+)  # before the program, as on a machine of one's own
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _SHELLS = ("bash", "sh", "zsh", "dash")
 _PLAIN = re.compile(r"[\w./=-]+")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_NO_SHELL = "no shell is started on the nodes: name a Python program, which may start others by `subprocess`"
+_NAME_IT = "name the Python file, and then its arguments"
 
 
 def started_by_us(words: Sequence[str]) -> str | None:
@@ -19,7 +33,7 @@ def started_by_us(words: Sequence[str]) -> str | None:
     name = PurePosixPath(words[0]).name if words else ""
     if _PYTHON.fullmatch(name):
         return words[2] if tuple(words[1:2]) == ("-m",) and words[2:3] and words[2] in _MODULES else name
-    return name if name in _LAUNCHERS else None
+    return name if name in (*_LAUNCHERS, *_PREFIXES) else None
 
 
 def is_shell(words: Sequence[str]) -> bool:
@@ -50,10 +64,44 @@ def line(words: Sequence[str]) -> str:
 def mistake(words: Sequence[str], launcher: str) -> str | None:
     """What is wrong with its first word, and the line to write instead. `launcher`: what mgpu starts it by."""
     if is_shell(words):
-        return "no shell is started on the nodes: name a Python program, which may start others by `subprocess`"
-    given = started_by_us(words)
+        return _NO_SHELL
+    if words[0] == "-m" and len(words) == 1:
+        return "`-m` is followed by the name of a module: `command: [-m, package.train]`"
+    named = words[0] == "-m" and words[1] in _MODULES
+    given = words[1] if named else started_by_us(words)
     if given is None:
         return None
-    right = program(words)
-    instead = f": write `{line(right)}`" if right else ": name the Python file, and then its arguments"
+    right = program(("python", *words) if named else words)
+    instead = f": write `{line(right)}`" if right else f": {_NAME_IT}"
     return f"`{given}` is not a file of yours; on each node mgpu starts {launcher} itself{instead}"
+
+
+def as_list(text: str) -> str:
+    """What is wrong with a command that is one string, and the list that means the same, where there is one."""
+    needed = "a list is needed, because no shell reads it"
+    words, shells = _words(text.strip().replace("\\\n", " "))
+    variables = list(itertools.takewhile(_ASSIGNMENT.match, words))
+    words = words[len(variables) :]
+    right = program(words)
+    if is_shell(words):
+        return f"{needed}; {_NO_SHELL}"
+    if shells is not None:
+        return f"{needed}, and only a shell understands {shells}: {_NAME_IT} (`setup:` takes shell lines)"
+    if not words or right is None:
+        return f"{needed}: {_NAME_IT}"
+    given = started_by_us(words)
+    ours = f", and mgpu starts {'Python' if given in _PREFIXES else given} itself" if given else ""
+    where = f"; `{variables[0]}` belongs in `env:`" if variables else ""
+    return f"{needed}{ours}: write `{line(right)}`{where}"
+
+
+def _words(text: str) -> tuple[list[str], str | None]:
+    """The words as a shell divides them, and the first that only a shell understands."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        words = list(lexer)
+    except ValueError:  # a quote that is not closed
+        return text.split(), None
+    shells = (f"`{word}`" for word in words if not set(word) - set("();<>|&") or re.search(r"\$[\w{(]|`", word))
+    return words, next(shells, "several lines" if "\n" in text else None)
