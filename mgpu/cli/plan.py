@@ -38,8 +38,9 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     try:
         machines = common.machines_of(spec, decided)
         image, decided = common.look_at_image(console, spec, run_file, decided, machines)
+        doubts = _doubts(spec, run_file)
     except (ImageError, InputError, ProviderError) as error:
-        problem = error
+        doubts, problem = [], error
     if as_json:
         from mgpu.cli.results import Planned
 
@@ -56,8 +57,8 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     if hidden:
         console.prose(f"and {hidden} more: `mgpu plan --json`")
     common.show_plan(console, decided)
-    for doubt in _doubts(spec, run_file):
-        console.say(doubt, "yellow")
+    for doubt in doubts:
+        console.say(f"warning: {doubt}", "yellow")
     if problem:  # the price is known all the same
         return common.exit_with(console, problem)
     if image is not None:
@@ -68,7 +69,7 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
 
 
 def _doubts(spec: RunSpec, run_file: Path) -> list[str]:
-    """What a launch would refuse, or leave out of the image."""
+    """What a launch would warn of. Raises InputError for what it would refuse."""
     from mgpu.spec import environment
 
     found = environment.unset(spec, os.environ) + _of_the_code(spec, run_file)
@@ -87,10 +88,7 @@ def _of_the_code(spec: RunSpec, run_file: Path) -> list[str]:
     from mgpu.run.nodes import code_upload
 
     request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
-    try:
-        return [event.text for event in code_upload.look(request) if isinstance(event, Warned)]
-    except InputError as error:
-        return [" ".join(str(error).splitlines())]
+    return [event.text for event in code_upload.look(request) if isinstance(event, Warned)]
 
 
 def _words(image: Looked | None) -> dict[str, str | bool | None] | None:
