@@ -81,7 +81,7 @@ class Watch:
         self._pass()
         self._attempt.need = lambda: NOTHING  # what was saved is on disk
         rank, rank_code = _first_failure(Path(self._attempt.layout.failure(self._attempt.job.attempt)))
-        lines = tail(self._attempt.log, begin)
+        lines, known = tail(self._attempt.log, begin), self._peers.known
         return Ended(
             exit_code=code,
             last_words=last_words(lines),
@@ -90,6 +90,7 @@ class Watch:
             rank=rank,
             rank_code=rank_code,
             starved=procs.out_of_memory_kills() - starved,
+            peers_answer=known.heard and not known.silent,
             cause=self._cause,
             said=self._metrics.ended,
             resumed_step=self._resumed,

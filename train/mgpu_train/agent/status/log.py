@@ -86,12 +86,17 @@ def tail(log: Log, begin: int) -> tuple[str, ...]:
     return tuple(line for line in lines if any(map(str.isalnum, line)))
 
 
+def errors(lines: Iterable[str]) -> list[str]:
+    """The lines that uncaught exceptions end with: a program may print the same words of its own accord."""
+    return [line for line in lines if _EXCEPTION.match(line)]
+
+
 def last_words(lines: Sequence[str]) -> str:
     """The line that says best why the launcher ended; "" if it said nothing."""
-    errors = [line for line in lines if _EXCEPTION.match(line)]
+    raised = errors(lines)
     killed = [found[0] for line in lines if (found := _KILLED.search(line))]
     # of several exceptions those that only tell of a lost peer are consequences
-    causes = [line for line in errors if not peer_lost(line)] or killed or errors or lines
+    causes = [line for line in raised if not peer_lost(line)] or killed or raised or lines
     return clean(causes[-1], _LONGEST) if causes else ""
 
 
