@@ -103,6 +103,7 @@ CASES = [
     Case("goes_to_the_background", more=NONE + "outputs: [result.txt]\n",
          says=("no file matches `result.txt`",), logs=("left running was ended with it",)),
     Case("ends_at_once", code=6, says=("exit code 7: loss is nan, giving up The cause is the program",)),
+    Case("reports_its_steps", nodes=2, says=("step 9 of 9",)),
     Case("recursion", code=6, says=("RecursionError",)),
     Case("exits_in_a_thread", logs=("in a thread", "the program goes on")),
     Case("warns", logs=("deprecated", "done")),
