@@ -17,7 +17,7 @@ from mgpu import paths
 from mgpu.cli import complete
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, ProviderError
-from mgpu.run.record.record import Interruption, Record, State, load
+from mgpu.run.record.record import Folder, Interruption, Record, State, load
 from mgpu.words import amount, count, duration
 
 if TYPE_CHECKING:
@@ -350,8 +350,23 @@ def _left(console: Console, record: Record) -> None:
     lease = f"{timeouts().lease_s / 60:.0f} min"
     after = f"until the run ends, or {lease} longer if nobody is back by then"
     console.say(f"left running: {price} {after}, at the latest {end}", "yellow")
-    console.say("nobody replaces a lost machine until somebody attaches, and outputs come home then", "yellow")
+    console.say(f"nobody replaces a lost machine until somebody attaches{_outputs_wait(record)}", "yellow")
     console.next(f"mgpu attach {record.run_id}    follow it", f"mgpu stop {record.run_id}      end it")
+
+
+def _outputs_wait(record: Record) -> str:
+    """What becomes of the outputs of a run that is left running; no more than can."""
+    from mgpu.spec.load import loads
+
+    kept = Folder(record.run_id).run_file
+    try:
+        wanted = loads(kept.read_text(), str(kept)).outputs
+    except (InputError, OSError):  # the record is damaged: nothing is promised
+        return ""
+    if not wanted:
+        return ""
+    lost = "" if record.store else "; if nobody does in time, they go with the machines (`checkpoint: none`)"
+    return f", and outputs come home then{lost}"
 
 
 def summary(record: Record) -> list[tuple[str, str]]:

@@ -63,7 +63,7 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
         console.prose(f"and {hidden} more: `mgpu plan --json`")
     common.show_plan(console, decided)
     for doubt in doubts:
-        console.say(doubt, "yellow")
+        console.say(f"warning: {doubt}", "yellow")
     if problem:  # the price is known all the same
         return common.exit_with(console, problem)
     if image is not None:
@@ -74,7 +74,7 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
 
 
 def _doubts(spec: RunSpec, run_file: Path) -> list[str]:
-    """What the user should know of the code, and what of the run file is left out of the image.
+    """What a launch would warn of, of the code and of what of the run file is left out of the image.
 
     Raises:
         InputError: a launch would refuse the code.

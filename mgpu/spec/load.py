@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -189,31 +190,59 @@ def _code_files(spec: RunSpec, base: Path) -> Iterator[Mistake]:
     elif requirements and not (workdir / requirements).resolve().is_relative_to(workdir.resolve()):
         yield Mistake(("code", "requirements"), f"is a link out of {workdir}", (("code", "workdir"),))
     if spec.command is not None:
-        yield from _program(spec, spec.command[0], workdir)
+        yield from _program(spec, spec.command, workdir)
     elif spec.train is not None and ":" in spec.train.task:
         yield from _class(spec.train.task, workdir)
 
 
-def _program(spec: RunSpec, name: str, workdir: Path) -> Iterator[Mistake]:
+def _program(spec: RunSpec, words: tuple[str, ...], workdir: Path) -> Iterator[Mistake]:
     """The file that Python, or a shell, is given on the nodes, where it can be seen from here."""
+    name = words[0]
     in_image = spec.image is not None and (
         name.startswith("/") or (spec.code is not None and spec.code.mode == "image")
     )
     elsewhere = name.startswith("/") and not spec.on_this_machine  # a machine image of the user's may have it
-    if name.startswith("-") or in_image or elsewhere or command.started_by_us((name,)) or command.is_shell((name,)):
+    if in_image or elsewhere or command.wrong(words, spec.launcher, shell=spec.shell):
         return
-    path, reads = workdir / name, (("code", "workdir"),)
-    if not path.exists():
-        if not spec.data:  # from which it may come, too
-            yield _absent(("command", 0), workdir, name, *reads)
+    at, path, reads = ("command", 0), workdir / name, (("code", "workdir"),)
+    if name.startswith("-"):
+        if name == "-m" and len(words) > 1 and (gone := _no_module(workdir, words[1])):
+            yield Mistake(("command", 1), gone, reads)
+    elif not name.startswith("/") and os.path.normpath(name).startswith(".."):
+        yield Mistake(at, f"{name} is not below {workdir}, which is what is sent (`code.workdir`)", reads)
+    elif path.is_symlink() and not path.exists():
+        yield Mistake(at, f"{path} is a link to nothing", reads)
+    elif not path.exists():
+        if not spec.data and not (spec.setup and not path.parent.is_dir()):  # from which it may come, too
+            yield _no_program(words, workdir, *reads)
     elif spec.shell:
         if not path.is_file():
-            yield Mistake(("command", 0), f"{path} is not a file: name a script", reads)
+            yield Mistake(at, f"{path} is not a file: name a script", reads)
     elif path.is_dir():
         if not (path / "__main__.py").is_file():
-            yield Mistake(("command", 0), f"{path} is a folder without a __main__.py: name a Python file", reads)
+            yield Mistake(at, f"{path} is a folder without a __main__.py: name a Python file", reads)
     elif (why := _no_python(path)) is not None:
-        yield Mistake(("command", 0), f"{path} {why}: the launcher gives it to Python", reads)
+        yield Mistake(at, f"{path} {why}: the launcher gives it to Python", reads)
+
+
+def _no_program(words: tuple[str, ...], workdir: Path, *reads: Where) -> Mistake:
+    """With the line to write, where a file that is there comes later: behind `uv run`, or in the same word."""
+    words = (*words[0].split(), *words[1:])
+    later = next((n for n, each in enumerate(words) if each.endswith(".py") and (workdir / each).is_file()), None)
+    if later is None:
+        return _absent(("command", 0), workdir, words[0], *reads)
+    gone = " ".join(words[: later or None])
+    return Mistake(
+        ("command", 0), f"there is no file {gone} in {workdir}: write `{command.line(words[later:])}`", reads
+    )
+
+
+def _no_module(workdir: Path, name: str) -> str | None:
+    """That a module is none, where its package is a folder of the code; others may be installed on the nodes."""
+    path = workdir.joinpath(*name.split("."))
+    if not (workdir / name.partition(".")[0]).is_dir() or path.with_suffix(".py").is_file():
+        return None
+    return None if (path / "__main__.py").is_file() else f"there is no module {name} in {workdir}"
 
 
 def _class(task: str, workdir: Path) -> Iterator[Mistake]:

@@ -192,8 +192,7 @@ def _launcher(spec: RunSpec) -> Iterator[Mistake]:
 def _command(spec: RunSpec) -> Iterator[Mistake]:
     if not spec.command:
         return
-    wrong = (command.shell_mistake if spec.shell else command.mistake)(spec.command, launcher=spec.launcher)
-    if wrong:
+    if wrong := command.wrong(spec.command, spec.launcher, shell=spec.shell):
         yield Mistake(("command", 0), wrong, (("launcher",),))
 
 

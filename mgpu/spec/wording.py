@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, get_args
@@ -65,20 +64,7 @@ def _not_a_list(at: Where, given: Any, plain: str | None) -> str:
         return _not_text(given, plain)
     if at != ("command",) or not isinstance(given, str):
         return "a list is needed: [first, second], or one item a line with `- ` before it"
-    try:
-        words = shlex.split(given)
-    except ValueError:
-        words = given.split()
-    right = command.program(words)
-    if words and command.is_shell(words):
-        return "a list is needed, because no shell reads it; `launcher: bash` starts one, and takes this text"
-    if not words or right is None:
-        return f"a list is needed, because no shell reads it; one item an argument: `{command.line(words)}`"
-    ours = f", and mgpu starts {command.started_by_us(words)} itself" if command.started_by_us(words) else ""
-    return (
-        f"a list is needed, because no shell reads it{ours}: write `{command.line(right)}`; "
-        "with `launcher: bash` one reads it as it stands"
-    )
+    return command.as_list(given)
 
 
 def nearest_key(at: Where, options: type[BaseModel] | None = None) -> str | None:

@@ -68,7 +68,7 @@ def files(beside) -> None:
 
 
 def test_their_keys_are_keys_of_the_run_file(beside):
-    schema = json.loads(beside.mgpu("spec"))
+    schema = json.loads(beside.mgpu("spec", "--json"))
     assert schema["properties"]["provider"]["enum"] == ["aws", "local", "yard"]
     assert schema["properties"]["launcher"]["enum"] == ["bash", "envrun", "python", "torchrun"]
     train = schema["$defs"]["TrainConfig"]["properties"]

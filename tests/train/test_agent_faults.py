@@ -36,6 +36,7 @@ SAID = [
         MACHINE, 1, None,
         "RuntimeError: Unable to determine the device handle for GPU 0000:81:00.0: Unknown Error",
     ),
+    (MACHINE, 1, None, "Traceback (most recent call last):\npynvml.NVMLError_GpuIsLost: GPU is lost"),
     (MACHINE, 1, None, "RuntimeError: NVML: GPU is lost. Reboot the system to recover this GPU"),
     (MACHINE, 1, None, "RuntimeError: Failed to initialize NVML: Driver/library version mismatch"),
     # karpathy/neuraltalk2#127
@@ -105,10 +106,18 @@ KERNEL = [
 ]  # fmt: skip
 
 
-def judged(said: str, *kernel: str, code: int = 1, nodes: int = 2):
+def judged(said: str, *kernel: str, code: int = 1, nodes: int = 2, answer: bool = False):
     job = Job.model_validate({**JOB, "nodes": nodes, "master_addr": "127.0.0.1", "master_port": 1})
     lines = tuple(said.splitlines())
-    end = Ended(exit_code=1, rank=0, rank_code=code, last_words=last_words(lines), lines=lines, kernel=kernel)
+    end = Ended(
+        exit_code=1,
+        rank=0,
+        rank_code=code,
+        last_words=last_words(lines),
+        lines=lines,
+        kernel=kernel,
+        peers_answer=answer,
+    )
     failure = verdict(job, end)
     assert failure is not None
     return failure
@@ -131,6 +140,28 @@ def test_what_the_kernel_says_of_the_hardware_outweighs_the_programs_words(whose
 def test_one_node_has_no_peers_to_blame():
     timed_out = next(said for *_, said in SAID if "Watchdog" in said)
     assert judged(timed_out, code=-6, nodes=1).fault is Fault.USER
+
+
+def test_a_collective_that_hangs_while_every_machine_answers_is_the_programs():
+    """Ranks that call different collectives: the same as an attempt without progress, which an agent ends."""
+    timed_out = next(said for *_, said in SAID if "Watchdog" in said)
+    assert judged(timed_out, code=-6, answer=True).fault is Fault.USER
+    assert judged(timed_out, code=-6, answer=False).fault is Fault.INFRASTRUCTURE
+    broken = next(said for *_, said in SAID if "NET/IB" in said)
+    assert judged(broken, code=-6, answer=True).fault is Fault.INFRASTRUCTURE
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "epoch 3: mean absolute error: 802.5",
+        "wandb: WARNING Failed to initialize NVML: Driver/library version mismatch",
+        "look for `uncorrectable ECC error encountered` in the logs",
+    ],
+)
+def test_what_a_program_prints_beside_its_end_proves_nothing_of_the_machine(printed):
+    failure = judged(f"{printed}\nValueError: shapes do not fit")
+    assert (failure.fault, failure.suspect) == USER, failure.reason
 
 
 def test_an_error_that_a_program_has_survived_is_not_its_end():

@@ -224,6 +224,8 @@ def test_a_stop_lets_the_program_save_and_uploads(node):
     assert node.call("stop", "--run", "r") == {"asked": True}
     (status,) = ended(node)
     assert (status["phase"], status["fault"]) == ("failed", "stopped")
+    assert "[agent] attempt 1: stopped: this node was asked to stop\n" in node.log
+    assert "failed" not in node.log
     assert node.commits == [7]
     assert node.call("stop", "--run", "r") == {"asked": False}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mgpu_train.agent.phases.outputs import found
+from mgpu_train.agent.phases.outputs import found, why_not
 
 WRITES = """
 import os, pathlib
@@ -117,6 +117,10 @@ def work(tmp_path: Path) -> Path:
     return tmp_path / "work"
 
 
+def everything(named: dict[str, list[str]]) -> list[str]:
+    return sorted({path for paths in named.values() for path in paths})
+
+
 @pytest.mark.parametrize(
     ("patterns", "files"),
     [
@@ -132,10 +136,10 @@ def work(tmp_path: Path) -> Path:
     ],
 )
 def test_globs_are_relative_to_the_work_folder_and_a_folder_is_all_of_it(work, patterns, files):
-    assert found(work, patterns) == files
+    assert everything(found(work, patterns)) == files
 
 
-def test_links_that_leave_the_folder_pipes_and_rings_are_left_out(work, tmp_path):
+def test_pipes_and_rings_are_left_out_and_links_that_leave_the_folder_are_named(work, tmp_path):
     (tmp_path / "secret").write_text("")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x").write_text("")
@@ -145,4 +149,28 @@ def test_links_that_leave_the_folder_pipes_and_rings_are_left_out(work, tmp_path
     (work / "ring").symlink_to(".")
     (work / "dead").symlink_to("nowhere")
     os.mkfifo(work / "pipe")
-    assert found(work, ["leak", "leaks", "inside", "dead", "pipe", "ring"]) == ["inside"]
+    named = everything(found(work, ["leak", "leaks/x", "leaks", "inside", "dead", "pipe", "ring"]))
+    assert named == ["inside", "leak", "leaks/x"]
+    assert {path: why_not(work, path) for path in named} == {
+        "inside": None,
+        "leak": "a link that leaves the folder of the code",
+        "leaks/x": "a link that leaves the folder of the code",
+    }
+
+
+def test_one_file_that_cannot_come_costs_no_other(node):
+    """Names are bytes, and links lead anywhere: what is lost is named, all else comes."""
+    more = "for name in (b'runs/caf\\xe9.txt', 'runs/a\\nb'): open(name, 'w').write('x')\n"
+    more += "os.symlink('/etc/hostname', 'runs/host')\n"
+    node.program(WRITES + LINES + more + "save(1)\n")
+    node.job(outputs=[*OUTPUTS, "*.onnx"])
+    node.start()
+    assert node.ended()["phase"] == "done"
+    assert kept(node) == FILES
+    told = json.loads((node.run / "outputs.json").read_text())
+    assert told["problems"] == [
+        "runs/a b: its name has control characters",
+        "runs/caf\ufffd.txt: its name is not UTF-8",
+        "runs/host: a link that leaves the folder of the code",
+    ]
+    assert told["unmatched"] == ["*.onnx"]

@@ -102,6 +102,7 @@ def test_secrets_are_hidden_longest_first():
 
 CHILD_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 KILLED = "Signal 9 (SIGKILL) received by PID 7"
+TORCHRUN = "E1124 10:57:46.053000 2134 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 7)"
 PEER = "RuntimeError: [/gloo/pair.cc] Connection closed by peer"
 
 
@@ -119,6 +120,8 @@ PEER = "RuntimeError: [/gloo/pair.cc] Connection closed by peer"
         (f"{PEER}\n  traceback : Signal 15 (SIGTERM) received by PID 7\n", PEER),
         (f"ValueError: x\n  traceback : {KILLED}\n", "ValueError: x"),
         ("so far so good\n=====\n", "so far so good"),
+        (f"loss is nan{TORCHRUN}\ntorchrun: rank 0 ended with exit code 7 (pid 8)\n", "loss is nan"),
+        (f"{TORCHRUN}\nloss is nantorchrun: rank 0 ended with exit code 7 (pid 8)\n", "loss is nan"),
     ],
 )
 def test_last_words(tmp_path, text, words):

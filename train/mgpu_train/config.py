@@ -213,3 +213,4 @@ class OutputList(Model):
     attempt: int
     files: tuple[OutputFile, ...]
     problems: tuple[str, ...] = Field((), description="what could not be kept, and why")
+    unmatched: tuple[str, ...] = Field((), description="patterns that name no file of this node")

@@ -6,9 +6,11 @@ is made of links to it. What no run links to any more is removed by `prune`.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -46,7 +48,7 @@ def look(request: Request) -> list[Event]:
         return []
     snapshot = scan(folder)
     _require_program(request, snapshot)
-    return [*_told(snapshot), *map(Warned, saving.doubts(request, snapshot))]
+    return [*_told(snapshot), *map(Warned, _unread(request, folder)), *map(Warned, saving.doubts(request, snapshot))]
 
 
 def _folder(request: Request) -> Path | None:
@@ -65,6 +67,20 @@ def _require_program(request: Request, snapshot: Snapshot) -> None:
             f"{snapshot.folder}: {gone} is left out by {GIT_FILE} or {IGNORE_FILE}.",
             f"Write `!{gone}` into {snapshot.folder / IGNORE_FILE}: it has the last word.",
         )
+
+
+def _unread(request: Request, folder: Path) -> Iterator[str]:
+    """That this machine's Python does not understand the program; the nodes' may be a newer one."""
+    program = folder / request.spec.command[0] if request.spec.command else None
+    if program is None or program.suffix != ".py":
+        return
+    try:
+        ast.parse(program.read_bytes())
+    except SyntaxError as error:
+        ours = f"{sys.version_info.major}.{sys.version_info.minor}"
+        yield f"{program.name}, line {error.lineno}: {error.msg}, says this machine's Python {ours}"
+    except (OSError, ValueError):  # it is not here, or holds NUL: the nodes say it
+        return
 
 
 def _told(snapshot: Snapshot) -> list[Event]:

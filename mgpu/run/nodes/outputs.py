@@ -46,6 +46,7 @@ class Came:
     size: int = 0
     missing: int = 0
     why: str = ""
+    unmatched: frozenset[str] = frozenset()
 
 
 def collect(session: Session, request: Request, nodes: NodeSet, lost: Iterable[int] = ()) -> None:
@@ -81,30 +82,32 @@ def _take_all(session: Session, request: Request, nodes: NodeSet, lost: frozense
 
 
 def _take(session: Session, node: Node, root: Path, until: float, lost: frozenset[int]) -> Came:
-    rank, came = node.target.rank, Came()
+    rank = node.target.rank
     layout = RunLayout(session.record.run_id)
     try:
         if node.closed and rank not in lost:
             node.reconnect()
         told = OutputList.model_validate_json(node.read(str(layout.outputs_list)))
     except FileNotFoundError:
-        return Came(why="its agent has kept none")
+        return Came(why="its agent has kept none; the log says why")
     except (MgpuError, OSError, ValidationError) as error:
         return Came(why=error.what if isinstance(error, MgpuError) else "its list of them cannot be read")
     if told.attempt != session.record.attempt:
         return Came(why="its agent has kept none of this attempt")
-    for at, file in enumerate(told.files):
+    came = Came(unmatched=frozenset(told.unmatched))
+    for file in told.files:
         try:
             if time.monotonic() > until:
                 raise RemoteError(f"they took more than {session.timeouts.outputs_s:g} s (outputs_s)")
             _fetch(node, str(layout.outputs / file.path), place(root, rank, file.path), file)
-        except (MgpuError, OSError, ValueError) as error:
+        except (MgpuError, OSError, ValueError) as error:  # the others come all the same
             words = error.what if isinstance(error, MgpuError) else str(error)
-            came.missing, came.why = len(told.files) - at, f"{file.path}: {words}"
-            break
-        came.files, came.size = came.files + 1, came.size + file.size
+            came.missing, came.why = came.missing + 1, came.why or f"{file.path}: {words}"
+        else:
+            came.files, came.size = came.files + 1, came.size + file.size
     if told.problems and not came.why:
-        came.why = told.problems[0]
+        more = f", and {len(told.problems) - 1} more" if told.problems[1:] else ""
+        came.why = f"{told.problems[0]}{more}"
     return came
 
 
@@ -118,7 +121,11 @@ def _fetch(node: Node, remote: str, local: Path, file: OutputFile) -> None:
 def told(record: Record, came: dict[int, Came]) -> list[Note | Warned]:
     """What came home and what did not, in words."""
     files, size = sum(each.files for each in came.values()), sum(each.size for each in came.values())
-    said: list[Note | Warned] = [Note(f"outputs: {count(files, 'file')} ({amount(size)}) in {home(record)}")]
+    where = f" ({amount(size)}) in {home(record)}" if files else ""
+    said: list[Note | Warned] = [Note(f"outputs: {count(files, 'file')}{where}")]
+    # a pattern that one node's files match is a good one: often only rank 0 writes
+    for pattern in sorted(frozenset.intersection(*(each.unmatched for each in came.values()))) if came else []:
+        said.append(Warned(f"outputs: no file matches `{pattern}`: paths are relative to the folder of the code"))
     for rank, each in sorted(came.items()):
         if each.why:
             what = f"{count(each.missing, 'output')} of node {rank} did not come home" if each.missing else ""

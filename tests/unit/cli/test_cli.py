@@ -127,6 +127,18 @@ def test_a_missing_run_file_is_bad_input(tmp_path, xdg):
     assert "nothing.yaml" in done.stderr
 
 
+def test_plan_refuses_what_launch_would_and_tells_the_price_all_the_same(run_file, tmp_path):
+    (tmp_path / "t.py").touch()
+    (tmp_path / "host").symlink_to("/etc/hostname")
+    run_file.write_text(run_file.read_text().replace("train: {steps: 2}", "command: [t.py]"))
+    done = mgpu(["plan"], tmp_path)
+    assert (done.returncode, "1 of its files cannot be sent" in done.stderr) == (2, True), done.stderr
+    assert "per hour for all nodes" in done.stderr
+    assert "next: mgpu launch" not in done.stderr
+    (tmp_path / "host").unlink()
+    assert mgpu(["plan"], tmp_path).returncode == 0
+
+
 def test_plan_prints_the_price_of_all_nodes(run_file, tmp_path):
     run_file.write_text(run_file.read_text() + "nodes: 4\n")
     done = mgpu(["plan", "--json"], tmp_path)

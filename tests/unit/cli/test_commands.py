@@ -17,7 +17,8 @@ import click
 import pytest
 from mgpu_train.agent.status.status import Phase
 
-from mgpu.cli import cli
+from mgpu.cli import cli, common
+from mgpu.console import Console
 from mgpu.context import Context
 from mgpu.errors import AuthError, TeardownIncomplete
 from mgpu.events import RunEnded, RunStateChanged
@@ -672,3 +673,20 @@ def test_a_command_that_has_printed_its_result_prints_one_object_alone(mgpu, run
     done = mgpu("gc", "--yes", "--json")
     assert done.code == AuthError.exit_code
     assert [each["name"] for each in done.json["fleets"]]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "store", "promised"),
+    [
+        ("", None, "somebody attaches next:"),
+        ("outputs: [runs/]\n", "s3://b/p", "somebody attaches, and outputs come home then next:"),
+        ("outputs: [runs/]\n", None, "if nobody does in time, they go with the machines (`checkpoint: none`)"),
+    ],
+    ids=["no outputs", "stored", "without a store"],
+)
+def test_whoever_leaves_a_run_is_promised_what_can_happen(world, outputs, store, promised, capsys):
+    left = world.record("run-1", store=store, state=State.RUNNING)
+    text = f"name: a\nprovider: local\nmax_hours: 1\nmax_price_usd_per_hour: 1\ncommand: [t.py]\n{outputs}"
+    Folder("run-1").run_file.write_text(text)
+    common._left(Console(), left)
+    assert promised in " ".join(capsys.readouterr().err.split())

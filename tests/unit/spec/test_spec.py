@@ -278,13 +278,36 @@ def test_a_mistake_in_one_key(key, value, field, message, nearest):
 def test_a_command_as_one_string_is_told_how_to_be_a_list():
     found = the_problem(edited(OWN, "command", "python train.py --name 'a b'"))
     assert found.field == "command"
-    assert 'mgpu starts python itself: write `command: [train.py, --name, "a b"]`; with' in found.message
+    assert found.message.endswith('mgpu starts python itself: write `command: [train.py, --name, "a b"]`')
     assert "no shell" in found.message
     assert the_problem(edited(edited(OWN, "outputs", "[runs/]"), "command", "python train.py"))  # and no other one
     unbalanced = the_problem(edited(OWN, "command", '"train.py \'a"'))
-    assert """`command: [train.py, "'a"]`; with `launcher: bash` one reads it""" in unbalanced.message
-    shell = the_problem(edited(OWN, "command", "bash -c 'python train.py && ls'"))
-    assert shell.message.endswith("`launcher: bash` starts one, and takes this text")
+    assert unbalanced.message.endswith("""`command: [train.py, "'a"]`""")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("bash -c 'python train.py && ls'", "no shell reads it; `launcher: bash` starts one, and takes this text"),
+        ("cd src && python train.py", "only a shell understands `&&`: `launcher: bash` starts one"),
+        ("python train.py > log.txt", "only a shell understands `>`"),
+        ("python train.py --to $HOME/x", "only a shell understands `$HOME/x`"),
+        ('"pip install x\\npython train.py\\n"', "only a shell understands several lines"),
+        ("python train.py --name 'a;b'", 'write `command: [train.py, --name, "a;b"]`'),
+        ('"python train.py \\\\\\n --x 1\\n"', "write `command: [train.py, --x, 1]`"),
+        ("LR=3 python train.py", "write `command: [train.py]`; `LR=3` belongs in `env:`"),
+        ("uv run train.py --x", "mgpu starts Python itself: write `command: [train.py, --x]`"),
+        ('""', "name the Python file, and then its arguments"),
+    ],
+)
+def test_the_advice_for_a_string_can_be_followed(text, says):
+    """A list with `&&` or `bash` in it would be refused in turn, or be rented for nothing."""
+    message = the_problem(edited(OWN, "command", text)).message
+    assert says in message
+    if written := re.search(r"`command: (\[.*?\])`", message):
+        assert loads(edited(OWN, "command", written[1]), "f").command
+    if "launcher: bash" in message:
+        assert loads(edited(edited(OWN, "launcher", "bash"), "command", text), "f").command[0] == "-c"
 
 
 def test_with_a_shell_a_command_may_be_a_script_or_one_line():
@@ -315,6 +338,10 @@ def test_what_is_no_script_for_a_shell_is_told_how_to_be_one(command, says):
         ("[/usr/bin/python3.11, -u, train.py]", "write `command: [train.py]`"),
         ("[python, -m, package.train]", "write `command: [-m, package.train]`"),
         ("[python, -c, 'print(1)']", "name the Python file"),
+        ("[-m, torch.distributed.run, --standalone, train.py]", "write `command: [train.py]`"),
+        ("[uv, run, train.py, -x]", "write `command: [train.py, -x]`"),
+        ("[nohup, python, train.py]", "write `command: [train.py]`"),
+        ("[-m]", "`-m` is followed by the name of a module"),
         ("[torchrun, --nproc-per-node, 8, train.py, --lr, '1e-3']", "write `command: [train.py, --lr, 1e-3]`"),
         ("[python, -m, torch.distributed.run, --standalone, train.py]", "write `command: [train.py]`"),
         ("[accelerate, launch, --multi_gpu, train.py]", "write `command: [train.py]`"),
@@ -715,6 +742,45 @@ def test_a_folder_is_a_program_where_it_says_so(project):
     assert loaded(project, "{workdir: src}", "[tool]") == [("command[0]", None)]
     (project / "src" / "tool" / "__main__.py").touch()
     assert loaded(project, "{workdir: src}", "[tool]") == []
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("[-m, package.trian]", "there is no module package.trian"),
+        ("[-m, package]", "there is no module package"),
+        ("[-m, package.train]", None),
+        ("[-m, package.runs]", None),
+        ("[-m, installed.elsewhere]", None),
+        ("[../src/train.py]", "is not below"),
+        ("[dead.py]", "is a link to nothing"),
+        ("[foo, train.py, x]", "there is no file foo in {}: write `command: [train.py, x]`"),
+        (
+            "[train.py --steps 20]",
+            "there is no file train.py --steps 20 in {}: write `command: [train.py, --steps, 20]`",
+        ),
+    ],
+)
+def test_what_python_would_not_find_is_not_rented_for(project, command, says):
+    for name in ("package/__init__.py", "package/train.py", "package/runs/__main__.py"):
+        (project / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / "src" / name).touch()
+    (project / "src" / "dead.py").symlink_to("nowhere")
+    path = project / "mgpu.yaml"
+    path.write_text(edited(edited(OWN, "code", "{workdir: src}"), "command", command))
+    if says is None:
+        assert load(path).command
+        return
+    with pytest.raises(SpecError) as refused:
+        load(path)
+    (problem,) = refused.value.problems
+    assert says.format(project / "src") in problem.message
+
+
+def test_a_program_that_set_up_may_bring_is_not_looked_for(project):
+    path = project / "mgpu.yaml"
+    path.write_text(edited(edited(OWN, "command", "[repo/train.py]"), "setup", "git clone x repo"))
+    assert load(path).command == ("repo/train.py",)
 
 
 def test_a_program_that_data_may_bring_is_not_looked_for_but_the_data_is(project):

@@ -19,8 +19,9 @@ def lines() -> list[str]:
 
 
 @pytest.fixture
-def figures(lines):
+def figures(lines, monkeypatch):
     """What adds up reports; `figures(nodeid, seconds, cpu)` is one of them."""
+    monkeypatch.delenv("MGPU_DRAW", raising=False)  # `make test-all` sets it, and then lists what is slow
     adds = Figures(SimpleNamespace(cache=Cache({KEPT: {"tests/unit/test_old.py::test_a": 3.0}})))
 
     def report(nodeid: str, seconds: float, cpu: float) -> None:

@@ -115,6 +115,15 @@ def test_a_large_folder_is_told_with_its_largest_files(run, monkeypatch):
     assert len(code_upload.look(run.request)) == 1
 
 
+def test_a_program_with_a_syntax_error_is_told_before_it_is_rented_for(run):
+    program = run.request.workdir / run.request.spec.command[0]
+    quiet = len(code_upload.look(run.request))
+    program.write_text("print(1)\nif x\n")
+    told = [event.text for event in code_upload.look(run.request)][1:]
+    assert len(told) == quiet
+    assert told[0].startswith(f"{program.name}, line 2: ")
+
+
 @pytest.mark.parametrize("ignored", ["t.py", "*.py", "/t.py"])
 def test_a_program_that_is_left_out_is_refused(run, ignored):
     run.write(**{"t.py": "", ".gitignore": ignored})

@@ -30,10 +30,10 @@ def run(world):
     )  # fmt: skip
 
 
-def leaves(node, files, attempt=1, size=None, problems=()):
+def leaves(node, files, attempt=1, size=None, problems=(), unmatched=()):
     """What the agent has kept."""
     told = [OutputFile(path=path, size=len(text) if size is None else size) for path, text in files.items()]
-    listed = OutputList(attempt=attempt, files=tuple(told), problems=problems)
+    listed = OutputList(attempt=attempt, files=tuple(told), problems=problems, unmatched=unmatched)
     node.files[str(LAYOUT.outputs_list)] = listed.model_dump_json().encode()
     node.files.update({str(LAYOUT.outputs / path): text.encode() for path, text in files.items()})
 
@@ -95,12 +95,12 @@ def test_what_does_not_come_is_told_with_the_way_to_the_store(run):
     leaves(run.world.nodes[0], {"a": "x", "b": "y", "c": "z"})
     del run.world.nodes[0].files[str(LAYOUT.outputs / "b")]
     run.collect()
-    assert here(run.home) == {"a": "x"}
+    assert here(run.home) == {"a": "x", "c": "z"}, "one that cannot come costs no other"
     first, second = warned(run)
-    assert first.startswith("2 outputs of node 0 did not come home: b: ")
+    assert first.startswith("1 output of node 0 did not come home: b: ")
     assert "`mgpu outputs run-1` fetches what is in s3://b/p" in first
     assert "node 1: its agent has kept none" in second
-    assert load("run-1").outputs["missing"] == 3
+    assert load("run-1").outputs["missing"] == 2
 
 
 def test_a_file_that_came_short_did_not_come(run):
@@ -115,6 +115,20 @@ def test_what_the_agent_could_not_keep_is_told(run):
     leaves(run.world.nodes[1], {})
     run.collect()
     assert warned(run) == ["outputs of node 0: b: no room"]
+
+
+def test_a_pattern_that_no_node_has_a_file_for_is_named(run):
+    leaves(run.world.nodes[0], {"a.pt": "x"}, unmatched=("runs/",))
+    leaves(run.world.nodes[1], {}, unmatched=("*.pt", "runs/"))
+    run.collect()
+    assert warned(run) == ["outputs: no file matches `runs/`: paths are relative to the folder of the code"]
+
+
+def test_of_many_files_that_could_not_be_kept_the_number_is_told(run):
+    leaves(run.world.nodes[0], {"a": "x"}, problems=("b: no room", "c: no room", "d: no room"))
+    leaves(run.world.nodes[1], {})
+    run.collect()
+    assert warned(run) == ["outputs of node 0: b: no room, and 2 more"]
 
 
 def test_a_list_of_an_earlier_attempt_is_not_this_ones(run):

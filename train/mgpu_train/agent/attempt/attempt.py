@@ -77,8 +77,11 @@ class Attempt:
         """Begins a phase. A `reason` is made one line without secrets."""
         if reason := changes.get("reason"):
             changes["reason"] = clean(self.public(reason), 500)
-        words = f": {changes['fault']}: {changes['reason']}" if changes.get("fault") else ""
-        self.say(f"attempt {self.job.attempt}: {phase}{words}")
+        fault = changes.get("fault")
+        words = f": {fault}: {changes['reason']}" if fault else ""
+        # an attempt that was to stop has not failed
+        told = words if fault is Fault.STOPPED and phase is Phase.FAILED else f": {phase}{words}"
+        self.say(f"attempt {self.job.attempt}{told}")
         self._log_times.mark(at_once=True)
         self.report.enter(phase, **changes)
 

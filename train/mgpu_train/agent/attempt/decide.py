@@ -123,6 +123,7 @@ class Ended:
     )
     rank_code: int = 0  # that rank's exit code, negative for a signal
     starved: int = 0  # processes that the kernel killed meanwhile, because this machine was out of memory
+    peers_answer: bool = False  # every other node's agent has been heard, and lately
     cause: Cause | None = None  # set when the agent ended it
     said: str | None = None  # the trainer's own last metrics line: "done" or "stopped"
     resumed_step: int = -1
@@ -180,7 +181,9 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
     rank = end.rank if found is None or found.rank is None else found.rank
     what = f"{'the program' if rank is None else f'rank {rank}'} {ended(code)}"
     if found is not None:
-        return AttemptFailed(found.sign.fault, f"{what}: {found.sign.means}: {found.line}", suspect=found.sign.machine)
+        # every machine answers: what hangs is the program, as where an agent sees it first
+        fault = Fault.USER if found.sign.hang and end.peers_answer else found.sign.fault
+        return AttemptFailed(fault, f"{what}: {found.sign.means}: {found.line}", suspect=found.sign.machine)
     if code == -signal.SIGKILL:
         return AttemptFailed(Fault.USER, f"{what}: {_killer(end)}")
     what += f": {end.last_words}" if end.last_words else ""

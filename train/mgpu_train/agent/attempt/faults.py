@@ -13,7 +13,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mgpu_train.agent.status.log import clean
+from mgpu_train.agent.status.log import clean, errors
 from mgpu_train.agent.status.status import Fault
 
 LONGEST = 300  # characters of the line that is shown
@@ -25,12 +25,14 @@ _RANK = re.compile(r"\[rank ?(\d+)\]", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Sign:
-    """What a line proves. `machine`: this machine is suspect, and is replaced."""
+    """What a line proves. `machine`: this machine is suspect, and is replaced. `hang`: of a peer's machine only where
+    that is heard no more."""
 
     means: str
     pattern: re.Pattern[str]
     fault: Fault = Fault.USER
     machine: bool = False
+    hang: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ def _machine(means: str, pattern: str) -> Sign:
     return Sign(means, re.compile(pattern), Fault.INFRASTRUCTURE, machine=True)
 
 
-def _peers(means: str, pattern: str) -> Sign:
-    return Sign(means, re.compile(pattern), Fault.INFRASTRUCTURE)
+def _peers(means: str, pattern: str, *, hang: bool = False) -> Sign:
+    return Sign(means, re.compile(pattern), Fault.INFRASTRUCTURE, hang=hang)
 
 
 def _user(means: str, pattern: str) -> Sign:
@@ -65,7 +67,7 @@ KERNEL = (
 MACHINE = (
     _machine("a GPU's memory has failed", r"uncorrectable ECC error encountered"),
     _machine("an NVLink has failed", r"uncorrectable NVLink error"),
-    _machine("the GPUs' fabric manager is not ready", r"[Ee]rror\W{0,3}802\b|CUDA error: system not yet initialized"),
+    _machine("the GPUs' fabric manager is not ready", r"system not yet initialized"),
     _machine("a GPU is lost", r"GPU is lost|Unable to determine the device handle for GPU"),
     _machine("the GPU driver does not answer", r"Failed to initialize NVML: (?:Driver/library|Unknown)"),
     _machine("a GPU is held by something else", r"CUDA-capable device\(s\) is/are busy or unavailable"),
@@ -87,7 +89,9 @@ SUSPECT = (
 PEERS = (
     _peers("the network to a peer has failed", r"NET/(?:IB|OFI)\b.*(?:status|error)[= ]?12\b"),
     _peers("a peer is gone", r"ncclRemoteError|remote process exited or there was a network error"),
-    _peers("a collective waited for a rank that did not come", r"Watchdog caught collective operation timeout"),
+    _peers(
+        "a collective waited for a rank that did not come", r"Watchdog caught collective operation timeout", hang=True
+    ),
     _peers("a peer did not come to the rendezvous", r"RendezvousConnectionError|DistStoreError: Timed out"),
 )
 
@@ -112,7 +116,7 @@ def find(
     by_weight = (
         *fatal,
         *_found(KERNEL, kernel),
-        *_found(MACHINE, lines),
+        *_found(MACHINE, said if code == -signal.SIGABRT else (*errors(lines), last_words)),
         *_found(PROGRAM, (last_words,)),
         *programs,
         *_found(SUSPECT, said),

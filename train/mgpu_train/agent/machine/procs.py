@@ -83,6 +83,14 @@ def of(pid: int) -> Process | None:
     return Process(pid, stat[2], boot_id()) if stat else None
 
 
+def command_line(pid: int) -> str:
+    """How it was started; "" when it is gone."""
+    try:
+        return (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 def me() -> Process:
     """This process."""
     process = of(os.getpid())

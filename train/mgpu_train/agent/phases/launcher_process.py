@@ -162,10 +162,14 @@ def kill_below(deadline_s: float, spare: int = 0) -> bool:
 
     Without the store's process the uploads that are under way would have to begin again. It ends with this one.
     """
-    me = os.getpid()
-    gone = procs.kill_all(lambda: [each for each in procs.descendants(me) if not _moves_bytes(each.pid)], deadline_s)
-    procs.reap(me, spare)
+    gone = procs.kill_all(below, deadline_s)
+    procs.reap(os.getpid(), spare)
     return gone
+
+
+def below() -> list[procs.Process]:
+    """Every process below this one but the store's."""
+    return [each for each in procs.descendants(os.getpid()) if not _moves_bytes(each.pid)]
 
 
 def _moves_bytes(pid: int) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mgpu_train.agent.attempt.attempt import Attempt
+from mgpu_train.agent.status.log import clean
 from mgpu_train.config import OutputFile, OutputList
 from mgpu_train.store import Store, StoreError, open_store
 from mgpu_train.store.base import key_problem
@@ -31,6 +33,7 @@ class Kept:
     files: list[OutputFile] = field(default_factory=list)
     uploaded: int = 0
     problems: list[str] = field(default_factory=list)
+    unmatched: list[str] = field(default_factory=list)  # patterns that name no file here
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def __str__(self) -> str:
@@ -45,16 +48,17 @@ def key(run_id: str, node_rank: int, path: str) -> str:
     return f"{run_id}/outputs/{node_rank}/{path}"
 
 
-def found(work: Path, patterns: Iterable[str]) -> list[str]:
-    """The files below `work` that the patterns name, in order: globs relative to it, `**` for any folders; a folder
-    means all that is in it. Links that leave `work` are left out."""
+def found(work: Path, patterns: Iterable[str]) -> dict[str, list[str]]:
+    """By pattern, in order: the files below `work` that it names, or links to files. Patterns are globs relative to
+    it, `**` for any folders; a folder means all that is in it."""
+    return {pattern: sorted(_matches(work, os.path.normpath(pattern))) for pattern in patterns}
+
+
+def _matches(work: Path, pattern: str) -> set[str]:
     paths = set[str]()
-    for pattern in patterns:
-        name = os.path.normpath(pattern)
-        for path in [work] if name == "." else work.glob(name):
-            paths.update(_below(work, path))
-    inside = work.resolve()
-    return sorted(path for path in paths if (work / path).resolve().is_relative_to(inside))
+    for path in [work] if pattern == "." else work.glob(pattern):
+        paths.update(_below(work, path))
+    return paths
 
 
 def _below(work: Path, path: Path) -> Iterator[str]:
@@ -63,6 +67,19 @@ def _below(work: Path, path: Path) -> Iterator[str]:
             yield from (os.path.relpath(Path(folder, each), work) for each in names if Path(folder, each).is_file())
     elif path.is_file():
         yield os.path.relpath(path, work)
+
+
+def why_not(work: Path, path: str) -> str | None:
+    """Why a file that a pattern names does not come home; None: it does."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:  # Linux takes any bytes for a name; what is sent and stored is text
+        return "its name is not UTF-8"
+    if any(unicodedata.category(letter) == "Cc" for letter in path):
+        return "its name has control characters"
+    if not (work / path).resolve().is_relative_to(work.resolve()):
+        return "a link that leaves the folder of the code"
+    return None
 
 
 def keep(attempt: Attempt, kept: Kept) -> None:
@@ -76,7 +93,12 @@ def keep(attempt: Attempt, kept: Kept) -> None:
     aside = folder.with_name(".outputs")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    for path in found(attempt.work, job.outputs):
+    named = found(attempt.work, job.outputs)
+    kept.unmatched = [pattern for pattern, paths in named.items() if not paths]
+    for path in sorted({path for paths in named.values() for path in paths}):
+        if why := why_not(attempt.work, path):
+            kept.problems.append(clean(f"{os.fsencode(path).decode(errors='replace')}: {why}"))
+            continue
         try:
             _link(attempt.work / path, aside / path)
             kept.files.append(OutputFile(path=path, size=(aside / path).stat().st_size))
@@ -105,7 +127,12 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _list(attempt: Attempt, kept: Kept) -> None:
-    told = OutputList(attempt=attempt.job.attempt, files=tuple(kept.files), problems=tuple(kept.problems))
+    told = OutputList(
+        attempt=attempt.job.attempt,
+        files=tuple(kept.files),
+        problems=tuple(kept.problems),
+        unmatched=tuple(kept.unmatched),
+    )
     path = Path(attempt.layout.outputs_list)
     aside = path.with_name(f".{path.name}")
     aside.write_text(told.model_dump_json())

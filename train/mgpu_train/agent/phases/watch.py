@@ -11,7 +11,8 @@ from mgpu_train.agent.attempt.decide import Act, AttemptFailed, Cause, Ended, Wa
 from mgpu_train.agent.attempt.liveness import Liveness, Silence, Stage, deadline_s
 from mgpu_train.agent.attempt.save_budget import NOTHING, Need, need
 from mgpu_train.agent.machine import kernel_log, procs
-from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess
+from mgpu_train.agent.machine.procs import Process
+from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess, below
 from mgpu_train.agent.phases.peers import Peers
 from mgpu_train.agent.status.log import clean, last_words, tail
 from mgpu_train.agent.status.status import Fault, Phase
@@ -20,6 +21,7 @@ from mgpu_train.agent.uploads.saves import tidy
 from mgpu_train.agent.uploads.uploads import Uploads
 from mgpu_train.checkpoint.local import finished
 
+_NAMED = 3  # processes that a line names
 CLOCKS_S = 1.0  # the kernel's log has another clock than its uptime
 
 
@@ -73,11 +75,13 @@ class Watch:
             self._pass()
             self._act(launcher, along=along)
             time.sleep(self._attempt.times.poll_s)
+        if code == 0 and self._cause is None:
+            self._tell_left(below())
         launcher.kill(self._attempt.times.kill_s)  # survivors: ranks whose launcher died before them
         self._pass()
         self._attempt.need = lambda: NOTHING  # what was saved is on disk
         rank, rank_code = _first_failure(Path(self._attempt.layout.failure(self._attempt.job.attempt)))
-        lines = tail(self._attempt.log, begin)
+        lines, known = tail(self._attempt.log, begin), self._peers.known
         return Ended(
             exit_code=code,
             last_words=last_words(lines),
@@ -86,11 +90,21 @@ class Watch:
             rank=rank,
             rank_code=rank_code,
             starved=procs.out_of_memory_kills() - starved,
+            peers_answer=known.heard and not known.silent,
             cause=self._cause,
             said=self._metrics.ended,
             resumed_step=self._resumed,
             saved_step=self._saved,
         )
+
+    def _tell_left(self, left: list[Process]) -> None:
+        """A program that goes to the background, or starts a server, is to know what becomes of it."""
+        if not left:
+            return
+        many = f"{len(left)} processes that the program left running were"
+        one = "1 process that the program left running was"
+        named = "; ".join(filter(None, (clean(procs.command_line(each.pid), 80) for each in left[:_NAMED])))
+        self._attempt.say(f"{one if len(left) == 1 else many} ended with it: {named}")
 
     def _act(self, launcher: LauncherProcess, *, along: bool) -> None:
         stop, now = self._attempt.stop, time.monotonic()

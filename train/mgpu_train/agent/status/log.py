@@ -18,8 +18,8 @@ _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)
 _EXCEPTION = re.compile(
     r"^(?:\[\w+\]:\s*)?(?!torch\.distributed\.elastic)[\w.]*(?:Error|Exception|Interrupt|Exit)\b(?::|$)"
 )
-# what torchrun says of its ranks: the agent has it from torchrun itself
-_OF_TORCHRUN = re.compile(r"^torchrun: |^[EWI]\d{4} .*torch/distributed/elastic/")
+# what torchrun says of its ranks: the agent has it from torchrun itself. It may stand behind a line that was not ended
+_OF_TORCHRUN = re.compile(r"(?:^torchrun: |torchrun: rank \d+ |[EWI]\d{4} [\d:.]+ \d+ torch/distributed/elastic/).*")
 # torchrun's word for a rank that was killed; SIGTERM is what torchrun itself sends to the others
 _KILLED = re.compile(r"\bSignal \d+ \((?!SIGTERM\b)SIG\w+\) received by PID \d+")
 _PEER_LOST = re.compile(r"gloo|nccl|TCPStore|ProcessGroup|DistBackendError|DistNetworkError", re.IGNORECASE)
@@ -82,16 +82,21 @@ def tail(log: Log, begin: int) -> tuple[str, ...]:
     """The lines of the launcher at the end of the log, since `begin`, without torchrun's and the agent's own."""
     begin = max(begin, log.size - _WINDOW)
     lines = os.pread(log.fd, _WINDOW, begin).decode(errors="replace").splitlines()
-    lines = [line for line in lines if any(map(str.isalnum, line)) and not line.startswith(PREFIX)]
-    return tuple(line for line in lines if not _OF_TORCHRUN.match(line))
+    lines = [_OF_TORCHRUN.sub("", line) for line in lines if not line.startswith(PREFIX)]
+    return tuple(line for line in lines if any(map(str.isalnum, line)))
+
+
+def errors(lines: Iterable[str]) -> list[str]:
+    """The lines that uncaught exceptions end with: a program may print the same words of its own accord."""
+    return [line for line in lines if _EXCEPTION.match(line)]
 
 
 def last_words(lines: Sequence[str]) -> str:
     """The line that says best why the launcher ended; "" if it said nothing."""
-    errors = [line for line in lines if _EXCEPTION.match(line)]
+    raised = errors(lines)
     killed = [found[0] for line in lines if (found := _KILLED.search(line))]
     # of several exceptions those that only tell of a lost peer are consequences
-    causes = [line for line in errors if not peer_lost(line)] or killed or errors or lines
+    causes = [line for line in raised if not peer_lost(line)] or killed or raised or lines
     return clean(causes[-1], _LONGEST) if causes else ""
 
 
