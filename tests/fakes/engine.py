@@ -27,7 +27,8 @@ import bcrypt
 import pytest
 from mgpu_train.agent.machine import ports
 
-READY_S, END_S, COMMAND_S = 30.0, 30.0, 120.0
+# guards against hanging; an end takes as long as its data take to delete, on a disk that others use, too
+READY_S, END_S, COMMAND_S = 120.0, 300.0, 120.0
 PROGRAMS = (
     "sh",
     "cat",
