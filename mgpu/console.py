@@ -320,9 +320,11 @@ class Console:
         )
 
     def _log(self, event: events.LogChunk) -> None:
-        if self.show_logs:
-            for line in self._logs.setdefault(event.node_rank, LogLines(event.node_rank)).feed(event.data):
-                self.say(line, whole=True)
+        if not self.show_logs:
+            return
+        lines = self._logs.setdefault(event.node_rank, LogLines(event.node_rank)).feed(event.data)
+        if lines:  # all at once: a program that prints 200 MB is not to wait, on paid machines, for the screen
+            self.say("\n".join(lines), whole=True)
 
     def _metrics(self, event: events.MetricsSampled) -> None:
         # a program of the user's own may say neither its steps nor a loss

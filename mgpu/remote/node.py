@@ -6,7 +6,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from mgpu_train.timeouts import Timeouts
@@ -111,12 +111,17 @@ class Node:
         """True when there is a file or folder of this name."""
         return self._files.exists(path)
 
-    def fetch(self, path: str, dest: Path) -> None:
-        """Copies a file of the node to `dest`, aside and renamed. Raises FileNotFoundError; OSError of this machine."""
+    def fetch(self, path: str, dest: Path, go_on: Callable[[], object] = lambda: None) -> None:
+        """Copies a file of the node to `dest`, aside and renamed. `go_on` is called now and then, and may raise.
+
+        Raises FileNotFoundError; OSError of this machine.
+        """
         aside = dest.with_name(f".{dest.name}.{secrets.token_hex(4)}")
         try:
             with contextlib.closing(self._files.blocks(path)) as blocks, aside.open("xb") as out:
-                out.writelines(blocks)
+                for block in blocks:
+                    go_on()
+                    out.write(block)
             aside.replace(dest)
         finally:
             aside.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from fakes import command
+from waiting import until
 
 from mgpu.iac.engine import install
 from mgpu.paths import state_dir
@@ -191,6 +192,22 @@ def test_a_program_ends_as_it_should_and_the_truth_is_told(home, case):
     assert left == [], "nothing of the program goes on living"
 
 
+def test_one_that_ignores_sigterm_is_ended_and_what_it_has_left_comes_home(home):
+    stack, before = home.stack(1), set(home.records())
+    folder = home.project(Case("ignores_sigterm", more=NONE + "outputs: runs/\n"))
+    env = home.env | {"MGPU_TIMEOUTS": '{"stop_grace_s": 1}'}
+    words = [MGPU, "run", "--stack", stack, "--yes"]
+    with subprocess.Popen(words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
+        run_id = until(lambda: set(home.records()) - before).pop()
+        until(lambda: "ready" in home.mgpu(folder, "logs", run_id).stdout)
+        stopped = home.mgpu(folder, "stop", run_id)
+        screen = run.communicate(timeout=200)[0].decode()
+    assert run.returncode == 130, screen
+    assert stopped.returncode == 0, stopped.stderr
+    assert (folder / "mgpu-runs" / run_id / "outputs/runs/metrics.csv").exists(), screen
+    assert [path for path in Path("/proc").glob("[0-9]*/cmdline") if _of(path, str(home.root), "ignores_sigterm")] == []
+
+
 def _of(path: Path, root: str, name: str) -> bool:
     try:
         words = path.read_bytes().decode(errors="replace")
@@ -221,5 +238,5 @@ def test_what_cannot_start_is_refused_before_anything_is_rented(tmp_path, xdg, c
 
 
 def test_every_program_is_run():
-    named = {case.name for case in CASES if not case.command}
+    named = {case.name for case in CASES if not case.command} | {"ignores_sigterm"}
     assert {path.stem for path in (HERE / "programs").iterdir() if path.is_file()} == named

@@ -132,6 +132,17 @@ def test_one_line_without_end_is_read_in_bounded_pieces(node, server):
         node.read("log")
 
 
+def test_a_fetch_ends_when_its_caller_wants_it_to_and_leaves_nothing(node, server, tmp_path):
+    (server.home / "model").write_bytes(b"x" * 5_000_000)
+
+    def go_on():
+        raise RemoteError("no time is left")
+
+    with pytest.raises(RemoteError, match="no time is left"):
+        node.fetch("model", tmp_path / "model", go_on)
+    assert list(tmp_path.glob("*model*")) == []
+
+
 def test_fetch_copies_whole_files_or_nothing(node, server, tmp_path):
     data = os.urandom(5_000_003)
     server.home.joinpath("model").write_bytes(data)

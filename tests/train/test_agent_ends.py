@@ -42,7 +42,7 @@ def beats(node: Any, count: int = 3) -> None:
 )
 def test_a_script_and_what_it_runs_are_asked_to_end_and_waited_for(node, command):
     """bash alone would end at once, without a word to its program."""
-    node.program(POLITE)
+    node.program(POLITE.replace("save(7)", "time.sleep(1); save(7)"))
     scripts = node.run / "work" / "scripts"
     scripts.mkdir()
     (scripts / "run.sh").write_text(

@@ -46,6 +46,9 @@ HOST_KEY = "ssh-ed25519 " + base64.b64encode(b"\x00\x00\x00\x0bssh-ed25519\x00\x
 NOT_CONNECTED = "the connection was lost"
 
 
+ENDLESS = b"endless"  # a file that is fetched for ever
+
+
 class Node:
     """A node over SSH: files in memory, an agent that answers, a connection that can be lost."""
 
@@ -125,8 +128,12 @@ class Node:
         self._fail("write")
         self.files[path] = data
 
-    def fetch(self, path: str, dest: Path) -> None:
-        dest.write_bytes(self.read(path))
+    def fetch(self, path: str, dest: Path, go_on: Callable[[], object] = lambda: None) -> None:
+        data = self.read(path)
+        go_on()
+        while data == ENDLESS:
+            go_on()
+        dest.write_bytes(data)
 
     def sync(self, _folder: object, dest: str, *, python: str | None = None, like: str = "") -> SyncReport:
         self._fail("sync")

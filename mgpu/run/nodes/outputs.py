@@ -5,7 +5,7 @@ than the first in `node-<rank>/` there. From the nodes while they stand, from th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -23,6 +23,7 @@ from mgpu.run.record.session import Session
 from mgpu.words import amount, count
 
 FOLDER = "mgpu-runs"
+LARGE = 100 << 20  # bytes of one node that are told before they are fetched, because they take their time
 
 
 def home(record: Record) -> Path:
@@ -95,11 +96,17 @@ def _take(session: Session, node: Node, root: Path, until: float, lost: frozense
     if told.attempt != session.record.attempt:
         return Came(why="its agent has kept none of this attempt")
     came = Came(unmatched=frozenset(told.unmatched))
+    if (size := sum(file.size for file in told.files)) > LARGE:
+        session.emit(Note(f"node {rank}: {count(len(told.files), 'file')}, {amount(size)}"))
+
+    def go_on() -> None:
+        if time.monotonic() > until:
+            raise RemoteError(f"they took more than {session.timeouts.outputs_s:g} s (outputs_s)")
+
     for file in told.files:
         try:
-            if time.monotonic() > until:
-                raise RemoteError(f"they took more than {session.timeouts.outputs_s:g} s (outputs_s)")
-            _fetch(node, str(layout.outputs / file.path), place(root, rank, file.path), file)
+            go_on()
+            _fetch(node, str(layout.outputs / file.path), place(root, rank, file.path), file, go_on)
         except (MgpuError, OSError, ValueError) as error:  # the others come all the same
             words = error.what if isinstance(error, MgpuError) else str(error)
             came.missing, came.why = came.missing + 1, came.why or f"{file.path}: {words}"
@@ -111,9 +118,9 @@ def _take(session: Session, node: Node, root: Path, until: float, lost: frozense
     return came
 
 
-def _fetch(node: Node, remote: str, local: Path, file: OutputFile) -> None:
+def _fetch(node: Node, remote: str, local: Path, file: OutputFile, go_on: Callable[[], None]) -> None:
     local.parent.mkdir(parents=True, exist_ok=True)
-    node.fetch(remote, local)
+    node.fetch(remote, local, go_on)
     if local.stat().st_size != file.size:
         raise RemoteError(f"{local.stat().st_size} bytes came of {file.size}")
 

@@ -58,6 +58,15 @@ def agree(step: int) -> bool:
     return any(said)
 
 
+def held(step: int) -> None:
+    """Waits after the step that BOOK/hold names, until a rank is asked to stop."""
+    hold = BOOK / "hold"
+    while ATTEMPT == 1 and not stop and hold.exists() and hold.read_text() == str(step):
+        time.sleep(0.005)
+    if stop:
+        hold.unlink(missing_ok=True)
+
+
 def weights(step: int) -> bytes:
     """What training has come to."""
     return step.to_bytes(4, "big") * 4096
@@ -94,6 +103,7 @@ def main() -> None:
     step, stopping = first, False
     while step < STEPS and not stopping:
         time.sleep(PAUSE_S)
+        held(step)
         step += 1
         stopping = agree(step)
         note("step", step)

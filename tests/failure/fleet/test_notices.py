@@ -30,8 +30,11 @@ def recovered(line, node: int, before: tuple[str, ...]) -> None:
     line.judge()
 
 
-def begun(new_line, pause_s=PAUSE_S, **program):
+def begun(new_line, pause_s=PAUSE_S, *, goes_on=False, **program):
+    """Between two saves; without `goes_on` it stands there, however late what comes next is."""
     line = new_line(every=EVERY, pause_s=pause_s, steps=60, times={"stop_grace_s": 10}, **program)
+    if not goes_on:
+        (line.book / "hold").write_text(str(EVERY + 8))
     line.start()
     line.wait(lambda: line.committed())
     line.wait(lambda: line.done("step", step=EVERY + 8))
@@ -64,7 +67,7 @@ def test_a_save_that_does_not_fit_is_not_begun(new_line, notice_s, save_s, node)
 
 
 def test_without_any_notice_what_was_not_committed_is_lost_and_told(new_line):
-    line, before = begun(new_line, pause_s=2 * PAUSE_S)
+    line, before = begun(new_line, pause_s=2 * PAUSE_S, goes_on=True)
     line.wait(lambda: line.done("step", step=2 * EVERY - 3))
     control.kill(line.fleet.instance(0))
     recovered(line, 0, before)

@@ -447,7 +447,8 @@ def test_a_second_write_of_the_same_env_touches_nothing(tmp_path):
     before = environment.write_env(tmp_path, variables).stat()
     after = environment.write_env(tmp_path, variables).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    assert environment.write_env(tmp_path, environment.engine_env([Path("/f")])).read_text().count("/f") == 1
+    other = environment.write_env(tmp_path, environment.engine_env([Path("/another-engine")])).read_text()
+    assert other.count("/another-engine") == 1
 
 
 # ---- passphrase and backend

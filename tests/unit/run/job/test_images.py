@@ -538,7 +538,7 @@ def test_the_plan_tells_what_launch_would_refuse_or_leave_out(priced, mgpu, monk
     done = mgpu("plan")
     assert done.code == 0
     assert "image.secrets: MGPUTEST_TOKEN not set in the environment" in done.err
-    assert "\nsecrets: MGPUTEST_KEY not set in the environment" in done.err
+    assert "warning: secrets: MGPUTEST_KEY not set in the environment" in done.err
     assert "no ARG WROD, the value is not used; did you mean `WORD`?" in done.err
     monkeypatch.setenv("MGPUTEST_TOKEN", "x")
     assert "MGPUTEST_TOKEN" not in mgpu("plan").err

@@ -148,6 +148,15 @@ def test_the_time_is_bounded(run, monkeypatch):
     assert "they took more than 0 s (outputs_s)" in warned(run)[0]
 
 
+def test_the_time_of_one_large_file_is_bounded_and_its_size_told(run, monkeypatch):
+    leaves(run.world.nodes[0], {"a": "endless"}, size=40 << 30)
+    leaves(run.world.nodes[1], {})
+    monkeypatch.setattr(run.session, "timeouts", run.world.timeouts.model_copy(update={"outputs_s": 0.05}))
+    run.collect()
+    assert "they took more than 0.05 s (outputs_s)" in warned(run)[0]
+    assert "node 0: 1 file, 40.0 GiB" in [event.text for event in run.world.events if isinstance(event, Note)]
+
+
 def test_a_disk_that_cannot_be_written_ends_nothing(run):
     (run.world.folder / "mgpu-runs").write_text("a file")
     leaves(run.world.nodes[0], {"a": "x"})
