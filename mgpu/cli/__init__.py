@@ -92,9 +92,14 @@ def cli() -> None:
 
 
 def _unread() -> NoReturn:
-    """Ends as a program that SIGPIPE ends, without a word: the interpreter would try to write what is left."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Ends as a program that SIGPIPE ends, without a word."""
+    _drop_the_rest()
     sys.exit(141)
+
+
+def _drop_the_rest() -> None:
+    """What standard output did not take: at its end the interpreter would try to write it again, and say so."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(args: list[str] | None = None) -> Any:
@@ -119,6 +124,10 @@ def main(args: list[str] | None = None) -> Any:
         console.error(told)
         if "--json" in (sys.argv[1:] if args is None else args) and not Console.told:
             console.data({"version": 1, "error": told.to_json()})
+        try:
+            sys.stdout.flush()
+        except OSError:  # told already, where it is the error
+            _drop_the_rest()
         sys.exit(told.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
 

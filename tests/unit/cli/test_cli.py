@@ -103,8 +103,11 @@ def test_whoever_stops_reading_ends_a_command_without_a_word(args, run_file, tmp
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("args", [["spec"], ["ls", "--json"]])
-def test_a_disk_that_is_full_is_told_without_a_traceback(args, run_file, tmp_path):
+def test_a_disk_that_is_full_is_told_without_a_traceback(args, unbuffered, run_file, tmp_path, monkeypatch):
+    """Standard output is full when it is written to, or, if it is buffered, when the command is over."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with open("/dev/full", "wb") as full:  # noqa: PTH123
         done = subprocess.run([sys.executable, "-m", "mgpu", *args], stdout=full, stderr=subprocess.PIPE, cwd=tmp_path)
     told = done.stderr.decode().splitlines()
