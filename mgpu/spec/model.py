@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mgpu_train import launchers
-from mgpu_train.config import BestMode, DataItem, EnvName, MetricName, Text, TrainConfig, Writers
+from mgpu_train.config import DataItem, EnvName, Retention, Text, TrainConfig, Writers
 from mgpu_train.strategies import entry as strategies
 from mgpu_train.tasks import entry as tasks
 from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
@@ -51,9 +51,7 @@ StoreUrl = Annotated[
 ]
 
 
-class Checkpoint(Block):
-    """`checkpoint:` where checkpoints go and how often they are made."""
-
+class _Cadence(Block):
     to: StoreUrl | None = Field(
         None, description="s3://bucket/prefix or file:///folder (default: with provider local a folder of this machine)"
     )
@@ -69,17 +67,11 @@ class Checkpoint(Block):
         description="minutes between checkpoints; a `command` finds it in MGPU_CHECKPOINT_EVERY_MINUTES "
         "(default: none)",
     )
-    keep_last: int = Field(3, ge=1, description="newest committed checkpoints kept in the store")
-    keep_every_hours: float | None = Field(
-        default=None, gt=0, description="kept beside them: one every so many hours (default: none)"
-    )
-    keep_best: int | None = Field(
-        default=None, ge=1, description="kept beside them: so many with the best `best_metric` (default: none)"
-    )
-    best_metric: MetricName = Field(
-        default="validation_loss", description="which value is compared: one of the checkpoint's meta.json"
-    )
-    best_mode: BestMode = Field(default="min", description="min: the smallest value is the best; max: the largest")
+
+
+class Checkpoint(Retention, _Cadence):
+    """`checkpoint:` where checkpoints go, how often they are made, and which are kept."""
+
     max_upload_mib_per_s: float | None = Field(
         default=None,
         ge=1,

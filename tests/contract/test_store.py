@@ -16,9 +16,10 @@ import pytest
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.log.manifest import checkpoint_id
 from mgpu_train.checkpoint.newest import newest_verified
-from mgpu_train.checkpoint.retention import Policy, plan_prune, prune
+from mgpu_train.checkpoint.retention import plan_prune, prune
 from mgpu_train.checkpoint.transfer.fetch import fetch
 from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
+from mgpu_train.config import Retention
 from mgpu_train.store import (
     Ambiguous,
     Damaged,
@@ -252,7 +253,7 @@ def test_the_life_of_checkpoints(site, tmp_path):
             assert commit(site.store, name) is None
             upload_part(site.store, "run", name, folder=folder, attempt=1, node=node, step=step, world_size=2, meta={})
         assert commit(site.store, name).step == step
-        prune(site.store, "run", plan_prune(site.store, "run", Policy(2)))
+        prune(site.store, "run", plan_prune(site.store, "run", Retention(keep_last=2)))
     assert [entry.step for entry in log.checkpoints()] == [3, 2]
     newest = newest_verified(site.store, "run", deep=True, report=pytest.fail)
     fetch(site.store, "run", log.manifest(newest), tmp_path / "resume")

@@ -21,7 +21,8 @@ from mgpu_train.checkpoint.log.manifest import (
     to_bytes,
 )
 from mgpu_train.checkpoint.newest import newest_verified
-from mgpu_train.checkpoint.retention import Policy, plan_prune, prune
+from mgpu_train.checkpoint.retention import plan_prune, prune
+from mgpu_train.config import Retention
 from mgpu_train.store import Ambiguous, Damaged, StoreError, Unavailable
 
 
@@ -240,10 +241,11 @@ def test_a_takeover_touches_neither_the_attempt_that_runs_nor_its_checkpoints(ru
     assert [entry.step for entry in run.log.checkpoints()] == [15, 10, 5]
     assert [entry.step for entry in standing(run.log.read())] == [15, 10, 5]
     assert newest_verified(run.store, "run-1", report=pytest.fail).step == 15
-    assert prune(run.store, "run-1", plan_prune(run.store, "run-1", Policy(1))) == ["a001-step-10", "a001-step-5"]
+    gone = prune(run.store, "run-1", plan_prune(run.store, "run-1", Retention(keep_last=1)))
+    assert gone == ["a001-step-10", "a001-step-5"]
     take(run, "third")
     run.log.end(1, "writer-1", succeeded=True)
-    assert plan_prune(run.store, "run-1", Policy(1)).drop == ()
+    assert plan_prune(run.store, "run-1", Retention(keep_last=1)).drop == ()
     assert newest_verified(run.store, "run-1", deep=True, report=pytest.fail).step == 15
     assert run.log.newest_attempt() == 1
 

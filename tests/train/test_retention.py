@@ -6,14 +6,14 @@ import pytest
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.log.manifest import PrunedEntry
 from mgpu_train.checkpoint.newest import newest_verified
-from mgpu_train.checkpoint.retention import Policy, PrunePlan, plan_prune, prune
+from mgpu_train.checkpoint.retention import PrunePlan, plan_prune, prune
 from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
-from mgpu_train.config import CheckpointTarget
+from mgpu_train.config import Retention
 from mgpu_train.store import Store, Unavailable
 
 
 def prune_to(store: Store, run_id: str, keep_last: int, *, deep: bool = False) -> list[str]:
-    return prune(store, run_id, plan_prune(store, run_id, Policy(keep_last), deep=deep))
+    return prune(store, run_id, plan_prune(store, run_id, Retention(keep_last=keep_last), deep=deep))
 
 
 def kept(run) -> list[str]:
@@ -36,7 +36,7 @@ def test_fewer_than_wanted_are_all_kept(run):
     before = len(run.log.entries())
     assert prune_to(run.store, "run-1", 3) == []
     assert len(run.log.entries()) == before
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
         prune_to(run.store, "run-1", 0)
 
 
@@ -176,7 +176,7 @@ def commits(run, *at: float, losses: dict[int, object] | None = None) -> list[st
 
 
 def plan(run, keep_last: int = 1, **policy) -> PrunePlan:
-    return plan_prune(run.store, "run-1", Policy(keep_last, **policy))
+    return plan_prune(run.store, "run-1", Retention(keep_last=keep_last, **policy))
 
 
 def steps(names) -> list[int]:
@@ -303,20 +303,12 @@ def test_a_commit_whose_manifest_cannot_be_read_is_not_the_last_good_one(run, da
     log = run.log
     log.read()  # as the agent does, which keeps what it has read
     damage["truncated"](run.commit_path(entries[2].seq))
-    found = plan_prune(run.store, "run-1", Policy(1), log=log)
+    found = plan_prune(run.store, "run-1", Retention(keep_last=1), log=log)
     assert steps(found.keep) == [3, 2]
     assert steps(found.damaged) == [3]
 
 
-def test_the_run_files_words_are_the_policy():
-    target = CheckpointTarget.model_validate(
-        {"to": "s3://b", "writers": "all", "keep_last": 2, "keep_every_hours": 6, "keep_best": 1,
-         "best_metric": "eval/acc", "best_mode": "max"}
-    )  # fmt: skip
-    assert Policy.of(target) == Policy(2, 6, 1, "eval/acc", "max")
-
-
 @pytest.mark.parametrize("hours", [0, -1, float("nan")])
-def test_a_policy_that_keeps_nothing_is_none(hours):
-    with pytest.raises(ValueError, match="more than 0"):
-        Policy(1, hours)
+def test_rules_that_keep_nothing_are_refused(hours):
+    with pytest.raises(ValueError, match="greater than 0"):
+        Retention(keep_last=1, keep_every_hours=hours)

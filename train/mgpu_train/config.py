@@ -101,17 +101,28 @@ class TrainConfig(LmOptions, Training):
         return {**self.model_dump(include=set(LmOptions.model_fields)), **self.options}
 
 
-class CheckpointTarget(Model):
+class Retention(Model):
+    """Which committed checkpoints the store keeps: the newest, some at intervals, and those with the best metric."""
+
+    keep_last: int = Field(default=3, ge=1, description="newest committed checkpoints kept in the store")
+    keep_every_hours: float | None = Field(
+        default=None, gt=0, description="kept beside them: one every so many hours (default: none)"
+    )
+    keep_best: int | None = Field(
+        default=None, ge=1, description="kept beside them: so many with the best `best_metric` (default: none)"
+    )
+    best_metric: MetricName = Field(
+        default="validation_loss", description="which value is compared: one of the checkpoint's meta.json"
+    )
+    best_mode: BestMode = Field(default="min", description="min: the smallest value is the best; max: the largest")
+
+
+class CheckpointTarget(Retention):
     """Where checkpoints go and how often they are made; the run file's `checkpoint:` with its defaults filled in."""
 
     to: Text = Field(description="s3://bucket/prefix or file:///folder; a run's part is <to>/<run id>/")
     every_steps: int | None = Field(None, ge=1, description="optimizer steps between checkpoints")
     every_minutes: float | None = Field(None, gt=0, description="minutes between checkpoints")
-    keep_last: int = Field(3, ge=1, description="newest committed checkpoints that are kept in the store")
-    keep_every_hours: float | None = Field(default=None, gt=0, description="beside them: one every so many hours")
-    keep_best: int | None = Field(default=None, ge=1, description="beside them: so many with the best `best_metric`")
-    best_metric: MetricName = Field(default="validation_loss", description="a value of the checkpoints' meta.json")
-    best_mode: BestMode = Field(default="min", description="min: the smallest value is the best; max: the largest")
     max_upload_mib_per_s: float | None = Field(
         default=None, ge=1, description="MiB per second of one node; None: no cap"
     )

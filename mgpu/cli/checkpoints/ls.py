@@ -15,7 +15,7 @@ from mgpu.words import amount
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.log.lines import Commit
-    from mgpu_train.checkpoint.retention import Policy
+    from mgpu_train.config import Retention
 
 METRIC = "validation_loss"  # what is shown where no run file names another
 _SURPLUS = "nothing any more"  # `prune` takes it, or the agent at the next commit
@@ -33,8 +33,8 @@ def list_(run: str, url: str | None, as_json: bool) -> None:
     console = Console(as_json=as_json)
     found = source.find(run, url)
     with console.waiting(f"reading the commit log in {found.store.url}"):
-        commits, policy = found.commits(), found.policy()
-        kept = _kept(found, policy) if policy else {}
+        commits, retention = found.commits(), found.retention()
+        kept = _kept(found, retention) if retention else {}
     if as_json:
         from mgpu.cli import results
 
@@ -48,7 +48,7 @@ def list_(run: str, url: str | None, as_json: bool) -> None:
         if found.record:
             console.next(f"mgpu logs {found.run_id}")
         return
-    columns, rows = table(commits, policy.best_metric if policy else METRIC)
+    columns, rows = table(commits, retention.best_metric if retention else METRIC)
     if kept:
         columns = (*columns, "kept because")
         rows = [(*row, kept.get(each.checkpoint_id, _SURPLUS)) for row, each in zip(rows, commits, strict=True)]
@@ -56,12 +56,12 @@ def list_(run: str, url: str | None, as_json: bool) -> None:
     console.next(f"mgpu checkpoints verify {found.arguments}", f"mgpu checkpoints pull {found.arguments}")
 
 
-def _kept(found: Source, policy: Policy) -> Mapping[str, str]:
+def _kept(found: Source, retention: Retention) -> Mapping[str, str]:
     """Why the run file's retention keeps what it keeps, by id. Raises InputError when the store cannot be read."""
     from mgpu_train.checkpoint.retention import plan_prune
 
     with source.readable(found.store.url):
-        return plan_prune(found.store, found.run_id, policy, log=found.log).keep
+        return plan_prune(found.store, found.run_id, retention, log=found.log).keep
 
 
 def table(commits: Sequence[Commit], metric: str) -> tuple[Sequence[str], Sequence[Sequence[object]]]:

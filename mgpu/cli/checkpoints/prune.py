@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,7 +18,8 @@ from mgpu.words import amount, count
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.log.lines import Commit
-    from mgpu_train.checkpoint.retention import Policy, PrunePlan
+    from mgpu_train.checkpoint.retention import PrunePlan
+    from mgpu_train.config import Retention
 
 
 @click.command()
@@ -43,10 +44,10 @@ def prune(run: str, url: str | None, deep: bool, dry_run: bool, yes: bool, as_js
 
     console = Console(as_json=as_json)
     found = source.find(run, url)
-    policy = _policy(found, {name: value for name, value in given.items() if value is not None})
+    retention = _retention(found, {name: value for name, value in given.items() if value is not None})
     commits = found.commits()
     with source.readable(found.store.url), console.waiting("looking for the newest checkpoint that verifies"):
-        plan = plan_prune(found.store, found.run_id, policy, deep=deep, log=found.log)
+        plan = plan_prune(found.store, found.run_id, retention, deep=deep, log=found.log)
     _show(console, found, commits, plan)
     gone: list[str] = []
     if not dry_run:
@@ -70,24 +71,22 @@ def _said(given: dict[str, Any], deep: bool) -> str:
     return "".join(f" {shlex.quote(word)}" for word in (*words, *(["--deep"] if deep else ())))
 
 
-def _policy(found: Source, given: dict[str, Any]) -> Policy:
+def _retention(found: Source, given: dict[str, Any]) -> Retention:
     """The run file's, changed by what was given; 0 takes a rule away.
 
     Raises InputError where neither says what stays.
     """
-    from mgpu_train.checkpoint.retention import Policy
+    from mgpu_train.config import Retention
 
     given = {name: value or None for name, value in given.items()}
-    base = found.policy()
-    if base is not None:
-        return replace(base, **given)
-    if "keep_last" not in given:
+    base = found.retention()
+    if base is None and "keep_last" not in given:
         raise InputError(
             f"run {found.run_id}: nothing says how many of the newest are to stay",
             "Its run file is on the machine that launched it.",
             "Add `--keep-last N`.",
         )
-    return Policy(**given)
+    return (base or Retention()).model_copy(update=given)
 
 
 def _show(console: Console, found: Source, commits: list[Commit], plan: PrunePlan) -> None:

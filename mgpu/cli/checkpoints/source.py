@@ -20,7 +20,7 @@ from mgpu.run.record.record import Folder, Record, load
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.log.commit_log import CommitLog
     from mgpu_train.checkpoint.log.lines import Commit, Line
-    from mgpu_train.checkpoint.retention import Policy
+    from mgpu_train.config import Retention
     from mgpu_train.store.base import Store
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,10 +85,8 @@ class Source:
             )
         return wanted
 
-    def policy(self) -> Policy | None:
+    def retention(self) -> Retention | None:
         """What the run file says is kept; None: there is no record here that says it."""
-        from mgpu_train.checkpoint.retention import Policy
-
         from mgpu.run.job.request import resolve
         from mgpu.spec.load import loads
 
@@ -97,7 +95,7 @@ class Source:
             return None
         spec = loads(path.read_text(), str(path))
         request = resolve(spec, self.run_id, Path(self.record.project_base), timeouts=common.timeouts())
-        return Policy.of(request.checkpoint) if request.checkpoint else None
+        return request.checkpoint
 
 
 def options(command: F) -> F:

@@ -129,15 +129,9 @@ def _target(spec: RunSpec, store: str | None) -> CheckpointTarget | None:
     if spec.train and not (every_steps or given.every_minutes):
         every_steps = DEFAULT_EVERY_STEPS
     return CheckpointTarget(
+        **given.model_dump(exclude={"to", "every_steps", "writers"}),
         to=(given.to or store or default_store()).rstrip("/"),
         every_steps=every_steps,
-        every_minutes=given.every_minutes,
-        keep_last=given.keep_last,
-        keep_every_hours=given.keep_every_hours,
-        keep_best=given.keep_best,
-        best_metric=given.best_metric,
-        best_mode=given.best_mode,
-        max_upload_mib_per_s=given.max_upload_mib_per_s,
         writers=given.writers or ("all" if spec.train else "rank0"),
     )
 

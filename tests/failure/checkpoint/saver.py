@@ -31,9 +31,10 @@ from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.log.lines import Commit
 from mgpu_train.checkpoint.log.manifest import checkpoint_id
 from mgpu_train.checkpoint.newest import newest_verified
-from mgpu_train.checkpoint.retention import Policy, plan_prune, prune
+from mgpu_train.checkpoint.retention import plan_prune, prune
 from mgpu_train.checkpoint.transfer.fetch import fetch
 from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
+from mgpu_train.config import Retention
 from mgpu_train.store import Store, open_store
 from mgpu_train.timeouts import Timeouts
 
@@ -125,7 +126,7 @@ class Saver:
             log=log,
         )
         assert commit is not None, "all parts are there"
-        prune(store, run, plan_prune(store, run, Policy(keep_last), log=log), log=log)
+        prune(store, run, plan_prune(store, run, Retention(keep_last=keep_last), log=log), log=log)
         return commit
 
     def save_once(self, given: Mapping[str, Any]) -> None:

@@ -12,7 +12,8 @@ from fakes.nodes import Node
 from mgpu_train.agent.machine import procs
 from mgpu_train.checkpoint.log.lines import Commit
 from mgpu_train.checkpoint.newest import newest_verified
-from mgpu_train.checkpoint.retention import Policy, plan_prune
+from mgpu_train.checkpoint.retention import plan_prune
+from mgpu_train.config import Retention
 
 WAIT = """
 import os, pathlib, time
@@ -121,7 +122,7 @@ def test_of_what_is_damaged_the_newest_whole_one_is_used_aloud_and_never_deleted
     assert "node-1" in told[0]
     assert "bytes" in told[1]
     assert "format 1" in told[2]
-    plan = plan_prune(pair[0].opened, "r", Policy(keep_last=1))
+    plan = plan_prune(pair[0].opened, "r", Retention(keep_last=1))
     assert good.checkpoint_id in plan.keep
     assert set(plan.damaged) == {five[0].checkpoint_id, five[1].checkpoint_id}
     start(pair, RESUMES.replace("LAST", "6"), attempt=2, resume=good)

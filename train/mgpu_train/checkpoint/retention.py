@@ -14,43 +14,11 @@ from mgpu_train.checkpoint.log.lines import Commit, Line, Unreadable, standing
 from mgpu_train.checkpoint.log.manifest import PrunedEntry
 from mgpu_train.checkpoint.newest import problems_of
 from mgpu_train.checkpoint.threads import in_threads
-from mgpu_train.config import BestMode, CheckpointTarget
+from mgpu_train.config import Retention
 from mgpu_train.store.base import Store
 
 _THREADS = 8  # objects that go at a time
 _ID = re.compile(r"a([0-9]{3,6})-step-([0-9]{1,15})")
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What is kept: the newest, beside them one every so many hours, and those with the best metric.
-
-    Raises ValueError when it would keep none.
-    """
-
-    keep_last: int
-    keep_every_hours: float | None = None
-    keep_best: int | None = None
-    best_metric: str = "validation_loss"
-    best_mode: BestMode = "min"
-
-    def __post_init__(self) -> None:
-        """Refuses what keeps nothing."""
-        if self.keep_last < 1:
-            raise ValueError(f"keep_last is {self.keep_last}: at least one checkpoint is kept")
-        if self.keep_every_hours is not None and not self.keep_every_hours > 0:
-            raise ValueError(f"keep_every_hours is {self.keep_every_hours}: it is more than 0")
-
-    @classmethod
-    def of(cls, target: CheckpointTarget) -> Policy:
-        """What the run file says."""
-        return cls(
-            keep_last=target.keep_last,
-            keep_every_hours=target.keep_every_hours,
-            keep_best=target.keep_best,
-            best_metric=target.best_metric,
-            best_mode=target.best_mode,
-        )
 
 
 @dataclass(frozen=True)
@@ -67,9 +35,9 @@ class PrunePlan:
 
 
 def plan_prune(
-    store: Store, run_id: str, policy: Policy, *, deep: bool = False, log: CommitLog | None = None
+    store: Store, run_id: str, retention: Retention, *, deep: bool = False, log: CommitLog | None = None
 ) -> PrunePlan:
-    """What `policy` keeps of a run's committed checkpoints, and the newest one that verifies in any case (F29).
+    """What `retention` keeps of a run's committed checkpoints, and the newest one that verifies in any case (F29).
 
     `deep`: every byte is read to find that one. Where none verifies nothing goes. `log`: one that was read before.
 
@@ -77,7 +45,7 @@ def plan_prune(
     """
     log = log or CommitLog(store, run_id)
     commits = log.checkpoints()
-    keep = _wanted(commits, policy)
+    keep = _wanted(commits, retention)
     damaged: dict[str, str] = {}
     if len(keep) < len(commits):
         good = _newest_good(store, log, commits, damaged, deep=deep)
@@ -125,17 +93,17 @@ def prune(store: Store, run_id: str, plan: PrunePlan, *, log: CommitLog | None =
     return sorted({keys.checkpoint_of(run_id, key) for key in doomed} | set(drop))
 
 
-def _wanted(commits: Sequence[Commit], policy: Policy) -> dict[str, str]:
-    """What the policy itself keeps, by id with the first reason; `commits` newest first."""
-    last, hours, best = policy.keep_last, policy.keep_every_hours, policy.keep_best
+def _wanted(commits: Sequence[Commit], retention: Retention) -> dict[str, str]:
+    """What the rules themselves keep, by id with the first reason; `commits` newest first."""
+    last, hours, best = retention.keep_last, retention.keep_every_hours, retention.keep_best
     newest = "the newest" if last == 1 else f"one of the newest {last}"
     keep = {commit.checkpoint_id: newest for commit in commits[:last]}
     if hours is not None:
         for commit in _spaced(reversed(commits), hours * 3600):
             keep.setdefault(commit.checkpoint_id, "one every hour" if hours == 1 else f"one every {hours:g} hours")
-    for commit in _best(commits, policy):
+    for commit in _best(commits, retention):
         which = "the best" if best == 1 else f"one of the best {best}"
-        value = f"{policy.best_metric} {commit.meta[policy.best_metric]:.6g}"
+        value = f"{retention.best_metric} {commit.meta[retention.best_metric]:.6g}"
         keep.setdefault(commit.checkpoint_id, f"{which}: {value}")
     return keep
 
@@ -152,15 +120,15 @@ def _spaced(commits: Iterator[Commit], seconds: float) -> Iterator[Commit]:
             yield commit
 
 
-def _best(commits: Sequence[Commit], policy: Policy) -> list[Commit]:
+def _best(commits: Sequence[Commit], retention: Retention) -> list[Commit]:
     """Those with the best metric, of the ones that have it; of equal ones the newer."""
-    sign = 1 if policy.best_mode == "min" else -1
+    sign = 1 if retention.best_mode == "min" else -1
     rated = [
         (sign * value, -commit.seq, commit)
         for commit in commits
-        if isinstance(value := commit.meta.get(policy.best_metric), int | float)
+        if isinstance(value := commit.meta.get(retention.best_metric), int | float)
     ]
-    return [commit for _, _, commit in sorted(rated, key=lambda each: each[:2])[: policy.keep_best or 0]]
+    return [commit for _, _, commit in sorted(rated, key=lambda each: each[:2])[: retention.keep_best or 0]]
 
 
 def _newest_good(

@@ -17,7 +17,7 @@ from mgpu_train.agent.status.status import Fault
 from mgpu_train.agent.uploads.uploads import Announced, CheckpointStoreError, NewerAttempt
 from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
 from mgpu_train.checkpoint.log.manifest import checkpoint_id
-from mgpu_train.checkpoint.retention import Policy, plan_prune, prune
+from mgpu_train.checkpoint.retention import plan_prune, prune
 from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.config import CheckpointTarget
 from mgpu_train.store import NotFound, Store, StoreError, Unavailable, open_store
@@ -98,7 +98,7 @@ class AttemptStore:
         """Removes what the run file does not keep; says once of a checkpoint that it was found damaged."""
         run_id = self._job.run_id
         with self._translated() as store:
-            plan = plan_prune(store, run_id, Policy.of(self._target), log=self._log)
+            plan = plan_prune(store, run_id, self._target, log=self._log)
             for name, problem in plan.damaged.items():
                 if name not in self._alarmed:
                     self._alarmed.add(name)
