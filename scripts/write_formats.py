@@ -73,7 +73,7 @@ def _result(model: type[BaseModel]) -> str:
 
 
 def _table(model: type[BaseModel], known: Any) -> str:
-    schema_of = model.model_json_schema()
+    schema_of = model.model_json_schema(mode="serialization")
     lines = ["| key | type | meaning |", "|---|---|---|"]
     for name, field in schema_of["properties"].items():
         if name not in known:

@@ -108,7 +108,7 @@ def _fleet() -> dict[str, Any]:
 
 
 def _properties(model: type[Properties]) -> dict[str, Any]:
-    fields = model.model_json_schema(by_alias=True)["properties"]
+    fields = model.model_json_schema(by_alias=True, mode="serialization")["properties"]
     return {name: _type(field) | {"description": field.get("description", "")} for name, field in fields.items()}
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mgpu.spec.block import Market
+from mgpu.spec.machines import MachineKeys
 
 BoughtAs = Literal["spot", "on-demand"]
 
@@ -17,21 +17,11 @@ class Value(BaseModel):
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
 
-class Requirements(Value):
+class Requirements(MachineKeys):
     """What a run needs. Only these diff in the Fleet resource; offers never do."""
 
-    provider: str
-    nodes: int
-    gpu: tuple[str, ...] = ()
-    gpus_per_node: int = 0
-    processes_per_node: int = 1
-    disk_gib: int = 100
-    market: Market = "on-demand"
-    regions: tuple[str, ...] = ()
-    max_price_usd_per_hour: float
-    max_hours: float
-    lease_minutes: float = 60
-    provider_options: dict[str, str] = Field({}, description="the run file's block of this provider, flattened")
+    processes_per_node: int = Field(default=1, ge=1, le=256, description="processes of a machine")
+    provider_options: dict[str, str] = Field(default={}, description="the run file's block of this provider, flattened")
 
 
 class Headroom(Value):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from mgpu.errors import NoOffer
 from mgpu.plan.model import Offer, Plan, Refusal, Requirements
+from mgpu.spec.machines import MachineKeys
 from mgpu.spec.model import RunSpec
 
 _SHOWN = 12  # refusals that an error lists one by one
@@ -21,17 +22,8 @@ _ROUNDING = 1 + 1e-9  # three nodes at 0.1 are not above a cap of 0.3
 def requirements(spec: RunSpec) -> Requirements:
     """What a run needs of its machines; nothing in it depends on what is on sale."""
     return Requirements(
-        provider=spec.provider,
-        nodes=spec.nodes,
-        gpu=spec.gpu,
-        gpus_per_node=spec.gpus_per_node or 0,
+        **spec.model_dump(include=set(MachineKeys.model_fields)),
         processes_per_node=spec.processes,
-        disk_gib=spec.disk_gib,
-        market=spec.market,
-        regions=spec.regions,
-        max_price_usd_per_hour=spec.max_price_usd_per_hour,
-        max_hours=spec.max_hours,
-        lease_minutes=spec.lease_minutes,
         provider_options=spec.options.flat() if spec.options else {},
     )
 

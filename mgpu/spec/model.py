@@ -15,8 +15,9 @@ from mgpu_train.tasks import entry as tasks
 from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
 
 from mgpu.spec import sink as sinks
-from mgpu.spec.block import Block, Market, Names, ProviderOptions, Word, Words
+from mgpu.spec.block import Block, Names, ProviderOptions, Word
 from mgpu.spec.image import ImageSpec
+from mgpu.spec.machines import MachineKeys
 from mgpu.spec.provider import installed, on_this_machine
 from mgpu.spec.values import form
 
@@ -143,31 +144,16 @@ class Data(DataItem):
     )
 
 
-class Keys(Block):
+class _Named(Block):
+    name: Name = Field(description="short name; run and stack ids begin with it")
+
+
+class Keys(MachineKeys, _Named):
     """What every run file may say: all but the providers' own blocks."""
 
-    name: Name = Field(description="short name; run and stack ids begin with it")
-    provider: Word = Field(
-        description="who rents out the machines", json_schema_extra={"enum": list(installed().names)}
-    )
-    regions: Words = Field((), description="where machines may be (default: any)")
-    nodes: int = Field(1, ge=1, le=1024, description="machines")
-    gpus_per_node: int | None = Field(
-        None, ge=1, le=16, description="GPUs of a machine; one process each (default: none)"
-    )
     processes_per_node: int | None = Field(
         None, ge=1, le=256, description="processes of a machine, where there are no GPUs (default: 1)"
     )
-    gpu: Words = Field((), description="GPU types, best first; one type is used for the whole fleet (default: any)")
-    disk_gib: int = Field(100, ge=1, description="disk of a machine, GiB")
-    market: Market = Field("on-demand", description="how the machines are bought")
-    max_price_usd_per_hour: float = Field(gt=0, description="dollars per hour, whole fleet, all nodes")
-    max_hours: float = Field(
-        ge=0.01,  # half a minute: below it machines end before anything has begun
-        le=24 * 60,
-        description="hard cap: hours after which the machines end, whatever happens",
-    )
-    lease_minutes: float = Field(60, gt=0, description="minutes that a fleet without a run lives")
     train: TrainConfig | None = Field(None, description="the bundled trainer; or `command` (default: none)")
     command: tuple[Text, ...] | None = Field(
         None,

@@ -72,10 +72,10 @@ def _provider(spec: RunSpec) -> Iterator[Mistake]:
 
 
 def _processes(spec: RunSpec) -> Iterator[Mistake]:
-    if spec.gpus_per_node is not None and spec.processes_per_node is not None:
+    if spec.gpus_per_node and spec.processes_per_node is not None:
         message = "either `gpus_per_node` (one process each) or `processes_per_node` is given, not both"
         yield Mistake(("processes_per_node",), message, (("gpus_per_node",),))
-    if spec.gpu and spec.gpus_per_node is None:
+    if spec.gpu and not spec.gpus_per_node:
         message = "`gpus_per_node` is needed with it: how many of these a machine has"
         yield Mistake(("gpu",), message, (("gpus_per_node",),))
 

@@ -12,7 +12,7 @@ from mgpu.acquire import Acquired
 from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers import registry
 from mgpu.providers.base import FleetRequest, FleetState, Handle, JumpHost, NodeState, Provider
-from mgpu.spec.block import Market, Word
+from mgpu.spec.machines import MachineKeys
 from mgpu.spec.provider import installed
 
 _ON_RECORD = 20  # offers; a search over all regions has thousands
@@ -30,23 +30,14 @@ class Properties(BaseModel):
         return self.model_dump(mode="json", by_alias=True)
 
 
-class FleetInputs(Properties):
+class FleetInputs(MachineKeys, Properties):
     """What diffs: the requirements, the key that may log in, and the names that machines carry."""
 
+    nodes: int = Field(ge=1, le=1024, description="machines; after a refresh: machines that live")
+    processes_per_node: int = Field(default=1, ge=1, le=256, description="processes of a machine")
+    options: dict[str, str] = Field(default={}, description="settings of this provider")
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="fleet name; unique for its owner")
     owner: str = Field(min_length=1, description="owner tag of everything that costs money")
-    provider: Word = Field(description="who rents out the machines")
-    nodes: int = Field(ge=1, le=1024, description="machines; after a refresh: machines that live")
-    gpu: tuple[Word, ...] = Field((), description="GPU types, best first; one type is used for the whole fleet")
-    gpus_per_node: int = Field(0, ge=0, le=16, description="GPUs of a machine")
-    processes_per_node: int = Field(1, ge=1, le=256, description="processes of a machine")
-    market: Market = Field("on-demand", description="spot, on-demand or spot-then-on-demand")
-    regions: tuple[Word, ...] = Field((), description="where machines may be; none: any")
-    max_price_usd_per_hour: float = Field(gt=0, description="dollars per hour, whole fleet, all nodes")
-    max_hours: float = Field(gt=0, description="hard cap: hours after which the machines end")
-    lease_minutes: float = Field(60, gt=0, description="minutes that the fleet lives without a run")
-    disk_gib: int = Field(100, ge=1, description="disk of a machine, GiB")
-    options: dict[str, str] = Field({}, description="settings of this provider")
     ssh_public_key: str = Field(pattern=r"^[^\r\n]+$", description="OpenSSH public key that may log in on every node")
     ssh_private_key_file: str = Field(
         default="",
@@ -74,8 +65,7 @@ class FleetInputs(Properties):
 
     def requirements(self) -> Requirements:
         """What the plan and the provider are asked for."""
-        own = {"name", "owner", "options", "ssh_public_key", "ssh_private_key_file", "image_labels"}
-        return Requirements(**self.model_dump(exclude=own), provider_options=self.options)
+        return Requirements(**self.model_dump(include=set(Requirements.model_fields)), provider_options=self.options)
 
     def request(self, generation: int, hard_cap_s: float) -> FleetRequest:
         """What a provider's `create` or `repair` is asked for; machines end after `hard_cap_s` seconds."""

@@ -149,7 +149,7 @@ def _wanted(image: ImageToRun, spec: RunSpec, fleet: StackOutput, run_id: str, t
         "fleet": fleet.fleet,
         "reference": image.reference,
         "bytes": image.compressed_bytes,
-        "gpus": spec.gpus_per_node or 0,
+        "gpus": spec.gpus_per_node,
         "torch": needs_torch(spec),
         "stop_s": timeouts.stop_grace_s,
         "boot_s": 0.0 if on_this_machine(fleet.provider) else _BOOT_S,

@@ -92,7 +92,7 @@ def test_keys_go_down_into_blocks_and_lists():
 def test_defaults_in_the_schema_are_those_of_the_model():
     spec = loads(yaml.safe_dump(GOOD), "f")
     for key in keys():
-        if key.default.startswith("`") and "." not in key.name:
+        if key.default.startswith("`") and "." not in key.name and key.name not in GOOD:
             value = getattr(spec, key.name)
             assert key.default == f"`{value}`", key
 
