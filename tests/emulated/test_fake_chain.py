@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from fakes.aws import FakeAws
-from fakes.aws.leftovers import mounts_below, processes_of
+from fakes.aws.leftovers import held, mounts_below, processes_of
 from fakes.aws.visitor import Node, Visitor, until
 
 
@@ -71,9 +71,9 @@ def test_from_run_instances_to_terminated(aws, tmp_path):
 def test_a_killed_fake_leaves_no_machine(aws, tmp_path):
     node = rented(aws, Visitor(aws.pid, tmp_path))
     init = node.run("sudo", "readlink", "/proc/1/ns/pid")
-    assert processes_of(init)
-    os.kill(aws.pid, signal.SIGKILL)
-    until(lambda: not processes_of(init))
+    with held(init):
+        os.kill(aws.pid, signal.SIGKILL)
+        until(lambda: not processes_of(init))
     until(lambda: not mounts_below(tmp_path))
 
 

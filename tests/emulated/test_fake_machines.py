@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from fakes.aws import world
-from fakes.aws.leftovers import mounts_below, processes_of
+from fakes.aws.leftovers import held, mounts_below, processes_of
 from fakes.aws.metadata import FAULTS
 from fakes.aws.visitor import Node, Visitor, until
 
@@ -276,11 +276,11 @@ def test_a_public_address_comes_and_goes(machine, bench):
 def test_power_off_inside_is_told_and_leaves_nothing(machine, bench, command):
     node = machine()
     namespace = bench("namespace", instance_id=node.id)
-    assert processes_of(namespace)
-    node.ssh(f"(sleep 0.2; {command}) >/dev/null 2>&1 &")  # its answer comes before it
-    assert bench("wait_off", instance_id=node.id, seconds=15)
-    assert node.id not in bench("running")
-    until(lambda: not processes_of(namespace))
+    with held(namespace):
+        node.ssh(f"(sleep 0.2; {command}) >/dev/null 2>&1 &")  # its answer comes before it
+        assert bench("wait_off", instance_id=node.id, seconds=15)
+        assert node.id not in bench("running")
+        until(lambda: not processes_of(namespace))
 
 
 def test_whoever_may_not_power_off_does_not(machine, bench):
@@ -313,8 +313,9 @@ def test_one_that_is_taken_away_says_nothing(machine, bench):
     namespace = bench("namespace", instance_id=node.id)
     node.run("true")
     link = wire(bench, node)
-    bench("end", instance_id=node.id)
-    assert not processes_of(namespace)
+    with held(namespace):
+        bench("end", instance_id=node.id)
+        assert not processes_of(namespace)
     assert link.communicate("go\n", timeout=30)[0] == "silence\n"
     connecting = f"import socket; socket.create_connection(('{node.private_address}', 22), 1)"
     assert "timed out" in bench.visitor.inside(sys.executable, "-c", connecting).stderr
@@ -341,8 +342,9 @@ def test_one_that_hangs_stays_and_does_nothing(machine, bench):
     with pytest.raises(ConnectionError):
         node.ssh("true", seconds=1)
     assert node.id in bench("running")
-    bench("end", instance_id=node.id)
-    assert not processes_of(namespace)
+    with held(namespace):
+        bench("end", instance_id=node.id)
+        assert not processes_of(namespace)
 
 
 def test_an_address_is_one_machines_alone(machine, bench):

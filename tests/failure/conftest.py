@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -69,6 +70,15 @@ class World:
             program, cwd=cwd or self.project, env=self.env, stdin=stdin, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
+
+    @contextmanager
+    def told(self, process: subprocess.Popen[str]) -> Iterator[list[str]]:
+        """What a process says on standard error, line by line as it comes; all of it when the block ends."""
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda: [lines.append(line) for line in process.stderr or ()], daemon=True)
+        reader.start()
+        yield lines
+        reader.join(60)
 
     def mgpu(self, *args: str, timeout: float = 120, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """`mgpu` with these arguments, to its end."""

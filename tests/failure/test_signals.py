@@ -19,7 +19,8 @@ import pytest
 
 TIMEOUTS = json.dumps({"lease_s": 30, "lease_renew_s": 2, "silence_s": 20})
 AT_ONCE = 3
-APART_S = 0.4  # two signals; nearer ones are one, passed on twice
+APART_S = 0.4  # a second signal comes so long after the first was heard; nearer ones are one, passed on twice
+HEARD = {"made": "undoing what was begun", "training": "stopping: "}  # what the first one makes the command say
 
 MOMENTS = {
     "made": lambda world: world.alive() and world.run()["state"] == "provisioning",
@@ -66,18 +67,30 @@ def played(worlds, wanted_stories):
 
 def play(world, story):
     """The command's exit code and words, then those of the command that it says to type next."""
-    slow_save = "1.5" if len(story.signals) > 1 else "0"  # a second signal finds the run still stopping
-    world.write(command=["train.py", story.steps, "0.05", slow_save], checkpoint={"every_steps": 10})
+    slow_save = "4" if len(story.signals) > 1 else "0"  # a second signal finds the run still stopping
+    may_end = world.root / "may-end"  # a run that is left does not end before that
+    world.write(
+        command=["train.py", story.steps, "0.05", slow_save],
+        checkpoint={"every_steps": 10},
+        env={"COUNT_UNTIL": str(may_end)} if story.when == "training" else {},
+    )
     launch = world.start("mgpu", "launch", "--yes")
     try:
         world.wait(lambda: world.run() and MOMENTS[story.when](world), 90, f"never {story.when}")
-        for number in story.signals:
-            launch.send_signal(number)
-            time.sleep(APART_S)
-        _, err = launch.communicate(timeout=120)
+        with world.told(launch) as lines:
+            first, *more = story.signals
+            launch.send_signal(first)
+            for number in more:
+                word = HEARD.get(story.when, "")
+                world.wait(lambda: any(word in line for line in lines), 60, f"no word of {first.name}")  # noqa: B023
+                time.sleep(APART_S)
+                launch.send_signal(number)
+            launch.wait(timeout=120)
+        err = "".join(lines)
     finally:
         launch.kill()
     left = world.alive()
+    may_end.touch()
     again = None
     if story.told:
         word, _ = story.told

@@ -1,5 +1,6 @@
 """`count.py LAST PAUSE_S [SAVE_S [EVERY]]`: a program without torch. It counts, saves every tenth number, or as often
-as it is told, by renaming a folder, goes on from where it was, and saves and stops on SIGTERM."""
+as it is told, by renaming a folder, goes on from where it was, and saves and stops on SIGTERM. Where COUNT_UNTIL names
+a file, it does not come to the last number before that is there."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ last, pause, save, every = int(given[1]), float(given[2]), float(given.get(3, 0)
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "from", first, flush=True)
 for step in range(first + 1, last + 1):
     time.sleep(pause)
+    while step == last and not stop and not Path(os.environ.get("COUNT_UNTIL", ".")).exists():
+        time.sleep(pause)
     if step % every == 0 or step == last or stop:
         print("step", step, flush=True)
         if os.environ["RANK"] == "0":

@@ -29,14 +29,21 @@ def file(sshd) -> str:
 
 @pytest.fixture
 def shows(sshd, keys, timeouts) -> Callable[[str], bool]:
-    """Whether the server shows this key, to a connection that begins now."""
+    """Whether the server shows this key, to the first connection that it accepts from now on."""
 
     def look(key: str) -> bool:
-        try:
-            connect(sshd.target(host_key=key), keys.file, timeouts).close()
-        except HostKeyMismatch:
-            return False
-        return True
+        shown: list[bool] = []
+
+        def answered() -> bool:
+            try:
+                connect(sshd.target(host_key=key), keys.file, timeouts).close()
+                shown.append(True)
+            except HostKeyMismatch:
+                shown.append(False)
+            return True
+
+        assert soon(answered), "it accepts none"
+        return shown[0]
 
     return look
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -15,6 +18,16 @@ def processes_of(namespace: str) -> list[int]:
         except OSError:
             continue
     return found
+
+
+@contextmanager
+def held(namespace: str) -> Iterator[None]:
+    """While the block runs nobody else's namespace gets this one's number, which the kernel would give away at once."""
+    descriptor = os.open(f"/proc/{processes_of(namespace)[0]}/ns/pid", os.O_RDONLY)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def mounts_below(folder: Path) -> list[str]:
