@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 
 import pytest
 from mgpu_train.checkpoint.newest import newest_verified
 from mgpu_train.checkpoint.transfer.fetch import fetch
 from mgpu_train.checkpoint.transfer.verify import verify
-from mgpu_train.store import Damaged, Denied, NotFound, StoreError, Unavailable
+from mgpu_train.store import Damaged, Denied, NotFound, StoreError, Unavailable, listed
 
 SEEN_WITHOUT_READING = ("missing", "truncated", "longer")
 ALL = (*SEEN_WITHOUT_READING, "flipped", "zero-filled")
@@ -280,3 +281,49 @@ def test_what_a_killed_fetch_left_is_in_nobodys_way(run, tmp_path):
     fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume")
     assert content(tmp_path / "resume") == folder_of(run, 10)
     assert not (tmp_path / ".aside-new-resume").exists()
+
+
+class Unseen:
+    """A store that says of every object, so many times, that there is none, though it lists it: S3 may, for a while."""
+
+    def __init__(self, times: float) -> None:
+        self.times = times
+        self.told: Counter[tuple[str, str]] = Counter()
+
+    def __call__(self, operation: str, key: str) -> None:
+        if operation in ("get", "stat", "get_file", "checksum") and "index" not in key:
+            self.told[operation, key] += 1
+            if self.told[operation, key] <= self.times:
+                raise NotFound(f"{key}: there is no such object")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(listed, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(listed, "_ASK_S", 0.01)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_what_the_store_lists_is_asked_for_again(run, tmp_path, quick, deep):
+    run.save(1)
+    run.store.before = Unseen(3)
+    commit = newest_verified(run.store, "run-1", deep=deep, report=pytest.fail)
+    assert commit is not None
+    fetch(run.store, "run-1", run.log.manifest(commit), tmp_path / "to")
+    assert content(tmp_path / "to") == folder_of(run, 1)
+
+
+def test_what_is_listed_and_not_to_be_had_says_nothing_of_the_checkpoint(run, quick):
+    run.save(1)
+    run.store.before = Unseen(float("inf"))
+    with pytest.raises(Unavailable, match="lists"):
+        newest_verified(run.store, "run-1", report=pytest.fail)
+
+
+def test_what_is_not_listed_is_missing_at_once(run, monkeypatch):
+    monkeypatch.setattr(listed, "_PAUSE_S", 60)
+    run.save(1)
+    for stat in list(run.plain.list("run-1/checkpoints/")):
+        run.plain.delete(stat.key)
+    with pytest.raises(Damaged):
+        newest_verified(run.store, "run-1", report=lambda _: None)

@@ -9,13 +9,8 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire, paths
 from mgpu.context import Context
-from mgpu.errors import (
-    InputError,
-    ProviderError,
-    StackError,
-    Stopped,
-    TeardownIncomplete,
-)
+from mgpu.errors import InputError, ProviderError, StackError, Stopped, TeardownIncomplete
+from mgpu.events import Warned
 from mgpu.iac.engine.project import program, project_name
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.naming import RUNS_PROJECT
@@ -78,6 +73,16 @@ def _engine_limits(timeouts: Timeouts, provider: str) -> Timeouts:
     return timeouts.at_least(provision_s=acquire.GANGS * slowest_s, destroy_s=longest_s)
 
 
+def move(session: Session, stack: Stack) -> StackOutput:
+    """Gives all machines of the stack's fleet back, and makes it anew wherever the run file allows, under the hard cap
+    that the run has. Raises what `bring_up` raises."""
+    fleet = StackOutput.model_validate(session.record.fleet)
+    session.emit(Warned(f"{fleet.region} has no machine for this fleet now: it moves, all nodes are replaced"))
+    session.journal.append("move", stack=stack.name)
+    _end(session, fleet, tuple(node.id for node in fleet.nodes if node.id), unbilled=False)
+    return bring_up(session, stack)
+
+
 def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> StackOutput:
     """Makes, or repairs, the stack's fleet, and remembers it. What stands already is adopted.
 
@@ -127,7 +132,11 @@ def _end_lost(session: Session, lost: tuple[int, ...]) -> None:
     if not session.record.fleet:
         return
     fleet = StackOutput.model_validate(session.record.fleet)
-    ids = tuple(node.id for node in fleet.nodes if node.rank in lost and node.id)
+    _end(session, fleet, tuple(node.id for node in fleet.nodes if node.rank in lost and node.id), unbilled=True)
+
+
+def _end(session: Session, fleet: StackOutput, ids: tuple[str, ...], *, unbilled: bool) -> None:
+    """Ends machines; `unbilled`: waits only until they cost nothing more. Raises ProviderError."""
 
     def pause(seconds: float) -> None:
         session.check()
@@ -139,7 +148,7 @@ def _end_lost(session: Session, lost: tuple[int, ...]) -> None:
                 registry.get(fleet.provider, fleet.options),
                 handle_of(fleet),
                 nodes=ids,
-                unbilled=True,
+                unbilled=unbilled,
                 timeouts=session.timeouts,
                 emit=session.emit,
                 sleep=pause,

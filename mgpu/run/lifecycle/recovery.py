@@ -21,6 +21,7 @@ from mgpu.run.record.session import Session
 from mgpu.run.supervision.supervisor import Ended
 from mgpu.spec.model import Recovery
 
+MOVE_AFTER_S = 300.0  # of refusals, or half of `wait_minutes` if that is less: the fleet's own place is sold out
 WITHOUT_PROGRESS = 3  # attempts in a row that committed nothing new
 MENDED = (Fault.INFRASTRUCTURE, Fault.PROVIDER)  # by another machine, perhaps
 
@@ -28,12 +29,14 @@ MENDED = (Fault.INFRASTRUCTURE, Fault.PROVIDER)  # by another machine, perhaps
 @dataclass(frozen=True)
 class Attempts:
     """The attempts of one run. `conduct` makes one on a fleet; `repair` brings the fleet back to what was asked for,
-    with new machines for the ranks that it is given."""
+    with new machines for the ranks that it is given, like the others and beside them. `move` gives all machines back
+    and makes the fleet anew, wherever the run file allows; None: nothing else is on offer."""
 
     session: Session
     recovery: Recovery
     conduct: Callable[[StackOutput], Ended]
     repair: Callable[[tuple[int, ...]], StackOutput]
+    move: Callable[[], Callable[[], StackOutput] | None] = lambda: None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -79,11 +82,20 @@ class Attempts:
 
     def _repaired(self, lost: tuple[int, ...]) -> StackOutput:
         """The fleet as asked for; where there is no capacity now, it is asked again until `wait_minutes`. A quota is
-        full for a while only, too: machines that have just ended count against it."""
-        capacity_wait = CapacityWait(
-            self.session, self.recovery.wait_minutes, (*SOLD_OUT, NoOffer, QuotaExceeded), self.clock, self.sleep
-        )
-        return capacity_wait.granted(lambda: self.repair(lost))
+        full for a while only, too: machines that have just ended count against it.
+
+        One machine is replaced by one of its type in its zone. After a reclaim that pool is the likeliest to be empty:
+        after a while the whole fleet moves. The next attempt begins from its checkpoint all the same.
+        """
+        minutes = self.recovery.wait_minutes
+        capacity_wait = CapacityWait(self.session, minutes, (*SOLD_OUT, NoOffer, QuotaExceeded), self.clock, self.sleep)
+        stay_until = self.clock() + min(MOVE_AFTER_S, minutes * 30)
+
+        def ask() -> StackOutput:
+            move = self.move() if self.clock() >= stay_until else None
+            return move() if move else self.repair(lost)
+
+        return capacity_wait.granted(ask)
 
     def _tried(self, attempt: Callable[[], Ended]) -> Ended:
         """A node that is lost before anything was started is a lost node too, where another attempt is allowed."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mgpu_train.agent.status.status import Fault
@@ -20,14 +21,15 @@ from mgpu_train.config import Secrets
 from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
 from mgpu.context import Context
-from mgpu.errors import InputError, ProviderError, RemoteError
+from mgpu.errors import InputError, MgpuError, ProviderError, RemoteError
 from mgpu.events import Warned
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.outputs import StackOutput
+from mgpu.plan import rank
 from mgpu.providers.base import Provider
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run.fleet.stack import bring_up, refuse_used, stack_of, standing
+from mgpu.run.fleet.stack import bring_up, move, refuse_used, stack_of, standing
 from mgpu.run.job import images
 from mgpu.run.job.request import Request, resolve, secrets_of, store_keys
 from mgpu.run.job.stack_output import provider_for, provider_of, targets
@@ -293,4 +295,15 @@ def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets
         recovery if ours else recovery.model_copy(update={"attempts": 1}),
         conduct=lambda fleet: _conducted(session, request, fleet, secrets),
         repair=lambda lost: bring_up(session, stack, lost),
+        move=lambda: partial(move, session, stack) if _elsewhere(request.spec) else None,
     )
+
+
+def _elsewhere(spec: RunSpec) -> bool:
+    """Whether machines of more than one type or place are on offer for a run; False where nobody can say."""
+    needed = rank.requirements(spec)
+    try:
+        offers = rank.plan(needed, provider_for(spec).offers(needed).offers).offers
+    except MgpuError:
+        return False
+    return len({(offer.instance_type, offer.region, offer.zone) for offer in offers}) > 1

@@ -144,6 +144,34 @@ def credentials_expire(user: Operator) -> None:
     assert (user.run()["attempt"], user.run()["interruptions"]) == (1, [])
 
 
+def its_zone_is_sold_out(user: Operator) -> None:
+    """A machine is reclaimed, and its zone has no other one: after half of the wait the whole gang moves."""
+    user.write(command=["count.py", "100", "0.1"], recovery={"attempts": 3, "wait_minutes": 0.2})
+    launch = user.start("launch", "--yes")
+    try:
+        until(user.trains, 150)
+        first, (zone, _) = set(user.ids), zones_of(user)
+        user.aws.capacity(0, zone=zone)
+        user.aws.kill(min(first))
+        until(lambda: user.run()["attempt"] == 2, 150)
+        moved, elsewhere = set(user.ids), zones_of(user)
+        out, err = launch.communicate(timeout=150)
+    finally:
+        launch.kill()
+    good(user, Done((), launch.returncode, out, err))
+    assert len(moved - first) == 2, "none of the first gang stays"
+    assert zone not in elsewhere
+    assert len(set(elsewhere)) == 1, "a gang is in one zone"
+    assert len(user.aws.bill()) == 4
+    assert (user.run()["recoveries"], len(user.run()["interruptions"])) == (1, 1)
+
+
+def zones_of(user: Operator) -> list[str]:
+    """Where the machines of the user's run are."""
+    found = user.aws.client("ec2").describe_instances(InstanceIds=list(user.ids))["Reservations"]
+    return [each["Placement"]["AvailabilityZone"] for group in found for each in group["Instances"]]
+
+
 # --- they are given back ----------------------------------------------------------------------------------------------
 
 
@@ -191,7 +219,7 @@ STORIES = {
     for story in (
         *(engine_dies, answers_are_lost, ec2_is_late, calls_are_throttled, calls_are_throttled_for_good),
         *(a_quota_is_reached, the_state_is_damaged),
-        *(credentials_expire, nobody_may_end_them, ec2_ends_nothing_for_long),
+        *(credentials_expire, its_zone_is_sold_out, nobody_may_end_them, ec2_ends_nothing_for_long),
     )
 }
 

@@ -8,7 +8,7 @@ import pytest
 from mgpu_train.agent.status.status import Fault
 
 from mgpu.errors import AuthError, ConnectionFailed, HostKeyMismatch, Interrupted, NoCapacity, QuotaExceeded
-from mgpu.run.lifecycle.capacity_wait import JITTER, PAUSE_S
+from mgpu.run.lifecycle.capacity_wait import JITTER, PAUSE_MOST_S, PAUSE_S
 from mgpu.run.lifecycle.recovery import WITHOUT_PROGRESS, Attempts
 from mgpu.run.record import record
 from mgpu.run.record.record import Folder, Interruption, State
@@ -32,7 +32,8 @@ class Script:
         self.session = Session(left or record.load("run-1"), world.events.append, world.timeouts)
         self.events = {}
         self.attempts, self.repairs = list(attempts), list(repairs)
-        self.made = self.repaired = 0
+        self.moves = []  # what each move does; empty: nothing else is on offer
+        self.made = self.repaired = self.moved = 0
         self.lost = ()
         self.now = 0.0
         self.plan = Attempts(
@@ -40,6 +41,7 @@ class Script:
             Recovery(attempts=allowed, wait_minutes=wait_minutes),
             conduct=lambda fleet: self._attempt(),
             repair=self._repair,
+            move=lambda: self._move if self.moves else None,
             clock=lambda: self.now,
             sleep=self._sleep,
         )
@@ -62,6 +64,13 @@ class Script:
         self.repaired += 1
         self.lost = lost
         result = self.repairs.pop(0) if len(self.repairs) > 1 else self.repairs[0]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _move(self):
+        self.moved += 1
+        result = self.moves.pop(0)
         if isinstance(result, Exception):
             raise result
         return result
@@ -163,6 +172,29 @@ def test_no_capacity_is_asked_for_again_until_wait_minutes(world):
     with pytest.raises(NoCapacity):
         hopeless.run()
     assert hopeless.now == pytest.approx(60)
+
+
+@pytest.mark.parametrize(("wait_minutes", "stays_s"), [(60, 300), (4, 120)])
+def test_where_the_place_is_sold_out_the_fleet_moves_after_a_while(world, wait_minutes, stays_s):
+    script = Script(world, [LOST, DONE], [NoCapacity("none here")], wait_minutes=wait_minutes)
+    script.moves = [None]
+    assert script.run().succeeded
+    assert script.moved == 1
+    assert stays_s <= script.now < stays_s + PAUSE_MOST_S * JITTER[1], "at the first time that it asks after that"
+    assert script.repaired >= 3, "before, its own place was asked for one machine"
+
+
+def test_a_fleet_that_can_move_nowhere_now_asks_again(world):
+    script = Script(world, [LOST, DONE], [NoCapacity("none here")], wait_minutes=60)
+    script.moves = [NoCapacity("none anywhere"), QuotaExceeded("L-1 is full"), None]
+    assert script.run().succeeded
+    assert script.moved == 3
+
+
+def test_where_nothing_else_is_on_offer_the_fleet_stays(world):
+    script = Script(world, [LOST, DONE], [NoCapacity("none here")] * 9 + [None], wait_minutes=60)
+    assert script.run().succeeded
+    assert (script.moved, script.repaired) == (0, 10)
 
 
 def test_a_quota_that_machines_fill_which_have_just_ended_is_asked_again(world):

@@ -10,6 +10,7 @@ from mgpu_train.checkpoint.log.lines import Line, Readable, Unreadable, in_short
 from mgpu_train.checkpoint.log.manifest import MAX_DOCUMENT_BYTES, CheckpointEntry, Entry, parse_entry
 from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.store.base import Damaged, NotFound, Store, StoreError
+from mgpu_train.store.listed import surely
 
 _THREADS = 8  # entries in flight
 _MOST_MISSING = 1000  # numbers: a log with more holes is none
@@ -40,9 +41,9 @@ class LogReader:
 
     def entry(self, seq: int) -> Entry:
         """One entry, whole, as the store has it now. Raises NotFound, and Damaged when it is not what it should be."""
-        where = f"entry {seq} of the commit log"
+        where, key = f"entry {seq} of the commit log", keys.commit(self._run_id, seq)
         try:
-            entry = parse_entry(self._store.get(keys.commit(self._run_id, seq), MAX_DOCUMENT_BYTES), where)
+            entry = parse_entry(surely(self._store, key, lambda: self._store.get(key, MAX_DOCUMENT_BYTES)), where)
         except NotFound as error:
             raise NotFound(f"{where} is missing") from error
         if entry.seq != seq or (isinstance(entry, CheckpointEntry) and entry.manifest.run_id != self._run_id):

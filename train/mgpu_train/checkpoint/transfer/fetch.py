@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mgpu_train.checkpoint.local import write_aside
@@ -14,6 +15,7 @@ from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.checkpoint.transfer.pack import Stored, objects, read
 from mgpu_train.store import crc, disk
 from mgpu_train.store.base import Damaged, Progress, Store, Unavailable
+from mgpu_train.store.listed import surely
 
 _THREADS = 8  # objects in flight; of each, a pack at most is held in memory
 
@@ -80,13 +82,8 @@ class _Target:
                     _write(self.folder / file.path, data)
                     self._told(file.size)
         elif missing:
-            self.store.get_file(
-                stored.key,
-                self.folder / missing[0].path,
-                size=stored.size,
-                crc64nvme=stored.crc64nvme,
-                progress=self.progress,
-            )
+            get = partial(self.store.get_file, stored.key, self.folder / missing[0].path, progress=self.progress)
+            surely(self.store, stored.key, partial(get, size=stored.size, crc64nvme=stored.crc64nvme))
         return len(stored.files) - len(missing)
 
     def _copied(self, file: FileEntry) -> bool:

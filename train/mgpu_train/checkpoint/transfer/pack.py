@@ -14,6 +14,7 @@ from mgpu_train.checkpoint.log import keys
 from mgpu_train.checkpoint.log.manifest import MAX_PACK_BYTES, FileEntry, Manifest, Sidecar
 from mgpu_train.store import crc, disk
 from mgpu_train.store.base import Damaged, NotFound, Store, StoreError
+from mgpu_train.store.listed import surely
 
 SMALL_BYTES = 1 << 20  # a file up to this size is packed
 _NAMED = 3  # files of a pack that a message names
@@ -102,7 +103,7 @@ def read(store: Store, stored: Stored) -> list[tuple[FileEntry, memoryview]]:
     Raises NotFound, Damaged with the names of files that are not what they were, and StoreError.
     """
     try:
-        data = store.get(stored.key, MAX_PACK_BYTES)
+        data = surely(store, stored.key, lambda: store.get(stored.key, MAX_PACK_BYTES))
     except NotFound as error:
         raise NotFound(f"{stored.named} is missing") from error
     if len(data) != stored.size:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from mgpu_train.checkpoint.log.manifest import Manifest
 from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.checkpoint.transfer.pack import Stored, objects, read
-from mgpu_train.store.base import Damaged, NotFound, Progress, Store
+from mgpu_train.store.base import Damaged, NotFound, Progress, Stat, Store
+from mgpu_train.store.listed import surely
 
 _ASKED = 8  # objects that are asked for in parallel
 _READ = 4  # ... that are read; a pack is held in memory meanwhile
@@ -35,20 +36,26 @@ def verify(
 
 
 def _ask(store: Store, stored: Stored) -> str | None:
-    stat = store.stat(stored.key)
-    if stat is None:
-        return f"{stored.named} is missing"
+    stat = surely(store, stored.key, lambda: _there(store, stored))
     if stat.size != stored.size:
         return f"{stored.named} has {stat.size} bytes, not {stored.size}"
     return _differs(stored, stat.crc64nvme or stored.crc64nvme)
 
 
+def _there(store: Store, stored: Stored) -> Stat:
+    stat = store.stat(stored.key)
+    if stat is None:
+        raise NotFound(f"{stored.named} is missing")
+    return stat
+
+
 def _read(store: Store, stored: Stored, progress: Progress | None) -> str | None:
     if not stored.packed:
-        return _differs(stored, store.checksum(stored.key, stored.size, progress))
-    found = read(store, stored)
+        found = surely(store, stored.key, lambda: store.checksum(stored.key, stored.size, progress))
+        return _differs(stored, found)
+    files = read(store, stored)
     if progress:
-        progress(sum(file.size for file, _ in found))
+        progress(sum(file.size for file, _ in files))
     return None
 
 
