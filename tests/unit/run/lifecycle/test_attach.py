@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shutil
+import signal
 import time
 
 import pytest
@@ -18,7 +19,7 @@ from mgpu.cli import cli, common
 from mgpu.console import Console
 from mgpu.context import Context
 from mgpu.errors import AuthError, InputError, NoCapacity, StackError, TakenOver, TeardownIncomplete
-from mgpu.events import Warned
+from mgpu.events import Note, Warned
 from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
 from mgpu.run.fleet import inventory
@@ -681,6 +682,23 @@ def test_a_suspended_supervisor_is_not_waited_for_and_loses_its_engine(project, 
     old = suspended("run-1")
     assert taken_over(project, found, force=True).exit_code == 0
     assert [process.pid for process in project.world.ousted] == [old.pid]
+    all_is_given_back(project)
+
+
+@pytest.mark.timeout(30)
+def test_a_supervisor_that_is_suspended_meanwhile_is_not_waited_for_any_more(project, dead, suspended):
+    found = dead(State.REPAIRING, spec=RECOVERS)
+    old = suspended("run-1")
+    old.send_signal(signal.SIGCONT)
+
+    def emit(event):
+        if isinstance(event, Note) and "waiting for" in event.text:
+            old.send_signal(signal.SIGSTOP)
+
+    times = project.world.timeouts.model_copy(update={"destroy_s": 3600.0})
+    outcome = attach.attach(found, Context(emit, times), force=True)
+    assert outcome is not None
+    assert outcome.exit_code == 0
     all_is_given_back(project)
 
 
