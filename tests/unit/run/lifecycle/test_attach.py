@@ -303,6 +303,14 @@ def test_with_the_end_asked_for_it_is_undone(project, dead, state, known):
     all_is_given_back(project)
 
 
+def test_an_end_that_was_asked_for_needs_no_secret(project, dead, monkeypatch):
+    monkeypatch.delenv("TOKEN", raising=False)
+    found = dead(State.PROVISIONING, spec="secrets: [TOKEN]\n")
+    Folder("run-1").stop.touch()
+    assert taken_over(project, found).exit_code == 130
+    all_is_given_back(project)
+
+
 def test_another_programs_machines_are_known_before_anything_is_undone(project, dead):
     project.world.ours = False
     found = dead(State.PROVISIONING, own_stack=False)
@@ -506,8 +514,9 @@ def test_recoveries_are_counted_across_supervisors(project, dead, kept, more):
     assert "nobody supervised" in outcome.error.what
 
 
-def test_past_the_hard_cap_no_machine_is_rented(project, dead, kept):
-    found = dead(State.RUNNING, spec=kept.spec + RECOVERS, store=kept.url, hard_cap_at=1000.0)
+@pytest.mark.parametrize("recovery", [RECOVERS, "recovery: {attempts: 1}\n"], ids=["recovers", "does not"])
+def test_past_the_hard_cap_no_machine_is_rented_and_that_is_the_cause(project, dead, kept, recovery):
+    found = dead(State.RUNNING, spec=kept.spec + recovery, store=kept.url, hard_cap_at=1000.0)
     assert gone(project, found).exit_code == 8
 
 
