@@ -791,6 +791,7 @@ def test_what_was_born_while_the_rest_was_killed_is_killed_too(tmp_path: Path):
     [[], ["lease", "soon", "5", "true"], ["lease", "100", "x", "true"], ["lease", "100", "0", "true"]],
 )
 def test_the_lease_script_refuses_what_it_cannot_enforce(arguments: list[str]):
-    done = subprocess.run(["sh", SCRIPTS.parent / "lease.sh", *arguments], capture_output=True, check=False)
+    command = ["sh", SCRIPTS.parent / "lease.sh", *arguments]
+    done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 2
     assert b"usage" in done.stderr

@@ -300,13 +300,18 @@ def test_the_end_is_in_the_commit_log_without_a_secret(node):
 
 
 def test_only_node_0_says_the_end(nodes):
-    pair = nodes(2)
-    for node in pair:
-        node.program(SAVE + "save(1)\n")
+    """Another node may be done long before it."""
+    first, second = nodes(2)
+    first.program(SAVE + "save(1)\nwhile not os.path.exists('go'):\n    time.sleep(0.02)\nraise SystemExit(3)\n")
+    second.program(SAVE + "save(1)\n")
+    for node in (first, second):
         node.job()
         node.start()
-    assert [node.ended()["phase"] for node in pair] == ["done", "done"]
-    assert [entry.kind for entry in pair[0].commit_log.entries()] == ["attempt", "checkpoint", "end"]
+    assert second.ended()["phase"] == "done"
+    (first.run / "work" / "go").touch()
+    assert first.ended()["phase"] == "failed"
+    assert [entry.kind for entry in first.commit_log.entries()] == ["attempt", "checkpoint", "end"]
+    assert (first.commit_log.ended(1).succeeded, first.commit_log.ended(1).fault) == (False, "user")
 
 
 def test_a_program_that_stopped_along_with_a_peers_has_not_succeeded(nodes):

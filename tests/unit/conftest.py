@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +47,8 @@ HOST_KEY = "ssh-ed25519 " + base64.b64encode(b"\x00\x00\x00\x0bssh-ed25519\x00\x
 NOT_CONNECTED = "the connection was lost"
 
 
-ENDLESS = b"endless"  # a file that is fetched for ever
+ENDLESS = b"endless"  # a file that is fetched until somebody ends it,
+ENDLESS_S = 20.0  # but not for ever: no test ends while a thread of it goes on
 
 
 class Node:
@@ -131,8 +133,10 @@ class Node:
     def fetch(self, path: str, dest: Path, go_on: Callable[[], object] = lambda: None) -> None:
         data = self.read(path)
         go_on()
+        until = time.monotonic() + ENDLESS_S
         while data == ENDLESS:
             go_on()
+            assert time.monotonic() < until, "nobody has ended it"
         dest.write_bytes(data)
 
     def sync(self, _folder: object, dest: str, *, python: str | None = None, like: str = "") -> SyncReport:

@@ -84,7 +84,7 @@ def test_interrupted_between_two_checkpoints_equals_uninterrupted(new_line, tmp_
     whole, cut = new_line(text=run_file), new_line(text=run_file)
     for line in (cut, whole):  # both at once: what a machine's load does to a run is nothing
         line.start()
-    cut.wait(lambda: cut.session.record.step > EVERY + 2, 90)
+    cut.wait(lambda: cut.committed() and cut.session.record.step > EVERY + 2, 90)
     control.kill(cut.fleet.instance(node))
     assert cut.end(120).succeeded
     assert whole.end(120).succeeded

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shutil
+import signal
 import time
 
 import pytest
@@ -18,7 +19,7 @@ from mgpu.cli import cli, common
 from mgpu.console import Console
 from mgpu.context import Context
 from mgpu.errors import AuthError, InputError, NoCapacity, StackError, TakenOver, TeardownIncomplete
-from mgpu.events import Warned
+from mgpu.events import Note, Warned
 from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
 from mgpu.run.fleet import inventory
@@ -302,6 +303,14 @@ def test_with_the_end_asked_for_it_is_undone(project, dead, state, known):
     all_is_given_back(project)
 
 
+def test_an_end_that_was_asked_for_needs_no_secret(project, dead, monkeypatch):
+    monkeypatch.delenv("TOKEN", raising=False)
+    found = dead(State.PROVISIONING, spec="secrets: [TOKEN]\n")
+    Folder("run-1").stop.touch()
+    assert taken_over(project, found).exit_code == 130
+    all_is_given_back(project)
+
+
 def test_another_programs_machines_are_known_before_anything_is_undone(project, dead):
     project.world.ours = False
     found = dead(State.PROVISIONING, own_stack=False)
@@ -505,8 +514,9 @@ def test_recoveries_are_counted_across_supervisors(project, dead, kept, more):
     assert "nobody supervised" in outcome.error.what
 
 
-def test_past_the_hard_cap_no_machine_is_rented(project, dead, kept):
-    found = dead(State.RUNNING, spec=kept.spec + RECOVERS, store=kept.url, hard_cap_at=1000.0)
+@pytest.mark.parametrize("recovery", [RECOVERS, "recovery: {attempts: 1}\n"], ids=["recovers", "does not"])
+def test_past_the_hard_cap_no_machine_is_rented_and_that_is_the_cause(project, dead, kept, recovery):
+    found = dead(State.RUNNING, spec=kept.spec + recovery, store=kept.url, hard_cap_at=1000.0)
     assert gone(project, found).exit_code == 8
 
 
@@ -681,6 +691,23 @@ def test_a_suspended_supervisor_is_not_waited_for_and_loses_its_engine(project, 
     old = suspended("run-1")
     assert taken_over(project, found, force=True).exit_code == 0
     assert [process.pid for process in project.world.ousted] == [old.pid]
+    all_is_given_back(project)
+
+
+@pytest.mark.timeout(30)
+def test_a_supervisor_that_is_suspended_meanwhile_is_not_waited_for_any_more(project, dead, suspended):
+    found = dead(State.REPAIRING, spec=RECOVERS)
+    old = suspended("run-1")
+    old.send_signal(signal.SIGCONT)
+
+    def emit(event):
+        if isinstance(event, Note) and "waiting for" in event.text:
+            old.send_signal(signal.SIGSTOP)
+
+    times = project.world.timeouts.model_copy(update={"destroy_s": 3600.0})
+    outcome = attach.attach(found, Context(emit, times), force=True)
+    assert outcome is not None
+    assert outcome.exit_code == 0
     all_is_given_back(project)
 
 

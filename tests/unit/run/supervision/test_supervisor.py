@@ -414,6 +414,7 @@ def test_an_interruption_has_its_times(watch):
     first, second = watch.world.nodes
     first.ends_when_stopped = False
     first.says(Phase.TRAINING, step=37)
+    watch.at(1, watch.raises(0, "read", *[RemoteError("no answer")] * 6))  # one that is not lost was heard even earlier
     watch.at(3, lambda: setattr(second, "reachable", False))
     watch.at(6, lambda: watch.world.cloud.phases.update({watch.handle.ids[1]: NodePhase.TERMINATED}))
     watch.at(9, lambda: first.says(Phase.FAILED, fault=Fault.STOPPED, reason="stopped", step=38))
