@@ -91,8 +91,12 @@ class Attempts:
         capacity_wait = CapacityWait(self.session, minutes, (*SOLD_OUT, NoOffer, QuotaExceeded), self.clock, self.sleep)
         stay_until = self.clock() + min(MOVE_AFTER_S, minutes * 30)
 
+        refused = False
+
         def ask() -> StackOutput:
-            move = self.move() if self.clock() >= stay_until else None
+            nonlocal refused
+            move = self.move() if refused and self.clock() >= stay_until else None
+            refused = True
             return move() if move else self.repair(lost)
 
         return capacity_wait.granted(ask)

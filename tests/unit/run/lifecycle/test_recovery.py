@@ -184,6 +184,13 @@ def test_where_the_place_is_sold_out_the_fleet_moves_after_a_while(world, wait_m
     assert script.repaired >= 3, "before, its own place was asked for one machine"
 
 
+def test_its_own_place_is_asked_first_also_where_nobody_waits(world):
+    script = Script(world, [LOST, DONE], wait_minutes=0)
+    script.moves = [None]
+    assert script.run().succeeded
+    assert (script.moved, script.repaired) == (0, 1)
+
+
 def test_a_fleet_that_can_move_nowhere_now_asks_again(world):
     script = Script(world, [LOST, DONE], [NoCapacity("none here")], wait_minutes=60)
     script.moves = [NoCapacity("none anywhere"), QuotaExceeded("L-1 is full"), None]
