@@ -589,7 +589,7 @@ def test_a_node_process_that_cannot_start_is_told_with_its_last_words(world: Wor
 
 def test_more_nodes_than_the_machine_carries_are_refused(world: World):
     with pytest.raises(NoCapacity, match="room for"):
-        world.create(world.request(10_000))
+        world.create(world.request(1024))
     assert world.provider.list_owned("o-1") == ()
 
 
