@@ -13,6 +13,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM
 
 import pytest
@@ -91,6 +92,9 @@ def play(world, story):
         launch.kill()
     left = world.alive()
     may_end.touch()
+    if story.when == "destroyed" and story.told:  # who leaves has left the engine to it
+        world.wait(lambda: not any(map(is_engine, world.processes().values())), 60)
+        assert not resources(world), err
     again = None
     if story.told:
         word, _ = story.told
@@ -98,6 +102,17 @@ def play(world, story):
         assert said, err
         again = world.mgpu(*shlex.split(said[1]))
     return world, launch.returncode, err, left, again
+
+
+def is_engine(command_line):
+    return Path(command_line.split(" ")[0]).name == "pulumi"
+
+
+def resources(world):
+    """What the engine still knows of."""
+    states = (world.state / "pulumi" / ".pulumi" / "stacks").glob("*/*.json")
+    latest = [json.loads(path.read_text())["checkpoint"]["latest"] or {} for path in states]
+    return [each["urn"] for deployment in latest for each in deployment.get("resources") or ()]
 
 
 @pytest.mark.drawn("signals at moments of a launch")

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from mgpu_train.agent.attempt.attempt import Attempt, StopRequests
-from mgpu_train.agent.attempt.decide import AttemptFailed
+from mgpu_train.agent.attempt.decide import AttemptFailed, Cause
 from mgpu_train.agent.attempt.save_budget import NOTHING, Need, going
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.machine.imds import Imds
 from mgpu_train.agent.machine.notices import NoticeFile, Notices
 from mgpu_train.agent.phases import life
+from mgpu_train.agent.phases.watch import Watch
 from mgpu_train.agent.status import report
 from mgpu_train.agent.status.status import CheckpointStatus, Fault, Phase
 from mgpu_train.agent.uploads.checkpoint_store import AttemptStore
@@ -175,6 +176,22 @@ def test_the_lease_waits_for_a_sign_of_life(tmp_path):
     (tmp_path / "lease").unlink()
     attempt.tick(alive=False)
     assert not (tmp_path / "lease").exists()
+
+
+@pytest.mark.parametrize("why", ["it hangs", "it is being ended"])
+def test_a_launcher_that_no_signal_ends_keeps_its_machine_no_longer_than_the_lease(tmp_path, why):
+    """What waits in the kernel obeys none, and its agent waits for it."""
+    attempt = make(tmp_path, lease_renew_s=0)
+    watch, lease = Watch(attempt, None), tmp_path / "lease"
+    watch._pass()
+    assert lease.exists(), "it may be quiet for a while"
+    lease.unlink()
+    if why == "it hangs":
+        watch._liveness._sign -= attempt.times.first_step_s
+    else:
+        watch._cause = Cause(Fault.STOPPED, why, time.monotonic(), 0)
+    watch._pass()
+    assert not lease.exists()
 
 
 def test_progress_between_two_renewals_is_not_forgotten(tmp_path):
