@@ -127,14 +127,12 @@ def _on_sale(console: Console, seller: Provider, wanted: _Wanted, missed: list[s
     needed = Requirements(
         provider=seller.name,
         nodes=1,
-        gpu=wanted.gpu,
-        gpus_per_node=wanted.gpus or 0,
         market=wanted.market or "spot-then-on-demand",
-        regions=wanted.regions,
         max_price_usd_per_hour=_ANY_PRICE,
         max_hours=1,
-        provider_options={},
     )
+    # words as they were typed: the provider knows which name is the nearest
+    needed = needed.model_copy(update={"gpu": wanted.gpu, "gpus_per_node": wanted.gpus or 0, "regions": wanted.regions})
     try:
         answer = seller.offers(needed)
     except (InputError, NoOffer) as error:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mgpu.spec.machines import MachineKeys
+from mgpu.spec.block import MachineKeys
 
 BoughtAs = Literal["spot", "on-demand"]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mgpu.errors import NoOffer
 from mgpu.plan.model import Offer, Plan, Refusal, Requirements
-from mgpu.spec.machines import MachineKeys
+from mgpu.spec.block import MachineKeys
 from mgpu.spec.model import RunSpec
 
 _SHOWN = 12  # refusals that an error lists one by one

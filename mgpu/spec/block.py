@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from mgpu_train.config import Text
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from mgpu.errors import InputError
 from mgpu.spec.values import form, no_name, refusal, shown
@@ -45,6 +45,26 @@ class Block(BaseModel):
     """The base of every block: frozen, and an unknown key is a mistake."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class MachineKeys(Block):
+    """The keys that say which machines are needed: run file, `Requirements` and the Fleet resource have them all.
+
+    A key that stands here reaches the plan, the provider and the stack's state without another line.
+    """
+
+    provider: Word = Field(description="who rents out the machines")
+    regions: Words = Field(default=(), description="where machines may be (default: any)")
+    nodes: int = Field(default=1, ge=1, le=1024, description="machines")
+    gpus_per_node: int = Field(default=0, ge=0, le=16, description="GPUs of a machine; one process each (0: none)")
+    gpu: Words = Field(
+        default=(), description="GPU types, best first; one type is used for the whole fleet (default: any)"
+    )
+    disk_gib: int = Field(default=100, ge=1, description="disk of a machine, GiB")
+    market: Market = Field(default="on-demand", description="how the machines are bought")
+    max_price_usd_per_hour: float = Field(gt=0, description="dollars per hour, whole fleet, all nodes")
+    max_hours: float = Field(gt=0, description="hard cap: hours after which the machines end, whatever happens")
+    lease_minutes: float = Field(default=60, gt=0, description="minutes that a fleet without a run lives")
 
 
 class ProviderOptions(Block):

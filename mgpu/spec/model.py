@@ -15,9 +15,8 @@ from mgpu_train.tasks import entry as tasks
 from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
 
 from mgpu.spec import sink as sinks
-from mgpu.spec.block import Block, Names, ProviderOptions, Word
+from mgpu.spec.block import Block, MachineKeys, Names, ProviderOptions, Word
 from mgpu.spec.image import ImageSpec
-from mgpu.spec.machines import MachineKeys
 from mgpu.spec.provider import installed, on_this_machine
 from mgpu.spec.values import form
 
@@ -151,6 +150,14 @@ class _Named(Block):
 class Keys(MachineKeys, _Named):
     """What every run file may say: all but the providers' own blocks."""
 
+    provider: Word = Field(
+        description="who rents out the machines", json_schema_extra={"enum": list(installed().names)}
+    )
+    max_hours: float = Field(
+        ge=0.01,  # half a minute: below it machines end before anything has begun
+        le=24 * 60,
+        description="hard cap: hours after which the machines end, whatever happens",
+    )
     processes_per_node: int | None = Field(
         None, ge=1, le=256, description="processes of a machine, where there are no GPUs (default: 1)"
     )

@@ -176,6 +176,14 @@ def test_a_fleet_after_a_destroyed_one_is_a_new_generation(wire, here, made, fak
     assert fake.running == set(ids(outputs))
 
 
+def test_a_state_whose_hours_no_run_file_could_have_is_read_and_deleted(wire, here, made, fake):
+    """A Pulumi program names any hours above 0; machines that exist can always be given back."""
+    name, inputs, state = made[0], made[1] | {"maxHours": 2000}, made[2] | {"maxHours": 2000}
+    assert wire.read(here, name, state, inputs).id == name
+    wire.delete(here, name, state)
+    assert not fake.running
+
+
 def test_delete_of_what_is_gone_succeeds(wire, here, made):
     wire.delete(here, made[0], made[2])
     wire.delete(here, made[0], made[2])

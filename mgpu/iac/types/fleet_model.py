@@ -12,7 +12,7 @@ from mgpu.acquire import Acquired
 from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers import registry
 from mgpu.providers.base import FleetRequest, FleetState, Handle, JumpHost, NodeState, Provider
-from mgpu.spec.machines import MachineKeys
+from mgpu.spec.block import MachineKeys
 from mgpu.spec.provider import installed
 
 _ON_RECORD = 20  # offers; a search over all regions has thousands

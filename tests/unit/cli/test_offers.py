@@ -109,6 +109,22 @@ def test_a_mistake_is_one_where_one_provider_was_named(mgpu: Mgpu):
     assert (done.exception, done.return_value) == (None, 3)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--gpu", "A100 80GB"), "gpu: there is no GPU `A100 80GB` (did you mean `A100-80GB`?)"),
+        (("--region", "us east 2"), "regions: there is no region `us east 2` (did you mean `us-east-2`?)"),
+    ],
+)
+def test_a_word_that_no_run_file_could_have_gets_the_nearest_name(mgpu: Mgpu, words: tuple[str, str], told: str):
+    assert told in str(mgpu("aws", *words).exception)
+
+
+def test_more_gpus_than_any_run_file_asks_for_are_no_offer(mgpu: Mgpu):
+    done = mgpu("aws", "--gpus", "32")
+    assert (done.stdout, done.return_value) == ("nothing on sale meets this\n", 3)
+
+
 def test_where_nobody_has_it_the_nearest_name_is_told(mgpu: Mgpu):
     assert "aws: gpu: there is no GPU `H100` (did you mean `H100-80GB`?)" in mgpu("--gpu", "H100").stderr
     assert "did you mean" not in mgpu("--gpu", "H100-80GB").stderr
