@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import threading
 import time
@@ -215,6 +216,49 @@ def beside() -> Iterator[One]:
     made = One(outside_s=60)
     yield made
     made.checkpointer.close()
+
+
+class Payload:
+    """Unpickled as everything is by default, it makes a folder."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.made),)
+
+
+@pytest.mark.parametrize("where", ["in place of the metadata", "in the metadata", "in place of the progress"])
+def test_what_somebody_else_has_pickled_is_not_run_by_a_resume(one, tmp_path, where):
+    one.checkpointer.save(tmp_path, Progress(1, 2))
+    folder, made = tmp_path / "step-1", tmp_path / "made"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    if where == "in place of the progress":
+        (piece,) = [each for index, each in metadata.storage_data.items() if index.fqn == "progress.step"]
+        metadata.storage_data = {
+            index: replace(each, relative_path="payload", offset=0, length=10_000)
+            if each == piece else each
+            for index, each in metadata.storage_data.items()
+        }  # fmt: skip
+        torch.save(Payload(made), folder / "payload")
+    else:
+        metadata.planner_data = Payload(made)
+        metadata = Payload(made) if where == "in place of the metadata" else metadata
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(TrainError, match=r"mkdir|progress\.step is damaged, or no plain value"):
+        One().checkpointer.load(folder)
+    assert not made.exists()
+
+
+def test_files_outside_of_a_checkpoint_are_no_part_of_it(one, tmp_path):
+    one.checkpointer.save(tmp_path, Progress(1, 2))
+    folder = tmp_path / "step-1"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for index, each in metadata.storage_data.items():
+        metadata.storage_data[index] = replace(each, relative_path=f"../step-1/{each.relative_path}")
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(TrainError, match="outside of the checkpoint"):
+        One().checkpointer.load(folder)
 
 
 def test_what_a_forward_pass_changes_is_copied_before_it(one, tmp_path):

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from mgpu_train.checkpoint.distributed.plain import PlainLoadPlanner, PlainReader
 from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, local
 from mgpu_train.checkpoint.distributed.writer_process import Outside, OutsideWriter, ShardWriter
 from mgpu_train.checkpoint.local import discard, publish
@@ -135,7 +135,7 @@ class Checkpointer:
 
         Raises TrainError when it cannot be read or is of another model.
         """
-        reader = FileSystemReader(folder)
+        reader = PlainReader(folder)
         try:
             saved = reader.read_metadata()
             state = {**self._state(whole=False), "progress": asdict(Progress())}
@@ -143,7 +143,7 @@ class Checkpointer:
             # a rank that the saving run did not have keeps the random state that its seed gave it
             known, random = saved.state_dict_metadata, self._random()
             state["random"] = {name: value for name, value in random.items() if f"random.{name}" in known}
-            load(state, storage_reader=reader, process_group=self.place.control)
+            load(state, storage_reader=reader, planner=PlainLoadPlanner(), process_group=self.place.control)
         except TrainError as error:
             raise TrainError(f"cannot resume from {folder}: {error}") from error
         except (OSError, CheckpointException) as error:
