@@ -24,9 +24,17 @@ opts = pulumi.ResourceOptions(provider=provider, protect=True)
 bucket = aws.Bucket("bucket", existing=config.get("bucket"), opts=opts)
 repository = aws.Repository("repository", existing=config.get("repository"), opts=opts)
 nodes = aws.NodeRole(
-    "nodes", existing=config.get("instanceProfile"), bucket=bucket.name, repository=repository.name, opts=opts
+    "nodes",
+    existing=config.get("instanceProfile"),
+    bucket=bucket.name,
+    buckets=config.get_object("dataBuckets"),
+    repository=repository.name,
+    boundary=config.get("permissionsBoundary"),
+    opts=opts,
 )
-reaper = aws.ReaperRole("reaper", existing=config.get("reaperRole"), opts=opts)
+reaper = aws.ReaperRole(
+    "reaper", existing=config.get("reaperRole"), boundary=config.get("permissionsBoundary"), opts=opts
+)
 # What comes last goes first: as long as a machine is in the group, nothing goes
 group = aws.SecurityGroup(
     "group",

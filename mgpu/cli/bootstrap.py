@@ -21,7 +21,7 @@ _FREE = "none of it costs anything by itself: S3 and ECR bill what will be store
 _KINDS = {
     "Bucket": "checkpoints: closed to the public, TLS only, versioned; stays when the rest goes",
     "Repository": "images: scanned on push, tags that never move",
-    "NodeRole": "what nodes may do: checkpoints in that bucket, images of that repository",
+    "NodeRole": "what nodes may do: images of that repository; and the most that a run may be given in buckets",
     "ReaperRole": "lets EventBridge Scheduler end machines of mgpu's at their hard cap",
     "SecurityGroup": "SSH from the addresses named, everything between nodes, everything out",
 }
@@ -39,11 +39,21 @@ def bootstrap() -> None:
 @click.option("--allow-ssh", "ssh", multiple=True, metavar="CIDR", help="Who may log in (default: this machine).")
 @click.option("--force-public-ssh", "allow_world", is_flag=True, help="Let `--allow-ssh` be the whole world.")
 @click.option("--vpc", default="", help="Network of the security group (default: the default VPC).")
+@click.option(
+    "--data-bucket",
+    "data_buckets",
+    multiple=True,
+    metavar="NAME",
+    help="A bucket of yours that runs may use, too, for data or checkpoints; several times for several.",
+)
 @click.option("--bucket", default="", help="A bucket of yours instead.")
 @click.option("--repository", default="", help="A repository of yours instead.")
 @click.option("--instance-profile", default="", help="An instance profile of yours instead.")
 @click.option("--reaper-role", default="", help="A role of yours instead, its ARN.")
 @click.option("--security-group", default="", help="A security group of yours instead, its id.")
+@click.option(
+    "--permissions-boundary", default="", metavar="ARN", help="A policy of yours that bounds the roles that are made."
+)
 @click.option("--account", default="", help="Refuse credentials of another account than this, 12 digits.")
 @click.option("--profile", default="", help="Profile of ~/.aws.")
 @click.option("--endpoint-url", default="", help="Address of all AWS services, for a VPC endpoint or a fake.")

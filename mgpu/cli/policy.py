@@ -17,9 +17,17 @@ def policy() -> None:
 @click.option("--account", default="", help="Account, 12 digits (default: the one of the credentials).")
 @click.option("--region", "regions", multiple=True, help="Rent in these regions alone; several times for several.")
 @click.option("--bootstrap", is_flag=True, help="What `mgpu bootstrap aws` needs beyond that, for whoever runs it.")
+@click.option(
+    "--permissions-boundary",
+    default="",
+    metavar="ARN",
+    help="With --bootstrap: a policy of yours that every role has to be bounded by.",
+)
 @click.option("--profile", default="", help="Profile of ~/.aws.")
 @click.option("--endpoint-url", default="", help="Address of all AWS services, for a VPC endpoint or a fake.")
-def aws(account: str, regions: tuple[str, ...], bootstrap: bool, profile: str, endpoint_url: str) -> None:
+def aws(
+    account: str, regions: tuple[str, ...], bootstrap: bool, permissions_boundary: str, profile: str, endpoint_url: str
+) -> None:
     """Print the policy of who rents, watches and ends machines, as a JSON document for IAM.
 
     With --account nothing is asked of AWS. What ends or deletes something is limited to what carries mgpu's tags.
@@ -31,6 +39,11 @@ def aws(account: str, regions: tuple[str, ...], bootstrap: bool, profile: str, e
     for region in regions:
         if not operator_policies.is_region(region):
             raise InputError(f"--region: {region!r} is no region", "", "Name it as AWS does: us-east-1.")
+    if permissions_boundary and not bootstrap:
+        why = "The roles that `mgpu launch` makes are bounded already, by the policy mgpu-run of base."
+        raise InputError("--permissions-boundary belongs to --bootstrap", why, "Add `--bootstrap`, or leave it out.")
     options = Options.of({"account": account, "profile": profile, "endpoint_url": endpoint_url})
     whose = account or Account(options).id()
-    Console().data(operator_policies.documents(whose, regions)["base" if bootstrap else "machines"])
+    Console().data(
+        operator_policies.documents(whose, regions, permissions_boundary)["base" if bootstrap else "machines"]
+    )

@@ -19,6 +19,11 @@ class ImageHost(Protocol):
         """Where images for machines in these regions go unless the run file says: `registry/name`."""
         ...
 
+    def pulled_by_role(self, registry: str) -> Mapping[str, str]:
+        """Where machines ask for a login of this registry by their own role, as their side of it
+        (`mgpu_train.agent.host.ecr`) takes it; empty: they have to be given one."""
+        ...
+
     def registry_client(self, region: str) -> Any:
         """A boto3 client of ECR in a region, with the credentials of this provider's settings."""
         ...

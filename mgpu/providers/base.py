@@ -249,11 +249,21 @@ class Rekeys(Protocol):
 
 @runtime_checkable
 class StoreRole(Protocol):
-    """A provider whose machines have a role that may open stores."""
+    """A provider that gives the machines of a run rights of their own in object stores: no credentials of the
+    operator travel to them, and they open no more than the run names."""
 
-    def opened_by_role(self, url: str) -> bool:
-        """Whether the machines' own role may read and write at this address of an object store: then no credentials
-        of the operator travel to them."""
+    def require_store(self, urls: Sequence[str]) -> None:
+        """Returns where machines can be given rights at all of these addresses; makes nothing. Raises InputError: what
+        cannot be opened to them, and the cure; ProviderError."""
+        ...
+
+    def grant_store(self, run_id: str, reads: Sequence[str], writes: Sequence[str]) -> Mapping[str, str]:
+        """Gives the machines of this run the right to read below some addresses, and to keep checkpoints below others;
+        again is the same. What their store client needs for it, as variables. Raises what `require_store` raises."""
+        ...
+
+    def revoke_store(self, run_id: str) -> None:
+        """Takes these rights away; absent is success. Raises ProviderError."""
         ...
 
 

@@ -89,7 +89,9 @@ class Life:
             "capped again": self.capped_again,
             "repaired": self.repaired,
             "listed": lambda: self.provider.list_owned("me"),
+            "granted": self.granted,
             "stored": self.stored,
+            "revoked": lambda: self.provider.revoke_store("demo-1"),
             "logged in": lambda: auth.EcrAuth("", lambda: self.provider.registry_client(HERE))(),
             "destroyed": self.destroyed,
             "base deleted": self.base_deleted,
@@ -132,6 +134,9 @@ class Life:
         document = json.dumps({"Version": "2012-10-17", "Statement": [may]})
         arn = iam.create_policy(PolicyName="more", PolicyDocument=document)["Policy"]["Arn"]
         iam.attach_role_policy(RoleName=names.NODE_ROLE, PolicyArn=arn)
+        bound = f"arn:aws:iam::{ACCOUNT}:policy/{names.RUN_BOUNDARY}"
+        for _ in range(4):  # IAM keeps five
+            iam.create_policy_version(PolicyArn=bound, PolicyDocument=document, SetAsDefault=True)
         iam.put_role_policy(RoleName=names.REAPER_ROLE, PolicyName="more", PolicyDocument=document)
 
     def base_deleted(self) -> None:
@@ -174,6 +179,12 @@ class Life:
         self.handle = insist(
             lambda: self.provider.repair(self.handle, (1,), self.request(2), OFFER, TOKENS[1])  # type: ignore[arg-type]
         )
+
+    def granted(self) -> None:
+        """Twice, as for a later attempt."""
+        url = f"s3://{BUCKET}/{policies.RUNS}/demo-1"
+        self.provider.require_store([url])
+        assert self.provider.grant_store("demo-1", (), (url,)) == self.provider.grant_store("demo-1", (), (url,))
 
     def stored(self) -> None:
         """What the operator itself does in the store: its entries of the commit log."""

@@ -232,7 +232,7 @@ class Payload:
 def test_what_somebody_else_has_pickled_is_not_run_by_a_resume(one, tmp_path, where):
     one.checkpointer.save(tmp_path, Progress(1, 2))
     folder, made = tmp_path / "step-1", tmp_path / "made"
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - its own
     if where == "in place of the progress":
         (piece,) = [each for index, each in metadata.storage_data.items() if index.fqn == "progress.step"]
         metadata.storage_data = {
@@ -253,7 +253,7 @@ def test_what_somebody_else_has_pickled_is_not_run_by_a_resume(one, tmp_path, wh
 def test_files_outside_of_a_checkpoint_are_no_part_of_it(one, tmp_path):
     one.checkpointer.save(tmp_path, Progress(1, 2))
     folder = tmp_path / "step-1"
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - its own
     for index, each in metadata.storage_data.items():
         metadata.storage_data[index] = replace(each, relative_path=f"../step-1/{each.relative_path}")
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -213,7 +213,8 @@ class Cloud:
         self.repository: str | None = None  # where images go
         self.driver: MachineDriver | None = None  # that machines boot with
         self.asked_for_driver: list[tuple[str, ...] | Handle] = []
-        self.by_role: set[str] = set()  # addresses that the machines' own role opens
+        self.granted: list[tuple[str, list[str], list[str]]] = []  # run, what its machines may read, and write
+        self.revoked: list[str] = []  # runs whose machines may nothing any more
         self.handles: dict[str, Handle] = {}
         self.phases: dict[str, NodePhase] = {}
         self.stuck: set[str] = set()  # machines that no `destroy` ends
@@ -256,9 +257,17 @@ class Cloud:
         self._refuse("driver")
         return self.driver
 
-    def opened_by_role(self, url: str) -> bool:
-        self._refuse("opened_by_role")
-        return url in self.by_role
+    def require_store(self, urls: Sequence[str]) -> None:
+        self._refuse("store")
+
+    def grant_store(self, run_id: str, reads: Sequence[str], writes: Sequence[str]) -> Mapping[str, str]:
+        self._refuse("store")
+        self.granted.append((run_id, list(reads), list(writes)))
+        return {"MGPU_STORE_ROLE": f"role-of-{run_id}"}
+
+    def revoke_store(self, run_id: str) -> None:
+        self._refuse("revoke")
+        self.revoked.append(run_id)
 
     def describe(self, handle: Handle) -> FleetState:
         self.described += 1

@@ -45,6 +45,8 @@ class Wanted:
     instance_profile: str = ""
     reaper_role: str = ""
     security_group: str = ""
+    data_buckets: tuple[str, ...] = ()
+    permissions_boundary: str = ""
 
     def config(self) -> dict[str, object]:
         """As `infra/base` reads it."""
@@ -55,9 +57,10 @@ class Wanted:
             "instanceProfile": self.instance_profile,
             "reaperRole": self.reaper_role,
             "securityGroup": self.security_group,
+            "permissionsBoundary": self.permissions_boundary,
         }
         given = {key: value for key, value in texts.items() if value}
-        more = {"ssh": list(self.ssh), "allowWorld": self.allow_world}
+        more = {"ssh": list(self.ssh), "allowWorld": self.allow_world, "dataBuckets": list(self.data_buckets)}
         return {**given, **{key: value for key, value in more.items() if value}}
 
 

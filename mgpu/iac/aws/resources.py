@@ -37,7 +37,7 @@ class Bucket(_Thing):
     abort_uploads_days: Output[int]
     old_versions_days: Output[int]
     public_access_blocked: Output[bool]
-    tls_only: Output[bool]
+    guarded: Output[bool]
     versioned: Output[bool]
     encryption: Output[str]
     arn: Output[str]
@@ -93,15 +93,18 @@ class Repository(_Thing):
 
 
 class NodeRole(_Thing):
-    """What nodes may do: checkpoints under `runs/` of a bucket, images of a repository. `existing`: a profile."""
+    """What nodes may do by themselves, and what bounds the roles of runs. `existing`: an instance profile."""
 
     existing: Output[str | None]
     lacks: Output[list[str]]
     bucket: Output[str]
+    buckets: Output[list[str]]
     repository: Output[str]
     trust: Output[str]
     policy: Output[str]
+    boundary: Output[str]
     other_policies: Output[list[str]]
+    bounded: Output[bool]
     in_profile: Output[bool]
     arn: Output[str]
     profile: Output[str]
@@ -113,10 +116,18 @@ class NodeRole(_Thing):
         *,
         bucket: Input[str],
         repository: Input[str],
+        buckets: Input[Sequence[Input[str]]] | None = None,
         existing: Input[str] | None = None,
+        boundary: Input[str] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
-        given = {"existing": existing, "bucket": bucket, "repository": repository}
+        given = {
+            "existing": existing,
+            "boundary": boundary,
+            "bucket": bucket,
+            "buckets": buckets,
+            "repository": repository,
+        }
         super().__init__(tokens.NODE_ROLE, resource_name, given, opts)
 
 
@@ -127,6 +138,7 @@ class ReaperRole(_Thing):
     lacks: Output[list[str]]
     trust: Output[str]
     policy: Output[str]
+    boundary: Output[str]
     other_policies: Output[list[str]]
     arn: Output[str]
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+
+_ROLE_CHARACTERS = 64
+
 # on everything that costs money
 OWNER = "mgpu:owner"
 FLEET = "mgpu:fleet"
@@ -16,18 +21,29 @@ HOST_KEY = "mgpu:host-key"  # OpenSSH public key line: the one that is pinned
 ONE_USE_KEY = "mgpu:one-use-host-key"  # the one that came with user data, as long as it may be met
 # on a launch template alone
 REQUEST = "mgpu:request"  # a digest of what was asked for: the same token for something else is a conflict
+# on a run's role alone
+RUN = "mgpu:run"
 # on what `mgpu bootstrap aws` makes
 BASE = "mgpu:base"
 
 NODE_ROLE = "mgpu-node"  # also the name of its instance profile
+RUN_ROLES = "/mgpu/run/"  # the path of the roles of runs
+RUN_BOUNDARY = "mgpu-run"  # the policy that bounds them
 REAPER_ROLE = "mgpu-reaper"  # EventBridge Scheduler takes it on, to end machines at their hard cap
 SECURITY_GROUP = "mgpu-nodes"
 REPOSITORY = "mgpu/trainer"
+ECR = re.compile(r"\d{12}\.dkr\.ecr(-fips)?\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?")  # a registry
 
 
 def template(token: str) -> str:
     """The launch template of one create."""
     return f"mgpu-{token}"
+
+
+def run_role(run_id: str) -> str:
+    """The role of one run, which its nodes take on; at most 64 characters."""
+    name = f"mgpu-{run_id}"
+    return name if len(name) <= _ROLE_CHARACTERS else f"{name[:55]}-{hashlib.sha256(run_id.encode()).hexdigest()[:8]}"
 
 
 def bucket(account: str, region: str) -> str:

@@ -153,11 +153,23 @@ class AwsProvider(Provider):
         changed = {"ids": ids, "generation": request.generation, "token": token, "made_at": made.made_at}
         return handle.model_copy(update=changed)
 
-    def opened_by_role(self, url: str) -> bool:
-        """Whether the machines' own role reaches this address. Raises ProviderError."""
-        from mgpu.providers.aws.iam.store_role import opened_by_role
+    def require_store(self, urls: Sequence[str]) -> None:
+        """Whether a role for a run can open all of these. Raises InputError, ProviderError."""
+        from mgpu.providers.aws.iam import run_role
 
-        return opened_by_role(self._account, self._options, url)
+        run_role.require(self._account, self._options, urls)
+
+    def grant_store(self, run_id: str, reads: Sequence[str], writes: Sequence[str]) -> Mapping[str, str]:
+        """The run's own role, made or brought in line. Raises InputError, ProviderError."""
+        from mgpu.providers.aws.iam import run_role
+
+        return run_role.grant(self._account, self._options, run_id, reads, writes)
+
+    def revoke_store(self, run_id: str) -> None:
+        """Takes the run's role away. Raises ProviderError."""
+        from mgpu.providers.aws.iam import run_role
+
+        run_role.revoke(self._account, self._options, run_id)
 
     def image_repository(self, regions: Sequence[str]) -> str:
         """The one of base in the first of these regions, else at home. Raises AuthError, InputError."""
@@ -166,6 +178,14 @@ class AwsProvider(Provider):
 
         manager = RepositoryManager(Site(self._account, regions[0] if regions else self._account.home_region))
         return manager.expected(manager.complete(Repository()))["uri"]
+
+    def pulled_by_role(self, registry: str) -> Mapping[str, str]:
+        """ECR's registries, all of them: a token of the operator's could push for twelve hours. Which repository the
+        role may pull from, `base` says."""
+        from mgpu.providers.aws.names import ECR
+
+        found = ECR.fullmatch(registry)
+        return {"region": found["region"], "endpoint": self._options.endpoint_url or ""} if found else {}
 
     def registry_client(self, region: str) -> Any:
         """ECR there, with the credentials of `aws.profile`. Raises AuthError, InputError."""

@@ -40,6 +40,7 @@ class ImageToRun:
     reference: str  # repository@sha256:...
     compressed_bytes: int | None = None  # of its layers in the registry; None: not known, no disk is looked at
     auth: Auth = field(default=nobody, repr=False, compare=False)
+    by_role: Mapping[str, str] = field(default_factory=dict)  # `ImageHost.pulled_by_role`; `auth` is not asked then
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,10 @@ class Settled:
 
     def to_run(self, provider: Provider) -> ImageToRun:
         """As nodes get it: who pulls is asked at every pull."""
-        login = place.login(Reference.parse(self.reference).registry, provider)
-        return ImageToRun(self.reference, self.compressed_bytes, login)
+        registry = Reference.parse(self.reference).registry
+        login = place.login(registry, provider)
+        by_role = provider.pulled_by_role(registry) if isinstance(provider, place.ImageHost) else {}
+        return ImageToRun(self.reference, self.compressed_bytes, login, by_role)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu import paths
 from mgpu.iac.outputs import StackOutput
-from mgpu.providers.base import Provider, StoreRole
+from mgpu.providers.base import Provider
 from mgpu.run.job.stack_output import provider_of
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.spec import environment
@@ -141,27 +141,29 @@ def default_store() -> str:
     return f"file://{paths.data_dir() / 'checkpoints'}"
 
 
-def store_keys(
-    spec: RunSpec, checkpoint: CheckpointTarget | None, environ: Mapping[str, str], provider: Provider | None = None
-) -> StoreKeys:
+def store_keys(request: Request, environ: Mapping[str, str], provider: Provider | None) -> StoreKeys:
     """What opens the run's stores on the machines of this provider; None: machines that are not mgpu's."""
-    urls = [item.source for item in spec.data] + ([checkpoint.to] if checkpoint else [])
-    if isinstance(provider, StoreRole):
-        return StoreKeys(urls, environ, provider.opened_by_role)
-    return StoreKeys(urls, environ)
+    writes = [f"{request.checkpoint.to}/{request.run_id}"] if request.checkpoint else []
+    return StoreKeys(
+        request.run_id, environ, provider, reads=[item.source for item in request.spec.data], writes=writes
+    )
 
 
-def secrets_of(
-    spec: RunSpec, checkpoint: CheckpointTarget | None, environ: Mapping[str, str], provider: Provider | None = None
-) -> Secrets:
-    """The values of the run's secrets and the store's credentials, from the operator's environment.
+def require_secrets(request: Request, environ: Mapping[str, str], provider: Provider | None) -> None:
+    """Looks whether `secrets_of` could answer; gives no rights yet. Raises what `secrets_of` raises."""
+    environment.values(request.spec.secrets, "secrets", environ)
+    store_keys(request, environ, provider).require()
+
+
+def secrets_of(request: Request, environ: Mapping[str, str], provider: Provider | None) -> Secrets:
+    """The values of the run's secrets, from the operator's environment, and what opens the store to its nodes.
 
     Raises:
-        InputError: a secret that the run file names is not set; all of them are named.
-        ProviderError: the provider cannot say what its machines' role opens.
+        InputError: a secret that the run file names is not set, all of them named; the store cannot be opened to nodes.
+        ProviderError: the provider cannot give the machines their rights.
     """
-    env = environment.values(spec.secrets, "secrets", environ)
-    return Secrets(env=env, store=store_keys(spec, checkpoint, environ, provider).now())
+    env = environment.values(request.spec.secrets, "secrets", environ)
+    return Secrets(env=env, store=store_keys(request, environ, provider).now())
 
 
 def build_secrets(spec: RunSpec, environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,54 +1,93 @@
-"""What opens the object store on the nodes: nothing of ours where their own role opens it, else the operator's keys.
+"""What opens the object store on the nodes: rights of their own where the provider gives them, else keys made for that.
 
-Keys that live for hours (a role, SSO) are renewed by botocore a quarter of an hour before their end: who asks again
-then gets new ones, and sends them on.
+The operator's own keys open the store on machines of this machine alone (provider `local`): they go nowhere. Keys that
+live for hours (a role, SSO) are renewed by botocore a quarter of an hour before their end: who asks again then gets new
+ones, and sends them on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mgpu.errors import InputError
+from mgpu.providers.base import Provider, StoreRole
 
 # where the store is; nothing secret
-_PLACE = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+_PLACE = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL_STS")
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_FOR_NODES = {f"MGPU_STORE_{name.removeprefix('AWS_')}": name for name in _KEYS}
 # what the node's store client may need of the operator's environment; nothing else of it travels
-STORE_VARIABLES = (*_KEYS, *_PLACE)
-
-
-def _never(_url: str) -> bool:
-    return False
+STORE_VARIABLES = (*_KEYS, *_PLACE, *_FOR_NODES)
 
 
 class StoreKeys:
     """The environment of the nodes' store client, as of now. One for each use: it keeps the session that renews."""
 
     def __init__(
-        self, urls: Iterable[str], environ: Mapping[str, str], opened_by_role: Callable[[str], bool] = _never
+        self,
+        run_id: str,
+        environ: Mapping[str, str],
+        provider: Provider | None,
+        *,
+        reads: Sequence[str] = (),
+        writes: Sequence[str] = (),
     ) -> None:
-        """`urls` are all places that a run reads and writes; `opened_by_role` says of one whether the machines' own
-        role opens it. Nothing is asked for yet."""
-        self._urls = [url for url in urls if url.startswith("s3://")]
-        self._environ, self._opened_by_role = environ, opened_by_role
+        """`reads` and `writes` are all addresses below which the run's nodes do that; `provider` is that of its
+        machines, None for machines that are not mgpu's. Nothing is asked for yet."""
+        self._run_id, self._environ, self._provider = run_id, environ, provider
+        self._reads = [url for url in reads if url.startswith("s3://")]
+        self._writes = [url for url in writes if url.startswith("s3://")]
+        self._granted: Mapping[str, str] | None = None
         self._session: Any = None
         self._credentials: Any = None
-        self._by_role: bool | None = None
+
+    @property
+    def grants(self) -> bool:
+        """Whether `now` gives the run's machines rights, which somebody has to take away again."""
+        return (
+            isinstance(self._provider, StoreRole) and bool(self._reads or self._writes) and not self._made_for_nodes()
+        )
+
+    def require(self) -> None:
+        """Looks whether `now` could answer; gives no rights yet. Raises what `now` raises."""
+        if self.grants:
+            self._provider.require_store([*self._reads, *self._writes])
+        else:
+            self.now()
 
     def now(self) -> dict[str, str]:
-        """AWS_* variables; none where no run file's address is in an object store.
+        """Variables of AWS's SDKs, and of a role that the nodes take on; none where no address is in an object store.
 
         Raises:
-            InputError: there are no credentials, or they cannot be renewed.
-            ProviderError: the provider cannot say what its machines' role opens.
+            InputError: there are no credentials for nodes, or they cannot be renewed.
+            ProviderError: the provider cannot give the machines their rights.
         """
-        if not self._urls:
+        if not (self._reads or self._writes):
             return {}
         place = {name: self._environ[name] for name in _PLACE if self._environ.get(name)}
-        if self._by_role is None:
-            self._by_role = all(self._opened_by_role(url) for url in self._urls)
-        return place if self._by_role else place | self._keys(place)
+        if made := self._made_for_nodes():
+            return place | made
+        if isinstance(self._provider, StoreRole):
+            if self._granted is None:
+                self._granted = self._provider.grant_store(self._run_id, self._reads, self._writes)
+            return {**self._granted, **place}
+        if self._provider is None or not self._provider.capabilities.this_machine:
+            raise InputError(
+                "no credentials of the object store for the nodes",
+                "The operator's own go to no other machine, and this provider gives machines none.",
+                "Make keys that open this run's place alone, and set MGPU_STORE_ACCESS_KEY_ID and "
+                "MGPU_STORE_SECRET_ACCESS_KEY.",
+            )
+        return place | self._keys(place)
+
+    def _made_for_nodes(self) -> dict[str, str]:
+        given = {name: self._environ[each] for each, name in _FOR_NODES.items() if self._environ.get(each)}
+        if given and not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= given.keys():
+            raise InputError(
+                "MGPU_STORE_ACCESS_KEY_ID and MGPU_STORE_SECRET_ACCESS_KEY belong together", "", "Set both."
+            )
+        return given
 
     def _keys(self, place: Mapping[str, str]) -> dict[str, str]:
         given = {name: self._environ[name] for name in _KEYS if self._environ.get(name)}

@@ -16,7 +16,7 @@ from mgpu.providers import registry
 from mgpu.providers.base import Provider
 from mgpu.run.fleet.stack import give_back_fleet, open_stack, refuse_used, require_ours, stack_of
 from mgpu.run.job.stack_output import provider_for
-from mgpu.run.lifecycle.outcome import ended, final_state, remembered
+from mgpu.run.lifecycle.outcome import ended, final_state, remembered, revoke_store
 from mgpu.run.record.record import Record, State, busy, load, save, supervising
 from mgpu.spec.load import load as load_spec
 
@@ -40,7 +40,7 @@ def down(record: Record, context: Context, *, left: bool = False) -> Record:
         if fleet is not None:
             require_ours(record.stack, fleet)
             refuse_used(fleet, but=record.run_id)
-        if record.teardown != "confirmed" or left:
+        if record.teardown != "confirmed" or left or record.store_granted:
             _give_back(record, fleet, context)
         return record
 
@@ -54,6 +54,7 @@ def _give_back(record: Record, fleet: StackOutput | None, context: Context) -> N
     provider = registry.get(record.provider, fleet.options if fleet else record.options)
     give_back_fleet(stack, provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
     record.teardown = "confirmed"
+    revoke_store(record, context.emit)
     record.costs_no_more(time.time())
     if not record.state.final:
         record.exit_code = record.verdict

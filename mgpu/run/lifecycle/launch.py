@@ -15,7 +15,7 @@ from mgpu.context import Context
 from mgpu.events import Emit, Note, RunStateChanged
 from mgpu.run.fleet.stack import open_stack, project_of, standing
 from mgpu.run.job import images
-from mgpu.run.job.request import build_secrets, resolve, secrets_of
+from mgpu.run.job.request import build_secrets, require_secrets, resolve
 from mgpu.run.job.stack_output import provider_for, provider_of
 from mgpu.run.lifecycle.attempt_start import require_data, require_store
 from mgpu.run.lifecycle.outcome import Outcome
@@ -41,7 +41,7 @@ def launch(
     run_id = resume.run_id if resume else new_run_id(spec.name)
     base = run_file.resolve().parent
     request = resolve(spec, run_id, base, timeouts=context.timeouts)
-    secrets_of(spec, request.checkpoint, os.environ, provider_for(spec))  # what is missing is told before a build
+    require_secrets(request, os.environ, provider_for(spec))  # what is missing is told before a build
     image = images.settle(spec, base, context.emit, machines)
 
     def made() -> Record:
@@ -57,7 +57,7 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
     stack = open_stack(project_of(run_file), stack_name, run_file, None, context)
     fleet = standing(stack, spec)
     request = resolve(spec, run_id, run_file.resolve().parent, store=fleet.store, timeouts=context.timeouts)
-    secrets_of(spec, request.checkpoint, os.environ, provider_of(fleet))  # what is missing is told before a build
+    require_secrets(request, os.environ, provider_of(fleet))  # what is missing is told before a build
     image = images.for_stack(spec, request.base, fleet, context.emit)
 
     def made() -> Record:
@@ -80,7 +80,7 @@ def preflight(run_file: Path, spec: RunSpec, emit: Emit) -> Path:
     request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
     told = code_upload.look(request)
     provider = provider_for(spec)
-    secrets_of(spec, request.checkpoint, os.environ, provider)
+    require_secrets(request, os.environ, provider)
     build_secrets(spec, os.environ)
     provider.check()
     require_store(request)

@@ -24,10 +24,11 @@ from mgpu.errors import (
     TeardownIncomplete,
     TrainingFailed,
 )
-from mgpu.events import Note, RunEnded, Warned
+from mgpu.events import Emit, Note, RunEnded, Warned
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
+from mgpu.providers.base import StoreRole
 from mgpu.run.fleet.stack import InUse, give_back_fleet
 from mgpu.run.record.record import Record, State, known
 from mgpu.run.record.session import Session
@@ -123,6 +124,7 @@ def _close(session: Session, stack: Stack, teardown: str, error: MgpuError | Non
         error = incomplete
     except (MgpuError, OSError) as failure:
         error = _incomplete(record, failure)
+    revoke_store(record, session.emit)
     record.exit_code = error.exit_code if error else 0
     record.reason = error.what if error else ""
     session.to(final_state(error))
@@ -131,6 +133,21 @@ def _close(session: Session, stack: Stack, teardown: str, error: MgpuError | Non
     if isinstance(error, _Bug):
         raise error.bug
     return Outcome(record, error)
+
+
+def revoke_store(record: Record, emit: Emit) -> None:
+    """Takes away what the run's machines may do in its store, where they were given rights. What stays is told, and
+    ends nothing: such rights open that run's place alone, to machines that know its secret."""
+    if not record.store_granted:
+        return
+    try:
+        provider = registry.get(record.provider, record.options)
+        if isinstance(provider, StoreRole):
+            provider.revoke_store(record.run_id)
+        record.store_granted = False
+    except MgpuError as error:
+        again = f"`mgpu down {record.run_id}` tries again"
+        emit(Warned(f"the rights of run {record.run_id} in its store stay: {error.what}; {again}"))
 
 
 class _Bug(MgpuError):

@@ -129,7 +129,7 @@ class _Run:
     def _made(self) -> Callable[[], Ended]:
         """The fleet made, or repaired, and the next attempt on it. Raises InputError for a secret that is missing."""
         request = self._request(StackOutput.model_validate(self.record.fleet) if self.record.fleet else None)
-        secrets = secrets_of(self.spec, request.checkpoint, os.environ, self._provider())
+        secrets = self._secrets(request, self._provider())
         go_on = self._repaired if self.record.state is State.REPAIRING else self._begun
 
         def made() -> Ended:
@@ -137,6 +137,12 @@ class _Run:
             return go_on(request, secrets)
 
         return made
+
+    def _secrets(self, request: Request, provider: Provider | None) -> Secrets:
+        if store_keys(request, os.environ, provider).grants and not self.record.store_granted:
+            self.record.store_granted = True  # before they are: whoever ends the run takes them away
+            self.session.save()
+        return secrets_of(request, os.environ, provider)
 
     def _begun(self, request: Request, secrets: Secrets) -> Ended:
         if self.record.writer:  # an attempt was begun, and its supervisor died before it could say so
@@ -196,9 +202,9 @@ class _Run:
         if fleet is None:
             return lambda: Ended(False, "the machines that it trained on are not known", Fault.INFRASTRUCTURE)
         request, secrets, provider = self._request(fleet), None, provider_of(fleet)
-        keys = store_keys(self.spec, request.checkpoint, os.environ, provider)
+        keys = store_keys(request, os.environ, provider)
         try:
-            secrets = secrets_of(self.spec, request.checkpoint, os.environ, provider)
+            secrets = self._secrets(request, provider)
         except (InputError, ProviderError) as error:  # credentials that have expired end nothing
             self.session.emit(Warned(f"{error.what}: this attempt is watched on, but no other can follow it"))
         self._claim(request)
@@ -261,7 +267,7 @@ def _conducted(session: Session, request: Request, fleet: StackOutput, secrets: 
     record.costs(fleet.generation, fleet.price_usd_per_hour, time.time())  # where a stack stood already
     provider = provider_of(fleet)
     request = _with_image(session, request, fleet)
-    keys = store_keys(request.spec, request.checkpoint, os.environ, provider)
+    keys = store_keys(request, os.environ, provider)
     return conduct(session, request, fleet, provider, fresh_secrets(session, secrets, keys), keys)
 
 

@@ -40,7 +40,8 @@ _PROBLEMS = {
     "absent": ("the image is not in its registry", "Push it again: `mgpu image push`."),
     "denied": (
         "the registry refuses the image",
-        "Log in where mgpu runs (`docker login`, `aws sso login`) as somebody who may pull it.",
+        "Log in where mgpu runs (`docker login`) as somebody who may pull it. From ECR machines pull by their own "
+        "role: `mgpu bootstrap aws --repository NAME` lets them.",
     ),
     "limit": (
         "the registry lets nobody pull as often as that",
@@ -99,10 +100,10 @@ def up(
     begin = time.monotonic()
     wanted = _wanted(image, spec, fleet, run_id, timeouts) | {"writable": [*(item.to for item in spec.data), *folders]}
     lacks = {node.target.rank for node in nodes.nodes} - _having(nodes, image, timeouts)
-    login = _login(image) if lacks else None  # nobody is told a password without need
+    login = _login(image) if lacks else {}  # nobody is told a password without need
     answers = nodes.each(
         lambda node: _call(
-            node, "up", {**wanted, "login": login if node.target.rank in lacks else None}, fleet.provider, timeouts
+            node, "up", {**wanted, **(login if node.target.rank in lacks else {})}, fleet.provider, timeouts
         )
     )
     _tell(answers, time.monotonic() - begin, emit)
@@ -164,17 +165,21 @@ def _having(nodes: NodeSet, image: ImageToRun, timeouts: Timeouts) -> set[int]:
     return {node.target.rank for node, answer in zip(nodes.nodes, answers, strict=True) if answer.status == 0}
 
 
-def _login(image: ImageToRun) -> dict[str, str] | None:
-    login, registry = image.auth(), Reference.parse(image.reference).registry
+def _login(image: ImageToRun) -> dict[str, dict[str, str]]:
+    """What nodes are told of who pulls: that it is their own role, or a name and a password."""
+    registry = Reference.parse(image.reference).registry
+    if image.by_role:
+        return {"role_login": {"registry": registry, **image.by_role}}
+    login = image.auth()
     if login is None:
-        return None
+        return {}
     if login.identity_token:
         raise InputError(
             f"the login for {registry} cannot be handed to the nodes",
             "It is an identity token, which only the program that got it can use.",
             f"Log in with a name and a password: `docker login --username ... {registry}`.",
         )
-    return {"registry": registry, "username": login.username, "password": login.password}
+    return {"login": {"registry": registry, "username": login.username, "password": login.password}}
 
 
 def _call(node: Node, verb: str, wanted: dict[str, Any], provider: str, timeouts: Timeouts) -> dict[str, Any]:

@@ -134,6 +134,9 @@ class Record:
     hard_cap_at: float = 0.0
     lease_until: float = 0.0  # of a fleet that was kept
     store: str | None = None
+    store_granted: bool = (
+        False  # the provider was asked to give its machines rights there, and they were not taken away
+    )
     step: int = -1
     steps: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # the newest values, by the program's own names

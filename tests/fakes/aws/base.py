@@ -8,15 +8,18 @@ from typing import Any
 
 NODE_ROLE, REAPER_ROLE, SECURITY_GROUP = "mgpu-node", "mgpu-reaper", "mgpu-nodes"
 
+BUCKETS = ("mgpu-of-this-test", "mgpu-data")  # of the user's, that runs may use
 TAGS = [{"Key": "mgpu:base", "Value": "1"}]
 
 Clients = Callable[[str, str], Any]
 
 
 def make(clients: Clients, region: str) -> dict[str, str]:
-    """Security group in the region's default VPC, node role with its instance profile, reaper role; again is fine."""
+    """Security group in the region's default VPC, node role with its instance profile, what bounds roles of runs, reaper
+    role; again is fine."""
     iam = clients("iam", region)
-    _role(iam, NODE_ROLE, "ec2.amazonaws.com", [])
+    _role(iam, NODE_ROLE, "ec2.amazonaws.com", ["sts:AssumeRole"])
+    _boundary(iam)
     reaper = _role(iam, REAPER_ROLE, "scheduler.amazonaws.com", ["ec2:TerminateInstances", "ec2:ReleaseAddress"])
     try:
         iam.create_instance_profile(InstanceProfileName=NODE_ROLE, Tags=TAGS)
@@ -37,6 +40,18 @@ def _role(iam: Any, name: str, service: str, actions: list[str]) -> str:
         allowed = _document({"Effect": "Allow", "Action": actions, "Resource": "*"})
         iam.put_role_policy(RoleName=name, PolicyName=name, PolicyDocument=allowed)
     return iam.get_role(RoleName=name)["Role"]["Arn"]
+
+
+def _boundary(iam: Any) -> None:
+    """Buckets of base, and the one that tests keep checkpoints in."""
+    buckets = [f"arn:aws:s3:::{name}" for name in ("mgpu-123456789012-*", *BUCKETS)]
+    named = {"Sid": "Buckets", "Effect": "Allow", "Action": "s3:*", "Resource": buckets}
+    objects = {"Effect": "Allow", "Action": "s3:*", "Resource": [f"{bucket}/*" for bucket in buckets]}
+    text = json.dumps({"Version": "2012-10-17", "Statement": [named, objects]})
+    try:
+        iam.create_policy(PolicyName="mgpu-run", PolicyDocument=text, Tags=TAGS)
+    except iam.exceptions.EntityAlreadyExistsException:
+        pass
 
 
 def _document(statement: dict[str, Any]) -> str:

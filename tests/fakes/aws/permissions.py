@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from moto import settings
 from moto.core.authorization import ActionAuthenticatorMixin
-from moto.iam.access_control import AssumedRoleAccessKey, IAMRequest, PermissionResult
+from moto.iam.access_control import AssumedRoleAccessKey, IAMRequest, IAMRequestBase, PermissionResult
 from moto.iam.models import iam_backends
 from moto.s3.models import FakeBucket
 from moto.sts.models import sts_backends
+from werkzeug import Request
 
 from fakes.aws import simulation
 from fakes.aws.cloud import Cloud
@@ -26,6 +29,14 @@ SESSION_S = 6 * 3600
 
 Statement = dict[str, Any]
 
+_heard = threading.local()
+
+
+def heard(environ: Mapping[str, Any]) -> None:
+    """This thread answers this request now: moto tells a bucket's policy too little of it."""
+    request = Request(dict(environ))
+    _heard.headers, _heard.path = request.headers, f"{request.path}?{request.query_string.decode()}"
+
 
 def install(cloud: Cloud) -> None:
     """From now on `cloud.enforced` says whether callers need permissions."""
@@ -35,6 +46,17 @@ def install(cloud: Cloud) -> None:
         if cloud.enforced and self.access_key != ROOT_KEY:
             authorize(self, *request)
 
+    by_moto = existing(IAMRequestBase, "check_action_permitted")
+
+    def judged(self: Any, resource: str) -> None:
+        """Roles as AWS judges them: with conditions, a boundary and trust, none of which moto knows."""
+        role = getattr(self._access_key, "_owner_role_name", None)
+        if role is None or self._action == "sts:GetCallerIdentity":
+            by_moto(self, resource)
+        elif not _may(cloud, role, self, resource):
+            self._raise_access_denied()
+
+    replace(IAMRequestBase, "check_action_permitted", judged)
     replace(settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
     replace(ActionAuthenticatorMixin, "_authenticate_and_authorize_action", authorized)
     replace(FakeBucket, "get_permission", _bucket_says)
@@ -42,9 +64,52 @@ def install(cloud: Cloud) -> None:
     simulation.install()
 
 
+def _may(cloud: Cloud, role: str, request: Any, resource: str) -> bool:
+    """Whether a session of this role may do what it asks for."""
+    facts = _facts(request._headers, request._path, request._action)
+    if request._action != "sts:AssumeRole":
+        return allowed(_role(role), request._action, resource, facts)
+    wanted, secret = _said(request._data, "RoleArn"), _said(request._data, "ExternalId")
+    facts |= {"sts:ExternalId": secret} if secret else {}
+    return allowed(_role(role), request._action, wanted, facts) and _takes_on(role, wanted, facts)
+
+
+def _said(data: Mapping[str, Any], name: str) -> str:
+    return str(next(iter(_many(data.get(name))), ""))
+
+
+def _role(name: str) -> Any:
+    return next((each for each in iam_backends[ACCOUNT][PARTITION].roles.values() if each.name == name), None)
+
+
+def _takes_on(role: str, wanted: str, facts: Mapping[str, str]) -> bool:
+    """Whether the wanted role trusts this one."""
+    found = next((each for each in iam_backends[ACCOUNT][PARTITION].roles.values() if each.arn == wanted), None)
+    return found is not None and any(
+        each["Effect"] == "Allow"
+        and _role(role).arn in _many(each.get("Principal", {}).get("AWS"))
+        and _holds(each.get("Condition", {}), facts)
+        for each in _statements(found.assume_role_policy_document)
+    )
+
+
+def _facts(headers: Mapping[str, str], path: str, action: str) -> dict[str, str]:
+    """What a request to S3 says of itself, as condition keys. Plain HTTP of the fake stands for TLS."""
+    facts = {"aws:SecureTransport": "true"}
+    asked = parse_qs(urlsplit(path).query, keep_blank_values=True)
+    if "prefix" in asked:
+        facts["s3:prefix"] = asked["prefix"][0]
+    if action == "s3:PutObject":
+        makes = "uploads" not in asked and "partNumber" not in asked  # a part of an upload is no object yet
+        facts["s3:ObjectCreationOperation"] = str(makes).lower()
+        if "If-None-Match" in headers:
+            facts["s3:if-none-match"] = headers["If-None-Match"]
+    return facts
+
+
 def _bucket_says(bucket: FakeBucket, action: str, resource: str) -> PermissionResult:
     """What a bucket's policy says; moto's own reading knows no conditions, and would deny all for want of TLS."""
-    facts = {"aws:SecureTransport": "true"}  # the fake's plain HTTP stands for what AWS has
+    facts = _facts(_heard.headers, _heard.path, action)
     said = [
         each["Effect"]
         for each in (_statements(bucket.policy.decode()) if bucket.policy else ())
@@ -76,13 +141,26 @@ def permits(role_arn: str, action: str, resource: str, facts: Mapping[str, str])
 
 
 def allowed(who: Any, action: str, resource: str, facts: Mapping[str, str]) -> bool:
-    """Whether the policies of moto's role or user allow this."""
-    versions = [version for policy in who.managed_policies.values() for version in policy.versions]
-    attached = [version.document for version in versions if version.is_default]
-    inline = who.policies.values()
+    """Whether the policies of moto's role or user allow this, within what bounds it."""
+    if who is None:
+        return False
+    attached = [_newest(policy) for policy in who.managed_policies.values()]
+    bounds = []
+    if arn := getattr(who, "permissions_boundary_arn", None):
+        bounds = [[_newest(iam_backends[ACCOUNT][PARTITION].managed_policies[arn])]]
+    return all(
+        _say_yes(documents, action, resource, facts) for documents in [[*who.policies.values(), *attached], *bounds]
+    )
+
+
+def _newest(policy: Any) -> str:
+    return next(version.document for version in policy.versions if version.is_default)
+
+
+def _say_yes(documents: list[str], action: str, resource: str, facts: Mapping[str, str]) -> bool:
     said = [
         each["Effect"]
-        for document in [*inline, *attached]
+        for document in documents
         for each in _statements(document)
         if _about(each, action, resource) and _holds(each.get("Condition", {}), facts)
     ]
@@ -112,6 +190,8 @@ def _holds(conditions: Mapping[str, Mapping[str, Any]], facts: Mapping[str, str]
 def _one_holds(kind: str, actual: str | None, wanted: list[str]) -> bool:
     if kind == "Null":
         return wanted == [str(actual is None).lower()]
+    if kind.endswith("IfExists"):
+        return actual is None or _one_holds(kind.removesuffix("IfExists"), actual, wanted)
     if kind in ("StringEquals", "ArnEquals", "Bool"):
         return actual in wanted
     if kind in ("StringLike", "ArnLike"):

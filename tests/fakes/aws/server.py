@@ -14,7 +14,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoReque
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
-from fakes.aws import faults, prices
+from fakes.aws import faults, permissions, prices
 from fakes.aws.cloud import Cloud
 from fakes.aws.patching import replace
 from fakes.aws.protocol import Call, read, refusal, understand
@@ -76,6 +76,7 @@ class Front:
     def _carry_out(self, call: Call, environ: dict[str, Any]) -> Response:
         handler = prices.HANDLERS.get((call.service, call.action))
         if handler is None:
+            permissions.heard(environ)
             response = Response.from_app(self.moto, environ, buffered=True)
             denies = call.service == "ec2" or (call.service != "s3" and b"<Code>AccessDenied" in response.get_data())
             if response.status_code == 403 and denies:  # moto's IAM says it in XML to every service

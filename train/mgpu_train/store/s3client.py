@@ -18,6 +18,7 @@ from mgpu_train.store.bulk.message import Keys
 from mgpu_train.store.s3errors import S3Errors
 from mgpu_train.timeouts import Timeouts
 
+ROLE, EXTERNAL_ID = "MGPU_STORE_ROLE", "MGPU_STORE_EXTERNAL_ID"  # of `env`: a role that this machine's own takes on
 _ATTEMPTS = 8  # of one request; S3 under load refuses several in a row
 
 
@@ -72,11 +73,20 @@ def _session(env: Mapping[str, str] | None) -> botocore.session.Session:
         core.set_config_variable("profile", profile)
     if region := env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"):
         core.set_config_variable("region", region)
-    core.get_component("credential_provider").remove("env")
+    chain = core.get_component("credential_provider")
+    chain.remove("env")
+    if role := env.get(ROLE):
+        from mgpu_train.store.run_role import RunRole
+
+        chain.providers.insert(0, RunRole(role, env.get(EXTERNAL_ID, ""), _sts(env), core))
     given = [env.get(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN")]
     if any(given):
         core.set_credentials(*given)
     return core
+
+
+def _sts(env: Mapping[str, str]) -> str | None:
+    return _setting(env, "AWS_ENDPOINT_URL_STS", "AWS_ENDPOINT_URL")
 
 
 @functools.cache

@@ -30,7 +30,7 @@ class Bucket(Resource):
         default=30, ge=1, description="days after which what was deleted or overwritten expires"
     )
     public_access_blocked: bool = fixed(True, "nobody outside the account gets in, whatever a policy says")
-    tls_only: bool = fixed(True, "nothing is sent or read in plain text")
+    guarded: bool = fixed(True, "nothing is sent or read in plain text, and no commit of a run is ever replaced")
     versioned: bool = fixed(True, "what a node deletes can be brought back")
     encryption: str = fixed("AES256", "how it is encrypted")
 
@@ -68,7 +68,7 @@ class BucketManager:
         raw = self._raw(wanted.name)
         found = {
             "public_access_blocked": all((raw["block"] or {}).get(key) for key in _BLOCKS),
-            "tls_only": policies.holds(raw["policy"], policies.tls_only(self.site.region, wanted.name)),
+            "guarded": policies.holds(raw["policy"], policies.of_bucket(self.site.region, wanted.name)),
             "versioned": raw["versioning"] == "Enabled",
             "encryption": raw["encryption"],
             "abort_uploads_days": _days(raw["rules"], _ABORT, "AbortIncompleteMultipartUpload", "DaysAfterInitiation"),
@@ -104,7 +104,7 @@ class BucketManager:
         s3, bucket = self._s3, {"Bucket": wanted.name}
         s3.put_public_access_block(**bucket, PublicAccessBlockConfiguration=dict.fromkeys(_BLOCKS, True))
         s3.put_bucket_versioning(**bucket, VersioningConfiguration={"Status": "Enabled"})
-        document = policies.merged(found.raw["policy"], policies.tls_only(self.site.region, wanted.name))
+        document = policies.merged(found.raw["policy"], policies.of_bucket(self.site.region, wanted.name))
         s3.put_bucket_policy(**bucket, Policy=json.dumps(document))
         by_default = {"ApplyServerSideEncryptionByDefault": {"SSEAlgorithm": wanted.encryption}}
         s3.put_bucket_encryption(**bucket, ServerSideEncryptionConfiguration={"Rules": [by_default]})

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Generic, TypeVar
 
+from pydantic import Field
+
 from mgpu.errors import CleanupFailed
 from mgpu.providers.aws import names
 from mgpu.providers.aws.bootstrap.resource import Found, Resource, Site, base_tags, fixed, tags_of, unless
@@ -24,6 +26,7 @@ class Role(Resource):
 
     trust: str = fixed("", "who may take it on, JSON")
     policy: str = fixed("", "what it may do for this region, JSON")
+    boundary: str = Field(default="", description="ARN of a policy of yours that bounds it, whatever it may do")
     other_policies: tuple[str, ...] = fixed((), "policies that others have given it")
 
 
@@ -52,8 +55,13 @@ class RoleManager(Generic[R]):
 
     def make(self, wanted: R) -> Found[R]:
         """The role, which may do nothing yet, with our tag."""
+        bound = {"PermissionsBoundary": wanted.boundary} if wanted.boundary else {}
         answer = self.iam.create_role(
-            RoleName=self.name, AssumeRolePolicyDocument=wanted.trust, Tags=base_tags(), Description=self.description
+            RoleName=self.name,
+            AssumeRolePolicyDocument=wanted.trust,
+            Tags=base_tags(),
+            Description=self.description,
+            **bound,
         )
         bare = wanted.model_copy(update={"policy": ""})
         return Found(self.name, bare, {"arn": answer["Role"]["Arn"]})
@@ -61,6 +69,9 @@ class RoleManager(Generic[R]):
     def align(self, found: Found[R], wanted: R) -> None:
         """Trust, this region's policy, and nothing that others have added."""
         role = {"RoleName": self.name}
+        if wanted.boundary != found.state.boundary:  # first: more than it is never given
+            arn = wanted.boundary
+            self.settled(self.iam.put_role_permissions_boundary, **role, PermissionsBoundary=arn)
         self.settled(self.iam.update_assume_role_policy, **role, PolicyDocument=wanted.trust)
         self.settled(self.iam.put_role_policy, **role, PolicyName=self._policy, PolicyDocument=wanted.policy)
         for each in found.state.other_policies:
@@ -110,7 +121,9 @@ class RoleManager(Generic[R]):
             lacks = () if policies.trusts(trust, self.service) else (f"{self.service} may not take on role {name}",)
             return Found(wanted.existing, wanted.model_copy(update={"lacks": lacks}), facts, ours)
         inline, attached = self._policies(name)
+        bound = role.get("PermissionsBoundary", {}).get("PermissionsBoundaryArn", "")
         state = {
+            "boundary": bound if wanted.boundary else "",  # one that others have set is theirs
             "trust": policies.canonical(trust),
             "policy": self._document(name) if self._policy in inline else "",
             "other_policies": tuple(sorted(each for each in (*inline, *attached) if not each.startswith(_PREFIX))),

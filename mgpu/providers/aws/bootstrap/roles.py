@@ -6,14 +6,18 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from mgpu.errors import CleanupFailed
 from mgpu.providers.aws import names
 from mgpu.providers.aws.bootstrap.resource import Found, Resource, base_tags, fixed, unless
 from mgpu.providers.aws.bootstrap.role import NONE, Role, RoleManager
+from mgpu.providers.aws.failures import code_of
 from mgpu.providers.aws.iam import policies
+
+_VERSIONS = 4  # of one policy beside the one that counts
 
 
 class NodeRole(Role):
-    """What nodes may do. Its instance profile has the same name."""
+    """What nodes may do by themselves, in an instance profile of the same name, and what bounds the roles of runs."""
 
     facts: ClassVar[dict[str, str]] = {
         "arn": "ARN of the role",
@@ -25,8 +29,12 @@ class NodeRole(Role):
     existing: str | None = Field(
         default=None, description="an instance profile of yours instead: checked, never changed and never deleted"
     )
-    bucket: str = Field(default="", description="name of the bucket that nodes keep checkpoints in")
+    bucket: str = Field(default="", description="name of the bucket that runs keep checkpoints in")
+    buckets: tuple[str, ...] = Field(
+        default=(), description="further ones, of the user's, that runs may read from and keep checkpoints in"
+    )
     repository: str = Field(default="", description="name of the repository that nodes pull from")
+    bounded: bool = fixed(True, "a policy bounds what the role of any run may do")
     in_profile: bool = fixed(True, "an instance profile holds it")
 
 
@@ -71,9 +79,11 @@ class NodeRoleManager(RoleManager[NodeRole]):
         """With its documents."""
         if wanted.existing is not None:
             return wanted
-        document = policies.node(self.site.region, self.site.account.id(), wanted.bucket, wanted.repository)
+        document = policies.node(self.site.region, self.site.account.id(), wanted.repository)
         found = {"trust": policies.canonical(policies.node_trust()), "policy": policies.canonical(document)}
-        return wanted.model_copy(update=found)
+        ours = names.bucket(self.site.account.id(), "")  # the boundary has all of these
+        named = {each for each in (wanted.bucket, *wanted.buckets) if each and not each.startswith(ours)}
+        return wanted.model_copy(update={**found, "buckets": tuple(sorted(named))})
 
     def expected(self, wanted: NodeRole) -> dict[str, str]:
         """Of one of the user's, the role is not known before it was looked at."""
@@ -90,7 +100,13 @@ class NodeRoleManager(RoleManager[NodeRole]):
         found = super().look(wanted)
         if found is None:
             return None
-        state = found.state.model_copy(update={"in_profile": self.name in holds})
+        bound = self._bound()
+        named = policies.bounded(bound) if bound else set[str]()
+        of_bound = {
+            "buckets": tuple(each for each in wanted.buckets if each in named),
+            "bounded": bound is not None and policies.canonical(bound) == policies.canonical(self._boundary(named)),
+        }
+        state = found.state.model_copy(update={"in_profile": self.name in holds, **of_bound})
         facts = {**self.expected(wanted), **found.facts}
         return Found(found.id, state, facts, found.ours, {"profile": profile is not None, "holds": holds})
 
@@ -104,6 +120,7 @@ class NodeRoleManager(RoleManager[NodeRole]):
     def align(self, found: Found[NodeRole], wanted: NodeRole) -> None:
         """As any role, and the profile that holds it."""
         super().align(found, wanted)
+        self._align_bound(wanted)
         profile = {"InstanceProfileName": self.name}
         if not found.raw["profile"]:
             self.iam.create_instance_profile(**profile, Tags=base_tags())
@@ -118,6 +135,61 @@ class NodeRoleManager(RoleManager[NodeRole]):
         unless(NONE, self.iam.remove_role_from_instance_profile, **profile, RoleName=self.name)
         unless(NONE, self.iam.delete_instance_profile, **profile)
         super().delete_role()
+        self._delete_bound()
+
+    def _align_bound(self, wanted: NodeRole) -> None:
+        """The policy that bounds runs' roles; what other regions' bases have named in it stays."""
+        bound, arn = self._bound(), self._bound_arn
+        named = policies.bounded(bound) if bound else set[str]()
+        document = self._boundary(named | set(wanted.buckets))
+        if bound is None:
+            about = {"Description": self.description, "Tags": base_tags()}
+            text = policies.canonical(document)
+            self.iam.create_policy(PolicyName=names.RUN_BOUNDARY, PolicyDocument=text, **about)
+        elif policies.canonical(bound) != policies.canonical(document):
+            for each in self._versions()[_VERSIONS - 1 :]:  # IAM keeps so many
+                self.iam.delete_policy_version(PolicyArn=arn, VersionId=each)
+            text = policies.canonical(document)
+            self.iam.create_policy_version(PolicyArn=arn, PolicyDocument=text, SetAsDefault=True)
+
+    def _delete_bound(self) -> None:
+        from botocore.exceptions import ClientError
+
+        if self._bound() is None:
+            return
+        for each in self._versions():
+            self.iam.delete_policy_version(PolicyArn=self._bound_arn, VersionId=each)
+        try:
+            unless(NONE, self.iam.delete_policy, PolicyArn=self._bound_arn)
+        except ClientError as error:
+            if code_of(error) != "DeleteConflict":
+                raise
+            raise CleanupFailed(
+                f"policy {names.RUN_BOUNDARY} bounds roles of runs, and stays",
+                "Roles below `/mgpu/run/` are left of runs that nobody has ended.",
+                "End them: `mgpu ls`, `mgpu down`; then try again.",
+            ) from error
+
+    def _bound(self) -> policies.Document | None:
+        """The document of the policy as it is."""
+        answer = unless(NONE, self.iam.get_policy, PolicyArn=self._bound_arn)
+        if answer is None:
+            return None
+        version = answer["Policy"]["DefaultVersionId"]
+        return self.iam.get_policy_version(PolicyArn=self._bound_arn, VersionId=version)["PolicyVersion"]["Document"]
+
+    def _versions(self) -> list[str]:
+        """Those that do not count, the newest first."""
+        found = self.site.account.pages(self.iam, "list_policy_versions", "Versions", PolicyArn=self._bound_arn)
+        old = [each for each in found if not each["IsDefaultVersion"]]
+        return [each["VersionId"] for each in sorted(old, key=lambda each: each["CreateDate"], reverse=True)]
+
+    def _boundary(self, named: set[str]) -> policies.Document:
+        return policies.run_boundary(self.site.region, self.site.account.id(), named)
+
+    @property
+    def _bound_arn(self) -> str:
+        return self.arn_of("policy", names.RUN_BOUNDARY)
 
     def _profile(self, name: str) -> dict[str, Any] | None:
         answer = unless(NONE, self.iam.get_instance_profile, InstanceProfileName=name)

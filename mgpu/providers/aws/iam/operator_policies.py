@@ -3,7 +3,9 @@
     machines    rents, watches and ends machines, keeps checkpoints and images, reads prices and quotas
     base        makes what machines stand on, once for each account and region (`mgpu bootstrap aws`)
 
-They are two because the second writes policies into roles: who may do that may do everything these roles could ever do.
+They are two because the second writes policies into roles: who may do that may do everything these roles could ever do,
+which is everything, unless a boundary that somebody else keeps is demanded of each role. The first writes into roles of
+runs alone, which have such a boundary: `mgpu-run`, made by the second.
 What ends, deletes or changes something asks for a tag or a name of ours. What only looks has `*` for its resource,
 because EC2's Describe calls, prices and quotas know no narrower one.
 """
@@ -33,6 +35,7 @@ CHECKED_WITH = {
     "iam:CreateServiceLinkedRole": "ec2:CreateFleet",
     "iam:PassRole": "scheduler:CreateSchedule",
     "iam:TagInstanceProfile": "iam:CreateInstanceProfile",
+    "iam:TagPolicy": "iam:CreatePolicy",
     "iam:TagRole": "iam:CreateRole",
 }
 """Actions that nobody calls by themselves: AWS asks for them when the other one is called, or what it gave is used."""
@@ -77,10 +80,11 @@ class Where:
         return {**condition, "StringEquals": {"aws:RequestedRegion": list(self.regions)}}
 
 
-def documents(account: str, regions: Iterable[str] = ()) -> dict[str, Document]:
-    """The policies by name, `machines` and `base`. `regions`: where machines may be; none: anywhere."""
+def documents(account: str, regions: Iterable[str] = (), boundary: str = "") -> dict[str, Document]:
+    """The policies by name, `machines` and `base`. `regions`: where machines may be; none: anywhere. `boundary`: the
+    ARN of a policy that every role of base has to be bounded by."""
     where = Where(account, tuple(regions))
-    made = {"machines": machines(where), "base": base(where)}
+    made = {"machines": machines(where), "base": base(where, boundary)}
     return {name: {"Version": VERSION, "Statement": list(statements)} for name, statements in made.items()}
 
 
@@ -147,6 +151,13 @@ def machines(where: Where) -> Iterator[Document]:
         [where.arn("scheduler", "schedule/default/mgpu-*")],
     )
     yield _allow("Pass", ["iam:PassRole"], [where.iam(f"role/{role}") for role in _PASSED], _passed_to(_PASSED))
+    runs = [where.iam(f"role{names.RUN_ROLES}*")]
+    bound = where.iam(f"policy/{names.RUN_BOUNDARY}")
+    yield _allow(
+        "RunRoles", ["iam:CreateRole", "iam:PutRolePolicy"], runs, {"StringEquals": {"iam:PermissionsBoundary": bound}}
+    )
+    yield _allow("RunRolesEnd", ["iam:DeleteRole", "iam:DeleteRolePolicy", "iam:TagRole"], runs)
+    yield _allow("RunRolesMost", ["iam:GetPolicy", "iam:GetPolicyVersion"], [bound])
     linked = [where.iam(f"role/aws-service-role/{service}/{role}") for service, role in _LINKED.items()]
     yield _allow(
         "FirstFleet",
@@ -160,16 +171,22 @@ def machines(where: Where) -> Iterator[Document]:
     yield _allow("Images", _IMAGES, [where.arn("ecr", f"repository/{names.REPOSITORY}")])
 
 
-def base(where: Where) -> Iterator[Document]:
-    """What it takes to make, mend and take down stack `base`."""
+def base(where: Where, boundary: str = "") -> Iterator[Document]:
+    """What it takes to make, mend and take down stack `base`; with a boundary, its roles have to have that one."""
     groups = where.arn("ec2", "security-group/*")
     roles = [where.iam(f"role/{role}") for role in _PASSED]
     profile = where.iam(f"instance-profile/{names.NODE_ROLE}")
     yield _allow("Look", _BASE_LOOKS, ["*"])
     yield _allow("Bucket", _BUCKET, [where.s3("")])
     yield _allow("Repository", _REPOSITORY, [where.arn("ecr", f"repository/{names.REPOSITORY}")])
-    yield _allow("Roles", _ROLES, roles)
+    if boundary:
+        bounded = {"StringEquals": {"iam:PermissionsBoundary": boundary}}
+        yield _allow("BoundedRoles", [*_GIVING, "iam:PutRolePermissionsBoundary"], roles, bounded)
+        yield _allow("Roles", [each for each in _ROLES if each not in _GIVING], roles)
+    else:
+        yield _allow("Roles", _ROLES, roles)
     yield _allow("Profile", _PROFILE, [profile])
+    yield _allow("RunRolesMost", _BOUNDARY, [where.iam(f"policy/{names.RUN_BOUNDARY}")])
     passed = {names.NODE_ROLE: _PASSED[names.NODE_ROLE]}
     yield _allow("Pass", ["iam:PassRole"], [where.iam(f"role/{names.NODE_ROLE}")], _passed_to(passed))
     yield _allow("NewGroup", ["ec2:CreateSecurityGroup"], [groups], where.within(_AS_BASES))
@@ -212,6 +229,11 @@ _ROLES = [
     "iam:CreateRole", "iam:DeleteRole", "iam:DeleteRolePolicy", "iam:DetachRolePolicy", "iam:GetRole",
     "iam:GetRolePolicy", "iam:ListAttachedRolePolicies", "iam:ListRolePolicies", "iam:PutRolePolicy", "iam:TagRole",
     "iam:UpdateAssumeRolePolicy",
+]  # fmt: skip
+_GIVING = ("iam:CreateRole", "iam:PutRolePolicy")
+_BOUNDARY = [
+    "iam:CreatePolicy", "iam:CreatePolicyVersion", "iam:DeletePolicy", "iam:DeletePolicyVersion", "iam:GetPolicy",
+    "iam:GetPolicyVersion", "iam:ListPolicyVersions", "iam:TagPolicy",
 ]  # fmt: skip
 _PROFILE = [
     "iam:AddRoleToInstanceProfile", "iam:CreateInstanceProfile", "iam:DeleteInstanceProfile", "iam:GetInstanceProfile",

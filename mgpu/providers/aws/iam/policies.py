@@ -1,12 +1,15 @@
 """Every policy document that mgpu puts into an AWS account. Pure functions, so that a test can read all of them.
 
-What a node may do: read and write under `runs/` of one bucket, and pull from one repository. It may end nothing and
-pass nothing on; what it deletes is a version that the bucket keeps. What the reaper may do: end machines of ours.
+What a node may do: pull from one repository, and take on the role of the run whose secret it was told. What that role
+may do: read and write that run's checkpoints, and read the run's data; never replace or delete what was committed.
+Neither may end anything or pass anything on; what is deleted is a version that the bucket keeps. What the reaper may
+do: end machines of ours.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from mgpu.providers.aws import names
@@ -16,7 +19,10 @@ Document = dict[str, Any]
 RUNS = "runs"
 """Under this prefix of the bucket lie the checkpoints: all that a node reads and writes."""
 TLS_ONLY = "MgpuTlsOnly"
-"""The `Sid` of our statement in a bucket's policy, which may hold others."""
+COMMITTED_ONCE = "MgpuCommittedOnce"
+"""The `Sid`s of our statements in a bucket's policy, which may hold others."""
+BOUNDED = "Buckets"
+"""The `Sid` in a run role's boundary that names the buckets."""
 
 VERSION = "2012-10-17"
 
@@ -61,27 +67,9 @@ def reaper_trust(account: str) -> Document:
     )
 
 
-def node(region: str, account: str, bucket: str, repository: str) -> Document:
-    """What a node may do: checkpoints under `runs/` of the bucket, images of the repository."""
-    store = bucket_arn(region, bucket)
+def node(region: str, account: str, repository: str) -> Document:
+    """What a node may do by itself: images of the repository, and the role of its run. No bucket opens to it."""
     return _document(
-        {
-            "Sid": "Checkpoints",
-            "Effect": "Allow",
-            # Deleting is retention's: the bucket is versioned, and no version can be deleted from a node
-            "Action": ["s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"],
-            "Resource": f"{store}/{RUNS}/*",
-        },
-        {
-            "Sid": "ListCheckpoints",
-            "Effect": "Allow",
-            "Action": "s3:ListBucket",
-            "Resource": store,
-            # IfExists: a look at one key names no prefix, and without the right to list, S3 says of a key that is
-            # not there "forbidden" instead of "not found"
-            "Condition": {"StringLikeIfExists": {"s3:prefix": [RUNS, f"{RUNS}/*"]}},
-        },
-        {"Sid": "ListUploads", "Effect": "Allow", "Action": "s3:ListBucketMultipartUploads", "Resource": store},
         {
             "Sid": "Pull",
             "Effect": "Allow",
@@ -90,7 +78,101 @@ def node(region: str, account: str, bucket: str, repository: str) -> Document:
         },
         # AWS knows no narrower resource for it; a token opens only what `Pull` allows
         {"Sid": "PullToken", "Effect": "Allow", "Action": "ecr:GetAuthorizationToken", "Resource": "*"},
+        # each of these roles asks for a secret that only the nodes of its run know
+        {
+            "Sid": "RoleOfRun",
+            "Effect": "Allow",
+            "Action": "sts:AssumeRole",
+            "Resource": f"arn:{partition(region)}:iam::{account}:role{names.RUN_ROLES}*",
+        },
     )
+
+
+def run_trust(region: str, account: str, secret: str) -> Document:
+    """Machines may take a run's role on that know the run's secret: machines of all runs have the same role."""
+    return _document(
+        {
+            "Effect": "Allow",
+            "Principal": {"AWS": role_arn(region, account, names.NODE_ROLE)},
+            "Action": "sts:AssumeRole",
+            "Condition": {"StringEquals": {"sts:ExternalId": secret}},
+        }
+    )
+
+
+def run(region: str, reads: Iterable[str], writes: Iterable[str]) -> Document:
+    """What the nodes of one run may do. `reads`, `writes`: addresses `s3://bucket/prefix`; all below them counts, and
+    what is written is checkpoints as `mgpu_train.checkpoint.log.keys` lays them out."""
+    found = list[Document]()
+    for number, (bucket, prefix) in enumerate(map(place, writes)):
+        below = f"{bucket_arn(region, bucket)}/{prefix}"
+        commits = f"{below}/commits/*"
+        found += [
+            _on("Write", number, ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"], f"{below}/*"),
+            # what retention deletes; the bucket is versioned, and no version can be deleted from a node
+            _on("Retain", number, ["s3:DeleteObject"], [f"{below}/checkpoints/*", f"{below}/index/*"]),
+            {**_on("Once", number, ["s3:PutObject"], commits), "Effect": "Deny", "Condition": _OVERWRITES},
+            _lists(number, "ListWritten", ["s3:ListBucket", "s3:ListBucketMultipartUploads"], region, bucket, prefix),
+        ]
+    for number, (bucket, prefix) in enumerate(map(place, reads)):
+        below = f"{bucket_arn(region, bucket)}/{prefix}"
+        objects = [f"{below}/*", below] if prefix else f"{below}*"
+        found += [
+            _on("Read", number, ["s3:GetObject"], objects),
+            _lists(number, "ListRead", ["s3:ListBucket"], region, bucket, prefix),
+        ]
+    return _document(*found)
+
+
+def run_boundary(region: str, account: str, buckets: Iterable[str] = ()) -> Document:
+    """The most that any run's role may do: under `runs/` of the buckets of base in all regions, and in `buckets`, which
+    are the user's. Whoever may write a policy into such a role can give it no more than that."""
+    ours = bucket_arn(region, names.bucket(account, "*"))
+    named = [bucket_arn(region, each) for each in sorted(buckets)]
+    return _document(
+        {
+            "Sid": "Objects",
+            "Effect": "Allow",
+            "Action": ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject"],
+            "Resource": [f"{ours}/{RUNS}/*", *(f"{each}/*" for each in named)],
+        },
+        {
+            "Sid": BOUNDED,
+            "Effect": "Allow",
+            "Action": ["s3:ListBucket", "s3:ListBucketMultipartUploads"],
+            "Resource": [ours, *named],
+        },
+    )
+
+
+def bounded(document: Document) -> set[str]:
+    """The buckets of the user's that a boundary names."""
+    found = next((each for each in statements(document) if each.get("Sid") == BOUNDED), {})
+    buckets = {arn.rpartition(":")[2] for arn in _several(found.get("Resource", []))}
+    return {bucket for bucket in buckets if "*" not in bucket}
+
+
+def place(url: str) -> tuple[str, str]:
+    """Bucket and prefix of an address `s3://bucket/prefix`."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    return bucket, prefix.strip("/")
+
+
+# a request that may replace what is there: of S3's writes only those that make an object can say that it must not be
+_OVERWRITES = {"Null": {"s3:if-none-match": "true"}, "Bool": {"s3:ObjectCreationOperation": "true"}}
+
+
+def _on(what: str, number: int, actions: list[str], resource: str | list[str]) -> Document:
+    return {"Sid": f"{what}{number}", "Effect": "Allow", "Action": actions, "Resource": resource}
+
+
+def _lists(number: int, what: str, actions: list[str], region: str, bucket: str, prefix: str) -> Document:
+    """Listing below a prefix. IfExists: a look at one key names no prefix, and without the right to list, S3 says of a
+    key that is not there "forbidden" instead of "not found"."""
+    statement = _on(what, number, actions, bucket_arn(region, bucket))
+    if not prefix:
+        return statement
+    return {**statement, "Condition": {"StringLikeIfExists": {"s3:prefix": [prefix, f"{prefix}/*"]}}}
 
 
 def reaper(region: str, account: str) -> Document:
@@ -112,8 +194,8 @@ def reaper(region: str, account: str) -> Document:
     )
 
 
-def tls_only(region: str, bucket: str) -> Document:
-    """A bucket's policy: nothing without TLS."""
+def of_bucket(region: str, bucket: str) -> Document:
+    """A bucket's policy: nothing without TLS, and what was committed is replaced by nobody."""
     store = bucket_arn(region, bucket)
     return _document(
         {
@@ -123,7 +205,15 @@ def tls_only(region: str, bucket: str) -> Document:
             "Action": "s3:*",
             "Resource": [store, f"{store}/*"],
             "Condition": {"Bool": {"aws:SecureTransport": "false"}},
-        }
+        },
+        {
+            "Sid": COMMITTED_ONCE,
+            "Effect": "Deny",
+            "Principal": "*",
+            "Action": "s3:PutObject",
+            "Resource": f"{store}/{RUNS}/*/commits/*",
+            "Condition": _OVERWRITES,
+        },
     )
 
 

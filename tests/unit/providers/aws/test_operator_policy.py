@@ -90,6 +90,30 @@ def test_roles_are_passed_to_nobody_but_who_needs_them():
         assert set(services) <= {"ec2.amazonaws.com", "scheduler.amazonaws.com"}
 
 
+def test_who_rents_gives_runs_no_more_than_their_boundary_lets_them_have():
+    giving = [each for each in statements("machines") if {"iam:CreateRole", "iam:PutRolePolicy"} & set(each["Action"])]
+    bound = {"StringEquals": {"iam:PermissionsBoundary": f"arn:aws:iam::{ACCOUNT}:policy/mgpu-run"}}
+    assert [(each["Resource"], each["Condition"]) for each in giving] == [
+        ([f"arn:aws:iam::{ACCOUNT}:role/mgpu/run/*"], bound)
+    ]
+    assert not {"iam:CreatePolicyVersion", "iam:DeleteRolePermissionsBoundary", "iam:UpdateAssumeRolePolicy"} & {
+        action for each in statements("machines") for action in each["Action"]
+    }
+
+
+def test_who_bootstraps_can_be_held_to_a_boundary_too():
+    arn = f"arn:aws:iam::{ACCOUNT}:policy/theirs"
+    found = operator_policies.documents(ACCOUNT, (), arn)["base"]["Statement"]
+    bounded = [each for each in found if "iam:PutRolePolicy" in each["Action"]]
+    assert [each["Condition"] for each in bounded] == [{"StringEquals": {"iam:PermissionsBoundary": arn}}]
+    assert {"iam:CreateRole", "iam:PutRolePermissionsBoundary"} <= set(bounded[0]["Action"])
+    free = {action for each in found if "Condition" not in each for action in each["Action"]}
+    assert not {"iam:CreateRole", "iam:PutRolePolicy", "iam:DeleteRolePermissionsBoundary"} & free
+    asked = ("--account", ACCOUNT, "--bootstrap", "--permissions-boundary", arn)
+    assert json.loads(run(*asked).stdout)["Statement"] == found
+    assert run("--account", ACCOUNT, "--permissions-boundary", arn).exit_code != 0
+
+
 @pytest.mark.parametrize("name", ["machines", "base"])
 def test_tags_are_put_on_what_is_being_made_or_on_what_is_ours(name):
     tagging = [each for each in statements(name) if "ec2:CreateTags" in each["Action"]]

@@ -17,7 +17,10 @@ from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 
 ACCOUNT, REGION = "123456789012", "eu-west-1"
-SAMPLES = {"region": REGION, "account": ACCOUNT, "bucket": "mgpu-1", "repository": "mgpu/trainer"}
+SAMPLES = {
+    "region": REGION, "account": ACCOUNT, "bucket": "mgpu-1", "repository": "mgpu/trainer", "secret": "of-run-1",
+    "reads": ["s3://data/tokens/"], "writes": ["s3://mgpu-1/runs/run-1"], "buckets": ["theirs"],
+}  # fmt: skip
 # what changes nothing and shows nothing of anybody's: AWS knows no narrower resource for these
 HARMLESS = re.compile(r"ecr:GetAuthorizationToken|ec2:Describe\w+|sts:GetCallerIdentity|pricing:\w+")
 
@@ -70,10 +73,12 @@ def _by_tag(condition):
 
 
 def test_every_document_is_looked_at():
-    assert emitted().keys() >= {"node", "node_trust", "reaper", "reaper_trust", "tls_only"}
+    wanted = {"node", "node_trust", "reaper", "reaper_trust", "run", "run_boundary", "run_trust", "of_bucket"}
+    assert emitted().keys() >= wanted
 
 
-@pytest.mark.parametrize("name", emitted())
+# a boundary gives nothing: it is the most that others may give
+@pytest.mark.parametrize("name", emitted().keys() - {"run_boundary"})
 def test_nothing_is_wider_than_it_has_to_be(name):
     assert list(too_wide(emitted()[name])) == []
 
@@ -96,25 +101,71 @@ def test_a_document_that_is_too_wide_is_seen(statement):
     assert list(too_wide({"Statement": [statement]}))
 
 
-def test_a_node_ends_nothing_passes_nothing_on_and_deletes_no_version():
-    actions = [action for each in emitted()["node"]["Statement"] for action in listed(each["Action"])]
-    assert {action.partition(":")[0] for action in actions} == {"s3", "ecr"}
-    assert "s3:DeleteObjectVersion" not in actions
-    assert [action for action in actions if "Delete" in action or "Put" in action] == [
-        "s3:PutObject",
-        "s3:DeleteObject",
+def actions(name):
+    return [action for each in emitted()[name]["Statement"] for action in listed(each["Action"])]
+
+
+def test_a_node_by_itself_pulls_its_image_and_opens_no_bucket():
+    assert {action.partition(":")[0] for action in actions("node")} == {"ecr", "sts"}
+    (takes_on,) = [each for each in emitted()["node"]["Statement"] if each["Action"] == "sts:AssumeRole"]
+    assert takes_on["Resource"] == f"arn:aws:iam::{ACCOUNT}:role/mgpu/run/*"
+
+
+def test_a_runs_role_is_taken_on_by_nodes_that_know_its_secret_alone():
+    (only,) = emitted()["run_trust"]["Statement"]
+    assert only["Principal"] == {"AWS": f"arn:aws:iam::{ACCOUNT}:role/mgpu-node"}
+    assert only["Condition"] == {"StringEquals": {"sts:ExternalId": "of-run-1"}}
+
+
+def allowed(action):
+    return [
+        place
+        for each in emitted()["run"]["Statement"]
+        for place in listed(each["Resource"])
+        if action in listed(each["Action"]) and each["Effect"] == "Allow"
     ]
 
 
-def test_a_node_writes_under_runs_of_its_bucket_alone():
-    writes = [each for each in emitted()["node"]["Statement"] if "s3:PutObject" in listed(each["Action"])]
-    assert [each["Resource"] for each in writes] == ["arn:aws:s3:::mgpu-1/runs/*"]
+def test_a_run_writes_below_its_own_prefix_and_reads_what_it_names():
+    own = "arn:aws:s3:::mgpu-1/runs/run-1"
+    assert allowed("s3:PutObject") == [f"{own}/*"]
+    assert allowed("s3:GetObject") == [f"{own}/*", "arn:aws:s3:::data/tokens/*", "arn:aws:s3:::data/tokens"]
 
 
-def test_a_node_lists_nothing_but_runs_and_still_hears_that_a_key_is_not_there():
-    listing = next(each for each in emitted()["node"]["Statement"] if each["Action"] == "s3:ListBucket")
+def test_a_run_deletes_what_retention_deletes_and_neither_commits_nor_versions():
+    own = "arn:aws:s3:::mgpu-1/runs/run-1"
+    assert allowed("s3:DeleteObject") == [f"{own}/checkpoints/*", f"{own}/index/*"]
+    assert not allowed("s3:DeleteObjectVersion")
+
+
+def test_what_was_committed_is_replaced_by_nobody():
+    (of_run,) = [each for each in emitted()["run"]["Statement"] if each["Effect"] == "Deny"]
+    of_bucket = emitted()["of_bucket"]["Statement"][1]
+    once = {"Null": {"s3:if-none-match": "true"}, "Bool": {"s3:ObjectCreationOperation": "true"}}
+    for each, where in ((of_run, "mgpu-1/runs/run-1"), (of_bucket, "mgpu-1/runs/*")):
+        assert "s3:PutObject" in listed(each["Action"])
+        assert each["Resource"] == f"arn:aws:s3:::{where}/commits/*"
+        assert each["Condition"] == once
+    assert of_bucket["Principal"] == "*"
+
+
+def test_a_run_lists_its_own_places_and_still_hears_that_a_key_is_not_there():
+    listing = [each for each in emitted()["run"]["Statement"] if "s3:ListBucket" in each["Action"]]
     # without IfExists, S3 answers 403 instead of 404 for a key that is not there
-    assert listing["Condition"] == {"StringLikeIfExists": {"s3:prefix": ["runs", "runs/*"]}}
+    assert [each["Condition"] for each in listing] == [
+        {"StringLikeIfExists": {"s3:prefix": ["runs/run-1", "runs/run-1/*"]}},
+        {"StringLikeIfExists": {"s3:prefix": ["tokens", "tokens/*"]}},
+    ]
+
+
+def test_no_run_may_ever_be_given_more_than_objects_of_base_and_of_the_buckets_that_were_named():
+    document = emitted()["run_boundary"]
+    assert {action.partition(":")[0] for action in actions("run_boundary")} == {"s3"}
+    places = {place for each in document["Statement"] for place in listed(each["Resource"])}
+    ours = f"arn:aws:s3:::mgpu-{ACCOUNT}-*"
+    assert places == {ours, f"{ours}/runs/*", "arn:aws:s3:::theirs", "arn:aws:s3:::theirs/*"}
+    assert policies.bounded(document) == {"theirs"}
+    assert "s3:DeleteObjectVersion" not in actions("run_boundary")
 
 
 def test_the_reaper_ends_machines_and_addresses_of_ours_in_this_account_and_does_nothing_else():
@@ -134,7 +185,7 @@ def test_the_reaper_is_taken_on_for_schedules_of_this_account_alone():
 
 
 def test_without_tls_everything_is_denied():
-    (only,) = emitted()["tls_only"]["Statement"]
+    only = emitted()["of_bucket"]["Statement"][0]
     assert (only["Effect"], only["Principal"], only["Action"]) == ("Deny", "*", "s3:*")
     assert only["Resource"] == ["arn:aws:s3:::mgpu-1", "arn:aws:s3:::mgpu-1/*"]
     assert only["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
@@ -144,7 +195,7 @@ def test_without_tls_everything_is_denied():
     ("region", "first"), [("us-east-1", "aws"), ("cn-north-1", "aws-cn"), ("us-gov-west-1", "aws-us-gov")]
 )
 def test_arns_begin_as_they_do_in_that_part_of_aws(region, first):
-    document = policies.node(region, ACCOUNT, "b", "r")
+    document = policies.node(region, ACCOUNT, "r")
     arns = [each["Resource"] for each in document["Statement"] if each["Resource"] != "*"]
     assert {arn.split(":")[1] for arn in arns} == {first}
 
@@ -155,7 +206,7 @@ def test_arns_begin_as_they_do_in_that_part_of_aws(region, first):
 def test_our_statement_joins_others_and_replaces_an_older_one_of_ours():
     other = {"Sid": "Theirs", "Effect": "Allow", "Principal": {"AWS": "arn:aws:iam::1:root"}, "Action": "s3:GetObject"}
     old = {"Sid": policies.TLS_ONLY, "Effect": "Deny", "Principal": "*", "Action": "s3:GetObject"}
-    ours = policies.tls_only(REGION, "b")
+    ours = policies.of_bucket(REGION, "b")
     merged = policies.merged({"Statement": [other, old]}, ours)
     assert merged["Statement"] == [other, *ours["Statement"]]
     assert policies.holds(merged, ours)

@@ -9,7 +9,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import InputError
 from mgpu.iac.outputs import NodeOutput, StackOutput
-from mgpu.run.job.request import resolve, secrets_of
+from mgpu.run.job.request import Request, resolve, secrets_of
 from mgpu.spec.model import RunSpec
 
 BASE = {"name": "a", "provider": "local", "max_hours": 1, "max_price_usd_per_hour": 1}
@@ -39,9 +39,12 @@ def fleet(nodes: int) -> StackOutput:
     )
 
 
+def asked(run_spec: RunSpec) -> Request:
+    return resolve(run_spec, "a-1", Path("/base"), timeouts=Timeouts())
+
+
 def jobs(run_spec: RunSpec, nodes: int = 2):
-    request = resolve(run_spec, "a-1", Path("/base"), timeouts=Timeouts())
-    return request.jobs(fleet(nodes), attempt=1, writer="w", ports=(29500, 29501), resume=None)
+    return asked(run_spec).jobs(fleet(nodes), attempt=1, writer="w", ports=(29500, 29501), resume=None)
 
 
 def test_jobs_differ_in_their_node_rank_alone():
@@ -110,21 +113,21 @@ def test_checkpoint_none_means_none():
 def test_a_secrets_value_is_in_no_job():
     canary = "canary-7f3a"
     run_spec = spec(command=["t.py"], secrets=["TOKEN"], checkpoint={"to": "s3://bucket/x"})
-    environ = {"TOKEN": canary, "AWS_ACCESS_KEY_ID": canary, "AWS_SECRET_ACCESS_KEY": canary}
+    environ = {"TOKEN": canary, "MGPU_STORE_ACCESS_KEY_ID": canary, "MGPU_STORE_SECRET_ACCESS_KEY": canary}
     assert all(canary not in job.model_dump_json() for job in jobs(run_spec))
-    sent = secrets_of(run_spec, jobs(run_spec)[0].checkpoint, environ)
+    sent = secrets_of(asked(run_spec), environ, None)
     assert sent.env == {"TOKEN": canary}
     assert sent.store["AWS_SECRET_ACCESS_KEY"] == canary
 
 
 def test_all_missing_secrets_are_named_at_once():
     with pytest.raises(InputError, match="ONE, TWO"):
-        secrets_of(spec(command=["t.py"], secrets=["ONE", "TWO"]), None, {})
+        secrets_of(asked(spec(command=["t.py"], secrets=["ONE", "TWO"])), {}, None)
 
 
 def test_a_file_store_takes_no_credentials_along():
     run_spec = spec(command=["t.py"], checkpoint={"to": "file:///x"})
-    assert secrets_of(run_spec, jobs(run_spec)[0].checkpoint, {"AWS_ACCESS_KEY_ID": "k"}).store == {}
+    assert secrets_of(asked(run_spec), {"AWS_ACCESS_KEY_ID": "k"}, None).store == {}
 
 
 def test_the_nodes_look_for_notices_where_the_provider_puts_them(world):

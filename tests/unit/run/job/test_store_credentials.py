@@ -1,18 +1,22 @@
-"""What opens the store on the nodes: nothing of ours where their role does, and fresh keys where keys expire (F16)."""
+"""What opens the store on the nodes: rights of their own, or keys made for them; fresh keys where keys expire (F16)."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from mgpu_train.agent.status.status import Phase
 from mgpu_train.config import Secrets
+from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import ConnectionFailed, InputError, Transient
 from mgpu.events import Warned
-from mgpu.run.job.request import secrets_of, store_keys
+from mgpu.run.job.request import require_secrets, resolve, secrets_of, store_keys
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.run.supervision.background_calls import BackgroundCalls
 from mgpu.run.supervision.credential_renewal import EVERY_S, CredentialRenewal
 from mgpu.spec.model import RunSpec
+from mgpu.spec.provider import Capabilities
 
 STATIC = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "eu-west-1", "AWS_PROFILE": "p"}
 PLACE = {"AWS_REGION": "eu-west-1"}
@@ -59,33 +63,64 @@ def spec(to="s3://bucket/runs", data=()) -> RunSpec:
     return RunSpec.model_validate({"name": "a", "provider": "aws", "max_hours": 1, "max_price_usd_per_hour": 1} | more)
 
 
-def keys(*urls, environ=None, by_role=()) -> StoreKeys:
-    return StoreKeys(urls, STATIC if environ is None else environ, lambda url: url in by_role)
+class Here:
+    """A provider whose machines are this one."""
+
+    capabilities = Capabilities(this_machine=True)
 
 
-def test_the_operators_keys_travel_and_nothing_else_of_the_environment():
+def keys(*urls, environ=None, provider=Here) -> StoreKeys:
+    return StoreKeys("run-1", STATIC if environ is None else environ, provider and provider(), reads=urls)
+
+
+def request(data=()):
+    return resolve(spec(data=data), "run-1", Path("/base"), timeouts=Timeouts())
+
+
+def test_on_this_machine_the_operators_keys_open_it_and_nothing_else_of_the_environment_is_given():
     assert keys("s3://b/x").now() == {name: value for name, value in STATIC.items() if name != "AWS_PROFILE"}
     assert keys("file:///x").now() == {}
 
 
-def test_where_the_machines_role_opens_all_nothing_secret_travels(session):
-    assert keys("s3://b/x", by_role={"s3://b/x"}).now() == PLACE
-    assert keys("s3://b/x", environ=PLACE, by_role={"s3://b/x"}).now() == PLACE
+def test_the_operators_keys_go_to_no_other_machine(session):
+    elsewhere = type("Elsewhere", (), {"capabilities": Capabilities()})
+    for provider in (elsewhere, None):
+        for environ in (STATIC, {}):
+            with pytest.raises(InputError, match="no credentials of the object store for the nodes") as caught:
+                keys("s3://b/x", environ=environ, provider=provider).now()
+            assert "MGPU_STORE_ACCESS_KEY_ID" in caught.value.next_step
+        assert keys("file:///x", provider=provider).now() == {}
+    assert session.made == 0
+
+
+def test_keys_that_were_made_for_nodes_go_instead_of_all_others(world, session):
+    made = {"MGPU_STORE_ACCESS_KEY_ID": "theirs", "MGPU_STORE_SECRET_ACCESS_KEY": "s"}
+    sent = {**PLACE, "AWS_ACCESS_KEY_ID": "theirs", "AWS_SECRET_ACCESS_KEY": "s"}
+    for provider in (Here, None, lambda: world.cloud):
+        assert keys("s3://b/x", environ=STATIC | made, provider=provider).now() == sent
+    assert world.cloud.granted == []
+    with pytest.raises(InputError, match="belong together"):
+        keys("s3://b/x", environ={"MGPU_STORE_ACCESS_KEY_ID": "theirs"}).now()
+
+
+def test_where_the_provider_gives_machines_rights_nothing_secret_of_the_operator_travels(world, session):
+    wanted = request(data=["s3://bucket/tokens", "file:///here"])
+    require_secrets(wanted, STATIC, world.cloud)
+    assert world.cloud.granted == [], "a look gives none"
+    kept = store_keys(wanted, STATIC, world.cloud)
+    assert kept.now() == kept.now() == {"MGPU_STORE_ROLE": "role-of-run-1"} | PLACE
+    assert world.cloud.granted == [("run-1", ["s3://bucket/tokens"], ["s3://bucket/runs/run-1"])]
+    assert secrets_of(wanted, STATIC, world.cloud).store == {"MGPU_STORE_ROLE": "role-of-run-1"} | PLACE
     assert session.made == 0, "nobody is asked for keys that are not needed"
-    assert "AWS_SECRET_ACCESS_KEY" in keys("s3://b/x", "s3://other/x", by_role={"s3://b/x"}).now()
 
 
-def test_the_provider_says_what_its_role_opens(world):
-    run_spec = spec(data=["s3://bucket/tokens"])
-    target = type("T", (), {"to": "s3://bucket/runs"})
-    world.cloud.by_role = {"s3://bucket/runs", "s3://bucket/tokens"}
-    assert secrets_of(run_spec, target, STATIC, world.cloud).store == PLACE
-    world.cloud.by_role = {"s3://bucket/runs"}
-    assert "AWS_ACCESS_KEY_ID" in secrets_of(run_spec, target, STATIC, world.cloud).store
-    assert "AWS_ACCESS_KEY_ID" in secrets_of(run_spec, target, STATIC).store, "of others' machines nothing is known"
-    world.cloud.refuses["opened_by_role"] = [Transient("503")]
-    with pytest.raises(Transient):
-        store_keys(run_spec, target, STATIC, world.cloud).now()
+def test_rights_that_cannot_be_given_are_told_before_anything_is_made(world):
+    wanted = request()
+    for look in (require_secrets, secrets_of):
+        world.cloud.refuses["store"] = [Transient("503")]
+        with pytest.raises(Transient):
+            look(wanted, STATIC, world.cloud)
+    assert world.cloud.granted == []
 
 
 def test_keys_of_a_profile_are_asked_for_again_from_the_session_that_renews_them(session):

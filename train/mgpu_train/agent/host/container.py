@@ -31,6 +31,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(LIBRARY))  # -I has left it out
 
 from mgpu_train.agent.host import docker_cli as engines  # noqa: E402
+from mgpu_train.agent.host import ecr  # noqa: E402
 from mgpu_train.agent.host.docker_cli import Done, Engine, Login  # noqa: E402
 from mgpu_train.agent.host.layout import RunLayout  # noqa: E402
 from mgpu_train.agent.host.python_env import (  # noqa: E402
@@ -74,6 +75,7 @@ class Wanted(NamedTuple):
     torch: bool = False
     writable: tuple[str, ...] = ()  # folders beside the home, or in the run's code
     login: Login | None = None
+    role_login: dict[str, str] | None = None  # of `ecr.login`: the machine's own role pulls
 
 
 def up(wanted: Wanted) -> dict[str, Any]:
@@ -85,7 +87,8 @@ def up(wanted: Wanted) -> dict[str, Any]:
         _require_gpus(info)
     with locked(HOME / ".mgpu" / "container.lock", engine.until):
         claim(HOME, Claim(wanted.run, wanted.owner, wanted.host), engine.until)
-        image, pulled = engines.image(engine, info, wanted.reference, wanted.bytes, wanted.login)
+        login = ecr.login(**wanted.role_login) if wanted.role_login else wanted.login
+        image, pulled = engines.image(engine, info, wanted.reference, wanted.bytes, login)
         name, made, memlock = _stand(engine, wanted, image)
         try:
             found = _equip(engine, wanted, name, image)

@@ -7,8 +7,8 @@ A checkpoint comes from a store, and whoever could write there must not be able 
 from __future__ import annotations
 
 import io
-import os
 import pickle
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class PlainReader(FileSystemReader):
         try:
             found = _Unpickler(io.BytesIO(data)).load()
             files = {each.relative_path for each in found.storage_data.values()}
-            outside = [name for name in files if name != os.path.basename(name) or name in ("", ".", "..")]
+            outside = [name for name in files if Path(name).parts != (name,) or name == ".."]
         except Exception as error:  # a damaged pickle raises whatever it happens to touch
             raise TrainError(f"{path} is no metadata of a checkpoint: {error}") from error
         if outside:

@@ -1,0 +1,109 @@
+"""Which addresses the role of a run can open: what base and its owner have named, and nothing that looks so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mgpu.errors import InputError
+from mgpu.providers.aws import names
+from mgpu.providers.aws.iam import policies, run_role
+from mgpu.providers.aws.options import Options
+
+ACCOUNT = "123456789012"
+
+
+class Iam:
+    """Knows one policy: what bounds the roles of runs; None: nobody has made it."""
+
+    def __init__(self, *buckets: str) -> None:
+        self.bound: dict[str, Any] | None = policies.run_boundary("us-east-1", ACCOUNT, buckets)
+
+    def get_policy(self, PolicyArn: str) -> dict[str, Any]:  # noqa: N803 - as AWS names it
+        assert PolicyArn == f"arn:aws:iam::{ACCOUNT}:policy/mgpu-run"
+        if self.bound is None:
+            from botocore.exceptions import ClientError
+
+            raise ClientError({"Error": {"Code": "NoSuchEntity", "Message": ""}}, "GetPolicy")
+        return {"Policy": {"DefaultVersionId": "v3"}}
+
+    def get_policy_version(self, PolicyArn: str, VersionId: str) -> dict[str, Any]:  # noqa: N803
+        assert VersionId == "v3"
+        return {"PolicyVersion": {"Document": self.bound}}
+
+
+class Account:
+    home_region = "us-east-1"
+
+    def __init__(self, iam: Iam) -> None:
+        self.iam = iam
+
+    def id(self) -> str:
+        return ACCOUNT
+
+    def client(self, service: str, region: str) -> Iam:
+        assert service == "iam"
+        return self.iam
+
+
+def require(*urls: str, iam: Iam | None = None, **options: str) -> None:
+    run_role.require(Account(iam or Iam("theirs")), Options(**options), urls)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"s3://{names.bucket(ACCOUNT, 'us-east-1')}/runs",
+        f"s3://{names.bucket(ACCOUNT, 'eu-west-2')}/runs/",
+        f"s3://{names.bucket(ACCOUNT, 'us-east-1')}/runs/of-mine",
+        "s3://theirs",
+        "s3://theirs/deep/below",
+    ],
+)
+def test_what_base_and_its_owner_have_named_is_opened(url):
+    require(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"s3://{names.bucket(ACCOUNT, 'us-east-1')}",
+        f"s3://{names.bucket(ACCOUNT, 'us-east-1')}/runs-of-mine",
+        f"s3://{names.bucket(ACCOUNT, 'us-east-1')}/other/runs",
+        f"s3://{names.bucket('999999999999', 'us-east-1')}/runs",
+        f"s3://x{names.bucket(ACCOUNT, 'us-east-1')}/runs",
+        "s3://theirs-too/runs",
+    ],
+)
+def test_nothing_else_is(url):
+    with pytest.raises(InputError, match="nodes may not use the bucket"):
+        require(url)
+
+
+def test_all_buckets_that_are_not_are_named_with_what_opens_them():
+    with pytest.raises(InputError, match="one, two") as caught:
+        require("s3://two/x", "s3://theirs/x", "s3://one/x")
+    assert "mgpu bootstrap aws --data-bucket one --data-bucket two" in caught.value.next_step
+
+
+def test_an_older_base_is_told_apart():
+    iam = Iam()
+    iam.bound = None
+    with pytest.raises(InputError, match="no rights for single runs") as caught:
+        require("s3://theirs/x", iam=iam)
+    assert "mgpu bootstrap aws" in caught.value.next_step
+
+
+def test_a_role_of_the_users_opens_what_it_opens_and_gets_nothing_from_us():
+    require("s3://anybodys/x", instance_profile="mine")
+    account = Account(Iam())
+    assert run_role.grant(account, Options(instance_profile="mine"), "r", ["s3://x/y"], []) == {}  # type: ignore[arg-type]
+    run_role.revoke(account, Options(instance_profile="mine"), "r")  # type: ignore[arg-type]
+
+
+def test_names_of_roles_fit_and_are_one_a_run():
+    long = "a" * 63
+    assert names.run_role("run-1") == "mgpu-run-1"
+    assert len(names.run_role(long)) <= 64
+    assert names.run_role(long) != names.run_role(long[:-1] + "b")
