@@ -165,6 +165,7 @@ class Supervisor:
     def _ended(self, verdict: Verdict) -> Ended:
         ended_at = self._wall()
         self._last_words(verdict.lost)
+        self._report()  # a look may have ended after its pass; it is what the verdict is made of
         self._session.record.node_phases = self._fleet.phases()  # nothing is reported of a node 0 that is gone
         ended = Ended(verdict.succeeded, verdict.reason, verdict.fault, self._stopped_by, lost=verdict.lost)
         if ended.succeeded or self._stopped_by:

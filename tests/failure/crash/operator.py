@@ -107,15 +107,20 @@ class Seams:
         @functools.wraps(run)
         def call(cli: CliProcess, argv: list[str], **options: Any) -> int:
             look, bill = options.pop("look", lambda: None), paths.state_dir() / "local" / "bill.jsonl"
-            began, verb = _size(bill), _verb(argv)
+            began, verb, looks = _size(bill), _verb(argv), 0
 
             def at_each_look() -> None:
+                nonlocal looks
+                looks += 1
                 self._points.meet("while it runs:", verb, changed=not _looks(verb))
                 if _size(bill) != began:
                     self._points.meet("machines touched by", verb, changed=True)
                 look()
 
-            return run(cli, argv, **options, look=at_each_look)
+            status = run(cli, argv, **options, look=at_each_look)
+            if not looks:  # it was quicker than the first look: then the operator dies before it hears of that
+                at_each_look()
+            return status
 
         return self.wrap(call, lambda _cli, argv, **_options: _verb(argv))
 

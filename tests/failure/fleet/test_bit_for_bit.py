@@ -93,11 +93,12 @@ def test_interrupted_between_two_checkpoints_equals_uninterrupted(new_line, tmp_
     first, last = (max(step for kind, step in told if kind == "step") for told in (before, after))
     resumed = cut.record.interruptions[0].resumed_step
     assert resumed in range(EVERY, STEPS, EVERY)
-    assert resumed < first < STEPS == last, "it was in the middle of an interval"
+    assert EVERY + 2 < first < STEPS == last
     assert [step for kind, step in after if kind == "step"] == list(range(resumed + 1, STEPS + 1))
     assert wanted.items() >= before.items()
     assert wanted.items() >= after.items()
-    assert wanted.keys() == before.keys() | after.keys()
+    # what its first node had written last, and nobody had copied yet, went with it
+    assert {step for _, step in wanted.keys() - before.keys() - after.keys()} <= set(range(first + 1, resumed + 1))
 
     ones, others = contents(whole, tmp_path / "whole"), contents(cut, tmp_path / "cut")
     assert ones.keys() == others.keys()

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from mgpu_train.agent.status.status import CheckpointStatus, Fault, Notice, Phase
+from mgpu_train.agent.status.status import AgentStatus, CheckpointStatus, Fault, Notice, Phase
 
 from mgpu.errors import ConnectionFailed, RemoteError, Transient
 from mgpu.events import CheckpointCommitted, LogChunk, MetricsSampled, Note, Recovered, Warned
@@ -18,9 +18,10 @@ from mgpu.run.record import record
 from mgpu.run.record.record import Folder, Interruption, State
 from mgpu.run.record.session import Session
 from mgpu.run.supervision import remote_tail
+from mgpu.run.supervision.fleet_monitor import FleetMonitor
 from mgpu.run.supervision.limits import Asked, Deadline, HardCap
 from mgpu.run.supervision.metrics import collect
-from mgpu.run.supervision.node_monitor import BEAT_S
+from mgpu.run.supervision.node_monitor import BEAT_S, NodeMonitor
 from mgpu.run.supervision.supervisor import SETTLE_S, Supervisor
 
 BEGIN = 1000.0
@@ -155,6 +156,23 @@ def test_what_is_printed_at_the_very_end_is_read(watch):
     node.read_from = last_words
     assert watch.done_at(1).run().succeeded
     assert watch.local_log(0) == b"last words\n"
+
+
+def test_what_arrives_between_a_pass_and_its_verdict_is_in_the_record(watch, monkeypatch):
+    """On a busy machine a look may end after the pass that has begun it."""
+    views = FleetMonitor.views
+
+    def late(fleet):
+        for monitor, node in zip(fleet.monitors, watch.world.nodes, strict=True):
+            node.says(Phase.DONE, step=20)
+            monitor.status = AgentStatus.model_validate_json(node.files[str(node.layout.status)])
+            monitor.copied_at, monitor.seen = float("inf"), monitor.seen - 0.1
+        monkeypatch.setattr(NodeMonitor, "look", lambda *_: None)  # no later one is needed
+        return views(fleet)
+
+    monkeypatch.setattr(FleetMonitor, "views", late)
+    assert watch.run().succeeded
+    assert watch.saved.step == 20
 
 
 def test_a_second_supervisor_goes_on_where_the_first_one_was_killed(watch):
