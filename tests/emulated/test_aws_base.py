@@ -93,6 +93,8 @@ def world(aws):
 
 
 BUCKET, REPOSITORY, NODES, REAPER, GROUP = ALL
+ACCOUNT = "123456789012"
+RUN_BOUNDARY = f"arn:aws:iam::{ACCOUNT}:policy/mgpu-run"
 
 
 # ---- what all kinds do
@@ -298,9 +300,26 @@ def _part_members(aws, name):
     aws.client("ec2").revoke_security_group_egress(GroupId=name, IpPermissions=[rule])
 
 
+def _boundary(aws, *statements):
+    version = {"PolicyArn": RUN_BOUNDARY, "PolicyDocument": json.dumps(OPEN | {"Statement": list(statements)})}
+    aws.client("iam").create_policy_version(**version, SetAsDefault=True)
+
+
+def _widen_boundary(aws, _name):
+    _boundary(aws, {"Effect": "Allow", "Action": "*", "Resource": "*"})
+
+
+def _forget_bucket(aws, _name):
+    _boundary(aws, *policies.run_boundary(HERE, ACCOUNT)["Statement"])
+
+
+def _drop_boundary(aws, _name):
+    aws.client("iam").delete_policy(PolicyArn=RUN_BOUNDARY)
+
+
 DRIFTS = [
     (BUCKET, _open_bucket, {"public_access_blocked"}),
-    (BUCKET, _drop_policy, {"tls_only"}),
+    (BUCKET, _drop_policy, {"guarded"}),
     (BUCKET, _stop_versions, {"versioned"}),
     (BUCKET, _drop_rules, {"abort_uploads_days", "old_versions_days"}),
     (REPOSITORY, _move_tags, {"immutable_tags"}),
@@ -311,6 +330,9 @@ DRIFTS = [
     (REAPER, _trust_lambda, {"trust"}),
     (NODES, _empty_profile, {"in_profile"}),
     (NODES, _drop_profile, {"in_profile"}),
+    (NODES, _widen_boundary, {"bounded", "buckets"}),
+    (NODES, _forget_bucket, {"buckets"}),
+    (NODES, _drop_boundary, {"bounded", "buckets"}),
     (GROUP, _ssh_for_all, {"ssh"}),
     (GROUP, _web_for_all, {"others"}),
     (GROUP, _shut, {"ssh", "within"}),
@@ -355,7 +377,7 @@ def test_what_others_have_set_on_the_bucket_stays(world):
     world.ensure(BUCKET)
     statements = json.loads(s3.get_bucket_policy(Bucket=name)["Policy"])["Statement"]
     rules = s3.get_bucket_lifecycle_configuration(Bucket=name)["Rules"]
-    assert [each["Sid"] for each in statements] == ["Theirs", policies.TLS_ONLY]
+    assert [each["Sid"] for each in statements] == ["Theirs", policies.TLS_ONLY, policies.COMMITTED_ONCE]
     assert [each["ID"] for each in rules] == ["theirs", "mgpu-abort-uploads", "mgpu-expire-old-versions"]
     assert world.drift(BUCKET) == set()
 
@@ -404,6 +426,35 @@ def test_one_role_serves_two_regions_and_goes_with_the_last(world):
         assert world.look(asked, THERE).state == world.wanted(asked, THERE)
         world.remove(asked, THERE)
         assert world.look(asked, THERE) is None
+
+
+def test_buckets_that_were_named_once_stay_named(world):
+    """Each region's base, and each call of bootstrap, may name others."""
+    world.ensure(NodeRole(bucket="one", repository="r"))
+    world.ensure(NodeRole(bucket="two", buckets=("three",), repository="r"), THERE)
+    world.ensure(NodeRole(repository="r"))
+    iam = world.aws.client("iam")
+    version = iam.get_policy(PolicyArn=RUN_BOUNDARY)["Policy"]["DefaultVersionId"]
+    document = iam.get_policy_version(PolicyArn=RUN_BOUNDARY, VersionId=version)["PolicyVersion"]["Document"]
+    assert policies.bounded(document) == {"one", "two", "three"}
+    before = len(world.changing())
+    world.ensure(NodeRole(bucket="two", repository="r"))
+    assert len(world.changing()) == before
+
+
+@pytest.mark.parametrize("asked", [NODES, REAPER], ids=["nodes", "reaper"])
+def test_a_role_is_bounded_by_the_users_policy_and_by_no_other_without_being_asked(world, asked):
+    iam, arn = world.aws.client("iam"), f"arn:aws:iam::{ACCOUNT}:policy/theirs"
+    bounded = asked.model_copy(update={"boundary": arn})
+    name = world.ensure(bounded).id
+    bound = lambda: iam.get_role(RoleName=name)["Role"].get("PermissionsBoundary", {}).get("PermissionsBoundaryArn")  # noqa: E731
+    assert bound() == arn
+    world.ensure(asked)
+    assert bound() == arn, "what others have set is theirs"
+    iam.delete_role_permissions_boundary(RoleName=name)
+    assert world.drift(bounded) == {"boundary"}
+    world.ensure(bounded)
+    assert bound() == arn
 
 
 @pytest.mark.parametrize("asked", [NODES, REAPER], ids=["nodes", "reaper"])

@@ -15,6 +15,7 @@ from fakes.aws.fake import Called
 from fakes.awslife import ACCOUNT, Life
 
 from mgpu.errors import CleanupFailed, PermissionDenied
+from mgpu.providers.aws import names
 from mgpu.providers.aws.iam import operator_policies
 from mgpu.providers.aws.iam.policies import Document
 
@@ -106,7 +107,10 @@ def things(call: Called) -> Iterator[str]:
         value = asked.get(key)
         if value and call.service == start[0] and call.action not in start[2:]:
             for each in value if isinstance(value, list) else [value]:
-                yield start[1].format(where=where, region=call.region, account=ACCOUNT, name=str(each).lstrip("/"))
+                name = str(each).lstrip("/")
+                if each == names.run_role("demo-1"):  # a role is meant with its path
+                    name = f"{names.RUN_ROLES.lstrip('/')}{each}"
+                yield start[1].format(where=where, region=call.region, account=ACCOUNT, name=name)
     if call.service == "s3" and asked.get("Bucket"):
         yield f"arn:aws:s3:::{asked['Bucket']}" + (f"/{asked['Key']}" if asked.get("Key") else "")
 

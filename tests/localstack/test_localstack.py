@@ -72,7 +72,7 @@ def drift_of(site, wanted):
     if isinstance(wanted, Bucket):
         s3.put_bucket_versioning(Bucket=wanted.name, VersioningConfiguration={"Status": "Suspended"})
         s3.delete_bucket_policy(Bucket=wanted.name)
-        return {"versioned", "tls_only"}
+        return {"versioned", "guarded"}
     if isinstance(wanted, SecurityGroup):
         group = ec2.describe_security_groups(GroupNames=[wanted.name])["SecurityGroups"][0]["GroupId"]
         world = {"IpProtocol": "tcp", "FromPort": 80, "ToPort": 80, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}

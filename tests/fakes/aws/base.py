@@ -15,8 +15,8 @@ Clients = Callable[[str, str], Any]
 
 
 def make(clients: Clients, region: str) -> dict[str, str]:
-    """Security group in the region's default VPC, node role with its instance profile, what bounds roles of runs, reaper
-    role; again is fine."""
+    """Security group in the region's default VPC, node role with its instance profile, what bounds roles of runs,
+    reaper role; again is fine."""
     iam = clients("iam", region)
     _role(iam, NODE_ROLE, "ec2.amazonaws.com", ["sts:AssumeRole"])
     _boundary(iam)

@@ -316,6 +316,9 @@ class Owner:
         self.asked.append(tuple(regions))
         return "registry.example/base"
 
+    def pulled_by_role(self, registry):
+        return {}
+
     def registry_client(self, region):
         self.asked.append(region)
 

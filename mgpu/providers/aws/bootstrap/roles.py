@@ -134,8 +134,8 @@ class NodeRoleManager(RoleManager[NodeRole]):
         profile = {"InstanceProfileName": self.name}
         unless(NONE, self.iam.remove_role_from_instance_profile, **profile, RoleName=self.name)
         unless(NONE, self.iam.delete_instance_profile, **profile)
+        self._delete_bound()  # before the role, whose absence says that all is gone
         super().delete_role()
-        self._delete_bound()
 
     def _align_bound(self, wanted: NodeRole) -> None:
         """The policy that bounds runs' roles; what other regions' bases have named in it stays."""

@@ -27,6 +27,7 @@ from mgpu.errors import (
     Interrupted,
     NoCapacity,
     NoOffer,
+    PermissionDenied,
     QuotaExceeded,
     RemoteError,
     StackError,
@@ -793,15 +794,42 @@ def test_preflight_looks_into_the_store(project, monkeypatch, error):
     nothing_happened(project.world)
 
 
-def test_without_the_stores_credentials_nothing_is_rented(project, monkeypatch, tmp_path):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-        monkeypatch.setenv(name, str(tmp_path / "nothing"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(InputError, match="no credentials"):
+DATA = "data: [{from: 's3://theirs/tokens', to: d}]\n"
+
+
+def test_what_nodes_may_do_in_the_store_ends_with_the_run(project):
+    cloud = project.world.cloud
+    assert project.launch(DATA).exit_code == 0
+    done = record.load("last")
+    assert {(run, tuple(reads)) for run, reads, _ in cloud.granted} == {(done.run_id, ("s3://theirs/tokens",))}
+    assert cloud.revoked == [done.run_id]
+    assert not done.store_granted
+
+
+def test_who_was_given_no_rights_has_none_taken_away(project):
+    assert project.launch().exit_code == 0
+    assert project.world.cloud.granted == project.world.cloud.revoked == []
+
+
+def test_rights_that_could_not_be_taken_away_change_no_end_and_down_takes_them(project):
+    cloud = project.world.cloud
+    cloud.refuses["revoke"] = [Transient("503")]
+    assert project.launch(DATA).exit_code == 0
+    done = record.load("last")
+    assert (done.state, done.teardown, done.store_granted, cloud.revoked) == (State.SUCCEEDED, "confirmed", True, [])
+    assert f"mgpu down {done.run_id}" in project.world.of(Warned)[-1].text
+    del cloud.refuses["revoke"]
+    downs.down(done, project.context)
+    assert cloud.revoked == [done.run_id]
+    assert not record.load("last").store_granted
+
+
+def test_where_nodes_can_be_given_no_rights_in_the_store_nothing_is_rented(project):
+    project.world.cloud.refuses["store"] = [PermissionDenied("nodes may not use the bucket")]
+    with pytest.raises(PermissionDenied, match="nodes may not use"):
         project.launch("checkpoint: {to: 's3://bucket/runs'}\n")
     nothing_happened(project.world)
+    assert project.world.cloud.granted == []
 
 
 @pytest.mark.parametrize("nodes", [0, 2], ids=["no fleet", "another size"])

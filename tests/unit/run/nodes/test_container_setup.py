@@ -85,8 +85,19 @@ def test_a_login_goes_only_to_nodes_that_pull_and_is_asked_for_only_then(timeout
     up(nodes[:2], timeouts, image)
     assert asked == [1, 1], "once each time, for all nodes"
     login = {"registry": "registry.example:5000", "username": "user", "password": "canary"}
-    assert [node.wanted["login"] for node in nodes] == [None, login, login]
+    assert [node.wanted.get("login") for node in nodes] == [None, login, login]
     assert not any("canary" in " ".join(node.argv) for node in nodes)
+
+
+def test_where_machines_pull_by_their_own_role_nobody_is_asked_for_a_login(timeouts):
+    def auth() -> Login:
+        raise AssertionError("no token of the operator's leaves this machine")
+
+    nodes = [Node(0), Node(1, has=False)]
+    up(nodes, timeouts, ImageToRun(REFERENCE, 5, auth, {"region": "eu-west-1", "endpoint": ""}))
+    by_role = {"registry": "registry.example:5000", "region": "eu-west-1", "endpoint": ""}
+    assert [node.wanted.get("role_login") for node in nodes] == [None, by_role]
+    assert not any("login" in node.wanted for node in nodes)
 
 
 def test_a_password_is_not_printed():
