@@ -484,7 +484,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     try:
         job = read_job()
-        place = parallel.join(job.timeouts.collective_s, job.timeouts.save_s)
+        place = parallel.join(job.timeouts.collective_s, job.timeouts.save_s, job.demand)
         Trainer(job, Folders.of_environment(), place, stop).run()
         parallel.leave()
     except Exception as error:  # what a user needs is one line, and it comes last

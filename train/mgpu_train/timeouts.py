@@ -24,6 +24,7 @@ class Timeouts(BaseModel):
     command_s: float = Field(60, description="for a short command on a node")
     sync_s: float = Field(1800, description="for code and config to reach the nodes")
     prepare_s: float = Field(1800, description="on the node: requirements installed, data fetched")
+    gpus_s: float = Field(120, description="on the node: for a driver that still starts to show the GPUs")
     resume_s: float = Field(1800, description="on the node: the checkpoint to resume from, fetched and verified")
     rendezvous_s: float = Field(1800, description="for the launchers of all nodes to meet")
     first_step_s: float = Field(

@@ -24,6 +24,7 @@ from mgpu.spec import environment
 from mgpu.spec.model import Checkpoint, RunSpec
 
 DEFAULT_EVERY_STEPS = 100
+EMULATED = "MGPU_EMULATED_GPUS"  # set where machines only say that they have GPUs, as in the demo of AWS
 QUIET_S = 7200.0  # a program of the user's own
 
 
@@ -66,6 +67,7 @@ class Request:
                 node_rank=node.rank,
                 nodes=len(fleet.nodes),
                 processes_per_node=spec.processes,
+                gpus=_gpus(spec, fleet),
                 master_addr=first.private_address or first.address,
                 master_port=ports[0],
                 peer_port=ports[1] if len(fleet.nodes) > 1 else None,
@@ -88,6 +90,11 @@ class Request:
             )
             for node in fleet.nodes
         )
+
+
+def _gpus(spec: RunSpec, fleet: StackOutput) -> int:
+    """How many GPUs a node has to have: what was rented, or is asked for. Emulated ones are demanded of nobody."""
+    return 0 if os.environ.get(EMULATED) else max(spec.gpus_per_node, fleet.gpus_per_node)
 
 
 def _told(spec: RunSpec) -> TrainConfig | None:

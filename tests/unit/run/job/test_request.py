@@ -56,6 +56,18 @@ def test_the_agents_of_several_nodes_have_a_port_of_their_own():
     assert jobs(spec(train={}), nodes=1)[0].peer_port is None
 
 
+def test_the_gpus_that_were_rented_are_demanded_and_no_others(monkeypatch):
+    monkeypatch.delenv("MGPU_EMULATED_GPUS", raising=False)
+    assert [job.gpus for job in jobs(spec(train={}, nodes=2))] == [0, 0]
+    asked, rented = spec(train={}, gpus_per_node=4), fleet(1).model_copy(update={"gpus_per_node": 8})
+    request = resolve(asked, "a-1", Path("/base"), timeouts=Timeouts())
+    told = {"attempt": 1, "writer": "w", "ports": (29500, 29501), "resume": None}
+    assert request.jobs(fleet(1), **told)[0].gpus == 4
+    assert request.jobs(rented, **told)[0].gpus == 8, "a machine that lacks one of those that were paid for is broken"
+    monkeypatch.setenv("MGPU_EMULATED_GPUS", "1")
+    assert request.jobs(rented, **told)[0].gpus == 0
+
+
 def quiet(run_spec: RunSpec, **given: float) -> tuple[float, ...]:
     """How long the nodes let the program be quiet: before its first step, training, validating, saving."""
     times = resolve(run_spec, "a-1", Path("/base"), timeouts=Timeouts(**given)).timeouts

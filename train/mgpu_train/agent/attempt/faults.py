@@ -65,6 +65,7 @@ KERNEL = (
     _machine("the disk has failed", r"I/O error, dev (?:nvme|sd|x?vd)\w+|(?:EXT4|XFS)\b.*(?:read-only|metadata I/O)"),
 )
 MACHINE = (
+    _machine("it lacks what was rented", r"\bMachineError: "),
     _machine("a GPU's memory has failed", r"uncorrectable ECC error encountered"),
     _machine("an NVLink has failed", r"uncorrectable NVLink error"),
     _machine("the GPUs' fabric manager is not ready", r"system not yet initialized"),

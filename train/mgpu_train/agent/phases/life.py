@@ -16,6 +16,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from mgpu_train import gpus
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import (
     AttemptFailed,
@@ -73,6 +74,7 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
     job, times = attempt.job, attempt.times
     environment = launcher_process.environment(job, attempt.secrets.env, attempt.layout, os.environ)
     _end_older(attempt)
+    _demand_gpus(attempt)
     python = aside(
         attempt, lambda: prepare(attempt, environment), times.prepare_s, "preparing took more than {:g} s (prepare_s)"
     )
@@ -103,6 +105,16 @@ def _end_older(attempt: Attempt) -> None:
     """What a killed agent left of an older attempt must not write beside this one."""
     if not procs.kill_all(lambda: launcher_process.leftovers(attempt.layout), attempt.times.kill_s):
         raise AttemptFailed(Fault.INFRASTRUCTURE, "processes of an older attempt could not be killed")
+
+
+def _demand_gpus(attempt: Attempt) -> None:
+    """Nothing is prepared on a machine that lacks GPUs: whatever is started there, training on the CPU is no use."""
+    if (demand := attempt.job.demand) is None:
+        return
+    late = "the GPUs were not counted within {:g} s"
+    if lack := aside(attempt, demand.unmet, demand.wait_s + 2 * gpus.LOOK_S, late):
+        fault = Fault.INFRASTRUCTURE if lack.machine else Fault.USER
+        raise AttemptFailed(fault, lack.words, suspect=lack.machine)
 
 
 def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str) -> T:
