@@ -120,6 +120,27 @@ def test_where_gpus_were_rented_a_rank_never_takes_the_cpu(monkeypatch: pytest.M
     assert joined == []
 
 
+def test_a_rank_says_its_gpu_when_it_joins(monkeypatch: pytest.MonkeyPatch):
+    import torch
+    from mgpu_train import parallel
+
+    class Joined(Exception):
+        pass
+
+    def joins(backend, *, device_id=None, **_):
+        raise Joined(backend, str(device_id))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", joins)
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(Joined) as caught:
+        parallel.join(60, 60, Machine(Seen(2)).demand(2))
+    assert caught.value.args == ("nccl", "cuda:1")
+
+
 def test_the_agent_knows_a_ranks_word_for_a_machine_without_gpus():
     line = "[rank9]: MachineError: node 1 (ip-10-0-0-7) has 7 of 8 GPUs"
     found = faults.find((line,), last_words=line, nodes=2)

@@ -76,7 +76,8 @@ def join(timeout_s: float, save_s: float, gpus: Demand | None = None) -> Place:
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        # with its device a rank need not guess it, and connects at once: what cannot connect is seen here
+        dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, yet not in __all__
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)

@@ -83,6 +83,12 @@ PROGRAM = (
     _user("fewer workers of the data loader, or smaller batches", r"insufficient shared memory|out of shared memory"),
     _user("the disk is full: `disk_gib`", r"No space left on device"),
 )
+NETWORK = (
+    _user(
+        "EFA was rented, and this image has no plugin for it (aws-ofi-nccl): `env: {NCCL_NET: Socket}` takes TCP",
+        r"NCCL WARN.*Failed to initialize any NET plugin",
+    ),
+)
 SUSPECT = (
     _machine("the disk has failed", r"OSError: \[Errno 5\] Input/output error"),
     _machine("a GPU has failed, or a kernel that it ran", r"CUDA error: (?:unspecified launch failure|unknown error)"),
@@ -119,6 +125,7 @@ def find(
         *_found(KERNEL, kernel),
         *_found(MACHINE, said if code == -signal.SIGABRT else (*errors(lines), last_words)),
         *_found(PROGRAM, (last_words,)),
+        *_found(NETWORK, lines),
         *programs,
         *_found(SUSPECT, said),
         *(_found(PEERS, said) if nodes > 1 else ()),

@@ -43,6 +43,10 @@ class RunLayout:
         """What torchrun has left of the rank that failed first, if one did (`mgpu_train.torchrun`)."""
         return self.root / f"failure-{attempt}.json"
 
+    def stacks(self, attempt: int) -> PurePosixPath:
+        """`MGPU_STACKS_DIR`: where the ranks of an attempt say that they show their stacks, and do."""
+        return self.root / f"stacks-{attempt}"
+
     @property
     def lock(self) -> PurePosixPath:
         """Held by the living agent (flock)."""

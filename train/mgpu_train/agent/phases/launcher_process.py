@@ -15,10 +15,10 @@ from pathlib import Path
 import mgpu_train
 from mgpu_train import cores
 from mgpu_train.agent.host.layout import RunLayout
-from mgpu_train.agent.machine import procs
-from mgpu_train.agent.machine.network import interface_to
+from mgpu_train.agent.machine import network, procs
 from mgpu_train.config import Job
 
+FLIGHT = "flight-"  # and the rank: what torch's flight recorder leaves
 _STORES_PROCESS = b"mgpu_train.store.bulk.child"  # what its command line names
 
 
@@ -75,6 +75,27 @@ def _how_often(job: Job) -> dict[str, str]:
     return {name: f"{value:.15g}" for name, value in every.items() if value is not None}  # a million is no 1e+06
 
 
+def collectives(job: Job, layout: RunLayout) -> dict[str, str]:
+    """What NCCL, gloo and torch's flight recorder are told, unless somebody has set it."""
+    return {
+        "NCCL_DEBUG": "WARN",
+        "TORCH_FR_DUMP_TEMP_FILE": str(layout.stacks(job.attempt) / FLIGHT),
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(layout.stacks(job.attempt) / FLIGHT),
+        **network.settings(job.nodes, job.gpus, job.master_addr),
+    }
+
+
+def overruled(job: Job, layout: RunLayout, environment: Mapping[str, str]) -> list[str]:
+    """Which of these somebody has set otherwise, in words: the run file's `env`, or the machine."""
+    ours = collectives(job, layout)
+    return [
+        f"{name}={environment[name]}, as {'`env`' if name in job.env else 'the environment of this machine'} has it, "
+        f"instead of {value}"
+        for name, value in ours.items()
+        if environment[name] != value
+    ]
+
+
 def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: Mapping[str, str]) -> dict[str, str]:
     """The launcher's environment: the node's, the job's, the secrets, and what the program may rely on."""
     given = {**base_environment(node), **job.env, **secrets}
@@ -93,8 +114,7 @@ def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: M
         # the agent's own grace is to end first: torchrun's 30 s would cut off a save
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(job.timeouts.stop_grace_s) + 10),
     }
-    if job.nodes > 1 and (interface := interface_to(job.master_addr)):
-        given.setdefault("GLOO_SOCKET_IFNAME", interface)
+    given = {**collectives(job, layout), **given}
     given |= _how_often(job)
     given.pop("MGPU_RESUME_DIR", None)
     if job.resume is not None:

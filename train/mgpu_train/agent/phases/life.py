@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from mgpu_train.agent.attempt.decide import (
     lost,
     verdict,
 )
-from mgpu_train.agent.machine import procs
+from mgpu_train.agent.machine import network, procs
 from mgpu_train.agent.phases import launcher_process, outputs
 from mgpu_train.agent.phases.folders import clear_local
 from mgpu_train.agent.phases.launcher_process import Launch
@@ -88,6 +88,7 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
     attempt.tick()
     _check_early_end(attempt)
     attempt.enter(Phase.LAUNCHING)
+    _tell_network(attempt, environment)
     uploads = _uploads(attempt, job.checkpoint, resumed_step) if job.checkpoint and has_part(job) else None
     started = Launch(
         launcher_process.argv(job, attempt.layout, python),
@@ -115,6 +116,14 @@ def _demand_gpus(attempt: Attempt) -> None:
     if lack := aside(attempt, demand.unmet, demand.wait_s + 2 * gpus.LOOK_S, late):
         fault = Fault.INFRASTRUCTURE if lack.machine else Fault.USER
         raise AttemptFailed(fault, lack.words, suspect=lack.machine)
+
+
+def _tell_network(attempt: Attempt, environment: Mapping[str, str]) -> None:
+    """What is not as mgpu would have it is said where a user looks when the ranks do not find each other."""
+    for words in launcher_process.overruled(attempt.job, attempt.layout, environment):
+        attempt.say(f"network: {words}")
+    if environment.get("NCCL_NET") == network.EFA:
+        attempt.say(f"network: EFA, or nothing (NCCL_NET={network.EFA}); TCP is `env: {{NCCL_NET: Socket}}`")
 
 
 def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str) -> T:
