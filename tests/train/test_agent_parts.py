@@ -158,7 +158,7 @@ def test_a_torn_line_is_kept_until_it_is_whole_and_older_attempts_are_not_read(t
     assert list(tail.poll()) == []
     with file.open("ab") as out:
         out.write(whole[9:] + b"nonsense\n[1]\n")
-    assert list(tail.poll()) == [{"kind": "step", "step": 8}]
+    assert list(tail.poll()) == [{"kind": "step", "step": 8, "rank": 0}]
     assert list(tail.poll()) == []
 
 
@@ -166,7 +166,7 @@ def test_an_endless_line_takes_bounded_memory_and_does_not_hide_what_follows(tmp
     tail = MetricsTail(tmp_path)
     (tmp_path / "rank-0.jsonl").write_bytes(b"[" * (5 << 20) + b"\n" + line(kind="step", step=1))
     found = list(tail.poll())
-    assert found == [{"kind": "step", "step": 1}]
+    assert found == [{"kind": "step", "step": 1, "rank": 0}]
     assert all(len(torn) <= 1 << 16 for torn in tail._torn.values())
 
 

@@ -7,6 +7,7 @@ Started once per process: by the agent, by torchrun, or as `python -m mgpu_train
     MGPU_METRICS_DIR       where `rank-<rank>.jsonl` goes; without it there is none
     MGPU_RESUME_DIR        a verified checkpoint to go on from; without it training begins at step 0
     MGPU_SAVE_REQUEST      a file; when it appears a checkpoint is made ahead of time, once
+    MGPU_STACKS_DIR        where `rank-<rank>.txt` gets the stacks of all threads at SIGUSR2; without it there are none
 
 and torchrun's own variables. It needs nothing else of mgpu:
 
@@ -40,7 +41,7 @@ from pydantic import ValidationError
 from torch import nn
 
 import mgpu_train
-from mgpu_train import parallel
+from mgpu_train import parallel, stacks
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, differences
 from mgpu_train.config import CheckpointTarget, Job, TrainConfig
 from mgpu_train.data.order import Order
@@ -480,6 +481,7 @@ def main() -> int:
         level=logging.INFO if rank == "0" else logging.WARNING,  # one voice is enough while all is well
         format=f"[rank{rank}]: %(message)s",  # torch's own style
     )
+    stacks.show_on_request()
     stop = StopRequest()
     signal.signal(signal.SIGTERM, stop)
     try:

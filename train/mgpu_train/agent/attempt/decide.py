@@ -123,6 +123,7 @@ class Ended:
     )
     rank_code: int = 0  # that rank's exit code, negative for a signal
     starved: int = 0  # processes that the kernel killed meanwhile, because this machine was out of memory
+    hang: str = ""  # where its ranks were, and which of them the others waited for
     peers_answer: bool = False  # every other node's agent has been heard, and lately
     cause: Cause | None = None  # set when the agent ended it
     said: str | None = None  # the trainer's own last metrics line: "done" or "stopped"
@@ -183,7 +184,8 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
     if found is not None:
         # every machine answers: what hangs is the program, as where an agent sees it first
         fault = Fault.USER if found.sign.hang and end.peers_answer else found.sign.fault
-        return AttemptFailed(fault, f"{what}: {found.sign.means}: {found.line}", suspect=found.sign.machine)
+        where = f"; {end.hang}" if found.sign.hang and end.hang else ""
+        return AttemptFailed(fault, f"{what}: {found.sign.means}: {found.line}{where}", suspect=found.sign.machine)
     if code == -signal.SIGKILL:
         return AttemptFailed(Fault.USER, f"{what}: {_killer(end)}")
     what += f": {end.last_words}" if end.last_words else ""

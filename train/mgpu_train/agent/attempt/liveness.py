@@ -76,6 +76,10 @@ class Liveness:
         """This node vouches for the attempt until then."""
         return self._sign + deadline_s(self.stage, self._times)
 
+    def doubtful(self, now: float) -> bool:
+        """Half of the time is over in which this node has to give a sign."""
+        return now > self.until - deadline_s(self.stage, self._times) / 2
+
     def sign(self, now: float, said: str | None = None, *, stepped: bool = False) -> None:
         """The program has shown that it goes on. `said` is the stage that it named, if any; `stepped`: a step was made.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mgpu_train
-from mgpu_train import cores
+from mgpu_train import cores, stacks
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.machine import network, procs
 from mgpu_train.config import Job
@@ -109,6 +109,7 @@ def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: M
         "MGPU_CHECKPOINT_DIR": str(layout.checkpoints),
         "MGPU_METRICS_DIR": str(layout.metrics),
         "MGPU_SAVE_REQUEST": str(layout.save_request(job.attempt)),
+        stacks.FOLDER: str(layout.stacks(job.attempt)),
         "PYTHONUNBUFFERED": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # the agent's own grace is to end first: torchrun's 30 s would cut off a save

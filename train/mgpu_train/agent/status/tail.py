@@ -40,7 +40,9 @@ class MetricsTail:
     def _lines(self, name: str, data: bytes) -> Iterator[dict[str, Any]]:
         *whole, torn = (self._torn.get(name, b"") + data).split(b"\n")
         self._torn[name] = torn[:_LONGEST]
-        return (record for record in map(_parse, whole) if record is not None)
+        rank = Path(name).stem.removeprefix("rank-")
+        of = {"rank": int(rank)} if rank.isdecimal() else {}
+        return (record | of for record in map(_parse, whole) if record is not None)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -99,6 +101,7 @@ class Progress:
         self.ended: str | None = None  # the program's own word: "done" or "stopped"
         self.lines = 0  # that were taken: each is a sign of life
         self.stage: str | None = None  # where the program said last that it is; a step says that it trains
+        self.done: dict[int, tuple[int, int]] = {}  # by rank: its step, and what it has done in that one so far
         self.saves = Saves()
         self._of_saves = {
             "checkpoint": self.saves.stands,
@@ -117,6 +120,7 @@ class Progress:
         """Folds one line in; True: a new optimizer step, which is progress."""
         self.lines += 1
         kind, before = record.get("kind"), self._t
+        self._further(record)
         if kind == "phase":
             self.stage = str(record.get("phase"))
         if kind in ("phase", "alive"):  # no event of its own: the times between steps are those between other lines
@@ -134,6 +138,11 @@ class Progress:
         elif kind == "end":
             self.ended = str(record.get("reason"))
         return False
+
+    def _further(self, record: dict[str, Any]) -> None:
+        rank, step, done = record.get("rank"), record.get("step"), record.get("done", 0)
+        if type(rank) is int and type(step) is int and type(done) is int:
+            self.done[rank] = max(self.done.get(rank, (-1, 0)), (step, done))
 
     def _step(self, record: dict[str, Any], before: float | None) -> bool:
         step = record.get("step")
