@@ -77,12 +77,12 @@ def test_the_flight_recorder_is_believed_before_the_stacks():
     """With NCCL a rank stands where the host meets the GPU, not in the collective."""
     ranks = {
         4: recorded(("0", 7, "completed"), ("0", 8, "started"), ("1", 2, "completed"), text=LATE),
-        5: recorded(("0", 7, "completed"), ("1", 2, "completed"), text=LATE),
+        5: recorded(("0", 7, "completed"), ("1", 2, "completed"), text=WAITS),  # of the host's, by gloo
     }
     found = hang.judge(ranks, alone=True)
     assert found.missing == 5
     assert found.words.startswith(
-        "rank 5 did not come to nccl:all_reduce, number 8, where rank 4 waits: rank 5 is in data"
+        "rank 5 did not come to nccl:all_reduce, number 8, where rank 4 waits: rank 5 is in prog"
     )
 
 
