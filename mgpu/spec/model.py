@@ -100,9 +100,12 @@ class PhaseTimeouts(Block):
     """`timeouts:` how long a healthy program may be quiet, on all nodes together, before it counts as hung.
 
     A line on any node, a metric and a checkpoint are signs of progress. A program of your own says by a metrics line of
-    kind `phase` that it validates or saves; without one, it is training after its first sign.
+    kind `phase` where it is; without one, it is training after its first sign.
     """
 
+    building_minutes: float | None = Field(
+        None, gt=0, description="minutes while `train` builds its model, or loads it (default: 30, with `command` 120)"
+    )
     first_step_minutes: float | None = Field(
         None,
         gt=0,
@@ -116,6 +119,9 @@ class PhaseTimeouts(Block):
     )
     saving_minutes: float | None = Field(
         None, gt=0, description="minutes while it saves; the trainer's own limit, too (default: 30, with `command` 120)"
+    )
+    finishing_minutes: float | None = Field(
+        None, gt=0, description="minutes from its last save until it has ended (default: 10, with `command` 120)"
     )
 
 

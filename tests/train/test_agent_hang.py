@@ -184,6 +184,7 @@ def test_the_trainer_shows_where_it_is_and_trains_on(tmp_path):
         process.send(stacks.SIGNAL)
         until(lambda: hang.main_stack((tmp_path / "stacks" / "rank-0.txt").read_text()), 60)
         assert "loop.py" in (tmp_path / "stacks" / "rank-0.txt").read_text()
+        assert "in _beat" in (tmp_path / "stacks" / "rank-0.txt").read_text(), "a thread says that it lives"
         trainer.send_signal(signal.SIGTERM)
         assert trainer.wait(120) == 0
     finally:

@@ -194,6 +194,29 @@ def test_progress_is_a_new_step_only():
     }
 
 
+def test_a_rank_that_lives_has_made_progress_only_where_it_has_done_more():
+    progress = Progress()
+
+    def signs(kind: str, rank: int = 0, **said) -> bool:
+        before = progress.signs
+        progress.take({"kind": kind, "rank": rank, **said})
+        return progress.signs > before
+
+    building = {"phase": "building", "step": 0, "done": 1}
+    assert signs("phase", phase="building")
+    assert signs("alive", **building)
+    assert not signs("alive", **building)
+    assert signs("alive", rank=1, **building), "another rank"
+    assert signs("alive", **{**building, "phase": "training", "done": 2})
+    assert progress.stage == "training", "the line that says when a phase begins may be lost on a full disk"
+    assert not signs("alive", rank=1, **building)
+    assert progress.stage == "training", "a rank that stands still does not say where the attempt is"
+    assert not signs("alive", **{**building, "step": 0, "done": 0})
+    assert signs("alive", phase="training", step=1, done=0)
+    assert signs("alive", step=1), "of a program that does not count its work"
+    assert signs("step", step=1)
+
+
 def test_metrics_of_odd_types_leave_a_status_that_can_be_read():
     progress = Progress()
     progress.take({"kind": "validation", "step": "three", "loss": 4.0})

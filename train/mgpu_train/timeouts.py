@@ -31,8 +31,10 @@ class Timeouts(BaseModel):
         1800,
         description="before the first step, without a sign of progress on any node, until an attempt is hung",
     )
+    building_s: float = Field(1800, description="... while the model is built, and loaded from a checkpoint")
     stall_s: float = Field(780, description="... while training")
     validation_s: float = Field(1800, description="... while validating")
+    finishing_s: float = Field(600, description="... when all is done, until the ranks have ended")
     heartbeat_s: float = Field(10, description="between two words of a node's agent to node 0's on how alive it is")
     collective_s: float = Field(600, description="for one collective operation of the ranks")
     save_s: float = Field(1800, description="for a checkpoint to stand on the disk of every node")

@@ -117,10 +117,12 @@ def _timeouts(spec: RunSpec, timeouts: Timeouts) -> Timeouts:
     """
     given = spec.timeouts
     minutes = {
+        "building_s": given.building_minutes,
         "first_step_s": given.first_step_minutes,
         "stall_s": given.training_minutes,
         "validation_s": given.validation_minutes,
         "save_s": given.saving_minutes,
+        "finishing_s": given.finishing_minutes,
     }
     usual_s = None if spec.train else QUIET_S
     changes = {name: usual_s if value is None else 60 * value for name, value in minutes.items()}

@@ -78,6 +78,10 @@ def test_how_long_a_program_may_be_quiet():
     assert quiet(spec(train={})) == (1800, 780, 1800, 1800)
     assert quiet(spec(command=["t.py"])) == (7200,) * 4, "a line an hour is enough"
     minutes = {"first_step_minutes": 1, "training_minutes": 2, "validation_minutes": 3, "saving_minutes": 4}
+    ends = resolve(
+        spec(train={}, timeouts={"building_minutes": 5, "finishing_minutes": 6}), "a-1", Path("/b"), timeouts=Timeouts()
+    )
+    assert (ends.timeouts.building_s, ends.timeouts.finishing_s) == (300, 360)
     for program in ({"train": {}}, {"command": ["t.py"]}):
         assert quiet(spec(**program, timeouts=minutes)) == (60, 120, 180, 240)
         assert quiet(spec(**program, timeouts=minutes), stall_s=5, save_s=6) == (60, 5, 180, 6), "MGPU_TIMEOUTS wins"

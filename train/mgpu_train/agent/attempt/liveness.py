@@ -20,10 +20,12 @@ ROUNDS = 3  # of words between the agents, before one that was not heard in time
 class Stage(StrEnum):
     """Where the program is. Each stage has its own deadline, and is a key of the run file's `timeouts`."""
 
+    BUILDING = "building"
     FIRST_STEP = "first_step"
     TRAINING = "training"
     VALIDATION = "validation"
     SAVING = "saving"
+    FINISHING = "finishing"
 
 
 class Known(NamedTuple):
@@ -54,9 +56,11 @@ def deadline_s(stage: Stage, times: Timeouts) -> float:
     if stage is Stage.SAVING:
         return times.save_s + times.stop_grace_s  # the trainer's own deadline of a save comes first
     seconds = {
+        Stage.BUILDING: times.building_s,
         Stage.FIRST_STEP: times.first_step_s,
         Stage.TRAINING: times.stall_s,
         Stage.VALIDATION: times.validation_s,
+        Stage.FINISHING: times.finishing_s,
     }
     return seconds[stage]
 

@@ -152,11 +152,11 @@ class Watch:
         return "; ".join(filter(None, (self._liveness.reason, self._hang.words if self._hang else "")))
 
     def _pass(self) -> None:
-        lines = self._metrics.lines
+        signs = self._metrics.signs
         progress = self._observe()
         changes = dict(self._metrics.fields)
         now = time.monotonic()
-        if progress or self._metrics.lines > lines or self._durably():
+        if progress or self._metrics.signs > signs or self._durably():
             self._liveness.sign(now, self._metrics.stage, stepped=self._metrics.fields["step"] >= 0)
         if progress:
             changes["progress_at"] = time.time()

@@ -99,8 +99,8 @@ class Progress:
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {"step": -1}
         self.ended: str | None = None  # the program's own word: "done" or "stopped"
-        self.lines = 0  # that were taken: each is a sign of life
-        self.stage: str | None = None  # where the program said last that it is; a step says that it trains
+        self.signs = 0  # lines that were taken, but for those that say only that a rank lives
+        self.stage: str | None = None  # where the program was by the last of them; a step says that it trains
         self.done: dict[int, tuple[int, int]] = {}  # by rank: its step, and what it has done in that one so far
         self.saves = Saves()
         self._of_saves = {
@@ -118,11 +118,12 @@ class Progress:
 
     def take(self, record: dict[str, Any]) -> bool:
         """Folds one line in; True: a new optimizer step, which is progress."""
-        self.lines += 1
+        further = self._further(record)
         kind, before = record.get("kind"), self._t
-        self._further(record)
-        if kind == "phase":
-            self.stage = str(record.get("phase"))
+        if kind != "alive" or further:
+            self.signs += 1
+            if kind == "phase" or (kind == "alive" and "phase" in record):
+                self.stage = str(record.get("phase"))
         if kind in ("phase", "alive"):  # no event of its own: the times between steps are those between other lines
             return False
         self._t = _number(record.get("t"))
@@ -139,10 +140,14 @@ class Progress:
             self.ended = str(record.get("reason"))
         return False
 
-    def _further(self, record: dict[str, Any]) -> None:
+    def _further(self, record: dict[str, Any]) -> bool:
+        """Whether the rank has done more since its last word; one that does not count its work is believed."""
         rank, step, done = record.get("rank"), record.get("step"), record.get("done", 0)
-        if type(rank) is int and type(step) is int and type(done) is int:
-            self.done[rank] = max(self.done.get(rank, (-1, 0)), (step, done))
+        if not (type(rank) is int and type(step) is int and type(done) is int):
+            return True
+        before, now = self.done.get(rank, (-1, 0)), (step, done)
+        self.done[rank] = max(before, now)
+        return now > before or "done" not in record
 
     def _step(self, record: dict[str, Any], before: float | None) -> bool:
         step = record.get("step")
