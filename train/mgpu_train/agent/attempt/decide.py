@@ -62,6 +62,7 @@ class Watched:
     fenced: str | None = None  # a newer attempt was met at the commit log
     resumed_step: int = -1  # what the attempt went on from; -1: from zero
     saved_step: int = -1  # newest finished on local disk
+    save_s: float = 0.0  # what a last save would take, by what the earlier ones took
     ending: Cause | None = None  # what is being done already
 
 
@@ -75,24 +76,24 @@ def look(seen: Watched, times: Timeouts) -> tuple[Act, Cause | None]:
     return (Act.KILL if over else Act.TERMINATE), cause
 
 
-def asked_to_stop(asked: float, times: Timeouts) -> Cause:
+def asked_to_stop(asked: float, times: Timeouts, save_s: float = 0.0) -> Cause:
     """The operator's request, made at `asked`."""
-    return Cause(Fault.STOPPED, "this node was asked to stop", asked, times.stop_grace_s)
+    return Cause(Fault.STOPPED, "this node was asked to stop", asked, times.grace_s(save_s))
 
 
-def gone(going: Going, now: float, times: Timeouts) -> Cause:
+def gone(going: Going, now: float, times: Timeouts, save_s: float = 0.0) -> Cause:
     """The end of a machine that goes. A save that does not fit is not begun: the steps since the last one are lost
     anyway, and the repair begins the sooner."""
-    return Cause(going.fault, going.reason, now, times.stop_grace_s if going.fits else 0)
+    return Cause(going.fault, going.reason, now, times.grace_s(save_s) if going.fits else 0)
 
 
 def _cause(seen: Watched, times: Timeouts) -> Cause | None:
     if seen.fenced is not None:
         return Cause(Fault.INFRASTRUCTURE, f"this attempt is over: {seen.fenced}", seen.now, 0)
     if seen.asked is not None:
-        return asked_to_stop(seen.asked, times)
+        return asked_to_stop(seen.asked, times, seen.save_s)
     if seen.going is not None:
-        return gone(seen.going, seen.now, times)
+        return gone(seen.going, seen.now, times, seen.save_s)
     if (why := _went_back(seen.saved_step, seen.resumed_step)) is not None:
         return Cause(Fault.USER, why, seen.now, 0)
     if seen.hung is None:

@@ -113,7 +113,7 @@ def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: M
         "PYTHONUNBUFFERED": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # the agent's own grace is to end first: torchrun's 30 s would cut off a save
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(job.timeouts.stop_grace_s) + 10),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(job.timeouts.grace_s(math.inf)) + 10),
     }
     given = {**collectives(job, layout), **given}
     given |= _how_often(job)

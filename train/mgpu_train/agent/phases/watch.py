@@ -130,6 +130,7 @@ class Watch:
             fenced=self._uploads.fenced if self._uploads else None,
             resumed_step=self._resumed,
             saved_step=self._saved,
+            save_s=self._need().save_s,
             ending=self._cause,
         )
         act, cause = look(seen, self._attempt.times)
