@@ -301,6 +301,18 @@ def test_a_stop_waits_for_as_long_as_the_last_save_took(node, save_s, commits):
     assert node.commits == commits
 
 
+def test_before_a_machine_goes_a_save_has_as_long_as_the_last_one_took(node):
+    node.program(SLOW.format(save_s=20))
+    node.job(timeouts={"stop_grace_s": 0.3})
+    node.start()
+    node.until(lambda: "ready" in node.log and node.said["checkpoint"]["save_s"] is not None)
+    node.until(lambda: node.commits == [1])
+    node.notice(120)
+    (status,) = ended(node)
+    assert (status["fault"], status["notice"]["fits"]) == ("provider", True)
+    assert node.commits == [2, 1]
+
+
 def test_a_stop_without_grace_does_not_wait_for_the_program(node):
     node.program(POLITE)
     node.job()
