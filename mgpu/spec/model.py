@@ -203,6 +203,9 @@ class Keys(MachineKeys, _Named):
     )
     checkpoint: CheckpointOrNone = Field(Checkpoint(), description="where checkpoints go, or `none`")  # type: ignore[call-arg]
     recovery: Recovery = Field(Recovery(), description="what happens when a machine is lost")  # type: ignore[call-arg]
+    preflight: bool = Field(
+        default=True, description="GPUs, and the links between them, are examined before each start of the program"
+    )
     timeouts: PhaseTimeouts = Field(PhaseTimeouts(), description="how long the program may be quiet")  # type: ignore[call-arg]
     teardown: Teardown = Field(
         "always", description="always: the machines go when the run ends; keep: they stay under their lease"

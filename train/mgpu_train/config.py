@@ -171,6 +171,10 @@ class Job(Model):
     peer_port: int | None = Field(
         default=None, ge=1, le=65535, description="where node 0's agent hears the others'; None: they do not speak"
     )
+    preflight: bool = Field(default=True, description="GPUs are examined before the program is started")
+    preflight_port: int | None = Field(
+        default=None, ge=1, le=65535, description="where the ranks meet for that; None: nothing is measured"
+    )
     launcher: LauncherOrName = Field(default=TORCHRUN, description="what starts the program; one of ours is its name")
     train: TrainConfig | None = None
     command: tuple[Text, ...] | None = Field(None, description="the user's program: what the launcher is given")

@@ -56,7 +56,8 @@ class Request:
     def jobs(
         self, fleet: StackOutput, *, attempt: int, writer: str, ports: Sequence[int], resume: Resume | None
     ) -> tuple[Job, ...]:
-        """One job a node, in rank order. `ports` are free on node 0: for the launchers, and for the agents."""
+        """One job a node, in rank order. `ports` are free on node 0: for the launchers, the agents
+        and what is measured before."""
         spec, first, provider = self.spec, fleet.nodes[0], provider_of(fleet)
         notices = provider.capabilities.notices if provider else "file"
         return tuple(
@@ -71,6 +72,8 @@ class Request:
                 master_addr=first.private_address or first.address,
                 master_port=ports[0],
                 peer_port=ports[1] if len(fleet.nodes) > 1 else None,
+                preflight=spec.preflight,
+                preflight_port=ports[2],
                 launcher=launchers.installed().found[spec.launcher],
                 train=_told(spec),
                 command=spec.command,

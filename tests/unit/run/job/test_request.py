@@ -41,7 +41,7 @@ def fleet(nodes: int) -> StackOutput:
 
 def jobs(run_spec: RunSpec, nodes: int = 2):
     request = resolve(run_spec, "a-1", Path("/base"), timeouts=Timeouts())
-    return request.jobs(fleet(nodes), attempt=1, writer="w", ports=(29500, 29501), resume=None)
+    return request.jobs(fleet(nodes), attempt=1, writer="w", ports=(29500, 29501, 29502), resume=None)
 
 
 def test_jobs_differ_in_their_node_rank_alone():
@@ -61,11 +61,17 @@ def test_the_gpus_that_were_rented_are_demanded_and_no_others(monkeypatch):
     assert [job.gpus for job in jobs(spec(train={}, nodes=2))] == [0, 0]
     asked, rented = spec(train={}, gpus_per_node=4), fleet(1).model_copy(update={"gpus_per_node": 8})
     request = resolve(asked, "a-1", Path("/base"), timeouts=Timeouts())
-    told = {"attempt": 1, "writer": "w", "ports": (29500, 29501), "resume": None}
+    told = {"attempt": 1, "writer": "w", "ports": (29500, 29501, 29502), "resume": None}
     assert request.jobs(fleet(1), **told)[0].gpus == 4
     assert request.jobs(rented, **told)[0].gpus == 8, "a machine that lacks one of those that were paid for is broken"
     monkeypatch.setenv("MGPU_EMULATED_GPUS", "1")
     assert request.jobs(rented, **told)[0].gpus == 0
+
+
+def test_what_is_measured_before_the_program_has_a_port_of_its_own_and_can_be_left_out():
+    (job,) = jobs(spec(train={}), nodes=1)
+    assert (job.preflight, job.preflight_port) == (True, 29502)
+    assert not jobs(spec(train={}, preflight=False), nodes=1)[0].preflight
 
 
 def quiet(run_spec: RunSpec, **given: float) -> tuple[float, ...]:
@@ -145,11 +151,11 @@ def test_a_file_store_takes_no_credentials_along():
 
 def test_the_nodes_look_for_notices_where_the_provider_puts_them(world):
     request = resolve(spec(train={}), "a-1", Path("/base"), timeouts=Timeouts())
-    told = request.jobs(fleet(1).model_copy(update={"owner": "o"}), attempt=1, writer="w", ports=(1, 2), resume=None)
+    told = request.jobs(fleet(1).model_copy(update={"owner": "o"}), attempt=1, writer="w", ports=(1, 2, 3), resume=None)
     assert told[0].notices == "file"
     world.cloud.capabilities = world.cloud.capabilities.model_copy(update={"notices": "ec2"})
     options = {"account": "123456789012"}
     theirs = fleet(1).model_copy(update={"owner": "o", "options": options})
-    assert request.jobs(theirs, attempt=1, writer="w", ports=(1, 2), resume=None)[0].notices == "ec2"
+    assert request.jobs(theirs, attempt=1, writer="w", ports=(1, 2, 3), resume=None)[0].notices == "ec2"
     assert world.reached[-1] == ("local", options)
     assert jobs(spec(train={}))[0].notices == "file", "of a program of the user's own nothing else is known"

@@ -59,8 +59,10 @@ def _user(means: str, pattern: str) -> Sign:
 _FATAL_XID = _machine("the GPU or its link has failed", "")
 _PROGRAMS_XID = _user("the program has made the GPU fail", "")
 
+_OFF_THE_BUS = _machine("the GPU has fallen off the bus", r"fallen off the bus")
+
 KERNEL = (
-    _machine("the GPU has fallen off the bus", r"fallen off the bus"),
+    _OFF_THE_BUS,
     _machine("a processor or its memory has failed", r"\[Hardware Error\].*(?:[Uu]ncorrected|[Ff]atal)|EDAC .*\bUE\b"),
     _machine("the disk has failed", r"I/O error, dev (?:nvme|sd|x?vd)\w+|(?:EXT4|XFS)\b.*(?:read-only|metadata I/O)"),
 )
@@ -101,6 +103,14 @@ PEERS = (
     ),
     _peers("a peer did not come to the rendezvous", r"RendezvousConnectionError|DistStoreError: Timed out"),
 )
+
+
+def hardware(kernel: Iterable[str]) -> Finding | None:
+    """What the kernel says of a GPU that is broken, whatever program made it show."""
+    kernel = tuple(kernel)
+    fatal = (line for line in kernel if (found := _XID.search(line)) and int(found[1]) in _HARDWARE_XIDS)
+    first = next((Finding(_FATAL_XID, clean(line, LONGEST)) for line in fatal), None)
+    return first or next(iter(_found((_OFF_THE_BUS,), kernel)), None)
 
 
 def find(

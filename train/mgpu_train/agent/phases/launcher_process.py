@@ -17,6 +17,7 @@ from mgpu_train import cores, stacks
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.machine import network, procs
 from mgpu_train.config import Job
+from mgpu_train.launchers import TORCHRUN
 
 FLIGHT = "flight-"  # and the rank: what torch's flight recorder leaves
 _STORES_PROCESS = b"mgpu_train.store.bulk.child"  # what its command line names
@@ -36,6 +37,11 @@ def argv(job: Job, layout: RunLayout, python: str) -> list[str]:
     """The launcher's command line; `python` is the interpreter that has the user's requirements."""
     program = ("-m", "mgpu_train.loop") if job.train is not None else job.command or ()
     return job.launcher.command(program, {**_values(job, layout), "python": python})
+
+
+def torchrun(job: Job, layout: RunLayout, python: str, program: tuple[str, ...], port: int) -> list[str]:
+    """The command line that starts a program of ours on every process of this node, whatever the run's launcher is."""
+    return TORCHRUN.command(program, {**_values(job, layout), "python": python, "master_port": port})
 
 
 def with_python(environment: Mapping[str, str], python: str) -> dict[str, str]:

@@ -28,8 +28,8 @@ from mgpu_train.agent.attempt.decide import (
     lost,
     verdict,
 )
-from mgpu_train.agent.machine import network, procs
-from mgpu_train.agent.phases import launcher_process, outputs
+from mgpu_train.agent.machine import facts, network, procs
+from mgpu_train.agent.phases import launcher_process, outputs, preflight
 from mgpu_train.agent.phases.folders import clear_local
 from mgpu_train.agent.phases.launcher_process import Launch
 from mgpu_train.agent.phases.prepare import prepare
@@ -85,6 +85,7 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
         wanted = job.resume
         resumed_step = aside(attempt, lambda: resume(attempt, wanted), times.resume_s, late)
     clear_local(attempt)
+    _preflight(attempt, environment, python)
     attempt.tick()
     _check_early_end(attempt)
     attempt.enter(Phase.LAUNCHING)
@@ -116,6 +117,22 @@ def _demand_gpus(attempt: Attempt) -> None:
     if lack := aside(attempt, demand.unmet, demand.wait_s + 2 * gpus.LOOK_S, late):
         fault = Fault.INFRASTRUCTURE if lack.machine else Fault.USER
         raise AttemptFailed(fault, lack.words, suspect=lack.machine)
+
+
+def _preflight(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:
+    """Raises AttemptFailed where the machine's GPUs are not fit to train on."""
+    if not (attempt.job.gpus and attempt.job.preflight):
+        return
+    limit_s = 3 * facts.SMI_S
+    aside(attempt, lambda: preflight.ask(attempt), limit_s, "preflight: the driver did not answer within {:g} s")
+    measuring = preflight.Measuring(attempt, environment, python)
+    try:
+        while not measuring.over():
+            _check_early_end(attempt)
+            attempt.tick()
+            time.sleep(attempt.times.poll_s)
+    finally:
+        measuring.end()
 
 
 def _tell_network(attempt: Attempt, environment: Mapping[str, str]) -> None:
