@@ -47,6 +47,7 @@ class Rank:
     stack: Stack = ()
     collectives: Mapping[str, Collective] = field(default_factory=dict)  # by the name of the group
     done: tuple[int, ...] = ()  # how far it is: greater is further
+    silent: bool = False  # it was asked for its stacks, and has shown none: it is stopped, or stands in the kernel
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,10 @@ def _by_collectives(ranks: Mapping[int, Rank]) -> tuple[int, str] | None:
 def _by_stacks(ranks: Mapping[int, Rank], *, alone: bool) -> tuple[int | None, str] | None:
     shown = {rank: each.stack for rank, each in ranks.items() if each.stack}
     waiting = {rank: name for rank, stack in shown.items() if (name := _waits_in(stack))}
+    silent = [rank for rank, each in ranks.items() if each.silent]
+    if silent:
+        others = [f"{_do(waiting, 'wait')} in {next(iter(waiting.values()))}"] if waiting else []
+        return silent[0] if waiting else None, " and ".join([*others, f"{_ranks(silent)} showed no stacks"])
     if not waiting:
         return None
     elsewhere, name = [rank for rank in shown if rank not in waiting], next(iter(waiting.values()))

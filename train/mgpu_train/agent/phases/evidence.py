@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,29 +36,29 @@ def collect(
 ) -> Hang:
     """Asks all ranks of this node and waits for their answers. `done`: how far each of them has said to be."""
     folder = Path(attempt.layout.stacks(attempt.job.attempt))
-    asked = listening(folder)
-    recorders = [pipe for pipe in folder.glob(f"{FLIGHT}*.pipe") if _ask_recorder(pipe)]
-    answers = [folder / f"rank-{rank}.txt" for rank, process in asked.items() if process.send(stacks.SIGNAL)]
-    answers += [pipe.with_suffix("") for pipe in recorders]
-    before = {path: _written(path) for path in answers}
+    asked = {rank: (process, folder / f"rank-{rank}.txt") for rank, process in listening(folder).items()}
+    recorders = {pipe: pipe.with_suffix("") for pipe in folder.glob(f"{FLIGHT}*.pipe")}
+    before = {path: _written(path) for path in (*(path for _, path in asked.values()), *recorders.values())}
+    shown = {rank: path for rank, (process, path) in asked.items() if process.send(stacks.SIGNAL)}
+    answers = [*shown.values(), *(dump for pipe, dump in recorders.items() if _ask_recorder(pipe))]
     end, sizes, settled = clock() + WAIT_S, before, 0
     while answers and clock() < end and settled < _SETTLED:
         sleep(_EVERY_S)
         now = {path: _written(path) for path in answers}
         settled = settled + 1 if now == sizes and all(now[path] != before[path] for path in answers) else 0
         sizes = now
-    return read(attempt, done)
+    return read(attempt, done, {rank for rank, path in shown.items() if sizes[path] == before[path]})
 
 
-def read(attempt: Attempt, done: Mapping[int, tuple[int, ...]]) -> Hang:
-    """What there is of it, into the log; and what it means."""
+def read(attempt: Attempt, done: Mapping[int, tuple[int, ...]], silent: Collection[int] = ()) -> Hang:
+    """What there is of it, into the log; and what it means. `silent` ranks were asked, and have not answered."""
     folder = Path(attempt.layout.stacks(attempt.job.attempt))
     ranks: dict[int, Rank] = {}
     shown, dumps = _by_rank(folder, "rank-", ".txt"), _by_rank(folder, FLIGHT, "")
-    for number in sorted({*shown, *dumps}):
-        text = _text(shown[number]) if number in shown else ""
+    for number in sorted({*shown, *dumps, *silent}):
+        text = _text(shown[number]) if number in shown and number not in silent else ""
         collectives = hang.collectives(_plain(dumps[number])) if number in dumps else {}
-        ranks[number] = Rank(hang.main_stack(text), collectives, done.get(number, ()))
+        ranks[number] = Rank(hang.main_stack(text), collectives, done.get(number, ()), number in silent)
         _tell(attempt, number, text, ranks[number])
     ranks |= {number: Rank(done=far) for number, far in done.items() if number not in ranks}
     return hang.judge(ranks, alone=attempt.job.nodes == 1)
