@@ -43,6 +43,13 @@ Current thread 0x00007fee4b079b80 (most recent call first):
   File "/home/u/runs/r/work/prog.py", line 10 in main
   File "/home/u/runs/r/work/prog.py", line 13 in <module>
 """
+BACKWARD = f"""\
+Current thread 0x00007f08cca7db80 (most recent call first):
+  File "{SITE}/torch/autograd/graph.py", line 865 in _engine_run_backward
+  File "{SITE}/torch/_tensor.py", line 630 in backward
+  File "/home/u/runs/r/work/prog.py", line 14 in main
+  File "/home/u/runs/r/work/prog.py", line 20 in <module>
+"""
 
 
 def stack(text: str) -> Rank:
@@ -62,6 +69,14 @@ def test_by_their_stacks_the_one_that_is_elsewhere_is_named_with_its_own_line():
     found = hang.judge({0: stack(WAITS), 1: stack(LATE), 2: stack(WAITS)}, alone=True)
     assert found.missing == 1
     assert found.words == "ranks 0, 2 wait in all_reduce, and not rank 1: rank 1 is in data.py:5 (slow_batch)"
+
+
+def test_ranks_of_ddp_wait_in_their_backward_pass():
+    found = hang.judge({0: stack(BACKWARD), 1: stack(LATE)}, alone=True)
+    assert found.missing == 1
+    assert found.words.startswith("rank 0 waits in the backward pass, and not rank 1: rank 1 is in data.py:5")
+    assert hang.judge({0: stack(WAITS), 1: stack(BACKWARD)}, alone=True).missing == 1, "that one is through with it"
+    assert hang.judge({0: stack(BACKWARD)}, alone=True) == Hang("rank 0 is in prog.py:14 (main)")
 
 
 def test_where_all_of_a_node_wait_the_missing_one_is_elsewhere():

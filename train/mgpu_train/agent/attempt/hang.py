@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 _FRAME = re.compile(r'\s*File "(.+)", line (\d+|\?\?\?) in (.+)')
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
+_AUTOGRAD = "torch/autograd/graph.py"
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 _NAMED = 4  # ranks that a reason names
 
@@ -112,6 +113,8 @@ def _by_collectives(ranks: Mapping[int, Rank]) -> tuple[int, str] | None:
 def _by_stacks(ranks: Mapping[int, Rank], *, alone: bool) -> tuple[int | None, str] | None:
     shown = {rank: each.stack for rank, each in ranks.items() if each.stack}
     waiting = {rank: name for rank, stack in shown.items() if (name := _waits_in(stack))}
+    if not waiting and len(shown) > 1:  # gradients are exchanged in there, below Python
+        waiting = {rank: "the backward pass" for rank, stack in shown.items() if any(map(_is_backward, stack))}
     silent = [rank for rank, each in ranks.items() if each.silent]
     if silent:
         others = [f"{_do(waiting, 'wait')} in {next(iter(waiting.values()))}"] if waiting else []
@@ -139,6 +142,10 @@ def _waits_in(stack: Stack) -> str | None:
     """The collective that a rank stands in: the outermost call of torch's own module for them."""
     inside = [frame for frame in stack if frame.file.endswith(_COLLECTIVES)]
     return inside[-1].function if inside else None
+
+
+def _is_backward(frame: Frame) -> bool:
+    return frame.file.endswith(_AUTOGRAD) and frame.function == "_engine_run_backward"
 
 
 def _and_where(words: str, rank: int, stack: Stack) -> str:
