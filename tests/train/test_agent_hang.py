@@ -88,6 +88,7 @@ def test_one_that_shows_no_stacks_is_waited_for():
     """It stands in the kernel, in a driver for example, or was stopped."""
     found = hang.judge({0: stack(WAITS), 1: Rank(silent=True)}, alone=True)
     assert found == Hang("rank 0 waits in all_reduce and rank 1 showed no stacks", 1)
+    assert hang.judge({0: stack(BACKWARD), 1: Rank(silent=True)}, alone=True).missing == 1
     assert hang.judge({0: stack(LATE), 1: Rank(silent=True)}, alone=True) == Hang("rank 1 showed no stacks")
 
 

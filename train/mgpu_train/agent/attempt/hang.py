@@ -113,9 +113,9 @@ def _by_collectives(ranks: Mapping[int, Rank]) -> tuple[int, str] | None:
 def _by_stacks(ranks: Mapping[int, Rank], *, alone: bool) -> tuple[int | None, str] | None:
     shown = {rank: each.stack for rank, each in ranks.items() if each.stack}
     waiting = {rank: name for rank, stack in shown.items() if (name := _waits_in(stack))}
-    if not waiting and len(shown) > 1:  # gradients are exchanged in there, below Python
-        waiting = {rank: "the backward pass" for rank, stack in shown.items() if any(map(_is_backward, stack))}
     silent = [rank for rank, each in ranks.items() if each.silent]
+    if not waiting and len(shown) + len(silent) > 1:  # gradients are exchanged in there, below Python
+        waiting = {rank: "the backward pass" for rank, stack in shown.items() if any(map(_is_backward, stack))}
     if silent:
         others = [f"{_do(waiting, 'wait')} in {next(iter(waiting.values()))}"] if waiting else []
         return silent[0] if waiting else None, " and ".join([*others, f"{_ranks(silent)} showed no stacks"])
