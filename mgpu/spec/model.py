@@ -100,9 +100,12 @@ class PhaseTimeouts(Block):
     """`timeouts:` how long a healthy program may be quiet, on all nodes together, before it counts as hung.
 
     A line on any node, a metric and a checkpoint are signs of progress. A program of your own says by a metrics line of
-    kind `phase` that it validates or saves; without one, it is training after its first sign.
+    kind `phase` where it is; without one, it is training after its first sign.
     """
 
+    building_minutes: float | None = Field(
+        None, gt=0, description="minutes while `train` builds its model, or loads it (default: 30, with `command` 120)"
+    )
     first_step_minutes: float | None = Field(
         None,
         gt=0,
@@ -116,6 +119,9 @@ class PhaseTimeouts(Block):
     )
     saving_minutes: float | None = Field(
         None, gt=0, description="minutes while it saves; the trainer's own limit, too (default: 30, with `command` 120)"
+    )
+    finishing_minutes: float | None = Field(
+        None, gt=0, description="minutes from its last save until it has ended (default: 10, with `command` 120)"
     )
 
 
@@ -197,6 +203,9 @@ class Keys(MachineKeys, _Named):
     )
     checkpoint: CheckpointOrNone = Field(Checkpoint(), description="where checkpoints go, or `none`")  # type: ignore[call-arg]
     recovery: Recovery = Field(Recovery(), description="what happens when a machine is lost")  # type: ignore[call-arg]
+    preflight: bool = Field(
+        default=True, description="GPUs, and the links between them, are examined before each start of the program"
+    )
     timeouts: PhaseTimeouts = Field(PhaseTimeouts(), description="how long the program may be quiet")  # type: ignore[call-arg]
     teardown: Teardown = Field(
         "always", description="always: the machines go when the run ends; keep: they stay under their lease"

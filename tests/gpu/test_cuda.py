@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from mgpu_train import gpus, preflight
+from mgpu_train.agent.machine import ports
 from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging
 
 TINY = {
@@ -38,6 +40,7 @@ def losses(
         "run_id": "try", "attempt": 1, "writer": "me", "node_rank": 0, "nodes": 1, "processes_per_node": 1,
         "master_addr": "127.0.0.1", "master_port": 1, "train": {**TINY, **train},
         "checkpoint": {"to": "file:///x", "every_steps": every_steps, "writers": writers},
+        "gpus": int(environment.get("CUDA_VISIBLE_DEVICES") != ""),
     }  # fmt: skip
     (home / "job.json").write_text(json.dumps(job))
     folders = {"MGPU_JOB": home / "job.json", "MGPU_CHECKPOINT_DIR": home / "ck", "MGPU_METRICS_DIR": home / "metrics"}
@@ -59,6 +62,15 @@ def test_the_losses_are_those_of_the_cpu_and_survive_a_resume(tmp_path, strategy
     assert resumed == pytest.approx(cuda[3:], rel=1e-4)
     bf16 = losses(tmp_path / "bf16", here, strategy=strategy, precision="bf16")
     assert bf16 == pytest.approx(cpu, rel=0.02)
+
+
+def test_a_gpu_is_counted_and_measured(tmp_path):
+    assert gpus.ask_driver().count == torch.cuda.device_count()
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env = {**os.environ, **place, "MASTER_PORT": str(ports.free(1)[0]), preflight.FILE: str(tmp_path / "said")}
+    subprocess.run([sys.executable, "-m", "mgpu_train.preflight"], env=env, check=True, timeout=120)
+    ((measured,),) = json.loads((tmp_path / "said").read_text()).values()
+    assert measured["tflops"] > 1, "a GPU's, not a processor's"
 
 
 def test_a_copy_beside_the_gpus_other_work_is_of_the_moment_it_was_asked_for():

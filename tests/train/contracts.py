@@ -56,6 +56,15 @@ class Tied(Parity):
         assert inner[1].weight is inner[2].weight
         return super().loss(model, batch)
 
+class Frugal(Parity):
+    # its machine has memory for two samples
+    def loss(self, model, batch):
+        assert all(len(values) <= 2 for values in batch.values())
+        return super().loss(model, batch)
+    def evaluate(self, model, batch):
+        assert not model.training
+        return self.loss(model, batch)
+
 class Empty(Parity):
     def data(self, split):
         return []
@@ -71,6 +80,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp", "micro_batch": 2},
     "byhand": {"strategy": "mgpu_parity.strategy:ByHand", "micro_batch": 2},
     "doubled": {"task": "tasks_of_tests:Doubled"},
+    "frugal": {"task": "tasks_of_tests:Frugal", "micro_batch": 2},
     "bad-options": {"options": {"bits": 99, "widht": 2}},
     "forgetful": {"task": "tasks_of_tests:Forgetful"},
     "positions": {"task": "tasks_of_tests:Positions"},

@@ -59,6 +59,16 @@ def test_what_is_done_to_a_launcher(seen, act):
     assert look(seen, TIMES)[0] is act
 
 
+def test_a_stop_waits_for_what_a_save_takes_and_no_longer_than_one_may():
+    times = Timeouts(stop_grace_s=10, save_s=300)
+
+    def killed_at(save_s: float) -> float:
+        _, cause = look(Watched(now=5, asked=5, save_s=save_s), times)
+        return next(at for at in range(5, 1000) if look(Watched(now=at, asked=5, ending=cause), times)[0] is Act.KILL)
+
+    assert [killed_at(save_s) for save_s in (0, 3, 120, 4000)] == [15, 15, 125, 305]
+
+
 def test_a_hang_is_the_programs_unless_a_node_has_fallen_silent():
     _, hung = look(Watched(now=100, hung="no sign of progress"), TIMES)
     assert (hung.fault, hung.reason) == (Fault.USER, "no sign of progress")

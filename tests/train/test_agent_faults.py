@@ -52,6 +52,12 @@ SAID = [
     (USER, 1, None, "RuntimeError: CUDA error: invalid device ordinal"),
     (USER, 1, None, "RuntimeError: CUDA error: no kernel image is available for execution on the device"),
     (USER, 1, None, "RuntimeError: CUDA driver version is insufficient for CUDA runtime version"),
+    # NCCL 2.30.7, net plugins: none has the name that NCCL_NET says
+    (
+        USER, 1, None,
+        "ip-10-0-0-7:412:431 [0] plugin/net.cc:364 NCCL WARN Failed to initialize any NET plugin\n"
+        "[rank0]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, invalid usage",
+    ),
     # facebookresearch/mmf#441, pytorch/pytorch#5040
     (
         USER, 1, None,

@@ -272,6 +272,47 @@ def test_a_program_that_ignores_sigterm_is_killed_after_the_grace(node):
     assert (status["fault"], status["exit_code"]) == ("stopped", -signal.SIGKILL)
 
 
+SLOW = """
+import signal, sys, time
+from saving import metric, save
+def stop(*_):
+    time.sleep(2)
+    save(2)
+    metric("end", step=2, reason="stopped")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+save(1)
+metric("checkpoint", step=1, stall_s=0.0, save_s={save_s})
+print("ready", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(("save_s", "commits"), [(60, [2, 1]), (0, [1])])
+def test_a_stop_waits_for_as_long_as_the_last_save_took(node, save_s, commits):
+    node.program(SLOW.format(save_s=save_s))
+    node.job(timeouts={"stop_grace_s": 0.3})
+    node.start()
+    node.until(lambda: "ready" in node.log and node.said["checkpoint"]["save_s"] is not None)
+    node.until(lambda: node.commits == [1])
+    node.call("stop", "--run", "r")
+    (status,) = ended(node)
+    assert status["fault"] == "stopped"
+    assert node.commits == commits
+
+
+def test_before_a_machine_goes_a_save_has_as_long_as_the_last_one_took(node):
+    node.program(SLOW.format(save_s=20))
+    node.job(timeouts={"stop_grace_s": 0.3})
+    node.start()
+    node.until(lambda: "ready" in node.log and node.said["checkpoint"]["save_s"] is not None)
+    node.until(lambda: node.commits == [1])
+    node.notice(120)
+    (status,) = ended(node)
+    assert (status["fault"], status["notice"]["fits"]) == ("provider", True)
+    assert node.commits == [2, 1]
+
+
 def test_a_stop_without_grace_does_not_wait_for_the_program(node):
     node.program(POLITE)
     node.job()

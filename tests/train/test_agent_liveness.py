@@ -86,8 +86,12 @@ def test_one_that_hangs_is_found_after_two_hours_without_a_sign(signs):
 
 
 def test_the_run_file_says_how_long_each_stage_may_be_quiet():
-    times = Timeouts(first_step_s=10, stall_s=20, validation_s=30, save_s=40, stop_grace_s=5)
-    assert [deadline_s(stage, times) for stage in Stage] == [10, 20, 30, 45]
+    times = Timeouts(
+        building_s=70, first_step_s=10, stall_s=20, validation_s=30, save_s=40, stop_grace_s=5, finishing_s=80
+    )
+    assert {stage.value: deadline_s(stage, times) for stage in Stage} == {
+        "building": 70, "first_step": 10, "training": 20, "validation": 30, "saving": 45, "finishing": 80,
+    }  # fmt: skip
     alive = Liveness(job(times=times), 0)
     assert (alive.until, "first step: timeouts.first_step_minutes" in alive.reason) == (10, True)
     alive.sign(1)
@@ -100,6 +104,10 @@ def test_the_run_file_says_how_long_each_stage_may_be_quiet():
     assert alive.until == 49
     alive.sign(5, "training")
     assert alive.until == 25
+    alive.sign(6, "building")
+    assert (alive.until, "timeouts.building_minutes" in alive.reason) == (76, True)
+    alive.sign(7, "finishing")
+    assert (alive.until, "timeouts.finishing_minutes" in alive.reason) == (87, True)
 
 
 # --- the bundled trainer ----------------------------------------------------------------------------------------------
@@ -345,6 +353,25 @@ def test_a_silent_node_whose_working_peer_is_gone_does_not_wait_for_ever(nodes):
     process = procs.Process(**json.loads((loud.run / "agent.json").read_text())["process"])
     process.send(signal.SIGKILL)
     assert "on any of 2 nodes" in silent.ended()["reason"]
+
+
+ALIVE = """
+from saving import metric
+import time
+metric("phase", phase="building")
+for number in range(80):
+    metric("alive", phase="building", step=0, done={done})
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(("done", "phase"), [("number", "done"), ("1", "failed")])
+def test_to_be_alive_is_no_progress(node, done, phase):
+    node.program(ALIVE.format(done=done))
+    node.job(checkpoint=None, timeouts={"first_step_s": 60, "building_s": 3})
+    node.start()
+    ended = node.ended()
+    assert ended["phase"] == phase, node.log
 
 
 def test_a_metrics_line_of_ones_own_is_a_sign_and_names_the_stage(node):

@@ -255,6 +255,18 @@ def test_a_stop_under_way_stays_a_stop_and_gets_no_longer_than_the_machine():
     assert look(seen(115, asked=99, going=FITS, ending=stop), TIMES) == (Act.KILL, stop)
 
 
+def test_a_long_save_has_its_time_where_the_machine_has_it():
+    times, long = Timeouts(stop_grace_s=30), Need(90, 5)
+    fits = going(Fault.PROVIDER, "gone", now=100, left_s=110, wanted=long, grace_s=times.grace_s(1e9))
+    assert fits.fits
+    _, cause = look(seen(100, going=fits, save_s=90), times)
+    assert look(seen(189, going=fits, ending=cause), times)[0] is Act.TERMINATE
+    assert look(seen(190, going=fits, ending=cause), times)[0] is Act.KILL
+    _, stop = look(seen(150, asked=150, save_s=90), times)
+    sooner = look(seen(205, asked=150, going=fits, ending=stop), times)
+    assert sooner == (Act.KILL, stop), "never past the machine's end, less the upload"
+
+
 def test_an_earlier_notice_cuts_the_grace():
     _, cause = look(seen(100, going=FITS), TIMES)
     sooner = going(Fault.PROVIDER, "gone", now=101, left_s=4, wanted=Need(10, 5), grace_s=30)

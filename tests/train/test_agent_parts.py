@@ -18,7 +18,7 @@ from mgpu_train.agent.attempt.decide import AttemptFailed
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.machine import network, procs
 from mgpu_train.agent.machine.lease import Lease
-from mgpu_train.agent.machine.network import interface_to
+from mgpu_train.agent.machine.network import route_to
 from mgpu_train.agent.phases import data, launcher_process, requirements, resume
 from mgpu_train.agent.status.log import Log, LogTimes, clean, hide, last_words, tail
 from mgpu_train.agent.status.tail import MetricsTail, Progress
@@ -158,7 +158,7 @@ def test_a_torn_line_is_kept_until_it_is_whole_and_older_attempts_are_not_read(t
     assert list(tail.poll()) == []
     with file.open("ab") as out:
         out.write(whole[9:] + b"nonsense\n[1]\n")
-    assert list(tail.poll()) == [{"kind": "step", "step": 8}]
+    assert list(tail.poll()) == [{"kind": "step", "step": 8, "rank": 0}]
     assert list(tail.poll()) == []
 
 
@@ -166,7 +166,7 @@ def test_an_endless_line_takes_bounded_memory_and_does_not_hide_what_follows(tmp
     tail = MetricsTail(tmp_path)
     (tmp_path / "rank-0.jsonl").write_bytes(b"[" * (5 << 20) + b"\n" + line(kind="step", step=1))
     found = list(tail.poll())
-    assert found == [{"kind": "step", "step": 1}]
+    assert found == [{"kind": "step", "step": 1, "rank": 0}]
     assert all(len(torn) <= 1 << 16 for torn in tail._torn.values())
 
 
@@ -192,6 +192,29 @@ def test_progress_is_a_new_step_only():
         },
         "first_metrics": {"validation_loss": 4.0},
     }
+
+
+def test_a_rank_that_lives_has_made_progress_only_where_it_has_done_more():
+    progress = Progress()
+
+    def signs(kind: str, rank: int = 0, **said) -> bool:
+        before = progress.signs
+        progress.take({"kind": kind, "rank": rank, **said})
+        return progress.signs > before
+
+    building = {"phase": "building", "step": 0, "done": 1}
+    assert signs("phase", phase="building")
+    assert signs("alive", **building)
+    assert not signs("alive", **building)
+    assert signs("alive", rank=1, **building), "another rank"
+    assert signs("alive", **{**building, "phase": "training", "done": 2})
+    assert progress.stage == "training", "the line that says when a phase begins may be lost on a full disk"
+    assert not signs("alive", rank=1, **building)
+    assert progress.stage == "training", "a rank that stands still does not say where the attempt is"
+    assert not signs("alive", **{**building, "step": 0, "done": 0})
+    assert signs("alive", phase="training", step=1, done=0)
+    assert signs("alive", step=1), "of a program that does not count its work"
+    assert signs("step", step=1)
 
 
 def test_metrics_of_odd_types_leave_a_status_that_can_be_read():
@@ -492,31 +515,89 @@ JOB = {
 }  # fmt: skip
 
 
+LAYOUT = RunLayout("r", PurePosixPath("/home"))
+
+
+def told(node=None, *, nodes=2, address="10.99.0.7", **job) -> dict[str, str]:
+    """The launcher's environment on a node of several."""
+    made = Job.model_validate(JOB | {"nodes": nodes, "master_addr": address, **job})
+    return launcher_process.environment(made, {}, LAYOUT, node or {})
+
+
 def test_between_nodes_of_one_machine_no_interface_is_named():
-    assert interface_to("127.0.0.1") is None
-    assert interface_to("no such host.invalid") is None
+    assert route_to("127.0.0.1") is None
+    assert route_to("::1") is None
+    assert route_to("no such host.invalid") is None
 
 
-def test_the_interface_is_the_one_whose_address_speaks_to_node_0(monkeypatch):
-    monkeypatch.setattr(network.socket, "if_nameindex", lambda: [(1, "lo"), (2, "docker0"), (3, "ens5")])
-    addresses = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "ens5": "10.99.0.4"}
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with more interfaces than one, which speaks to its peers from 10.99.0.4 or fd00::4."""
+    addresses = {
+        "lo": "127.0.0.1", "docker0": "172.17.0.1", "br-9f": "10.99.0.4", "tailscale0": "100.64.0.1",
+        "ens5": "10.99.0.4",
+    }  # fmt: skip
+    monkeypatch.setattr(network.socket, "if_nameindex", lambda: list(enumerate(addresses)))
     monkeypatch.setattr(network, "_address_of", lambda _probe, name: addresses[name])
+    (tmp_path / "if_inet6").write_text(
+        f"{'0' * 31}1 01 80 10 80       lo\nfd00{'0' * 27}4 03 40 00 80     ens5\nfe80{'0' * 27}4 03 40 20 80 docker0\n"
+    )
+    monkeypatch.setattr(network, "_IF_INET6", tmp_path / "if_inet6")
 
     class Probe(socket.socket):
         def connect(self, _address):
             pass
 
         def getsockname(self):
-            return ("10.99.0.4", 1)
+            return ("10.99.0.4", 1) if self.family == socket.AF_INET else ("fd00::4", 1, 0, 0)
 
     monkeypatch.setattr(network.socket, "socket", Probe)
-    assert interface_to("10.99.0.7") == "ens5"
-    job = Job.model_validate(JOB | {"nodes": 2, "master_addr": "10.99.0.7"})
-    layout = RunLayout("r", PurePosixPath("/home"))
-    assert launcher_process.environment(job, {}, layout, {})["GLOO_SOCKET_IFNAME"] == "ens5"
-    assert launcher_process.environment(job, {}, layout, {"GLOO_SOCKET_IFNAME": "eth1"})["GLOO_SOCKET_IFNAME"] == "eth1"
-    alone = Job.model_validate(JOB | {"nodes": 1, "master_addr": "10.99.0.7"})
-    assert "GLOO_SOCKET_IFNAME" not in launcher_process.environment(alone, {}, layout, {})
+
+
+@pytest.mark.usefixtures("cards")
+def test_the_interface_is_the_one_whose_address_speaks_to_node_0():
+    env = told()
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"], env["NCCL_SOCKET_FAMILY"]) == (
+        "ens5",
+        "=ens5",
+        "AF_INET",
+    )
+    six = told(address="fd00::7")
+    assert (six["NCCL_SOCKET_IFNAME"], six["NCCL_SOCKET_FAMILY"]) == ("=ens5", "AF_INET6")
+    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & told(nodes=1).keys()
+
+
+@pytest.mark.usefixtures("cards")
+def test_what_somebody_has_set_for_nccl_wins_and_is_said():
+    env = told({"GLOO_SOCKET_IFNAME": "eth1"}, env={"NCCL_SOCKET_IFNAME": "eth", "NCCL_DEBUG": "INFO"})
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"], env["NCCL_DEBUG"]) == ("eth1", "eth", "INFO")
+    job = Job.model_validate(
+        JOB | {"nodes": 2, "master_addr": "10.99.0.7", "env": {"NCCL_SOCKET_IFNAME": "eth", "NCCL_DEBUG": "INFO"}}
+    )
+    assert sorted(launcher_process.overruled(job, LAYOUT, env)) == [
+        "GLOO_SOCKET_IFNAME=eth1, as the environment of this machine has it, instead of ens5",
+        "NCCL_DEBUG=INFO, as `env` has it, instead of WARN",
+        "NCCL_SOCKET_IFNAME=eth, as `env` has it, instead of =ens5",
+    ]
+    assert launcher_process.overruled(job, LAYOUT, told()) == []
+
+
+def test_what_nccl_has_to_say_and_what_it_recorded_stays_with_the_run():
+    env = told(nodes=1)
+    assert env["NCCL_DEBUG"] == "WARN"
+    assert env["TORCH_FR_DUMP_TEMP_FILE"].startswith("/home/runs/r/")
+
+
+def test_where_efa_was_rented_nccl_takes_it_or_nothing(tmp_path):
+    for card, driver in (("mlx5_0", "mlx5_core"), ("rdmap16s27", "efa")):
+        (tmp_path / "drivers" / driver).mkdir(parents=True)
+        (tmp_path / "sys" / card / "device").mkdir(parents=True)
+        (tmp_path / "sys" / card / "device" / "driver").symlink_to(tmp_path / "drivers" / driver)
+    assert network.settings(2, 8, "127.0.0.1", tmp_path / "sys") == {"NCCL_NET": "AWS Libfabric"}
+    assert network.settings(1, 8, "127.0.0.1", tmp_path / "sys") == {}, "alone it has no peers"
+    assert network.settings(2, 0, "127.0.0.1", tmp_path / "sys") == {}, "without GPUs there is no NCCL"
+    (tmp_path / "sys" / "rdmap16s27" / "device" / "driver").unlink()
+    assert network.settings(2, 8, "127.0.0.1", tmp_path / "sys") == {}
 
 
 def test_the_kernel_says_which_address_an_interface_has():

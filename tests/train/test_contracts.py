@@ -52,6 +52,18 @@ def test_values_of_a_task_are_told_by_their_names_and_speed_in_its_unit(out):
     assert (meta["data"], meta["config"]["options"]) == ("2 x 5 bits", {"bits": 5, "width": 8})
 
 
+def test_a_validation_takes_no_more_memory_than_training(out):
+    assert [line["loss"] for line in lines(out, "frugal", "validation")] == pytest.approx(
+        [line["loss"] for line in lines(out, "whole", "validation")], rel=1e-5
+    )
+
+
+def test_the_trainer_says_which_phase_begins(out):
+    assert [line["phase"] for line in lines(out, "whole", "phase")] == [
+        "building", "validation", "first_step", "training", "validation", "training", "saving", "saving", "finishing",
+    ]  # fmt: skip
+
+
 def test_weights_that_are_one_stay_one(out):
     assert failures(out, "tied") == [None, None]
 

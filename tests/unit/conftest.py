@@ -170,7 +170,7 @@ class Node:
         return self.facts
 
     def _free_ports(self, _stdin: bytes) -> dict[str, list[int]]:
-        return {"ports": [29500, 29501]}
+        return {"ports": [29500, 29501, 29502]}
 
     def _start(self, stdin: bytes) -> dict[str, Any]:
         self.secrets = stdin

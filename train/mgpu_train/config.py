@@ -5,10 +5,12 @@ Both the operator and the node read these models, so a mistake in them is found 
 
 from __future__ import annotations
 
+import platform
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
+from mgpu_train.gpus import Demand
 from mgpu_train.launchers import TORCHRUN, LauncherOrName
 from mgpu_train.names import RUN_ID
 from mgpu_train.timeouts import Timeouts
@@ -163,10 +165,15 @@ class Job(Model):
     node_rank: int = Field(ge=0)
     nodes: int = Field(ge=1)
     processes_per_node: int = Field(ge=1)
+    gpus: int = Field(default=0, ge=0, description="that the node has to have: with fewer nothing is started")
     master_addr: Text = Field(description="node 0, as the other nodes reach it")
     master_port: int = Field(ge=1, le=65535)
     peer_port: int | None = Field(
         default=None, ge=1, le=65535, description="where node 0's agent hears the others'; None: they do not speak"
+    )
+    preflight: bool = Field(default=True, description="GPUs are examined before the program is started")
+    preflight_port: int | None = Field(
+        default=None, ge=1, le=65535, description="where the ranks meet for that; None: nothing is measured"
     )
     launcher: LauncherOrName = Field(default=TORCHRUN, description="what starts the program; one of ours is its name")
     train: TrainConfig | None = None
@@ -201,6 +208,16 @@ class Job(Model):
     def world_size(self) -> int:
         """Processes of all nodes."""
         return self.nodes * self.processes_per_node
+
+    @property
+    def node(self) -> str:
+        """Which node this is, in words."""
+        return f"node {self.node_rank} ({platform.node()})"
+
+    @property
+    def demand(self) -> Demand | None:
+        """The GPUs that this node has to have, if any."""
+        return Demand(self.gpus, self.node, self.timeouts.gpus_s) if self.gpus else None
 
 
 class Secrets(Model):

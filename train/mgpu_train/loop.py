@@ -7,6 +7,7 @@ Started once per process: by the agent, by torchrun, or as `python -m mgpu_train
     MGPU_METRICS_DIR       where `rank-<rank>.jsonl` goes; without it there is none
     MGPU_RESUME_DIR        a verified checkpoint to go on from; without it training begins at step 0
     MGPU_SAVE_REQUEST      a file; when it appears a checkpoint is made ahead of time, once
+    MGPU_STACKS_DIR        where `rank-<rank>.txt` gets the stacks of all threads at SIGUSR2; without it there are none
 
 and torchrun's own variables. It needs nothing else of mgpu:
 
@@ -40,12 +41,13 @@ from pydantic import ValidationError
 from torch import nn
 
 import mgpu_train
-from mgpu_train import parallel
+from mgpu_train import parallel, stacks
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, differences
 from mgpu_train.config import CheckpointTarget, Job, TrainConfig
 from mgpu_train.data.order import Order
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
+from mgpu_train.metrics.pulse import Pulse
 from mgpu_train.metrics.sums import Sums
 from mgpu_train.parallel import Place
 from mgpu_train.saving import Outcome, Saver
@@ -54,8 +56,6 @@ from mgpu_train.tasks import base as tasks
 from mgpu_train.tasks.base import Batch, Data, Task
 
 log = logging.getLogger("mgpu_train")
-
-ALIVE_S = 10.0  # between two lines that say only that a rank goes on
 
 USAGE = (
     "usage: MGPU_JOB=job.json [MGPU_CHECKPOINT_DIR=folder] [MGPU_METRICS_DIR=folder] [MGPU_RESUME_DIR=folder] "
@@ -175,9 +175,20 @@ class Trainer:
     """One training run on one rank. All ranks make one each and call the same methods together."""
 
     def __init__(
-        self, job: Job, folders: Folders, place: Place, stop: StopRequest, *, outside: bool | None = None
+        self,
+        job: Job,
+        folders: Folders,
+        place: Place,
+        stop: StopRequest,
+        *,
+        pulse: Pulse | None = None,
+        outside: bool | None = None,
     ) -> None:
-        """`outside`: shards are written by a process of their own (default: where there is a GPU)."""
+        """`pulse` says where this rank is (default: its changes alone); `outside`: shards are written by a process of
+        their own (default: where there is a GPU)."""
+        self.pulse = pulse or Pulse(MetricLines(folders.metrics, place.rank))
+        self.metrics = self.pulse.metrics
+        self.pulse.enter("building")
         self.config = config = trainable(job, folders, place)
         self.task, self.strategy = tasks.load(config), strategies.load(config.strategy, place, config.precision)
         self.job, self.folders, self.place, self.stop = job, folders, place, stop
@@ -213,9 +224,8 @@ class Trainer:
         self.loss: float | None = None  # of the newest step
         self.validation: tuple[int, dict[str, float]] | None = None  # step and means
         self.early = True  # one checkpoint ahead of time may be asked for
-        self.metrics = MetricLines(folders.metrics, place.rank)
         self.busy_s, self.units = 0.0, 0.0  # spent in steps, and trained on, since the last line of metrics
-        self.lived = time.monotonic()  # when this rank said last that it goes on
+        self.pulse.stepped(self.progress.step)
 
     def run(self) -> Progress:
         """Train to the last step, or until any rank is asked to stop; returns how far it came.
@@ -225,6 +235,7 @@ class Trainer:
         self._announce()
         if self.progress.step == 0:
             self._validate()
+        self.pulse.enter("first_step")
         try:
             self._train()
         except TrainError:  # the save under way is of a step before it, which is worth having
@@ -232,6 +243,7 @@ class Trainer:
                 self._tell(self.saver.wait())
             raise
         self._save_last()
+        self.pulse.enter("finishing")
         reason = "done" if self.progress.step == self.config.steps else "stopped"
         self.metrics.write("end", step=self.progress.step, reason=reason)
         log.info("step %d: %s", self.progress.step, reason)
@@ -242,10 +254,11 @@ class Trainer:
         while self.progress.step < self.config.steps and not stopping:
             stopping, wanted = self._step()
             step = self.progress.step
+            if self.pulse.phase != "training":
+                self.pulse.enter("training")
             if step == self.config.steps or (step % self.config.validate_every == 0 and not stopping):
-                self.metrics.write("phase", phase="validation")
                 self._validate()
-                self.metrics.write("phase", phase="training")
+                self.pulse.enter("training")
             self._hear()
             if (wanted or self.save_clock.due(step)) and step < self.config.steps and not stopping:
                 self._save()
@@ -289,6 +302,7 @@ class Trainer:
         self.progress = Progress(step, self.progress.samples + self.config.global_batch)
         self.busy_s += time.perf_counter() - began - waited
         self.units += sums.weight
+        self.pulse.stepped(step)
         self._report(sums.means, lr, norm)
         return signals > 0, overdue + early > 0
 
@@ -310,31 +324,30 @@ class Trainer:
                 loss = self.task.loss(self.model, batch)
                 loss.total.backward()
             sums.add(loss)
-            self._live()
+            self.pulse.did()
         return sums
 
     def _batch(self, data: Data, samples: list[int]) -> Batch:
         return {name: values.to(self.place.device) for name, values in data.batch(samples).items()}
 
-    def _live(self) -> None:
-        """Says now and then that this rank goes on: lines of steps may be far apart, and validations long."""
-        if (now := time.monotonic()) - self.lived >= ALIVE_S:
-            self.lived = now
-            self.metrics.write("alive", step=self.progress.step)
-
     @torch.no_grad()
     def _validate(self) -> None:
-        """Mean loss over all ranks, on the same samples every time, spread evenly over the validation data."""
+        """Mean loss over all ranks, on the same samples every time, spread evenly over the validation data. No forward
+        pass is larger than one of training: it would not fit into the memory of a GPU that training fills."""
+        self.pulse.enter("validation")
         config, data = self.config, self.validation_data
         wanted = config.validate_batches * config.global_batch
         local = config.global_batch // self.place.world_size
+        size = config.micro_batch or local
         sums = Sums()
         self.model.eval()
         for first in range(self.place.rank * local, wanted, config.global_batch):
-            batch = self._batch(data, [number * len(data) // wanted for number in range(first, first + local)])
-            with self.strategy.forward_pass(self.model, reduce=False):
-                sums.add(self.task.evaluate(self.model, batch))
-            self._live()
+            for begin in range(first, first + local, size):
+                numbers = range(begin, min(begin + size, first + local))
+                batch = self._batch(data, [number * len(data) // wanted for number in numbers])
+                with self.strategy.forward_pass(self.model, reduce=False):
+                    sums.add(self.task.evaluate(self.model, batch))
+                self.pulse.did()
         self.model.train()
         sums.reduce(self.place)
         means = sums.means
@@ -360,10 +373,10 @@ class Trainer:
         if self.saver is None:
             return
         began = time.perf_counter()
-        self.metrics.write("phase", phase="saving")
+        self.pulse.enter("saving")
         self._tell(self.saver.wait())
         if self.saved != self.progress:
-            self.metrics.write("phase", phase="saving")  # another one: its time begins now
+            self.pulse.enter("saving")  # another one: its time begins now
             waited = time.perf_counter() - began
             self.saver.begin(self.progress, self._meta_of_step())
             last = self.saver.wait()
@@ -480,13 +493,16 @@ def main() -> int:
         level=logging.INFO if rank == "0" else logging.WARNING,  # one voice is enough while all is well
         format=f"[rank{rank}]: %(message)s",  # torch's own style
     )
+    stacks.show_on_request()
     stop = StopRequest()
     signal.signal(signal.SIGTERM, stop)
     try:
         job = read_job()
-        place = parallel.join(job.timeouts.collective_s, job.timeouts.save_s)
-        Trainer(job, Folders.of_environment(), place, stop).run()
-        parallel.leave()
+        place = parallel.join(job.timeouts.collective_s, job.timeouts.save_s, job.demand)
+        folders = Folders.of_environment()
+        with Pulse(MetricLines(folders.metrics, place.rank)) as pulse:
+            Trainer(job, folders, place, stop, pulse=pulse).run()
+            parallel.leave()
     except Exception as error:  # what a user needs is one line, and it comes last
         if not isinstance(error, TrainError):
             log.exception("this is a bug, or a lost peer:")

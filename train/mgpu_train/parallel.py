@@ -1,6 +1,7 @@
 """Where a process stands among the others, and what they do together.
 
 The device is what is there: NCCL and the GPU of this local rank, or else gloo and the CPU. The same code runs on both.
+Where GPUs are demanded it is never the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mgpu_train import cores
-from mgpu_train.errors import TrainError
+from mgpu_train.errors import MachineError, TrainError
+from mgpu_train.gpus import Demand
 
 T = TypeVar("T")
 
@@ -59,18 +61,23 @@ class Place:
         return total.tolist()
 
 
-def join(timeout_s: float, save_s: float) -> Place:
+def join(timeout_s: float, save_s: float, gpus: Demand | None = None) -> Place:
     """Meet the other ranks where torchrun's variables say; without them, be the only one.
 
     A collective that takes longer than `timeout_s` seconds is an error, and one of a save longer than `save_s`: ranks
-    wait there for each other's disks. Raises TrainError without a GPU for this rank.
+    wait there for each other's disks. `gpus` are those that this node has to have.
+
+    Raises:
+        MachineError: it has fewer, and was waited for.
+        TrainError: there is none for this rank, or its PyTorch cannot use them.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = _device(local_rank)
+    device = _device(local_rank, gpus)
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        # with its device a rank need not guess it, and connects at once: what cannot connect is seen here
+        dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)
     else:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, yet not in __all__
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
@@ -85,9 +92,18 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def _device(local_rank: int) -> torch.device:
+def _device(local_rank: int, gpus: Demand | None) -> torch.device:
+    if gpus is not None and (lack := gpus.unmet()):
+        raise (MachineError if lack.machine else TrainError)(lack.words)
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        if gpus is None:
+            return torch.device("cpu")
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = f"PyTorch {torch.__version__}" + ("" if hidden is None else f", CUDA_VISIBLE_DEVICES={hidden!r}")
+        raise TrainError(
+            f"{gpus.node} has its {gpus.count} GPUs, but PyTorch sees none of them ({why}). "
+            "Take a PyTorch that is built for CUDA and for this driver."
+        )
     if local_rank >= torch.cuda.device_count():
         raise TrainError(
             f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}. "

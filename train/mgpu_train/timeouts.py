@@ -24,18 +24,26 @@ class Timeouts(BaseModel):
     command_s: float = Field(60, description="for a short command on a node")
     sync_s: float = Field(1800, description="for code and config to reach the nodes")
     prepare_s: float = Field(1800, description="on the node: requirements installed, data fetched")
+    gpus_s: float = Field(120, description="on the node: for a driver that still starts to show the GPUs")
+    preflight_s: float = Field(
+        180, description="on the node: for each part of what is measured on its GPUs before the program"
+    )
     resume_s: float = Field(1800, description="on the node: the checkpoint to resume from, fetched and verified")
     rendezvous_s: float = Field(1800, description="for the launchers of all nodes to meet")
     first_step_s: float = Field(
         1800,
         description="before the first step, without a sign of progress on any node, until an attempt is hung",
     )
+    building_s: float = Field(1800, description="... while the model is built, and loaded from a checkpoint")
     stall_s: float = Field(780, description="... while training")
     validation_s: float = Field(1800, description="... while validating")
+    finishing_s: float = Field(600, description="... when all is done, until the ranks have ended")
     heartbeat_s: float = Field(10, description="between two words of a node's agent to node 0's on how alive it is")
     collective_s: float = Field(600, description="for one collective operation of the ranks")
     save_s: float = Field(1800, description="for a checkpoint to stand on the disk of every node")
-    stop_grace_s: float = Field(60, description="from SIGTERM to SIGKILL of the launcher")
+    stop_grace_s: float = Field(
+        60, description="from SIGTERM to SIGKILL of the launcher, where saves do not take longer"
+    )
     kill_s: float = Field(30, description="until processes that were sent SIGKILL have to be gone")
     drain_s: float = Field(900, description="for the uploads that are left when the launcher has ended")
     outputs_s: float = Field(
@@ -58,6 +66,11 @@ class Timeouts(BaseModel):
         """With these deadlines where they are longer, but for those that somebody has set."""
         longer = {name: s for name, s in seconds.items() if name not in self.model_fields_set}
         return self.model_copy(update={name: s for name, s in longer.items() if s > getattr(self, name)})
+
+    def grace_s(self, save_s: float) -> float:
+        """From SIGTERM to SIGKILL of a launcher whose last save takes so long: never less than `stop_grace_s`, and
+        never more than any save may take."""
+        return max(self.stop_grace_s, min(save_s, self.save_s))
 
     def scaled(self, factor: float) -> Timeouts:
         """All deadlines times `factor`; for tests."""

@@ -24,6 +24,7 @@ from mgpu.spec import environment
 from mgpu.spec.model import Checkpoint, RunSpec
 
 DEFAULT_EVERY_STEPS = 100
+EMULATED = "MGPU_EMULATED_GPUS"  # set where machines only say that they have GPUs, as in the demo of AWS
 QUIET_S = 7200.0  # a program of the user's own
 
 
@@ -55,7 +56,8 @@ class Request:
     def jobs(
         self, fleet: StackOutput, *, attempt: int, writer: str, ports: Sequence[int], resume: Resume | None
     ) -> tuple[Job, ...]:
-        """One job a node, in rank order. `ports` are free on node 0: for the launchers, and for the agents."""
+        """One job a node, in rank order. `ports` are free on node 0: for the launchers, the agents
+        and what is measured before."""
         spec, first, provider = self.spec, fleet.nodes[0], provider_of(fleet)
         notices = provider.capabilities.notices if provider else "file"
         return tuple(
@@ -66,9 +68,12 @@ class Request:
                 node_rank=node.rank,
                 nodes=len(fleet.nodes),
                 processes_per_node=spec.processes,
+                gpus=_gpus(spec, fleet),
                 master_addr=first.private_address or first.address,
                 master_port=ports[0],
                 peer_port=ports[1] if len(fleet.nodes) > 1 else None,
+                preflight=spec.preflight,
+                preflight_port=ports[2],
                 launcher=launchers.installed().found[spec.launcher],
                 train=_told(spec),
                 command=spec.command,
@@ -88,6 +93,11 @@ class Request:
             )
             for node in fleet.nodes
         )
+
+
+def _gpus(spec: RunSpec, fleet: StackOutput) -> int:
+    """How many GPUs a node has to have: what was rented, or is asked for. Emulated ones are demanded of nobody."""
+    return 0 if os.environ.get(EMULATED) else max(spec.gpus_per_node, fleet.gpus_per_node)
 
 
 def _told(spec: RunSpec) -> TrainConfig | None:
@@ -110,10 +120,12 @@ def _timeouts(spec: RunSpec, timeouts: Timeouts) -> Timeouts:
     """
     given = spec.timeouts
     minutes = {
+        "building_s": given.building_minutes,
         "first_step_s": given.first_step_minutes,
         "stall_s": given.training_minutes,
         "validation_s": given.validation_minutes,
         "save_s": given.saving_minutes,
+        "finishing_s": given.finishing_minutes,
     }
     usual_s = None if spec.train else QUIET_S
     changes = {name: usual_s if value is None else 60 * value for name, value in minutes.items()}

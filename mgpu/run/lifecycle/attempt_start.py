@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from mgpu_train.checkpoint.log.commit_log import CommitLog
 
 
+PORTS = 3  # for the launchers, the agents, and what is measured before
+
+
 def start(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet, secrets: Secrets) -> None:
     """Starts the next attempt on all nodes.
 
@@ -35,7 +38,7 @@ def start(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet
         record.store, record.checkpoint_id, record.checkpoint_step = store, None, -1
     record.attempt, record.writer, resume = _begin(session, request)
     session.save()
-    ports = agent_client.free_ports(nodes.nodes[0], 2, session.timeouts)
+    ports = agent_client.free_ports(nodes.nodes[0], PORTS, session.timeouts)
     jobs = request.jobs(fleet, attempt=record.attempt, writer=record.writer, ports=ports, resume=resume)
     session.journal.append("start", attempt=record.attempt, resume=resume.checkpoint_id if resume else None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -121,7 +122,13 @@ def _of_notices(nodes: tuple[_Node, ...]) -> tuple[str, Fault]:
 
 def _of_hangs(nodes: tuple[_Node, ...]) -> tuple[str, Fault]:
     longest_s = max((node.status.quiet_s or 0.0 for node in nodes if node.status), default=0.0)
-    return f"no sign of progress on any of {len(nodes)} nodes for {longest_s:g} s", Fault.USER
+    return f"no sign of progress on any of {len(nodes)} nodes for {longest_s:g} s{_missing(nodes)}", Fault.USER
+
+
+def _missing(nodes: Iterable[_Node]) -> str:
+    """Which rank the others waited for, by the nodes that know it."""
+    known = [node for node in nodes if node.status and node.status.missing_rank is not None]
+    return "".join(f"; node {node.view.rank}: {node.status.hang}" for node in known if node.status)
 
 
 # evidence of a broken machine comes first: its peers crash in many ways. A program that crashes takes its peers'
@@ -132,16 +139,18 @@ _BLAME = (Fault.USER, Fault.PROVIDER, Fault.INFRASTRUCTURE, None, Fault.STOPPED)
 def _of_failures(nodes: tuple[_Node, ...]) -> tuple[str, Fault | None]:
     broken = [node for node in nodes if node.suspect]
     failures = [_failure(node) for node in broken or nodes if _failed(node)]
-    _, reason, fault = min(failures, key=lambda each: (_BLAME.index(each[2]), each[0]))
+    _, reason, fault, node = min(failures, key=lambda each: (_BLAME.index(each[2]), each[0]))
+    if node.status is not None and node.status.hang is not None and node.status.missing_rank is None:
+        reason += _missing(nodes)  # its own ranks only waited
     return reason, fault
 
 
-def _failure(node: _Node) -> tuple[float, str, Fault | None]:
-    """When, what and whose it was."""
+def _failure(node: _Node) -> tuple[float, str, Fault | None, _Node]:
+    """When, what and whose it was, and where."""
     rank, status = node.view.rank, node.status
     if status is None or (node.view.dead and status.fault is None):
-        return (status.updated_at if status else 0.0), f"node {rank}: its agent died", Fault.INFRASTRUCTURE
-    return status.updated_at, f"node {rank}: {status.reason or ''}", status.fault
+        return (status.updated_at if status else 0.0), f"node {rank}: its agent died", Fault.INFRASTRUCTURE, node
+    return status.updated_at, f"node {rank}: {status.reason or ''}", status.fault, node
 
 
 _CAUSES = {_lost: _of_losses, _noticed: _of_notices, _hung: _of_hangs, _failed: _of_failures}

@@ -8,12 +8,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from mgpu_train.agent.attempt.save_budget import need
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.run.record.record import Folder, Record
 
 _ROOM_S = 30.0  # for the upload of the last save, beside the grace of the stop
-_ROOM = 0.1  # of max_hours: a short run is not all room
+_ROOM, _MOST_ROOM = 0.1, 0.5  # of max_hours: a short run is not all room
 
 
 class StopReason(StrEnum):
@@ -57,10 +58,14 @@ class HardCap:
     """The machines' end, early enough that a last save and its upload fit before it."""
 
     room_s: float
+    most_room_s: float = 0.0  # where a save is known to take longer
 
     def check(self, now: float, record: Record) -> StopReason | None:
         """Whether it is near."""
-        return StopReason.HARD_CAP if record.hard_cap_at and now > record.hard_cap_at - self.room_s else None
+        save_s, room_s = last_save_s(record), self.room_s
+        if save_s:
+            room_s = max(room_s, min(save_s + _ROOM_S, self.most_room_s))
+        return StopReason.HARD_CAP if record.hard_cap_at and now > record.hard_cap_at - room_s else None
 
 
 @dataclass(frozen=True)
@@ -79,4 +84,11 @@ def limits(record: Record, timeouts: Timeouts, begun_at: float | None = None) ->
     most_s = record.max_hours * 3600
     room_s = min(timeouts.stop_grace_s + _ROOM_S, most_s * _ROOM)
     begun_at = time.time() if begun_at is None else begun_at
-    return Asked(Folder(record.run_id).stop), HardCap(room_s), Deadline(begun_at + most_s - room_s)
+    cap, deadline = HardCap(room_s, most_s * _MOST_ROOM), Deadline(begun_at + most_s - room_s)
+    return Asked(Folder(record.run_id).stop), cap, deadline
+
+
+def last_save_s(record: Record) -> float:
+    """What one more save may take by what the last one took; 0: there was none."""
+    lasted_s = record.saves.get("save_s", 0.0)
+    return need([lasted_s], 0.0, None).save_s if lasted_s else 0.0

@@ -24,7 +24,7 @@ from mgpu.run.record.session import Session
 from mgpu.run.supervision.credential_renewal import CredentialRenewal
 from mgpu.run.supervision.fleet_monitor import HURRY, NOW, SAVE, FleetMonitor
 from mgpu.run.supervision.health import Action, Verdict, decide
-from mgpu.run.supervision.limits import Limit, StopReason
+from mgpu.run.supervision.limits import Limit, StopReason, last_save_s
 from mgpu.words import duration
 
 SETTLE_S = 5.0  # for the provider's word on a node that does not answer, before a program is blamed
@@ -289,7 +289,8 @@ class Supervisor:
                     self._session.folder.stop.touch()
             self._session.to(State.STOPPING)
             self._session.emit(Note(f"stopping: {why}"))
-        grace_s = times.stop_grace_s + (times.kill_s if level == HURRY else times.drain_s + self._outputs_s)
+        save_s = last_save_s(self._session.record) if level == SAVE else 0.0
+        grace_s = times.grace_s(save_s) + (times.kill_s if level == HURRY else times.drain_s + self._outputs_s)
         self._stop_by = min(self._stop_by or float("inf"), self._clock() + grace_s)
         self._fleet.stop(level)
 

@@ -27,7 +27,7 @@ def asked(new_line):
     python_setup.equip(nodes, line.request.spec, line.deadlines, lambda _event: None)
     (node,) = nodes.nodes
     nodes.sync(line.request.base, str(RunLayout(line.run_id).work))
-    (job,) = line.request.jobs(output, attempt=1, writer="w", ports=(29500, 29501), resume=None)
+    (job,) = line.request.jobs(output, attempt=1, writer="w", ports=(29500, 29501, 29502), resume=None)
     CommitLog(open_store(line.request.checkpoint.to), line.run_id).begin_attempt(1, "w")
     agent_client.send_job(node, job)
     yield line, node, lambda: agent_client.start(node, line.run_id, Secrets(), line.deadlines)

@@ -115,7 +115,11 @@ class FakeAws:
         """What to lay over os.environ, less the names of `FOREIGN`, so that AWS means this fake alone."""
         region = {"AWS_REGION": HOME_REGION, "AWS_DEFAULT_REGION": HOME_REGION}  # boto3 reads the second alone
         trust = {"SSL_CERT_FILE": str(ecr.ca_file(self.folder))} if self._engines else {}
-        return {**CREDENTIALS, **SHIELD, **region, **trust, "AWS_ENDPOINT_URL": self.endpoint}
+        here = {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "MGPU_EMULATED_GPUS": "1",
+        }  # its machines only say that they have GPUs
+        return {**CREDENTIALS, **SHIELD, **region, **trust, **here}
 
     @property
     def options(self) -> dict[str, str]:

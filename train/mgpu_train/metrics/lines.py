@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from contextlib import suppress
 from io import FileIO
@@ -24,6 +25,7 @@ class MetricLines:
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._file: FileIO | None = None
         self._left = b""
+        self._lock = threading.Lock()  # a thread of its own says that the rank lives
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"rank-{rank}.jsonl"
@@ -37,9 +39,10 @@ class MetricLines:
         """
         if self._file is not None:
             line = json.dumps({"kind": kind, "t": round(time.time(), 3), **values}, allow_nan=False)
-            if len(self._left) < _KEPT:
-                self._left += line.encode() + b"\n"
-            self._flush(self._file)
+            with self._lock:
+                if len(self._left) < _KEPT:
+                    self._left += line.encode() + b"\n"
+                self._flush(self._file)
 
     def close(self) -> None:
         """Close the file."""

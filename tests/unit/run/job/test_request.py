@@ -44,7 +44,7 @@ def asked(run_spec: RunSpec) -> Request:
 
 
 def jobs(run_spec: RunSpec, nodes: int = 2):
-    return asked(run_spec).jobs(fleet(nodes), attempt=1, writer="w", ports=(29500, 29501), resume=None)
+    return asked(run_spec).jobs(fleet(nodes), attempt=1, writer="w", ports=(29500, 29501, 29502), resume=None)
 
 
 def test_jobs_differ_in_their_node_rank_alone():
@@ -59,6 +59,24 @@ def test_the_agents_of_several_nodes_have_a_port_of_their_own():
     assert jobs(spec(train={}), nodes=1)[0].peer_port is None
 
 
+def test_the_gpus_that_were_rented_are_demanded_and_no_others(monkeypatch):
+    monkeypatch.delenv("MGPU_EMULATED_GPUS", raising=False)
+    assert [job.gpus for job in jobs(spec(train={}, nodes=2))] == [0, 0]
+    asked, rented = spec(train={}, gpus_per_node=4), fleet(1).model_copy(update={"gpus_per_node": 8})
+    request = resolve(asked, "a-1", Path("/base"), timeouts=Timeouts())
+    told = {"attempt": 1, "writer": "w", "ports": (29500, 29501, 29502), "resume": None}
+    assert request.jobs(fleet(1), **told)[0].gpus == 4
+    assert request.jobs(rented, **told)[0].gpus == 8, "a machine that lacks one of those that were paid for is broken"
+    monkeypatch.setenv("MGPU_EMULATED_GPUS", "1")
+    assert request.jobs(rented, **told)[0].gpus == 0
+
+
+def test_what_is_measured_before_the_program_has_a_port_of_its_own_and_can_be_left_out():
+    (job,) = jobs(spec(train={}), nodes=1)
+    assert (job.preflight, job.preflight_port) == (True, 29502)
+    assert not jobs(spec(train={}, preflight=False), nodes=1)[0].preflight
+
+
 def quiet(run_spec: RunSpec, **given: float) -> tuple[float, ...]:
     """How long the nodes let the program be quiet: before its first step, training, validating, saving."""
     times = resolve(run_spec, "a-1", Path("/base"), timeouts=Timeouts(**given)).timeouts
@@ -69,6 +87,10 @@ def test_how_long_a_program_may_be_quiet():
     assert quiet(spec(train={})) == (1800, 780, 1800, 1800)
     assert quiet(spec(command=["t.py"])) == (7200,) * 4, "a line an hour is enough"
     minutes = {"first_step_minutes": 1, "training_minutes": 2, "validation_minutes": 3, "saving_minutes": 4}
+    ends = resolve(
+        spec(train={}, timeouts={"building_minutes": 5, "finishing_minutes": 6}), "a-1", Path("/b"), timeouts=Timeouts()
+    )
+    assert (ends.timeouts.building_s, ends.timeouts.finishing_s) == (300, 360)
     for program in ({"train": {}}, {"command": ["t.py"]}):
         assert quiet(spec(**program, timeouts=minutes)) == (60, 120, 180, 240)
         assert quiet(spec(**program, timeouts=minutes), stall_s=5, save_s=6) == (60, 5, 180, 6), "MGPU_TIMEOUTS wins"
@@ -132,11 +154,11 @@ def test_a_file_store_takes_no_credentials_along():
 
 def test_the_nodes_look_for_notices_where_the_provider_puts_them(world):
     request = resolve(spec(train={}), "a-1", Path("/base"), timeouts=Timeouts())
-    told = request.jobs(fleet(1).model_copy(update={"owner": "o"}), attempt=1, writer="w", ports=(1, 2), resume=None)
+    told = request.jobs(fleet(1).model_copy(update={"owner": "o"}), attempt=1, writer="w", ports=(1, 2, 3), resume=None)
     assert told[0].notices == "file"
     world.cloud.capabilities = world.cloud.capabilities.model_copy(update={"notices": "ec2"})
     options = {"account": "123456789012"}
     theirs = fleet(1).model_copy(update={"owner": "o", "options": options})
-    assert request.jobs(theirs, attempt=1, writer="w", ports=(1, 2), resume=None)[0].notices == "ec2"
+    assert request.jobs(theirs, attempt=1, writer="w", ports=(1, 2, 3), resume=None)[0].notices == "ec2"
     assert world.reached[-1] == ("local", options)
     assert jobs(spec(train={}))[0].notices == "file", "of a program of the user's own nothing else is known"

@@ -206,6 +206,22 @@ def test_agents_that_never_heard_of_each_other_are_judged_by_whoever_sees_all():
     assert (after.action, after.reason, after.fault) == (Action.END, verdict.reason, Fault.USER)
 
 
+def test_the_rank_that_others_waited_for_is_told_from_whichever_node_knows_it():
+    """The first node to end an attempt as hung is often one whose ranks only wait."""
+    words = "rank 1 is in data.py:5 (load)"
+    knows = status(Phase.FAILED, fault=Fault.STOPPED, reason="asked to stop", at=2.0).model_copy(
+        update={"hang": words, "missing_rank": 1}
+    )
+    hung = status(Phase.FAILED, fault=Fault.USER, reason="no sign; rank 0 waits", at=1.0)
+    waits = hung.model_copy(update={"hang": "rank 0 waits"})
+    assert judge(NodeView(0, waits), NodeView(1, knows)).reason == f"node 0: no sign; rank 0 waits; node 1: {words}"
+    crashed = status(Phase.FAILED, fault=Fault.USER, reason="ValueError", at=1.0)
+    assert judge(NodeView(0, crashed), NodeView(1, knows)).reason == "node 0: ValueError", "that is why the other waits"
+    unheard = {"overdue": True, "quiet_s": 780.0}
+    both = NodeView(0, waits.model_copy(update=unheard)), NodeView(1, knows.model_copy(update=unheard))
+    assert judge(*both).reason == f"no sign of progress on any of 2 nodes for 780 s; node 1: {words}"
+
+
 def test_a_machine_that_seems_broken_is_replaced_and_named_whatever_its_peers_make_of_it():
     """Its peers' programs crash over it: with another rank's exit code, and earlier."""
     peer = status(Phase.FAILED, fault=Fault.USER, reason="exit code 1", at=1.0)

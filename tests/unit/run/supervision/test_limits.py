@@ -36,7 +36,19 @@ def test_the_end_leaves_room_for_a_last_save_and_its_upload(xdg: Path):
     assert reached(run, NOW + 3600 - 89) == {StopReason.HARD_CAP}
 
 
+def test_a_save_that_takes_longer_than_usual_has_its_room_before_the_end(xdg: Path):
+    run = record(max_hours=10, hard_cap_at=NOW + 3600, saves={"save_s": 600.0})
+    assert reached(run, NOW + 3600 - 900) == {StopReason.HARD_CAP}, "half as much again as it took, and its upload"
+    assert reached(run, NOW + 3600 - 1000) == set()
+    quick = record(max_hours=10, hard_cap_at=NOW + 3600, saves={"save_s": 6.0})
+    assert reached(quick, NOW + 3600 - 90) == set()
+    endless = record(max_hours=1, hard_cap_at=NOW + 3600, saves={"save_s": 3600.0})
+    assert reached(endless, NOW + 1700) == set(), "a run is not all room"
+
+
 def test_of_a_short_run_a_tenth_is_room(xdg: Path):
+    shortest = record(max_hours=0.01, hard_cap_at=NOW + 36)
+    assert reached(shortest, NOW + 30) == set()
     run = record(max_hours=0.1, hard_cap_at=NOW + 360)
     assert reached(run, NOW + 360 - 36) == set()
     assert StopReason.HARD_CAP in reached(run, NOW + 360 - 35)

@@ -559,6 +559,17 @@ def test_a_survivor_that_does_not_stop_is_replaced_as_well(watch):
     assert watch.elapsed < 3 + 2 + 5 + 3 + 3, "no upload is waited for"
 
 
+@pytest.mark.parametrize(("save_s", "most_s"), [(0.0, 30), (100.0, 175)])
+def test_a_stop_waits_for_what_the_last_save_took(watch, save_s, most_s):
+    watch.timeouts = watch.timeouts.model_copy(update={"stop_grace_s": 5, "drain_s": 10})
+    watch.session = watch.new_session()
+    for node in watch.world.nodes:
+        node.ends_when_stopped = False
+    watch.world.nodes[0].says(Phase.TRAINING, checkpoint=CheckpointStatus(save_s=save_s))
+    watch.at(3, watch.signal).run()
+    assert most_s - 20 < watch.elapsed < most_s
+
+
 def test_a_signal_without_a_terminal_stops(watch):
     ended = watch.at(2, watch.signal).run()
     assert ended.stopped_by == "user"

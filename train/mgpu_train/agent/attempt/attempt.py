@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,7 +128,7 @@ class Attempt:
             self._goes(Fault.INFRASTRUCTURE, why, LEASE_ENDS, left_s)
 
     def _goes(self, fault: Fault, why: str, action: str, left_s: float) -> None:
-        now, grace_s = time.monotonic(), self.times.stop_grace_s
+        now, grace_s = time.monotonic(), self.times.grace_s(math.inf)
         if self.going is not None and self.going.at <= now + left_s:
             return
         self.going = going(fault, why, now=now, left_s=left_s, wanted=self.need(), grace_s=grace_s)

@@ -62,6 +62,7 @@ class Watched:
     fenced: str | None = None  # a newer attempt was met at the commit log
     resumed_step: int = -1  # what the attempt went on from; -1: from zero
     saved_step: int = -1  # newest finished on local disk
+    save_s: float = 0.0  # what a last save would take, by what the earlier ones took
     ending: Cause | None = None  # what is being done already
 
 
@@ -75,24 +76,24 @@ def look(seen: Watched, times: Timeouts) -> tuple[Act, Cause | None]:
     return (Act.KILL if over else Act.TERMINATE), cause
 
 
-def asked_to_stop(asked: float, times: Timeouts) -> Cause:
+def asked_to_stop(asked: float, times: Timeouts, save_s: float = 0.0) -> Cause:
     """The operator's request, made at `asked`."""
-    return Cause(Fault.STOPPED, "this node was asked to stop", asked, times.stop_grace_s)
+    return Cause(Fault.STOPPED, "this node was asked to stop", asked, times.grace_s(save_s))
 
 
-def gone(going: Going, now: float, times: Timeouts) -> Cause:
+def gone(going: Going, now: float, times: Timeouts, save_s: float = 0.0) -> Cause:
     """The end of a machine that goes. A save that does not fit is not begun: the steps since the last one are lost
     anyway, and the repair begins the sooner."""
-    return Cause(going.fault, going.reason, now, times.stop_grace_s if going.fits else 0)
+    return Cause(going.fault, going.reason, now, times.grace_s(save_s) if going.fits else 0)
 
 
 def _cause(seen: Watched, times: Timeouts) -> Cause | None:
     if seen.fenced is not None:
         return Cause(Fault.INFRASTRUCTURE, f"this attempt is over: {seen.fenced}", seen.now, 0)
     if seen.asked is not None:
-        return asked_to_stop(seen.asked, times)
+        return asked_to_stop(seen.asked, times, seen.save_s)
     if seen.going is not None:
-        return gone(seen.going, seen.now, times)
+        return gone(seen.going, seen.now, times, seen.save_s)
     if (why := _went_back(seen.saved_step, seen.resumed_step)) is not None:
         return Cause(Fault.USER, why, seen.now, 0)
     if seen.hung is None:
@@ -123,6 +124,7 @@ class Ended:
     )
     rank_code: int = 0  # that rank's exit code, negative for a signal
     starved: int = 0  # processes that the kernel killed meanwhile, because this machine was out of memory
+    hang: str = ""  # where its ranks were, and which of them the others waited for
     peers_answer: bool = False  # every other node's agent has been heard, and lately
     cause: Cause | None = None  # set when the agent ended it
     said: str | None = None  # the trainer's own last metrics line: "done" or "stopped"
@@ -183,7 +185,8 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
     if found is not None:
         # every machine answers: what hangs is the program, as where an agent sees it first
         fault = Fault.USER if found.sign.hang and end.peers_answer else found.sign.fault
-        return AttemptFailed(fault, f"{what}: {found.sign.means}: {found.line}", suspect=found.sign.machine)
+        where = f"; {end.hang}" if found.sign.hang and end.hang else ""
+        return AttemptFailed(fault, f"{what}: {found.sign.means}: {found.line}{where}", suspect=found.sign.machine)
     if code == -signal.SIGKILL:
         return AttemptFailed(Fault.USER, f"{what}: {_killer(end)}")
     what += f": {end.last_words}" if end.last_words else ""

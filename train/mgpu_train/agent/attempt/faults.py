@@ -59,12 +59,15 @@ def _user(means: str, pattern: str) -> Sign:
 _FATAL_XID = _machine("the GPU or its link has failed", "")
 _PROGRAMS_XID = _user("the program has made the GPU fail", "")
 
+_OFF_THE_BUS = _machine("the GPU has fallen off the bus", r"fallen off the bus")
+
 KERNEL = (
-    _machine("the GPU has fallen off the bus", r"fallen off the bus"),
+    _OFF_THE_BUS,
     _machine("a processor or its memory has failed", r"\[Hardware Error\].*(?:[Uu]ncorrected|[Ff]atal)|EDAC .*\bUE\b"),
     _machine("the disk has failed", r"I/O error, dev (?:nvme|sd|x?vd)\w+|(?:EXT4|XFS)\b.*(?:read-only|metadata I/O)"),
 )
 MACHINE = (
+    _machine("it lacks what was rented", r"\bMachineError: "),
     _machine("a GPU's memory has failed", r"uncorrectable ECC error encountered"),
     _machine("an NVLink has failed", r"uncorrectable NVLink error"),
     _machine("the GPUs' fabric manager is not ready", r"system not yet initialized"),
@@ -82,6 +85,12 @@ PROGRAM = (
     _user("fewer workers of the data loader, or smaller batches", r"insufficient shared memory|out of shared memory"),
     _user("the disk is full: `disk_gib`", r"No space left on device"),
 )
+NETWORK = (
+    _user(
+        "EFA was rented, and this image has no plugin for it (aws-ofi-nccl): `env: {NCCL_NET: Socket}` takes TCP",
+        r"NCCL WARN.*Failed to initialize any NET plugin",
+    ),
+)
 SUSPECT = (
     _machine("the disk has failed", r"OSError: \[Errno 5\] Input/output error"),
     _machine("a GPU has failed, or a kernel that it ran", r"CUDA error: (?:unspecified launch failure|unknown error)"),
@@ -94,6 +103,14 @@ PEERS = (
     ),
     _peers("a peer did not come to the rendezvous", r"RendezvousConnectionError|DistStoreError: Timed out"),
 )
+
+
+def hardware(kernel: Iterable[str]) -> Finding | None:
+    """What the kernel says of a GPU that is broken, whatever program made it show."""
+    kernel = tuple(kernel)
+    fatal = (line for line in kernel if (found := _XID.search(line)) and int(found[1]) in _HARDWARE_XIDS)
+    first = next((Finding(_FATAL_XID, clean(line, LONGEST)) for line in fatal), None)
+    return first or next(iter(_found((_OFF_THE_BUS,), kernel)), None)
 
 
 def find(
@@ -118,6 +135,7 @@ def find(
         *_found(KERNEL, kernel),
         *_found(MACHINE, said if code == -signal.SIGABRT else (*errors(lines), last_words)),
         *_found(PROGRAM, (last_words,)),
+        *_found(NETWORK, lines),
         *programs,
         *_found(SUSPECT, said),
         *(_found(PEERS, said) if nodes > 1 else ()),

@@ -20,10 +20,12 @@ ROUNDS = 3  # of words between the agents, before one that was not heard in time
 class Stage(StrEnum):
     """Where the program is. Each stage has its own deadline, and is a key of the run file's `timeouts`."""
 
+    BUILDING = "building"
     FIRST_STEP = "first_step"
     TRAINING = "training"
     VALIDATION = "validation"
     SAVING = "saving"
+    FINISHING = "finishing"
 
 
 class Known(NamedTuple):
@@ -54,9 +56,11 @@ def deadline_s(stage: Stage, times: Timeouts) -> float:
     if stage is Stage.SAVING:
         return times.save_s + times.stop_grace_s  # the trainer's own deadline of a save comes first
     seconds = {
+        Stage.BUILDING: times.building_s,
         Stage.FIRST_STEP: times.first_step_s,
         Stage.TRAINING: times.stall_s,
         Stage.VALIDATION: times.validation_s,
+        Stage.FINISHING: times.finishing_s,
     }
     return seconds[stage]
 
@@ -75,6 +79,10 @@ class Liveness:
     def until(self) -> float:
         """This node vouches for the attempt until then."""
         return self._sign + deadline_s(self.stage, self._times)
+
+    def doubtful(self, now: float) -> bool:
+        """Half of the time is over in which this node has to give a sign."""
+        return now > self.until - deadline_s(self.stage, self._times) / 2
 
     def sign(self, now: float, said: str | None = None, *, stepped: bool = False) -> None:
         """The program has shown that it goes on. `said` is the stage that it named, if any; `stepped`: a step was made.

@@ -52,7 +52,7 @@ class Going:
 def going(fault: Fault, why: str, *, now: float, left_s: float, wanted: Need, grace_s: float) -> Going:
     """What follows from a machine that goes in `left_s`: is there time for what is `wanted`?
 
-    A save that needs more than `grace_s`, what a program gets at every stop, never fits: the launcher would cut it off.
+    A save that needs more than `grace_s`, the most that a program gets at any stop, never fits: it would be cut off.
     """
     fits = left_s >= wanted.save_s + wanted.upload_s and wanted.save_s <= grace_s
     late = "" if fits else f", too soon for a save of {wanted.save_s + wanted.upload_s:.0f} s"

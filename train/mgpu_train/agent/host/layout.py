@@ -43,6 +43,14 @@ class RunLayout:
         """What torchrun has left of the rank that failed first, if one did (`mgpu_train.torchrun`)."""
         return self.root / f"failure-{attempt}.json"
 
+    def stacks(self, attempt: int) -> PurePosixPath:
+        """`MGPU_STACKS_DIR`: where the ranks of an attempt say that they show their stacks, and do."""
+        return self.root / f"stacks-{attempt}"
+
+    def preflight(self, attempt: int) -> PurePosixPath:
+        """What was measured on the ranks before an attempt's program (`mgpu_train.preflight`)."""
+        return self.root / f"preflight-{attempt}.json"
+
     @property
     def lock(self) -> PurePosixPath:
         """Held by the living agent (flock)."""

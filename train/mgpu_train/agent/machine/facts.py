@@ -55,7 +55,7 @@ class Facts(BaseModel):
     docker_problem: str | None = None
 
 
-class _NoAnswer(Exception):
+class NoAnswer(Exception):
     """A program is not there, failed, or was too slow; one line."""
 
 
@@ -84,18 +84,18 @@ def parsed(text: str) -> tuple[str | None, tuple[Gpu, ...]]:
 def _gpus() -> dict[str, object]:
     try:
         driver, gpus = parsed(_smi())
-    except (_NoAnswer, ValueError) as error:
+    except (NoAnswer, ValueError) as error:
         return {"gpu_problem": clean(str(error))}
     return {"driver": driver, "gpus": gpus, "gpu_problem": None if gpus else "nvidia-smi lists no GPU"}
 
 
 def _smi() -> str:
     try:
-        return _output(_query(_FIELDS), SMI_S)
-    except _NoAnswer as error:
+        return output(_query(_FIELDS), SMI_S)
+    except NoAnswer as error:
         if not _UNKNOWN_FIELD.search(str(error)):
             raise
-    return _output(_query(_FIELDS[:-1]), SMI_S)
+    return output(_query(_FIELDS[:-1]), SMI_S)
 
 
 def _query(fields: tuple[str, ...]) -> list[str]:
@@ -123,11 +123,11 @@ def _torch() -> dict[str, object]:
 
 def _docker() -> dict[str, object]:
     try:
-        text = _output(["docker", "info", "--format", "[{{json .ServerVersion}},{{json .DockerRootDir}}]"], DOCKER_S)
+        text = output(["docker", "info", "--format", "[{{json .ServerVersion}},{{json .DockerRootDir}}]"], DOCKER_S)
         version, root = json.loads(text)
         if not version:  # older clients answer without their daemon
-            raise _NoAnswer("docker has no daemon that answers")
-    except (_NoAnswer, ValueError) as error:
+            raise NoAnswer("docker has no daemon that answers")
+    except (NoAnswer, ValueError) as error:
         return {"docker_problem": clean(str(error))}
     return {"docker": version, "docker_root": root, "docker_free_bytes": _free(root)}
 
@@ -140,22 +140,23 @@ def _free(root: str) -> int | None:
     return disk.f_bavail * disk.f_frsize
 
 
-def _output(command: list[str], seconds: float) -> str:
+def output(command: list[str], seconds: float) -> str:
+    """What a program prints. Raises NoAnswer: it is not there, failed, or was too slow."""
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
         )
     except FileNotFoundError:
-        raise _NoAnswer(f"there is no program {command[0]}") from None
+        raise NoAnswer(f"there is no program {command[0]}") from None
     except OSError as error:
-        raise _NoAnswer(f"{command[0]}: {error}") from error
+        raise NoAnswer(f"{command[0]}: {error}") from error
     try:
         out, said = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as error:
         process.kill()  # and no wait for it, as subprocess.run would: what hangs in a driver does not die
-        raise _NoAnswer(f"{command[0]} did not answer within {seconds:g} s") from error
+        raise NoAnswer(f"{command[0]} did not answer within {seconds:g} s") from error
     if process.returncode:
         words = said.strip() or out.strip() or "no word"
-        raise _NoAnswer(f"{command[0]}: {words} (exit status {process.returncode})")
+        raise NoAnswer(f"{command[0]}: {words} (exit status {process.returncode})")
     return out.strip()

@@ -1,30 +1,82 @@
-"""Through which of this machine's network interfaces the other nodes are reached.
+"""Through which of this machine's network interfaces the other nodes are reached; what NCCL and gloo are told of it.
 
-Gloo takes the one that the machine's own host name leads to, which on many images is the loopback: ranks of several
-machines would wait for each other in vain.
+Gloo takes the one that the machine's own host name leads to, which on many images is the loopback; NCCL takes the first
+that is up, which may be a bridge of Docker's. Ranks of several machines would wait for each other in vain.
 """
 
 from __future__ import annotations
 
 import fcntl
+import ipaddress
+import re
 import socket
 import struct
+from collections.abc import Mapping
 from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # nothing is sent
+_IF_INET6 = Path("/proc/net/if_inet6")
+_INFINIBAND = Path("/sys/class/infiniband")
+EFA = "AWS Libfabric"  # as the plugin aws-ofi-nccl calls itself to NCCL
+_VIRTUAL = re.compile(r"docker|br-|veth|virbr|cni|flannel|tailscale|wg|tun|tap")
 
 
-def interface_to(address: str) -> str | None:
-    """The interface with the address from which this machine speaks to `address`; None: not known, or the loopback."""
+class Route(NamedTuple):
+    """How this machine speaks to another one."""
+
+    interface: str
+    family: str  # AF_INET or AF_INET6, as NCCL calls it
+
+
+def route_to(address: str) -> Route | None:
+    """The interface with the address from which this machine speaks to `address`; None: not known, or the loopback.
+
+    Of several with that address one that is a card comes first.
+    """
     try:
-        with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-            probe.connect((address, _ANY_PORT))
-            mine = probe.getsockname()[0]
-            found = [name for _, name in socket.if_nameindex() if _address_of(probe, name) == mine]
-    except OSError:
+        family, _, _, _, target = socket.getaddrinfo(address, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+            probe.connect(target)
+            mine = ipaddress.ip_address(probe.getsockname()[0])
+            found = [name for _, name in socket.if_nameindex() if mine in _addresses_of(probe, name)]
+    except (OSError, ValueError):
         return None
-    return found[0] if found and not mine.startswith("127.") else None
+    if not found or mine.is_loopback:
+        return None
+    first = min(found, key=lambda name: bool(_VIRTUAL.match(name)))
+    return Route(first, "AF_INET6" if mine.version == 6 else "AF_INET")
+
+
+def settings(nodes: int, gpus: int, master_addr: str, infiniband: Path = _INFINIBAND) -> Mapping[str, str]:
+    """What NCCL and gloo are told on a node of several."""
+    if nodes == 1:
+        return {}
+    told: dict[str, str] = {}
+    if route := route_to(master_addr):
+        told |= {
+            "GLOO_SOCKET_IFNAME": route.interface,
+            "NCCL_SOCKET_IFNAME": f"={route.interface}",  # exactly this one: eth1 is also the beginning of eth10
+            "NCCL_SOCKET_FAMILY": route.family,
+        }
+    if gpus and has_efa(infiniband):
+        told["NCCL_NET"] = EFA  # or nothing: without its plugin NCCL would take TCP in silence
+    return told
+
+
+def has_efa(infiniband: Path = _INFINIBAND) -> bool:
+    """True where this machine was given a network card of AWS that has EFA: its driver says so."""
+    return any(driver.resolve().name == "efa" for driver in infiniband.glob("*/device/driver"))
+
+
+def _addresses_of(probe: socket.socket, name: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """All that `probe` may have got its address from: IPv4's first one, or those of IPv6."""
+    if probe.family == socket.AF_INET6:
+        return _sixes_of(name)
+    address = _address_of(probe, name)
+    return {ipaddress.ip_address(address)} if address else set()
 
 
 def _address_of(probe: socket.socket, name: str) -> str | None:
@@ -33,3 +85,8 @@ def _address_of(probe: socket.socket, name: str) -> str | None:
     except OSError:  # it has none
         return None
     return socket.inet_ntoa(answer[20:24])
+
+
+def _sixes_of(name: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    lines = (line.split() for line in _IF_INET6.read_text().splitlines())
+    return {ipaddress.IPv6Address(int(fields[0], 16)) for fields in lines if fields[-1] == name}

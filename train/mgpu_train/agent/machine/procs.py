@@ -83,6 +83,16 @@ def of(pid: int) -> Process | None:
     return Process(pid, stat[2], boot_id()) if stat else None
 
 
+def catches(pid: int, signum: int) -> bool:
+    """True where the process has a handler of its own for a signal: it does not end by it."""
+    try:
+        lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (signum - 1) & 1)
+
+
 def command_line(pid: int) -> str:
     """How it was started; "" when it is gone."""
     try:

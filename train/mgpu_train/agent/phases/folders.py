@@ -36,7 +36,7 @@ def make_folders(attempt: Attempt) -> None:
     if job.workdir is not None and not attempt.work.is_dir():
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"the code is not in {attempt.work}: it was not sent")
     try:
-        for folder in (layout.work, layout.checkpoints, layout.metrics):
+        for folder in (layout.work, layout.checkpoints, layout.metrics, layout.stacks(job.attempt)):
             Path(folder).mkdir(parents=True, exist_ok=True)
         Path(layout.attempt_job(job.attempt)).write_text(job.model_dump_json(indent=1, by_alias=True) + "\n")
     except OSError as error:

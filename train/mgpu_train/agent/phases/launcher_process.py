@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mgpu_train
-from mgpu_train import cores
+from mgpu_train import cores, stacks
 from mgpu_train.agent.host.layout import RunLayout
-from mgpu_train.agent.machine import procs
-from mgpu_train.agent.machine.network import interface_to
+from mgpu_train.agent.machine import network, procs
 from mgpu_train.config import Job
+from mgpu_train.launchers import TORCHRUN
 
+FLIGHT = "flight-"  # and the rank: what torch's flight recorder leaves
 _STORES_PROCESS = b"mgpu_train.store.bulk.child"  # what its command line names
 
 
@@ -36,6 +37,11 @@ def argv(job: Job, layout: RunLayout, python: str) -> list[str]:
     """The launcher's command line; `python` is the interpreter that has the user's requirements."""
     program = ("-m", "mgpu_train.loop") if job.train is not None else job.command or ()
     return job.launcher.command(program, {**_values(job, layout), "python": python})
+
+
+def torchrun(job: Job, layout: RunLayout, python: str, program: tuple[str, ...], port: int) -> list[str]:
+    """The command line that starts a program of ours on every process of this node, whatever the run's launcher is."""
+    return TORCHRUN.command(program, {**_values(job, layout), "python": python, "master_port": port})
 
 
 def with_python(environment: Mapping[str, str], python: str) -> dict[str, str]:
@@ -75,6 +81,27 @@ def _how_often(job: Job) -> dict[str, str]:
     return {name: f"{value:.15g}" for name, value in every.items() if value is not None}  # a million is no 1e+06
 
 
+def collectives(job: Job, layout: RunLayout) -> dict[str, str]:
+    """What NCCL, gloo and torch's flight recorder are told, unless somebody has set it."""
+    return {
+        "NCCL_DEBUG": "WARN",
+        "TORCH_FR_DUMP_TEMP_FILE": str(layout.stacks(job.attempt) / FLIGHT),
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(layout.stacks(job.attempt) / FLIGHT),
+        **network.settings(job.nodes, job.gpus, job.master_addr),
+    }
+
+
+def overruled(job: Job, layout: RunLayout, environment: Mapping[str, str]) -> list[str]:
+    """Which of these somebody has set otherwise, in words: the run file's `env`, or the machine."""
+    ours = collectives(job, layout)
+    return [
+        f"{name}={environment[name]}, as {'`env`' if name in job.env else 'the environment of this machine'} has it, "
+        f"instead of {value}"
+        for name, value in ours.items()
+        if environment[name] != value
+    ]
+
+
 def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: Mapping[str, str]) -> dict[str, str]:
     """The launcher's environment: the node's, the job's, the secrets, and what the program may rely on."""
     given = {**base_environment(node), **job.env, **secrets}
@@ -88,13 +115,13 @@ def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: M
         "MGPU_CHECKPOINT_DIR": str(layout.checkpoints),
         "MGPU_METRICS_DIR": str(layout.metrics),
         "MGPU_SAVE_REQUEST": str(layout.save_request(job.attempt)),
+        stacks.FOLDER: str(layout.stacks(job.attempt)),
         "PYTHONUNBUFFERED": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # the agent's own grace is to end first: torchrun's 30 s would cut off a save
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(job.timeouts.stop_grace_s) + 10),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(job.timeouts.grace_s(math.inf)) + 10),
     }
-    if job.nodes > 1 and (interface := interface_to(job.master_addr)):
-        given.setdefault("GLOO_SOCKET_IFNAME", interface)
+    given = {**collectives(job, layout), **given}
     given |= _how_often(job)
     given.pop("MGPU_RESUME_DIR", None)
     if job.resume is not None:

@@ -11,11 +11,12 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from mgpu_train import gpus
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import (
     AttemptFailed,
@@ -27,8 +28,8 @@ from mgpu_train.agent.attempt.decide import (
     lost,
     verdict,
 )
-from mgpu_train.agent.machine import procs
-from mgpu_train.agent.phases import launcher_process, outputs
+from mgpu_train.agent.machine import facts, network, procs
+from mgpu_train.agent.phases import launcher_process, outputs, preflight
 from mgpu_train.agent.phases.folders import clear_local
 from mgpu_train.agent.phases.launcher_process import Launch
 from mgpu_train.agent.phases.prepare import prepare
@@ -73,6 +74,7 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
     job, times = attempt.job, attempt.times
     environment = launcher_process.environment(job, attempt.secrets.env, attempt.layout, os.environ)
     _end_older(attempt)
+    _demand_gpus(attempt)
     python = aside(
         attempt, lambda: prepare(attempt, environment), times.prepare_s, "preparing took more than {:g} s (prepare_s)"
     )
@@ -83,9 +85,11 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
         wanted = job.resume
         resumed_step = aside(attempt, lambda: resume(attempt, wanted), times.resume_s, late)
     clear_local(attempt)
+    _preflight(attempt, environment, python)
     attempt.tick()
     _check_early_end(attempt)
     attempt.enter(Phase.LAUNCHING)
+    _tell_network(attempt, environment)
     uploads = _uploads(attempt, job.checkpoint, resumed_step) if job.checkpoint and has_part(job) else None
     started = Launch(
         launcher_process.argv(job, attempt.layout, python),
@@ -103,6 +107,40 @@ def _end_older(attempt: Attempt) -> None:
     """What a killed agent left of an older attempt must not write beside this one."""
     if not procs.kill_all(lambda: launcher_process.leftovers(attempt.layout), attempt.times.kill_s):
         raise AttemptFailed(Fault.INFRASTRUCTURE, "processes of an older attempt could not be killed")
+
+
+def _demand_gpus(attempt: Attempt) -> None:
+    """Nothing is prepared on a machine that lacks GPUs: whatever is started there, training on the CPU is no use."""
+    if (demand := attempt.job.demand) is None:
+        return
+    late = "the GPUs were not counted within {:g} s"
+    if lack := aside(attempt, demand.unmet, demand.wait_s + 2 * gpus.LOOK_S, late):
+        fault = Fault.INFRASTRUCTURE if lack.machine else Fault.USER
+        raise AttemptFailed(fault, lack.words, suspect=lack.machine)
+
+
+def _preflight(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:
+    """Raises AttemptFailed where the machine's GPUs are not fit to train on."""
+    if not (attempt.job.gpus and attempt.job.preflight):
+        return
+    limit_s = 3 * facts.SMI_S
+    aside(attempt, lambda: preflight.ask(attempt), limit_s, "preflight: the driver did not answer within {:g} s")
+    measuring = preflight.Measuring(attempt, environment, python)
+    try:
+        while not measuring.over():
+            _check_early_end(attempt)
+            attempt.tick()
+            time.sleep(attempt.times.poll_s)
+    finally:
+        measuring.end()
+
+
+def _tell_network(attempt: Attempt, environment: Mapping[str, str]) -> None:
+    """What is not as mgpu would have it is said where a user looks when the ranks do not find each other."""
+    for words in launcher_process.overruled(attempt.job, attempt.layout, environment):
+        attempt.say(f"network: {words}")
+    if environment.get("NCCL_NET") == network.EFA:
+        attempt.say(f"network: EFA, or nothing (NCCL_NET={network.EFA}); TCP is `env: {{NCCL_NET: Socket}}`")
 
 
 def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str) -> T:

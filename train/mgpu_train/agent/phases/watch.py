@@ -8,10 +8,12 @@ from pathlib import Path
 
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import Act, AttemptFailed, Cause, Ended, Watched, look
+from mgpu_train.agent.attempt.hang import Hang
 from mgpu_train.agent.attempt.liveness import Liveness, Silence, Stage, deadline_s
 from mgpu_train.agent.attempt.save_budget import NOTHING, Need, need
 from mgpu_train.agent.machine import kernel_log, procs
 from mgpu_train.agent.machine.procs import Process
+from mgpu_train.agent.phases import evidence
 from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess, below
 from mgpu_train.agent.phases.peers import Peers
 from mgpu_train.agent.status.log import clean, last_words, tail
@@ -44,6 +46,7 @@ class Watch:
         self._overdue = False
         self._cause: Cause | None = None
         self._warned = False
+        self._hang: Hang | None = None  # what the ranks have shown of it
 
     def _need(self) -> Need:
         """What a last save would take now. What another node uploads does not depend on this machine."""
@@ -82,6 +85,8 @@ class Watch:
         self._attempt.need = lambda: NOTHING  # what was saved is on disk
         rank, rank_code = _first_failure(Path(self._attempt.layout.failure(self._attempt.job.attempt)))
         lines, known = tail(self._attempt.log, begin), self._peers.known
+        if code and self._cause is None:
+            self._hang = evidence.read(self._attempt, {})  # what torch's flight recorder has left by itself
         return Ended(
             exit_code=code,
             last_words=last_words(lines),
@@ -91,6 +96,7 @@ class Watch:
             rank_code=rank_code,
             starved=procs.out_of_memory_kills() - starved,
             peers_answer=known.heard and not known.silent,
+            hang=self._hang.words if self._hang else "",
             cause=self._cause,
             said=self._metrics.ended,
             resumed_step=self._resumed,
@@ -109,9 +115,14 @@ class Watch:
     def _act(self, launcher: LauncherProcess, *, along: bool) -> None:
         stop, now = self._attempt.stop, time.monotonic()
         quiet = self._quiet(now)
+        if quiet.hung and self._cause is None and stop.asked is None and self._attempt.going is None:
+            self._ask_ranks()
+            self._pass()  # one that came back to life meanwhile lives on
+            now = time.monotonic()
+            quiet = self._quiet(now)
         seen = Watched(
             now=now,
-            hung=self._liveness.reason if quiet.hung else None,
+            hung=self._why_hung() if quiet.hung else None,
             silent=quiet.silent,
             asked=stop.asked,
             asked_now=stop.now,
@@ -119,6 +130,7 @@ class Watch:
             fenced=self._uploads.fenced if self._uploads else None,
             resumed_step=self._resumed,
             saved_step=self._saved,
+            save_s=self._need().save_s,
             ending=self._cause,
         )
         act, cause = look(seen, self._attempt.times)
@@ -126,17 +138,26 @@ class Watch:
             self._attempt.say(f"ending the launcher: {cause.reason}")
         self._cause = cause
         if act is Act.KILL:
+            if stop.now and self._hang is None and self._liveness.doubtful(now):  # for a peer's sake: it hung as well
+                self._ask_ranks()
             launcher.kill(self._attempt.times.kill_s)
         elif (act is Act.TERMINATE or along) and not self._warned:
             self._warned = True
             launcher.terminate()
 
+    def _ask_ranks(self) -> None:
+        self._hang = evidence.collect(self._attempt, self._metrics.done)
+        self._attempt.tick(alive=False, hang=self._attempt.public(self._hang.words), missing_rank=self._hang.missing)
+
+    def _why_hung(self) -> str:
+        return "; ".join(filter(None, (self._liveness.reason, self._hang.words if self._hang else "")))
+
     def _pass(self) -> None:
-        lines = self._metrics.lines
+        signs = self._metrics.signs
         progress = self._observe()
         changes = dict(self._metrics.fields)
         now = time.monotonic()
-        if progress or self._metrics.lines > lines or self._durably():
+        if progress or self._metrics.signs > signs or self._durably():
             self._liveness.sign(now, self._metrics.stage, stepped=self._metrics.fields["step"] >= 0)
         if progress:
             changes["progress_at"] = time.time()

@@ -123,6 +123,10 @@ class AgentStatus(Model):
     at_risk_since: float | None = Field(
         default=None, description="the provider's hint that it may take the machine soon, which is no notice: when"
     )
+    hang: str | None = Field(
+        default=None, description="where the ranks of this node were when the attempt hung; empty: nobody knows"
+    )
+    missing_rank: int | None = Field(default=None, description="the rank that others waited for then, if it is known")
     exit_code: int | None = Field(default=None, description="the launcher's; for the record, not for the verdict")
     fault: Fault | None = Field(default=None, description="with FAILED: whose")
     suspect: bool = Field(default=False, description="this machine seems to be broken: it is replaced")

@@ -40,7 +40,9 @@ class MetricsTail:
     def _lines(self, name: str, data: bytes) -> Iterator[dict[str, Any]]:
         *whole, torn = (self._torn.get(name, b"") + data).split(b"\n")
         self._torn[name] = torn[:_LONGEST]
-        return (record for record in map(_parse, whole) if record is not None)
+        rank = Path(name).stem.removeprefix("rank-")
+        of = {"rank": int(rank)} if rank.isdecimal() else {}
+        return (record | of for record in map(_parse, whole) if record is not None)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -97,8 +99,9 @@ class Progress:
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {"step": -1}
         self.ended: str | None = None  # the program's own word: "done" or "stopped"
-        self.lines = 0  # that were taken: each is a sign of life
-        self.stage: str | None = None  # where the program said last that it is; a step says that it trains
+        self.signs = 0  # lines that were taken, but for those that say only that a rank lives
+        self.stage: str | None = None  # where the program was by the last of them; a step says that it trains
+        self.done: dict[int, tuple[int, int]] = {}  # by rank: its step, and what it has done in that one so far
         self.saves = Saves()
         self._of_saves = {
             "checkpoint": self.saves.stands,
@@ -115,10 +118,12 @@ class Progress:
 
     def take(self, record: dict[str, Any]) -> bool:
         """Folds one line in; True: a new optimizer step, which is progress."""
-        self.lines += 1
+        further = self._further(record)
         kind, before = record.get("kind"), self._t
-        if kind == "phase":
-            self.stage = str(record.get("phase"))
+        if kind != "alive" or further:
+            self.signs += 1
+            if kind == "phase" or (kind == "alive" and "phase" in record):
+                self.stage = str(record.get("phase"))
         if kind in ("phase", "alive"):  # no event of its own: the times between steps are those between other lines
             return False
         self._t = _number(record.get("t"))
@@ -134,6 +139,15 @@ class Progress:
         elif kind == "end":
             self.ended = str(record.get("reason"))
         return False
+
+    def _further(self, record: dict[str, Any]) -> bool:
+        """Whether the rank has done more since its last word; one that does not count its work is believed."""
+        rank, step, done = record.get("rank"), record.get("step"), record.get("done", 0)
+        if not (type(rank) is int and type(step) is int and type(done) is int):
+            return True
+        before, now = self.done.get(rank, (-1, 0)), (step, done)
+        self.done[rank] = max(before, now)
+        return now > before or "done" not in record
 
     def _step(self, record: dict[str, Any], before: float | None) -> bool:
         step = record.get("step")

@@ -1,0 +1,196 @@
+"""Before a program is started the GPUs of its machines are examined; one that stands out is named and replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from fakes.gpus import Driver
+from fakes.nodes import Node
+from mgpu_train import preflight
+from mgpu_train.agent.attempt import gpu_health
+from mgpu_train.agent.machine import ports
+
+XID = "NVRM: Xid (PCI:0000:b7:00): {}, pid=1234, name=python3"
+
+
+def figures(rank: int, *, tflops: float = 700, right: bool = True, gb_per_s: float | None = 350) -> dict[str, Any]:
+    both = {"right": right, "gb_per_s": gb_per_s}
+    return {"rank": rank, "tflops": tflops, "inside": both, "between": {"right": True, "gb_per_s": 40}}
+
+
+def judged(*, node_rank: int = 1, **odd: Any) -> str | None:
+    """Of two nodes with two GPUs each; rank 3 is `odd`."""
+    known = [figures(rank, **(odd if rank == 3 else {})) for rank in range(4)]
+    return gpu_health.by_figures(known, node_rank, 2)
+
+
+def test_a_fleet_of_equals_is_fit():
+    assert judged() is None
+    assert judged(tflops=600, gb_per_s=300) is None, "GPUs of one kind are not all alike"
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"tflops": 300}, "the GPU of rank 3 does 300 TFLOPS, and the fleet's median 700"),
+        ({"right": False}, "a sum over its own GPUs is wrong on rank 3"),
+        ({"gb_per_s": 20}, "between its GPUs go 20 GB/s, and the fleet's median is 350"),
+    ],
+)
+def test_the_one_that_stands_out_is_named_by_its_own_node_alone(odd, words):
+    assert judged(**odd) == words
+    assert judged(node_rank=0, **odd) is None
+
+
+def test_alone_a_gpu_is_compared_with_nothing():
+    assert gpu_health.by_figures([figures(0, tflops=3, gb_per_s=None)], 0, 1) is None
+
+
+@pytest.mark.parametrize("known", [[], [{}], [{"rank": 0}], [{"rank": "x"}], [figures(0) | {"inside": None}]])
+def test_figures_that_make_no_sense_say_nothing(known):
+    assert gpu_health.by_figures(known, 0, 1) is None
+
+
+def test_what_the_driver_knows():
+    assert gpu_health.by_memory("00000000:B7:00.0, 0\n00000000:B9:00.0, [N/A]\n") is None
+    assert gpu_health.by_memory("00000000:B7:00.0, 0\n00000000:B9:00.0, 4\n") == (
+        "GPU 00000000:B9:00.0 has 4 uncorrectable ECC errors"
+    )
+    assert gpu_health.by_rows("00000000:B7:00.0, No, No\n00000000:B9:00.0, 0, 0\n") is None
+    assert "has to be reset" in (gpu_health.by_rows("00000000:B7:00.0, Yes, No\n") or "")
+    assert "no spare memory" in (gpu_health.by_rows("00000000:B7:00.0, No, Yes\n") or "")
+
+
+def test_what_the_kernel_knows():
+    assert gpu_health.by_kernel([XID.format(13), "EXT4-fs (nvme0n1p1): mounted"]) is None, "a program made it fail"
+    assert "Xid" in (gpu_health.by_kernel([XID.format(79)]) or "")
+    assert gpu_health.by_kernel(["NVRM: GPU 0000:b7:00.0: GPU has fallen off the bus."]) is not None
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_all_ranks_know_what_each_has_measured(tmp_path: Path, nodes: int):
+    """Two ranks, on the processor."""
+    port, here = str(ports.free(1)[0]), 2 // nodes
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    started = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank % here), "LOCAL_WORLD_SIZE": str(here)}
+        env = {**os.environ, **world, **place, preflight.FILE: str(tmp_path / f"{rank // here}.json")}
+        started.append(ranks.start("mgpu_train.preflight", [], tmp_path / "said", env))
+    try:
+        assert [rank.wait(120) for rank in started] == [0, 0], started[0].said
+    finally:
+        for rank in started:
+            rank.kill()
+    first, *others = (json.loads((tmp_path / f"{node}.json").read_text())["ranks"] for node in range(nodes))
+    assert others in ([], [first]), "every node has the same to judge by"
+    assert [each["rank"] for each in first] == [0, 1]
+    for each in first:
+        assert each["tflops"] > 0
+        assert (each["inside"]["right"], each["between"]["right"]) == (True, True)
+        assert each["between"]["gb_per_s"] > 0
+        assert (each["inside"]["gb_per_s"] is None) == (nodes == 2), "alone on its node"
+
+
+# --- the agent --------------------------------------------------------------------------------------------------------
+
+SMI = """#!/bin/sh
+case "$1" in
+    --query-gpu=*) printf '00000000:B7:00.0, {ecc}\\n' ;;
+    --query-remapped-rows=*) printf '00000000:B7:00.0, {pending}, No\\n' ;;
+esac
+"""
+
+
+@pytest.fixture
+def machine(node: Node, tmp_path: Path, require) -> Node:
+    """A node with one GPU, as far as its driver says."""
+    driver = Driver(tmp_path / "driver", require)
+    driver.says(0, 1)
+    (tmp_path / "bin").mkdir()
+    node.env |= driver.env | {"PATH": f"{tmp_path / 'bin'}:{node.env['PATH']}"}
+    node.program("import pathlib; pathlib.Path('started').touch()")
+    return node
+
+
+def smi(tmp_path: Path, ecc: str = "0", pending: str = "No") -> None:
+    (tmp_path / "bin" / "nvidia-smi").write_text(SMI.format(ecc=ecc, pending=pending))
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+
+
+@pytest.mark.parametrize(("odd", "words"), [({"ecc": "3"}, "3 uncorrectable ECC"), ({"pending": "Yes"}, "be reset")])
+def test_nothing_is_started_on_a_broken_gpu(machine: Node, tmp_path: Path, odd, words):
+    smi(tmp_path, **odd)
+    machine.job(checkpoint=None, gpus=1)
+    machine.start()
+    ended = machine.ended()
+    assert (ended["phase"], ended["fault"], ended["suspect"]) == ("failed", "infrastructure", True)
+    assert ended["reason"].startswith("preflight: node 0 (")
+    assert words in ended["reason"]
+    assert not (machine.run / "work" / "started").exists()
+
+
+def test_preflight_false_asks_nothing(machine: Node, tmp_path: Path):
+    smi(tmp_path, ecc="3")
+    machine.job(checkpoint=None, gpus=1, preflight=False)
+    machine.start()
+    assert machine.ended()["phase"] == "done"
+    assert "preflight" not in machine.log
+
+
+def test_a_fit_machine_is_measured_and_trains(machine: Node, tmp_path: Path):
+    smi(tmp_path)
+    machine.env["CUDA_VISIBLE_DEVICES"] = ""
+    machine.job(checkpoint=None, gpus=1, preflight_port=ports.free(1)[0])
+    machine.start()
+    assert machine.ended()["phase"] == "done", machine.log
+    assert "preflight: 1 ranks, " in machine.log
+    assert (machine.run / "work" / "started").exists()
+
+
+HANGS = """
+import json, os, pathlib, sys, time
+if "mgpu_train.torchrun" in sys.argv:
+    if {part!r}:
+        pathlib.Path(os.environ["MGPU_PREFLIGHT_FILE"]).write_text(json.dumps({{"part": {part!r}}}))
+    time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(("part", "suspect"), [("matmul", True), ("inside", True), ("between", False), ("", False)])
+def test_a_part_that_hangs_ends_the_attempt_and_what_is_this_machines_alone_names_it(
+    machine: Node, tmp_path: Path, part, suspect
+):
+    """A module of the interpreter's start hangs in torchrun's place."""
+    smi(tmp_path)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(HANGS.format(part=part).replace("sys.argv", "sys.orig_argv"))
+    machine.job(
+        checkpoint=None, gpus=1, preflight_port=1, env={"PYTHONPATH": str(tmp_path / "site")},
+        timeouts={"preflight_s": 1, "rendezvous_s": 1},
+    )  # fmt: skip
+    machine.start()
+    ended = machine.ended()
+    assert (ended["fault"], ended["suspect"]) == ("infrastructure", suspect), ended["reason"]
+    assert "preflight_s" in ended["reason"]
+    assert not (machine.run / "work" / "started").exists()
+
+
+def test_what_cannot_be_measured_ends_nothing(machine: Node, tmp_path: Path):
+    """Without nvidia-smi, and with a torchrun that fails."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import sys\nif 'mgpu_train.torchrun' in sys.orig_argv: sys.exit('no such thing')\n"
+    )
+    machine.job(checkpoint=None, gpus=1, preflight_port=1, env={"PYTHONPATH": str(tmp_path / "site")})
+    machine.start()
+    assert machine.ended()["phase"] == "done", machine.log
+    assert "says nothing of this machine" in machine.log
