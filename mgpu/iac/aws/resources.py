@@ -36,6 +36,7 @@ class Bucket(_Thing):
     keep: Output[bool]
     abort_uploads_days: Output[int]
     old_versions_days: Output[int]
+    old_parts_days: Output[int]
     public_access_blocked: Output[bool]
     tls_only: Output[bool]
     versioned: Output[bool]
@@ -52,6 +53,7 @@ class Bucket(_Thing):
         keep: Input[bool] | None = None,
         abort_uploads_days: Input[int] | None = None,
         old_versions_days: Input[int] | None = None,
+        old_parts_days: Input[int] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
         given = {
@@ -60,6 +62,7 @@ class Bucket(_Thing):
             "keep": keep,
             "abort_uploads_days": abort_uploads_days,
             "old_versions_days": old_versions_days,
+            "old_parts_days": old_parts_days,
         }
         super().__init__(tokens.BUCKET, resource_name, given, opts)
 

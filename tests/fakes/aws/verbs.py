@@ -10,7 +10,7 @@ from typing import Any
 from moto.ec2.models import ec2_backends
 from moto.moto_api._internal.models import moto_api_backend
 
-from fakes.aws import ledger
+from fakes.aws import buckets, ledger
 from fakes.aws.cloud import Cloud
 from fakes.aws.faults import Fault
 from fakes.aws.life import BY_ITSELF, BY_SPOT, Life
@@ -144,4 +144,5 @@ class _Account:
                 dated.create_time -= past
             for version in (one for template in backend.launch_templates.values() for one in template.versions):
                 version.create_time -= past
+        buckets.age(seconds)
         self.cloud.timers.age(seconds)

@@ -12,7 +12,14 @@ from mgpu.providers.aws import names
 from mgpu.providers.aws.bootstrap.resource import Found, Resource, Site, base_tags, fixed, tags_of, unless
 from mgpu.providers.aws.iam import policies
 
-_ABORT, _EXPIRE = "mgpu-abort-uploads", "mgpu-expire-old-versions"
+_ABORT, _EXPIRE, _EXPIRE_PARTS = "mgpu-abort-uploads", "mgpu-expire-old-versions", "mgpu-expire-old-parts"
+_EVERYWHERE = {"Prefix": ""}
+# Parts and commits of a run lie under its id, so no prefix tells them apart; their sizes do. Small ones cost nothing, and
+# say what there was. Where two rules meet the shorter one holds:
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/lifecycle-conflicts.html
+_PARTS = {"And": {"Prefix": f"{policies.RUNS}/", "ObjectSizeGreaterThan": 2**20}}
+_UPLOADS = ("AbortIncompleteMultipartUpload", "DaysAfterInitiation")
+_VERSIONS = ("NoncurrentVersionExpiration", "NoncurrentDays")
 _BLOCKS = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets")
 _NO_BUCKET = ("404", "NoSuchBucket", "NotFound")
 _FRESH_S = 60.0
@@ -28,6 +35,9 @@ class Bucket(Resource):
     abort_uploads_days: int = Field(default=3, ge=1, description="days after which an upload that hangs is dropped")
     old_versions_days: int = Field(
         default=30, ge=1, description="days after which what was deleted or overwritten expires"
+    )
+    old_parts_days: int = Field(
+        default=2, ge=1, description="the same, for what has more than 1 MiB and lies under `runs/`: checkpoints' parts"
     )
     public_access_blocked: bool = fixed(True, "nobody outside the account gets in, whatever a policy says")
     tls_only: bool = fixed(True, "nothing is sent or read in plain text")
@@ -71,8 +81,9 @@ class BucketManager:
             "tls_only": policies.holds(raw["policy"], policies.tls_only(self.site.region, wanted.name)),
             "versioned": raw["versioning"] == "Enabled",
             "encryption": raw["encryption"],
-            "abort_uploads_days": _days(raw["rules"], _ABORT, "AbortIncompleteMultipartUpload", "DaysAfterInitiation"),
-            "old_versions_days": _days(raw["rules"], _EXPIRE, "NoncurrentVersionExpiration", "NoncurrentDays"),
+            "abort_uploads_days": _days(raw["rules"], _ABORT, _EVERYWHERE, _UPLOADS),
+            "old_versions_days": _days(raw["rules"], _EXPIRE, _EVERYWHERE, _VERSIONS),
+            "old_parts_days": _days(raw["rules"], _EXPIRE_PARTS, _PARTS, _VERSIONS),
         }
         if wanted.existing is not None:
             open_to = "" if found["public_access_blocked"] else "it does not block public access (all four settings)"
@@ -190,20 +201,29 @@ def _closed(name: str) -> PermissionDenied:
     )
 
 
-def _days(rules: list[dict[str, Any]], rule_id: str, action: str, unit: str) -> int:
-    """What our rule says; 0: there is none that is at work for the whole bucket."""
+def _days(rules: list[dict[str, Any]], rule_id: str, where: dict[str, Any], action: tuple[str, str]) -> int:
+    """What our rule says; 0: there is none that is at work for these objects."""
+    name, unit = action
     rule = next((rule for rule in rules if rule.get("ID") == rule_id and rule.get("Status") == "Enabled"), {})
-    everywhere = not (rule.get("Filter") or {}).get("Prefix") and not rule.get("Prefix")
-    return int((rule.get(action) or {}).get(unit, 0)) if everywhere else 0
+    found = rule.get("Filter") or {"Prefix": rule.get("Prefix", "")}
+    return int((rule.get(name) or {}).get(unit, 0)) if found == where else 0
 
 
 def _rules(current: list[dict[str, Any]], wanted: Bucket) -> list[dict[str, Any]]:
     """The lifecycle: others' rules as they are, and ours."""
-    everywhere = {"Status": "Enabled", "Filter": {"Prefix": ""}}
-    abort = {"AbortIncompleteMultipartUpload": {"DaysAfterInitiation": wanted.abort_uploads_days}}
-    expire = {
-        "NoncurrentVersionExpiration": {"NoncurrentDays": wanted.old_versions_days},
-        "Expiration": {"ExpiredObjectDeleteMarker": True},
-    }
-    kept = [rule for rule in current if rule.get("ID") not in (_ABORT, _EXPIRE)]
-    return [*kept, {"ID": _ABORT, **everywhere, **abort}, {"ID": _EXPIRE, **everywhere, **expire}]
+    (uploads, after), (versions, days) = _UPLOADS, _VERSIONS
+    ours = [
+        _rule(_ABORT, _EVERYWHERE, **{uploads: {after: wanted.abort_uploads_days}}),
+        _rule(
+            _EXPIRE,
+            _EVERYWHERE,
+            **{versions: {days: wanted.old_versions_days}, "Expiration": {"ExpiredObjectDeleteMarker": True}},
+        ),
+        _rule(_EXPIRE_PARTS, _PARTS, **{versions: {days: wanted.old_parts_days}}),
+    ]
+    ids = {rule["ID"] for rule in ours}
+    return [*(rule for rule in current if rule.get("ID") not in ids), *ours]
+
+
+def _rule(rule_id: str, where: dict[str, Any], **actions: dict[str, Any]) -> dict[str, Any]:
+    return {"ID": rule_id, "Status": "Enabled", "Filter": where, **actions}
