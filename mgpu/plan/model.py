@@ -34,6 +34,13 @@ class Headroom(Value):
     raise_command: str = Field(description="what asks for more; the number of vCPUs goes at its end")
 
 
+class Obstacle(Value):
+    """Why machines that are on sale cannot be used as the run file stands."""
+
+    reason: str
+    cure: str = Field(description="what to change in the run file, a sentence")
+
+
 class Offer(Value):
     """What a provider sells: one kind of machine, in one place, on one market. The price is one machine's."""
 
@@ -56,6 +63,7 @@ class Offer(Value):
     stock: int | None = Field(None, description="machines that can be had now; None = not known")
     quota: str = Field(default="", description="the account's limit that it counts against; empty: one a family")
     headroom: Headroom | None = Field(default=None, description="what is left of `quota`; None: not known")
+    obstacle: Obstacle | None = Field(default=None, description="why it cannot be used; null: it can")
     fetched_at: float = Field(description="UNIX seconds; the price's age")
 
     @property

@@ -155,6 +155,11 @@ _CHECKS = (
         lambda needed, near: f"Set `market` to {_names(offer.market for offer in near)} or spot-then-on-demand.",
     ),
     _Check(
+        lambda needed, offer: offer.obstacle is not None,
+        lambda needed, offer: offer.obstacle.reason if offer.obstacle else "",
+        lambda needed, near: " ".join(dict.fromkeys(offer.obstacle.cure for offer in near if offer.obstacle)),
+    ),
+    _Check(
         lambda needed, offer: offer.stock is not None and offer.stock < needed.nodes,
         lambda needed, offer: f"only {offer.stock} to be had, {needed.nodes} needed",
         _stock_cure,

@@ -96,7 +96,7 @@ class AwsProvider(Provider):
         from mgpu.providers.aws.catalog.machine_types import boot_s
 
         try:
-            return max(boot_s(offer.instance_type) for offer in self.offers(requirements).offers)
+            return max(boot_s(each.instance_type) for each in self.offers(requirements).offers if not each.obstacle)
         except (NoOffer, ValueError):  # what is not on offer is not waited for
             return 0
 

@@ -49,6 +49,19 @@ def refusal(needed: Requirements, *offers: Offer) -> NoOffer:
     return caught.value
 
 
+# --- what a provider says that cannot be used
+
+
+def test_what_cannot_be_used_as_the_run_file_stands_is_set_aside_with_the_providers_reason():
+    blocked = offer(price_usd_per_hour=1, obstacle={"reason": "needs a licence", "cure": "Set `licence`."})
+    made = plan(WANTED, [blocked, offer(price_usd_per_hour=2)])
+    assert made.best.price_usd_per_hour == 2
+    assert [each.reason for each in made.refused] == ["needs a licence"]
+    error = refusal(WANTED, blocked, offer(gpus=4))
+    assert "needs a licence" in error.why
+    assert error.next_step == "Set `licence`."
+
+
 # --- requirements
 
 

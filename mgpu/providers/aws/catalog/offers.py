@@ -12,8 +12,9 @@ from difflib import get_close_matches
 from typing import NamedTuple, TypeVar
 
 from mgpu.errors import InputError, NoOffer
-from mgpu.plan.model import BoughtAs, Headroom, Offer, Requirements
+from mgpu.plan.model import BoughtAs, Headroom, Obstacle, Offer, Requirements
 from mgpu.providers.aws.catalog import snapshot as snapshots
+from mgpu.providers.aws.catalog.machine_types import in_default_image
 from mgpu.providers.aws.catalog.quotas import quota_of, raise_command
 from mgpu.providers.aws.catalog.snapshot import Machine, Region, Snapshot
 from mgpu.providers.aws.options import Options
@@ -42,7 +43,7 @@ def offers(needed: Requirements, options: Options, *, now: Callable[[], float] =
     rows = _narrow(rows, lambda row: row.region in regions, lambda row: needed.market in (row.market, _BOTH))
     silent = sorted(set(needed.regions) - priced)
     return Offers(
-        offers=tuple(_offer(known, row, now()) for row in rows),
+        offers=tuple(_offer(known, row, now(), options) for row in rows),
         source="; ".join(known.sources),
         notes=(f"no prices are known in {', '.join(silent)}: `{REFRESH}`",) if silent else (),
     )
@@ -83,7 +84,7 @@ def _priced(kind: str, machine: Machine, name: str, region: Region, zone: str) -
         yield _Row(kind, machine, name, zone, "on-demand", listed, region.on_demand_at)
 
 
-def _offer(known: Snapshot, row: _Row, now: float) -> Offer:
+def _offer(known: Snapshot, row: _Row, now: float, options: Options) -> Offer:
     machine, quota = row.machine, quota_of(row.type, row.market)
     return Offer(
         provider="aws",
@@ -105,7 +106,18 @@ def _offer(known: Snapshot, row: _Row, now: float) -> Offer:
         stock=None,
         quota=quota.code if quota else "",
         headroom=_headroom(known.regions[row.region], row.region, quota.code, now) if quota else None,
+        obstacle=_obstacle(row, options),
         fetched_at=row.at,
+    )
+
+
+def _obstacle(row: _Row, options: Options) -> Obstacle | None:
+    if options.machine_image or not row.machine.gpus or in_default_image(row.type):
+        return None
+    family = row.type.partition(".")[0]
+    return Obstacle(
+        reason=f"the default machine image does not support {family} machines",
+        cure=f"Set `aws: {{machine_image: ami-...}}` to an image that supports {family}.",
     )
 
 

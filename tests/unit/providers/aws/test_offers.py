@@ -74,6 +74,33 @@ def p4d(usd: float = 20, spot: float | None = 8, quotas: dict[str, QuotaState] |
     )
 
 
+# --- what the default machine image supports
+
+UNSUPPORTED = ("V100-32GB", "RTX-PRO-4500", "RTX-PRO-6000", "B300")
+
+
+@pytest.mark.parametrize("gpu", UNSUPPORTED)
+def test_gpus_that_the_default_machine_image_does_not_support_are_refused_with_what_to_set(cache, gpu):
+    types = [name for name, machine in SHIPPED.machines.items() if (machine.gpu, machine.gpus) == (gpu, 8)]
+    zones, prices = dict.fromkeys(types, ("z-az1",)), dict.fromkeys(types, 20.0)
+    kept(cache, us_east_1=Region(zones=zones, on_demand=prices))
+    needed = wanted(gpu=(gpu,), regions=("us-east-1",), market="on-demand")
+    with pytest.raises(NoOffer, match="machine_image") as caught:
+        rank.plan(needed, aws_offers.offers(needed, PLAIN, now=lambda: NOW).offers)
+    assert "the default machine image does not support" in caught.value.why
+    with_image = Options.of({"machine_image": "ami-0123"})
+    plan = rank.plan(needed, aws_offers.offers(needed, with_image, now=lambda: NOW).offers)
+    assert {each.gpu for each in plan.offers} == {gpu}
+
+
+def test_all_other_gpus_that_ship_are_supported_by_the_default_machine_image():
+    refused = {each.gpu for each in found(gpu=(), gpus_per_node=0) if each.obstacle}
+    supported = {each.gpu for each in found(gpu=(), gpus_per_node=0) if not each.obstacle}
+    assert refused <= set(UNSUPPORTED)
+    assert supported >= {"T4", "A10G", "L4", "L40S", "A100-40GB", "A100-80GB", "H100-80GB", "H200", "B200"}
+    assert not refused & supported
+
+
 # --- the snapshot that ships
 
 
