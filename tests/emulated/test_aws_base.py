@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from fakes.aws import base
 from mgpu_train.checkpoint.log import keys
 
 from mgpu.errors import CleanupFailed, InputError, PermissionDenied, ProviderError, Transient
@@ -95,6 +96,7 @@ def world(aws):
 
 
 BUCKET, REPOSITORY, NODES, REAPER, GROUP = ALL
+TAGGED_NODES = NODES.model_copy(update={"tags": ("Team=ml",)})
 
 
 # ---- what all kinds do
@@ -124,6 +126,21 @@ def test_what_is_known_before_it_is_there_is_true_then(world, asked):
     expected = world.manager(asked).expected(world.wanted(asked))
     made = world.ensure(asked)
     assert made.facts | {key: value for key, value in expected.items() if value} == made.facts
+
+
+@kinds
+def test_the_users_tags_are_set_on_what_is_made_and_on_what_is_there(world, asked):
+    tagged = asked.model_copy(update={"tags": ("CostCenter=4711", "Team=ml=research")})
+    world.ensure(asked)
+    assert world.drift(tagged) == {"tags"}
+    world.ensure(tagged)
+    assert world.drift(tagged) == set()
+    assert world.look(tagged).ours
+    world.ensure(asked)
+    assert world.drift(tagged) == set(), "tags that are not asked for stay"
+    world.remove(asked)
+    world.ensure(tagged)
+    assert world.drift(tagged) == set()
 
 
 @kinds
@@ -238,6 +255,10 @@ def _widen_parts_rule(aws, name):
     s3.put_bucket_lifecycle_configuration(Bucket=name, LifecycleConfiguration={"Rules": rules})
 
 
+def _untag_profile(aws, name):
+    aws.client("iam").untag_instance_profile(InstanceProfileName=name, TagKeys=["Team"])
+
+
 def _move_tags(aws, name):
     aws.client("ecr").put_image_tag_mutability(repositoryName=name, imageTagMutability="MUTABLE")
 
@@ -315,6 +336,7 @@ DRIFTS = [
     (BUCKET, _stop_versions, {"versioned"}),
     (BUCKET, _drop_rules, {"abort_uploads_days", "old_versions_days", "old_parts_days"}),
     (BUCKET, _widen_parts_rule, {"old_parts_days"}),
+    (TAGGED_NODES, _untag_profile, {"tags"}),
     (REPOSITORY, _move_tags, {"immutable_tags"}),
     (REPOSITORY, _stop_scans, {"scan_on_push"}),
     (REPOSITORY, _keep_images, {"lifecycle"}),
@@ -364,12 +386,14 @@ def test_what_others_have_set_on_the_bucket_stays(world):
     s3.put_bucket_policy(Bucket=name, Policy=json.dumps({"Version": "2012-10-17", "Statement": [theirs]}))
     rule = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "tmp/"}, "Expiration": {"Days": 1}}
     s3.put_bucket_lifecycle_configuration(Bucket=name, LifecycleConfiguration={"Rules": [rule]})
-    world.ensure(BUCKET)
+    s3.put_bucket_tagging(Bucket=name, Tagging={"TagSet": [{"Key": "theirs", "Value": "1"}, *base.TAGS]})
+    world.ensure(BUCKET.model_copy(update={"tags": ("Team=ml",)}))
     statements = json.loads(s3.get_bucket_policy(Bucket=name)["Policy"])["Statement"]
     rules = s3.get_bucket_lifecycle_configuration(Bucket=name)["Rules"]
+    assert {"Key": "theirs", "Value": "1"} in s3.get_bucket_tagging(Bucket=name)["TagSet"]
     assert [each["Sid"] for each in statements] == ["Theirs", policies.TLS_ONLY]
-    assert [each["ID"] for each in rules][0] == "theirs"
-    assert {each["ID"] for each in rules[1:]} == {
+    assert {each["ID"] for each in rules} == {
+        "theirs",
         "mgpu-abort-uploads",
         "mgpu-expire-old-versions",
         "mgpu-expire-old-parts",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mgpu.errors import InputError
@@ -24,6 +26,7 @@ BLOCK = {
     "jump_host": "me@bastion.example.org:2222",
     "jump_host_key": KEY,
     "network": "plain",
+    "tags": {"cost-center": "4711", "Team": "ml research"},
 }
 
 
@@ -58,6 +61,11 @@ def test_a_jump_host_has_port_22_unless_it_says_so(written: str, address: str, p
     assert (via.address, via.port) == (address, port)
 
 
+def test_tags_may_be_as_long_and_as_many_as_aws_takes_beside_those_of_mgpu():
+    tags = {f"{'a' * 126}{number}": "é" * 256 for number in range(10, 49)}
+    assert Options.of(flattened({"tags": tags})).tags == tags
+
+
 @pytest.mark.parametrize("one", ["jump_host", "jump_host_key"])
 def test_a_jump_host_whose_key_is_not_known_is_refused(one: str):
     with pytest.raises(InputError, match="belong together"):
@@ -85,6 +93,17 @@ def test_a_jump_host_whose_key_is_not_known_is_refused(one: str):
         ("jump_host_key", "ssh-ed25519"),
         ("network", "efa"),
         ("machine_images", "ami-1"),
+        ("tags", "Team=ml"),
+        ("tags", '["Team"]'),
+        ("tags", '{"aws:x": "y"}'),
+        ("tags", '{"AWS:x": "y"}'),
+        ("tags", '{"mgpu:owner": "somebody"}'),
+        ("tags", '{"Name": "mine"}'),
+        ("tags", '{"a*": "y"}'),
+        ("tags", '{"": "y"}'),
+        ("tags", json.dumps({"a" * 129: "y"})),
+        ("tags", json.dumps({"a": "y" * 257})),
+        ("tags", json.dumps({f"a{number}": "y" for number in range(40)})),
     ],
 )
 def test_what_means_nothing_is_refused_by_name(key: str, value: str):

@@ -45,6 +45,7 @@ class Wanted:
     instance_profile: str = ""
     reaper_role: str = ""
     security_group: str = ""
+    tags: tuple[str, ...] = ()
 
     def config(self) -> dict[str, object]:
         """As `infra/base` reads it."""
@@ -57,7 +58,7 @@ class Wanted:
             "securityGroup": self.security_group,
         }
         given = {key: value for key, value in texts.items() if value}
-        more = {"ssh": list(self.ssh), "allowWorld": self.allow_world}
+        more = {"ssh": list(self.ssh), "allowWorld": self.allow_world, "tags": list(self.tags)}
         return {**given, **{key: value for key, value in more.items() if value}}
 
 

@@ -32,6 +32,7 @@ class Bucket(_Thing):
 
     existing: Output[str | None]
     lacks: Output[list[str]]
+    tags: Output[list[str]]
     name: Output[str]
     keep: Output[bool]
     abort_uploads_days: Output[int]
@@ -54,6 +55,7 @@ class Bucket(_Thing):
         abort_uploads_days: Input[int] | None = None,
         old_versions_days: Input[int] | None = None,
         old_parts_days: Input[int] | None = None,
+        tags: Input[Sequence[str]] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
         given = {
@@ -63,6 +65,7 @@ class Bucket(_Thing):
             "abort_uploads_days": abort_uploads_days,
             "old_versions_days": old_versions_days,
             "old_parts_days": old_parts_days,
+            "tags": tags,
         }
         super().__init__(tokens.BUCKET, resource_name, given, opts)
 
@@ -72,6 +75,7 @@ class Repository(_Thing):
 
     existing: Output[str | None]
     lacks: Output[list[str]]
+    tags: Output[list[str]]
     name: Output[str]
     untagged_days: Output[int]
     keep_images: Output[int]
@@ -89,9 +93,16 @@ class Repository(_Thing):
         name: Input[str] | None = None,
         untagged_days: Input[int] | None = None,
         keep_images: Input[int] | None = None,
+        tags: Input[Sequence[str]] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
-        given = {"existing": existing, "name": name, "untagged_days": untagged_days, "keep_images": keep_images}
+        given = {
+            "existing": existing,
+            "name": name,
+            "untagged_days": untagged_days,
+            "keep_images": keep_images,
+            "tags": tags,
+        }
         super().__init__(tokens.REPOSITORY, resource_name, given, opts)
 
 
@@ -100,6 +111,7 @@ class NodeRole(_Thing):
 
     existing: Output[str | None]
     lacks: Output[list[str]]
+    tags: Output[list[str]]
     bucket: Output[str]
     repository: Output[str]
     trust: Output[str]
@@ -117,9 +129,10 @@ class NodeRole(_Thing):
         bucket: Input[str],
         repository: Input[str],
         existing: Input[str] | None = None,
+        tags: Input[Sequence[str]] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
-        given = {"existing": existing, "bucket": bucket, "repository": repository}
+        given = {"existing": existing, "bucket": bucket, "repository": repository, "tags": tags}
         super().__init__(tokens.NODE_ROLE, resource_name, given, opts)
 
 
@@ -128,15 +141,21 @@ class ReaperRole(_Thing):
 
     existing: Output[str | None]
     lacks: Output[list[str]]
+    tags: Output[list[str]]
     trust: Output[str]
     policy: Output[str]
     other_policies: Output[list[str]]
     arn: Output[str]
 
     def __init__(
-        self, resource_name: str, *, existing: Input[str] | None = None, opts: ResourceOptions | None = None
+        self,
+        resource_name: str,
+        *,
+        existing: Input[str] | None = None,
+        tags: Input[Sequence[str]] | None = None,
+        opts: ResourceOptions | None = None,
     ) -> None:
-        super().__init__(tokens.REAPER_ROLE, resource_name, {"existing": existing}, opts)
+        super().__init__(tokens.REAPER_ROLE, resource_name, {"existing": existing, "tags": tags}, opts)
 
 
 class SecurityGroup(_Thing):
@@ -144,6 +163,7 @@ class SecurityGroup(_Thing):
 
     existing: Output[str | None]
     lacks: Output[list[str]]
+    tags: Output[list[str]]
     name: Output[str]
     vpc_id: Output[str]
     ssh: Output[list[str]]
@@ -163,7 +183,15 @@ class SecurityGroup(_Thing):
         name: Input[str] | None = None,
         vpc_id: Input[str] | None = None,
         allow_world: Input[bool] | None = None,
+        tags: Input[Sequence[str]] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
-        given = {"existing": existing, "name": name, "vpc_id": vpc_id, "ssh": ssh, "allow_world": allow_world}
+        given = {
+            "existing": existing,
+            "name": name,
+            "vpc_id": vpc_id,
+            "ssh": ssh,
+            "allow_world": allow_world,
+            "tags": tags,
+        }
         super().__init__(tokens.SECURITY_GROUP, resource_name, given, opts)

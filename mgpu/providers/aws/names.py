@@ -19,6 +19,11 @@ REQUEST = "mgpu:request"  # a digest of what was asked for: the same token for s
 # on what `mgpu bootstrap aws` makes
 BASE = "mgpu:base"
 
+NAME = "Name"  # what AWS's console shows
+PREFIX = "mgpu:"
+ON_MACHINE = (NAME, OWNER, FLEET, GENERATION, TOKEN, RANK, RANKS, PRICE, HARD_CAP_AT, HOST_KEY, ONE_USE_KEY)
+MOST_TAGS = 50  # of one resource at AWS, those of AWS's own (`aws:`) not counted
+
 NODE_ROLE = "mgpu-node"  # also the name of its instance profile
 REAPER_ROLE = "mgpu-reaper"  # EventBridge Scheduler takes it on, to end machines at their hard cap
 SECURITY_GROUP = "mgpu-nodes"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from mgpu.providers.aws import names
 from mgpu.spec.block import ProviderOptions, Word, as_list
 from mgpu.spec.provider import Capabilities, ProviderEntry
 from mgpu.spec.values import form
@@ -29,6 +30,32 @@ _Image = Annotated[str, form(r"^ami-[0-9a-z]+$", "ami-...")]
 _Path = Annotated[str, form(r"^/[^\x00-\x20]+$", "an absolute path on the node")]
 _JumpHost = Annotated[str, form(_JUMP, "user@address or user@address:port")]
 _HostKey = Annotated[str, form(_KEY, "an OpenSSH public key line, as `ssh-keyscan` prints it after the host's name")]
+
+
+def _users(key: str) -> str:
+    """A tag that neither AWS nor mgpu sets itself."""
+    if key.lower().startswith("aws:"):
+        raise ValueError("keys that begin with `aws:` are AWS's own")
+    if key.startswith(names.PREFIX) or key in names.ON_MACHINE:
+        raise ValueError(f"mgpu sets `{key}` itself")
+    return key
+
+
+def _few(tags: dict[str, str]) -> dict[str, str]:
+    ours = len(names.ON_MACHINE)
+    if len(tags) + ours > names.MOST_TAGS:
+        raise ValueError(f"{len(tags)} tags are too many: AWS takes {names.MOST_TAGS}, of which mgpu needs {ours}")
+    return tags
+
+
+# what every service of AWS takes: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/Using_Tags.html
+_TagKey = Annotated[
+    str,
+    form(r"^[\w .:/=+@-]+$", "letters, digits, spaces and `_.:/=+-@`", max_length=128),
+    AfterValidator(_users),
+]
+_TagValue = Annotated[str, form(r"^[\w .:/=+@-]*$", "letters, digits, spaces and `_.:/=+-@`", max_length=256)]
+_Tags = Annotated[dict[_TagKey, _TagValue], AfterValidator(_few)]
 
 
 class Options(ProviderOptions):
@@ -66,6 +93,9 @@ class Options(ProviderOptions):
     )
     network: Literal["auto", "plain"] = Field(
         "auto", description="auto: a placement group, and EFA where the type has it; plain: neither"
+    )
+    tags: _Tags = Field(
+        {}, description="tags of everything that is made, beside mgpu's own: {key: value} (default: none)"
     )
 
     @model_validator(mode="before")

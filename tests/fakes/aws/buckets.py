@@ -57,7 +57,9 @@ def _expire(bucket: Any, key: str) -> None:
     versions = bucket.keys.getlist(key)
     newer = [*versions[1:], None]  # what made each of them an old one
     kept = [
-        version for version, by in zip(versions, newer, strict=True) if by is None or not _over(bucket, key, version, by)
+        version
+        for version, by in zip(versions, newer, strict=True)
+        if by is None or not _over(bucket, key, version, by)
     ]
     if len(kept) == 1 and isinstance(kept[0], FakeDeleteMarker) and _drops_markers(bucket, key):
         kept = []
@@ -101,4 +103,3 @@ def _buckets() -> Iterator[Any]:
     for account in s3_backends.values():
         for backend in account.values():
             yield from backend.buckets.values()
-

@@ -177,6 +177,10 @@ class FakeAws:
         """Asks policies about every caller but `client`'s own root user; moto judges actions and resources alone."""
         self.ask("enforce", on=on)
 
+    def organization(self, *statements: dict[str, Any]) -> None:
+        """The policy of the account's organization, statements that deny, for every caller."""
+        self.ask("organization", statements=statements)
+
     def failed_schedules(self) -> list[str]:
         """What EventBridge Scheduler tried in vain."""
         return self.ask("failed")

@@ -118,7 +118,11 @@ class _Account:
         self.cloud = cloud
 
     def verbs(self) -> dict[str, Verb]:
-        return {"reset": self.reset, "bill": self.bill, "age": self.age, "enforce": self.enforce, "failed": self.failed}
+        told = {"reset": self.reset, "bill": self.bill, "age": self.age, "enforce": self.enforce, "failed": self.failed}
+        return {**told, "organization": self.organization}
+
+    def organization(self, statements: list[dict[str, Any]]) -> None:
+        self.cloud.organization = statements
 
     def enforce(self, on: bool) -> None:
         self.cloud.enforced = on

@@ -9,13 +9,23 @@ from pydantic import Field
 
 from mgpu.errors import CleanupFailed, InputError, PermissionDenied
 from mgpu.providers.aws import names
-from mgpu.providers.aws.bootstrap.resource import Found, Resource, Site, base_tags, fixed, tags_of, unless
+from mgpu.providers.aws.bootstrap.resource import (
+    Found,
+    Resource,
+    Site,
+    base_tags,
+    fixed,
+    tag_list,
+    tags_of,
+    tags_there,
+    unless,
+)
 from mgpu.providers.aws.iam import policies
 
 _ABORT, _EXPIRE, _EXPIRE_PARTS = "mgpu-abort-uploads", "mgpu-expire-old-versions", "mgpu-expire-old-parts"
 _EVERYWHERE = {"Prefix": ""}
-# Parts and commits of a run lie under its id, so no prefix tells them apart; their sizes do. Small ones cost nothing, and
-# say what there was. Where two rules meet the shorter one holds:
+# Parts and commits of a run lie under its id, so no prefix tells them apart; their sizes do. Small ones cost nothing,
+# and say what there was. Where two rules meet the shorter one holds:
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/lifecycle-conflicts.html
 _PARTS = {"And": {"Prefix": f"{policies.RUNS}/", "ObjectSizeGreaterThan": 2**20}}
 _UPLOADS = ("AbortIncompleteMultipartUpload", "DaysAfterInitiation")
@@ -77,6 +87,7 @@ class BucketManager:
             return None
         raw = self._raw(wanted.name)
         found = {
+            "tags": tags_there(wanted, raw["tags"]),
             "public_access_blocked": all((raw["block"] or {}).get(key) for key in _BLOCKS),
             "tls_only": policies.holds(raw["policy"], policies.tls_only(self.site.region, wanted.name)),
             "versioned": raw["versioning"] == "Enabled",
@@ -106,7 +117,7 @@ class BucketManager:
                 raise _anothers(wanted.name) from error
             raise
         raw = self.site.patiently(lambda: self._raw(wanted.name), _NO_BUCKET, _FRESH_S)
-        self._tag(wanted.name)
+        self._tag(wanted, {})
         bare = wanted.model_copy(update={"public_access_blocked": False, "encryption": "", "old_versions_days": 0})
         return Found(wanted.name, bare, self.expected(wanted), raw=raw)
 
@@ -122,8 +133,7 @@ class BucketManager:
         s3.put_bucket_lifecycle_configuration(
             **bucket, LifecycleConfiguration={"Rules": _rules(found.raw["rules"], wanted)}
         )
-        if names.BASE not in found.raw["tags"]:
-            self._tag(wanted.name)
+        self._tag(wanted, found.raw["tags"])
 
     def delete(self, wanted: Bucket) -> None:
         """Only an empty one: checkpoints are deleted by nobody but their owner."""
@@ -183,8 +193,10 @@ class BucketManager:
         rules = found.get("ServerSideEncryptionConfiguration", {}).get("Rules") or [{}]
         return rules[0].get("ApplyServerSideEncryptionByDefault", {}).get("SSEAlgorithm", "")
 
-    def _tag(self, name: str) -> None:
-        self._s3.put_bucket_tagging(Bucket=name, Tagging={"TagSet": base_tags()})
+    def _tag(self, wanted: Bucket, found: dict[str, str]) -> None:
+        tags = {**found, **base_tags(wanted)}  # S3 puts them in place of all that were there
+        if tags != found:
+            self._s3.put_bucket_tagging(Bucket=wanted.name, Tagging={"TagSet": tag_list(tags)})
 
 
 def _anothers(name: str) -> InputError:

@@ -10,7 +10,17 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from mgpu.errors import CleanupFailed
 from mgpu.providers.aws import names
-from mgpu.providers.aws.bootstrap.resource import Found, Resource, Site, base_tags, fixed, tags_of, unless
+from mgpu.providers.aws.bootstrap.resource import (
+    Found,
+    Resource,
+    Site,
+    base_tags,
+    fixed,
+    tag_list,
+    tags_of,
+    tags_there,
+    unless,
+)
 from mgpu.providers.aws.iam import policies
 
 NONE = ("NoSuchEntity",)
@@ -53,18 +63,23 @@ class RoleManager(Generic[R]):
     def make(self, wanted: R) -> Found[R]:
         """The role, which may do nothing yet, with our tag."""
         answer = self.iam.create_role(
-            RoleName=self.name, AssumeRolePolicyDocument=wanted.trust, Tags=base_tags(), Description=self.description
+            RoleName=self.name,
+            AssumeRolePolicyDocument=wanted.trust,
+            Tags=tag_list(base_tags(wanted)),
+            Description=self.description,
         )
         bare = wanted.model_copy(update={"policy": ""})
         return Found(self.name, bare, {"arn": answer["Role"]["Arn"]})
 
     def align(self, found: Found[R], wanted: R) -> None:
-        """Trust, this region's policy, and nothing that others have added."""
+        """Trust, this region's policy, tags, and nothing that others have added."""
         role = {"RoleName": self.name}
         self.settled(self.iam.update_assume_role_policy, **role, PolicyDocument=wanted.trust)
         self.settled(self.iam.put_role_policy, **role, PolicyName=self._policy, PolicyDocument=wanted.policy)
         for each in found.state.other_policies:
             self._take_away(each)
+        if wanted.tags:
+            self.settled(self.iam.tag_role, **role, Tags=tag_list(base_tags(wanted)))
 
     def delete(self, wanted: R) -> None:
         """This region's policy; the role itself when no other region has one in it.
@@ -111,6 +126,7 @@ class RoleManager(Generic[R]):
             return Found(wanted.existing, wanted.model_copy(update={"lacks": lacks}), facts, ours)
         inline, attached = self._policies(name)
         state = {
+            "tags": tags_there(wanted, tags_of(role.get("Tags"))),
             "trust": policies.canonical(trust),
             "policy": self._document(name) if self._policy in inline else "",
             "other_policies": tuple(sorted(each for each in (*inline, *attached) if not each.startswith(_PREFIX))),

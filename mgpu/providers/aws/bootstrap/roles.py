@@ -7,7 +7,16 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from mgpu.providers.aws import names
-from mgpu.providers.aws.bootstrap.resource import Found, Resource, base_tags, fixed, unless
+from mgpu.providers.aws.bootstrap.resource import (
+    Found,
+    Resource,
+    base_tags,
+    fixed,
+    tag_list,
+    tags_of,
+    tags_there,
+    unless,
+)
 from mgpu.providers.aws.bootstrap.role import NONE, Role, RoleManager
 from mgpu.providers.aws.iam import policies
 
@@ -90,7 +99,9 @@ class NodeRoleManager(RoleManager[NodeRole]):
         found = super().look(wanted)
         if found is None:
             return None
-        state = found.state.model_copy(update={"in_profile": self.name in holds})
+        tagged = {*found.state.tags} & {*tags_there(wanted, tags_of((profile or {}).get("Tags")))}
+        tags = tuple(each for each in wanted.tags if each in tagged)
+        state = found.state.model_copy(update={"in_profile": self.name in holds, "tags": tags})
         facts = {**self.expected(wanted), **found.facts}
         return Found(found.id, state, facts, found.ours, {"profile": profile is not None, "holds": holds})
 
@@ -106,7 +117,9 @@ class NodeRoleManager(RoleManager[NodeRole]):
         super().align(found, wanted)
         profile = {"InstanceProfileName": self.name}
         if not found.raw["profile"]:
-            self.iam.create_instance_profile(**profile, Tags=base_tags())
+            self.iam.create_instance_profile(**profile, Tags=tag_list(base_tags(wanted)))
+        elif wanted.tags:
+            self.iam.tag_instance_profile(**profile, Tags=tag_list(base_tags(wanted)))
         if self.name not in found.raw["holds"]:
             for other in found.raw["holds"]:  # a profile holds one role
                 self.settled(self.iam.remove_role_from_instance_profile, **profile, RoleName=other)

@@ -58,8 +58,9 @@ class Order:
 
     @property
     def marks(self) -> dict[str, str]:
-        """The tags of everything that costs money."""
+        """The tags of everything that is made: the user's, and those by which it is found again."""
         return {
+            **self.options.tags,
             names.OWNER: self.request.owner,
             names.FLEET: self.request.fleet,
             names.GENERATION: str(self.request.generation),
@@ -164,7 +165,7 @@ def _price_cap(request: FleetRequest) -> str:
 def _machine_marks(order: Order, host_key: HostKey, hard_cap_at: int) -> dict[str, str]:
     return {
         **order.marks,
-        "Name": order.request.fleet,
+        names.NAME: order.request.fleet,
         names.RANKS: machines.ranks_tag(order.ranks),
         names.PRICE: repr(order.offer.price_usd_per_hour),
         names.HARD_CAP_AT: str(hard_cap_at),

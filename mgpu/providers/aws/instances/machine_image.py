@@ -44,7 +44,7 @@ def find(account: Account, options: Options, region: str) -> MachineImage:
         NoOffer: the region has none (scope: region).
         ProviderError: AWS refused, or did not answer.
     """
-    return account.once(("image", options, region), lambda: _find(account, options, region))
+    return account.once(("image", options.machine_image, region), lambda: _find(account, options, region))
 
 
 def driver(account: Account, region: str, image: str) -> MachineDriver | None:
