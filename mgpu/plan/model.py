@@ -22,6 +22,7 @@ class Requirements(MachineKeys):
 
     processes_per_node: int = Field(default=1, ge=1, le=256, description="processes of a machine")
     provider_options: dict[str, str] = Field(default={}, description="the run file's block of this provider, flattened")
+    stores: tuple[str, ...] = Field(default=(), description="object stores that the run reads or writes, s3://...")
 
 
 class Headroom(Value):
@@ -77,6 +78,24 @@ class Refusal(Value):
 
     offer: Offer
     reason: str
+
+
+class Saves(Value):
+    """What a run keeps in its object store, as far as that is known before it runs."""
+
+    to: str = Field(description="s3://...")
+    kept: int = Field(description="checkpoints that its retention keeps, at most")
+    made: int | None = Field(default=None, description="checkpoints until the hard cap; None: not known")
+
+
+class Cost(Value):
+    """Something that is billed beside the machines."""
+
+    what: str
+    usd: float
+    per: str = Field(description="`hour` of the whole fleet, or of what else it is the price")
+    estimate: bool = Field(default=False, description="the price, or how much it will be of, is not known exactly")
+    avoidable: str = Field(default="", description="what would avoid it, a sentence; empty: nothing")
 
 
 class Plan(Value):

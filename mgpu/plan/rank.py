@@ -7,11 +7,11 @@ reason, and where nothing is left the error says which key of the run file would
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from mgpu.errors import NoOffer
-from mgpu.plan.model import Offer, Plan, Refusal, Requirements
+from mgpu.plan.model import Offer, Plan, Refusal, Requirements, Saves
 from mgpu.spec.block import MachineKeys
 from mgpu.spec.model import RunSpec
 
@@ -25,7 +25,24 @@ def requirements(spec: RunSpec) -> Requirements:
         **spec.model_dump(include=set(MachineKeys.model_fields)),
         processes_per_node=spec.processes,
         provider_options=spec.options.flat() if spec.options else {},
+        stores=tuple(dict.fromkeys(each for each in _stores(spec) if each.startswith("s3://"))),
     )
+
+
+def saves(spec: RunSpec) -> Saves | None:
+    """What the run file's retention keeps in an object store; None: nothing."""
+    wanted = spec.checkpoint
+    if wanted == "none" or not (wanted.to or "").startswith("s3://"):
+        return None
+    spaced = math.floor(spec.max_hours / wanted.keep_every_hours) if wanted.keep_every_hours else 0
+    made = math.floor(spec.max_hours * 60 / wanted.every_minutes) if wanted.every_minutes else None
+    return Saves(to=wanted.to or "", kept=wanted.keep_last + (wanted.keep_best or 0) + spaced, made=made)
+
+
+def _stores(spec: RunSpec) -> Iterator[str]:
+    if spec.checkpoint != "none":
+        yield spec.checkpoint.to or ""
+    yield from (item.source for item in spec.data)
 
 
 def plan(needed: Requirements, offers: Iterable[Offer], notes: Iterable[str] = ()) -> Plan:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu.errors import NoOffer, Transient
-from mgpu.plan.model import Offer, Requirements
+from mgpu.plan.model import Cost, Offer, Requirements, Saves
 from mgpu.providers.aws.options import ENTRY, Options
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import (
@@ -90,6 +90,12 @@ class AwsProvider(Provider):
         from mgpu.providers.aws.catalog.offers import offers
 
         return offers(requirements, self._of(requirements))
+
+    def other_costs(self, requirements: Requirements, offer: Offer, saves: Saves | None) -> tuple[Cost, ...]:
+        """Disks, public addresses, traffic between regions, and S3. Raises InputError."""
+        from mgpu.providers.aws.catalog.other_costs import other_costs
+
+        return tuple(other_costs(requirements, offer, self._of(requirements), saves, self._region_of))
 
     def boot_s(self, requirements: Requirements) -> float:
         """By the slowest type that is on offer. Raises InputError."""
@@ -200,6 +206,11 @@ class AwsProvider(Provider):
         from mgpu.providers.aws.instances import teardown
 
         return teardown.destroy(self._account, handle, nodes)
+
+    def _region_of(self, url: str) -> str:
+        from mgpu.providers.aws.catalog.store_regions import region_of
+
+        return region_of(self._account, url)
 
     def _of(self, requirements: Requirements) -> Options:
         return Options.of({**self._given, **requirements.provider_options})

@@ -53,7 +53,8 @@ class Order:
     def digest(self) -> str:
         """The same for two orders exactly if they ask for the same; prices change and do not count."""
         offer = self.offer.model_dump(mode="json", include={"instance_type", "market", "region", "zone"})
-        parts = (self.request.model_dump(mode="json"), offer, list(self.ranks))
+        asked = self.request.model_dump(mode="json", exclude={"requirements": {"stores"}})
+        parts = (asked, offer, list(self.ranks))
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @property
