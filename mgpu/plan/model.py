@@ -61,6 +61,9 @@ class Offer(Value):
     price_is_limit: bool = Field(default=False, description="the price is not known, but that it is not above this")
     region: str
     zone: str | None = None
+    near_stores: bool | None = Field(
+        default=None, description="whether a store of the run's is in this region; null: not known, or it has none"
+    )
     stock: int | None = Field(None, description="machines that can be had now; None = not known")
     quota: str = Field(default="", description="the account's limit that it counts against; empty: one a family")
     headroom: Headroom | None = Field(default=None, description="what is left of `quota`; None: not known")

@@ -1,7 +1,8 @@
 """Requirements and offers -> a plan: which offers will be asked for, in which order, and why the others will not.
 
-The order: spot before on-demand, then the user's ranking of GPUs, then the price. Everything that is set aside has a
-reason, and where nothing is left the error says which key of the run file would change that.
+The order: spot before on-demand, then the user's ranking of GPUs, then the price, where a region without the run's
+stores counts as a few percent dearer: traffic costs money, too. Everything that is set aside has a reason, and where
+nothing is left the error says which key of the run file would change that.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mgpu.spec.block import MachineKeys
 from mgpu.spec.model import RunSpec
 
 _SHOWN = 12  # refusals that an error lists one by one
+_FAR = 1.05  # how much dearer machines count whose region has none of the run's stores
 _ROUNDING = 1 + 1e-9  # three nodes at 0.1 are not above a cap of 0.3
 
 
@@ -72,7 +74,8 @@ def _rank(needed: Requirements, offer: Offer) -> tuple[object, ...]:
     wanted = [gpu.casefold() for gpu in needed.gpu]
     preference = wanted.index((offer.gpu or "").casefold()) if wanted else 0
     place = (offer.region, offer.zone or "", offer.instance_type)
-    return offer.market != "spot", preference, offer.price_usd_per_hour, *place
+    weighed = offer.price_usd_per_hour * (_FAR if offer.near_stores is False else 1)
+    return offer.market != "spot", preference, weighed, *place
 
 
 def _dollars(amount: float) -> str:

@@ -89,7 +89,7 @@ class AwsProvider(Provider):
         """What is known to be on sale, from the snapshot or the newest refresh. Raises InputError, NoOffer."""
         from mgpu.providers.aws.catalog.offers import offers
 
-        return offers(requirements, self._of(requirements))
+        return offers(requirements, self._of(requirements), region_of=self._region_of)
 
     def other_costs(self, requirements: Requirements, offer: Offer, saves: Saves | None) -> tuple[Cost, ...]:
         """Disks, public addresses, traffic between regions, and S3. Raises InputError."""

@@ -1,4 +1,4 @@
-"""Requirements -> what AWS sells, from the snapshot: no network, no boto3.
+"""Requirements -> what AWS sells, from the snapshot: no boto3, and no network but for where the run's buckets are.
 
 An offer is one machine type in one zone on one market. What has no price of a known date is left out; a spot price that
 is not known is given as its limit, the on-demand price, and marked as such: AWS charges no more for spot.
@@ -26,8 +26,15 @@ _USE_IS_KNOWN_S = 600.0  # after that, machines that ran at the refresh may be g
 _T = TypeVar("_T")
 
 
-def offers(needed: Requirements, options: Options, *, now: Callable[[], float] = time.time) -> Offers:
+def offers(
+    needed: Requirements,
+    options: Options,
+    *,
+    region_of: Callable[[str], str] = lambda _: "",
+    now: Callable[[], float] = time.time,
+) -> Offers:
     """What is on sale for these requirements; where nothing meets them, what comes nearest, for the plan to say why.
+    `region_of`: the region of a store, empty where it is not known; asked where there is a choice.
 
     Raises:
         InputError: a region or a GPU that AWS does not have; the nearest name is given.
@@ -41,9 +48,10 @@ def offers(needed: Requirements, options: Options, *, now: Callable[[], float] =
     if not priced & set(regions):
         raise _no_prices(needed.regions)
     rows = _narrow(rows, lambda row: row.region in regions, lambda row: needed.market in (row.market, _BOTH))
+    near = {region_of(url) for url in needed.stores} - {""} if len({row.region for row in rows}) > 1 else set[str]()
     silent = sorted(set(needed.regions) - priced)
     return Offers(
-        offers=tuple(_offer(known, row, now(), options) for row in rows),
+        offers=tuple(_offer(known, row, now(), options, near) for row in rows),
         source="; ".join(known.sources),
         notes=(f"no prices are known in {', '.join(silent)}: `{REFRESH}`",) if silent else (),
     )
@@ -84,7 +92,7 @@ def _priced(kind: str, machine: Machine, name: str, region: Region, zone: str) -
         yield _Row(kind, machine, name, zone, "on-demand", listed, region.on_demand_at)
 
 
-def _offer(known: Snapshot, row: _Row, now: float, options: Options) -> Offer:
+def _offer(known: Snapshot, row: _Row, now: float, options: Options, near: set[str]) -> Offer:
     machine, quota = row.machine, quota_of(row.type, row.market)
     return Offer(
         provider="aws",
@@ -103,6 +111,7 @@ def _offer(known: Snapshot, row: _Row, now: float, options: Options) -> Offer:
         price_is_limit=row.is_limit,
         region=row.region,
         zone=row.zone,
+        near_stores=row.region in near if near else None,
         stock=None,
         quota=quota.code if quota else "",
         headroom=_headroom(known.regions[row.region], row.region, quota.code, now) if quota else None,

@@ -74,6 +74,28 @@ def p4d(usd: float = 20, spot: float | None = 8, quotas: dict[str, QuotaState] |
     )
 
 
+# --- near the run's buckets
+
+
+def test_offers_say_whether_they_are_near_the_runs_buckets(cache):
+    kept(cache, eu_west_1=p4d(), us_east_1=p4d())
+    needed = wanted(stores=("s3://a/runs", "s3://b/data"), gpu="A100-40GB")
+    regions = {"s3://a/runs": "eu-west-1", "s3://b/data": ""}
+    offers = aws_offers.offers(needed, PLAIN, region_of=regions.__getitem__, now=lambda: NOW).offers
+    assert {(each.region, each.near_stores) for each in offers} == {("eu-west-1", True), ("us-east-1", False)}
+
+
+@pytest.mark.parametrize("regions", [(), ("us-east-1",)], ids=["nobody knows", "no choice"])
+def test_where_it_is_not_known_or_does_not_matter_nothing_is_said(cache, regions):
+    kept(cache, eu_west_1=p4d(), us_east_1=p4d())
+    asked: list[str] = []
+    region_of = lambda url: asked.append(url) or ""  # noqa: E731
+    needed = wanted(stores=("s3://a/runs",), regions=regions)
+    offers = aws_offers.offers(needed, PLAIN, region_of=region_of, now=lambda: NOW).offers
+    assert {each.near_stores for each in offers} == {None}
+    assert bool(asked) == (not regions)
+
+
 # --- what the default machine image supports
 
 UNSUPPORTED = ("V100-32GB", "RTX-PRO-4500", "RTX-PRO-6000", "B300")
