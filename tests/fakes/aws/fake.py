@@ -169,6 +169,10 @@ class FakeAws:
         name = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-22.04/latest/ami-id"
         return self.client("ssm", region).get_parameter(Name=name)["Parameter"]["Value"]
 
+    def deprecate(self, image_id: str) -> None:
+        """Has the owner of a machine image deprecate it."""
+        self.ask("deprecate", image_id=image_id)
+
     def base(self, region: str = HOME_REGION) -> dict[str, str]:
         """Makes what machines stand on in a region, by plain boto3; what it made, by name."""
         return base.make(self.client, region)

@@ -10,7 +10,7 @@ from typing import Any
 from moto.ec2.models import ec2_backends
 from moto.moto_api._internal.models import moto_api_backend
 
-from fakes.aws import buckets, ledger
+from fakes.aws import buckets, images, ledger
 from fakes.aws.cloud import Cloud
 from fakes.aws.faults import Fault
 from fakes.aws.life import BY_ITSELF, BY_SPOT, Life
@@ -119,7 +119,10 @@ class _Account:
 
     def verbs(self) -> dict[str, Verb]:
         told = {"reset": self.reset, "bill": self.bill, "age": self.age, "enforce": self.enforce, "failed": self.failed}
-        return {**told, "organization": self.organization}
+        return {**told, "organization": self.organization, "deprecate": self.deprecate}
+
+    def deprecate(self, image_id: str) -> None:
+        images.deprecated.add(image_id)
 
     def organization(self, statements: list[dict[str, Any]]) -> None:
         self.cloud.organization = statements
@@ -133,6 +136,7 @@ class _Account:
     def reset(self) -> None:
         self.cloud.machines.clear()
         self.cloud.clear()
+        images.deprecated.clear()
         moto_api_backend.reset()
 
     def bill(self) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from mgpu.providers.aws.catalog import snapshot as snapshots
 from mgpu.providers.aws.catalog.machine_types import in_default_image
 from mgpu.providers.aws.catalog.quotas import quota_of, raise_command
 from mgpu.providers.aws.catalog.snapshot import Machine, Region, Snapshot
-from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.options import Disk, Options
 from mgpu.providers.base import Offers
 
 REFRESH = "mgpu offers aws --refresh"
@@ -37,12 +37,13 @@ def offers(
     `region_of`: the region of a store, empty where it is not known; asked where there is a choice.
 
     Raises:
-        InputError: a region or a GPU that AWS does not have; the nearest name is given.
+        InputError: a region, a GPU or a type that AWS does not have, with the nearest name; a disk that cannot be.
         NoOffer: no price is known in any of these regions.
     """
     known = snapshots.current(options)
-    _require_known(known, needed)
-    rows = list(_rows(known, needed))
+    _require_known(known, needed, options)
+    _require_disk(needed, options)
+    rows = list(_rows(known, needed, options))
     regions = needed.regions or tuple(known.regions)
     priced = {row.region for row in rows}
     if not priced & set(regions):
@@ -68,10 +69,10 @@ class _Row(NamedTuple):
     is_limit: bool = False
 
 
-def _rows(known: Snapshot, needed: Requirements) -> Iterator[_Row]:
+def _rows(known: Snapshot, needed: Requirements, options: Options) -> Iterator[_Row]:
     wanted = [gpu.casefold() for gpu in needed.gpu]
     machines = _narrow(
-        list(known.machines.items()),
+        [item for item in known.machines.items() if options.instance_type in (None, item[0])],
         lambda item: not wanted or item[1].gpu.casefold() in wanted,
         lambda item: not needed.gpus_per_node or item[1].gpus == needed.gpus_per_node,
     )
@@ -154,11 +155,20 @@ def _narrow(items: list[_T], *tests: Callable[[_T], bool]) -> list[_T]:
     return items
 
 
-def _require_known(known: Snapshot, needed: Requirements) -> None:
+def _require_disk(needed: Requirements, options: Options) -> None:
+    wrong = (options.disk or Disk()).wrong_size(needed.disk_gib)
+    if wrong:
+        raise InputError(f"disk_gib: {wrong}", "EBS has such bounds.", "Change `disk_gib`, or `aws.disk`.")
+
+
+def _require_known(known: Snapshot, needed: Requirements, options: Options) -> None:
     gpus = sorted({machine.gpu for machine in known.machines.values()})
     mistakes = [
         *_mistakes("regions", "region", needed.regions, sorted(known.regions)),
         *_mistakes("gpu", "GPU", needed.gpu, gpus),
+        *_mistakes(
+            "aws.instance_type", "type with GPUs", filter(None, [options.instance_type]), sorted(known.machines)
+        ),
     ]
     if mistakes:
         raise InputError(

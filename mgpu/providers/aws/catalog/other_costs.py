@@ -9,13 +9,17 @@ from typing import NamedTuple
 from mgpu.plan.model import Cost, Offer, Requirements, Saves
 from mgpu.providers.aws import names
 from mgpu.providers.aws.bootstrap.bucket import Bucket
-from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.options import Disk, Options
 
 
 class _Prices(NamedTuple):
     """US dollars; AWS's GB are GiB. List prices of `OF`, to which those of most regions are near."""
 
     gp3_gib_month: float = 0.08
+    gp3_iops_month: float = 0.005  # beyond 3000
+    gp3_mib_s_month: float = 0.04  # beyond 125
+    io2_gib_month: float = 0.125
+    io2_iops_month: tuple[tuple[int, float], ...] = ((32_000, 0.065), (64_000, 0.0455), (256_000, 0.03185))  # up to
     address_hour: float = 0.005
     s3_gib_month: float = 0.023  # S3 Standard, the first 50 TB
     traffic_gib: float = 0.02  # out of the region; some regions ask several times as much
@@ -37,8 +41,9 @@ def other_costs(
     needed: Requirements, offer: Offer, options: Options, saves: Saves | None, region_of: Callable[[str], str]
 ) -> Iterator[Cost]:
     """All of it for one offer. `region_of`: the region of a store's bucket, empty where it is not known."""
-    monthly = needed.nodes * needed.disk_gib * PRICES.gp3_gib_month
-    disks = f"disks, {needed.nodes} x {needed.disk_gib} GiB gp3"
+    disk = options.disk or Disk()
+    monthly = needed.nodes * _of_disk(disk, needed.disk_gib)
+    disks = f"disks, {needed.nodes} x {needed.disk_gib} GiB {disk.type}"
     yield Cost(what=disks, usd=monthly / _HOURS, per="hour", estimate=offer.region != OF)
     if options.address == "public":
         usd = needed.nodes * PRICES.address_hour
@@ -46,6 +51,18 @@ def other_costs(
     yield from _traffic(needed, offer, region_of)
     if saves is not None:
         yield from _storage(saves)
+
+
+def _of_disk(disk: Disk, gib: int) -> float:
+    """Dollars a month."""
+    if disk.type == "gp3":
+        iops, speed = (disk.iops or 3000) - 3000, (disk.throughput_mib_s or 125) - 125
+        return gib * PRICES.gp3_gib_month + iops * PRICES.gp3_iops_month + speed * PRICES.gp3_mib_s_month
+    usd, below = gib * PRICES.io2_gib_month, 0
+    for upto, price in PRICES.io2_iops_month:
+        usd += max(0, min(disk.iops or 0, upto) - below) * price
+        below = upto
+    return usd
 
 
 def _traffic(needed: Requirements, offer: Offer, region_of: Callable[[str], str]) -> Iterator[Cost]:

@@ -15,7 +15,7 @@ from mgpu.providers.aws.instances import machines
 from mgpu.providers.aws.instances.machine_image import MachineImage
 from mgpu.providers.aws.instances.network import Kind, Place
 from mgpu.providers.aws.instances.user_data import HostKey, user_data
-from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.options import Disk, Options
 from mgpu.providers.base import FleetRequest
 
 _MOST_AT_LEAST = 1000  # that MinTargetCapacity takes
@@ -111,7 +111,7 @@ def template(
             "HttpPutResponseHopLimit": 1,
             "InstanceMetadataTags": "disabled",  # else what an account has set for all its machines counts
         },
-        "BlockDeviceMappings": [_disk(image, request.requirements.disk_gib)],
+        "BlockDeviceMappings": [_disk(image, request.requirements.disk_gib, order.options.disk or Disk())],
         "NetworkInterfaces": _interfaces(order, place, kind),
         **placement,
         "TagSpecifications": [
@@ -175,10 +175,12 @@ def _machine_marks(order: Order, host_key: HostKey, hard_cap_at: int) -> dict[st
     }
 
 
-def _disk(image: MachineImage, gib: int) -> Parameters:
+def _disk(image: MachineImage, gib: int, wanted: Disk) -> Parameters:
+    speed = {"Iops": wanted.iops, "Throughput": wanted.throughput_mib_s}
     ebs = {
         "VolumeSize": max(gib, image.root_gib),
-        "VolumeType": "gp3",
+        "VolumeType": wanted.type,
+        **{name: value for name, value in speed.items() if value is not None},
         "Encrypted": True,
         "DeleteOnTermination": True,
     }

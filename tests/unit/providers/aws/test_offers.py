@@ -74,6 +74,36 @@ def p4d(usd: float = 20, spot: float | None = 8, quotas: dict[str, QuotaState] |
     )
 
 
+# --- one type, one disk
+
+
+def test_a_type_that_the_run_file_names_is_the_only_one(cache):
+    kept(cache, us_east_1=Region(
+        zones=dict.fromkeys(("g5.xlarge", "g5.2xlarge", "g5.48xlarge"), ("z-az1",)),
+        on_demand={"g5.xlarge": 1, "g5.2xlarge": 2, "g5.48xlarge": 9},
+    ))  # fmt: skip
+    needed = {"gpu": (), "gpus_per_node": 1, "regions": ("us-east-1",)}
+    assert {each.instance_type for each in found(**needed)} == {"g5.xlarge", "g5.2xlarge"}
+    pinned = Options.of({"instance_type": "g5.2xlarge"})
+    assert {each.instance_type for each in found(pinned, **needed)} == {"g5.2xlarge"}
+    with pytest.raises(NoOffer, match="1 GPU each") as caught:
+        rank.plan(wanted(**needed), found(Options.of({"instance_type": "g5.48xlarge"}), **needed))
+    assert "8 GPUs a machine, not 1" in caught.value.why
+
+
+def test_a_type_that_there_is_not_is_refused_with_the_nearest(cache):
+    with pytest.raises(InputError) as caught:
+        found(Options.of({"instance_type": "p5.84xlarge"}))
+    assert "aws.instance_type" in caught.value.why
+    assert "`p5.48xlarge`" in caught.value.why
+
+
+def test_a_disk_that_is_too_small_for_its_speed_is_refused_before_anything_is_rented(cache):
+    with pytest.raises(InputError, match="disk_gib") as caught:
+        found(Options.of({"disk": '{"type": "io2", "iops": 200000}'}), disk_gib=100)
+    assert "200 GiB" in caught.value.what
+
+
 # --- near the run's buckets
 
 

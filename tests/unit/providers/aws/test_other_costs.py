@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -40,6 +41,19 @@ def test_the_disks_of_all_nodes_are_billed_by_the_month():
     disks = the(costs(), "disks")
     assert disks.per == "hour"
     assert math.isclose(disks.usd * MONTH_S / 3600, 4 * 250 * PRICES.gp3_gib_month)
+
+
+@pytest.mark.parametrize(
+    ("disk", "usd_a_month"),
+    [
+        ({"iops": 4000, "throughput_mib_s": 1000}, 250 * 0.08 + 1000 * 0.005 + 875 * 0.04),
+        ({"type": "io2", "iops": 40_000}, 250 * 0.125 + 32_000 * 0.065 + 8_000 * 0.0455),
+    ],
+    ids=["gp3", "io2"],
+)
+def test_a_faster_disk_costs_what_its_speed_does(disk: dict[str, Any], usd_a_month: float):
+    disks = the(costs(disk=json.dumps(disk)), "disks")
+    assert math.isclose(disks.usd * MONTH_S / 3600, 4 * usd_a_month)
 
 
 def test_public_addresses_are_billed_where_nodes_have_them():
