@@ -24,6 +24,8 @@ PREFIX = "mgpu:"
 ON_MACHINE = (NAME, OWNER, FLEET, GENERATION, TOKEN, RANK, RANKS, PRICE, HARD_CAP_AT, HOST_KEY, ONE_USE_KEY)
 MOST_TAGS = 50  # of one resource at AWS, those of AWS's own (`aws:`) not counted
 
+OLD_PARTS_DAYS = 2  # that the bucket of base keeps parts of checkpoints which were deleted
+
 NODE_ROLE = "mgpu-node"  # also the name of its instance profile
 REAPER_ROLE = "mgpu-reaper"  # EventBridge Scheduler takes it on, to end machines at their hard cap
 SECURITY_GROUP = "mgpu-nodes"

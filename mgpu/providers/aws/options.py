@@ -72,12 +72,18 @@ class Disk(Block):
     https://docs.aws.amazon.com/ebs/latest/userguide/ebs-volume-types.html
     """
 
-    type: Literal["gp3", "io2"] = Field("gp3", description="kind of EBS volume")
+    type: Literal["gp3", "io2"] = Field(default="gp3", description="kind of EBS volume")
     throughput_mib_s: int | None = Field(
-        None, ge=125, le=2000, description="MiB per second, of gp3 alone (default: 125, which costs nothing more)"
+        default=None,
+        ge=125,
+        le=2000,
+        description="MiB per second, of gp3 alone (default: 125, which costs nothing more)",
     )
     iops: int | None = Field(
-        None, ge=100, le=256_000, description="operations per second; io2 needs it (default: 3000, the least of gp3)"
+        default=None,
+        ge=100,
+        le=256_000,
+        description="operations per second; io2 needs it (default: 3000, the least of gp3)",
     )
 
     @model_validator(mode="after")

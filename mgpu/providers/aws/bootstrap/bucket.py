@@ -47,7 +47,9 @@ class Bucket(Resource):
         default=30, ge=1, description="days after which what was deleted or overwritten expires"
     )
     old_parts_days: int = Field(
-        default=2, ge=1, description="the same, for what has more than 1 MiB and lies under `runs/`: checkpoints' parts"
+        default=names.OLD_PARTS_DAYS,
+        ge=1,
+        description="the same, for what has more than 1 MiB and lies under `runs/`: checkpoints' parts",
     )
     public_access_blocked: bool = fixed(True, "nobody outside the account gets in, whatever a policy says")
     tls_only: bool = fixed(True, "nothing is sent or read in plain text")

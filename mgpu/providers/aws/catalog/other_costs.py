@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from mgpu.plan.model import Cost, Offer, Requirements, Saves
 from mgpu.providers.aws import names
-from mgpu.providers.aws.bootstrap.bucket import Bucket
 from mgpu.providers.aws.options import Disk, Options
 
 
@@ -82,7 +81,7 @@ def _storage(saves: Saves) -> Iterator[Cost]:
     yield Cost(what=f"checkpoints kept in S3, {kept}", usd=usd, per=f"month and {_SIZE}", estimate=True)
     if not saves.made or saves.made <= kept or not re.fullmatch(names.bucket("[0-9]{12}", ".*"), _bucket(saves.to)):
         return  # how long a bucket of the user's keeps what is deleted, nobody knows
-    days = Bucket().old_parts_days + 1  # S3 rounds up to the next midnight
+    days = names.OLD_PARTS_DAYS + 1  # S3 rounds up to the next midnight
     deleted = saves.made - kept
     usd = deleted * PRICES.s3_gib_month * days / _DAYS
     what = f"checkpoints deleted in S3, {deleted} until the hard cap, each billed for up to {days} days more"
