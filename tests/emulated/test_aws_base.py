@@ -417,8 +417,8 @@ def test_a_bucket_that_is_not_empty_is_not_deleted(world):
 def test_of_checkpoints_that_retention_deleted_only_the_newest_days_are_billed(world):
     name, s3, days = world.ensure(BUCKET).id, world.aws.client("s3"), 8
     s3.delete_bucket_policy(Bucket=name)  # moto denies whatever a statement denies, also if its condition is not met
-    part = lambda day: f"runs/demo/{keys.file('demo', f'a001-step-{day}', 0, 'weights')}"  # noqa: E731
-    commit = lambda day: f"runs/demo/{keys.commit('demo', day)}"  # noqa: E731
+    part = lambda day: f"runs/{keys.file('demo', f'a001-step-{day}', 0, 'weights')}"  # noqa: E731
+    commit = lambda day: f"runs/{keys.commit('demo', day)}"  # noqa: E731
     for day in range(days):
         s3.put_object(Bucket=name, Key=part(day), Body=bytes(2**20 + 1))
         s3.put_object(Bucket=name, Key=commit(day), Body=b"{}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fakes.aws import FakeAws
 
+from mgpu.cli import main
 from mgpu.plan.model import Requirements
 from mgpu.providers.aws.catalog import store_regions
 from mgpu.providers.aws.catalog.store_regions import region_of
@@ -67,3 +70,35 @@ def test_the_provider_tells_the_traffic_with_a_bucket_elsewhere(aws: FakeAws):
     assert [each.what for each in provider.other_costs(needed, offer, None) if "traffic" in each.what] == []
     (traffic,) = (each for each in provider.other_costs(there, offer, None) if "traffic" in each.what)
     assert "eu-west-1" in traffic.what
+
+
+@pytest.mark.usefixtures("xdg")
+def test_a_plan_shows_what_is_billed_beside_the_machines_and_warns_of_traffic(
+    aws: FakeAws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    place = {"LocationConstraint": "eu-west-1"}
+    aws.client("s3", "eu-west-1").create_bucket(Bucket="theirs", CreateBucketConfiguration=place)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("pass\n")
+    keys = {
+        "name": "it", "provider": "aws", "gpu": "A10G", "gpus_per_node": 1, "nodes": 2, "market": "on-demand",
+        "max_price_usd_per_hour": 99, "max_hours": 10, "command": ["train.py"],
+        "checkpoint": {"to": "s3://theirs/runs", "every_minutes": 10}, "aws": aws.options,
+    }  # fmt: skip
+    (tmp_path / "mgpu.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
+    said = {}
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as end:
+            main(["plan", *more])
+        out, err = capfd.readouterr()
+        assert end.value.code in (0, None), err
+        said[bool(more)] = out if more else " ".join(err.split())
+    costs = json.loads(said[True])["costs"]
+    assert [each["what"].replace(",", " ").split()[0] for each in costs] == [
+        "disks",
+        "public",
+        "traffic",
+        "checkpoints",
+    ]
+    assert "beside the machines $0.032 per hour" in said[False]
+    assert "warning: traffic between us-east-1 and the bucket theirs in eu-west-1" in said[False]
