@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from mgpu.cli import results
 from mgpu.iac.outputs import StackOutput
-from mgpu.plan.model import Headroom, Offer, Refusal, Requirements
+from mgpu.plan.model import Cost, Headroom, Obstacle, Offer, Refusal, Requirements
 from mgpu.run.view import InterruptionView, RunView
 from mgpu.spec import schema
 
@@ -29,6 +29,8 @@ PARTS_OF_RESULTS: dict[type[BaseModel], str] = {
     Requirements: "Requirements",
     Offer: "An offer",
     Headroom: "Headroom",
+    Obstacle: "An obstacle",
+    Cost: "A cost",
     Refusal: "A refusal",
 }
 

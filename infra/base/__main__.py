@@ -21,20 +21,22 @@ provider = mgpu.Provider(
 # Runs of many people may stand on these: `pulumi destroy` refuses until they are unprotected
 opts = pulumi.ResourceOptions(provider=provider, protect=True)
 
-bucket = aws.Bucket("bucket", existing=config.get("bucket"), opts=opts)
-repository = aws.Repository("repository", existing=config.get("repository"), opts=opts)
+tags = config.get_object("tags")  # of all of them, ["KEY=VALUE", ...]
+bounded = config.get("permissionsBoundary")  # the ARN of a policy that both roles have to stay within
+
+bucket = aws.Bucket("bucket", existing=config.get("bucket"), tags=tags, opts=opts)
+repository = aws.Repository("repository", existing=config.get("repository"), tags=tags, opts=opts)
 nodes = aws.NodeRole(
     "nodes",
     existing=config.get("instanceProfile"),
     bucket=bucket.name,
     buckets=config.get_object("dataBuckets"),
     repository=repository.name,
-    boundary=config.get("permissionsBoundary"),
+    boundary=bounded,
+    tags=tags,
     opts=opts,
 )
-reaper = aws.ReaperRole(
-    "reaper", existing=config.get("reaperRole"), boundary=config.get("permissionsBoundary"), opts=opts
-)
+reaper = aws.ReaperRole("reaper", existing=config.get("reaperRole"), boundary=bounded, tags=tags, opts=opts)
 # What comes last goes first: as long as a machine is in the group, nothing goes
 group = aws.SecurityGroup(
     "group",
@@ -42,6 +44,7 @@ group = aws.SecurityGroup(
     vpc_id=config.get("vpc"),
     ssh=config.get_object("ssh"),
     allow_world=config.get_bool("allowWorld"),
+    tags=tags,
     opts=pulumi.ResourceOptions.merge(opts, pulumi.ResourceOptions(depends_on=[nodes, reaper])),
 )
 
@@ -52,3 +55,4 @@ pulumi.export("instance_profile", nodes.profile)
 pulumi.export("reaper_role", reaper.arn)
 pulumi.export("security_group", group.group_id)
 pulumi.export("vpc", group.vpc)
+pulumi.export("tags", group.tags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,9 @@ def bootstrap() -> None:
 @click.option(
     "--permissions-boundary", default="", metavar="ARN", help="A policy of yours that bounds the roles that are made."
 )
+@click.option(
+    "--tags", multiple=True, metavar="KEY=VALUE", help="A tag of all that is made; may be given several times."
+)
 @click.option("--account", default="", help="Refuse credentials of another account than this, 12 digits.")
 @click.option("--profile", default="", help="Profile of ~/.aws.")
 @click.option("--endpoint-url", default="", help="Address of all AWS services, for a VPC endpoint or a fake.")
@@ -81,6 +85,7 @@ def aws(
 
     console = Console(as_json=as_json)
     _require_sense(regions, destroy, delete_bucket, wanted)
+    _require_tags(wanted["tags"])
     found = bootstrap.account_of(account, profile, endpoint_url)
     places = tuple(dict.fromkeys(regions)) or (found.home_region,)
     bootstrap.require_regions(found, places)
@@ -99,6 +104,20 @@ def _require_sense(regions: tuple[str, ...], destroy: bool, delete_bucket: bool,
     if wanted["security_group"] and wanted["ssh"]:
         why = "mgpu changes no security group of yours."
         raise InputError("--allow-ssh and --security-group exclude each other", why, "Leave one of them out.")
+
+
+def _require_tags(given: tuple[str, ...]) -> None:
+    """By the rules of `aws.tags` of a run file."""
+    from mgpu.providers.aws.options import Options
+
+    cure = "Write `--tags KEY=VALUE`, several times for several tags."
+    for each in given:
+        if "=" not in each:
+            raise InputError(f"--tags {each}: a tag has a key and a value", "", cure)
+    try:
+        Options.of({"tags": json.dumps(dict(each.split("=", 1) for each in given))} if given else {})
+    except InputError as error:
+        raise InputError(f"--tags: {error.what.removeprefix('aws.tags: ')}", error.why, cure) from error
 
 
 def _bring_up(console: Console, account: Account, regions: tuple[str, ...], wanted: Wanted, yes: bool) -> None:
@@ -200,6 +219,11 @@ def _report(console: Console, results: list[dict[str, Any]], wanted: Wanted) -> 
     if wanted.repository and results:
         uri = results[0].get("repository", wanted.repository)
         console.say(f"run files whose image mgpu builds need  image: {{repository: {uri}}}", "yellow")
+    if wanted.tags and any(sorted(each.get("tags", ())) != sorted(wanted.tags) for each in results):
+        console.say(
+            "the tags were not set: your `infra/base` does not pass `tags` on (`mgpu init` writes one that does)",
+            "yellow",
+        )
     if wanted.vpc:
         console.say(f"run files need  aws: {{subnet_ids: [...]}}  with subnets of {wanted.vpc}", "yellow")
     console.next(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mgpu.acquire.fit import Machines
     from mgpu.cli.results import Run
     from mgpu.context import Context
-    from mgpu.plan.model import Offer, Plan
+    from mgpu.plan.model import Cost, Offer, Plan
     from mgpu.run.fleet.inventory import Fleet, Survey
     from mgpu.run.job.images import Looked
     from mgpu.run.lifecycle.outcome import Outcome
@@ -215,7 +215,18 @@ def old_prices(offers: Iterable[Offer]) -> str:
     return f"prices of {day}: {count(int(days), 'day')} old; `mgpu offers {oldest.provider} --refresh`"
 
 
-def show_plan(console: Console, plan: Plan) -> None:
+def other_costs(spec: RunSpec, plan: Plan) -> tuple[Cost, ...]:
+    """What the provider bills beside the machines of the plan's first offer, as far as it tells."""
+    from mgpu.plan import rank
+    from mgpu.providers import registry
+    from mgpu.providers.base import OtherCosts
+
+    provider = registry.get(spec.provider, plan.requirements.provider_options)
+    known = isinstance(provider, OtherCosts)
+    return provider.other_costs(plan.requirements, plan.best, rank.saves(spec)) if known else ()
+
+
+def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = ()) -> None:
     """The price of all nodes, before anything is rented."""
     need, best = plan.requirements, plan.best
     price, dearest = (f"${usd:.2f}" for usd in (plan.best_price_usd_per_hour, plan.price_usd_per_hour))
@@ -225,9 +236,33 @@ def show_plan(console: Console, plan: Plan) -> None:
         f"{price} per hour for all nodes{instead}; "
         f"at most ${plan.max_cost_usd:.2f} until the hard cap of {need.max_hours:g} h"
     )
+    costs = tuple(costs)
+    for line in _beside(costs):
+        console.say(line)
+    for cost in costs:
+        if cost.avoidable:
+            console.say(f"warning: {cost.what}: {_price_of(cost)}; {cost.avoidable}", "yellow")
     for note in (*plan.notes, old_prices(plan.offers)):
         if note:
             console.say(note, "yellow")
+
+
+def _beside(costs: tuple[Cost, ...]) -> Iterator[str]:
+    """What is billed beside the machines: by the hour in one line, the rest in one each; not what is warned of."""
+    hourly = [cost for cost in costs if cost.per == "hour" and not cost.avoidable]
+    if hourly:
+        parts = "; ".join(f"{cost.what}: {_usd(cost.usd)}" for cost in hourly)
+        about = "about " if any(cost.estimate for cost in hourly) else ""
+        yield f"beside the machines {about}{_usd(sum(cost.usd for cost in hourly))} per hour ({parts})"
+    yield from (f"{cost.what}: {_price_of(cost)}" for cost in costs if cost.per != "hour" and not cost.avoidable)
+
+
+def _price_of(cost: Cost) -> str:
+    return ("about " if cost.estimate else "") + f"{_usd(cost.usd)} per {cost.per}"
+
+
+def _usd(amount: float) -> str:
+    return f"${amount:.2f}" if amount >= 0.1 or not amount else f"${amount:.3f}"
 
 
 def machines_of(spec: RunSpec, plan: Plan) -> Machines:

@@ -49,7 +49,12 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     if as_json:
         from mgpu.cli.results import Planned
 
-        prices = {"price_usd_per_hour": decided.price_usd_per_hour, "max_cost_usd": decided.max_cost_usd}
+        costs = [each.model_dump() for each in common.other_costs(spec, decided)]
+        prices = {
+            "costs": costs,
+            "price_usd_per_hour": decided.price_usd_per_hour,
+            "max_cost_usd": decided.max_cost_usd,
+        }
         console.result(Planned.model_validate({**dict(decided), **prices, "image": _words(image)}))
         return common.exit_with(console, problem) if problem else 0
     nodes = decided.requirements.nodes
@@ -61,7 +66,7 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     hidden = len(decided.offers) + len(decided.refused) - len(rows)
     if hidden:
         console.prose(f"and {hidden} more: `mgpu plan --json`")
-    common.show_plan(console, decided)
+    common.show_plan(console, decided, common.other_costs(spec, decided))
     for doubt in doubts:
         console.say(f"warning: {doubt}", "yellow")
     if problem:  # the price is known all the same

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mgpu.plan.model import Offer, Refusal, Requirements, Value
+from mgpu.plan.model import Cost, Offer, Refusal, Requirements, Value
 from mgpu.run.view import RunView
 
 VERSION = 1
@@ -98,6 +98,7 @@ class Planned(Result):
     notes: list[str] = Field(description="what the provider could not tell")
     price_usd_per_hour: float = Field(description="of all nodes, at the dearest offer that may be taken")
     max_cost_usd: float = Field(description="the most that the machines can cost until the hard cap")
+    costs: list[Cost] = Field(description="what is billed beside the machines of the first offer")
     image: dict[str, Any] | None = Field(description="`name`, `in_registry`, `reference`; null: the run file has none")
 
 

@@ -82,6 +82,7 @@ class FleetArgs:
     lease_minutes: Input[float] | None = None
     disk_gib: Input[int] | None = None
     options: Input[Mapping[str, str]] | None = None
+    stores: Input[Sequence[str]] | None = None
     name: Input[str] | None = None
     owner: Input[str] | None = None
 

@@ -22,6 +22,7 @@ class Requirements(MachineKeys):
 
     processes_per_node: int = Field(default=1, ge=1, le=256, description="processes of a machine")
     provider_options: dict[str, str] = Field(default={}, description="the run file's block of this provider, flattened")
+    stores: tuple[str, ...] = Field(default=(), description="object stores that the run reads or writes, s3://...")
 
 
 class Headroom(Value):
@@ -32,6 +33,13 @@ class Headroom(Value):
     left_vcpus: int = Field(description="of the limit, at `at`; the limit itself where the use is not known any more")
     at: float = Field(description="UNIX seconds")
     raise_command: str = Field(description="what asks for more; the number of vCPUs goes at its end")
+
+
+class Obstacle(Value):
+    """Why machines that are on sale cannot be used as the run file stands."""
+
+    reason: str
+    cure: str = Field(description="what to change in the run file, a sentence")
 
 
 class Offer(Value):
@@ -53,9 +61,13 @@ class Offer(Value):
     price_is_limit: bool = Field(default=False, description="the price is not known, but that it is not above this")
     region: str
     zone: str | None = None
+    near_stores: bool | None = Field(
+        default=None, description="whether a store of the run's is in this region; null: not known, or it has none"
+    )
     stock: int | None = Field(None, description="machines that can be had now; None = not known")
     quota: str = Field(default="", description="the account's limit that it counts against; empty: one a family")
     headroom: Headroom | None = Field(default=None, description="what is left of `quota`; None: not known")
+    obstacle: Obstacle | None = Field(default=None, description="why it cannot be used; null: it can")
     fetched_at: float = Field(description="UNIX seconds; the price's age")
 
     @property
@@ -69,6 +81,24 @@ class Refusal(Value):
 
     offer: Offer
     reason: str
+
+
+class Saves(Value):
+    """What a run keeps in its object store, as far as that is known before it runs."""
+
+    to: str = Field(description="s3://...")
+    kept: int = Field(description="checkpoints that its retention keeps, at most")
+    made: int | None = Field(default=None, description="checkpoints until the hard cap; None: not known")
+
+
+class Cost(Value):
+    """Something that is billed beside the machines."""
+
+    what: str
+    usd: float
+    per: str = Field(description="`hour` of the whole fleet, or of what else it is the price")
+    estimate: bool = Field(default=False, description="the price, or how much it will be of, is not known exactly")
+    avoidable: str = Field(default="", description="what would avoid it, a sentence; empty: nothing")
 
 
 class Plan(Value):

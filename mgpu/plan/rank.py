@@ -1,21 +1,23 @@
 """Requirements and offers -> a plan: which offers will be asked for, in which order, and why the others will not.
 
-The order: spot before on-demand, then the user's ranking of GPUs, then the price. Everything that is set aside has a
-reason, and where nothing is left the error says which key of the run file would change that.
+The order: spot before on-demand, then the user's ranking of GPUs, then the price, where a region without the run's
+stores counts as a few percent dearer: traffic costs money, too. Everything that is set aside has a reason, and where
+nothing is left the error says which key of the run file would change that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from mgpu.errors import NoOffer
-from mgpu.plan.model import Offer, Plan, Refusal, Requirements
+from mgpu.plan.model import Offer, Plan, Refusal, Requirements, Saves
 from mgpu.spec.block import MachineKeys
 from mgpu.spec.model import RunSpec
 
 _SHOWN = 12  # refusals that an error lists one by one
+_FAR = 1.05  # how much dearer machines count whose region has none of the run's stores
 _ROUNDING = 1 + 1e-9  # three nodes at 0.1 are not above a cap of 0.3
 
 
@@ -25,7 +27,24 @@ def requirements(spec: RunSpec) -> Requirements:
         **spec.model_dump(include=set(MachineKeys.model_fields)),
         processes_per_node=spec.processes,
         provider_options=spec.options.flat() if spec.options else {},
+        stores=tuple(dict.fromkeys(each for each in _stores(spec) if each.startswith("s3://"))),
     )
+
+
+def saves(spec: RunSpec) -> Saves | None:
+    """What the run file's retention keeps in an object store; None: nothing."""
+    wanted = spec.checkpoint
+    if wanted == "none" or not (wanted.to or "").startswith("s3://"):
+        return None
+    spaced = math.floor(spec.max_hours / wanted.keep_every_hours) if wanted.keep_every_hours else 0
+    made = math.floor(spec.max_hours * 60 / wanted.every_minutes) if wanted.every_minutes else None
+    return Saves(to=wanted.to or "", kept=wanted.keep_last + (wanted.keep_best or 0) + spaced, made=made)
+
+
+def _stores(spec: RunSpec) -> Iterator[str]:
+    if spec.checkpoint != "none":
+        yield spec.checkpoint.to or ""
+    yield from (item.source for item in spec.data)
 
 
 def plan(needed: Requirements, offers: Iterable[Offer], notes: Iterable[str] = ()) -> Plan:
@@ -55,7 +74,8 @@ def _rank(needed: Requirements, offer: Offer) -> tuple[object, ...]:
     wanted = [gpu.casefold() for gpu in needed.gpu]
     preference = wanted.index((offer.gpu or "").casefold()) if wanted else 0
     place = (offer.region, offer.zone or "", offer.instance_type)
-    return offer.market != "spot", preference, offer.price_usd_per_hour, *place
+    weighed = offer.price_usd_per_hour * (_FAR if offer.near_stores is False else 1)
+    return offer.market != "spot", preference, weighed, *place
 
 
 def _dollars(amount: float) -> str:
@@ -153,6 +173,11 @@ _CHECKS = (
         lambda needed, offer: needed.market != "spot-then-on-demand" and offer.market != needed.market,
         lambda needed, offer: f"market is {offer.market}",
         lambda needed, near: f"Set `market` to {_names(offer.market for offer in near)} or spot-then-on-demand.",
+    ),
+    _Check(
+        lambda needed, offer: offer.obstacle is not None,
+        lambda needed, offer: offer.obstacle.reason if offer.obstacle else "",
+        lambda needed, near: " ".join(dict.fromkeys(offer.obstacle.cure for offer in near if offer.obstacle)),
     ),
     _Check(
         lambda needed, offer: offer.stock is not None and offer.stock < needed.nodes,

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from pydantic import Field
 
 from mgpu.errors import MgpuError
-from mgpu.plan.model import Offer, Requirements, Value
+from mgpu.plan.model import Cost, Offer, Requirements, Saves, Value
 from mgpu.spec.provider import Capabilities
 
 _WHY_CHARACTERS = 200  # of an error, in a table
@@ -157,8 +157,8 @@ class Provider(ABC):
     """One provider: eight calls, and defaults for what only some can do better. Every call may be made from any thread
     and any process; nothing is remembered between calls.
 
-    What only some providers have are protocols of their own: `Findings`, `RefreshesOffers`, `Rekeys`, `StoreRole`,
-    `DriverFacts`, and `mgpu.image.place.ImageHost`. Callers ask for them by `isinstance`.
+    What only some providers have are protocols of their own: `Findings`, `RefreshesOffers`, `OtherCosts`, `Rekeys`,
+    `StoreRole`, `DriverFacts`, and `mgpu.image.place.ImageHost`. Callers ask for them by `isinstance`.
     """
 
     name: str
@@ -233,6 +233,15 @@ class RefreshesOffers(Protocol):
 
     def refresh_offers(self) -> Refreshed:
         """Asks for what is on sale now, and keeps it for `offers`; partial failures are told, not raised."""
+        ...
+
+
+@runtime_checkable
+class OtherCosts(Protocol):
+    """A provider that bills more than machines."""
+
+    def other_costs(self, requirements: Requirements, offer: Offer, saves: Saves | None) -> tuple[Cost, ...]:
+        """What is billed beside machines of this offer. What is not known is left out. Raises InputError."""
         ...
 
 

@@ -68,10 +68,10 @@ class MachineKeys(Block):
 
 
 class ProviderOptions(Block):
-    """The base of a provider's own block: every key has a default; a value is text, a number, yes or no, or a list of
-    texts. An empty text or list is one that was not given.
+    """The base of a provider's own block: every key has a default; a value is text, a number, yes or no, a list of
+    texts, texts by names of the user's, or a block of such. An empty one is one that was not given.
 
-    Stacks and records keep it flattened: texts by key, lists joined by commas, without what is not set.
+    Stacks and records keep it flattened: texts by key, lists joined by commas, blocks as JSON, without what is not set.
     """
 
     block: ClassVar[str]  # its name in the run file, which is the provider's
@@ -86,7 +86,7 @@ class ProviderOptions(Block):
     def flat(self) -> dict[str, str]:
         """The options as stacks and records keep them."""
         given = self.model_dump(exclude_none=True)
-        texts = {key: _joined(value) if isinstance(value, list | tuple) else str(value) for key, value in given.items()}
+        texts = {key: _flattened(value) for key, value in given.items()}
         return {key: text for key, text in texts.items() if text}
 
     @classmethod
@@ -96,10 +96,9 @@ class ProviderOptions(Block):
         Raises:
             InputError: keys or values that mean nothing here, all of them.
         """
-        lists = {key for key, field in cls.model_fields.items() if _is_list(field.annotation)}
-        given = {key: _parted(value) if key in lists else value for key, value in flat.items() if value}
+        kinds = {key: field.annotation for key, field in cls.model_fields.items()}
         try:
-            return cls.model_validate(given)
+            return cls.model_validate({key: _parted(value, kinds.get(key)) for key, value in flat.items() if value})
         except ValidationError as error:
             wrong = [_worded(cls, each) for each in error.errors(include_url=False)]
             raise InputError("\n".join(wrong), "", f"Mend `{cls.block}:` of the run file.") from None
@@ -109,14 +108,33 @@ def _is_list(annotation: Any) -> bool:
     return get_origin(annotation) in (list, tuple) or any(map(_is_list, get_args(annotation)))
 
 
+def _is_block(annotation: Any) -> bool:
+    model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return model or get_origin(annotation) is dict or any(map(_is_block, get_args(annotation)))
+
+
+def _flattened(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value, sort_keys=True) if value else ""
+    return _joined(value) if isinstance(value, list | tuple) else str(value)
+
+
 def _joined(values: Sequence[str]) -> str:
     """Joined by commas; where a text has one itself, as JSON."""
     odd = any("," in value or value.startswith("[") or not value for value in values)
     return json.dumps(list(values)) if odd else ",".join(values)
 
 
-def _parted(text: str) -> list[str]:
-    return json.loads(text) if text.startswith("[") else text.split(",")
+def _parted(text: str, annotation: Any) -> Any:
+    """A value as it was before `_flattened`; what cannot have come from there is left to the model to refuse."""
+    if _is_list(annotation) and not text.startswith("["):
+        return text.split(",")
+    if not (_is_list(annotation) or _is_block(annotation)):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _worded(options: type[ProviderOptions], error: Any) -> str:

@@ -24,6 +24,8 @@ def where(error: Mapping[str, Any]) -> Where:
     if at[0] == "checkpoint" and at[1:2] in BRANCHES:
         return (at[0], *at[2:])
     named = next((len(block) + 1 for block in NAMES if at[: len(block)] == block), None)
+    if named is None and at[-1] == "[key]" and error["type"] != "extra_forbidden":
+        return at[:-1]
     return at[:named]
 
 

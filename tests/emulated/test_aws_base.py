@@ -9,6 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from fakes.aws import base
+from mgpu_train.checkpoint.log import keys
 
 from mgpu.errors import CleanupFailed, InputError, PermissionDenied, ProviderError, Transient
 from mgpu.providers.aws.bootstrap import resource
@@ -21,6 +23,7 @@ from mgpu.providers.aws.iam import policies
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 
+DAY = 86400.0
 HERE, THERE = "us-east-1", "us-west-2"
 OPEN = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}
 MANAGERS: dict[type, Any] = {
@@ -95,6 +98,7 @@ def world(aws):
 BUCKET, REPOSITORY, NODES, REAPER, GROUP = ALL
 ACCOUNT = "123456789012"
 RUN_BOUNDARY = f"arn:aws:iam::{ACCOUNT}:policy/mgpu-run"
+TAGGED_NODES = NODES.model_copy(update={"tags": ("Team=ml",)})
 
 
 # ---- what all kinds do
@@ -124,6 +128,21 @@ def test_what_is_known_before_it_is_there_is_true_then(world, asked):
     expected = world.manager(asked).expected(world.wanted(asked))
     made = world.ensure(asked)
     assert made.facts | {key: value for key, value in expected.items() if value} == made.facts
+
+
+@kinds
+def test_the_users_tags_are_set_on_what_is_made_and_on_what_is_there(world, asked):
+    tagged = asked.model_copy(update={"tags": ("CostCenter=4711", "Team=ml=research")})
+    world.ensure(asked)
+    assert world.drift(tagged) == {"tags"}
+    world.ensure(tagged)
+    assert world.drift(tagged) == set()
+    assert world.look(tagged).ours
+    world.ensure(asked)
+    assert world.drift(tagged) == set(), "tags that are not asked for stay"
+    world.remove(asked)
+    world.ensure(tagged)
+    assert world.drift(tagged) == set()
 
 
 @kinds
@@ -229,6 +248,19 @@ def _drop_rules(aws, name):
     aws.client("s3").delete_bucket_lifecycle(Bucket=name)
 
 
+def _widen_parts_rule(aws, name):
+    """Small objects go as early as large ones."""
+    s3 = aws.client("s3")
+    rules = s3.get_bucket_lifecycle_configuration(Bucket=name)["Rules"]
+    (parts,) = (each for each in rules if each["ID"] == "mgpu-expire-old-parts")
+    parts["Filter"] = {"Prefix": "runs/"}
+    s3.put_bucket_lifecycle_configuration(Bucket=name, LifecycleConfiguration={"Rules": rules})
+
+
+def _untag_profile(aws, name):
+    aws.client("iam").untag_instance_profile(InstanceProfileName=name, TagKeys=["Team"])
+
+
 def _move_tags(aws, name):
     aws.client("ecr").put_image_tag_mutability(repositoryName=name, imageTagMutability="MUTABLE")
 
@@ -321,7 +353,9 @@ DRIFTS = [
     (BUCKET, _open_bucket, {"public_access_blocked"}),
     (BUCKET, _drop_policy, {"guarded"}),
     (BUCKET, _stop_versions, {"versioned"}),
-    (BUCKET, _drop_rules, {"abort_uploads_days", "old_versions_days"}),
+    (BUCKET, _drop_rules, {"abort_uploads_days", "old_versions_days", "old_parts_days"}),
+    (BUCKET, _widen_parts_rule, {"old_parts_days"}),
+    (TAGGED_NODES, _untag_profile, {"tags"}),
     (REPOSITORY, _move_tags, {"immutable_tags"}),
     (REPOSITORY, _stop_scans, {"scan_on_push"}),
     (REPOSITORY, _keep_images, {"lifecycle"}),
@@ -354,7 +388,7 @@ def test_drift_shows_by_its_property_and_is_closed(world, asked, harm, shows):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (BUCKET, Bucket(keep=False, abort_uploads_days=9, old_versions_days=90)),
+        (BUCKET, Bucket(keep=False, abort_uploads_days=9, old_versions_days=90, old_parts_days=7)),
         (REPOSITORY, Repository(untagged_days=1, keep_images=5)),
         (NODES, NodeRole(bucket="mgpu-2", repository="other")),
         (GROUP, SecurityGroup(ssh=("198.51.100.0/24", "2001:db8::/32"))),
@@ -374,11 +408,18 @@ def test_what_others_have_set_on_the_bucket_stays(world):
     s3.put_bucket_policy(Bucket=name, Policy=json.dumps({"Version": "2012-10-17", "Statement": [theirs]}))
     rule = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "tmp/"}, "Expiration": {"Days": 1}}
     s3.put_bucket_lifecycle_configuration(Bucket=name, LifecycleConfiguration={"Rules": [rule]})
-    world.ensure(BUCKET)
+    s3.put_bucket_tagging(Bucket=name, Tagging={"TagSet": [{"Key": "theirs", "Value": "1"}, *base.TAGS]})
+    world.ensure(BUCKET.model_copy(update={"tags": ("Team=ml",)}))
     statements = json.loads(s3.get_bucket_policy(Bucket=name)["Policy"])["Statement"]
     rules = s3.get_bucket_lifecycle_configuration(Bucket=name)["Rules"]
+    assert {"Key": "theirs", "Value": "1"} in s3.get_bucket_tagging(Bucket=name)["TagSet"]
     assert [each["Sid"] for each in statements] == ["Theirs", policies.TLS_ONLY, policies.COMMITTED_ONCE]
-    assert [each["ID"] for each in rules] == ["theirs", "mgpu-abort-uploads", "mgpu-expire-old-versions"]
+    assert {each["ID"] for each in rules} == {
+        "theirs",
+        "mgpu-abort-uploads",
+        "mgpu-expire-old-versions",
+        "mgpu-expire-old-parts",
+    }
     assert world.drift(BUCKET) == set()
 
 
@@ -393,6 +434,41 @@ def test_a_bucket_that_is_not_empty_is_not_deleted(world):
     with pytest.raises(CleanupFailed, match="not empty"):
         world.remove(BUCKET)
     assert world.look(BUCKET)
+
+
+def test_of_checkpoints_that_retention_deleted_only_the_newest_days_are_billed(world):
+    name, s3, days = world.ensure(BUCKET).id, world.aws.client("s3"), 8
+    s3.delete_bucket_policy(Bucket=name)  # moto denies whatever a statement denies, also if its condition is not met
+    part = lambda day: f"runs/{keys.file('demo', f'a001-step-{day}', 0, 'weights')}"  # noqa: E731
+    commit = lambda day: f"runs/{keys.commit('demo', day)}"  # noqa: E731
+    for day in range(days):
+        s3.put_object(Bucket=name, Key=part(day), Body=bytes(2**20 + 1))
+        s3.put_object(Bucket=name, Key=commit(day), Body=b"{}")
+        if day:  # as `keep_last: 1` would
+            s3.delete_object(Bucket=name, Key=part(day - 1))
+            s3.delete_object(Bucket=name, Key=commit(day - 1))
+        world.aws.age(DAY)
+    billed = {each["Key"] for each in s3.list_object_versions(Bucket=name)["Versions"]}
+    assert part(days - 1) in billed
+    assert part(days - 2) in billed  # yesterday's can be brought back
+    assert not billed & {part(day) for day in range(days - 4)}
+    assert billed >= {commit(day) for day in range(days)}
+    world.aws.age(31 * DAY)
+    (left,) = {commit(day) for day in range(days)} & {
+        each["Key"] for each in s3.list_object_versions(Bucket=name)["Versions"]
+    }
+    assert left == commit(days - 1)
+    assert "DeleteMarkers" not in s3.list_object_versions(Bucket=name)
+
+
+def test_a_base_of_an_older_mgpu_gets_the_rule_for_parts(world):
+    name, s3 = world.ensure(BUCKET).id, world.aws.client("s3")
+    rules = s3.get_bucket_lifecycle_configuration(Bucket=name)["Rules"]
+    older = [each for each in rules if each["ID"] != "mgpu-expire-old-parts"]
+    s3.put_bucket_lifecycle_configuration(Bucket=name, LifecycleConfiguration={"Rules": older})
+    assert world.drift(BUCKET) == {"old_parts_days"}
+    world.ensure(BUCKET)
+    assert s3.get_bucket_lifecycle_configuration(Bucket=name)["Rules"] == rules
 
 
 def test_a_bucket_is_kept_unless_told_otherwise(world):

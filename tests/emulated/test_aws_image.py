@@ -61,6 +61,12 @@ def test_the_run_files_image_is_taken(aws: FakeAws):
     assert aws.calls("DescribeImages")
 
 
+def test_an_image_that_its_owner_has_deprecated_is_taken_where_the_run_file_names_it(aws: FakeAws):
+    aws.deprecate(aws.image())
+    assert aws.client("ec2").describe_images(Filters=[{"Name": "image-id", "Values": [aws.image()]}])["Images"] == []
+    assert find(aws, machine_image=aws.image()).id == aws.image()
+
+
 def test_an_image_that_is_not_in_the_region_rules_the_region_out(aws: FakeAws):
     with pytest.raises(NoOffer) as caught:
         find(aws, machine_image="ami-00000000000000000")

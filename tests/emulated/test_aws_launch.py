@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -162,11 +163,80 @@ def test_every_machine_ends_its_bill_and_tells_whose_it_is(aws: FakeAws, provide
     assert disk["Ebs"]["DeleteOnTermination"]
 
 
+TAGS = {"CostCenter": "4711", "Team": "ml research"}
+
+
+def test_everything_that_a_fleet_is_made_of_carries_the_users_tags(aws: FakeAws, provider: AwsProvider):
+    chosen = offer("p4d.24xlarge", "on-demand")
+    insist(lambda: provider.create(request(tags=json.dumps(TAGS)), chosen, token(chosen)))
+    ec2 = aws.client("ec2")
+    made = {
+        "machine": machines(aws),
+        "disk": ec2.describe_volumes()["Volumes"],
+        "address": ec2.describe_addresses()["Addresses"],
+        "template": ec2.describe_launch_templates()["LaunchTemplates"],
+        "group": ec2.describe_placement_groups()["PlacementGroups"],
+    }
+    for kind, things in made.items():
+        assert things, kind
+        for each in things:
+            assert TAGS.items() <= tags(each).items(), kind
+            assert tags(each)[names.OWNER] == "me", kind
+    (call,) = aws.calls("CreateLaunchTemplate")
+    of_template = {
+        each["ResourceType"]: tags(each) for each in call.parameters["LaunchTemplateData"]["TagSpecifications"]
+    }
+    assert all(TAGS.items() <= each.items() for each in of_template.values())
+    assert of_template.keys() == {"instance", "volume", "network-interface"}
+    (call,) = aws.calls("CreateFleet")
+    of_fleet = {each["ResourceType"]: tags(each) for each in call.parameters["TagSpecifications"]}
+    assert all(TAGS.items() <= each.items() for each in of_fleet.values())
+    assert of_fleet.keys() == {"fleet", "instance", "volume"}
+
+
+def test_a_machine_has_no_more_tags_of_mgpus_than_a_run_file_leaves_room_for(aws: FakeAws, provider: AwsProvider):
+    provider.create(request(), offer(), token(offer()))
+    for machine in machines(aws):
+        assert {key for key in tags(machine) if not key.startswith("aws:")} == set(names.ON_MACHINE)
+
+
+def test_an_organization_that_demands_a_tag_is_obeyed_where_the_run_file_has_it(aws: FakeAws, provider: AwsProvider):
+    demands = {"Null": {"aws:RequestTag/CostCenter": "true"}}
+    on = ["arn:aws:ec2:*:*:fleet/*", "arn:aws:ec2:*:*:instance/*", "arn:aws:ec2:*:*:volume/*"]
+    aws.organization({"Effect": "Deny", "Action": "ec2:CreateFleet", "Resource": on, "Condition": demands})
+    with pytest.raises(PermissionDenied) as caught:
+        provider.create(request(), offer(), token(offer()))
+    assert "aws: {tags:" in caught.value.next_step
+    assert aws.alive() == left(aws) == []
+    provider.create(request(tags=json.dumps(TAGS)), offer(), token(offer(), 1))
+    assert len(machines(aws)) == 2
+
+
 def test_the_disk_is_as_large_as_asked_and_no_smaller_than_the_image(aws: FakeAws, provider: AwsProvider):
     wanted = request(nodes=1)
     wanted = wanted.model_copy(update={"requirements": wanted.requirements.model_copy(update={"disk_gib": 555})})
     provider.create(wanted, offer(), token(offer()))
     assert [disk["Size"] for disk in aws.client("ec2").describe_volumes()["Volumes"]] == [555]
+
+
+@pytest.mark.parametrize(
+    ("disk", "asked"),
+    [
+        (None, {"VolumeType": "gp3"}),
+        ({"throughput_mib_s": 1000, "iops": 4000}, {"VolumeType": "gp3", "Throughput": 1000, "Iops": 4000}),
+        ({"type": "io2", "iops": 9000}, {"VolumeType": "io2", "Iops": 9000}),
+    ],
+    ids=["as it is", "gp3", "io2"],
+)
+def test_the_disk_is_of_the_kind_and_speed_that_the_run_file_says(aws: FakeAws, provider: AwsProvider, disk, asked):
+    given = {"disk": json.dumps(disk)} if disk else {}
+    provider.create(request(nodes=1, **given), offer(), token(offer()))
+    (call,) = aws.calls("CreateLaunchTemplate")
+    (mapped,) = call.parameters["LaunchTemplateData"]["BlockDeviceMappings"]
+    speed = {key: value for key, value in mapped["Ebs"].items() if key in ("VolumeType", "Throughput", "Iops")}
+    assert speed == asked
+    (made,) = aws.client("ec2").describe_volumes()["Volumes"]
+    assert asked.items() <= made.items()
 
 
 def test_the_kill_switch_is_set_to_the_hard_cap_that_the_machines_tell(aws: FakeAws, provider: AwsProvider):

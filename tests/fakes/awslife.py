@@ -37,6 +37,7 @@ HERE, ACCOUNT = "us-east-1", "123456789012"
 BUCKET = names.bucket(ACCOUNT, HERE)
 SSH = "203.0.113.7/32"
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ0000000000000000000000000000000000000000"
+TAGS = ("CostCenter=4711",)
 TOKENS = ("a" * 40, "b" * 40)
 OFFER = Offer(
     provider="aws", instance_type="p4d.24xlarge", market="on-demand", price_usd_per_hour=1, region=HERE,
@@ -66,11 +67,11 @@ class Life:
         self.account = self.provider._account = Here(Options.of({}), attempts=1)
         self.site = Site(self.account, HERE, 0, time.monotonic, lambda _: None)
         asked = (
-            (BucketManager, Bucket(keep=False)),
-            (RepositoryManager, Repository()),
-            (NodeRoleManager, NodeRole(bucket=BUCKET, repository=names.REPOSITORY)),
-            (ReaperRoleManager, ReaperRole()),
-            (SecurityGroupManager, SecurityGroup(ssh=(SSH,))),
+            (BucketManager, Bucket(keep=False, tags=TAGS)),
+            (RepositoryManager, Repository(tags=TAGS)),
+            (NodeRoleManager, NodeRole(bucket=BUCKET, repository=names.REPOSITORY, tags=TAGS)),
+            (ReaperRoleManager, ReaperRole(tags=TAGS)),
+            (SecurityGroupManager, SecurityGroup(ssh=(SSH,), tags=TAGS)),
         )
         self.resources: list[tuple[Any, Any]] = [
             (manager, manager.complete(wanted)) for manager, wanted in ((make(self.site), each) for make, each in asked)

@@ -307,6 +307,7 @@ def test_the_program_makes_all_five_protected_and_the_group_last(program):
     assert after == {"nodes", "reaper"}, "what comes last goes first: nothing goes while a machine is in the group"
     assert dict(made["nodes"].inputs) == {"bucket": "bucket-name", "repository": "repository-name"}
     assert dict(made["group"].inputs) == {"ssh": ["203.0.113.7/32"]}
+    assert exported.pop("tags") is None
     assert exported == {
         "bucket": "bucket-name",
         "checkpoints": "bucket-url",
@@ -323,6 +324,12 @@ def test_the_program_hands_on_what_exists(program):
     made, _, _ = program(account=ACCOUNT, region=HERE, **given)
     existing = {name: args.inputs.get("existing") for name, args in made.items() if name != "aws"}
     assert existing == {"bucket": "b", "repository": "r", "nodes": "p", "reaper": "a", "group": "sg-1"}
+
+
+def test_the_program_hands_the_tags_on_to_all_that_it_makes(program):
+    made, _, exported = program(account=ACCOUNT, region=HERE, ssh=["203.0.113.7/32"], tags=["cost_center=4711"])
+    assert {args.typ for args in made.values() if args.inputs.get("tags") == ["cost_center=4711"]} == WANTED.keys()
+    assert exported["tags"] == ["cost_center=4711"]
 
 
 # ---- the real engine, by the command that users type
@@ -385,7 +392,9 @@ def test_base_is_made_kept_in_line_taken_over_and_taken_down(operator, aws, tmp_
     other = Operator(tmp_path, "b")  # knows nothing, and takes over what is there
     (taken,) = other.up("--region", HERE)
     assert taken["security_group"] == made["security_group"]
-    other.up("--region", THERE)
+    (there,) = other.up("--region", THERE, "--tags", "cost_center=4711")
+    tagged = s3.get_bucket_tagging(Bucket=there["bucket"])["TagSet"]
+    assert {"Key": "cost_center", "Value": "4711"} in tagged
 
     tags = [{"ResourceType": "instance", "Tags": [{"Key": "mgpu:owner", "Value": "o-1"}]}]
     machine = ec2.run_instances(

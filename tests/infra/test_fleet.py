@@ -499,6 +499,11 @@ def test_prices_never_diff(wire, here, made, fake):
     assert diff.changes == diff.DIFF_NONE
 
 
+def test_another_bucket_never_diffs(wire, here, made):
+    diff, _ = again(wire, here, made, stores=["s3://another/runs"])
+    assert diff.changes == diff.DIFF_NONE
+
+
 def test_growing_adds_ranks_and_touches_no_other(wire, here, made, fake):
     diff, update = again(wire, here, made, nodes=4)
     assert not diff.replaces

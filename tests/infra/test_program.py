@@ -143,6 +143,7 @@ def test_the_fleet_asks_for_what_the_run_file_says_and_no_more(program):
     assert inputs["nodes"] == 2
     assert inputs["maxPriceUsdPerHour"] == 0.2
     assert inputs["options"] == {"python": "/opt/python"}
+    assert inputs["stores"] == ["s3://bucket/runs"]
     assert (inputs["sshPublicKey"], inputs["sshPrivateKeyFile"]) == (KEY["publicKey"], KEY["privateKeyFile"])
     assert inputs.keys() <= schema.package()["resources"][tokens.FLEET]["inputProperties"].keys()
 

@@ -47,6 +47,7 @@ class Wanted:
     security_group: str = ""
     data_buckets: tuple[str, ...] = ()
     permissions_boundary: str = ""
+    tags: tuple[str, ...] = ()
 
     def config(self) -> dict[str, object]:
         """As `infra/base` reads it."""
@@ -60,7 +61,12 @@ class Wanted:
             "permissionsBoundary": self.permissions_boundary,
         }
         given = {key: value for key, value in texts.items() if value}
-        more = {"ssh": list(self.ssh), "allowWorld": self.allow_world, "dataBuckets": list(self.data_buckets)}
+        more = {
+            "ssh": list(self.ssh),
+            "allowWorld": self.allow_world,
+            "dataBuckets": list(self.data_buckets),
+            "tags": list(self.tags),
+        }
         return {**given, **{key: value for key, value in more.items() if value}}
 
 

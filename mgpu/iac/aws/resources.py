@@ -32,10 +32,12 @@ class Bucket(_Thing):
 
     existing: Output[str | None]
     lacks: Output[list[str]]
+    tags: Output[list[str]]
     name: Output[str]
     keep: Output[bool]
     abort_uploads_days: Output[int]
     old_versions_days: Output[int]
+    old_parts_days: Output[int]
     public_access_blocked: Output[bool]
     guarded: Output[bool]
     versioned: Output[bool]
@@ -52,6 +54,8 @@ class Bucket(_Thing):
         keep: Input[bool] | None = None,
         abort_uploads_days: Input[int] | None = None,
         old_versions_days: Input[int] | None = None,
+        old_parts_days: Input[int] | None = None,
+        tags: Input[Sequence[str]] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
         given = {
@@ -60,6 +64,8 @@ class Bucket(_Thing):
             "keep": keep,
             "abort_uploads_days": abort_uploads_days,
             "old_versions_days": old_versions_days,
+            "old_parts_days": old_parts_days,
+            "tags": tags,
         }
         super().__init__(tokens.BUCKET, resource_name, given, opts)
 
@@ -69,6 +75,7 @@ class Repository(_Thing):
 
     existing: Output[str | None]
     lacks: Output[list[str]]
+    tags: Output[list[str]]
     name: Output[str]
     untagged_days: Output[int]
     keep_images: Output[int]
@@ -86,9 +93,16 @@ class Repository(_Thing):
         name: Input[str] | None = None,
         untagged_days: Input[int] | None = None,
         keep_images: Input[int] | None = None,
+        tags: Input[Sequence[str]] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
-        given = {"existing": existing, "name": name, "untagged_days": untagged_days, "keep_images": keep_images}
+        given = {
+            "existing": existing,
+            "name": name,
+            "untagged_days": untagged_days,
+            "keep_images": keep_images,
+            "tags": tags,
+        }
         super().__init__(tokens.REPOSITORY, resource_name, given, opts)
 
 
@@ -97,6 +111,7 @@ class NodeRole(_Thing):
 
     existing: Output[str | None]
     lacks: Output[list[str]]
+    tags: Output[list[str]]
     bucket: Output[str]
     buckets: Output[list[str]]
     repository: Output[str]
@@ -119,6 +134,7 @@ class NodeRole(_Thing):
         buckets: Input[Sequence[Input[str]]] | None = None,
         existing: Input[str] | None = None,
         boundary: Input[str] | None = None,
+        tags: Input[Sequence[str]] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
         given = {
@@ -127,6 +143,7 @@ class NodeRole(_Thing):
             "bucket": bucket,
             "buckets": buckets,
             "repository": repository,
+            "tags": tags,
         }
         super().__init__(tokens.NODE_ROLE, resource_name, given, opts)
 
@@ -136,6 +153,7 @@ class ReaperRole(_Thing):
 
     existing: Output[str | None]
     lacks: Output[list[str]]
+    tags: Output[list[str]]
     trust: Output[str]
     policy: Output[str]
     boundary: Output[str]
@@ -143,9 +161,16 @@ class ReaperRole(_Thing):
     arn: Output[str]
 
     def __init__(
-        self, resource_name: str, *, existing: Input[str] | None = None, opts: ResourceOptions | None = None
+        self,
+        resource_name: str,
+        *,
+        existing: Input[str] | None = None,
+        boundary: Input[str] | None = None,
+        tags: Input[Sequence[str]] | None = None,
+        opts: ResourceOptions | None = None,
     ) -> None:
-        super().__init__(tokens.REAPER_ROLE, resource_name, {"existing": existing}, opts)
+        given = {"existing": existing, "boundary": boundary, "tags": tags}
+        super().__init__(tokens.REAPER_ROLE, resource_name, given, opts)
 
 
 class SecurityGroup(_Thing):
@@ -153,6 +178,7 @@ class SecurityGroup(_Thing):
 
     existing: Output[str | None]
     lacks: Output[list[str]]
+    tags: Output[list[str]]
     name: Output[str]
     vpc_id: Output[str]
     ssh: Output[list[str]]
@@ -172,7 +198,15 @@ class SecurityGroup(_Thing):
         name: Input[str] | None = None,
         vpc_id: Input[str] | None = None,
         allow_world: Input[bool] | None = None,
+        tags: Input[Sequence[str]] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
-        given = {"existing": existing, "name": name, "vpc_id": vpc_id, "ssh": ssh, "allow_world": allow_world}
+        given = {
+            "existing": existing,
+            "name": name,
+            "vpc_id": vpc_id,
+            "ssh": ssh,
+            "allow_world": allow_world,
+            "tags": tags,
+        }
         super().__init__(tokens.SECURITY_GROUP, resource_name, given, opts)

@@ -211,6 +211,9 @@ def _denied(why: str, message: str, place: str) -> PermissionDenied:
         action = "iam:CreateServiceLinkedRole"
     else:
         action = named[1] if named else (re.findall(r"\((\w+)\)$", message) or ["this action"])[-1]
+    if "service control policy" in message:
+        step = "Ask who keeps the organization's policies; where they demand tags: `aws: {tags: {KEY: VALUE}}`."
+        return PermissionDenied(f"{place}: the organization forbids {action}", why, step, scope="account")
     step = f"Allow {action} to whom these credentials belong; `mgpu policy aws` prints all that is needed."
     return PermissionDenied(f"{place}: not allowed: {action}", why, step, scope="account")
 

@@ -26,6 +26,13 @@ RUN = "mgpu:run"
 # on what `mgpu bootstrap aws` makes
 BASE = "mgpu:base"
 
+NAME = "Name"  # what AWS's console shows
+PREFIX = "mgpu:"
+ON_MACHINE = (NAME, OWNER, FLEET, GENERATION, TOKEN, RANK, RANKS, PRICE, HARD_CAP_AT, HOST_KEY, ONE_USE_KEY)
+MOST_TAGS = 50  # of one resource at AWS, those of AWS's own (`aws:`) not counted
+
+OLD_PARTS_DAYS = 2  # that the bucket of base keeps parts of checkpoints which were deleted
+
 NODE_ROLE = "mgpu-node"  # also the name of its instance profile
 RUN_ROLES = "/mgpu/run/"  # the path of the roles of runs
 RUN_BOUNDARY = "mgpu-run"  # the policy that bounds them

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from mgpu.spec.block import ProviderOptions, Word, as_list
+from mgpu.providers.aws import names
+from mgpu.spec.block import Block, ProviderOptions, Word, as_list
 from mgpu.spec.provider import Capabilities, ProviderEntry
 from mgpu.spec.values import form
 
@@ -26,9 +28,85 @@ _Subnets = Annotated[
 _Group = Annotated[str, form(r"^sg-[0-9a-z]+$", "sg-...")]
 _Role = Annotated[str, form(r"^arn:aws[a-z-]*:iam::[0-9]{12}:role/\S+$", "arn:aws:iam::ACCOUNT:role/NAME")]
 _Image = Annotated[str, form(r"^ami-[0-9a-z]+$", "ami-...")]
+_Type = Annotated[str, form(r"^[a-z0-9-]+\.[a-z0-9-]+$", "a machine type of EC2's, such as p5.48xlarge")]
 _Path = Annotated[str, form(r"^/[^\x00-\x20]+$", "an absolute path on the node")]
 _JumpHost = Annotated[str, form(_JUMP, "user@address or user@address:port")]
 _HostKey = Annotated[str, form(_KEY, "an OpenSSH public key line, as `ssh-keyscan` prints it after the host's name")]
+
+
+def _users(key: str) -> str:
+    """A tag that neither AWS nor mgpu sets itself."""
+    if key.lower().startswith("aws:"):
+        raise ValueError("keys that begin with `aws:` are AWS's own")
+    if key.startswith(names.PREFIX) or key in names.ON_MACHINE:
+        raise ValueError(f"mgpu sets `{key}` itself")
+    return key
+
+
+def _few(tags: dict[str, str]) -> dict[str, str]:
+    ours = len(names.ON_MACHINE)
+    if len(tags) + ours > names.MOST_TAGS:
+        raise ValueError(f"{len(tags)} tags are too many: AWS takes {names.MOST_TAGS}, of which mgpu needs {ours}")
+    return tags
+
+
+# what every service of AWS takes: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/Using_Tags.html
+_TagKey = Annotated[
+    str,
+    form(r"^[\w .:/=+@-]+$", "letters, digits, spaces and `_.:/=+-@`", max_length=128),
+    AfterValidator(_users),
+]
+_TagValue = Annotated[str, form(r"^[\w .:/=+@-]*$", "letters, digits, spaces and `_.:/=+-@`", max_length=256)]
+_Tags = Annotated[dict[_TagKey, _TagValue], AfterValidator(_few)]
+
+
+_BASELINE_IOPS = 3000  # of gp3, in the price of the disk
+_IOPS = {"gp3": (_BASELINE_IOPS, 80_000), "io2": (100, 256_000)}
+_IOPS_A_GIB = {"gp3": 500, "io2": 1000}
+_GIB = {"gp3": (1, 65_536), "io2": (4, 65_536)}
+_IOPS_A_MIB_S = 4  # of gp3, at least
+
+
+class Disk(Block):
+    """`aws.disk:` the disk of a machine; its size is `disk_gib`. Bounds are EBS's:
+    https://docs.aws.amazon.com/ebs/latest/userguide/ebs-volume-types.html
+    """
+
+    type: Literal["gp3", "io2"] = Field(default="gp3", description="kind of EBS volume")
+    throughput_mib_s: int | None = Field(
+        default=None,
+        ge=125,
+        le=2000,
+        description="MiB per second, of gp3 alone (default: 125, which costs nothing more)",
+    )
+    iops: int | None = Field(
+        default=None,
+        ge=100,
+        le=256_000,
+        description="operations per second; io2 needs it (default: 3000, the least of gp3)",
+    )
+
+    @model_validator(mode="after")
+    def _within_bounds(self) -> Self:
+        if self.type == "io2" and (self.iops is None or self.throughput_mib_s is not None):
+            raise ValueError("io2 needs `iops`, and takes no `throughput_mib_s`: its throughput follows from them")
+        least, most = _IOPS[self.type]
+        iops = self.iops or _BASELINE_IOPS
+        if not least <= iops <= most:
+            raise ValueError(f"`iops` of {self.type} must be {least} to {most}, not {iops}")
+        wanted = _IOPS_A_MIB_S * (self.throughput_mib_s or 0)
+        if wanted > iops:
+            raise ValueError(f"{self.throughput_mib_s} MiB/s need `iops: {wanted}` or more")
+        return self
+
+    def wrong_size(self, gib: int) -> str:
+        """Why a disk of this size cannot be such a one; empty: it can."""
+        least, most = _GIB[self.type]
+        if not least <= gib <= most:
+            return f"a {self.type} disk has {least} to {most} GiB, not {gib}"
+        iops = 0 if self.iops in (None, _BASELINE_IOPS) else self.iops
+        needed = math.ceil(iops / _IOPS_A_GIB[self.type])
+        return f"{self.iops} IOPS of {self.type} need a disk of {needed} GiB or more, not {gib}" if gib < needed else ""
 
 
 class Options(ProviderOptions):
@@ -51,6 +129,10 @@ class Options(ProviderOptions):
     reaper_role: _Role | None = Field(
         None, description="ARN of the role that ends machines at their hard cap (default: the one of `base`)"
     )
+    instance_type: _Type | None = Field(
+        None, description="the one machine type to rent, such as p5.48xlarge (default: any that meets the run file)"
+    )
+    disk: Disk | None = Field(None, description="the machines' disks (default: gp3 as it is)")
     machine_image: _Image | None = Field(
         None, description="machine image, ami-... (default: the newest deep-learning image with PyTorch)"
     )
@@ -66,6 +148,9 @@ class Options(ProviderOptions):
     )
     network: Literal["auto", "plain"] = Field(
         "auto", description="auto: a placement group, and EFA where the type has it; plain: neither"
+    )
+    tags: _Tags = Field(
+        {}, description="tags of everything that is made, beside mgpu's own: {key: value} (default: none)"
     )
 
     @model_validator(mode="before")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu.errors import NoOffer, Transient
-from mgpu.plan.model import Offer, Requirements
+from mgpu.plan.model import Cost, Offer, Requirements, Saves
 from mgpu.providers.aws.options import ENTRY, Options
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import (
@@ -89,14 +89,20 @@ class AwsProvider(Provider):
         """What is known to be on sale, from the snapshot or the newest refresh. Raises InputError, NoOffer."""
         from mgpu.providers.aws.catalog.offers import offers
 
-        return offers(requirements, self._of(requirements))
+        return offers(requirements, self._of(requirements), region_of=self._region_of)
+
+    def other_costs(self, requirements: Requirements, offer: Offer, saves: Saves | None) -> tuple[Cost, ...]:
+        """Disks, public addresses, traffic between regions, and S3. Raises InputError."""
+        from mgpu.providers.aws.catalog.other_costs import other_costs
+
+        return tuple(other_costs(requirements, offer, self._of(requirements), saves, self._region_of))
 
     def boot_s(self, requirements: Requirements) -> float:
         """By the slowest type that is on offer. Raises InputError."""
         from mgpu.providers.aws.catalog.machine_types import boot_s
 
         try:
-            return max(boot_s(offer.instance_type) for offer in self.offers(requirements).offers)
+            return max(boot_s(each.instance_type) for each in self.offers(requirements).offers if not each.obstacle)
         except (NoOffer, ValueError):  # what is not on offer is not waited for
             return 0
 
@@ -220,6 +226,11 @@ class AwsProvider(Provider):
         from mgpu.providers.aws.instances import teardown
 
         return teardown.destroy(self._account, handle, nodes)
+
+    def _region_of(self, url: str) -> str:
+        from mgpu.providers.aws.catalog.store_regions import region_of
+
+        return region_of(self._account, url)
 
     def _of(self, requirements: Requirements) -> Options:
         return Options.of({**self._given, **requirements.provider_options})

@@ -59,6 +59,21 @@ class Account:
                 self._clients[service, region] = self._make(service, region)
             return self._clients[service, region]
 
+    def unsigned(self, service: str, limit_s: float) -> Any:
+        """A client in the home region for one question that anybody may ask: it needs no credentials. Raises AuthError:
+        there is no such profile."""
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        limits = {"connect_timeout": limit_s, "read_timeout": limit_s, "retries": {"total_max_attempts": 1}}
+        with self._lock, calling(f"preparing calls to {service}", "", scope="provider"):
+            return self._opened().create_client(
+                service,
+                region_name=self._home_region(),
+                endpoint_url=self.options.endpoint_url or None,
+                config=Config(signature_version=UNSIGNED, **limits),
+            )
+
     def id(self) -> str:
         """The account's number; asked once.
 

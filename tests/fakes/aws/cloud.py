@@ -145,6 +145,7 @@ class Cloud:
         self.tokens: dict[tuple[str, ...], tuple[str, Any]] = {}  # client token -> what was asked, the answer
         self.addresses = itertools.count(1)
         self.enforced = False  # permissions
+        self.organization: list[dict[str, Any]] = []  # statements of its policy
         self.failed_schedules: list[str] = []
         self.groups: dict[tuple[str, str, str], Any] = {}  # placement groups by account, region, name
 

@@ -10,6 +10,7 @@ from moto.ec2.exceptions import EC2ClientError, InvalidInstanceIdError
 from moto.ec2.models import elastic_ip_addresses, elastic_network_interfaces
 from moto.ec2.models.availability_zones_and_regions import RegionsAndZonesBackend
 from moto.ec2.models.core import TaggedEC2Resource
+from moto.ec2.models.elastic_block_store import EBSBackend
 from moto.ec2.models.elastic_ip_addresses import ElasticAddressBackend
 from moto.ec2.models.elastic_network_interfaces import Attachment
 from moto.ec2.models.instances import Instance, InstanceBackend
@@ -30,6 +31,14 @@ def install(cloud: Cloud) -> None:
     _install_addresses(cloud)
     _install_lookups(cloud)
     _install_ending(cloud)
+    _install_disks()
+
+
+def _install_disks() -> None:
+    def create_volume(self: Any, *given: Any, **asked: Any) -> Any:
+        return create(self, *given, **{**asked, **getattr(asked.get("volume_type"), "speed", {})})
+
+    create = replace(EBSBackend, "create_volume", create_volume)
 
 
 def enable_few_regions() -> None:

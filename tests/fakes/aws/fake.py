@@ -173,6 +173,10 @@ class FakeAws:
         name = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-22.04/latest/ami-id"
         return self.client("ssm", region).get_parameter(Name=name)["Parameter"]["Value"]
 
+    def deprecate(self, image_id: str) -> None:
+        """Has the owner of a machine image deprecate it."""
+        self.ask("deprecate", image_id=image_id)
+
     def base(self, region: str = HOME_REGION) -> dict[str, str]:
         """Makes what machines stand on in a region, by plain boto3; what it made, by name."""
         return base.make(self.client, region)
@@ -180,6 +184,10 @@ class FakeAws:
     def enforce(self, on: bool = True) -> None:
         """Asks policies about every caller but `client`'s own root user; moto judges actions and resources alone."""
         self.ask("enforce", on=on)
+
+    def organization(self, *statements: dict[str, Any]) -> None:
+        """The policy of the account's organization, statements that deny, for every caller."""
+        self.ask("organization", statements=statements)
 
     def failed_schedules(self) -> list[str]:
         """What EventBridge Scheduler tried in vain."""

@@ -10,6 +10,7 @@ from typing import Any
 from moto.core.utils import utcnow
 from moto.ec2.models import EC2Backend
 from moto.ec2.models.amis import Ami
+from moto.ec2.responses.amis import AmisResponse
 from moto.ssm.models import Parameter, ParameterDict
 
 from fakes.aws.patching import existing, replace
@@ -30,6 +31,7 @@ KINDS = {
         "Deep Learning OSS Nvidia Driver AMI GPU PyTorch 2.8 (Ubuntu 24.04)"
     ),
 }
+deprecated: set[str] = set()  # ids; shown to those alone who ask for such, and machines are made of them all the same
 DATES = ("20250920", "20260103")  # of the images of each kind: with drivers of branches 570 and 580
 
 
@@ -51,6 +53,15 @@ def install() -> None:
             for kind in KINDS:
                 _name(self, kind)
 
+    def describe_images(self: Any) -> Any:
+        hidden = () if self._get_bool_param("IncludeDeprecated") else deprecated & self.ec2_backend.amis.keys()
+        aside = {name: self.ec2_backend.amis.pop(name) for name in hidden}
+        try:
+            return describe(self)
+        finally:
+            self.ec2_backend.amis.update(aside)
+
+    describe = replace(AmisResponse, "describe_images", describe_images)
     replace(EC2Backend, "__init__", begin_with_images)
     replace(ParameterDict, "_check_loading_status", load)
 

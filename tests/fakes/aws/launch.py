@@ -194,9 +194,31 @@ def _interface(number: int, given: Data, subnet: Any) -> Data:
     return {"DeleteOnTermination": True, **given, "DeviceIndex": number, "SubnetId": subnet.id}
 
 
+class DiskType(str):
+    """A type of disk with its speed, which moto forgets on the way from a machine's mappings to its volumes."""
+
+    speed: Data
+
+    @classmethod
+    def of(cls, ebs: Data) -> DiskType:
+        """As a mapping has it."""
+        made = cls(ebs.get("VolumeType") or "gp2")
+        names = {"iops": "Iops", "throughput": "Throughput"}
+        made.speed = {name: int(ebs[said]) for name, said in names.items() if ebs.get(said)}
+        return made
+
+
 def _disks(data: Data) -> list[Data]:
     return [
-        {**each, "Ebs": {"VolumeSize": 8, "DeleteOnTermination": True, **each["Ebs"]}}
+        {
+            **each,
+            "Ebs": {
+                "VolumeSize": 8,
+                "DeleteOnTermination": True,
+                **each["Ebs"],
+                "VolumeType": DiskType.of(each["Ebs"]),
+            },
+        }
         for each in data.get("BlockDeviceMappings") or []
         if "Ebs" in each
     ]

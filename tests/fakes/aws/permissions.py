@@ -167,6 +167,14 @@ def _say_yes(documents: list[str], action: str, resource: str, facts: Mapping[st
     return "Allow" in said and "Deny" not in said
 
 
+def denied(statements: list[Statement], action: str, resource: str, facts: Mapping[str, str]) -> bool:
+    """Whether one of these statements denies this."""
+    return any(
+        each["Effect"] == "Deny" and _about(each, action, resource) and _holds(each.get("Condition", {}), facts)
+        for each in statements
+    )
+
+
 def _statements(document: str) -> list[Statement]:
     return _many(json.loads(document).get("Statement"))
 

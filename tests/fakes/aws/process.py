@@ -11,7 +11,20 @@ from pathlib import Path
 # before moto is imported: its thousands of public images cost a second a region, and none is one of ours
 os.environ["MOTO_EC2_LOAD_DEFAULT_AMIS"] = "false"
 
-from fakes.aws import control, ec2, ecr, fleets, images, permissions, placement, prices, reading, schedules, world
+from fakes.aws import (
+    buckets,
+    control,
+    ec2,
+    ecr,
+    fleets,
+    images,
+    permissions,
+    placement,
+    prices,
+    reading,
+    schedules,
+    world,
+)
 from fakes.aws.backing import Backing
 from fakes.aws.cloud import Cloud
 from fakes.aws.server import Front, bound, serve
@@ -28,6 +41,7 @@ def main() -> None:
         listeners.append(bound("0.0.0.0", port))
     cloud = Cloud()
     images.install()
+    buckets.install()
     ec2.install(cloud)
     if "--all-regions" not in sys.argv:
         ec2.enable_few_regions()

@@ -14,7 +14,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoReque
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
-from fakes.aws import faults, permissions, prices
+from fakes.aws import faults, organization, permissions, prices
 from fakes.aws.cloud import Cloud
 from fakes.aws.patching import replace
 from fakes.aws.protocol import Call, read, refusal, understand
@@ -74,6 +74,8 @@ class Front:
             return response
 
     def _carry_out(self, call: Call, environ: dict[str, Any]) -> Response:
+        if denied := organization.refused(call, self.cloud.organization):
+            return denied
         handler = prices.HANDLERS.get((call.service, call.action))
         if handler is None:
             permissions.heard(environ)

@@ -10,7 +10,7 @@ from typing import Any
 from moto.ec2.models import ec2_backends
 from moto.moto_api._internal.models import moto_api_backend
 
-from fakes.aws import ledger
+from fakes.aws import buckets, images, ledger
 from fakes.aws.cloud import Cloud
 from fakes.aws.faults import Fault
 from fakes.aws.life import BY_ITSELF, BY_SPOT, Life
@@ -118,7 +118,14 @@ class _Account:
         self.cloud = cloud
 
     def verbs(self) -> dict[str, Verb]:
-        return {"reset": self.reset, "bill": self.bill, "age": self.age, "enforce": self.enforce, "failed": self.failed}
+        told = {"reset": self.reset, "bill": self.bill, "age": self.age, "enforce": self.enforce, "failed": self.failed}
+        return {**told, "organization": self.organization, "deprecate": self.deprecate}
+
+    def deprecate(self, image_id: str) -> None:
+        images.deprecated.add(image_id)
+
+    def organization(self, statements: list[dict[str, Any]]) -> None:
+        self.cloud.organization = statements
 
     def enforce(self, on: bool) -> None:
         self.cloud.enforced = on
@@ -129,6 +136,7 @@ class _Account:
     def reset(self) -> None:
         self.cloud.machines.clear()
         self.cloud.clear()
+        images.deprecated.clear()
         moto_api_backend.reset()
 
     def bill(self) -> list[dict[str, Any]]:
@@ -144,4 +152,5 @@ class _Account:
                 dated.create_time -= past
             for version in (one for template in backend.launch_templates.values() for one in template.versions):
                 version.create_time -= past
+        buckets.age(seconds)
         self.cloud.timers.age(seconds)

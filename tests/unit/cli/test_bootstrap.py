@@ -1,4 +1,4 @@
-"""What `mgpu bootstrap aws` says at its end."""
+"""What `mgpu bootstrap aws` refuses, and what it says at its end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from mgpu.cli import bootstrap
 from mgpu.console import Console
+from mgpu.errors import InputError
 from mgpu.iac.aws.bootstrap import Wanted
 
 URI = "123456789012.dkr.ecr.us-east-1.amazonaws.com/theirs"
@@ -26,3 +27,17 @@ def test_what_run_files_need_to_use_what_was_given(wanted: Wanted, needs: tuple[
     said = " ".join("".join(capsys.readouterr()).split())
     assert [each for each in needs if each not in said] == []
     assert ("run files" in said) == bool(needs)
+
+
+@pytest.mark.parametrize("given", ["Team", "aws:x=y", "mgpu:owner=me", "a*=b", "=b"])
+def test_a_tag_that_cannot_be_set_is_refused_before_anything_is_asked(given: str):
+    with pytest.raises(InputError, match="--tags") as caught:
+        bootstrap._require_tags((given,))
+    assert "KEY=VALUE" in caught.value.next_step
+
+
+@pytest.mark.parametrize(("tags", "told"), [(["Team=ml"], False), ([], True)], ids=["passed on", "dropped"])
+def test_a_program_of_ones_own_that_drops_the_tags_is_told_of(tags: list[str], told: bool, capsys):
+    result = {"account": "123456789012", "region": "us-east-1", "tags": tags}
+    bootstrap._report(Console(), [result], Wanted(tags=("Team=ml",)))
+    assert ("the tags were not set" in " ".join("".join(capsys.readouterr()).split())) == told

@@ -8,7 +8,7 @@ import pytest
 
 from mgpu.cli import common, ls
 from mgpu.console import Console
-from mgpu.plan.model import Offer, Plan, Requirements
+from mgpu.plan.model import Cost, Offer, Plan, Requirements
 from mgpu.run.record.record import Interruption, Record, State
 from mgpu.words import count
 
@@ -190,6 +190,23 @@ def test_a_plan_says_what_the_first_offer_costs_and_the_most_that_is_agreed_to(p
     needed = Requirements(provider="p", nodes=2, max_price_usd_per_hour=2, max_hours=0.5)
     common.show_plan(Console(), Plan(requirements=needed, offers=tuple(places)))
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_plan_says_what_else_costs_and_warns_of_what_can_be_avoided(capsys):
+    offer = Offer(provider="p", instance_type="m", market="spot", price_usd_per_hour=1, region="r", fetched_at=1)
+    needed = Requirements(provider="p", nodes=2, max_price_usd_per_hour=2, max_hours=0.5)
+    costs = (
+        Cost(what="disks, 2", usd=0.25, per="hour"),
+        Cost(what="addresses, 2", usd=0.01, per="hour"),
+        Cost(what="store", usd=0.5, per="GiB", estimate=True),
+        Cost(what="traffic", usd=0.02, per="GiB", avoidable="`regions: [r]` avoids it."),
+    )
+    common.show_plan(Console(), Plan(requirements=needed, offers=(offer,)), costs)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "at most $1.00 until the hard cap" in said, "the price of the machines, and of nothing else"
+    assert "beside the machines $0.26 per hour (disks, 2: $0.25; addresses, 2: $0.010)" in said
+    assert "store: about $0.50 per GiB" in said
+    assert "warning: traffic: $0.020 per GiB; `regions: [r]` avoids it." in said
 
 
 def test_what_may_still_be_billed_comes_before_all_that_could_be_typed():

@@ -49,6 +49,51 @@ def refusal(needed: Requirements, *offers: Offer) -> NoOffer:
     return caught.value
 
 
+# --- near the run's stores
+
+
+@pytest.mark.parametrize(
+    ("far", "near", "first"),
+    [(10.0, 10.4, "near"), (10.0, 10.6, "far"), (10.0, 10.0, "near"), (10.0, 9.0, "near")],
+)
+def test_machines_near_the_runs_stores_come_first_where_they_cost_a_few_percent_more_at_most(far, near, first):
+    there = offer(region="far", price_usd_per_hour=far, near_stores=False)
+    here = offer(region="near", price_usd_per_hour=near, near_stores=True)
+    for offers in ([there, here], [here, there]):
+        assert plan(WANTED, offers).best.region == first
+
+
+def test_market_and_gpu_come_before_the_place():
+    there = offer(region="far", near_stores=False)
+    here = offer(region="near", market="on-demand", near_stores=True)
+    smaller = offer(region="near", gpu="A100-40GB", near_stores=True)
+    assert [each.region for each in plan(WANTED, [here, smaller, there]).offers] == ["far", "near", "near"]
+
+
+def test_where_nobody_knows_the_places_of_the_stores_the_price_decides():
+    cheap = offer(region="z", price_usd_per_hour=10)
+    assert plan(WANTED, [offer(region="a", price_usd_per_hour=10.01), cheap]).best == cheap
+
+
+def test_the_price_cap_is_of_machines_alone():
+    near = offer(region="near", price_usd_per_hour=35, near_stores=True)
+    far = offer(region="far", price_usd_per_hour=35, near_stores=False)
+    assert len(plan(WANTED, [near, far]).offers) == 2
+
+
+# --- what a provider says that cannot be used
+
+
+def test_what_cannot_be_used_as_the_run_file_stands_is_set_aside_with_the_providers_reason():
+    blocked = offer(price_usd_per_hour=1, obstacle={"reason": "needs a licence", "cure": "Set `licence`."})
+    made = plan(WANTED, [blocked, offer(price_usd_per_hour=2)])
+    assert made.best.price_usd_per_hour == 2
+    assert [each.reason for each in made.refused] == ["needs a licence"]
+    error = refusal(WANTED, blocked, offer(gpus=4))
+    assert "needs a licence" in error.why
+    assert error.next_step == "Set `licence`."
+
+
 # --- requirements
 
 

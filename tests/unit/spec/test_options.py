@@ -8,7 +8,14 @@ import pytest
 from pydantic import Field
 
 from mgpu.errors import InputError
-from mgpu.spec.block import Names, ProviderOptions
+from mgpu.spec.block import Block, Names, ProviderOptions
+
+
+class Shed(Block):
+    """A block within the block."""
+
+    width_m: float | None = Field(None, description="a number, or nothing")
+    doors: int = Field(1, description="a whole number")
 
 
 class Options(ProviderOptions):
@@ -23,6 +30,8 @@ class Options(ProviderOptions):
     tools: Names = Field((), description="texts")
     dogs: Names | None = Field(None, description="texts, or nothing")
     colour: str | None = Field(None, pattern="^[a-z]+$", description="a text of a form")
+    owners: dict[str, str] = Field({}, description="texts by names of the user's")
+    shed: Shed = Field(Shed(), description="a block")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -32,6 +41,7 @@ class Options(ProviderOptions):
         {"gate": "a,b [c]", "price": 0.0, "men": 0, "fenced": False},
         {"tools": ["spade"], "dogs": ["rex", "fido"]},
         {"tools": ["a,b", "c", "[d]"], "dogs": ["", "x"]},
+        {"owners": {"north side": "Ann, Bob", "{x}": ""}, "shed": {"width_m": 2.5, "doors": 2}},
     ],
 )
 def test_what_was_kept_is_read_back(given: dict[str, Any]):
@@ -44,6 +54,12 @@ def test_what_was_kept_is_read_back(given: dict[str, Any]):
 def test_lists_are_kept_as_stacks_of_older_versions_have_them():
     assert Options.model_validate({"tools": ["a", "b"]}).flat()["tools"] == "a,b"
     assert Options.of({"tools": "a,b", "gate": ""}) == Options.model_validate({"tools": ["a", "b"]})
+
+
+@pytest.mark.parametrize("text", ["Ann", "{", "[1]", '{"a": 1}'])
+def test_a_block_that_is_none_is_refused_with_its_key(text: str):
+    with pytest.raises(InputError, match=r"yard\.owners: "):
+        Options.of({"owners": text})
 
 
 def test_every_mistake_is_told_at_once_with_its_key():

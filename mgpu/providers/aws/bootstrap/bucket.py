@@ -9,10 +9,27 @@ from pydantic import Field
 
 from mgpu.errors import CleanupFailed, InputError, PermissionDenied
 from mgpu.providers.aws import names
-from mgpu.providers.aws.bootstrap.resource import Found, Resource, Site, base_tags, fixed, tags_of, unless
+from mgpu.providers.aws.bootstrap.resource import (
+    Found,
+    Resource,
+    Site,
+    base_tags,
+    fixed,
+    tag_list,
+    tags_of,
+    tags_there,
+    unless,
+)
 from mgpu.providers.aws.iam import policies
 
-_ABORT, _EXPIRE = "mgpu-abort-uploads", "mgpu-expire-old-versions"
+_ABORT, _EXPIRE, _EXPIRE_PARTS = "mgpu-abort-uploads", "mgpu-expire-old-versions", "mgpu-expire-old-parts"
+_EVERYWHERE = {"Prefix": ""}
+# Parts and commits of a run lie under its id, so no prefix tells them apart; their sizes do. Small ones cost nothing,
+# and say what there was. Where two rules meet the shorter one holds:
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/lifecycle-conflicts.html
+_PARTS = {"And": {"Prefix": f"{policies.RUNS}/", "ObjectSizeGreaterThan": 2**20}}
+_UPLOADS = ("AbortIncompleteMultipartUpload", "DaysAfterInitiation")
+_VERSIONS = ("NoncurrentVersionExpiration", "NoncurrentDays")
 _BLOCKS = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets")
 _NO_BUCKET = ("404", "NoSuchBucket", "NotFound")
 _FRESH_S = 60.0
@@ -28,6 +45,11 @@ class Bucket(Resource):
     abort_uploads_days: int = Field(default=3, ge=1, description="days after which an upload that hangs is dropped")
     old_versions_days: int = Field(
         default=30, ge=1, description="days after which what was deleted or overwritten expires"
+    )
+    old_parts_days: int = Field(
+        default=names.OLD_PARTS_DAYS,
+        ge=1,
+        description="the same, for what has more than 1 MiB and lies under `runs/`: checkpoints' parts",
     )
     public_access_blocked: bool = fixed(True, "nobody outside the account gets in, whatever a policy says")
     guarded: bool = fixed(True, "nothing is sent or read in plain text, and no commit of a run is ever replaced")
@@ -67,12 +89,14 @@ class BucketManager:
             return None
         raw = self._raw(wanted.name)
         found = {
+            "tags": tags_there(wanted, raw["tags"]),
             "public_access_blocked": all((raw["block"] or {}).get(key) for key in _BLOCKS),
             "guarded": policies.holds(raw["policy"], policies.of_bucket(self.site.region, wanted.name)),
             "versioned": raw["versioning"] == "Enabled",
             "encryption": raw["encryption"],
-            "abort_uploads_days": _days(raw["rules"], _ABORT, "AbortIncompleteMultipartUpload", "DaysAfterInitiation"),
-            "old_versions_days": _days(raw["rules"], _EXPIRE, "NoncurrentVersionExpiration", "NoncurrentDays"),
+            "abort_uploads_days": _days(raw["rules"], _ABORT, _EVERYWHERE, _UPLOADS),
+            "old_versions_days": _days(raw["rules"], _EXPIRE, _EVERYWHERE, _VERSIONS),
+            "old_parts_days": _days(raw["rules"], _EXPIRE_PARTS, _PARTS, _VERSIONS),
         }
         if wanted.existing is not None:
             open_to = "" if found["public_access_blocked"] else "it does not block public access (all four settings)"
@@ -95,7 +119,7 @@ class BucketManager:
                 raise _anothers(wanted.name) from error
             raise
         raw = self.site.patiently(lambda: self._raw(wanted.name), _NO_BUCKET, _FRESH_S)
-        self._tag(wanted.name)
+        self._tag(wanted, {})
         bare = wanted.model_copy(update={"public_access_blocked": False, "encryption": "", "old_versions_days": 0})
         return Found(wanted.name, bare, self.expected(wanted), raw=raw)
 
@@ -111,8 +135,7 @@ class BucketManager:
         s3.put_bucket_lifecycle_configuration(
             **bucket, LifecycleConfiguration={"Rules": _rules(found.raw["rules"], wanted)}
         )
-        if names.BASE not in found.raw["tags"]:
-            self._tag(wanted.name)
+        self._tag(wanted, found.raw["tags"])
 
     def delete(self, wanted: Bucket) -> None:
         """Only an empty one: checkpoints are deleted by nobody but their owner."""
@@ -172,8 +195,10 @@ class BucketManager:
         rules = found.get("ServerSideEncryptionConfiguration", {}).get("Rules") or [{}]
         return rules[0].get("ApplyServerSideEncryptionByDefault", {}).get("SSEAlgorithm", "")
 
-    def _tag(self, name: str) -> None:
-        self._s3.put_bucket_tagging(Bucket=name, Tagging={"TagSet": base_tags()})
+    def _tag(self, wanted: Bucket, found: dict[str, str]) -> None:
+        tags = {**found, **base_tags(wanted)}  # S3 puts them in place of all that were there
+        if tags != found:
+            self._s3.put_bucket_tagging(Bucket=wanted.name, Tagging={"TagSet": tag_list(tags)})
 
 
 def _anothers(name: str) -> InputError:
@@ -190,20 +215,29 @@ def _closed(name: str) -> PermissionDenied:
     )
 
 
-def _days(rules: list[dict[str, Any]], rule_id: str, action: str, unit: str) -> int:
-    """What our rule says; 0: there is none that is at work for the whole bucket."""
+def _days(rules: list[dict[str, Any]], rule_id: str, where: dict[str, Any], action: tuple[str, str]) -> int:
+    """What our rule says; 0: there is none that is at work for these objects."""
+    name, unit = action
     rule = next((rule for rule in rules if rule.get("ID") == rule_id and rule.get("Status") == "Enabled"), {})
-    everywhere = not (rule.get("Filter") or {}).get("Prefix") and not rule.get("Prefix")
-    return int((rule.get(action) or {}).get(unit, 0)) if everywhere else 0
+    found = rule.get("Filter") or {"Prefix": rule.get("Prefix", "")}
+    return int((rule.get(name) or {}).get(unit, 0)) if found == where else 0
 
 
 def _rules(current: list[dict[str, Any]], wanted: Bucket) -> list[dict[str, Any]]:
     """The lifecycle: others' rules as they are, and ours."""
-    everywhere = {"Status": "Enabled", "Filter": {"Prefix": ""}}
-    abort = {"AbortIncompleteMultipartUpload": {"DaysAfterInitiation": wanted.abort_uploads_days}}
-    expire = {
-        "NoncurrentVersionExpiration": {"NoncurrentDays": wanted.old_versions_days},
-        "Expiration": {"ExpiredObjectDeleteMarker": True},
-    }
-    kept = [rule for rule in current if rule.get("ID") not in (_ABORT, _EXPIRE)]
-    return [*kept, {"ID": _ABORT, **everywhere, **abort}, {"ID": _EXPIRE, **everywhere, **expire}]
+    (uploads, after), (versions, days) = _UPLOADS, _VERSIONS
+    ours = [
+        _rule(_ABORT, _EVERYWHERE, **{uploads: {after: wanted.abort_uploads_days}}),
+        _rule(
+            _EXPIRE,
+            _EVERYWHERE,
+            **{versions: {days: wanted.old_versions_days}, "Expiration": {"ExpiredObjectDeleteMarker": True}},
+        ),
+        _rule(_EXPIRE_PARTS, _PARTS, **{versions: {days: wanted.old_parts_days}}),
+    ]
+    ids = {rule["ID"] for rule in ours}
+    return [*(rule for rule in current if rule.get("ID") not in ids), *ours]
+
+
+def _rule(rule_id: str, where: dict[str, Any], **actions: dict[str, Any]) -> dict[str, Any]:
+    return {"ID": rule_id, "Status": "Enabled", "Filter": where, **actions}

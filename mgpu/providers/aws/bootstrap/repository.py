@@ -9,7 +9,17 @@ from pydantic import Field
 
 from mgpu.errors import CleanupFailed
 from mgpu.providers.aws import names
-from mgpu.providers.aws.bootstrap.resource import Found, Resource, Site, base_tags, fixed, tags_of, unless
+from mgpu.providers.aws.bootstrap.resource import (
+    Found,
+    Resource,
+    Site,
+    base_tags,
+    fixed,
+    tag_list,
+    tags_of,
+    tags_there,
+    unless,
+)
 from mgpu.providers.aws.iam import policies
 
 _NONE = ("RepositoryNotFoundException",)
@@ -65,6 +75,7 @@ class RepositoryManager:
         tags = tags_of(self._ecr.list_tags_for_resource(resourceArn=facts["arn"]).get("tags"))
         policy = unless(_NO_POLICY, self._ecr.get_lifecycle_policy, repositoryName=wanted.name) or {}
         state = {
+            "tags": tags_there(wanted, tags),
             "scan_on_push": bool(found.get("imageScanningConfiguration", {}).get("scanOnPush")),
             "immutable_tags": found.get("imageTagMutability") == "IMMUTABLE",
             "lifecycle": policies.canonical(json.loads(policy["lifecyclePolicyText"])) if policy else "",
@@ -73,17 +84,19 @@ class RepositoryManager:
 
     def make(self, wanted: Repository) -> Found[Repository]:
         """One without images, with our tag."""
-        found = self._ecr.create_repository(repositoryName=wanted.name, tags=base_tags())["repository"]
+        found = self._ecr.create_repository(repositoryName=wanted.name, tags=tag_list(base_tags(wanted)))["repository"]
         facts = {"arn": found["repositoryArn"], "uri": found["repositoryUri"]}
         return Found(wanted.name, wanted.model_copy(update={"scan_on_push": False, "lifecycle": ""}), facts)
 
     def align(self, found: Found[Repository], wanted: Repository) -> None:
-        """Sets all three again."""
+        """Sets all of it again."""
         ecr, repository = self._ecr, {"repositoryName": wanted.name}
         ecr.put_image_scanning_configuration(**repository, imageScanningConfiguration={"scanOnPush": True})
         ecr.put_image_tag_mutability(**repository, imageTagMutability="IMMUTABLE")
         rules = json.dumps(_lifecycle(wanted.untagged_days, wanted.keep_images))
         ecr.put_lifecycle_policy(**repository, lifecyclePolicyText=rules)
+        if wanted.tags:
+            ecr.tag_resource(resourceArn=found.facts["arn"], tags=tag_list(base_tags(wanted)))
 
     def delete(self, wanted: Repository) -> None:
         """With its images, which can be built again."""

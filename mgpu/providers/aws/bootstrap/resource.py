@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -40,6 +40,8 @@ class Resource(BaseModel):
     existing: str | None = Field(
         default=None, description="one of yours instead: checked, never changed and never deleted"
     )
+    # texts, no map: Pulumi's SDK would turn its keys into camel case
+    tags: tuple[str, ...] = Field(default=(), description="tags beside mgpu's own, KEY=VALUE; others stay")
     lacks: tuple[str, ...] = fixed((), "what one of yours lacks")
 
     @property
@@ -215,6 +217,16 @@ def tags_of(tags: Any) -> dict[str, str]:
     return {tag.get("Key", tag.get("key")): tag.get("Value", tag.get("value")) for tag in tags or ()}
 
 
-def base_tags(key: str = "Key", value: str = "Value") -> list[dict[str, str]]:
-    """The tags of everything of base."""
-    return [{key: names.BASE, value: "1"}]
+def base_tags(wanted: Resource) -> dict[str, str]:
+    """The tags of a resource of base: mgpu's own, and those that it is wanted with."""
+    return {names.BASE: "1", **dict(each.split("=", 1) for each in wanted.tags)}
+
+
+def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    """Tags as AWS takes them."""
+    return [{"Key": key, "Value": value} for key, value in tags.items()]
+
+
+def tags_there(wanted: Resource, found: Mapping[str, str]) -> tuple[str, ...]:
+    """Those that it is wanted with and has."""
+    return tuple(each for each in wanted.tags if found.get(each.split("=", 1)[0]) == each.split("=", 1)[1])

@@ -12,7 +12,17 @@ from pydantic import Field
 
 from mgpu.errors import CleanupFailed
 from mgpu.providers.aws import names
-from mgpu.providers.aws.bootstrap.resource import Found, Resource, Site, base_tags, fixed, tags_of, unless
+from mgpu.providers.aws.bootstrap.resource import (
+    Found,
+    Resource,
+    Site,
+    base_tags,
+    fixed,
+    tag_list,
+    tags_of,
+    tags_there,
+    unless,
+)
 from mgpu.providers.aws.iam import policies
 
 NONE = ("NoSuchEntity",)
@@ -59,7 +69,7 @@ class RoleManager(Generic[R]):
         answer = self.iam.create_role(
             RoleName=self.name,
             AssumeRolePolicyDocument=wanted.trust,
-            Tags=base_tags(),
+            Tags=tag_list(base_tags(wanted)),
             Description=self.description,
             **bound,
         )
@@ -67,7 +77,7 @@ class RoleManager(Generic[R]):
         return Found(self.name, bare, {"arn": answer["Role"]["Arn"]})
 
     def align(self, found: Found[R], wanted: R) -> None:
-        """Trust, this region's policy, and nothing that others have added."""
+        """Trust, this region's policy, tags, and nothing that others have added."""
         role = {"RoleName": self.name}
         if wanted.boundary != found.state.boundary:  # first: more than it is never given
             arn = wanted.boundary
@@ -76,6 +86,8 @@ class RoleManager(Generic[R]):
         self.settled(self.iam.put_role_policy, **role, PolicyName=self._policy, PolicyDocument=wanted.policy)
         for each in found.state.other_policies:
             self._take_away(each)
+        if wanted.tags:
+            self.settled(self.iam.tag_role, **role, Tags=tag_list(base_tags(wanted)))
 
     def delete(self, wanted: R) -> None:
         """This region's policy; the role itself when no other region has one in it.
@@ -124,6 +136,7 @@ class RoleManager(Generic[R]):
         bound = role.get("PermissionsBoundary", {}).get("PermissionsBoundaryArn", "")
         state = {
             "boundary": bound if wanted.boundary else "",  # one that others have set is theirs
+            "tags": tags_there(wanted, tags_of(role.get("Tags"))),
             "trust": policies.canonical(trust),
             "policy": self._document(name) if self._policy in inline else "",
             "other_policies": tuple(sorted(each for each in (*inline, *attached) if not each.startswith(_PREFIX))),

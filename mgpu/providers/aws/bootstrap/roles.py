@@ -8,7 +8,16 @@ from pydantic import Field
 
 from mgpu.errors import CleanupFailed
 from mgpu.providers.aws import names
-from mgpu.providers.aws.bootstrap.resource import Found, Resource, base_tags, fixed, unless
+from mgpu.providers.aws.bootstrap.resource import (
+    Found,
+    Resource,
+    base_tags,
+    fixed,
+    tag_list,
+    tags_of,
+    tags_there,
+    unless,
+)
 from mgpu.providers.aws.bootstrap.role import NONE, Role, RoleManager
 from mgpu.providers.aws.failures import code_of
 from mgpu.providers.aws.iam import policies
@@ -102,11 +111,15 @@ class NodeRoleManager(RoleManager[NodeRole]):
             return None
         bound = self._bound()
         named = policies.bounded(bound) if bound else set[str]()
-        of_bound = {
-            "buckets": tuple(each for each in wanted.buckets if each in named),
-            "bounded": bound is not None and policies.canonical(bound) == policies.canonical(self._boundary(named)),
-        }
-        state = found.state.model_copy(update={"in_profile": self.name in holds, **of_bound})
+        tagged = {*found.state.tags} & {*tags_there(wanted, tags_of((profile or {}).get("Tags")))}
+        state = found.state.model_copy(
+            update={
+                "in_profile": self.name in holds,
+                "tags": tuple(each for each in wanted.tags if each in tagged),
+                "buckets": tuple(each for each in wanted.buckets if each in named),
+                "bounded": bound is not None and policies.canonical(bound) == policies.canonical(self._boundary(named)),
+            }
+        )
         facts = {**self.expected(wanted), **found.facts}
         return Found(found.id, state, facts, found.ours, {"profile": profile is not None, "holds": holds})
 
@@ -123,7 +136,9 @@ class NodeRoleManager(RoleManager[NodeRole]):
         self._align_bound(wanted)
         profile = {"InstanceProfileName": self.name}
         if not found.raw["profile"]:
-            self.iam.create_instance_profile(**profile, Tags=base_tags())
+            self.iam.create_instance_profile(**profile, Tags=tag_list(base_tags(wanted)))
+        elif wanted.tags:
+            self.iam.tag_instance_profile(**profile, Tags=tag_list(base_tags(wanted)))
         if self.name not in found.raw["holds"]:
             for other in found.raw["holds"]:  # a profile holds one role
                 self.settled(self.iam.remove_role_from_instance_profile, **profile, RoleName=other)
@@ -143,7 +158,7 @@ class NodeRoleManager(RoleManager[NodeRole]):
         named = policies.bounded(bound) if bound else set[str]()
         document = self._boundary(named | set(wanted.buckets))
         if bound is None:
-            about = {"Description": self.description, "Tags": base_tags()}
+            about = {"Description": self.description, "Tags": tag_list(base_tags(wanted))}
             text = policies.canonical(document)
             self.iam.create_policy(PolicyName=names.RUN_BOUNDARY, PolicyDocument=text, **about)
         elif policies.canonical(bound) != policies.canonical(document):

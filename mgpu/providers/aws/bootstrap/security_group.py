@@ -20,7 +20,17 @@ from mgpu.providers.aws.bootstrap.ingress_rules import (
     rules,
     ssh_from,
 )
-from mgpu.providers.aws.bootstrap.resource import Found, Resource, Site, fixed, tags_of, unless
+from mgpu.providers.aws.bootstrap.resource import (
+    Found,
+    Resource,
+    Site,
+    base_tags,
+    fixed,
+    tag_list,
+    tags_of,
+    tags_there,
+    unless,
+)
 
 _NONE = ("InvalidGroup.NotFound", "InvalidGroupId.NotFound", "InvalidGroupId.Malformed")
 _NO_VPC = ("InvalidVpcID.NotFound", "InvalidVpcID.Malformed")
@@ -117,6 +127,7 @@ class SecurityGroupManager:
             state = wanted.model_copy(update={"lacks": tuple(_lacks(into_it, into, wanted))})
             return Found(found["GroupId"], state, facts, ours=False)
         state = {
+            "tags": tags_there(wanted, tags_of(found.get("Tags"))),
             "ssh": ssh,
             "within": into_it and out_of_it,
             "out": any(source == "0.0.0.0/0" and is_all(rule) for source, rule in out),
@@ -129,7 +140,7 @@ class SecurityGroupManager:
     def make(self, wanted: SecurityGroup) -> Found[SecurityGroup]:
         """One that lets nobody in yet, with our tag."""
         vpc = network(self.site, wanted.vpc_id)
-        tags = [{"Key": "Name", "Value": wanted.name}, {"Key": names.BASE, "Value": "1"}]
+        tags = tag_list({names.NAME: wanted.name, **base_tags(wanted)})
         answer = self._ec2.create_security_group(
             GroupName=wanted.name,
             Description="nodes of mgpu",
@@ -152,6 +163,10 @@ class SecurityGroupManager:
             self._set(ec2.authorize_security_group_ingress, group, rule)
         for rule in members + ([] if now.out else [everything()]):
             self._set(ec2.authorize_security_group_egress, group, rule)
+        if now.tags != wanted.tags:
+            self.site.patiently(
+                lambda: ec2.create_tags(Resources=[group], Tags=tag_list(base_tags(wanted))), _NONE, _SETTLE_S
+            )
 
     def delete(self, wanted: SecurityGroup) -> None:
         """Waits for whatever still uses it to go.

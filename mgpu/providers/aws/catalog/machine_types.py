@@ -13,6 +13,10 @@ _NAMES = {"RTX PRO Server 6000": "RTX-PRO-6000", "RTX PRO 4500": "RTX-PRO-4500"}
 _SIZED = ("V100", "A100", "H100")
 # what DescribeInstanceTypes does not tell: how the GPUs of one machine are connected
 _INTERCONNECTS = ((r"p(4|5|6)", "NVSwitch"), (r"p3", "NVLink"))
+# What AWS says that its deep-learning images with PyTorch support (`supported_ec2_instances`; P4 is the P4d). Of 2.9 on
+# Ubuntu 24.04, read on 2026-11-24; for newer images no page says more types that have whole GPUs:
+# https://docs.amazonaws.cn/dlami/latest/devguide/aws-deep-learning-ami-gpupt29oss-ul2404-2026-01-08.md
+_IN_DEFAULT_IMAGE = ("g4dn", "g5", "g6", "gr6", "g6e", "p4d", "p4de", "p5", "p5e", "p5en", "p6-b200")
 
 # Seconds until a new machine answers by SSH, at the worst, by its type: seen by others, with room to spare. All other
 # types take a minute or two.
@@ -22,6 +26,11 @@ _BOOT_S = ((r".*\.metal", 1500.0), (r"p\d", 900.0))
 def boot_s(instance_type: str) -> float:
     """Seconds that a new machine of this type may take until it answers by SSH; 0: as any machine."""
     return next((seconds for types, seconds in _BOOT_S if re.match(types, instance_type)), 0.0)
+
+
+def in_default_image(instance_type: str) -> bool:
+    """Whether the machine image that is taken where the run file names none supports this type with GPUs."""
+    return instance_type.partition(".")[0] in _IN_DEFAULT_IMAGE
 
 
 def machine_of(entry: dict[str, Any]) -> Machine | None:

@@ -1,4 +1,4 @@
-"""Requirements -> what AWS sells, from the snapshot: no network, no boto3.
+"""Requirements -> what AWS sells, from the snapshot: no boto3, and no network but for where the run's buckets are.
 
 An offer is one machine type in one zone on one market. What has no price of a known date is left out; a spot price that
 is not known is given as its limit, the on-demand price, and marked as such: AWS charges no more for spot.
@@ -12,11 +12,12 @@ from difflib import get_close_matches
 from typing import NamedTuple, TypeVar
 
 from mgpu.errors import InputError, NoOffer
-from mgpu.plan.model import BoughtAs, Headroom, Offer, Requirements
+from mgpu.plan.model import BoughtAs, Headroom, Obstacle, Offer, Requirements
 from mgpu.providers.aws.catalog import snapshot as snapshots
+from mgpu.providers.aws.catalog.machine_types import in_default_image
 from mgpu.providers.aws.catalog.quotas import quota_of, raise_command
 from mgpu.providers.aws.catalog.snapshot import Machine, Region, Snapshot
-from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.options import Disk, Options
 from mgpu.providers.base import Offers
 
 REFRESH = "mgpu offers aws --refresh"
@@ -25,24 +26,33 @@ _USE_IS_KNOWN_S = 600.0  # after that, machines that ran at the refresh may be g
 _T = TypeVar("_T")
 
 
-def offers(needed: Requirements, options: Options, *, now: Callable[[], float] = time.time) -> Offers:
+def offers(
+    needed: Requirements,
+    options: Options,
+    *,
+    region_of: Callable[[str], str] = lambda _: "",
+    now: Callable[[], float] = time.time,
+) -> Offers:
     """What is on sale for these requirements; where nothing meets them, what comes nearest, for the plan to say why.
+    `region_of`: the region of a store, empty where it is not known; asked where there is a choice.
 
     Raises:
-        InputError: a region or a GPU that AWS does not have; the nearest name is given.
+        InputError: a region, a GPU or a type that AWS does not have, with the nearest name; a disk that cannot be.
         NoOffer: no price is known in any of these regions.
     """
     known = snapshots.current(options)
-    _require_known(known, needed)
-    rows = list(_rows(known, needed))
+    _require_known(known, needed, options)
+    _require_disk(needed, options)
+    rows = list(_rows(known, needed, options))
     regions = needed.regions or tuple(known.regions)
     priced = {row.region for row in rows}
     if not priced & set(regions):
         raise _no_prices(needed.regions)
     rows = _narrow(rows, lambda row: row.region in regions, lambda row: needed.market in (row.market, _BOTH))
+    near = {region_of(url) for url in needed.stores} - {""} if len({row.region for row in rows}) > 1 else set[str]()
     silent = sorted(set(needed.regions) - priced)
     return Offers(
-        offers=tuple(_offer(known, row, now()) for row in rows),
+        offers=tuple(_offer(known, row, now(), options, near) for row in rows),
         source="; ".join(known.sources),
         notes=(f"no prices are known in {', '.join(silent)}: `{REFRESH}`",) if silent else (),
     )
@@ -59,10 +69,10 @@ class _Row(NamedTuple):
     is_limit: bool = False
 
 
-def _rows(known: Snapshot, needed: Requirements) -> Iterator[_Row]:
+def _rows(known: Snapshot, needed: Requirements, options: Options) -> Iterator[_Row]:
     wanted = [gpu.casefold() for gpu in needed.gpu]
     machines = _narrow(
-        list(known.machines.items()),
+        [item for item in known.machines.items() if options.instance_type in (None, item[0])],
         lambda item: not wanted or item[1].gpu.casefold() in wanted,
         lambda item: not needed.gpus_per_node or item[1].gpus == needed.gpus_per_node,
     )
@@ -83,7 +93,7 @@ def _priced(kind: str, machine: Machine, name: str, region: Region, zone: str) -
         yield _Row(kind, machine, name, zone, "on-demand", listed, region.on_demand_at)
 
 
-def _offer(known: Snapshot, row: _Row, now: float) -> Offer:
+def _offer(known: Snapshot, row: _Row, now: float, options: Options, near: set[str]) -> Offer:
     machine, quota = row.machine, quota_of(row.type, row.market)
     return Offer(
         provider="aws",
@@ -102,10 +112,22 @@ def _offer(known: Snapshot, row: _Row, now: float) -> Offer:
         price_is_limit=row.is_limit,
         region=row.region,
         zone=row.zone,
+        near_stores=row.region in near if near else None,
         stock=None,
         quota=quota.code if quota else "",
         headroom=_headroom(known.regions[row.region], row.region, quota.code, now) if quota else None,
+        obstacle=_obstacle(row, options),
         fetched_at=row.at,
+    )
+
+
+def _obstacle(row: _Row, options: Options) -> Obstacle | None:
+    if options.machine_image or not row.machine.gpus or in_default_image(row.type):
+        return None
+    family = row.type.partition(".")[0]
+    return Obstacle(
+        reason=f"the default machine image does not support {family} machines",
+        cure=f"Set `aws: {{machine_image: ami-...}}` to an image that supports {family}.",
     )
 
 
@@ -133,11 +155,20 @@ def _narrow(items: list[_T], *tests: Callable[[_T], bool]) -> list[_T]:
     return items
 
 
-def _require_known(known: Snapshot, needed: Requirements) -> None:
+def _require_disk(needed: Requirements, options: Options) -> None:
+    wrong = (options.disk or Disk()).wrong_size(needed.disk_gib)
+    if wrong:
+        raise InputError(f"disk_gib: {wrong}", "EBS has such bounds.", "Change `disk_gib`, or `aws.disk`.")
+
+
+def _require_known(known: Snapshot, needed: Requirements, options: Options) -> None:
     gpus = sorted({machine.gpu for machine in known.machines.values()})
     mistakes = [
         *_mistakes("regions", "region", needed.regions, sorted(known.regions)),
         *_mistakes("gpu", "GPU", needed.gpu, gpus),
+        *_mistakes(
+            "aws.instance_type", "type with GPUs", filter(None, [options.instance_type]), sorted(known.machines)
+        ),
     ]
     if mistakes:
         raise InputError(

@@ -49,7 +49,7 @@ def _needed(options: Options, requirements: Requirements, region: str) -> dict[s
         return {}
     for offer in known:
         quota = quotas.quota_of(offer.instance_type, offer.market)
-        if quota and _meets(requirements, offer):
+        if quota and not offer.obstacle and _meets(requirements, offer):
             vcpus = offer.vcpus * requirements.nodes
             fleets[quota.code] = min(vcpus, fleets.get(quota.code, vcpus))
     return fleets

@@ -241,7 +241,7 @@ _PROFILE = [
 ]  # fmt: skip
 _GROUP = [
     "ec2:AuthorizeSecurityGroupEgress", "ec2:AuthorizeSecurityGroupIngress", "ec2:DeleteSecurityGroup",
-    "ec2:RevokeSecurityGroupIngress",
+    "ec2:CreateTags", "ec2:RevokeSecurityGroupIngress",
 ]  # fmt: skip
 
 

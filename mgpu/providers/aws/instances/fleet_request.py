@@ -15,7 +15,7 @@ from mgpu.providers.aws.instances import machines
 from mgpu.providers.aws.instances.machine_image import MachineImage
 from mgpu.providers.aws.instances.network import Kind, Place
 from mgpu.providers.aws.instances.user_data import HostKey, user_data
-from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.options import Disk, Options
 from mgpu.providers.base import FleetRequest
 
 _MOST_AT_LEAST = 1000  # that MinTargetCapacity takes
@@ -53,13 +53,15 @@ class Order:
     def digest(self) -> str:
         """The same for two orders exactly if they ask for the same; prices change and do not count."""
         offer = self.offer.model_dump(mode="json", include={"instance_type", "market", "region", "zone"})
-        parts = (self.request.model_dump(mode="json"), offer, list(self.ranks))
+        asked = self.request.model_dump(mode="json", exclude={"requirements": {"stores"}})
+        parts = (asked, offer, list(self.ranks))
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @property
     def marks(self) -> dict[str, str]:
-        """The tags of everything that costs money."""
+        """The tags of everything that is made: the user's, and those by which it is found again."""
         return {
+            **self.options.tags,
             names.OWNER: self.request.owner,
             names.FLEET: self.request.fleet,
             names.GENERATION: str(self.request.generation),
@@ -109,7 +111,7 @@ def template(
             "HttpPutResponseHopLimit": 1,
             "InstanceMetadataTags": "disabled",  # else what an account has set for all its machines counts
         },
-        "BlockDeviceMappings": [_disk(image, request.requirements.disk_gib)],
+        "BlockDeviceMappings": [_disk(image, request.requirements.disk_gib, order.options.disk or Disk())],
         "NetworkInterfaces": _interfaces(order, place, kind),
         **placement,
         "TagSpecifications": [
@@ -164,7 +166,7 @@ def _price_cap(request: FleetRequest) -> str:
 def _machine_marks(order: Order, host_key: HostKey, hard_cap_at: int) -> dict[str, str]:
     return {
         **order.marks,
-        "Name": order.request.fleet,
+        names.NAME: order.request.fleet,
         names.RANKS: machines.ranks_tag(order.ranks),
         names.PRICE: repr(order.offer.price_usd_per_hour),
         names.HARD_CAP_AT: str(hard_cap_at),
@@ -173,10 +175,12 @@ def _machine_marks(order: Order, host_key: HostKey, hard_cap_at: int) -> dict[st
     }
 
 
-def _disk(image: MachineImage, gib: int) -> Parameters:
+def _disk(image: MachineImage, gib: int, wanted: Disk) -> Parameters:
+    speed = {"Iops": wanted.iops, "Throughput": wanted.throughput_mib_s}
     ebs = {
         "VolumeSize": max(gib, image.root_gib),
-        "VolumeType": "gp3",
+        "VolumeType": wanted.type,
+        **{name: value for name, value in speed.items() if value is not None},
         "Encrypted": True,
         "DeleteOnTermination": True,
     }

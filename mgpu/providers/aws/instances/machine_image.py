@@ -44,7 +44,7 @@ def find(account: Account, options: Options, region: str) -> MachineImage:
         NoOffer: the region has none (scope: region).
         ProviderError: AWS refused, or did not answer.
     """
-    return account.once(("image", options, region), lambda: _find(account, options, region))
+    return account.once(("image", options.machine_image, region), lambda: _find(account, options, region))
 
 
 def driver(account: Account, region: str, image: str) -> MachineDriver | None:
@@ -79,7 +79,9 @@ def _published(account: Account, region: str) -> str:
 
 
 def _by_id(account: Account, region: str, image: str) -> dict[str, Any] | None:
-    shown = _images(account, region, Filters=[{"Name": "image-id", "Values": [image]}])  # unknown: an empty list
+    # a filter: of an unknown one the list is empty; machines can be made of an image that AWS has deprecated
+    only = [{"Name": "image-id", "Values": [image]}]
+    shown = _images(account, region, Filters=only, IncludeDeprecated=True)
     return shown[0] if shown else None
 
 

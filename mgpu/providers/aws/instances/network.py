@@ -55,7 +55,7 @@ def find(account: Account, options: Options, offer: Offer, nodes: int) -> Place:
 
 def subnets(account: Account, options: Options, region: str) -> list[dict[str, Any]]:
     """The subnets that machines may go to, as EC2 shows them. Raises NoOffer: no default VPC; ProviderError."""
-    return account.once(("subnets", options, region), lambda: _subnets(account, options, region))
+    return account.once(("subnets", options.subnet_ids, region), lambda: _subnets(account, options, region))
 
 
 def group_of(account: Account, options: Options, region: str, vpc: str) -> str:

@@ -74,6 +74,85 @@ def p4d(usd: float = 20, spot: float | None = 8, quotas: dict[str, QuotaState] |
     )
 
 
+# --- one type, one disk
+
+
+def test_a_type_that_the_run_file_names_is_the_only_one(cache):
+    kept(cache, us_east_1=Region(
+        zones=dict.fromkeys(("g5.xlarge", "g5.2xlarge", "g5.48xlarge"), ("z-az1",)),
+        on_demand={"g5.xlarge": 1, "g5.2xlarge": 2, "g5.48xlarge": 9},
+    ))  # fmt: skip
+    needed = {"gpu": (), "gpus_per_node": 1, "regions": ("us-east-1",)}
+    assert {each.instance_type for each in found(**needed)} == {"g5.xlarge", "g5.2xlarge"}
+    pinned = Options.of({"instance_type": "g5.2xlarge"})
+    assert {each.instance_type for each in found(pinned, **needed)} == {"g5.2xlarge"}
+    with pytest.raises(NoOffer, match="1 GPU each") as caught:
+        rank.plan(wanted(**needed), found(Options.of({"instance_type": "g5.48xlarge"}), **needed))
+    assert "8 GPUs a machine, not 1" in caught.value.why
+
+
+def test_a_type_that_there_is_not_is_refused_with_the_nearest(cache):
+    with pytest.raises(InputError) as caught:
+        found(Options.of({"instance_type": "p5.84xlarge"}))
+    assert "aws.instance_type" in caught.value.why
+    assert "`p5.48xlarge`" in caught.value.why
+
+
+def test_a_disk_that_is_too_small_for_its_speed_is_refused_before_anything_is_rented(cache):
+    with pytest.raises(InputError, match="disk_gib") as caught:
+        found(Options.of({"disk": '{"type": "io2", "iops": 200000}'}), disk_gib=100)
+    assert "200 GiB" in caught.value.what
+
+
+# --- near the run's buckets
+
+
+def test_offers_say_whether_they_are_near_the_runs_buckets(cache):
+    kept(cache, eu_west_1=p4d(), us_east_1=p4d())
+    needed = wanted(stores=("s3://a/runs", "s3://b/data"), gpu="A100-40GB")
+    regions = {"s3://a/runs": "eu-west-1", "s3://b/data": ""}
+    offers = aws_offers.offers(needed, PLAIN, region_of=regions.__getitem__, now=lambda: NOW).offers
+    assert {(each.region, each.near_stores) for each in offers} == {("eu-west-1", True), ("us-east-1", False)}
+
+
+@pytest.mark.parametrize("regions", [(), ("us-east-1",)], ids=["nobody knows", "no choice"])
+def test_where_it_is_not_known_or_does_not_matter_nothing_is_said(cache, regions):
+    kept(cache, eu_west_1=p4d(), us_east_1=p4d())
+    asked: list[str] = []
+    region_of = lambda url: asked.append(url) or ""  # noqa: E731
+    needed = wanted(stores=("s3://a/runs",), regions=regions)
+    offers = aws_offers.offers(needed, PLAIN, region_of=region_of, now=lambda: NOW).offers
+    assert {each.near_stores for each in offers} == {None}
+    assert bool(asked) == (not regions)
+
+
+# --- what the default machine image supports
+
+UNSUPPORTED = ("V100-32GB", "RTX-PRO-4500", "RTX-PRO-6000", "B300")
+
+
+@pytest.mark.parametrize("gpu", UNSUPPORTED)
+def test_gpus_that_the_default_machine_image_does_not_support_are_refused_with_what_to_set(cache, gpu):
+    types = [name for name, machine in SHIPPED.machines.items() if (machine.gpu, machine.gpus) == (gpu, 8)]
+    zones, prices = dict.fromkeys(types, ("z-az1",)), dict.fromkeys(types, 20.0)
+    kept(cache, us_east_1=Region(zones=zones, on_demand=prices))
+    needed = wanted(gpu=(gpu,), regions=("us-east-1",), market="on-demand")
+    with pytest.raises(NoOffer, match="machine_image") as caught:
+        rank.plan(needed, aws_offers.offers(needed, PLAIN, now=lambda: NOW).offers)
+    assert "the default machine image does not support" in caught.value.why
+    with_image = Options.of({"machine_image": "ami-0123"})
+    plan = rank.plan(needed, aws_offers.offers(needed, with_image, now=lambda: NOW).offers)
+    assert {each.gpu for each in plan.offers} == {gpu}
+
+
+def test_all_other_gpus_that_ship_are_supported_by_the_default_machine_image():
+    refused = {each.gpu for each in found(gpu=(), gpus_per_node=0) if each.obstacle}
+    supported = {each.gpu for each in found(gpu=(), gpus_per_node=0) if not each.obstacle}
+    assert refused <= set(UNSUPPORTED)
+    assert supported >= {"T4", "A10G", "L4", "L40S", "A100-40GB", "A100-80GB", "H100-80GB", "H200", "B200"}
+    assert not refused & supported
+
+
 # --- the snapshot that ships
 
 

@@ -1,0 +1,92 @@
+"""What AWS bills beside the machines: disks, public addresses, traffic between regions, checkpoints in S3."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from mgpu.plan.model import Cost, Offer, Requirements, Saves
+from mgpu.providers.aws import names
+from mgpu.providers.aws.options import Disk, Options
+
+
+class _Prices(NamedTuple):
+    """US dollars; AWS's GB are GiB. List prices of `OF`, to which those of most regions are near."""
+
+    gp3_gib_month: float = 0.08
+    gp3_iops_month: float = 0.005  # beyond 3000
+    gp3_mib_s_month: float = 0.04  # beyond 125
+    io2_gib_month: float = 0.125
+    io2_iops_month: tuple[tuple[int, float], ...] = ((32_000, 0.065), (64_000, 0.0455), (256_000, 0.03185))  # up to
+    address_hour: float = 0.005
+    s3_gib_month: float = 0.023  # S3 Standard, the first 50 TB
+    traffic_gib: float = 0.02  # out of the region; some regions ask several times as much
+    near_traffic_gib: float = 0.01  # between us-east-1 and us-east-2
+
+
+# Of https://aws.amazon.com: /ebs/pricing/, /vpc/pricing/ (public IPv4 addresses), /s3/pricing/, /ec2/pricing/on-demand/
+# (data transfer), as known on AS_OF
+PRICES = _Prices()
+AS_OF = "2026-11-24"
+OF = "us-east-1"
+_SIZE = "GiB of a checkpoint"
+_NEAR = {"us-east-1", "us-east-2"}
+_HOURS = 730  # of a month, as AWS counts
+_DAYS = _HOURS / 24
+
+
+def other_costs(
+    needed: Requirements, offer: Offer, options: Options, saves: Saves | None, region_of: Callable[[str], str]
+) -> Iterator[Cost]:
+    """All of it for one offer. `region_of`: the region of a store's bucket, empty where it is not known."""
+    disk = options.disk or Disk()
+    monthly = needed.nodes * _of_disk(disk, needed.disk_gib)
+    disks = f"disks, {needed.nodes} x {needed.disk_gib} GiB {disk.type}"
+    yield Cost(what=disks, usd=monthly / _HOURS, per="hour", estimate=offer.region != OF)
+    if options.address == "public":
+        usd = needed.nodes * PRICES.address_hour
+        yield Cost(what=f"public IPv4 addresses, {needed.nodes}", usd=usd, per="hour")
+    yield from _traffic(needed, offer, region_of)
+    if saves is not None:
+        yield from _storage(saves)
+
+
+def _of_disk(disk: Disk, gib: int) -> float:
+    """Dollars a month."""
+    if disk.type == "gp3":
+        iops, speed = (disk.iops or 3000) - 3000, (disk.throughput_mib_s or 125) - 125
+        return gib * PRICES.gp3_gib_month + iops * PRICES.gp3_iops_month + speed * PRICES.gp3_mib_s_month
+    usd, below = gib * PRICES.io2_gib_month, 0
+    for upto, price in PRICES.io2_iops_month:
+        usd += max(0, min(disk.iops or 0, upto) - below) * price
+        below = upto
+    return usd
+
+
+def _traffic(needed: Requirements, offer: Offer, region_of: Callable[[str], str]) -> Iterator[Cost]:
+    for bucket in dict.fromkeys(map(_bucket, needed.stores)):
+        region = region_of(f"s3://{bucket}")
+        if region and region != offer.region:
+            usd = PRICES.near_traffic_gib if {region, offer.region} == _NEAR else PRICES.traffic_gib
+            what = f"traffic between {offer.region} and the bucket {bucket} in {region}"
+            cure = f"`regions: [{region}]` avoids it."
+            yield Cost(what=what, usd=usd, per="GiB", estimate=OF not in (region, offer.region), avoidable=cure)
+
+
+def _storage(saves: Saves) -> Iterator[Cost]:
+    """Of each GiB that a checkpoint has: how large it will be is known to the program alone."""
+    kept = saves.kept if saves.made is None else min(saves.kept, saves.made)
+    usd = kept * PRICES.s3_gib_month
+    yield Cost(what=f"checkpoints kept in S3, {kept}", usd=usd, per=f"month and {_SIZE}", estimate=True)
+    if not saves.made or saves.made <= kept or not re.fullmatch(names.bucket("[0-9]{12}", ".*"), _bucket(saves.to)):
+        return  # how long a bucket of the user's keeps what is deleted, nobody knows
+    days = names.OLD_PARTS_DAYS + 1  # S3 rounds up to the next midnight
+    deleted = saves.made - kept
+    usd = deleted * PRICES.s3_gib_month * days / _DAYS
+    what = f"checkpoints deleted in S3, {deleted} until the hard cap, each billed for up to {days} days more"
+    yield Cost(what=what, usd=usd, per=_SIZE, estimate=True)
+
+
+def _bucket(url: str) -> str:
+    return url.removeprefix("s3://").partition("/")[0]

@@ -1,0 +1,107 @@
+"""What a plan shows beside the price of the machines."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from mgpu.plan import rank
+from mgpu.plan.model import Cost, Offer, Requirements, Saves
+from mgpu.providers.aws.catalog.other_costs import PRICES, other_costs
+from mgpu.providers.aws.options import Options
+from mgpu.spec.load import loads
+
+BASE, THEIRS = "s3://mgpu-123456789012-us-west-2/runs", "s3://theirs/runs"
+REGIONS = {"s3://theirs": "eu-west-1", "s3://mgpu-123456789012-us-west-2": "us-west-2", "s3://near": "us-east-2"}
+MONTH_S = 730 * 3600
+
+
+def costs(*stores: str, region: str = "us-east-1", saves: Saves | None = None, **options: str) -> list[Cost]:
+    needed = Requirements(provider="aws", nodes=4, disk_gib=250, max_price_usd_per_hour=9, max_hours=1, stores=stores)
+    offer = Offer(
+        provider="aws", instance_type="g5.xlarge", market="spot", price_usd_per_hour=1, region=region, fetched_at=1
+    )
+    return list(other_costs(needed, offer, Options.of(options), saves, lambda url: REGIONS.get(url, "")))
+
+
+def the(found: list[Cost], word: str) -> Cost:
+    (cost,) = (each for each in found if word in each.what)
+    return cost
+
+
+def spec(checkpoint: str, more: str = "") -> Any:
+    text = "name: a\nprovider: aws\nmax_price_usd_per_hour: 1\nmax_hours: 24\ncommand: [x.py]\n"
+    return loads(f"{text}checkpoint: {checkpoint}\n{more}", "run file")
+
+
+def test_the_disks_of_all_nodes_are_billed_by_the_month():
+    disks = the(costs(), "disks")
+    assert disks.per == "hour"
+    assert math.isclose(disks.usd * MONTH_S / 3600, 4 * 250 * PRICES.gp3_gib_month)
+
+
+@pytest.mark.parametrize(
+    ("disk", "usd_a_month"),
+    [
+        ({"iops": 4000, "throughput_mib_s": 1000}, 250 * 0.08 + 1000 * 0.005 + 875 * 0.04),
+        ({"type": "io2", "iops": 40_000}, 250 * 0.125 + 32_000 * 0.065 + 8_000 * 0.0455),
+    ],
+    ids=["gp3", "io2"],
+)
+def test_a_faster_disk_costs_what_its_speed_does(disk: dict[str, Any], usd_a_month: float):
+    disks = the(costs(disk=json.dumps(disk)), "disks")
+    assert math.isclose(disks.usd * MONTH_S / 3600, 4 * usd_a_month)
+
+
+def test_public_addresses_are_billed_where_nodes_have_them():
+    assert math.isclose(the(costs(), "IPv4").usd, 4 * PRICES.address_hour)
+    assert not [each for each in costs(address="private") if "IPv4" in each.what]
+
+
+@pytest.mark.parametrize(
+    ("store", "usd"), [(THEIRS, PRICES.traffic_gib), ("s3://near", PRICES.near_traffic_gib)], ids=["far", "near"]
+)
+def test_traffic_with_another_region_has_a_price_and_a_cure(store: str, usd: float):
+    traffic = the(costs(store, f"{store}/more"), "traffic")
+    assert (traffic.usd, traffic.per) == (usd, "GiB")
+    assert f"regions: [{REGIONS['/'.join(store.split('/')[:3])]}]" in traffic.avoidable
+
+
+@pytest.mark.parametrize(("store", "region"), [(BASE, "us-west-2"), ("s3://unknown", "us-east-1")])
+def test_traffic_within_a_region_is_free_and_of_an_unknown_one_nothing_is_said(store: str, region: str):
+    assert not [each for each in costs(store, region=region) if "traffic" in each.what]
+
+
+def test_what_retention_deletes_is_billed_for_as_long_as_the_bucket_of_base_keeps_it():
+    found = costs(saves=Saves(to=BASE, kept=3, made=144))
+    assert math.isclose(the(found, "kept").usd, 3 * PRICES.s3_gib_month)
+    deleted = the(found, "deleted")
+    assert "141" in deleted.what
+    assert math.isclose(deleted.usd, 141 * PRICES.s3_gib_month * 3 / (730 / 24))
+    assert deleted.estimate
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [Saves(to=THEIRS, kept=3, made=144), Saves(to=BASE, kept=3), Saves(to=BASE, kept=3, made=2)],
+    ids=["a bucket of the user's", "by steps", "none deleted"],
+)
+def test_nothing_is_said_of_deleted_ones_where_nobody_knows(saves: Saves):
+    found = costs(saves=saves)
+    assert not [each for each in found if "deleted" in each.what]
+    assert math.isclose(the(found, "kept").usd, min(3, saves.made or 3) * PRICES.s3_gib_month)
+
+
+def test_a_run_file_says_which_stores_it_uses_and_how_much_its_retention_keeps():
+    data = 'data: [{from: "s3://my-data/tokens", to: d}, {from: "s3://my-data/tokens", to: e}]\n'
+    found = spec("{to: 's3://bucket/runs', every_minutes: 10, keep_last: 2, keep_best: 1, keep_every_hours: 6}", data)
+    assert rank.requirements(found).stores == ("s3://bucket/runs", "s3://my-data/tokens")
+    assert rank.saves(found) == Saves(to="s3://bucket/runs", kept=7, made=144)
+
+
+def test_a_run_without_checkpoints_keeps_nothing():
+    assert rank.saves(spec("none")) is None
+    assert rank.requirements(spec("none")).stores == ()
