@@ -51,7 +51,7 @@ class StoreKeys:
 
     def require(self) -> None:
         """Looks whether `now` could answer; gives no rights yet. Raises what `now` raises."""
-        if self.grants:
+        if self.grants and isinstance(self._provider, StoreRole):
             self._provider.require_store([*self._reads, *self._writes])
         else:
             self.now()

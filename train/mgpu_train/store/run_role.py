@@ -23,10 +23,11 @@ class RunRole(CredentialProvider):
     def __init__(self, arn: str, external_id: str, endpoint: str | None, session: botocore.session.Session) -> None:
         """`endpoint`: of AWS's token service, None: AWS's own; `session` says the region, and reads models."""
         super().__init__(session)
+        self._core = session
         self._role = {"RoleArn": arn, "ExternalId": external_id, "RoleSessionName": "mgpu"}
         self._endpoint = endpoint
 
-    def load(self) -> DeferredRefreshableCredentials:
+    def load(self) -> Any:
         """Asks for nothing yet."""
         return DeferredRefreshableCredentials(refresh_using=self._take_on, method=self.METHOD)
 
@@ -50,13 +51,13 @@ class RunRole(CredentialProvider):
             }
 
     def _sts(self) -> Any:
-        own = self.session.get_component("credential_provider").get_provider("iam-role").load()
+        own = self._core.get_component("credential_provider").get_provider("iam-role").load()
         if own is None:
             raise NoCredentialsError
         machine = botocore.session.Session()
-        machine.register_component("data_loader", self.session.get_component("data_loader"))
+        machine.register_component("data_loader", self._core.get_component("data_loader"))
         keys = own.get_frozen_credentials()
-        region = self.session.get_config_variable("region")
+        region = self._core.get_config_variable("region")
         return machine.create_client(
             "sts",
             region_name=region,

@@ -41,7 +41,8 @@ def login(registry: str, region: str, endpoint: str = "", imds: str = IMDS) -> L
     suffix = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
     url = (endpoint or f"https://api.ecr.{region}.{suffix}").rstrip("/") + "/"
     try:
-        request = signed(url, b"{}", region, _role(imds), datetime.datetime.now(datetime.timezone.utc))
+        now = datetime.datetime.now(datetime.timezone.utc)  # noqa: UP017 - for Python 3.8
+        request = signed(url, b"{}", region, _role(imds), now)
         answer = json.loads(_ask(request))
         user, _, password = (
             base64.b64decode(answer["authorizationData"][0]["authorizationToken"]).decode().partition(":")
