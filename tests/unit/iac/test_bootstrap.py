@@ -61,7 +61,7 @@ def test_without_an_answer_the_address_has_to_be_named(monkeypatch):
 
 def test_the_program_is_told_what_was_given_and_nothing_else():
     assert bootstrap.Wanted(ssh=("203.0.113.7/32",)).config() == {"ssh": ["203.0.113.7/32"]}
-    everything = bootstrap.Wanted(("a",), True, "v", "b", "r", "p", "role", "sg", ("Team=ml",))
+    everything = bootstrap.Wanted(("a",), True, "v", "b", "r", "p", "role", "sg", ("mine",), "arn:bound", ("Team=ml",))
     assert everything.config() == {
         "ssh": ["a"],
         "allowWorld": True,
@@ -71,5 +71,7 @@ def test_the_program_is_told_what_was_given_and_nothing_else():
         "instanceProfile": "p",
         "reaperRole": "role",
         "securityGroup": "sg",
+        "dataBuckets": ["mine"],
+        "permissionsBoundary": "arn:bound",
         "tags": ["Team=ml"],
     }
