@@ -49,6 +49,7 @@ def user(ready: None, tmp_path: Path) -> Iterator[Operator]:
 
 def test_a_run_from_launch_to_nothing_left_with_host_keys_of_the_machines_own(user: Operator):
     user.write(command=["count.py", "60", "0.1"], secrets=["TOKEN"])
+    user.aws.enforce()  # nodes may do what their role, and that of their run, allow
     launch = user.start("launch", "--yes", "--json")
     try:
         until(user.trains)
@@ -65,6 +66,10 @@ def test_a_run_from_launch_to_nothing_left_with_host_keys_of_the_machines_own(us
     assert (run["state"], run["teardown"], run["checkpoint_step"]) == ("succeeded", "confirmed", 60)
     assert left_behind(user.aws) == NOTHING
     assert len(user.aws.bill()) == 2, "what was asked for, and no machine more"
+    taken_on = [call.parameters["RoleArn"] for call in user.aws.calls() if call.action == "AssumeRole"]
+    assert len(taken_on) >= 2, "each node opens the store with the role of its run"
+    assert {arn.partition(":role")[2] for arn in taken_on} == {f"/mgpu/run/mgpu-{run['run_id']}"}
+    assert user.aws.client("iam").list_roles(PathPrefix="/mgpu/run/")["Roles"] == []
     assert CANARY not in json.dumps([call.parameters for call in user.aws.calls()])
     assert [path for path in user.root.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()] == []
 
