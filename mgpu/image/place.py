@@ -19,8 +19,8 @@ class ImageHost(Protocol):
         """Where images for machines in these regions go unless the run file says: `registry/name`."""
         ...
 
-    def pulled_by_role(self, registry: str) -> Mapping[str, str]:
-        """Where machines ask for a login of this registry by their own role, as their side of it
+    def pulled_by_role(self, region: str) -> Mapping[str, str]:
+        """How machines ask ECR in a region for a login, by their own role, as their side of it
         (`mgpu_train.agent.host.ecr`) takes it; empty: they have to be given one."""
         ...
 
@@ -42,6 +42,12 @@ def site(image: ImageSpec, folder: Path, provider: object, regions: Sequence[str
         environ,
         login=lambda registry: login(registry, provider),
     )
+
+
+def pulled_by_role(registry: str, provider: object) -> Mapping[str, str]:
+    """What the provider's machines need to ask for a login of this registry by themselves; empty: they cannot."""
+    region = auth.ecr_region(registry)
+    return provider.pulled_by_role(region) if region and isinstance(provider, ImageHost) else {}
 
 
 def login(registry: str, provider: object) -> auth.Auth:

@@ -213,7 +213,6 @@ class Cloud:
         self.repository: str | None = None  # where images go
         self.driver: MachineDriver | None = None  # that machines boot with
         self.asked_for_driver: list[tuple[str, ...] | Handle] = []
-        self.by_role: dict[str, Mapping[str, str]] = {}  # registries that machines' own role opens
         self.granted: list[tuple[str, list[str], list[str]]] = []  # run, what its machines may read, and write
         self.revoked: list[str] = []  # runs whose machines may nothing any more
         self.handles: dict[str, Handle] = {}
@@ -244,8 +243,8 @@ class Cloud:
     def image_repository(self, regions: Sequence[str]) -> str | None:
         return self.repository
 
-    def pulled_by_role(self, registry: str) -> Mapping[str, str]:
-        return self.by_role.get(registry, {})
+    def pulled_by_role(self, region: str) -> Mapping[str, str]:
+        return {}
 
     def registry_client(self, region: str) -> Any:
         raise AssertionError("no registry of these tests is ECR")

@@ -15,7 +15,7 @@ all else                                                                        
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,6 +107,18 @@ def code_of(error: Exception) -> str:
     """The error code of a botocore ClientError, without the side (`Client.`) that old services put before it."""
     answer: Any = getattr(error, "response", {})
     return re.sub(r"^(Client|Server)\.", "", str(answer.get("Error", {}).get("Code", "")))
+
+
+def unless(codes: Collection[str], call: Callable[..., Any], **arguments: Any) -> Any:
+    """The answer of AWS; None where it is an error of one of these codes."""
+    from botocore.exceptions import ClientError
+
+    try:
+        return call(**arguments)
+    except ClientError as error:
+        if code_of(error) in codes:
+            return None
+        raise
 
 
 @contextmanager

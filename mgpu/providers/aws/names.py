@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import re
+from collections.abc import Mapping
 
 _ROLE_CHARACTERS = 64
 
@@ -39,12 +39,16 @@ RUN_BOUNDARY = "mgpu-run"  # the policy that bounds them
 REAPER_ROLE = "mgpu-reaper"  # EventBridge Scheduler takes it on, to end machines at their hard cap
 SECURITY_GROUP = "mgpu-nodes"
 REPOSITORY = "mgpu/trainer"
-ECR = re.compile(r"\d{12}\.dkr\.ecr(-fips)?\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?")  # a registry
 
 
 def template(token: str) -> str:
     """The launch template of one create."""
     return f"mgpu-{token}"
+
+
+def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
+    """Tags as AWS takes them."""
+    return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
 def run_role(run_id: str) -> str:

@@ -185,13 +185,10 @@ class AwsProvider(Provider):
         manager = RepositoryManager(Site(self._account, regions[0] if regions else self._account.home_region))
         return manager.expected(manager.complete(Repository()))["uri"]
 
-    def pulled_by_role(self, registry: str) -> Mapping[str, str]:
-        """ECR's registries, all of them: a token of the operator's could push for twelve hours. Which repository the
-        role may pull from, `base` says."""
-        from mgpu.providers.aws.names import ECR
-
-        found = ECR.fullmatch(registry)
-        return {"region": found["region"], "endpoint": self._options.endpoint_url or ""} if found else {}
+    def pulled_by_role(self, region: str) -> Mapping[str, str]:
+        """In all regions: a token of the operator's could push for twelve hours. Which repository the role may pull
+        from, `base` says."""
+        return {"region": region, "endpoint": self._options.endpoint_url or ""}
 
     def registry_client(self, region: str) -> Any:
         """ECR there, with the credentials of `aws.profile`. Raises AuthError, InputError."""

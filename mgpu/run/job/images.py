@@ -59,8 +59,7 @@ class Settled:
     def to_run(self, provider: Provider) -> ImageToRun:
         """As nodes get it: who pulls is asked at every pull."""
         registry = Reference.parse(self.reference).registry
-        login = place.login(registry, provider)
-        by_role = provider.pulled_by_role(registry) if isinstance(provider, place.ImageHost) else {}
+        login, by_role = place.login(registry, provider), place.pulled_by_role(registry, provider)
         return ImageToRun(self.reference, self.compressed_bytes, login, by_role)
 
 

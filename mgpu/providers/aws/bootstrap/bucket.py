@@ -15,11 +15,10 @@ from mgpu.providers.aws.bootstrap.resource import (
     Site,
     base_tags,
     fixed,
-    tag_list,
     tags_of,
     tags_there,
-    unless,
 )
+from mgpu.providers.aws.failures import unless
 from mgpu.providers.aws.iam import policies
 
 _ABORT, _EXPIRE, _EXPIRE_PARTS = "mgpu-abort-uploads", "mgpu-expire-old-versions", "mgpu-expire-old-parts"
@@ -198,7 +197,7 @@ class BucketManager:
     def _tag(self, wanted: Bucket, found: dict[str, str]) -> None:
         tags = {**found, **base_tags(wanted)}  # S3 puts them in place of all that were there
         if tags != found:
-            self._s3.put_bucket_tagging(Bucket=wanted.name, Tagging={"TagSet": tag_list(tags)})
+            self._s3.put_bucket_tagging(Bucket=wanted.name, Tagging={"TagSet": names.tag_list(tags)})
 
 
 def _anothers(name: str) -> InputError:

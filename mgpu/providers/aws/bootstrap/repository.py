@@ -15,11 +15,10 @@ from mgpu.providers.aws.bootstrap.resource import (
     Site,
     base_tags,
     fixed,
-    tag_list,
     tags_of,
     tags_there,
-    unless,
 )
+from mgpu.providers.aws.failures import unless
 from mgpu.providers.aws.iam import policies
 
 _NONE = ("RepositoryNotFoundException",)
@@ -84,7 +83,9 @@ class RepositoryManager:
 
     def make(self, wanted: Repository) -> Found[Repository]:
         """One without images, with our tag."""
-        found = self._ecr.create_repository(repositoryName=wanted.name, tags=tag_list(base_tags(wanted)))["repository"]
+        found = self._ecr.create_repository(repositoryName=wanted.name, tags=names.tag_list(base_tags(wanted)))[
+            "repository"
+        ]
         facts = {"arn": found["repositoryArn"], "uri": found["repositoryUri"]}
         return Found(wanted.name, wanted.model_copy(update={"scan_on_push": False, "lifecycle": ""}), facts)
 
@@ -96,7 +97,7 @@ class RepositoryManager:
         rules = json.dumps(_lifecycle(wanted.untagged_days, wanted.keep_images))
         ecr.put_lifecycle_policy(**repository, lifecyclePolicyText=rules)
         if wanted.tags:
-            ecr.tag_resource(resourceArn=found.facts["arn"], tags=tag_list(base_tags(wanted)))
+            ecr.tag_resource(resourceArn=found.facts["arn"], tags=names.tag_list(base_tags(wanted)))
 
     def delete(self, wanted: Repository) -> None:
         """With its images, which can be built again."""

@@ -200,18 +200,6 @@ def _usable(manager: Manager[T], wanted: T, found: Found[T] | None) -> Found[T]:
     return found
 
 
-def unless(codes: Collection[str], call: Callable[..., Any], **arguments: Any) -> Any:
-    """The answer of AWS; None where it is an error of one of these codes."""
-    from botocore.exceptions import ClientError
-
-    try:
-        return call(**arguments)
-    except ClientError as error:
-        if code_of(error) in codes:
-            return None
-        raise
-
-
 def tags_of(tags: Any) -> dict[str, str]:
     """Tags as AWS lists them, in either spelling."""
     return {tag.get("Key", tag.get("key")): tag.get("Value", tag.get("value")) for tag in tags or ()}
@@ -220,11 +208,6 @@ def tags_of(tags: Any) -> dict[str, str]:
 def base_tags(wanted: Resource) -> dict[str, str]:
     """The tags of a resource of base: mgpu's own, and those that it is wanted with."""
     return {names.BASE: "1", **dict(each.split("=", 1) for each in wanted.tags)}
-
-
-def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
-    """Tags as AWS takes them."""
-    return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
 def tags_there(wanted: Resource, found: Mapping[str, str]) -> tuple[str, ...]:

@@ -18,11 +18,10 @@ from mgpu.providers.aws.bootstrap.resource import (
     Site,
     base_tags,
     fixed,
-    tag_list,
     tags_of,
     tags_there,
-    unless,
 )
+from mgpu.providers.aws.failures import unless
 from mgpu.providers.aws.iam import policies
 
 NONE = ("NoSuchEntity",)
@@ -69,7 +68,7 @@ class RoleManager(Generic[R]):
         answer = self.iam.create_role(
             RoleName=self.name,
             AssumeRolePolicyDocument=wanted.trust,
-            Tags=tag_list(base_tags(wanted)),
+            Tags=names.tag_list(base_tags(wanted)),
             Description=self.description,
             **bound,
         )
@@ -87,7 +86,7 @@ class RoleManager(Generic[R]):
         for each in found.state.other_policies:
             self._take_away(each)
         if wanted.tags:
-            self.settled(self.iam.tag_role, **role, Tags=tag_list(base_tags(wanted)))
+            self.settled(self.iam.tag_role, **role, Tags=names.tag_list(base_tags(wanted)))
 
     def delete(self, wanted: R) -> None:
         """This region's policy; the role itself when no other region has one in it.

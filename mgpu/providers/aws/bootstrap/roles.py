@@ -13,14 +13,12 @@ from mgpu.providers.aws.bootstrap.resource import (
     Resource,
     base_tags,
     fixed,
-    tag_list,
     tags_of,
     tags_there,
-    unless,
 )
 from mgpu.providers.aws.bootstrap.role import NONE, Role, RoleManager
-from mgpu.providers.aws.failures import code_of
-from mgpu.providers.aws.iam import policies
+from mgpu.providers.aws.failures import code_of, unless
+from mgpu.providers.aws.iam import policies, run_role
 
 _VERSIONS = 4  # of one policy beside the one that counts
 
@@ -136,9 +134,9 @@ class NodeRoleManager(RoleManager[NodeRole]):
         self._align_bound(wanted)
         profile = {"InstanceProfileName": self.name}
         if not found.raw["profile"]:
-            self.iam.create_instance_profile(**profile, Tags=tag_list(base_tags(wanted)))
+            self.iam.create_instance_profile(**profile, Tags=names.tag_list(base_tags(wanted)))
         elif wanted.tags:
-            self.iam.tag_instance_profile(**profile, Tags=tag_list(base_tags(wanted)))
+            self.iam.tag_instance_profile(**profile, Tags=names.tag_list(base_tags(wanted)))
         if self.name not in found.raw["holds"]:
             for other in found.raw["holds"]:  # a profile holds one role
                 self.settled(self.iam.remove_role_from_instance_profile, **profile, RoleName=other)
@@ -158,7 +156,7 @@ class NodeRoleManager(RoleManager[NodeRole]):
         named = policies.bounded(bound) if bound else set[str]()
         document = self._boundary(named | set(wanted.buckets))
         if bound is None:
-            about = {"Description": self.description, "Tags": tag_list(base_tags(wanted))}
+            about = {"Description": self.description, "Tags": names.tag_list(base_tags(wanted))}
             text = policies.canonical(document)
             self.iam.create_policy(PolicyName=names.RUN_BOUNDARY, PolicyDocument=text, **about)
         elif policies.canonical(bound) != policies.canonical(document):
@@ -186,12 +184,7 @@ class NodeRoleManager(RoleManager[NodeRole]):
             ) from error
 
     def _bound(self) -> policies.Document | None:
-        """The document of the policy as it is."""
-        answer = unless(NONE, self.iam.get_policy, PolicyArn=self._bound_arn)
-        if answer is None:
-            return None
-        version = answer["Policy"]["DefaultVersionId"]
-        return self.iam.get_policy_version(PolicyArn=self._bound_arn, VersionId=version)["PolicyVersion"]["Document"]
+        return run_role.boundary(self.site.account)
 
     def _versions(self) -> list[str]:
         """Those that do not count, the newest first."""
@@ -204,7 +197,7 @@ class NodeRoleManager(RoleManager[NodeRole]):
 
     @property
     def _bound_arn(self) -> str:
-        return self.arn_of("policy", names.RUN_BOUNDARY)
+        return run_role.boundary_arn(self.site.account)
 
     def _profile(self, name: str) -> dict[str, Any] | None:
         answer = unless(NONE, self.iam.get_instance_profile, InstanceProfileName=name)

@@ -26,11 +26,10 @@ from mgpu.providers.aws.bootstrap.resource import (
     Site,
     base_tags,
     fixed,
-    tag_list,
     tags_of,
     tags_there,
-    unless,
 )
+from mgpu.providers.aws.failures import unless
 
 _NONE = ("InvalidGroup.NotFound", "InvalidGroupId.NotFound", "InvalidGroupId.Malformed")
 _NO_VPC = ("InvalidVpcID.NotFound", "InvalidVpcID.Malformed")
@@ -140,7 +139,7 @@ class SecurityGroupManager:
     def make(self, wanted: SecurityGroup) -> Found[SecurityGroup]:
         """One that lets nobody in yet, with our tag."""
         vpc = network(self.site, wanted.vpc_id)
-        tags = tag_list({names.NAME: wanted.name, **base_tags(wanted)})
+        tags = names.tag_list({names.NAME: wanted.name, **base_tags(wanted)})
         answer = self._ec2.create_security_group(
             GroupName=wanted.name,
             Description="nodes of mgpu",
@@ -165,7 +164,7 @@ class SecurityGroupManager:
             self._set(ec2.authorize_security_group_egress, group, rule)
         if now.tags != wanted.tags:
             self.site.patiently(
-                lambda: ec2.create_tags(Resources=[group], Tags=tag_list(base_tags(wanted))), _NONE, _SETTLE_S
+                lambda: ec2.create_tags(Resources=[group], Tags=names.tag_list(base_tags(wanted))), _NONE, _SETTLE_S
             )
 
     def delete(self, wanted: SecurityGroup) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 
 from mgpu.errors import InputError
 from mgpu.providers.aws import names
-from mgpu.providers.aws.failures import calling, code_of
+from mgpu.providers.aws.failures import calling, code_of, unless
 from mgpu.providers.aws.iam import policies
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 
 _POLICY = "run"
-_ABSENT = "NoSuchEntity"
+_ABSENT = ("NoSuchEntity",)
 _BOOTSTRAP = "Run `mgpu bootstrap aws` again: it makes what is missing, and changes nothing else."
 
 
@@ -77,8 +77,18 @@ def revoke(account: Account, options: Options, run_id: str) -> None:
     home, role = account.home_region, {"RoleName": names.run_role(run_id)}
     iam = account.client("iam", home)
     with calling(f"taking the rights of run {run_id} away", home, scope="account"):
-        _unless_absent(iam.delete_role_policy, **role, PolicyName=_POLICY)
-        _unless_absent(iam.delete_role, **role)
+        unless(_ABSENT, iam.delete_role_policy, **role, PolicyName=_POLICY)
+        unless(_ABSENT, iam.delete_role, **role)
+
+
+def boundary(account: Account) -> policies.Document | None:
+    """What bounds all runs' roles, as it is; None: base has not made it. Raises botocore's errors."""
+    iam, arn = account.client("iam", account.home_region), boundary_arn(account)
+    policy = unless(_ABSENT, iam.get_policy, PolicyArn=arn)
+    if policy is None:
+        return None
+    version = iam.get_policy_version(PolicyArn=arn, VersionId=policy["Policy"]["DefaultVersionId"])
+    return version["PolicyVersion"]["Document"]
 
 
 def boundary_arn(account: Account) -> str:
@@ -106,32 +116,17 @@ def _make(account: Account, iam: Any, name: str, run_id: str) -> Mapping[str, An
 
 
 def _role(iam: Any, name: str) -> Mapping[str, Any] | None:
-    answer = _unless_absent(iam.get_role, RoleName=name)
+    answer = unless(_ABSENT, iam.get_role, RoleName=name)
     return answer["Role"] if answer else None
 
 
 def _named(account: Account) -> frozenset[str] | None:
     """The buckets beside those of base that the boundary names; None: there is no boundary."""
-    iam, arn = account.client("iam", account.home_region), boundary_arn(account)
-    policy = _unless_absent(iam.get_policy, PolicyArn=arn)
-    if policy is None:
-        return None
-    version = iam.get_policy_version(PolicyArn=arn, VersionId=policy["Policy"]["DefaultVersionId"])
-    return frozenset(policies.bounded(version["PolicyVersion"]["Document"]))
+    document = boundary(account)
+    return None if document is None else frozenset(policies.bounded(document))
 
 
 def _opens(account: Account, named: frozenset[str], url: str) -> bool:
     bucket, prefix = policies.place(url)
     ours = re.fullmatch(names.bucket(account.id(), "[a-z0-9-]+"), bucket) is not None
     return bucket in named or (ours and f"{prefix}/".startswith(f"{policies.RUNS}/"))
-
-
-def _unless_absent(call: Any, **arguments: Any) -> Any:
-    from botocore.exceptions import ClientError
-
-    try:
-        return call(**arguments)
-    except ClientError as error:
-        if code_of(error) != _ABSENT:
-            raise
-        return None

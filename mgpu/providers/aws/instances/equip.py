@@ -13,7 +13,7 @@ from mgpu.errors import InvalidRequest, PermissionDenied, QuotaExceeded, Transie
 from mgpu.providers.aws import names
 from mgpu.providers.aws.failures import calling, code_of
 from mgpu.providers.aws.instances import listing, network, reaper
-from mgpu.providers.aws.instances.fleet_request import Order, tags
+from mgpu.providers.aws.instances.fleet_request import Order
 from mgpu.providers.aws.instances.listing import Shown, tags_of
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import Handle
@@ -68,7 +68,7 @@ def _tag(account: Account, order: Order, ranks: dict[int, str]) -> None:
     def tag(rank: int, name: str) -> None:
         with calling(f"tagging {name}", order.region):
             try:
-                ec2.create_tags(Resources=[name], Tags=tags({names.RANK: str(rank)}))
+                ec2.create_tags(Resources=[name], Tags=names.tag_list({names.RANK: str(rank)}))
             except ClientError as error:
                 _unless_new(error, name)
 
@@ -110,7 +110,7 @@ def _associate(ec2: Any, order: Order, name: str, address: str, interface: str) 
 
 
 def _rent(ec2: Any, order: Order, rank: int) -> dict[str, Any]:
-    marks = tags({**order.marks, names.RANK: str(rank)})  # found by them, should the answer be lost
+    marks = names.tag_list({**order.marks, names.RANK: str(rank)})  # found by them, should the answer be lost
     try:
         with calling("renting a public address", order.region):
             return ec2.allocate_address(Domain="vpc", TagSpecifications=[{"ResourceType": "elastic-ip", "Tags": marks}])

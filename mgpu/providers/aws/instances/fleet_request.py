@@ -81,11 +81,6 @@ class Order:
         return self.options.address == "public" and self.cards(kind) > 1
 
 
-def tags(marks: dict[str, str]) -> list[dict[str, str]]:
-    """Tags as AWS takes them."""
-    return [{"Key": key, "Value": value} for key, value in marks.items()]
-
-
 def template(
     order: Order, place: Place, kind: Kind, image: MachineImage, host_key: HostKey, hard_cap_at: int
 ) -> Parameters:
@@ -115,9 +110,9 @@ def template(
         "NetworkInterfaces": _interfaces(order, place, kind),
         **placement,
         "TagSpecifications": [
-            {"ResourceType": "instance", "Tags": tags(_machine_marks(order, host_key, hard_cap_at))},
-            {"ResourceType": "volume", "Tags": tags(order.marks)},
-            {"ResourceType": "network-interface", "Tags": tags(order.marks)},
+            {"ResourceType": "instance", "Tags": names.tag_list(_machine_marks(order, host_key, hard_cap_at))},
+            {"ResourceType": "volume", "Tags": names.tag_list(order.marks)},
+            {"ResourceType": "network-interface", "Tags": names.tag_list(order.marks)},
         ],
     }
 
@@ -151,7 +146,7 @@ def fleet(order: Order, place: Place) -> Parameters:
         },
         # those of the template do not count where a policy demands tags of the request itself
         "TagSpecifications": [
-            {"ResourceType": kind, "Tags": tags(order.marks)} for kind in ("fleet", "instance", "volume")
+            {"ResourceType": kind, "Tags": names.tag_list(order.marks)} for kind in ("fleet", "instance", "volume")
         ],
         **market,
     }

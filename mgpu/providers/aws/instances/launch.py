@@ -34,7 +34,7 @@ from mgpu.providers.aws import names
 from mgpu.providers.aws.catalog import quotas
 from mgpu.providers.aws.failures import calling, code_of, refusal
 from mgpu.providers.aws.instances import equip, listing, machine_image, machines, network, teardown
-from mgpu.providers.aws.instances.fleet_request import Order, fleet, tags, template
+from mgpu.providers.aws.instances.fleet_request import Order, fleet, template
 from mgpu.providers.aws.instances.user_data import HostKey
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import Handle, Intent
@@ -120,7 +120,7 @@ def _prepare(account: Account, order: Order, where: network.Place) -> _Marks:
             ec2.create_launch_template(
                 LaunchTemplateName=order.name,
                 LaunchTemplateData=data,
-                TagSpecifications=[{"ResourceType": "launch-template", "Tags": tags(marks)}],
+                TagSpecifications=[{"ResourceType": "launch-template", "Tags": names.tag_list(marks)}],
             )
             return marks
         except ClientError as error:
@@ -137,7 +137,7 @@ def _prepare(account: Account, order: Order, where: network.Place) -> _Marks:
 def _group(ec2: Any, order: Order) -> None:
     from botocore.exceptions import ClientError
 
-    marks = [{"ResourceType": "placement-group", "Tags": tags(order.marks)}]
+    marks = [{"ResourceType": "placement-group", "Tags": names.tag_list(order.marks)}]
     with calling(f"making placement group {order.name}", order.region):
         try:
             ec2.create_placement_group(GroupName=order.name, Strategy="cluster", TagSpecifications=marks)
