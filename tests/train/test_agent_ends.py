@@ -409,3 +409,4 @@ def test_a_notice_to_one_node_saves_on_all_at_one_step(nodes, tmp_path):
     (step,) = first.commits
     assert [status["checkpoint"]["saved_step"] for status in last] == [step, step]
     assert last[1]["updated_at"] < last[1]["notice"]["at"]
+    assert "Warning" not in first.log + second.log

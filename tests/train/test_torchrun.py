@@ -167,3 +167,18 @@ def test_a_stop_is_one_line(place):
     assert torchrun.wait(60) == 1
     assert node.log.read_text().splitlines() == ["ready", "ready", "torchrun: stopped by SIGTERM"]
     assert not Path(node.layout.failure(1)).exists()
+
+
+def test_torchrun_ends_when_asked_while_it_waits_for_a_peer_that_is_not_done(place):
+    """It waits 300 s for the other nodes' torchruns, which may be gone: a machine that is taken has no such time."""
+    (port,) = ports.free(1)
+    pair = [place("first"), place("second")]
+    runs = []
+    for rank, node in enumerate(pair):
+        (Path(node.layout.work) / "ends.py").write_text("import os, time\ntime.sleep(600 * int(os.environ['RANK']))\n")
+        job = {"command": ["ends.py"], "nodes": 2, "node_rank": rank, "processes_per_node": 1, "master_port": port}
+        runs.append(node.start(changes={"LOGLEVEL": "INFO"}, **job))
+    pair[0].until(lambda: "Waiting 300 seconds for other agents to finish" in pair[0].log.read_text())
+    runs[0].send_signal(signal.SIGTERM)
+    assert runs[0].wait(100) == 1
+    assert "torchrun: stopped by SIGTERM" in pair[0].log.read_text()

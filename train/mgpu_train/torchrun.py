@@ -4,6 +4,9 @@ torchrun prints the exit codes of its ranks and ends with 1, whatever they were.
 names gets what torchrun itself knows of the rank that failed first, as JSON: {"rank": of the whole run, "exit_code":
 negative for a signal}. A stop that was asked for is no error and prints no stack.
 
+torchrun waits for the other nodes' in C++, at the rendezvous and up to 300 s at its exit barrier, where no handler of
+Python's runs: a peer that is gone would keep it there, whatever it is sent. Here it ends once its ranks have.
+
 It runs in the Python that has the user's requirements: the standard library and torch are all that it needs.
 """
 
@@ -12,9 +15,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 
 FAILURE_FILE = "MGPU_FAILURE_FILE"
+_STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # torchrun's own
+_LOOK_S = 0.2
+_BY_ITSELF_S = 3.0  # torchrun's own end, after that of its ranks
 
 
 def main() -> int:
@@ -27,6 +36,7 @@ def main() -> int:
     if "LOGLEVEL" not in os.environ:  # torchrun's own variable: else a stop is told in four lines for each rank
         for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
             logging.getLogger(name).setLevel(logging.ERROR)
+    _end_when_asked()
     try:
         run.main(sys.argv[1:])
     except ChildFailedError as error:
@@ -36,17 +46,39 @@ def main() -> int:
         _leave(target, rank, failure.exitcode)
         return 1
     except SignalException as stop:
-        print(f"torchrun: stopped by {stop.sigval.name}", file=sys.stderr)  # noqa: T201
+        _say_stopped(stop.sigval)
         return 1
     return 0
+
+
+def _end_when_asked() -> None:
+    """From here on a signal that asks torchrun to end is obeyed wherever its main thread waits."""
+    heard, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)  # written to as the signal comes, by no code of Python's
+    threading.Thread(target=_end_after_ranks, args=(heard,), daemon=True).start()
+
+
+def _end_after_ranks(heard: int) -> None:
+    from mgpu_train.agent.machine import procs
+
+    while (number := os.read(heard, 1)[0]) not in _STOPS:
+        pass
+    while procs.descendants(os.getpid()):
+        time.sleep(_LOOK_S)
+    time.sleep(_BY_ITSELF_S)
+    _say_stopped(signal.Signals(number))
+    os._exit(1)
+
+
+def _say_stopped(by: signal.Signals) -> None:
+    print(f"torchrun: stopped by {by.name}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def ended(code: int) -> str:
     """How a process with this exit code has ended, in words."""
     if code >= 0:
         return f"ended with exit code {code}"
-    import signal
-
     try:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from mgpu_train.parallel import Place
 from mgpu_train.tasks.base import Loss
 
@@ -19,7 +21,8 @@ class Sums:
         """One batch more. On a GPU it is waited for."""
         self.weight += float(loss.weight)
         for name, value in {**loss.values, "loss": loss.total}.items():
-            self.totals[name] = self.totals.get(name, 0.0) + float(value)
+            number = value.item() if isinstance(value, Tensor) else value  # float() of what has a gradient warns
+            self.totals[name] = self.totals.get(name, 0.0) + number
 
     def reduce(self, place: Place, *others: float) -> list[float]:
         """Adds up what all ranks have, in one exchange; it also carries `others`, whose sums it returns."""
