@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from mgpu_train import entries
 from mgpu_train.entries import Entries
+from mgpu_train.names import FAILURE_FILE
 
 GROUP = "mgpu_train.launchers"
 PROGRAM = "{program}"  # the word in whose place the program's own words come
@@ -89,7 +90,7 @@ TORCHRUN = Launcher(
         *("--max-restarts", "0"),  # a restart is a new attempt, and the operator's decision
         PROGRAM,
     ),
-    environment={"MGPU_FAILURE_FILE": "{failure_file}"},
+    environment={FAILURE_FILE: "{failure_file}"},
     needs=("torch",),
     orphaned="SIGTERM",
 )

@@ -1,6 +1,9 @@
-"""What names may look like. Standard library only."""
+"""Names that both sides have to agree on. Standard library only."""
 
 from __future__ import annotations
 
 RUN_ID = r"^[a-z][a-z0-9-]{0,62}$"
 """A run's id, as a pattern: it is part of paths, keys and labels."""
+
+FAILURE_FILE = "MGPU_FAILURE_FILE"
+"""The variable that tells a launcher where to leave which rank failed first, and how."""

@@ -20,7 +20,9 @@ import sys
 import threading
 import time
 
-FAILURE_FILE = "MGPU_FAILURE_FILE"
+from mgpu_train.agent.machine import procs
+from mgpu_train.names import FAILURE_FILE
+
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # torchrun's own
 _LOOK_S = 0.2
 _BY_ITSELF_S = 3.0  # torchrun's own end, after that of its ranks
@@ -41,7 +43,7 @@ def main() -> int:
         run.main(sys.argv[1:])
     except ChildFailedError as error:
         for rank, failure in sorted(error.failures.items()):
-            print(f"torchrun: rank {rank} {ended(failure.exitcode)} (pid {failure.pid})", file=sys.stderr)  # noqa: T201
+            print(f"torchrun: rank {rank} {procs.ended(failure.exitcode)} (pid {failure.pid})", file=sys.stderr)  # noqa: T201
         rank, failure = error.get_first_failure()
         _leave(target, rank, failure.exitcode)
         return 1
@@ -60,8 +62,6 @@ def _end_when_asked() -> None:
 
 
 def _end_after_ranks(heard: int) -> None:
-    from mgpu_train.agent.machine import procs
-
     while (number := os.read(heard, 1)[0]) not in _STOPS:
         pass
     while procs.descendants(os.getpid()):
@@ -73,16 +73,6 @@ def _end_after_ranks(heard: int) -> None:
 
 def _say_stopped(by: signal.Signals) -> None:
     print(f"torchrun: stopped by {by.name}", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def ended(code: int) -> str:
-    """How a process with this exit code has ended, in words."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"
 
 
 def _leave(target: str, rank: int, exit_code: int) -> None:

@@ -8,11 +8,11 @@ from enum import StrEnum
 
 from mgpu_train.agent.attempt import faults
 from mgpu_train.agent.attempt.save_budget import Going
+from mgpu_train.agent.machine import procs
 from mgpu_train.agent.status.log import peer_lost
 from mgpu_train.agent.status.status import Fault
 from mgpu_train.config import Job
 from mgpu_train.timeouts import Timeouts
-from mgpu_train.torchrun import ended
 
 
 class AttemptFailed(Exception):
@@ -181,7 +181,7 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
     code = end.exit_code if end.rank is None else end.rank_code
     found = faults.find(end.lines, end.kernel, last_words=end.last_words, code=code, nodes=job.nodes)
     rank = end.rank if found is None or found.rank is None else found.rank
-    what = f"{'the program' if rank is None else f'rank {rank}'} {ended(code)}"
+    what = f"{'the program' if rank is None else f'rank {rank}'} {procs.ended(code)}"
     if found is not None:
         # every machine answers: what hangs is the program, as where an agent sees it first
         fault = Fault.USER if found.sign.hang and end.peers_answer else found.sign.fault

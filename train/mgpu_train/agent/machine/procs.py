@@ -93,6 +93,16 @@ def catches(pid: int, signum: int) -> bool:
     return bool(caught >> (signum - 1) & 1)
 
 
+def ended(code: int) -> str:
+    """How a process with this exit code has ended, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
 def command_line(pid: int) -> str:
     """How it was started; "" when it is gone."""
     try:

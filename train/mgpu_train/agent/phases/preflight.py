@@ -23,7 +23,7 @@ from mgpu_train.agent.machine import facts, kernel_log
 from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess, torchrun
 from mgpu_train.agent.status.log import last_words, tail
 from mgpu_train.agent.status.status import Fault
-from mgpu_train.torchrun import FAILURE_FILE
+from mgpu_train.names import FAILURE_FILE
 
 _FIND_S = 30.0  # for the interpreter to say whether it has torch
 _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
