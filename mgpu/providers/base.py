@@ -158,7 +158,7 @@ class Provider(ABC):
     and any process; nothing is remembered between calls.
 
     What only some providers have are protocols of their own: `Findings`, `RefreshesOffers`, `OtherCosts`, `Rekeys`,
-    `StoreRole`, `DriverFacts`, and `mgpu.image.place.ImageHost`. Callers ask for them by `isinstance`.
+    `StoreAccess`, `StoreRole`, `DriverFacts`, and `mgpu.image.place.ImageHost`. Callers ask for them by `isinstance`.
     """
 
     name: str
@@ -253,6 +253,15 @@ class Rekeys(Protocol):
     def rekeyed(self, handle: Handle, node: str, host_key: str, *, used: bool) -> None:
         """Remembers a machine's new host key, for every other process to find; once before the machine shows it
         (`used` false: both keys may be met from now on) and once when it does."""
+        ...
+
+
+@runtime_checkable
+class StoreAccess(Protocol):
+    """A provider whose block of the run file says how the operator opens object stores, too."""
+
+    def store_environment(self, environ: Mapping[str, str]) -> Mapping[str, str] | None:
+        """The variables that open them, made from the operator's; None: its environment as it is."""
         ...
 
 

@@ -132,10 +132,10 @@ def of(record: Record) -> Source:
             "Its run file says `checkpoint: none`, it never began, or its store has gone with the demo.",
             f"See `mgpu status {record.run_id}`.",
         )
-    from mgpu_train.store import open_store
+    from mgpu.run.job import operator_store
 
     with readable(record.store):
-        return _source(record.run_id, open_store(record.store), record)
+        return _source(record.run_id, operator_store.for_record(record.store, record), record)
 
 
 def _source(run_id: str, store: Store, record: Record | None) -> Source:

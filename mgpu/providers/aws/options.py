@@ -117,7 +117,9 @@ class Options(ProviderOptions):
     account: _Account | None = Field(
         None, description="the account, 12 digits in quotes; credentials of another one are refused (default: any)"
     )
-    profile: Word | None = Field(None, description="profile of ~/.aws (default: what AWS's own tools would take)")
+    profile: Word | None = Field(
+        None, description="profile of ~/.aws, for S3 as well (default: what AWS's own tools would take)"
+    )
     endpoint_url: _Endpoint | None = Field(
         None, description="address of all services, for a VPC endpoint or a fake (default: AWS's own)"
     )

@@ -36,6 +36,7 @@ _VARIABLES = (
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
+_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
 
 
@@ -158,6 +159,14 @@ class AwsProvider(Provider):
         ids = tuple(made.ids[rank] if rank in missing else name for rank, name in enumerate(handle.ids))
         changed = {"ids": ids, "generation": request.generation, "token": token, "made_at": made.made_at}
         return handle.model_copy(update=changed)
+
+    def store_environment(self, environ: Mapping[str, str]) -> Mapping[str, str] | None:
+        """`aws.profile` opens S3 as it opens EC2, whatever keys are set; a store elsewhere than at AWS has keys of its
+        own."""
+        if not self._options.profile or environ.get("AWS_ENDPOINT_URL_S3"):
+            return None
+        kept = {name: value for name, value in environ.items() if name not in _KEYS}
+        return {**kept, "AWS_PROFILE": self._options.profile}
 
     def require_store(self, urls: Sequence[str]) -> None:
         """Whether a role for a run can open all of these. Raises InputError, ProviderError."""

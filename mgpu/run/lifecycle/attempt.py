@@ -16,7 +16,7 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.fleet.stack import InUse
-from mgpu.run.job import images
+from mgpu.run.job import images, operator_store
 from mgpu.run.job.images import Settled
 from mgpu.run.job.request import Request
 from mgpu.run.job.saving import Saving
@@ -240,12 +240,12 @@ def _leave_clean(session: Session, nodes: NodeSet, fleet: StackOutput) -> None:
 def _judge(session: Session, checkpoint: CheckpointTarget, ended: Ended) -> Ended:
     from mgpu_train.checkpoint.log.commit_log import CommitLog
     from mgpu_train.checkpoint.newest import problems_of
-    from mgpu_train.store import StoreError, open_store
+    from mgpu_train.store import StoreError
 
     record = session.record
     with session.phase("verifying"):
         try:
-            store = open_store(checkpoint.to)
+            store = operator_store.for_record(checkpoint.to, record)
             log = CommitLog(store, record.run_id)
             newest = log.checkpoints()[:1]
             problems = [problem for commit in newest for problem in problems_of(store, log, commit, deep=False)]

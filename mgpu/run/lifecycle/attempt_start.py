@@ -11,6 +11,7 @@ from mgpu.events import Emit, Note, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
+from mgpu.run.job import operator_store
 from mgpu.run.job.request import Request, writer_token
 from mgpu.run.lifecycle.post_mortem import forgotten
 from mgpu.run.nodes import agent_client
@@ -63,10 +64,10 @@ def require_store(request: Request) -> None:
     if request.checkpoint is None:
         return
     from mgpu_train.checkpoint.log.commit_log import CommitLog
-    from mgpu_train.store import StoreError, open_store
+    from mgpu_train.store import StoreError
 
     try:
-        CommitLog(open_store(request.checkpoint.to), request.run_id).newest_attempt()
+        CommitLog(operator_store.for_spec(request.checkpoint.to, request.spec), request.run_id).newest_attempt()
     except StoreError as error:
         cure = "Mend the address or the credentials; nothing was rented."
         raise InputError(_unusable(request.checkpoint), str(error), cure) from error
@@ -81,13 +82,14 @@ def require_data(request: Request, emit: Emit) -> None:
     """
     if not request.spec.data:
         return
-    from mgpu_train.store import NoStore, NotFound, StoreError, open_store
+    from mgpu_train.store import NoStore, NotFound, StoreError
 
     problems = list[str]()
     for index, item in enumerate(request.spec.data):
         where = f"data[{index}].from: {item.source}"
         try:
-            if not any(not stat.key.endswith("/") for stat in open_store(item.source).list("")):
+            store = operator_store.for_spec(item.source, request.spec)
+            if not any(not stat.key.endswith("/") for stat in store.list("")):
                 problems.append(f"{where}: there is nothing")
         except (NoStore, NotFound) as error:
             problems.append(f"{where}: {error}")
@@ -120,10 +122,10 @@ def _begin(session: Session, request: Request) -> tuple[int, str, Resume | None]
         return attempt, writer, _nothing(session, attempt)
     from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
     from mgpu_train.checkpoint.newest import newest_verified
-    from mgpu_train.store import Damaged, StoreError, open_store
+    from mgpu_train.store import Damaged, StoreError
 
     try:
-        store = open_store(request.checkpoint.to)
+        store = operator_store.for_spec(request.checkpoint.to, request.spec)
         log = CommitLog(store, request.run_id)
         _check_remembered(session, log)
         session.claim(log)
@@ -182,10 +184,10 @@ def catch_up(session: Session, request: Request) -> None:
     if request.checkpoint is None:
         return
     from mgpu_train.checkpoint.log.commit_log import CommitLog
-    from mgpu_train.store import StoreError, open_store
+    from mgpu_train.store import StoreError
 
     try:
-        log = CommitLog(open_store(request.checkpoint.to), request.run_id)
+        log = CommitLog(operator_store.for_spec(request.checkpoint.to, request.spec), request.run_id)
         newest = [] if forgotten(session.record, log) else log.checkpoints()[:1]
     except StoreError as error:
         session.emit(Warned(f"the commit log could not be read: {error}"))

@@ -11,6 +11,7 @@ from mgpu.errors import InputError, ProviderError
 from mgpu.events import Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers.base import Provider
+from mgpu.run.job import operator_store
 from mgpu.run.job.request import Request
 from mgpu.run.job.stack_output import handle_of
 from mgpu.run.record.record import Record
@@ -48,11 +49,11 @@ def of_the_store(session: Session, request: Request, *, needed: bool) -> Ended |
         return None
     from mgpu_train.checkpoint.log.commit_log import CommitLog
     from mgpu_train.checkpoint.newest import newest_verified
-    from mgpu_train.store import Damaged, StoreError, open_store
+    from mgpu_train.store import Damaged, StoreError
 
     record, run = session.record, request.run_id
     try:
-        store = open_store(request.checkpoint.to)
+        store = operator_store.for_spec(request.checkpoint.to, request.spec)
         log = CommitLog(store, run)
         end, lost = log.ended(record.attempt), forgotten(record, log)
         newest = newest_verified(store, run, report=lambda text: session.emit(Warned(text)))

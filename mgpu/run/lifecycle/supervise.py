@@ -30,7 +30,7 @@ from mgpu.providers.base import Provider
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.fleet.stack import bring_up, move, refuse_used, stack_of, standing
-from mgpu.run.job import images
+from mgpu.run.job import images, operator_store
 from mgpu.run.job.request import Request, resolve, secrets_of, store_keys
 from mgpu.run.job.stack_output import provider_for, provider_of, targets
 from mgpu.run.job.store_credentials import StoreKeys
@@ -224,10 +224,10 @@ class _Run:
         if request.checkpoint is None:
             return
         from mgpu_train.checkpoint.log.commit_log import CommitLog
-        from mgpu_train.store import StoreError, open_store
+        from mgpu_train.store import StoreError
 
         try:
-            self.session.claim(CommitLog(open_store(request.checkpoint.to), request.run_id))
+            self.session.claim(CommitLog(operator_store.for_spec(request.checkpoint.to, request.spec), request.run_id))
         except StoreError as error:
             self.session.emit(Warned(f"the store does not answer, the takeover is written there later: {error}"))
 

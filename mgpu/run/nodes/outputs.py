@@ -17,6 +17,7 @@ from mgpu.errors import InputError, MgpuError, RemoteError
 from mgpu.events import Note, Warned
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
+from mgpu.run.job import operator_store
 from mgpu.run.job.request import Request
 from mgpu.run.record.record import Record
 from mgpu.run.record.session import Session
@@ -165,13 +166,13 @@ def pull(record: Record, to: Path) -> tuple[int, int]:
     Raises:
         InputError: the run has no store, or it does not answer; this disk does not work.
     """
-    from mgpu_train.store import StoreError, open_store
+    from mgpu_train.store import StoreError
 
     if record.store is None:
         raise InputError(f"run {record.run_id} has no store", "`checkpoint: none`: its outputs came home, or are gone.")
     prefix, files, size = f"{record.run_id}/outputs/", 0, 0
     try:
-        store = open_store(record.store)
+        store = operator_store.for_record(record.store, record)
         for found in store.list(prefix):
             rank, _, path = found.key.removeprefix(prefix).partition("/")
             local = place(to, int(rank), path)
