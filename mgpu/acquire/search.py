@@ -23,6 +23,7 @@ from mgpu.errors import (
     Conflict,
     Interrupted,
     MgpuError,
+    NoOffer,
     ProviderError,
     RateLimited,
     TeardownIncomplete,
@@ -190,6 +191,9 @@ class Search:
         """The nodes that this search has to bring up. Raises Lost when one is gone, or was never granted."""
         asked = tuple(node for node in state.nodes if node.rank in self.ranks)
         lost = [node for node in asked if node.phase in GOING]
+        for node in lost:
+            if node.cure:
+                raise NoOffer(_why_it_ended(node), "", node.cure, scope="region")
         if lost:
             raise Lost("; ".join(map(_why_it_ended, lost)))
         if len(asked) < len(self.ranks):

@@ -127,6 +127,10 @@ class NodeState(Value):
     price_usd_per_hour: float = 0
     hard_cap_at: float = Field(default=0, description="UNIX seconds; the machine ends then, whatever happens")
     reason: str = Field(default="", description="why it is not running, where known")
+    cure: str = Field(
+        default="",
+        description="what would let it start, where its region starts none; empty: a new try may do better",
+    )
 
 
 class FleetState(Value):

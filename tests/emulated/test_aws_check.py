@@ -19,6 +19,7 @@ from mgpu.plan.model import Requirements
 from mgpu.providers.aws import check
 from mgpu.providers.aws.catalog import quotas
 from mgpu.providers.aws.iam import operator_policies
+from mgpu.providers.aws.instances import disk_key
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.aws.session import Account
@@ -87,8 +88,46 @@ def test_where_all_is_there_every_line_is_green(aws: FakeAws):
     every = found()
     assert {each.status for each in every.values()} == {"ok"}, every
     assert {subject.split()[0] for subject in every} == {
-        "credentials", "clock", "permissions", "network", "roles", "login", "quota",
+        "credentials", "clock", "permissions", "network", "disks", "roles", "login", "quota",
     }  # fmt: skip
+
+
+def a_key(aws: FakeAws, policy: dict[str, Any] | None = None) -> str:
+    """The customer's own, which is the default of this region's disks from now on."""
+    key = aws.client("kms").create_key(**{"Policy": json.dumps(policy)} if policy else {})["KeyMetadata"]["Arn"]
+    aws.client("ec2").modify_ebs_default_kms_key_id(KmsKeyId=key)
+    return key
+
+
+def test_a_key_that_ec2_may_not_use_is_named_with_what_its_policy_needs(aws: FakeAws):
+    aws.base()
+    key = a_key(aws)
+    line = found()[f"disks {HERE}"]
+    assert line.status == "warning"
+    assert key in line.detail
+    aws.client("kms").put_key_policy(
+        KeyId=key, PolicyName="default", Policy=json.dumps({"Version": "2012-10-17", "Statement": [line.document]})
+    )
+    assert found()[f"disks {HERE}"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    "off", [{"Effect": "Deny"}, {"Principal": {"AWS": "arn:aws:iam::123456789012:root"}}, {"Action": "kms:Decrypt"},
+            {"Condition": {"StringEquals": {"kms:CallerAccount": "210987654321"}}},
+            {"Condition": {"StringEquals": {"kms:ViaService": "ec2.eu-west-1.amazonaws.com"}}}],
+)  # fmt: skip
+def test_a_policy_that_is_about_something_else_lets_ec2_do_nothing(aws: FakeAws, off: dict[str, Any]):
+    aws.base()
+    a_key(aws, {"Version": "2012-10-17", "Statement": [{**disk_key.statement(ACCOUNT, HERE), **off}]})
+    assert found()[f"disks {HERE}"].status == "warning"
+
+
+def test_a_key_whose_policy_cannot_be_read_is_a_warning(aws: FakeAws, user: Callable[..., None]):
+    a_key(aws)
+    user("kms:GetKeyPolicy")
+    line = found()[f"disks {HERE}"]
+    assert line.status == "warning"
+    assert "not known" in line.detail
 
 
 def test_nothing_is_made_or_changed(aws: FakeAws, user: Callable[..., None]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mgpu.journal import Journal
 from mgpu.plan import rank
 from mgpu.plan.model import Offer, Plan, Requirements
 from mgpu.providers import registry
+from mgpu.providers.aws.instances import disk_key
 from mgpu.providers.base import FleetRequest
 
 EAST, WEST = "us-east-1", "us-west-2"
@@ -90,6 +92,21 @@ def test_a_pool_without_capacity_is_asked_once_and_the_next_one_grants(search: S
     (refused,) = made.tried
     assert "InsufficientInstanceCapacity" in refused.reason
     assert search.fleets == 2
+
+
+def test_a_region_whose_machines_cannot_open_their_disks_is_asked_once(search: Search, aws: FakeAws):
+    """A key of the customer's that EC2 may not use: machines are granted, and die as they start."""
+    key = aws.client("kms", EAST).create_key()["KeyMetadata"]["Arn"]
+    aws.client("ec2", EAST).modify_ebs_default_kms_key_id(KmsKeyId=key)
+    with pytest.raises(NoOffer) as caught:
+        search()
+    assert search.fleets == 1
+    assert "Client.InternalError" in caught.value.why
+    assert "mgpu check aws" in caught.value.next_step
+    assert aws.alive() == []
+    allowed = {"Version": "2012-10-17", "Statement": [disk_key.statement("123456789012", EAST)]}
+    aws.client("kms", EAST).put_key_policy(KeyId=key, PolicyName="default", Policy=json.dumps(allowed))
+    assert search().state.ready
 
 
 def zone_name(aws: FakeAws, offer: Offer) -> str:

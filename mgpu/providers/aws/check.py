@@ -1,7 +1,7 @@
 """Everything at AWS that renting needs, looked at side by side: one finding each, with a cure where it is not there.
 
-First who the caller is; without that nothing else can be asked. Then permissions, and of each region its network, its
-base, who may log in, and its quotas.
+First who the caller is; without that nothing else can be asked. Then permissions, and of each region its network, the
+key of its disks, its base, who may log in, and its quotas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mgpu.providers.aws.bootstrap.ingress_rules import SSH, rules
 from mgpu.providers.aws.catalog import quota_findings
 from mgpu.providers.aws.failures import calling
 from mgpu.providers.aws.iam import operator_policies, permissions
-from mgpu.providers.aws.instances import network
+from mgpu.providers.aws.instances import disk_key, network
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import Finding
@@ -158,6 +158,7 @@ def _of_region(
 ) -> dict[str, _Look]:
     return {
         f"network {region}": lambda: [_network(account, options, region)],
+        f"disks {region}": lambda: [disk_key.finding(account, region)],
         f"roles {region}": lambda: [_roles(account, options, region)],
         f"login {region}": lambda: [_login(account, options, region, here)],
         f"quotas {region}": lambda: quota_findings.findings(account, options, requirements, region),

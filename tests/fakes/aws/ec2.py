@@ -17,6 +17,7 @@ from moto.ec2.models.instances import Instance, InstanceBackend
 from moto.ec2.models.subnets import Subnet
 from moto.ec2.responses.instances import InstanceResponse
 
+from fakes.aws import keys
 from fakes.aws.cloud import Cloud
 from fakes.aws.life import BY_USER
 from fakes.aws.patching import existing, replace
@@ -32,6 +33,7 @@ def install(cloud: Cloud) -> None:
     _install_lookups(cloud)
     _install_ending(cloud)
     _install_disks()
+    keys.install()
 
 
 def _install_disks() -> None:

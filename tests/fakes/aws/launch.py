@@ -11,7 +11,7 @@ from moto.ec2.exceptions import EC2ClientError
 from moto.ec2.utils import convert_tag_spec
 from moto.iam.models import iam_backends
 
-from fakes.aws import market
+from fakes.aws import keys, market
 from fakes.aws.cloud import Cloud
 from fakes.aws.rules import Pool
 
@@ -183,9 +183,10 @@ def launch(cloud: Cloud, backend: Any, wanted: Pool, subnet: Any, data: Data, co
         **({"block_device_mappings": disks} if (disks := _disks(data)) else {}),
         **marks,
     )
+    locked = not keys.opens(backend, _disks(data))
     for instance in reservation.instances:
         _finish(backend, instance, data, tags.get("network-interface", {}))
-        cloud.lives.begin(instance, wanted)
+        cloud.lives.begin(instance, wanted, locked=locked)
     return reservation
 
 

@@ -23,6 +23,7 @@ BY_USER = ("Client.UserInitiatedShutdown", "User initiated shutdown")
 BY_ITSELF = ("Client.InstanceInitiatedShutdown", "Instance initiated shutdown")
 BY_SPOT = ("Server.SpotInstanceTermination", "Spot instance termination")
 STARTED_NOT = ("Server.InternalError", "Internal error on launch")
+KEY_DENIED = ("Client.InternalError", "Client error on launch")
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Life:
     instance: Any
     pool: Pool
     usd_per_hour: float
+    locked: bool = False  # EC2 may not use the key of its disk
     launched_at: float = field(default_factory=time.time)
     ended_at: float | None = None  # terminated or stopped: not billed any more
     reason: tuple[str, str] | None = None
@@ -78,16 +80,18 @@ class Lives:
     def __init__(self, cloud: Cloud) -> None:
         self.cloud, self.by_id = cloud, dict[str, Life]()
 
-    def begin(self, instance: Any, pool: Pool) -> None:
+    def begin(self, instance: Any, pool: Pool, *, locked: bool) -> None:
         """A machine is launched."""
-        life = Life(instance, pool, self.cloud.rules.usd(pool))
+        life = Life(instance, pool, self.cloud.rules.usd(pool), locked)
         self.by_id[instance.id] = life
         life.enter("pending")
         self.cloud.timers.after(self.cloud.rules.pending_s, lambda: self._run(life))
         self.cloud.machines.start(life)
 
     def _run(self, life: Life) -> None:
-        if life.state == "pending":
+        if life.state == "pending" and life.locked:
+            self.end(life, KEY_DENIED)
+        elif life.state == "pending":
             life.enter("running")
 
     def end(self, life: Life, reason: tuple[str, str]) -> None:

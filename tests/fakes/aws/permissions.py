@@ -113,7 +113,7 @@ def _bucket_says(bucket: FakeBucket, action: str, resource: str) -> PermissionRe
     said = [
         each["Effect"]
         for each in (_statements(bucket.policy.decode()) if bucket.policy else ())
-        if _about(each, action, resource) and _holds(each.get("Condition", {}), facts)
+        if covers(each, action, resource, facts)
     ]
     if "Deny" in said:
         return PermissionResult.DENIED
@@ -162,17 +162,19 @@ def _say_yes(documents: list[str], action: str, resource: str, facts: Mapping[st
         each["Effect"]
         for document in documents
         for each in _statements(document)
-        if _about(each, action, resource) and _holds(each.get("Condition", {}), facts)
+        if covers(each, action, resource, facts)
     ]
     return "Allow" in said and "Deny" not in said
 
 
 def denied(statements: list[Statement], action: str, resource: str, facts: Mapping[str, str]) -> bool:
     """Whether one of these statements denies this."""
-    return any(
-        each["Effect"] == "Deny" and _about(each, action, resource) and _holds(each.get("Condition", {}), facts)
-        for each in statements
-    )
+    return any(each["Effect"] == "Deny" and covers(each, action, resource, facts) for each in statements)
+
+
+def covers(statement: Statement, action: str, resource: str, facts: Mapping[str, str]) -> bool:
+    """Whether a statement is about this, whatever it then says."""
+    return _about(statement, action, resource) and _holds(statement.get("Condition", {}), facts)
 
 
 def _statements(document: str) -> list[Statement]:

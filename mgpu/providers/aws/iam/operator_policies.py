@@ -113,6 +113,7 @@ def machines(where: Where) -> Iterator[Document]:
     ec2 = lambda *kinds: [where.arn("ec2", f"{kind}/*") for kind in kinds]  # noqa: E731
     yield _allow("Look", LOOKS, ["*"])
     yield _allow("Image", ["ssm:GetParameters"], [where.arn("ssm", "parameter/aws/service/deeplearning/*", account="")])
+    yield _allow("DiskKey", ["kms:GetKeyPolicy"], [where.arn("kms", "key/*")])
     yield _allow(
         "Roles", ["iam:GetInstanceProfile", "iam:GetRole"], [where.iam("instance-profile/*"), where.iam("role/*")]
     )
@@ -208,6 +209,7 @@ LOOKS = [
         "LaunchTemplates", "Regions", "SecurityGroups", "SpotPriceHistory", "Subnets", "Volumes",
         "Vpcs",
     )),
+    "ec2:GetEbsDefaultKmsKeyId",
     "pricing:GetProducts",
     "servicequotas:ListServiceQuotas",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 from mgpu.errors import AuthError, Transient
 from mgpu.providers.aws import names
 from mgpu.providers.aws.failures import calling
-from mgpu.providers.aws.instances import listing
+from mgpu.providers.aws.instances import disk_key, listing
 from mgpu.providers.aws.instances.listing import Shown, by_id, tagged, tags_of
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
@@ -42,6 +42,7 @@ _REASONS = {
     "Server.SpotInstanceShutdown": "stopped by the spot market",
     "Server.InsufficientInstanceCapacity": "EC2 had no capacity to start it",
     "Server.InternalError": "EC2 failed to start it",
+    disk_key.DENIED: f"EC2 may not use the key of its disk ({disk_key.DENIED})",
     "Server.ScheduledStop": "its hardware is being retired",
     "Client.InstanceInitiatedShutdown": "it powered itself off",
     "Client.UserInitiatedShutdown": "ended by a call to EC2",
@@ -221,6 +222,7 @@ def _node(options: Options, rank: int, name: str, shown: dict[str, Shown]) -> No
         price_usd_per_hour=_number(tags.get(names.PRICE, "")),
         hard_cap_at=_number(tags.get(names.HARD_CAP_AT, "")),
         reason=_reason(machine) if phase in GOING else "",
+        cure=disk_key.CURE if machine.get("StateReason", {}).get("Code") == disk_key.DENIED else "",
     )
 
 

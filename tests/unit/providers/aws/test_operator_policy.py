@@ -14,7 +14,9 @@ from mgpu.providers.aws.iam import operator_policies
 
 ACCOUNT = "123456789012"
 REGIONS = [(), ("us-east-1",), ("us-east-1", "us-west-2", "eu-west-1", "ap-northeast-1")]
-LOOKS = re.compile(r"ec2:Describe\w+|pricing:GetProducts|servicequotas:ListServiceQuotas|ecr:GetAuthorizationToken")
+LOOKS = re.compile(
+    r"ec2:Describe\w+|ec2:GetEbsDefaultKmsKeyId|pricing:GetProducts|servicequotas:ListServiceQuotas|ecr:GetAuthorizationToken"
+)
 # what ends or changes a thing that is there; a name or a tag of ours has to say that it is ours
 ON_THINGS = re.compile(
     r"\w+:(Delete|Terminate|Release|Disassociate|Associate|Authorize|Revoke|Detach|Remove|Update|Put)"
