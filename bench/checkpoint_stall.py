@@ -19,8 +19,9 @@ import torch
 from mgpu_train import parallel
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress
 from mgpu_train.config import LmOptions, ModelConfig, TrainConfig
-from mgpu_train.loop import make_model, make_optimizer
+from mgpu_train.loop import make_optimizer
 from mgpu_train.saving import Saver
+from mgpu_train.strategies import initial
 from mgpu_train.tasks.lm import ByteLM
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -44,7 +45,7 @@ class Training:
         self.folder = folder
         self.place = parallel.join(DEADLINE_S, DEADLINE_S)
         self.task = ByteLM(LmOptions(model=MODEL, seq_len=SEQ_LEN))
-        self.model = make_model(self.task, 0)
+        self.model = initial.whole(self.task, 0)
         self.optimizer = make_optimizer(self.model, TrainConfig())
         self.step()
 

@@ -30,7 +30,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -52,8 +52,9 @@ from mgpu_train.metrics.sums import Sums
 from mgpu_train.parallel import Place
 from mgpu_train.saving import Outcome, Saver
 from mgpu_train.strategies import base as strategies
+from mgpu_train.strategies import initial
 from mgpu_train.tasks import base as tasks
-from mgpu_train.tasks.base import Batch, Data, Task
+from mgpu_train.tasks.base import Batch, Data
 
 log = logging.getLogger("mgpu_train")
 
@@ -129,48 +130,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
-def make_model(task: Task, seed: int) -> nn.Module:
-    """The task's model on the host, the same on all ranks. Raises TrainError for one that has no value somewhere."""
-    with torch.device("meta"):
-        model = task.model()
-    tied = _tied(model)
-    model.to_empty(device="cpu")
-    for first, *others in tied:  # which `to_empty` has parted
-        for other in others:
-            owner, _, name = other.rpartition(".")
-            setattr(model.get_submodule(owner), name, model.get_parameter(first))
-    with torch.no_grad():
-        for _, value in _values(model):
-            if _has_nan(value):
-                value.fill_(math.nan)
-    # whole numbers have no NaN: what was replaced, or changed in place, has a value
-    empty = {name: (value, value._version) for name, value in _values(model) if not _has_nan(value)}
-    torch.manual_seed(seed)
-    task.initialise(model)
-    for name, value in _values(model):
-        kept, version = empty.get(name, (None, 0))
-        if (kept is value and value._version == version) or (_has_nan(value) and value.isnan().any()):
-            raise TrainError(f"`initialise` of {type(task).__name__} gives `{name}` no value")
-    return model
-
-
-def _values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _has_nan(value: torch.Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
-
-
-def _tied(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one: of the output's and the input's embedding, for instance."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [same for same in names.values() if len(same) > 1]
-
-
 class Trainer:
     """One training run on one rank. All ranks make one each and call the same methods together."""
 
@@ -203,8 +162,7 @@ class Trainer:
         self.order = Order(len(self.data), config.seed)
 
         # Model: the seed is the same on all ranks, so that replicas begin equal.
-        model = make_model(self.task, config.seed)
-        self.model = self.strategy.apply(model, self.task.layout(model))
+        self.model = initial.spread(self.strategy, self.task, config.seed)
         self.optimizer = make_optimizer(self.model, config)
 
         # From zero, or from the one checkpoint that all nodes were given. Beside a GPU another process writes.

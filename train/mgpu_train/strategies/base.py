@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -18,14 +19,18 @@ from mgpu_train.tasks.base import Layout
 
 
 class Strategy(ABC):
-    """How a model is spread over ranks."""
+    """How a model is spread over ranks. `shards`: `apply` takes a model without values, on the meta device, and leaves
+    DTensors of it, which get their values afterwards; no rank ever has the whole model."""
+
+    shards: ClassVar[bool] = False
 
     def __init__(self, place: Place, precision: Precision) -> None:
         self.place, self.precision = place, precision
 
     @abstractmethod
     def apply(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """The model, spread, on the device of this rank. It comes with the same values on all ranks, on the host."""
+        """The model, spread, on the device of this rank. It comes with the same values on all ranks, on the host; where
+        the strategy leaves `shards`, it comes and goes without any."""
 
     def forward_pass(self, model: nn.Module, *, reduce: bool) -> AbstractContextManager[object]:
         """Around forward and backward of one micro-batch of the spread model, and around a forward pass alone. With

@@ -1,0 +1,177 @@
+"""A model's first values: whole on every rank before it is spread, or shard by shard where it is spread already.
+
+Both ways give the same values: a shard gets what torch's generator would have given its part of the whole parameter.
+Then no rank ever holds more of the model than its shards, and of one parameter more than `_CHUNK` values at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mgpu_train.errors import TrainError
+from mgpu_train.strategies.base import Strategy
+from mgpu_train.tasks.base import Task
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 1 << 20  # values that are drawn at once
+_BLOCK = 16  # torch draws normal numbers in blocks of so many, and the last block of a tensor anew
+_DRAWS = {
+    getattr(torch.ops.aten, name)
+    for name in ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+}
+
+
+def spread(strategy: Strategy, task: Task, seed: int) -> nn.Module:
+    """The task's model with its first values, spread by the strategy. Raises TrainError for one that has no value
+    somewhere."""
+    if not strategy.shards:
+        model = whole(task, seed)
+        return strategy.apply(model, task.layout(model))
+    with torch.device("meta"):
+        model = task.model()
+    model = strategy.apply(model, task.layout(model))
+    _make_room(model, strategy.place.device)
+    try:
+        with _Shards():
+            _initialise(model, task, seed)
+    except (_NotByShards, RuntimeError, NotImplementedError) as error:
+        size = sum(value.numel() * value.element_size() for _, value in _values(model))
+        log.warning(
+            "every rank holds the whole model for a moment, %.1f GiB: `initialise` of %s cannot work on shards (%s)",
+            size / 2**30,
+            type(task).__name__,
+            str(error).partition("\n")[0],
+        )
+        _copy(whole(task, seed), model)
+    return model
+
+
+def whole(task: Task, seed: int) -> nn.Module:
+    """The task's model on the host, the same on all ranks. Raises TrainError for one that has no value somewhere."""
+    with torch.device("meta"):
+        model = task.model()
+    _make_room(model, torch.device("cpu"))
+    _initialise(model, task, seed)
+    return model
+
+
+def _make_room(model: nn.Module, device: torch.device) -> None:
+    """Memory for a model of the meta device, which stays empty."""
+    tied = _tied(model)
+    model.to_empty(device=device)
+    for first, *others in tied:  # which `to_empty` may have parted
+        kept = model.get_parameter(first)
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            if model.get_parameter(other) is not kept:
+                setattr(model.get_submodule(owner), name, kept)
+
+
+def _initialise(model: nn.Module, task: Task, seed: int) -> None:
+    with torch.no_grad():
+        for _, value in _values(model):
+            if _has_nan(value):
+                _local(value).fill_(math.nan)
+    # whole numbers have no NaN: what was replaced, or changed in place, has a value
+    empty = {name: (value, _local(value)._version) for name, value in _values(model) if not _has_nan(value)}
+    torch.manual_seed(seed)
+    task.initialise(model)
+    for name, value in _values(model):
+        kept, version = empty.get(name, (None, 0))
+        unchanged = kept is value and _local(value)._version == version
+        if unchanged or (_has_nan(value) and _local(value).isnan().any()):
+            raise TrainError(f"`initialise` of {type(task).__name__} gives `{name}` no value")
+
+
+def _values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _has_nan(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it: the same memory."""
+    with torch.no_grad():
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one: of the output's and the input's embedding, for instance."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def _copy(source: nn.Module, model: nn.Module) -> None:
+    """A whole model's values into the shards of the same model."""
+    values = dict(_values(source))
+    with torch.no_grad():
+        for name, value in _values(model):
+            part = values[name]
+            if isinstance(value, DTensor):
+                shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+                part = part[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+            _local(value).copy_(part)
+
+
+class _NotByShards(Exception):
+    """Something was asked of a sharded parameter that its shards cannot do by themselves."""
+
+
+class _Shards(TorchDispatchMode):
+    """Operations on sharded parameters that give each shard what it would have of the whole."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        sharded = args[0] if args and isinstance(args[0], DTensor) else None
+        if sharded is not None and func.overloadpacket in _DRAWS:
+            _draw(func, sharded, args[1:], kwargs or {})
+            return sharded
+        made = func(*args, **kwargs or {})
+        if sharded is not None and func.is_view and not _same_memory(sharded, made):
+            raise _NotByShards(f"{func} of a shard is a copy")  # and a value that it is given would be lost
+        return made
+
+
+def _same_memory(value: DTensor, view: Any) -> bool:
+    return isinstance(view, DTensor) and (
+        _local(view).untyped_storage().data_ptr() == _local(value).untyped_storage().data_ptr()
+    )
+
+
+def _draw(func: Any, value: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Draws the whole parameter, chunk by chunk, and keeps the shard's part of it."""
+    shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    if tuple(shape[1:]) != tuple(value.shape[1:]):
+        raise _NotByShards("a parameter is not sharded by its first dimension")
+    local, row = _local(value).view(-1), math.prod(value.shape[1:])
+    begin, total = offset[0] * row, value.numel()
+    for first, last in _chunks(total):
+        drawn = func(torch.empty(last - first, dtype=value.dtype), *args, **kwargs)
+        low, high = max(first, begin), min(last, begin + local.numel())
+        if low < high:
+            local[low - begin : high - begin].copy_(drawn[low - first : high - first])
+
+
+def _chunks(total: int) -> Iterator[tuple[int, int]]:
+    """Of so many values; the last one has a whole block at least."""
+    first = 0
+    while first < total:
+        last = total if total - first - _CHUNK < _BLOCK else first + _CHUNK
+        yield first, last
+        first = last
