@@ -252,6 +252,37 @@ def test_a_copy_is_a_copy(run, tmp_path):
     assert (run.folder(0, 10) / ".metadata").read_bytes() == b"meta 10"
 
 
+def test_what_is_linked_takes_neither_bytes_nor_room(run, tmp_path, monkeypatch):
+    """A machine that has most of a checkpoint resumes from it though its disk has no room for a second one."""
+    entry, local = run.save(10), run.folder(0, 10)
+    expected = folder_of(run, 10)
+    missing = sum(file.size for file in run.manifest(entry).files if not (local / file.path).exists())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=missing))
+    report = fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume", local=[local], link=True)
+    assert report.reused == 3
+    assert (tmp_path / "resume" / ".metadata").samefile(local / ".metadata")
+    shutil.rmtree(local)
+    assert content(tmp_path / "resume") == expected
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing", "zero-filled"])
+def test_what_is_damaged_is_not_linked(run, damage, how, tmp_path):
+    entry = run.save(10)
+    damage[how](run.folder(0, 10) / "__0_0.distcp")
+    fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume", local=[run.folder(0, 10)], link=True)
+    assert (tmp_path / "resume" / "__0_0.distcp").read_bytes() == run.path(entry, 1).read_bytes()
+
+
+def test_what_is_a_link_itself_is_not_linked(run, tmp_path):
+    entry, local = run.save(10), run.folder(0, 10)
+    moved = shutil.move(local / ".metadata", tmp_path / "moved")
+    (local / ".metadata").symlink_to(moved)
+    report = fetch(run.store, "run-1", run.manifest(entry), tmp_path / "resume", local=[local], link=True)
+    assert report.reused == 2
+    assert not (tmp_path / "resume" / ".metadata").is_symlink()
+
+
 def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(run, tmp_path, monkeypatch):
     entry = run.save(10)
     usage = shutil.disk_usage(tmp_path)

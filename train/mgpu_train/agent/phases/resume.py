@@ -27,8 +27,9 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
         cap = target.max_bytes_per_s
         store = open_store(target.to, attempt.secrets.store, timeouts=attempt.times, max_bytes_per_s=cap)
         manifest = CommitLog(store, attempt.job.run_id).manifest_at(wanted.seq, wanted.checkpoint_id)
+        # the folder that is linked to is deleted before the program starts
         here = [attempt.checkpoints / f"step-{manifest.step}"]
-        report = fetch(store, attempt.job.run_id, manifest, Path(attempt.layout.resume), local=here)
+        report = fetch(store, attempt.job.run_id, manifest, Path(attempt.layout.resume), local=here, link=True)
     except (StoreError, OSError) as error:
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"resume: {error}") from error
     attempt.say(

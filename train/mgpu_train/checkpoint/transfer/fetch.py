@@ -38,10 +38,12 @@ def fetch(
     local: Sequence[Path] = (),
     progress: Progress | None = None,
     durable: bool = True,
+    link: bool = False,
 ) -> FetchReport:
     """Make `dest` hold exactly the files of a checkpoint, of all nodes. A folder of that name is replaced.
 
-    A file that one of the `local` folders, or `dest` itself, has with the right checksum is copied from there.
+    A file that one of the `local` folders, or `dest` itself, has with the right checksum is copied from there; with
+    `link` it gets a second name instead, for folders that nobody writes to and that are deleted next.
     `progress` is told of the bytes, `manifest.bytes` in all. Without `durable` nothing waits for the disk: for a folder
     that is fetched anew after a crash of the machine.
 
@@ -53,10 +55,12 @@ def fetch(
 
     try:
         with write_aside(dest, durable=durable) as aside:
-            _check_room(aside, manifest)
+            to = _Target(store, aside, (*local, dest), progress, link)
+            _check_room(
+                aside, manifest, sum(file.size for file in manifest.files if not (link and to.seems_here(file)))
+            )
             for folder in {(aside / file.path).parent for file in manifest.files}:
                 folder.mkdir(parents=True, exist_ok=True)
-            to = _Target(store, aside, (*local, dest), progress)
             reused = sum(in_threads(to.bring, objects(run_id, manifest), _THREADS))
     except OSError as error:  # never NotFound: what this disk lacks, the store may have
         raise disk.meaning(f"cannot write {dest}", error) from error
@@ -71,6 +75,11 @@ class _Target:
     folder: Path
     local: Sequence[Path]
     progress: Progress | None
+    link: bool
+
+    def seems_here(self, file: FileEntry) -> bool:
+        """Whether a local folder has such a file, by its size."""
+        return any(_size(folder / file.path) == file.size for folder in self.local)
 
     def bring(self, stored: Stored) -> int:
         """Everything that one object holds; returns how many files were on this disk already."""
@@ -89,7 +98,8 @@ class _Target:
     def _copied(self, file: FileEntry) -> bool:
         """True: a local copy was as good."""
         for folder in self.local:
-            if _take(folder / file.path, file, self.folder / file.path):
+            take = _link if self.link else _take
+            if take(folder / file.path, file, self.folder / file.path):
                 self._told(file.size)
                 return True
         return False
@@ -117,6 +127,28 @@ def _take(source: Path, file: FileEntry, to: Path) -> bool:
     return True
 
 
+def _link(source: Path, file: FileEntry, to: Path) -> bool:
+    """A second name for a file that is surely the same; False, and nothing is there, when it is not, or the disk has no
+    such names."""
+    try:
+        with disk.opened(source) as opened:
+            _check(disk.copy(opened, None), file)
+            os.link(source, to, follow_symlinks=False)
+            if os.path.samestat(os.fstat(opened), to.lstat()):
+                return True
+            to.unlink()
+    except (OSError, Damaged):
+        pass
+    return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return -1
+
+
 def _check(found: tuple[int, str], file: FileEntry) -> None:
     if found != (file.size, file.crc64nvme):
         raise Damaged(file.path)
@@ -131,10 +163,10 @@ def _write(path: Path, data: bytes | memoryview) -> None:
         os.close(descriptor)
 
 
-def _check_room(folder: Path, manifest: Manifest) -> None:
+def _check_room(folder: Path, manifest: Manifest, needed: int) -> None:
     free = shutil.disk_usage(folder).free
-    if free < manifest.bytes:
+    if free < needed:
         raise Unavailable(
-            f"{manifest.checkpoint_id} has {manifest.bytes / 2**30:.1f} GiB, and {folder.parent} only "
+            f"{manifest.checkpoint_id} takes {needed / 2**30:.1f} GiB more, and {folder.parent} has only "
             f"{free / 2**30:.1f} GiB of free space. Free some, or use a larger disk."
         )
