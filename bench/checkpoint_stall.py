@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from mgpu_train import parallel
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress
+from mgpu_train.checkpoint.distributed.saver import Saver
 from mgpu_train.config import LmOptions, ModelConfig, TrainConfig
 from mgpu_train.loop import make_optimizer
-from mgpu_train.saving import Saver
 from mgpu_train.strategies import initial
 from mgpu_train.tasks.lm import ByteLM
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions

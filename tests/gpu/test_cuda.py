@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from mgpu_train import gpus, preflight
 from mgpu_train.agent.machine import ports
 from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging
+from mgpu_train.health import gpus, preflight
 
 TINY = {
     "steps": 6, "global_batch": 8, "seq_len": 32, "warmup_steps": 2, "lr": 0.01, "validate_every": 3,
@@ -68,7 +68,7 @@ def test_a_gpu_is_counted_and_measured(tmp_path):
     assert gpus.ask_driver().count == torch.cuda.device_count()
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     env = {**os.environ, **place, "MASTER_PORT": str(ports.free(1)[0]), preflight.FILE: str(tmp_path / "said")}
-    subprocess.run([sys.executable, "-m", "mgpu_train.preflight"], env=env, check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "mgpu_train.health.preflight"], env=env, check=True, timeout=120)
     ((measured,),) = json.loads((tmp_path / "said").read_text()).values()
     assert measured["tflops"] > 1, "a GPU's, not a processor's"
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from fakes.gpus import Driver
-from mgpu_train import gpus
 from mgpu_train.agent.attempt import faults
 from mgpu_train.agent.status.status import Fault
 from mgpu_train.config import Job
 from mgpu_train.errors import MachineError, TrainError
-from mgpu_train.gpus import Demand, Seen
+from mgpu_train.health import gpus
+from mgpu_train.health.gpus import Demand, Seen
 
 STARTING = Seen(0, "CUDA error 802: system not yet initialized", starting=True)
 

@@ -11,9 +11,9 @@ import pytest
 import ranks
 from fakes.gpus import Driver
 from fakes.nodes import Node
-from mgpu_train import preflight
 from mgpu_train.agent.attempt import gpu_health
 from mgpu_train.agent.machine import ports
+from mgpu_train.health import preflight
 
 XID = "NVRM: Xid (PCI:0000:b7:00): {}, pid=1234, name=python3"
 
@@ -84,7 +84,7 @@ def test_all_ranks_know_what_each_has_measured(tmp_path: Path, nodes: int):
     for rank in range(2):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank % here), "LOCAL_WORLD_SIZE": str(here)}
         env = {**os.environ, **world, **place, preflight.FILE: str(tmp_path / f"{rank // here}.json")}
-        started.append(ranks.start("mgpu_train.preflight", [], tmp_path / "said", env))
+        started.append(ranks.start("mgpu_train.health.preflight", [], tmp_path / "said", env))
     try:
         assert [rank.wait(120) for rank in started] == [0, 0], started[0].said
     finally:

@@ -19,13 +19,13 @@ import pytest
 import ranks
 import torch
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, _share
+from mgpu_train.checkpoint.distributed.saver import Saver
 from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging
 from mgpu_train.checkpoint.distributed.writer_process import Outside
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.parallel import Place
-from mgpu_train.saving import Saver
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 

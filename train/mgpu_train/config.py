@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
-from mgpu_train.gpus import Demand
+from mgpu_train.health.gpus import Demand
 from mgpu_train.launchers import TORCHRUN, LauncherOrName
 from mgpu_train.names import RUN_ID
 from mgpu_train.timeouts import Timeouts

@@ -43,6 +43,7 @@ from torch import nn
 import mgpu_train
 from mgpu_train import parallel, stacks
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, differences
+from mgpu_train.checkpoint.distributed.saver import Outcome, Saver
 from mgpu_train.config import CheckpointTarget, Job, TrainConfig
 from mgpu_train.data.order import Order
 from mgpu_train.errors import TrainError
@@ -50,7 +51,6 @@ from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.metrics.pulse import Pulse
 from mgpu_train.metrics.sums import Sums
 from mgpu_train.parallel import Place
-from mgpu_train.saving import Outcome, Saver
 from mgpu_train.strategies import base as strategies
 from mgpu_train.strategies import initial
 from mgpu_train.tasks import base as tasks

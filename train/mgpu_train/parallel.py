@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from mgpu_train import cores
 from mgpu_train.errors import MachineError, TrainError
-from mgpu_train.gpus import Demand
+from mgpu_train.health.gpus import Demand
 
 T = TypeVar("T")
 

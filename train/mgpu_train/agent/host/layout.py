@@ -48,7 +48,7 @@ class RunLayout:
         return self.root / f"stacks-{attempt}"
 
     def preflight(self, attempt: int) -> PurePosixPath:
-        """What was measured on the ranks before an attempt's program (`mgpu_train.preflight`)."""
+        """What was measured on the ranks before an attempt's program (`mgpu_train.health.preflight`)."""
         return self.root / f"preflight-{attempt}.json"
 
     @property

@@ -16,7 +16,6 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from mgpu_train import gpus
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import (
     AttemptFailed,
@@ -39,6 +38,7 @@ from mgpu_train.agent.status.status import Fault, Phase
 from mgpu_train.agent.uploads.checkpoint_store import AttemptStore
 from mgpu_train.agent.uploads.uploads import CheckpointStoreError, Uploads
 from mgpu_train.config import CheckpointTarget
+from mgpu_train.health import gpus
 
 T = TypeVar("T")
 

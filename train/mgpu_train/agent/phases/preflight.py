@@ -1,9 +1,9 @@
 """Before the launcher, on a node with GPUs: are they, and the links between them, fit to train on?
 
 The driver and the kernel are asked, then a product of matrices and two sums are measured on all ranks, as the program
-will use them (`mgpu_train.preflight`). A machine that stands out is at fault, named and replaced. What cannot be asked
-or measured is said, and ends nothing: the program itself will tell. Without GPUs there is none of it: importing torch
-alone takes seconds of a processor.
+will use them (`mgpu_train.health.preflight`). A machine that stands out is at fault, named and replaced. What cannot
+be asked or measured is said, and ends nothing: the program itself will tell. Without GPUs there is none of it:
+importing torch alone takes seconds of a processor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mgpu_train import preflight
 from mgpu_train.agent.attempt import faults, gpu_health
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import AttemptFailed
@@ -23,6 +22,7 @@ from mgpu_train.agent.machine import facts, kernel_log
 from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess, torchrun
 from mgpu_train.agent.status.log import last_words, tail
 from mgpu_train.agent.status.status import Fault
+from mgpu_train.health import preflight
 from mgpu_train.names import FAILURE_FILE
 
 _FIND_S = 30.0  # for the interpreter to say whether it has torch
@@ -65,7 +65,7 @@ class Measuring:
         # how its ranks end is no failure of the program's
         given = {name: value for name, value in environment.items() if name != FAILURE_FILE}
         given |= {preflight.FILE: str(self._path), preflight.TIMEOUT_S: str(job.timeouts.preflight_s)}
-        argv = torchrun(job, layout, python, ("-m", "mgpu_train.preflight"), job.preflight_port)
+        argv = torchrun(job, layout, python, ("-m", "mgpu_train.health.preflight"), job.preflight_port)
         try:
             self._process = LauncherProcess(Launch(argv, given, attempt.work), attempt.log.fd)
         except OSError as error:

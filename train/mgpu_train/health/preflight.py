@@ -1,4 +1,4 @@
-"""What the GPUs and the links between them do, measured before a program is started: `python -m mgpu_train.preflight`.
+"""What the GPUs and the links between them do, measured before a program starts: `-m mgpu_train.health.preflight`.
 
 Started once per process, as a trainer is; it reads torchrun's variables and MGPU_PREFLIGHT_FILE. The first rank of each
 node writes there which part has begun, {"part": "matmul"}, and at the end what was measured on all ranks, an object a
