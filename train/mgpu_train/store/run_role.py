@@ -8,7 +8,9 @@ from typing import Any
 
 import botocore.session
 from botocore.credentials import CredentialProvider, DeferredRefreshableCredentials
-from botocore.exceptions import ClientError, NoCredentialsError
+from botocore.exceptions import ClientError
+
+from mgpu_train.store.s3errors import NoMachineRole
 
 _SESSION_S = 3600  # the longest that a role may have which another role takes on
 _SETTLE_S = 60.0  # until AWS knows everywhere of a role that has just been made
@@ -32,7 +34,7 @@ class RunRole(CredentialProvider):
         return DeferredRefreshableCredentials(refresh_using=self._take_on, method=self.METHOD)
 
     def _take_on(self) -> Mapping[str, Any]:
-        """Raises NoCredentialsError: this machine has no role; ClientError: it may not take on this one."""
+        """Raises NoMachineRole: this machine's own is not to be had now; ClientError: it may not take on this one."""
         until = time.monotonic() + _SETTLE_S
         sts = self._sts()
         while True:
@@ -53,7 +55,7 @@ class RunRole(CredentialProvider):
     def _sts(self) -> Any:
         own = self._core.get_component("credential_provider").get_provider("iam-role").load()
         if own is None:
-            raise NoCredentialsError
+            raise NoMachineRole
         machine = botocore.session.Session()
         machine.register_component("data_loader", self._core.get_component("data_loader"))
         keys = own.get_frozen_credentials()

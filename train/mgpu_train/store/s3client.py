@@ -19,6 +19,7 @@ from mgpu_train.store.s3errors import S3Errors
 from mgpu_train.timeouts import Timeouts
 
 ROLE, EXTERNAL_ID = "MGPU_STORE_ROLE", "MGPU_STORE_EXTERNAL_ID"  # of `env`: a role that this machine's own takes on
+_METADATA_ATTEMPTS = 3  # a second each; botocore asks once
 _ATTEMPTS = 8  # of one request; S3 under load refuses several in a row
 
 
@@ -73,6 +74,7 @@ def _session(env: Mapping[str, str] | None) -> botocore.session.Session:
         core.set_config_variable("profile", profile)
     if region := env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"):
         core.set_config_variable("region", region)
+    core.set_config_variable("metadata_service_num_attempts", _METADATA_ATTEMPTS)
     chain = core.get_component("credential_provider")
     chain.remove("env")
     if role := env.get(ROLE):

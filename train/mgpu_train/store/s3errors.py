@@ -34,6 +34,13 @@ _NO_CREDENTIALS = (
 )
 
 
+class NoMachineRole(boto.BotoCoreError):
+    """The metadata service of this machine does not give its role, which a run's role is taken on with. It may be back
+    in a moment."""
+
+    fmt = "the metadata service of this machine does not give the machine's role"
+
+
 class S3Errors:
     """The translator of one store: `url` is its address, `endpoint` the server's, or None for AWS."""
 
@@ -53,6 +60,8 @@ class S3Errors:
     def _meaning(self, what: str, error: boto.BotoCoreError | boto.ClientError) -> StoreError:
         if isinstance(error, boto.ClientError):
             return self._answered(what, *_answer(error))
+        if isinstance(error, NoMachineRole):
+            return Unavailable(f"{what}: {error}. Look whether it has one, and whether 169.254.169.254 answers.")
         if isinstance(error, _NO_CREDENTIALS):
             return Denied(
                 f"{what}: no usable credentials. Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
