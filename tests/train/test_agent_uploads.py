@@ -159,12 +159,19 @@ def test_saves_that_are_overtaken_are_skipped_counted_and_deleted(tmp_path, unti
     until(lambda: checkpoint_store.tries == [1])
     node.save(2, 3, 4, 5)
     node.uploads.look()
-    assert node.here == ["step-1", "step-4", "step-5"]  # what is under way, and the newest two
+    assert node.here == ["step-1", "step-5"]  # what is under way, and the newest
     go.set()
     drained(node)
     assert checkpoint_store.shared.commits == [1, 5]
     assert node.status.skipped == 3
-    assert node.here == ["step-4", "step-5"]
+    assert node.here == ["step-5"]
+
+
+def test_one_of_several_nodes_keeps_what_node_0_may_still_ask_for(tmp_path):
+    node = Node(FakeDepot(Shared(2), 1), tmp_path / "n")
+    node.save(1, 2, 3, 4, 5, 6)
+    node.uploads.look()
+    assert node.here == ["step-3", "step-4", "step-5", "step-6"]
 
 
 def test_all_nodes_upload_what_node_0_chose_however_slow_one_is(tmp_path, until):

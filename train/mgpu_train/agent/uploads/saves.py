@@ -9,18 +9,19 @@ from pathlib import Path
 
 from mgpu_train.checkpoint.local import discard, finished
 
-_KEPT = 2  # newest ones that stay on local disk while one is uploaded
-KEPT_IDLE = 4  # ... while none is: node 0 may ask for one that it saw as the newest a moment ago
+KEPT = 2  # newest ones that stay on the disk of one of several nodes, while one is uploaded
+# ... while none is: node 0 may ask for one that it saw as the newest a moment ago; not all: it may be silent for long
+KEPT_IDLE = 4
 
 
-def superfluous(steps: Iterable[int], uploading: int | None, kept: int = _KEPT) -> list[int]:
+def superfluous(steps: Iterable[int], uploading: int | None, kept: int = KEPT) -> list[int]:
     """The steps that nobody will ask for while `uploading` is under way: all but that one and the newest `kept`."""
     ordered = sorted(steps)
     stay = {*ordered[-kept:], uploading}
     return [step for step in ordered if step not in stay]
 
 
-def tidy(folder: Path, uploading: int | None, kept: int = _KEPT) -> list[int]:
+def tidy(folder: Path, uploading: int | None, kept: int = KEPT) -> list[int]:
     """Deletes what is superfluous; returns the steps that were there before, oldest first."""
     found = dict(finished(folder))
     for step in superfluous(found, uploading, kept):

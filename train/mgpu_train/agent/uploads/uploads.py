@@ -18,7 +18,7 @@ from typing import Protocol
 
 from mgpu_train.agent.status.log import clean
 from mgpu_train.agent.status.status import CheckpointStatus
-from mgpu_train.agent.uploads.saves import KEPT_IDLE, tidy
+from mgpu_train.agent.uploads.saves import KEPT, KEPT_IDLE, tidy
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.timeouts import Timeouts
 
@@ -157,14 +157,20 @@ class Uploads:
     def look(self) -> int:
         """Looks at the folder, deletes what nobody will ask for, and returns the newest finished step (-1: none)."""
         with self._looking:
-            # more stay while idle: node 0 may be about to announce one; not all, for it may be silent for long
-            idle = self._in_flight is None
-            found = tidy(self._folder, None, KEPT_IDLE) if idle else tidy(self._folder, self._in_flight)
+            found = tidy(self._folder, self._in_flight, self._kept)
         with self._lock:
             self._seen.update(found)
             newest = max(self._seen, default=-1)
             self._status = self._status.model_copy(update={"saved_step": newest})
         return newest
+
+    @property
+    def _kept(self) -> int:
+        """How many of the newest stay beside the one in flight."""
+        idle = self._in_flight is None
+        if self._alone:
+            return 1 + idle  # the thread may be about to take one, and nobody else asks
+        return KEPT_IDLE if idle else KEPT
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
