@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,21 @@ def test_saves_that_are_overtaken_are_skipped_counted_and_deleted(tmp_path, unti
     assert checkpoint_store.shared.commits == [1, 5]
     assert node.status.skipped == 3
     assert node.here == ["step-5"]
+
+
+def test_a_disk_without_room_for_one_more_is_told_once(tmp_path, until, monkeypatch):
+    node = Node(FakeDepot(Shared(1), 0), tmp_path / "n")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=9))
+    node.uploads.start()
+    for step, size in ((1, 9), (2, 10), (3, 11)):
+        (tmp_path / "aside").mkdir()
+        (tmp_path / "aside" / "shard").write_bytes(b"x" * size)
+        (tmp_path / "aside").rename(node.folder / f"step-{step}")
+        until(lambda step=step: node.status.committed_step == step)
+    drained(node)
+    assert [text.partition(" has")[0] for text in node.said if "next save" in text] == ["checkpoint: step-2"]
+    assert (node.status.failed, node.status.uploaded_step) == (0, 3)
 
 
 def test_one_of_several_nodes_keeps_what_node_0_may_still_ask_for(tmp_path):

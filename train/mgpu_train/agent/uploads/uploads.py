@@ -9,6 +9,7 @@ launcher has ended, the last announcement says that it is final.
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -107,6 +108,7 @@ class Uploads:
         self._seen: set[int] = set()
         self._taken = max(-1, resumed_step - 1)
         self._in_flight: int | None = None
+        self._told_room = False
         self._began: float | None = None  # when the one in flight was taken
         self._took_s: float | None = None  # what the last one took
         self._thread = threading.Thread(target=self.run, name="uploads", daemon=True)
@@ -271,6 +273,7 @@ class Uploads:
             return False
         self.note(uploaded_step=step)
         self._say(f"checkpoint {name}: uploaded")
+        self._look_for_room(name, path)
         if self._leads:
             return self._commit(step)
         self._measure()
@@ -298,6 +301,20 @@ class Uploads:
                 if newer or self._draining.is_set():  # else there is nothing better to do than to wait on
                     return False
             self._pause(self._times.poll_s)
+
+    def _look_for_room(self, name: str, path: Path) -> None:
+        """The next one is written beside this one: a disk that has no room for it is told before it is full."""
+        try:
+            size = sum(each.lstat().st_size for each in path.rglob("*") if each.is_file())
+            free = shutil.disk_usage(self._folder).free
+        except OSError:  # whatever it is, the upload is done
+            return
+        if size > free and not self._told_room:
+            self._told_room = True
+            self._trouble(
+                f"{name} has {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of the disk are free: the next save "
+                "may not fit. Use a larger disk (`disk_gib`)"
+            )
 
     def _measure(self) -> None:
         if self._began is not None:
