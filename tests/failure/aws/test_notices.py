@@ -14,6 +14,7 @@ from waiting import until
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for stories of others, too
 
+G_SPOT, VCPUS = "L-3819A6DF", 4  # the quota that the machines count against, and what one of them takes of it
 EVERY = 10  # steps between two saves of count.py
 
 
@@ -45,14 +46,20 @@ def judged(user: Operator, launch: Any, before: list[str]) -> Told:
     return Told(run, before, saved, froms, len(user.aws.bill()), left_behind(user.aws), err)
 
 
-def interrupted(user: Operator, *, notice_s: float | None, rank: int, every: int = EVERY) -> Told:
+def interrupted(
+    user: Operator, *, notice_s: float | None, rank: int, every: int = EVERY, dead_s: float | None = None
+) -> Told:
     """One of two machines is taken so many seconds after the notice, None: without; once there is a checkpoint, or, of
-    a program that saves nothing by itself, while it trains."""
+    a program that saves nothing by itself, while it trains. `dead_s`: the quota has room for two machines, and the dead
+    one counts so many seconds longer."""
     user.write(command=["count.py", "45", "0.25", "0", str(every)], recovery={"attempts": 3, "wait_minutes": 2})
     launch = user.start("launch", "--yes")
     try:
         until(lambda: user.run().get("checkpoint_step", -1) >= EVERY if every == EVERY else user.trains(), 150)
         before = user.ids
+        if dead_s is not None:
+            user.aws.quota(G_SPOT, 2 * VCPUS)
+            user.aws.pace(dead_count_s=dead_s)
         if notice_s is None:
             user.aws.kill(before[rank])
         else:
@@ -86,12 +93,13 @@ STORIES = {
     "2 s": partial(interrupted, notice_s=2, rank=1),
     "0 s": partial(interrupted, notice_s=0, rank=1),
     "none": partial(interrupted, notice_s=None, rank=0),
+    "quota": partial(interrupted, notice_s=None, rank=1, dead_s=25),
     "rumours": rumours,
 }
 
 
 @pytest.mark.drawn("whole runs on the fake AWS", "tests/failure/aws/conftest.py")
-@pytest.mark.parametrize("story", ["120 s", "2 s", "0 s", "none"])
+@pytest.mark.parametrize("story", ["120 s", "2 s", "0 s", "none", "quota"])
 def test_a_taken_machine_is_replaced_alone_and_the_run_goes_on_from_its_newest_checkpoint(told, story):
     was = told(story)
     rank = 0 if story in ("120 s", "none") else 1
@@ -115,6 +123,13 @@ def test_where_there_is_time_what_was_done_since_the_last_save_is_saved_first(to
     assert 0 < step < 45, "a save that no interval asked for"
     (interruption,) = was.run["interruptions"]
     assert interruption["repaired_at"] - interruption["noticed_at"] < 100, "nobody waited for the machine to be taken"
+
+
+@pytest.mark.story("quota")
+def test_a_quota_that_a_dead_machine_still_counts_against_is_waited_for(told):
+    was = told("quota")
+    assert f"quota {G_SPOT}" in was.output
+    assert "asking again" in was.output
 
 
 @pytest.mark.story("rumours")

@@ -269,7 +269,8 @@ class FakeAws:
         self.ask("set", name="page", value=size)
 
     def pace(self, **seconds: float) -> None:
-        """Sets `pending_s`, `ending_s` (shutting-down), `forget_s` (how long terminated machines are shown)."""
+        """Sets `pending_s`, `ending_s` (shutting-down), `forget_s` (how long terminated machines are shown), and
+        `dead_count_s` (how long they count against their quota)."""
         for name, value in seconds.items():
             self.ask("set", name=name, value=value)
 

@@ -123,8 +123,10 @@ def _by_quota(cloud: Cloud, wanted: Pool) -> tuple[float, Any]:
     code = market.quota_code(wanted.instance_type, wanted.market)
     used = sum(
         market.vcpus(life.pool.instance_type)
-        for life in cloud.lives.alive("pending", "running")
-        if life.pool.region == wanted.region and market.quota_code(life.pool.instance_type, life.pool.market) == code
+        for life in cloud.lives.by_id.values()
+        if life.counts(cloud.rules.dead_count_s)
+        and life.pool.region == wanted.region
+        and market.quota_code(life.pool.instance_type, life.pool.market) == code
     )
     limit = cloud.rules.quota(code)
     left = (limit - used) // market.vcpus(wanted.instance_type)

@@ -57,6 +57,12 @@ class Life:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S GMT", time.gmtime(now))
             self.instance._reason = f"{code}: {message}" if code == BY_SPOT[0] else f"User initiated ({stamp})"
 
+    def counts(self, dead_s: float) -> bool:
+        """Whether it counts against its quota, where the dead do so for a while."""
+        if self.state in ("pending", "running"):
+            return True
+        return dead_s > 0 and (self.ended_at is None or time.time() < self.ended_at + dead_s)
+
     def seen(self, at: float) -> Any | None:
         """The machine as it was at UNIX time `at`; None if it was not yet."""
         past = [state for when, state in self.history if when <= at]

@@ -55,6 +55,7 @@ class Rules:
     pending_s: float = 0.1
     ending_s: float = 0.1
     forget_s: float = 3600.0
+    dead_count_s: float = 0.0  # how long an ended machine still counts against its quota
     lag_s: float = 0.0
     page: int = 1000
     fewer: list[int] = field(default_factory=list)
