@@ -24,7 +24,7 @@ def gc(as_json: bool, yes: bool) -> int:
     uses them (`mgpu attach`).
     """
     from mgpu.run.fleet import inventory
-    from mgpu.run.lifecycle.gc import end_all
+    from mgpu.run.lifecycle.gc import end_all, take_rights_away
 
     console = Console(as_json=as_json)
     with console.waiting(common.ASKING):
@@ -43,6 +43,8 @@ def gc(as_json: bool, yes: bool) -> int:
         else:
             ended.append(fleet.name)
             console.say(f"fleet {fleet.name}: ended, confirmed by the provider")
+    if yes:
+        take_rights_away(common.context(console))
     if as_json:
         from mgpu.cli import results
 

@@ -13,7 +13,8 @@ from mgpu.errors import MgpuError
 from mgpu.providers import registry
 from mgpu.run.fleet.inventory import Fleet
 from mgpu.run.lifecycle.down import down
-from mgpu.run.record.record import load
+from mgpu.run.lifecycle.outcome import revoke_store
+from mgpu.run.record.record import every, load, save, supervising
 
 _AT_ONCE = 16  # fleets that are ended at the same time
 
@@ -66,3 +67,17 @@ def end(fleet: Fleet, context: Context) -> None:
         acquire.destroy(provider, fleet.handle, timeouts=context.timeouts, emit=context.emit)
         return
     down(load(fleet.left_by), context, left=True)
+
+
+def take_rights_away(context: Context) -> None:
+    """What machines of runs that are over may still do in their stores, because it could not be taken away at the end.
+    What stays is told."""
+    for record in every():
+        if not (record.state.final and record.store_granted and record.teardown == "confirmed"):
+            continue
+        with supervising(record.run_id) as token:
+            if token:
+                left = load(record.run_id)
+                left.supervisor = token
+                revoke_store(left, context.emit)
+                save(left)

@@ -40,7 +40,7 @@ from mgpu.events import Note, RunStateChanged, Warned
 from mgpu.iac.engine.project import project_name
 from mgpu.providers.base import NodePhase
 from mgpu.run.job.request import resolve
-from mgpu.run.lifecycle import attach, attempt_start, supervise
+from mgpu.run.lifecycle import attach, attempt_start, gc, supervise
 from mgpu.run.lifecycle import down as downs
 from mgpu.run.lifecycle import launch as runs
 from mgpu.run.lifecycle.submit import submit
@@ -811,7 +811,8 @@ def test_who_was_given_no_rights_has_none_taken_away(project):
     assert project.world.cloud.granted == project.world.cloud.revoked == []
 
 
-def test_rights_that_could_not_be_taken_away_change_no_end_and_down_takes_them(project):
+@pytest.mark.parametrize("how", ["down", "gc"])
+def test_rights_that_could_not_be_taken_away_change_no_end_and_are_taken_later(project, how):
     cloud = project.world.cloud
     cloud.refuses["revoke"] = [Transient("503")]
     assert project.launch(DATA).exit_code == 0
@@ -819,7 +820,8 @@ def test_rights_that_could_not_be_taken_away_change_no_end_and_down_takes_them(p
     assert (done.state, done.teardown, done.store_granted, cloud.revoked) == (State.SUCCEEDED, "confirmed", True, [])
     assert f"mgpu down {done.run_id}" in project.world.of(Warned)[-1].text
     del cloud.refuses["revoke"]
-    downs.down(done, project.context)
+    take_away = {"down": lambda: downs.down(done, project.context), "gc": lambda: gc.take_rights_away(project.context)}
+    take_away[how]()
     assert cloud.revoked == [done.run_id]
     assert not record.load("last").store_granted
 
