@@ -27,7 +27,7 @@ from mgpu.providers.aws.bootstrap.roles import NodeRole, NodeRoleManager, Reaper
 from mgpu.providers.aws.bootstrap.security_group import SecurityGroup, SecurityGroupManager
 from mgpu.providers.aws.catalog.refresh import refresh
 from mgpu.providers.aws.iam import policies
-from mgpu.providers.aws.instances import reaper
+from mgpu.providers.aws.instances import disk_key, reaper
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.aws.session import Account
@@ -83,7 +83,7 @@ class Life:
             "base made": self.base_made,
             "base mended": self.base_mended,
             "checked": lambda: self.provider.check(),
-            "findings": lambda: self.provider.findings(None, lambda: SSH),
+            "findings": self.looked_at,
             "refreshed": lambda: refresh(self.account),
             "created": self.created,
             "described": self.described,
@@ -123,6 +123,14 @@ class Life:
             self._drift()
         for manager, wanted in self.resources:
             resource.ensure(manager, wanted)
+
+    def looked_at(self) -> None:
+        """Of an account whose disks have a key of its own."""
+        with self.aside():
+            policy = json.dumps({"Version": "2012-10-17", "Statement": [disk_key.statement(self.account.id(), HERE)]})
+            key = self.aws.client("kms").create_key(Policy=policy)["KeyMetadata"]["Arn"]
+            self.aws.client("ec2").modify_ebs_default_kms_key_id(KmsKeyId=key)
+        self.provider.findings(None, lambda: SSH)
 
     def _drift(self) -> None:
         ec2, iam = self.aws.client("ec2"), self.aws.client("iam")
