@@ -1,6 +1,6 @@
 #!/bin/sh
 # A base for the training image where there is no registry to pull one from: Debian's smallest, with Python and an SSH
-# server, by debootstrap; as root. Made once (a minute, 73 MB) and kept outside the checkout; what is kept is
+# server, by debootstrap; as root. Made once (a minute) and kept outside the checkout; what is kept is
 # only taken while its checksum is still the one it was made with. Prints its path:
 #
 #     docker import "$(scripts/make-base-image.sh)" mgpu-base:bookworm
@@ -13,7 +13,8 @@ set -eu
 . "$(dirname "$0")/common.sh"
 
 SUITE=bookworm
-PACKAGES=ca-certificates,openssh-server,python3,python3-pip,python3-venv
+PACKAGES=ca-certificates,g++,ibverbs-providers,libhwloc15,libibverbs1,librdmacm1
+PACKAGES=$PACKAGES,openssh-server,python3,python3-dev,python3-pip,python3-venv
 RECIPE=1 # changes when what is done below does
 mirror=${MGPU_DEBIAN_MIRROR:-http://deb.debian.org/debian}
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg

@@ -132,10 +132,14 @@ def test_its_labels_are_what_is_in_it(builder: Engine, image: str):
     assert (facts["torch"], facts["cuda"]) == (None, None)
 
 
-def test_torch_may_be_mounted_instead_of_built_in(builder: Engine, image: str):
+@pytest.fixture
+def mounted() -> tuple[str, ...]:
     if sys.version_info[:2] != (3, 11):
         pytest.skip("the base has Python 3.11: the tests' torch is for another one")
-    mounted = ("--volume", f"{sysconfig.get_path('purelib')}:/opt/torch:ro")
+    return ("--volume", f"{sysconfig.get_path('purelib')}:/opt/torch:ro")
+
+
+def test_torch_may_be_mounted_instead_of_built_in(builder: Engine, image: str, mounted: tuple[str, ...]):
     facts = json.loads(run(builder, image, "facts", options=mounted))
     here = module._torch()
     assert (facts["torch"], facts["cuda"]) == (here["torch"], here["cuda"])
@@ -143,6 +147,17 @@ def test_torch_may_be_mounted_instead_of_built_in(builder: Engine, image: str):
     assert run(builder, image, "-c", code, options=(*mounted, "--entrypoint", "python")).startswith(
         "3.0 /opt/mgpu/lib/"
     )
+
+
+def test_torch_compiles_in_it_and_nccl_finds_what_it_opens(builder: Engine, image: str, mounted: tuple[str, ...]):
+    code = (
+        "import ctypes, sysconfig, torch\n"
+        "for name in ('libibverbs.so.1', 'libefa.so.1', 'librdmacm.so.1', 'libhwloc.so.15'): ctypes.CDLL(name)\n"
+        "open(sysconfig.get_path('include') + '/Python.h')\n"  # triton's launchers include it
+        "print(torch.compile(lambda x: (x * x).sum() + 1)(torch.ones(3)).item())"
+    )
+    one = ("--env", "TORCHINDUCTOR_COMPILE_THREADS=1")  # else eight processes import torch
+    assert run(builder, image, "-c", code, options=(*mounted, *one, "--entrypoint", "python")) == "4.0"
 
 
 def test_nothing_of_what_is_for_the_build_alone_is_in_the_image(builder: Engine, image: str, index: Index):

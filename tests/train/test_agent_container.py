@@ -298,11 +298,13 @@ def test_a_hidden_folders_disk_is_that_of_what_can_be_seen(tmp_path):
 
 def test_gpus_and_infiniband_are_handed_in(home, tmp_path, monkeypatch):
     monkeypatch.setattr(container, "_INFINIBAND", tmp_path)
+    monkeypatch.setattr(container, "AMAZON", tmp_path)
     options = container._options(wanted(gpus=8))
-    assert "--gpus=all" in options
-    assert f"--device={tmp_path}" in options
+    libraries = f"--mount=type=bind,source={tmp_path},target=/opt/mgpu-efa,readonly"
+    assert {"--gpus=all", f"--device={tmp_path}", libraries} <= set(options)
     monkeypatch.setattr(container, "_INFINIBAND", tmp_path / "absent")
-    assert not any(option.startswith(("--gpus", "--device")) for option in container._options(wanted()))
+    options = container._options(wanted())
+    assert not any(option.startswith(("--gpus", "--device")) or option == libraries for option in options)
 
 
 def test_an_engine_that_knows_gpus_is_known_by_any_of_three_signs(docker, tmp_path, monkeypatch):

@@ -600,6 +600,44 @@ def test_where_efa_was_rented_nccl_takes_it_or_nothing(tmp_path):
     assert network.settings(2, 8, "127.0.0.1", tmp_path / "sys") == {}
 
 
+@pytest.mark.parametrize(
+    ("link", "state", "told"),
+    [
+        ("InfiniBand", "4: ACTIVE", {"NCCL_NET": "IB"}),
+        ("InfiniBand", "1: DOWN", {}),
+        ("Ethernet", "4: ACTIVE", {}),  # a virtual machine's ordinary card may be one of these
+    ],
+)
+def test_where_infiniband_is_up_nccl_takes_it_or_nothing(tmp_path, link, state, told):
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "link_layer").write_text(f"{link}\n")
+    (port / "state").write_text(f"{state}\n")
+    assert network.settings(2, 8, "127.0.0.1", tmp_path) == told
+
+
+def test_nccl_finds_the_machines_plugin_for_efa_where_the_image_has_none(tmp_path):
+    own, machine = tmp_path / "own", tmp_path / "machine"
+    plugin = machine / "ofi-nccl" / "lib" / "x86_64-linux-gnu" / "libnccl-net-aws-ofi.so"
+    plugin.parent.mkdir(parents=True)
+    plugin.touch()
+    (machine / "efa" / "lib").mkdir(parents=True)
+
+    def told(given, found=None):
+        return dict(network.efa_plugin(given, (own, machine), lambda name: found))
+
+    libraries = f"{plugin.parent}:{machine / 'efa' / 'lib'}"
+    assert told({}) == {"NCCL_NET_PLUGIN": str(plugin), "LD_LIBRARY_PATH": libraries}
+    assert told({"LD_LIBRARY_PATH": "/usr/local/nvidia/lib"})["LD_LIBRARY_PATH"] == f"/usr/local/nvidia/lib:{libraries}"
+    assert told({}, found="libnccl-net.so") == {}, "the loader has one"
+    assert told({"NCCL_NET_PLUGIN": "ofi"}) == {}, "somebody has said which"
+    assert told({"LD_LIBRARY_PATH": str(plugin.parent)}) == {}, "the loader finds it"
+    (own / "aws-ofi-nccl" / "lib").mkdir(parents=True)
+    (own / "aws-ofi-nccl" / "lib" / "libnccl-net.so").touch()
+    assert told({})["NCCL_NET_PLUGIN"] == str(own / "aws-ofi-nccl" / "lib" / "libnccl-net.so"), "the image's own"
+    assert dict(network.efa_plugin({}, (tmp_path / "none",), lambda name: None)) == {}
+
+
 def test_the_kernel_says_which_address_an_interface_has():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         assert network._address_of(probe, "lo") == "127.0.0.1"

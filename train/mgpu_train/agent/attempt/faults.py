@@ -87,7 +87,8 @@ PROGRAM = (
 )
 NETWORK = (
     _user(
-        "EFA was rented, and this image has no plugin for it (aws-ofi-nccl): `env: {NCCL_NET: Socket}` takes TCP",
+        "the machine's direct network (EFA, InfiniBand) cannot be used: an image needs ibverbs-providers, librdmacm1 "
+        "and libhwloc15 for it; `env: {NCCL_NET: Socket}` takes TCP",
         r"NCCL WARN.*Failed to initialize any NET plugin",
     ),
 )

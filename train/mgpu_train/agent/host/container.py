@@ -33,7 +33,7 @@ if __name__ == "__main__":
 from mgpu_train.agent.host import docker_cli as engines  # noqa: E402
 from mgpu_train.agent.host import ecr  # noqa: E402
 from mgpu_train.agent.host.docker_cli import Done, Engine, Login  # noqa: E402
-from mgpu_train.agent.host.layout import RunLayout  # noqa: E402
+from mgpu_train.agent.host.layout import AMAZON, AMAZON_OF_MACHINE, RunLayout  # noqa: E402
 from mgpu_train.agent.host.python_env import (  # noqa: E402
     PROBLEM,
     Claim,
@@ -213,6 +213,8 @@ def _options(wanted: Wanted) -> list[str]:
         *(_mount(HOME), _mount(_made(work), "readonly"), *(_mount(_made(work / path)) for path in wanted.writable)),
         *(["--gpus=all"] if wanted.gpus else []),
         *([f"--device={_INFINIBAND}"] if _INFINIBAND.exists() else []),
+        # EFA's libraries fit the machine's driver; beside the image's own, which come first
+        *([_mount(AMAZON, "readonly", at=AMAZON_OF_MACHINE)] if _INFINIBAND.exists() and AMAZON.is_dir() else []),
         *("--log-driver=json-file", "--log-opt=max-size=10m", "--log-opt=max-file=3"),
         f"--stop-timeout={wanted.stop_s:.0f}",
         "--stop-signal=SIGTERM",  # what `container_init.py` waits for; an image may name another
@@ -234,10 +236,10 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _mount(folder: Path, *more: str) -> str:
-    """A folder at its own path; the list is CSV, and a path may hold a comma."""
+def _mount(folder: Path, *more: str, at: Path | None = None) -> str:
+    """A folder, at its own path or `at` another; the list is CSV, and a path may hold a comma."""
     line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow(["type=bind", f"source={folder}", f"target={folder}", *more])
+    csv.writer(line, lineterminator="").writerow(["type=bind", f"source={folder}", f"target={at or folder}", *more])
     return f"--mount={line.getvalue()}"
 
 

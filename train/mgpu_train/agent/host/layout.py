@@ -6,12 +6,14 @@ All of it lies under the SSH user's home: `runs/<run id>/`. Paths are relative t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 LIB = PurePosixPath(".mgpu/lib")
 LEASE = PurePosixPath(".mgpu/lease")
 NOTICE = PurePosixPath(".mgpu/notice.json")  # as EC2's spot/instance-action: {"action": "terminate", "time": RFC 3339}
 ENVIRONMENTS = PurePosixPath(".mgpu/env")
+AMAZON = Path("/opt/amazon")  # where AWS's installer puts EFA's libraries and NCCL's plugin for it
+AMAZON_OF_MACHINE = Path("/opt/mgpu-efa")  # where a container sees its machine's
 
 
 @dataclass(frozen=True)

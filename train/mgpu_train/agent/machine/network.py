@@ -6,21 +6,28 @@ that is up, which may be a bridge of Docker's. Ranks of several machines would w
 
 from __future__ import annotations
 
+import ctypes.util
 import fcntl
 import ipaddress
+import os
 import re
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
+
+from mgpu_train.agent.host.layout import AMAZON, AMAZON_OF_MACHINE
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # nothing is sent
 _IF_INET6 = Path("/proc/net/if_inet6")
 _INFINIBAND = Path("/sys/class/infiniband")
 EFA = "AWS Libfabric"  # as the plugin aws-ofi-nccl calls itself to NCCL
+INFINIBAND = "IB"  # as NCCL calls its own plugin for it
+DIRECT = {EFA: "EFA", INFINIBAND: "InfiniBand"}  # without TCP
+_PLUGINS = "*ofi-nccl/lib*/**/libnccl-net*.so"
 _VIRTUAL = re.compile(r"docker|br-|veth|virbr|cni|flannel|tailscale|wg|tun|tap")
 
 
@@ -61,9 +68,47 @@ def settings(nodes: int, gpus: int, master_addr: str, infiniband: Path = _INFINI
             "NCCL_SOCKET_IFNAME": f"={route.interface}",  # exactly this one: eth1 is also the beginning of eth10
             "NCCL_SOCKET_FAMILY": route.family,
         }
+    # these or nothing: without its plugin, or with a port that fails, NCCL would take TCP in silence
     if gpus and has_efa(infiniband):
-        told["NCCL_NET"] = EFA  # or nothing: without its plugin NCCL would take TCP in silence
+        told["NCCL_NET"] = EFA
+    elif gpus and has_infiniband(infiniband):
+        told["NCCL_NET"] = INFINIBAND
     return told
+
+
+def efa_plugin(
+    given: Mapping[str, str],
+    homes: Sequence[Path] = (AMAZON, AMAZON_OF_MACHINE),
+    found: Callable[[str], str | None] = ctypes.util.find_library,
+) -> Mapping[str, str]:
+    """Where NCCL finds its plugin for EFA, for programs with the environment `given`; nothing where somebody has said
+    it, the loader finds one by itself, or none is there.
+
+    A path in NCCL_NET_PLUGIN is taken as it is:
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-net-plugin
+    """
+    searched = list(filter(None, given.get("LD_LIBRARY_PATH", "").split(os.pathsep)))
+    known = (path for folder in searched for path in Path(folder).glob("libnccl-net*.so"))
+    if "NCCL_NET_PLUGIN" in given or any(known) or found("nccl-net"):
+        return {}
+    for home in homes:
+        if plugin := min(home.glob(_PLUGINS), default=None):
+            folders = [str(plugin.parent), *map(str, sorted(home.glob("efa/lib*")))]
+            return {"NCCL_NET_PLUGIN": str(plugin), "LD_LIBRARY_PATH": os.pathsep.join([*searched, *folders])}
+    return {}
+
+
+def has_infiniband(infiniband: Path = _INFINIBAND) -> bool:
+    """True where a port of InfiniBand is up; one for Ethernet may be any card's."""
+    ports = infiniband.glob("*/ports/*")
+    return any(_says(port / "link_layer", "InfiniBand") and _says(port / "state", "4: ACTIVE") for port in ports)
+
+
+def _says(path: Path, text: str) -> bool:
+    try:
+        return path.read_text().strip() == text
+    except OSError:
+        return False
 
 
 def has_efa(infiniband: Path = _INFINIBAND) -> bool:

@@ -122,6 +122,8 @@ def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: M
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(job.timeouts.grace_s(math.inf)) + 10),
     }
     given = {**collectives(job, layout), **given}
+    if given.get("NCCL_NET") == network.EFA:
+        given |= network.efa_plugin(given)
     given |= _how_often(job)
     given.pop("MGPU_RESUME_DIR", None)
     if job.resume is not None:

@@ -139,8 +139,10 @@ def _tell_network(attempt: Attempt, environment: Mapping[str, str]) -> None:
     """What is not as mgpu would have it is said where a user looks when the ranks do not find each other."""
     for words in launcher_process.overruled(attempt.job, attempt.layout, environment):
         attempt.say(f"network: {words}")
-    if environment.get("NCCL_NET") == network.EFA:
-        attempt.say(f"network: EFA, or nothing (NCCL_NET={network.EFA}); TCP is `env: {{NCCL_NET: Socket}}`")
+    taken = environment.get("NCCL_NET", "")
+    if taken in network.DIRECT:
+        name = network.DIRECT[taken]
+        attempt.say(f"network: {name}, or nothing (NCCL_NET={taken}); TCP is `env: {{NCCL_NET: Socket}}`")
 
 
 def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str) -> T:
