@@ -114,7 +114,9 @@ def test_a_key_that_ec2_may_not_use_is_named_with_what_its_policy_needs(aws: Fak
 @pytest.mark.parametrize(
     "off", [{"Effect": "Deny"}, {"Principal": {"AWS": "arn:aws:iam::123456789012:root"}}, {"Action": "kms:Decrypt"},
             {"Condition": {"StringEquals": {"kms:CallerAccount": "210987654321"}}},
-            {"Condition": {"StringEquals": {"kms:ViaService": "ec2.eu-west-1.amazonaws.com"}}}],
+            {"Condition": {"StringEquals": {"kms:ViaService": "ec2.eu-west-1.amazonaws.com"}}},
+            {"Condition": {"StringEquals": {"aws:PrincipalTag/team": "finance"}}},
+            {"Condition": {"StringLike": {"aws:PrincipalArn": "*admin*"}}}],
 )  # fmt: skip
 def test_a_policy_that_is_about_something_else_lets_ec2_do_nothing(aws: FakeAws, off: dict[str, Any]):
     aws.base()

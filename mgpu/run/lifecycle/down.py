@@ -66,13 +66,14 @@ def _to(record: Record, state: State, context: Context) -> None:
     """Moves the record on, on disk first."""
     before = record.state
     record.to(state)
-    _save(record, context)
+    keep(record, context)
     if before is not state:
         now = time.time()
         context.emit(RunStateChanged(record.run_id, record.attempt, now, state=str(state), before=str(before)))
 
 
-def _save(record: Record, context: Context) -> None:
+def keep(record: Record, context: Context) -> None:
+    """Saves a record; one that cannot be written is told."""
     try:
         save(record)
     except OSError as error:  # a full disk of this machine keeps no machine alive

@@ -12,9 +12,9 @@ from mgpu.context import Context
 from mgpu.errors import MgpuError
 from mgpu.providers import registry
 from mgpu.run.fleet.inventory import Fleet
-from mgpu.run.lifecycle.down import down
+from mgpu.run.lifecycle.down import down, keep
 from mgpu.run.lifecycle.outcome import revoke_store
-from mgpu.run.record.record import every, load, save, supervising
+from mgpu.run.record.record import every, load, supervising
 
 _AT_ONCE = 16  # fleets that are ended at the same time
 
@@ -80,4 +80,4 @@ def take_rights_away(context: Context) -> None:
                 left = load(record.run_id)
                 left.supervisor = token
                 revoke_store(left, context.emit)
-                save(left)
+                keep(left, context)

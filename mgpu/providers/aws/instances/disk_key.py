@@ -61,15 +61,18 @@ def statement(account: str, region: str) -> dict[str, Any]:
 
 
 def _lets_in(said: dict[str, Any], account: str, region: str) -> bool:
-    """Whether a statement is the one above, or as good: AWS's own keys have such a one."""
-    asked: dict[str, Any] = said.get("Condition", {}).get("StringEquals", {})
+    """Whether a statement is the one above, or as good: AWS's own keys have such a one. What it asks besides may not
+    be so."""
+    conditions: dict[str, dict[str, Any]] = said.get("Condition", {})
+    asked = conditions.get("StringEquals", {})
+    here = {"kms:CallerAccount": account, "kms:ViaService": f"ec2.{region}.amazonaws.com"}
     actions = [said["Action"]] if isinstance(said.get("Action"), str) else said.get("Action", [])
     return (
         said.get("Effect") == "Allow"
         and said.get("Principal") in ("*", {"AWS": "*"})
         and {"kms:CreateGrant", "kms:*", "*"}.intersection(actions) != set()
-        and account in _many(asked.get("kms:CallerAccount", account))
-        and f"ec2.{region}.amazonaws.com" in _many(asked.get("kms:ViaService", f"ec2.{region}.amazonaws.com"))
+        and conditions.keys() <= {"StringEquals"}
+        and all(here.get(key) in _many(values) for key, values in asked.items())
     )
 
 
