@@ -77,6 +77,35 @@ def test_of_many_creators_one_wins(site):
     assert site.store.get("race", 10) == b"%d" % won.index(True)
 
 
+def test_an_object_is_replaced_while_it_is_what_was_read(site):
+    assert not site.store.replace("a", b"0", "none-such")
+    site.store.put_if_absent("a", b"1")
+    first = site.store.read("a", 9)
+    assert (first.data, first.age_s < 60) == (b"1", True)
+    assert site.store.replace("a", b"2", first.version)
+    assert not site.store.replace("a", b"3", first.version)
+    second = site.store.read("a", 9)
+    assert second.data == b"2"
+    assert [stat.version for stat in site.store.list("")] == [second.version] != [first.version]
+    site.store.delete("a")
+    assert not site.store.replace("a", b"4", second.version)
+    assert site.store.stat("a") is None
+
+
+def test_of_many_who_replace_one_wins_each_round(site):
+    site.store.put_if_absent("count", b"0")
+
+    def add(_: int) -> None:
+        while True:
+            seen = site.store.read("count", 9)
+            if site.store.replace("count", b"%d" % (int(seen.data) + 1), seen.version):
+                return
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(24)))
+    assert site.store.get("count", 9) == b"24"
+
+
 def test_put_replaces(site):
     site.store.put("a", b"first, and long")
     site.store.put("a", b"second")

@@ -18,6 +18,7 @@ from mgpu_train.store.base import (
     Store,
     StoreError,
     Unavailable,
+    Versioned,
     check_key,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
     "open_store",
     "Store",
     "Stat",
+    "Versioned",
     "Progress",
     "StoreError",
     "NoStore",

@@ -62,12 +62,23 @@ class Stat:
     """One object. `size` in bytes; `modified` in UNIX seconds of the store's clock.
 
     `crc64nvme` is the store's own full-object checksum (16 hex digits), or None where it keeps none or was not asked.
+    `version`: another one after every write; "" where it was not asked.
     """
 
     key: str
     size: int
     crc64nvme: str | None
     modified: float
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class Versioned:
+    """An object as it was read. `age_s`: seconds since it was written, by the store's own clock alone."""
+
+    data: bytes
+    version: str
+    age_s: float
 
 
 class Store(Protocol):
@@ -89,12 +100,23 @@ class Store(Protocol):
         """Write an object whole, or not at all."""
         ...
 
+    def replace(self, key: str, data: bytes, version: str) -> bool:
+        """Write an object anew where it is still `version`; False: it is not, perhaps by an earlier try of this call.
+
+        Raises Ambiguous when it may have been done.
+        """
+        ...
+
     def put_file(self, key: str, path: Path) -> Stat:
         """Write a file; the Stat has the checksum of the bytes that were sent, whatever the store says of them."""
         ...
 
     def get(self, key: str, limit: int) -> bytes:
         """Read an object of at most `limit` bytes. Raises NotFound, and Damaged when it is longer."""
+        ...
+
+    def read(self, key: str, limit: int) -> Versioned:
+        """As `get`, with what `replace` goes by."""
         ...
 
     def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str, progress: Progress | None = None) -> None:
@@ -115,7 +137,8 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str, after: str = "") -> Iterator[Stat]:
-        """All objects whose key begins with `prefix` and comes after `after`, by their keys' bytes, without checksums.
+        """All objects whose key begins with `prefix` and comes after `after`, by their keys' bytes: with versions,
+        without checksums.
 
         The key `after` itself is left out.
         """

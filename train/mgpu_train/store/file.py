@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mgpu_train.store import disk
-from mgpu_train.store.base import ASIDE, Damaged, NotFound, Progress, Stat, check_key
+from mgpu_train.store.base import ASIDE, Damaged, NotFound, Progress, Stat, Versioned, check_key
 from mgpu_train.store.pace import Pace
 
 
@@ -36,6 +39,19 @@ class FileStore:
         with disk.translated(f"cannot write {path}"), disk.written(path) as target:
             disk.write_all(target, data)
 
+    def replace(self, key: str, data: bytes, version: str) -> bool:
+        """See Store. Nobody else may write this object but by `replace`."""
+        path = self._path(key)
+        with disk.translated(f"cannot write {path}"), self._one_at_a_time():
+            try:
+                if _version(path.stat()) != version:
+                    return False
+            except FileNotFoundError:
+                return False
+            with disk.written(path) as target:
+                disk.write_all(target, data)
+        return True
+
     def put_file(self, key: str, path: Path) -> Stat:
         """See Store."""
         to = self._path(key)
@@ -46,13 +62,18 @@ class FileStore:
 
     def get(self, key: str, limit: int) -> bytes:
         """See Store."""
+        return self.read(key, limit).data
+
+    def read(self, key: str, limit: int) -> Versioned:
+        """See Store."""
         path = self._path(key)
         with disk.translated(f"cannot read {path}"), disk.opened(path) as source:
-            size = os.fstat(source).st_size
-            if size > limit:
-                raise Damaged(f"{path} has {size} bytes where at most {limit} make sense")
+            found = os.fstat(source)
+            if found.st_size > limit:
+                raise Damaged(f"{path} has {found.st_size} bytes where at most {limit} make sense")
             with os.fdopen(source, "rb", closefd=False) as file:
-                return file.read(limit)
+                data = file.read(limit)
+        return Versioned(data, _version(found), max(0.0, time.time() - found.st_mtime))
 
     def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str, progress: Progress | None = None) -> None:
         """See Store."""
@@ -83,7 +104,7 @@ class FileStore:
                 found = os.fstat(descriptor)
         except NotFound:
             return None
-        return Stat(key, found.st_size, None, found.st_mtime)
+        return Stat(key, found.st_size, None, found.st_mtime, _version(found))
 
     def list(self, prefix: str, after: str = "") -> Iterator[Stat]:
         """See Store."""
@@ -94,7 +115,7 @@ class FileStore:
                 found = entry.stat(follow_symlinks=False)
             except FileNotFoundError:  # deleted meanwhile
                 continue
-            yield Stat(path, found.st_size, None, found.st_mtime)
+            yield Stat(path, found.st_size, None, found.st_mtime, _version(found))
 
     def delete(self, key: str) -> None:
         """See Store."""
@@ -117,6 +138,13 @@ class FileStore:
             with disk.translated(f"cannot remove {path}"):
                 path.unlink(missing_ok=True)
         return len(unfinished)
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        disk.make_folder(self._root)
+        with (self._root / f"{ASIDE}lock").open("a") as handle:  # a name that is never listed
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
 
     def _through(self, progress: Progress | None) -> Progress:
         """What a copy tells of its bytes, and where it waits when there were too many."""
@@ -152,6 +180,10 @@ def _walk(root: Path, folder: str, prefix: str) -> Iterator[tuple[str, os.DirEnt
             yield from _walk(root, key, prefix)
         elif not is_folder and key.startswith(prefix) and entry.is_file(follow_symlinks=False):
             yield key, entry
+
+
+def _version(found: os.stat_result) -> str:
+    return f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
 
 
 def _check_size(path: Path, found: int, wanted: int) -> None:

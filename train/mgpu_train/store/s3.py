@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from email.utils import mktime_tz, parsedate_tz
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from mgpu_train.store.base import (
     Stat,
     StoreError,
     Unavailable,
+    Versioned,
     check_key,
 )
 from mgpu_train.store.bulk.message import Keys
@@ -76,9 +78,19 @@ class S3Store:
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """See Store."""
+        return self._put_where(key, data, IfNoneMatch="*")
+
+    def replace(self, key: str, data: bytes, version: str) -> bool:
+        """See Store."""
+        try:
+            return self._put_where(key, data, IfMatch=version)
+        except NotFound:
+            return False
+
+    def _put_where(self, key: str, data: bytes, **condition: str) -> bool:
         try:
             with self._errors.translated(f"write {key}"):  # once: whoever lost the answer reads back
-                self._put(key, data, IfNoneMatch="*")
+                self._put(key, data, **condition)
         except StoreError as error:
             if isinstance(error.__cause__, ClientError) and _status(error.__cause__) == 412:
                 return False
@@ -109,15 +121,20 @@ class S3Store:
 
     def get(self, key: str, limit: int) -> bytes:
         """See Store."""
+        return self.read(key, limit).data
+
+    def read(self, key: str, limit: int) -> Versioned:
+        """See Store."""
         where = self._at(key)
 
-        def read() -> bytes:
+        def read() -> Versioned:
             answer = self._client.get_object(**where, ChecksumMode="ENABLED")
             with closing(answer["Body"]) as body:  # its own `with` gives the unchecked stream
                 if answer["ContentLength"] > limit:
                     size = answer["ContentLength"]
                     raise Damaged(f"{self.url}: {key} has {size} bytes where at most {limit} make sense")
-                return self._slowly_read(key, body, answer["ContentLength"])
+                data = self._slowly_read(key, body, answer["ContentLength"])
+            return Versioned(data, answer["ETag"], max(0.0, _date(answer) - answer["LastModified"].timestamp()))
 
         return self._patiently(f"read {key}", read)
 
@@ -141,7 +158,7 @@ class S3Store:
             return None
         whole = found.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
         own = crc.from_base64(found.get("ChecksumCRC64NVME")) if whole else None
-        return Stat(key, found["ContentLength"], own, found["LastModified"].timestamp())
+        return Stat(key, found["ContentLength"], own, found["LastModified"].timestamp(), found["ETag"])
 
     def list(self, prefix: str, after: str = "") -> Iterator[Stat]:
         """See Store."""
@@ -153,7 +170,7 @@ class S3Store:
             for page in pages:
                 for each in page.get("Contents", ()):
                     key = each["Key"][len(self._prefix) :]
-                    yield Stat(key, each["Size"], None, each["LastModified"].timestamp())
+                    yield Stat(key, each["Size"], None, each["LastModified"].timestamp(), each["ETag"])
 
     def delete(self, key: str) -> None:
         """See Store."""
@@ -308,6 +325,12 @@ class S3Store:
             return False
         silent = isinstance(caught_exception, (EndpointConnectionError, ConnectTimeoutError))
         return False if silent and not self._answered and attempts >= _FIRST_ATTEMPTS else None
+
+
+def _date(answer: Any) -> float:
+    """When the server answered, in UNIX seconds of its own clock; of this machine's where it does not say."""
+    date = parsedate_tz(answer["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
+    return mktime_tz(date) if date else time.time()
 
 
 def _status(error: ClientError) -> int:
