@@ -31,9 +31,12 @@ def stacks(_context: click.Context, _parameter: click.Parameter, incomplete: str
     """Names of stacks that the backend has, and that runs have used."""
     from click.shell_completion import CompletionItem
 
-    from mgpu.iac.environment import backend_dir
+    from mgpu.errors import MgpuError
+    from mgpu.iac.engine import state_file
 
-    names = {path.name.partition(".json")[0] for path in (backend_dir() / ".pulumi" / "stacks").glob("*/*.json*")}
+    names = set[str]()
+    with suppress(MgpuError):
+        names = {stack for _, stack, _ in state_file.stacks()}
     return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
 
 

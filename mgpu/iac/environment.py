@@ -1,9 +1,9 @@
-"""What plain `pulumi` needs. `.mgpu/env`, the passphrase, the file backend.
+"""What plain `pulumi` needs: `.mgpu/env`, the passphrase, the folder of a backend.
 
 Everything that outlives a checkout follows the XDG folders:
 
     $XDG_CONFIG_HOME/mgpu/passphrase    encrypts the secrets in stack state; made once, 0600, never overwritten
-    $XDG_STATE_HOME/mgpu/pulumi/        the file backend: the state of every stack; 0700
+    $XDG_STATE_HOME/mgpu/pulumi/        the state of every stack, where no other backend is named; 0700
     $XDG_CACHE_HOME/mgpu/pulumi-home/   PULUMI_HOME: plug-ins, workspaces; the user's own ~/.pulumi stays as it is
 
 Standard library only.
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu import paths
+from mgpu.backend import location
 from mgpu.errors import StackError
 
 STACK = "dev"
@@ -40,18 +41,13 @@ AMBIENT_PASSPHRASE = "PULUMI_CONFIG_PASSPHRASE"  # noqa: S105  a variable's name
 _PYTHON = Path(__file__).with_name("python.sh")
 
 
-def backend_dir() -> Path:
-    """The folder of the file backend."""
-    return paths.state_dir() / "pulumi"
-
-
 def pulumi_home() -> Path:
     """PULUMI_HOME of every engine that mgpu starts."""
     return paths.cache_dir() / "pulumi-home"
 
 
 def passphrase_file() -> Path:
-    """The file that holds the passphrase of all stacks in the file backend."""
+    """The file that holds the passphrase of stacks."""
     return paths.config_dir() / "passphrase"
 
 
@@ -66,7 +62,7 @@ def engine_env(engine_path: Sequence[Path], venv: Path | None = None) -> dict[st
         # An installer that lost the script's mode costs half a second for each operation, and nothing else.
         "PULUMI_PYTHON_CMD": str(_PYTHON if os.access(_PYTHON, os.X_OK) else programs / "python"),
         PYTHON: str(programs / "python"),
-        "PULUMI_BACKEND_URL": backend_dir().as_uri(),
+        location.VARIABLE: location.current().url,
         "PULUMI_CONFIG_PASSPHRASE_FILE": str(passphrase_file()),
         "PULUMI_HOME": str(pulumi_home()),
         "PULUMI_SKIP_UPDATE_CHECK": "1",
@@ -97,12 +93,16 @@ def write_env(project: Path, variables: dict[str, str]) -> Path:
     return target
 
 
-def make_backend_dir() -> Path:
-    """The backend's folder, made if absent, for this user only."""
-    folder = backend_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
-    return folder
+def make_backend_dir() -> None:
+    """Makes the folder of a backend that is one, for this user only; one that was there stays as it is, if it is not
+    mgpu's own."""
+    here = location.current()
+    if here.folder is None:
+        return
+    there = here.folder.exists()
+    here.folder.mkdir(parents=True, exist_ok=True)
+    if not there or here.root == paths.state_dir():
+        here.folder.chmod(0o700)
 
 
 def make_passphrase() -> Path:

@@ -20,13 +20,14 @@ from mgpu_train.timeouts import Timeouts
 from pulumi.runtime.proto import provider_pb2, provider_pb2_grpc
 from waiting import until
 
+from mgpu.backend import location
 from mgpu.errors import Conflict, InputError, MgpuError, ProviderError
 from mgpu.events import Event
 from mgpu.iac import environment
 from mgpu.iac.engine import install, operations
 from mgpu.iac.engine.project import project_files, project_name
 from mgpu.iac.engine.stack import Stack
-from mgpu.iac.engine.state_file import state_file
+from mgpu.iac.engine.state_file import state_key
 from mgpu.iac.protocol import servicer
 from mgpu.iac.protocol.handler import Handler
 from mgpu.iac.protocol.wire import from_struct, to_struct
@@ -431,13 +432,13 @@ class Project:
 
     @property
     def locks(self) -> list[Path]:
-        return [*(environment.backend_dir() / ".pulumi" / "locks").rglob("*.json")]
+        return [*(location.current().folder / ".pulumi" / "locks").rglob("*.json")]
 
     @property
     def _state(self) -> dict:
-        path = state_file(project_name(self.folder), "demo-1")
-        assert path is not None
-        return json.loads(path.read_text())
+        key = state_key(project_name(self.folder), "demo-1")
+        assert key is not None
+        return json.loads((location.current().folder / key).read_text())
 
     def assert_in_order(self) -> None:
         """The two machines of the output run, and no others; nothing is left of what was cut off."""

@@ -13,6 +13,7 @@ import yaml
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import errors
+from mgpu.backend import location
 from mgpu.errors import InputError, Interrupted, NoCapacity, QuotaExceeded, StackError, TeardownIncomplete
 from mgpu.events import Note, Warned
 from mgpu.iac import environment, failures, outputs
@@ -304,7 +305,9 @@ def test_project_files_are_written_once(tmp_path):
 def test_two_folders_of_one_name_are_two_projects(tmp_path, xdg):
     project.project_files(tmp_path / "a" / "Train it")
     assert project.project_name(tmp_path / "a" / "Train it") == "train-it"
-    (environment.backend_dir() / ".pulumi" / "stacks" / "train-it").mkdir(parents=True)
+    state = location.current().folder / ".pulumi" / "stacks" / "train-it" / "dev.json"
+    state.parent.mkdir(parents=True)
+    state.touch()
     project.project_files(tmp_path / "b" / "Train it")
     assert project.project_name(tmp_path / "b" / "Train it") == "train-it-2"
 

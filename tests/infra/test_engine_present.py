@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu.backend import location
 from mgpu.iac import environment
 from mgpu.iac.engine import install
 
@@ -51,7 +52,7 @@ def test_plain_pulumi_works_from_two_checkouts_on_one_stack(tmp_path):
     assert seen["token"] == "plain-words"
     assert Path(seen["prefix"]) == Path(sys.prefix), "the program runs in the environment that holds mgpu"
     assert "1 unchanged" in shell(second, "pulumi up --yes --skip-preview")
-    states = [path.read_text() for path in environment.backend_dir().rglob("*.json*")]
+    states = [path.read_text() for path in location.current().folder.rglob("*.json*")]
     assert states
     assert not any("plain-words" in state for state in states)
     assert not (first / ".pulumi").exists(), "nothing is written to the user's own ~/.pulumi"

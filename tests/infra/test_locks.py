@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from mgpu_train.agent.machine import procs
 
+from mgpu.backend import location
 from mgpu.errors import StackError
 from mgpu.events import Note
 from mgpu.iac.engine import locks, operations, state_file
@@ -85,10 +86,11 @@ def wait_until(condition, limit_s=10):
 
 
 @pytest.fixture
-def make_way(tmp_path):
+def make_way(xdg):
     """Clears the stack of what died, with a lock of each pid that was given; what was said."""
-    folder = tmp_path / "locks"
-    folder.mkdir()
+    prefix = state_file.lock_prefix("p", "s")
+    folder = location.current().folder / prefix
+    folder.mkdir(parents=True)
     said = []
 
     def lock(pid, **changes):
@@ -104,7 +106,7 @@ def make_way(tmp_path):
 
     def call(save_s=5.0, **more):
         operations.end_orphans(PLACE, emit=said.append, save_s=save_s, **more)
-        locks.release_dead(folder, PLACE, "stack", said.append)
+        locks.release_dead(prefix, PLACE, "stack", said.append)
 
     call.lock, call.folder, call.said = lock, folder, said
     return call

@@ -10,7 +10,7 @@ of these that has them:
    origin: the sum guards against a damaged download, not against an origin that has been taken over.
 4. the published Go modules, which Go checks against its public checksum database
 
-Standard library only, so that it starts in no time.
+It imports little, so that it starts in no time.
 """
 
 from __future__ import annotations
@@ -243,10 +243,11 @@ def make_stack(project: Path, engine: Engine, outside: Outside) -> None:
 
 
 def _has_stack(program: Path) -> bool:
-    # Read from the backend's files: asking the CLI takes ten times as long as all the rest of a second set-up.
+    from mgpu.iac.engine import state_file
+
+    # Read from the backend itself: asking the CLI takes ten times as long as all the rest of a second set-up.
     name = re.search(r"^name:\s*[\"']?([\w.-]+)", program.read_text(), re.MULTILINE)
-    folder = environment.backend_dir() / ".pulumi" / "stacks" / (name[1] if name else "")
-    return any((folder / f"{environment.STACK}.json{packed}").exists() for packed in ("", ".gz"))
+    return name is not None and state_file.state_key(name[1], environment.STACK) is not None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,55 +13,64 @@ import pwd
 import shlex
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 from mgpu_train.agent.machine import procs
+from mgpu_train.store import NotFound
 
+from mgpu.backend import location
 from mgpu.errors import StackError
 from mgpu.events import Emit, Note
 from mgpu.iac.engine import operations
+
+_LARGEST = 1 << 20  # bytes of a lock
 
 
 @dataclass(frozen=True)
 class Lock:
     """One lock file: who says that it is at work, and since when, in the words of the file."""
 
-    path: Path
+    key: str
     pid: int
     username: str
     hostname: str
     timestamp: str
 
 
-def release_dead(folder: Path, place: str, stack: str, emit: Emit) -> None:
-    """Deletes the locks in `folder` whose holders are dead; `place` is the mark of the stack's own operations.
+def release_dead(prefix: str, place: str, stack: str, emit: Emit) -> None:
+    """Deletes the locks below `prefix` of the backend whose holders are dead; `place` is the mark of the stack's own
+    operations.
 
     Raises:
         StackError: another process is at work on the stack, or it cannot be known whether one is.
     """
-    for path in sorted(folder.glob("*.json")):
-        lock = _read(path, stack)
+    backend = location.current()
+    with backend.asking("asked for the locks of a stack"):
+        keys = [found.key for found in backend.state.list(prefix) if found.key.endswith(".json")]
+    for key in keys:
+        lock = _read(backend, key, stack)
         if lock is None:
             continue
         _require_ours(lock, stack)
         if _held(lock, place):
             raise _busy(lock, stack)
-        path.unlink(missing_ok=True)
+        with backend.asking("written"):
+            backend.state.delete(key)
         emit(Note(f"stack {stack}: released the lock of process {lock.pid}, which died at work ({lock.timestamp})"))
 
 
-def _read(path: Path, stack: str) -> Lock | None:
+def _read(backend: location.Backend, key: str, stack: str) -> Lock | None:
     """None: its holder has deleted it since."""
     try:
-        content = json.loads(path.read_bytes())
+        with backend.asking("asked for the locks of a stack"):
+            content = json.loads(backend.state.get(key, _LARGEST))
         pid, names = content["pid"], [content[key] for key in ("username", "hostname", "timestamp")]
         if type(pid) is not int or pid < 1 or not all(isinstance(name, str) for name in names):
             raise ValueError("it names no process")
-        return Lock(path, pid, *names)
-    except FileNotFoundError:
+        return Lock(key, pid, *names)
+    except NotFound:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        why = f"{path} cannot be read: {error}"
+    except (ValueError, TypeError, KeyError) as error:
+        why = f"{backend.address}/{key} cannot be read: {error}"
         raise StackError(f"stack {stack} is locked, nobody knows by whom", why, _release(stack)) from error
 
 

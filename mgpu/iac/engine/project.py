@@ -14,7 +14,7 @@ import yaml
 import mgpu
 from mgpu import paths
 from mgpu.errors import InputError, StackError
-from mgpu.iac.environment import backend_dir
+from mgpu.iac.engine import state_file
 from mgpu.iac.naming import BASE_PROJECT, PROJECT, RUNS_PROJECT
 
 OURS = (PROJECT, BASE_PROJECT, RUNS_PROJECT)
@@ -104,9 +104,9 @@ def _source() -> Path:
 def _new_name(dest: Path) -> str:
     """A project name that the backend does not have yet: two projects of one name would share their stacks."""
     base = re.sub(r"[^a-z0-9]+", "-", dest.resolve().name.lower()).strip("-")[:24] or PROJECT
-    taken = backend_dir() / ".pulumi" / "stacks"
+    taken = {project for project, _, _ in state_file.stacks()}
     names = (base if n == 1 else f"{base}-{n}" for n in count(1))
-    return next(name for name in names if name not in OURS and not (taken / name).exists())
+    return next(name for name in names if name not in OURS and name not in taken)
 
 
 def _base_settings() -> str:

@@ -20,6 +20,7 @@ import yaml
 from mgpu_train.agent.machine.procs import Process
 from mgpu_train.timeouts import Timeouts
 
+from mgpu.backend import location
 from mgpu.errors import Interrupted, MgpuError, StackError, TeardownIncomplete
 from mgpu.events import Emit, Note
 from mgpu.iac import environment, failures
@@ -83,7 +84,7 @@ class Stack:
 
     def exists(self) -> bool:
         """Whether the backend knows the stack."""
-        return state_file.state_file(project_name(self.project), self.name) is not None
+        return state_file.state_key(project_name(self.project), self.name) is not None
 
     def init(self) -> None:
         """Makes the stack, if it is not there."""
@@ -197,7 +198,7 @@ class Stack:
     @property
     def _place(self) -> str:
         """By which the processes at work on this stack are known, whatever folder they were started in."""
-        return f"{environment.backend_dir()}:{project_name(self.project)}/{self.name}"
+        return f"{location.current().address}:{project_name(self.project)}/{self.name}"
 
     def _make_way(self) -> None:
         """Ends what dead operators left at work on the stack, and releases the locks of dead processes."""
@@ -205,8 +206,8 @@ class Stack:
         save_s, ousted = self._timeouts.destroy_s, self._ousted
         operations.end_orphans(self._place, emit=self._emit, save_s=save_s, ousted=ousted, given_up=given_up)
         if not given_up():
-            folder = state_file.lock_dir(project_name(self.project), self.name)
-            locks.release_dead(folder, self._place, self.name, self._emit)
+            prefix = state_file.lock_prefix(project_name(self.project), self.name)
+            locks.release_dead(prefix, self._place, self.name, self._emit)
             state_file.drop_torn_attributes(project_name(self.project), self.name)
 
     def _clear(self) -> None:

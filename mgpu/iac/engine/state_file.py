@@ -1,42 +1,73 @@
-"""What Pulumi's file backend holds of one stack, read without starting the CLI.
+"""What Pulumi's own backends, a folder or a bucket, hold of stacks, read without starting the CLI.
 
     .pulumi/stacks/<project>/<stack>.json[.gz]         the state
     .pulumi/locks/organization/<project>/<stack>/      a file for every process that says that it is at work
 
-Pulumi writes both aside and renames them: what is read here is whole. Beside each file stands another, `.attrs`, with a
-checksum; that one is written in place, and a CLI that is killed at the wrong moment leaves it cut off.
+Both are whole whenever they are read. In a folder beside each file stands another, `.attrs`, with a checksum; that one
+is written in place, and a CLI that is killed at the wrong moment leaves it cut off.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from mgpu.iac import environment
+from mgpu_train.store import NotFound
+
+from mgpu.backend import location
+
+STACKS = ".pulumi/stacks"
+_LARGEST = 1 << 30  # bytes of a state
 
 
-def state_file(project: str, stack: str) -> Path | None:
-    """Where the stack's state is; None: the backend does not know the stack."""
-    folder = environment.backend_dir() / ".pulumi" / "stacks" / project
-    return next((path for packed in ("", ".gz") if (path := folder / f"{stack}.json{packed}").exists()), None)
+def state_key(project: str, stack: str) -> str | None:
+    """Where below the backend the stack's state is; None: the backend does not know the stack. Raises StackError."""
+    here = location.current()
+    keys = (f"{STACKS}/{project}/{stack}.json{packed}" for packed in ("", ".gz"))
+    with here.asking("asked for a stack"):
+        return next((key for key in keys if here.state.stat(key)), None)
 
 
-def lock_dir(project: str, stack: str) -> Path:
-    """The folder of the stack's locks, which need not exist."""
-    return environment.backend_dir() / ".pulumi" / "locks" / "organization" / project / stack
+def lock_prefix(project: str, stack: str) -> str:
+    """Where below the backend the stack's locks are, of which there may be none."""
+    return f".pulumi/locks/organization/{project}/{stack}/"
+
+
+def stacks() -> Iterator[tuple[str, str, str]]:
+    """Project and stack of all that the backend has a state of, or a backup, and its key. Raises StackError."""
+    here = location.current()
+    with here.asking("listed"):
+        for found in here.state.list(f"{STACKS}/"):
+            project, _, name = found.key.removeprefix(f"{STACKS}/").rpartition("/")
+            if ".json" in name and not name.endswith(".attrs"):
+                yield project, name.partition(".json")[0], found.key
+
+
+def read(key: str) -> Any:
+    """A state as it is now.
+
+    Raises:
+        NotFound: it has just gone.
+        StackError: the backend does not answer.
+        OSError, EOFError, ValueError: it is damaged.
+    """
+    here = location.current()
+    with here.asking("read"):
+        data = here.state.get(key, _LARGEST)
+    return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
 
 
 def pending_creates(project: str, stack: str) -> tuple[str, ...]:
     """The URNs of resources whose create was cut off. `up` would keep these entries for ever, and `destroy` would
     report success over them. A state that cannot be read has none that could be told: the CLI says what is wrong."""
-    path = state_file(project, stack)
+    key = state_key(project, stack)
     try:
-        deployment: Any = _load(path)["checkpoint"]["latest"] if path else None
+        deployment: Any = read(key)["checkpoint"]["latest"] if key else None
         operations = (deployment or {}).get("pending_operations") or ()
         return tuple(entry["resource"]["urn"] for entry in operations if entry["type"] == "creating")
-    except (OSError, EOFError, ValueError, TypeError, KeyError):
+    except (NotFound, OSError, EOFError, ValueError, TypeError, KeyError):
         return ()
 
 
@@ -45,14 +76,9 @@ def drop_torn_attributes(project: str, stack: str) -> None:
 
     Only for a stack that no living process works on.
     """
-    folder = environment.backend_dir() / ".pulumi" / "stacks" / project
-    for path in folder.glob(f"{stack}.json*.attrs"):
+    backend = location.current().folder
+    for path in (backend / STACKS / project).glob(f"{stack}.json*.attrs") if backend else ():
         try:
             json.loads(path.read_bytes())
         except ValueError:
             path.unlink(missing_ok=True)
-
-
-def _load(path: Path) -> Any:
-    raw = path.read_bytes()
-    return json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)

@@ -6,27 +6,23 @@ no fault of it. A run that neither trains nor is supervised has left them behind
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from mgpu_train.store import NotFound
 
 from mgpu import paths
 from mgpu.errors import InputError, MgpuError
 from mgpu.iac import tokens
-from mgpu.iac.environment import backend_dir
+from mgpu.iac.engine import state_file
 from mgpu.iac.naming import fleet_name
 from mgpu.providers import registry
 from mgpu.providers.base import Handle, NodePhase
 from mgpu.run.record.record import Record, State, every, supervised
 from mgpu.spec.provider import installed
-
-if TYPE_CHECKING:
-    pass
 
 _AT_ONCE = 16  # fleets that are ended at the same time
 
@@ -168,13 +164,9 @@ class _Users:
     def _states(self) -> list[tuple[str, str, list[dict[str, Any]]]]:
         """Project, stack and the fleets' inputs of every stack that the engine still has a state for. One whose state
         is damaged is none: the engine cannot end its machines."""
-        states = backend_dir().glob(".pulumi/stacks/*/*.json*")
-        read = {state: _fleets_in(state) for state in states}
-        damaged = {
-            _stack_of(state) for state, found in read.items() if found is None and state.suffix in (".json", ".gz")
-        }
-        known = ((_stack_of(state), found) for state, found in read.items())
-        return [(*stack, found or []) for stack, found in known if stack not in damaged]
+        read = [((project, stack), key, _fleets_in(key)) for project, stack, key in state_file.stacks()]
+        damaged = {stack for stack, key, found in read if found is None and key.endswith((".json", ".gz"))}
+        return [(*stack, found or []) for stack, _, found in read if stack not in damaged]
 
     @property
     def _inputs(self) -> list[dict[str, Any]]:
@@ -217,19 +209,13 @@ def _settings(options: Any) -> dict[str, str]:
     return {str(key): str(value) for key, value in options.items()} if isinstance(options, dict) else {}
 
 
-def _stack_of(state: Path) -> tuple[str, str]:
-    return state.parent.name, state.name.partition(".json")[0]
-
-
-def _fleets_in(state: Path) -> list[dict[str, Any]] | None:
-    """The inputs of a stack's fleets and guards; None: the file is damaged. Pulumi writes aside and renames."""
+def _fleets_in(key: str) -> list[dict[str, Any]] | None:
+    """The inputs of a stack's fleets and guards; None: its state is damaged."""
     try:
-        data = state.read_bytes()
-        whole = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        resources = whole["checkpoint"]["latest"]["resources"]
+        resources = state_file.read(key)["checkpoint"]["latest"]["resources"]
         found = [each["inputs"] for each in resources if each["type"] in (tokens.FLEET, tokens.FLEET_GUARD)]
         return [dict(inputs) for inputs in found]
-    except FileNotFoundError:  # it has just gone
+    except NotFound:  # it has just gone
         return []
     except (OSError, EOFError, ValueError):
         return None

@@ -1,6 +1,6 @@
 """A run's record on the operator's machine: what is remembered of it, readable after the machines are gone.
 
-    <state>/runs/<run id>/
+    <backend>/mgpu/runs/<run id>/     (without a backend of the user's: <state>/runs/<run id>/)
         record.json     this module's `Record`, replaced atomically
         mgpu.yaml       the run file as it was
         logs/           node-<rank>.<n>.<instance>.log, byte for byte what that instance's log holds
@@ -30,7 +30,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mgpu import paths
+from mgpu.backend import location
 from mgpu.errors import InputError, TakenOver
 from mgpu.run.record.supervisor_lock import Holder, held, hold, holder, taken_from
 
@@ -215,12 +215,16 @@ def known(step: int) -> int | None:
     return None if step < 0 else step
 
 
+def _runs() -> Path:
+    return location.current().root / "runs"
+
+
 class Folder:
     """Every path of one run's record."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
-        self.root = paths.state_dir() / "runs" / run_id
+        self.root = _runs() / run_id
         self.record = self.root / "record.json"
         self.run_file = self.root / "mgpu.yaml"
         self.journal = self.root / "journal"
@@ -308,7 +312,7 @@ def load(run_id: str) -> Record:
         what = "there is no run yet" if run_id == "last" else f"no run `{run_id}`"
         raise InputError(
             what,
-            f"Records of runs stand in {paths.state_dir() / 'runs'}.",
+            f"Records of runs stand in {_runs()}.",
             "Begin one with `mgpu launch`, in a folder with a run file; `mgpu init` writes one.",
         )
     if len(matches) != 1:
@@ -330,7 +334,7 @@ def every() -> list[Record]:
 
 def _all() -> list[tuple[str, Record | None]]:
     found: list[tuple[float, str, Record | None]] = []
-    for path in (paths.state_dir() / "runs").glob("*/record.json"):
+    for path in _runs().glob("*/record.json"):
         if path.parent.name.startswith("."):
             continue
         try:
@@ -371,7 +375,7 @@ def _of_0_1(data: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def opening() -> Iterator[None]:
     """One process at a time opens a run: what it sees of the others' records stays so until its own is written."""
-    path = paths.state_dir() / "runs" / ".opening"
+    path = _runs() / ".opening"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with path.open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

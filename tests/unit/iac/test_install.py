@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu.backend import location
 from mgpu.errors import StackError
 from mgpu.iac import environment
 from mgpu.iac.engine import install, sources
@@ -484,8 +485,10 @@ def test_a_passphrase_that_others_could_read_is_closed():
 
 def test_the_backend_is_for_this_user_only():
     environment.make_backend_dir()
-    environment.backend_dir().chmod(0o755)
-    assert stat.S_IMODE(environment.make_backend_dir().stat().st_mode) == 0o700
+    folder = location.current().folder
+    folder.chmod(0o755)
+    environment.make_backend_dir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 # ---- all of it
@@ -501,7 +504,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def stack_file(name: str) -> Path:
-    return environment.backend_dir() / ".pulumi" / "stacks" / "demo.x" / name
+    return location.current().folder / ".pulumi" / "stacks" / "demo.x" / name
 
 
 def touch(path: Path) -> None:
@@ -514,7 +517,7 @@ def test_set_up_makes_everything_and_a_second_one_starts_no_program(project):
     outside.on_run = lambda argv, cwd: touch(stack_file("dev.json"))
     install.set_up(project, quiet, outside)
     assert outside.ran == [[str(cached() / "pulumi"), "stack", "init", "dev", "--non-interactive"]]
-    assert outside.env["PULUMI_BACKEND_URL"] == environment.backend_dir().as_uri()
+    assert outside.env["PULUMI_BACKEND_URL"] == location.current().folder.as_uri()
     assert (project / ".mgpu" / "env").exists()
     install.set_up(project, quiet, outside)
     assert len(outside.ran) == 1

@@ -8,11 +8,11 @@ import threading
 import pytest
 from click.testing import CliRunner
 
+from mgpu.backend import location
 from mgpu.cli import cli
 from mgpu.context import Context
 from mgpu.errors import AuthError, InputError, Transient
 from mgpu.iac import tokens
-from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
 from mgpu.run.fleet import inventory
 from mgpu.run.lifecycle.gc import end, end_all
@@ -23,7 +23,7 @@ from mgpu.spec.provider import installed
 
 def stack_file(project, stack, packed=""):
     """The state that the engine has of a stack."""
-    path = backend_dir() / ".pulumi" / "stacks" / project / f"{stack}.json{packed}"
+    path = location.current().folder / ".pulumi" / "stacks" / project / f"{stack}.json{packed}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{}")
     return path
@@ -339,7 +339,7 @@ def test_many_fleets_cost_one_look_at_each_thing(world, monkeypatch):
     monkeypatch.setattr(
         world.cloud, "describe_all", lambda handles: asked.append(len(handles)) or describe_all(handles)
     )
-    monkeypatch.setattr(inventory, "_fleets_in", lambda state: read.append(state.name) or fleets_in(state))
+    monkeypatch.setattr(inventory, "_fleets_in", lambda key: read.append(key.rpartition("/")[2]) or fleets_in(key))
     used = [fleet for fleet in inventory.survey().fleets if fleet.used_by]
     assert sorted(fleet.used_by for fleet in used) == [f"stack {number}" for number in range(5)]
     assert (asked, sorted(read)) == ([300], [f"{number}.json" for number in range(5)])

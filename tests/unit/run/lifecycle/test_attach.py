@@ -15,12 +15,12 @@ from mgpu_train.agent.status.status import Fault, Phase
 from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
 from mgpu_train.store import Unavailable, open_store
 
+from mgpu.backend import location
 from mgpu.cli import cli, common
 from mgpu.console import Console
 from mgpu.context import Context
 from mgpu.errors import AuthError, InputError, NoCapacity, StackError, TakenOver, TeardownIncomplete
 from mgpu.events import Note, Warned
-from mgpu.iac.environment import backend_dir
 from mgpu.providers.base import NodePhase
 from mgpu.run.fleet import inventory
 from mgpu.run.fleet import stack as stacks
@@ -828,7 +828,7 @@ def test_a_fleet_of_another_name_than_its_stack_is_used_all_the_same(world, pack
         {"type": "mgpu:index:Fleet", "inputs": {"name": "theirs"}},
         {"type": "mgpu:index:FleetGuard", "inputs": {"fleet": "half-made"}},
     ]
-    state = backend_dir() / ".pulumi" / "stacks" / "mine" / f"dev.json{packed}"
+    state = location.current().folder / ".pulumi" / "stacks" / "mine" / f"dev.json{packed}"
     state.parent.mkdir(parents=True)
     data = json.dumps({"version": 3, "checkpoint": {"latest": {"resources": resources}}}).encode()
     state.write_bytes(gzip.compress(data) if packed else data)

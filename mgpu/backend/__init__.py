@@ -1,0 +1,1 @@
+"""Where the state of stacks lies, and beside it what mgpu keeps of runs."""

@@ -1,0 +1,147 @@
+"""The backend: where stacks' state lies, and beside it what mgpu keeps of runs. By Pulumi's own key, in Pulumi's order:
+
+    PULUMI_BACKEND_URL
+    backend: {url: ...}      of the nearest Pulumi.yaml
+    $XDG_STATE_HOME/mgpu     a folder of this machine
+
+    <backend>/.pulumi/       Pulumi's, as it is documented for its file and cloud-storage backends
+    <backend>/mgpu/          mgpu's own
+
+An address is Pulumi's, `file:///folder` or `s3://bucket/prefix?region=...&endpoint=...&profile=...`. Cheap to import.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, urlsplit
+
+from mgpu import paths
+from mgpu.errors import InputError, StackError
+
+if TYPE_CHECKING:
+    from mgpu_train.store import Store
+
+VARIABLE = "PULUMI_BACKEND_URL"
+_OURS = "mgpu"  # the folder beside Pulumi's own
+# of an address's query, as Pulumi takes it -> what the store's client takes
+_SETTINGS = {"region": "AWS_REGION", "endpoint": "AWS_ENDPOINT_URL_S3", "profile": "AWS_PROFILE"}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One backend. `url`: as Pulumi takes it. `root`: mgpu's folder on this machine; where the backend is a bucket, a
+    copy of what is in there, with what has not been written there yet. `folder`: the backend itself, where it is one.
+    """
+
+    url: str
+    root: Path
+    folder: Path | None
+
+    @property
+    def address(self) -> str:
+        """The backend's address without its settings, for people to read and for stores."""
+        return self.url.partition("?")[0]
+
+    @cached_property
+    def state(self) -> Store:
+        """All of the backend; the state of stacks is below `.pulumi`. Raises StackError."""
+        return self._opened("")
+
+    @cached_property
+    def shared(self) -> Store | None:
+        """What mgpu keeps for all machines; None: a folder, where `root` is all there is. Raises StackError."""
+        return None if self.folder is not None else self._opened(f"/{_OURS}")
+
+    def _opened(self, below: str) -> Store:
+        from mgpu_train.store import open_store
+
+        given = dict(parse_qsl(urlsplit(self.url).query))
+        ours = {ours: given[theirs] for theirs, ours in _SETTINGS.items() if theirs in given}
+        environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        with self.asking("opened"):
+            return open_store(self.address.rstrip("/") + below, environment | ours)
+
+    @contextmanager
+    def asking(self, what: str) -> Iterator[None]:
+        """Raises StackError for a StoreError of the block, but NotFound; `what` was to be done with the backend."""
+        from mgpu_train.store import NotFound, StoreError
+
+        try:
+            yield
+        except NotFound:
+            raise
+        except StoreError as error:
+            raise StackError(f"the backend {self.address} could not be {what}", str(error)) from error
+
+
+_chosen: Path | None = None  # the folder of the run file that this command was given
+
+
+def choose(folder: Path | None) -> None:
+    """From here on the backend is that of the project in `folder`; None: of the present folder, as from the start."""
+    global _chosen
+    _chosen = folder
+
+
+def current() -> Backend:
+    """The backend of this command.
+
+    Raises:
+        InputError: its address is none that mgpu can keep records at.
+    """
+    url, where = os.environ.get(VARIABLE, ""), VARIABLE
+    if not url:
+        url, where = _of_project(_chosen) or ("", "")
+    return _at(url, where, paths.state_dir())
+
+
+@functools.lru_cache
+def _at(url: str, where: str, state_dir: Path) -> Backend:
+    ours = state_dir / "pulumi"
+    scheme, _, rest = url.partition("://")
+    if not url or url == ours.as_uri():
+        return Backend(ours.as_uri(), state_dir, ours)
+    if scheme == "file" and rest.startswith(("/", "~")):
+        folder = Path(rest.partition("?")[0]).expanduser()
+        return Backend(url, folder / _OURS, folder)
+    if scheme == "s3" and rest:
+        mark = hashlib.sha256(url.partition("?")[0].rstrip("/").encode()).hexdigest()[:16]
+        return Backend(url, state_dir / "backends" / mark, None)
+    raise InputError(
+        f"the backend {url} cannot be used",
+        f"{where} names it. mgpu keeps the records of runs beside the state of stacks: in a folder or a bucket.",
+        "Name file:///folder or s3://bucket/prefix, or none: a folder of this machine's is the default.",
+    )
+
+
+def _of_project(start: Path | None) -> tuple[str, Path] | None:
+    """The address that the nearest Pulumi.yaml names, and which file that is."""
+    try:
+        folder = (start or Path.cwd()).resolve()
+    except FileNotFoundError:  # this process's own folder was deleted
+        return None
+    for path in (each / "Pulumi.yaml" for each in (folder, *folder.parents)):
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        return (url, path) if re.search(r"^[\"']?backend\b", text, re.MULTILINE) and (url := _url(text)) else None
+    return None
+
+
+def _url(text: str) -> str:
+    import yaml
+
+    try:
+        return str(yaml.safe_load(text)["backend"]["url"] or "")
+    except (yaml.YAMLError, LookupError, TypeError):
+        return ""  # Pulumi itself says what is wrong with it

@@ -1,0 +1,100 @@
+"""Which backend a command has, by Pulumi's own key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mgpu import paths
+from mgpu.backend import location
+from mgpu.errors import InputError, StackError
+
+
+@pytest.fixture(autouse=True)
+def home(xdg: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's machine whose present folder is a project's, two below its Pulumi.yaml."""
+    here = tmp_path / "project" / "a" / "b"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.delenv(location.VARIABLE, raising=False)
+    yield here
+    location.choose(None)
+
+
+def project(text: str, folder: Path | None = None) -> None:
+    ((folder or Path.cwd().parents[1]) / "Pulumi.yaml").write_text(f"name: x\nruntime: python\n{text}")
+
+
+def test_without_any_it_is_a_folder_of_this_machines():
+    project("main: infra/\n")
+    found = location.current()
+    assert (found.root, found.folder) == (paths.state_dir(), paths.state_dir() / "pulumi")
+    assert found.url == (paths.state_dir() / "pulumi").as_uri()
+    assert found.shared is None
+
+
+@pytest.mark.parametrize(
+    "text", ["backend:\n  url: file:///team/state\n", "backend: {url: 'file:///team/state'}", '"backend": {"url": "file:///team/state"}']
+)  # fmt: skip
+def test_the_nearest_project_names_it(text: str):
+    project(text)
+    found = location.current()
+    assert (found.root, found.folder) == (Path("/team/state/mgpu"), Path("/team/state"))
+
+
+def test_the_variable_comes_first_and_the_run_files_folder_before_the_present_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    other = tmp_path / "other"
+    other.mkdir()
+    project("backend: {url: file:///mine}")
+    project("backend: {url: file:///theirs}", other)
+    assert location.current().url == "file:///mine"
+    location.choose(other)
+    assert location.current().url == "file:///theirs"
+    monkeypatch.setenv(location.VARIABLE, "file://~/state")
+    assert location.current().folder == Path.home() / "state"
+
+
+def test_each_bucket_and_prefix_has_a_folder_of_its_own_here_whatever_its_settings(monkeypatch: pytest.MonkeyPatch):
+    def at(url: str) -> location.Backend:
+        monkeypatch.setenv(location.VARIABLE, url)
+        return location.current()
+
+    one = at("s3://team/mgpu")
+    assert (one.folder, one.address) == (None, "s3://team/mgpu")
+    assert one.root.parent == paths.state_dir() / "backends"
+    assert at("s3://team/mgpu/?region=eu-west-1").root == one.root
+    assert at("s3://team/other").root != one.root
+
+
+def test_a_buckets_settings_reach_its_store(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    url = "s3://team/a/?region=eu-west-1&endpoint=http://127.0.0.1:9&s3ForcePathStyle=true"
+    monkeypatch.setenv(location.VARIABLE, url)
+    found = location.current()
+    assert (found.state.url, found.shared.url) == ("s3://team/a", "s3://team/a/mgpu")
+    monkeypatch.setenv("MGPU_TIMEOUTS", "{}")
+    with pytest.raises(StackError, match="could not be listed") as error, found.asking("listed"):
+        list(found.state.list(""))
+    assert "127.0.0.1:9" in error.value.why
+
+
+@pytest.mark.parametrize("url", ["https://api.pulumi.com", "gs://bucket", "azblob://x", "file://relative", "s3://"])
+def test_one_that_cannot_keep_records_is_named_with_where_it_stands(url: str, monkeypatch: pytest.MonkeyPatch):
+    project(f"backend: {{url: '{url}'}}")
+    with pytest.raises(InputError) as error:
+        location.current()
+    assert url in error.value.what
+    assert str(Path.cwd().parents[1] / "Pulumi.yaml") in error.value.why
+    monkeypatch.setenv(location.VARIABLE, url)
+    with pytest.raises(InputError) as error:
+        location.current()
+    assert location.VARIABLE in error.value.why
+
+
+def test_what_is_no_yaml_is_left_to_pulumi():
+    project("backend: [")
+    assert location.current().root == paths.state_dir()
