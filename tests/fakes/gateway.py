@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import boto3
 from mgpu_train.agent.machine import ports
 
 ACCESS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "canary-5ecret-key", "AWS_REGION": "us-east-1"}
@@ -55,3 +56,16 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
                 return
         time.sleep(0.05)
     raise RuntimeError(f"versitygw did not start: exit code {process.poll()}")
+
+
+def make_bucket(env: Mapping[str, str], name: str = "backends") -> str:
+    """Makes a bucket there; its name."""
+    keys = {"aws_access_key_id": env["AWS_ACCESS_KEY_ID"], "aws_secret_access_key": env["AWS_SECRET_ACCESS_KEY"]}
+    client = boto3.client("s3", endpoint_url=env["AWS_ENDPOINT_URL"], region_name=env["AWS_REGION"], **keys)
+    client.create_bucket(Bucket=name)
+    return name
+
+
+def backend(env: Mapping[str, str], bucket: str, prefix: str) -> str:
+    """The bucket's address as a backend of Pulumi's."""
+    return f"s3://{bucket}/{prefix}?region={env['AWS_REGION']}&endpoint={env['AWS_ENDPOINT_URL']}&s3ForcePathStyle=true"

@@ -1,0 +1,49 @@
+"""Stacks whose state lies in a bucket: the real engine, and a real S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import socket
+
+import pytest
+from fakes import gateway
+
+from mgpu.backend import location
+from mgpu.iac.engine import state_file
+from mgpu.iac.engine.project import project_name
+
+
+@pytest.fixture
+def in_bucket(require, project, tmp_path, monkeypatch):
+    """The project of which the engine keeps the state in a bucket."""
+    program = gateway.program()
+    require("versitygw", program is not None, "it is not built: scripts/setup-go-tools.sh versitygw")
+    folder = tmp_path / "s3"
+    folder.mkdir()
+    with gateway.serving(str(program), folder) as env:
+        bucket = gateway.make_bucket(env)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(location.VARIABLE, gateway.backend(env, bucket, "team"))
+        yield project
+
+
+def test_a_stack_is_made_repaired_and_ended_in_a_bucket(in_bucket):
+    stack, name = in_bucket.stack, project_name(in_bucket.folder)
+    stack.init()
+    assert stack.exists()
+    stack.up()
+    assert set(in_bucket.ids()) == in_bucket.billed.keys()
+    assert (name, "demo-1") in {known[:2] for known in state_file.stacks()}
+    store = location.current().state
+    lock = f"{state_file.lock_prefix(name, 'demo-1')}of-a-dead-process.json"
+    mine = {"username": pwd.getpwuid(os.getuid()).pw_name, "hostname": socket.gethostname()}
+    store.put(lock, json.dumps({"pid": 1 << 22, **mine, "timestamp": "2026-11-21T12:00:00Z"}).encode())
+    in_bucket.open().up()
+    assert store.stat(lock) is None
+    in_bucket.open().destroy()
+    assert not in_bucket.billed
+    in_bucket.open().remove()
+    assert not list(state_file.stacks())
