@@ -10,7 +10,8 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.events import LogChunk, MetricsSampled
-from mgpu.run.record.record import Folder, Record, State, known, load, supervised, supervisor_of
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, State, known, load, supervised, supervisor_of
 
 FOLLOW_EVERY_S = 0.5
 TAIL = 4096  # bytes of each log that are shown first

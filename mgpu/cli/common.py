@@ -17,7 +17,8 @@ from mgpu import paths
 from mgpu.cli import complete
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, ProviderError
-from mgpu.run.record.record import Folder, Interruption, Record, State, load
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Interruption, Record, State, load
 from mgpu.words import amount, count, duration
 
 if TYPE_CHECKING:

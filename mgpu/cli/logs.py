@@ -14,8 +14,9 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console, LogLines
 from mgpu.errors import InputError
+from mgpu.run.record.folder import Folder
 from mgpu.run.record.logs import NodeLog
-from mgpu.run.record.record import Folder, load, supervised
+from mgpu.run.record.record import load, supervised
 
 FOLLOW_EVERY_S = 0.5
 

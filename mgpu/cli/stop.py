@@ -9,7 +9,8 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.errors import Interrupted, TeardownIncomplete
-from mgpu.run.record.record import Folder, Record, State, load, supervised, supervisor_of
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, State, load, supervised, supervisor_of
 from mgpu.run.supervision.limits import last_save_s
 
 LOOK_EVERY_S = 0.2

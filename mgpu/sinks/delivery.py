@@ -18,7 +18,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from mgpu.events import Emit, Event, MetricsSampled, RunEvent, Warned
-from mgpu.run.record.record import Folder, load
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import load
 from mgpu.sinks.base import Heard, Sink
 from mgpu.spec.block import Block
 from mgpu.spec.load import loads

@@ -15,7 +15,8 @@ import pytest
 from fakes import pyimage
 from fakes.engine import Engine, Registry, missing, running_registry
 
-from mgpu.run.record.record import Folder, every
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import every
 
 TWO_STEPS = """
 import json, os, pathlib, sys, time

@@ -12,7 +12,8 @@ import pytest
 from waiting import until
 
 from mgpu.events import Event, MetricsSampled, Note, RunEnded, RunEvent, RunStateChanged, Warned
-from mgpu.run.record.record import Folder, Record, save
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, save
 from mgpu.sinks.base import Sink
 from mgpu.sinks.delivery import Delivery, of_record
 

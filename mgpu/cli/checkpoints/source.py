@@ -15,7 +15,8 @@ import click
 
 from mgpu.cli import common
 from mgpu.errors import InputError, MgpuError
-from mgpu.run.record.record import Folder, Record, load
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, load
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.log.commit_log import CommitLog

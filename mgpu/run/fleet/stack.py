@@ -19,7 +19,8 @@ from mgpu.providers import registry
 from mgpu.providers.base import Provider
 from mgpu.run.fleet.teardown import give_back
 from mgpu.run.job.stack_output import handle_of
-from mgpu.run.record.record import Folder, Record, every, write
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, every, write
 from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
 from mgpu.spec.provider import installed

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mgpu.errors import InputError
 from mgpu.run.nodes import code_upload
-from mgpu.run.record.record import Folder, Record, busy, every, supervised, supervising
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, busy, every, supervised, supervising
 
 GONE = ("confirmed", "not ours")  # `Record.teardown`: nothing of it is billed to us
 

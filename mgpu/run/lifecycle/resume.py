@@ -10,7 +10,8 @@ from mgpu.errors import InputError, MgpuError, StackError
 from mgpu.iac.engine.project import project_name
 from mgpu.iac.naming import RUNS_PROJECT
 from mgpu.run.fleet.stack import project_of
-from mgpu.run.record.record import Folder, Record, load
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, load
 from mgpu.spec.load import loads
 from mgpu.spec.model import RunSpec
 

@@ -16,7 +16,8 @@ from mgpu.run.job import images
 from mgpu.run.job.images import Settled
 from mgpu.run.job.request import Request
 from mgpu.run.nodes import code_upload
-from mgpu.run.record.record import Folder, Record, load, opening, save
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, load, opening, save
 from mgpu.spec.load import text_of
 
 

@@ -40,7 +40,8 @@ from mgpu.run.lifecycle.outcome import Outcome, conclude, remembered
 from mgpu.run.lifecycle.post_mortem import of_the_store, over
 from mgpu.run.lifecycle.recovery import Attempts
 from mgpu.run.nodes import agent_client, outputs
-from mgpu.run.record.record import Folder, Record, State, supervising
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, State, supervising
 from mgpu.run.record.session import Session
 from mgpu.run.record.signals import Interrupts
 from mgpu.run.record.supervisor_lock import Holder

@@ -26,7 +26,7 @@ from mgpu.remote.snapshot import Snapshot, scan
 from mgpu.run.job import saving
 from mgpu.run.job.images import in_image
 from mgpu.run.job.request import Request
-from mgpu.run.record.record import Folder
+from mgpu.run.record.folder import Folder
 from mgpu.words import amount, count
 
 if TYPE_CHECKING:

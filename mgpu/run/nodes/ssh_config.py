@@ -17,7 +17,8 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.remote.sshconfig import ssh_config
 from mgpu.run.fleet.stack import open_stack
 from mgpu.run.job.stack_output import targets
-from mgpu.run.record.record import Folder, Record
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from mgpu.run.record.record import Folder
+from mgpu.run.record.folder import Folder
 
 _BLOCK = 1 << 20
 _MARK = re.compile(rb"(\d{1,18}) (\d{1,12}(?:\.\d{1,6})?)")

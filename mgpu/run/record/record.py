@@ -17,7 +17,6 @@ Plain dataclasses and JSON, no pydantic: `mgpu status` and `mgpu ls` read them i
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import secrets
@@ -30,8 +29,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mgpu.backend import location
 from mgpu.errors import InputError, TakenOver
+from mgpu.run.record.folder import Folder, runs
 from mgpu.run.record.supervisor_lock import Holder, held, hold, holder, taken_from
 
 
@@ -215,46 +214,6 @@ def known(step: int) -> int | None:
     return None if step < 0 else step
 
 
-def _runs() -> Path:
-    return location.current().root / "runs"
-
-
-class Folder:
-    """Every path of one run's record."""
-
-    def __init__(self, run_id: str) -> None:
-        self.run_id = run_id
-        self.root = _runs() / run_id
-        self.record = self.root / "record.json"
-        self.run_file = self.root / "mgpu.yaml"
-        self.journal = self.root / "journal"
-        self.pulumi = self.root / "pulumi"
-        self.lock = self.root / "lock"
-        self.stop = self.root / "stop"
-        self.work = self.root / "work"
-
-    def logs(self, node_rank: int) -> list[Path]:
-        """The logs of one node_rank, oldest first: one for each instance that has had it."""
-        return sorted((self.root / "logs").glob(f"node-{node_rank}.*.log"))
-
-    def log(self, node_rank: int, instance: str) -> Path:
-        """The log of one instance; the file's size says how much of the node's log is here."""
-        return of_instance(self.root / "logs", f"node-{node_rank}", ".log", instance)
-
-    def make(self) -> None:
-        """Makes the folders, for this user alone."""
-        self.root.mkdir(parents=True, mode=0o700, exist_ok=True)
-        (self.root / "logs").mkdir(exist_ok=True, mode=0o700)
-
-
-def of_instance(folder: Path, stem: str, suffix: str, instance: str) -> Path:
-    """`<stem>.<n>.<mark of the instance><suffix>` in `folder`: the instances that had a rank, numbered as they came."""
-    known = sorted(folder.glob(f"{stem}.*{suffix}"))
-    mark = hashlib.sha256(instance.encode()).hexdigest()[:12]
-    same = [path for path in known if path.name.endswith(f".{mark}{suffix}")]
-    return same[0] if same else folder / f"{stem}.{len(known):04d}.{mark}{suffix}"
-
-
 def new_run_id(name: str, now: float | None = None) -> str:
     """`<name>-<date>-<5 random characters>`: unique without asking anybody."""
     alphabet = "abcdefghjkmnpqrstuvwxyz23456789"
@@ -312,7 +271,7 @@ def load(run_id: str) -> Record:
         what = "there is no run yet" if run_id == "last" else f"no run `{run_id}`"
         raise InputError(
             what,
-            f"Records of runs stand in {_runs()}.",
+            f"Records of runs stand in {runs()}.",
             "Begin one with `mgpu launch`, in a folder with a run file; `mgpu init` writes one.",
         )
     if len(matches) != 1:
@@ -334,7 +293,7 @@ def every() -> list[Record]:
 
 def _all() -> list[tuple[str, Record | None]]:
     found: list[tuple[float, str, Record | None]] = []
-    for path in _runs().glob("*/record.json"):
+    for path in runs().glob("*/record.json"):
         if path.parent.name.startswith("."):
             continue
         try:
@@ -375,7 +334,7 @@ def _of_0_1(data: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def opening() -> Iterator[None]:
     """One process at a time opens a run: what it sees of the others' records stays so until its own is written."""
-    path = _runs() / ".opening"
+    path = runs() / ".opening"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with path.open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

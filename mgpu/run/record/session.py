@@ -17,7 +17,8 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.errors import Interrupted
 from mgpu.events import Emit, Note, PhaseFinished, PhaseStarted, RunEvent, RunStateChanged, Warned
 from mgpu.journal import Journal
-from mgpu.run.record.record import Folder, Record, State, save, taken_over
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, State, save, taken_over
 from mgpu.run.record.signals import Interrupts
 from mgpu.run.record.supervisor_lock import taken_from
 

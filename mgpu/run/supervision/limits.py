@@ -11,7 +11,8 @@ from typing import Protocol
 from mgpu_train.agent.attempt.save_budget import need
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.run.record.record import Folder, Record
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record
 
 _ROOM_S = 30.0  # for the upload of the last save, beside the grace of the stop
 _ROOM, _MOST_ROOM = 0.1, 0.5  # of max_hours: a short run is not all room

@@ -19,7 +19,7 @@ from mgpu.events import Warned
 from mgpu.providers.base import Handle
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run.record.record import of_instance
+from mgpu.run.record.folder import of_instance
 from mgpu.run.record.session import Session
 from mgpu.run.supervision.remote_tail import RemoteTail, untold
 

@@ -15,7 +15,8 @@ from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.store import open_store
 
 from mgpu import paths
-from mgpu.run.record.record import Folder, State
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import State
 
 
 @pytest.fixture

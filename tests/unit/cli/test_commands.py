@@ -26,7 +26,8 @@ from mgpu.providers.base import NodePhase
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.lifecycle import down as downs
 from mgpu.run.record import record
-from mgpu.run.record.record import Folder, State
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import State
 from mgpu.run.record.supervisor_lock import taken_from
 from mgpu.spec.schema import schema
 

@@ -14,7 +14,8 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.cli import cli, common
 from mgpu.errors import InputError, TeardownIncomplete
 from mgpu.run.record import record
-from mgpu.run.record.record import Folder, State
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import State
 
 RUN_FILE = "name: a\nprovider: local\nmax_hours: 1\nmax_price_usd_per_hour: 1\ncommand: [train.py]\ncheckpoint: none\n"
 

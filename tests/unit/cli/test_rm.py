@@ -7,7 +7,8 @@ import time
 import pytest
 
 from mgpu.run.record import record
-from mgpu.run.record.record import Folder, State
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import State
 
 DAY = 86400.0
 

@@ -25,7 +25,8 @@ from mgpu.cli import cli, main
 from mgpu.console import neutral
 from mgpu.providers.base import Finding
 from mgpu.providers.local.provider import LocalProvider
-from mgpu.run.record.record import Folder, Interruption, State
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Interruption, State
 
 # tmp_path and /home/you/mine are of one length
 SCREENS = Path(__file__).with_name("screens")

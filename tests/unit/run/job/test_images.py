@@ -29,7 +29,8 @@ from mgpu.run.lifecycle import attach
 from mgpu.run.lifecycle import launch as runs
 from mgpu.run.nodes import code_upload, node_check
 from mgpu.run.record import record
-from mgpu.run.record.record import Folder, State
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import State
 from mgpu.spec.load import load, loads
 from mgpu.spec.model import Code
 

@@ -28,7 +28,8 @@ from mgpu.run.lifecycle import attach, supervise
 from mgpu.run.lifecycle import down as downs
 from mgpu.run.lifecycle import launch as runs
 from mgpu.run.record import record, supervisor_lock
-from mgpu.run.record.record import Folder, Interruption, State
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Interruption, State
 from mgpu.run.record.session import Session
 from mgpu.spec.load import load
 

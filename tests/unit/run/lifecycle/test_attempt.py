@@ -11,7 +11,8 @@ from mgpu.events import AttemptEnded
 from mgpu.providers.base import NodePhase
 from mgpu.run.job.request import resolve
 from mgpu.run.lifecycle.attempt import conduct, watch_again
-from mgpu.run.record.record import Folder, State, load
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import State, load
 from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
 

@@ -45,7 +45,8 @@ from mgpu.run.lifecycle import down as downs
 from mgpu.run.lifecycle import launch as runs
 from mgpu.run.lifecycle.submit import submit
 from mgpu.run.record import record
-from mgpu.run.record.record import Folder, State
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import State
 from mgpu.run.record.signals import Interrupts
 from mgpu.spec.load import load
 from mgpu.spec.model import Data

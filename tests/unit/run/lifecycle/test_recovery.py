@@ -11,7 +11,8 @@ from mgpu.errors import AuthError, ConnectionFailed, HostKeyMismatch, Interrupte
 from mgpu.run.lifecycle.capacity_wait import JITTER, PAUSE_MOST_S, PAUSE_S
 from mgpu.run.lifecycle.recovery import WITHOUT_PROGRESS, Attempts
 from mgpu.run.record import record
-from mgpu.run.record.record import Folder, Interruption, State
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Interruption, State
 from mgpu.run.record.session import Session
 from mgpu.run.supervision.supervisor import Ended
 from mgpu.spec.model import Recovery

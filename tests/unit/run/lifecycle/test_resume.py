@@ -10,7 +10,8 @@ from mgpu.errors import InputError
 from mgpu.run.fleet.stack import project_of
 from mgpu.run.lifecycle import resume
 from mgpu.run.record import record
-from mgpu.run.record.record import Folder, Record
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record
 from mgpu.spec.load import loads
 
 FILE = """

@@ -16,7 +16,8 @@ from mgpu.events import Warned
 from mgpu.run.lifecycle import down as downs
 from mgpu.run.lifecycle import launch as runs
 from mgpu.run.record import record
-from mgpu.run.record.record import Folder, State
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import State
 from mgpu.run.record.session import Session
 from mgpu.run.record.signals import Interrupts
 from mgpu.run.supervision.limits import Asked, Deadline

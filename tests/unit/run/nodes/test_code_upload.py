@@ -18,7 +18,8 @@ from mgpu.remote.node import SyncReport
 from mgpu.remote.snapshot import Snapshot
 from mgpu.run.job.request import resolve
 from mgpu.run.nodes import code_upload
-from mgpu.run.record.record import Folder, load
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import load
 from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
 

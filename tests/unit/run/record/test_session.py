@@ -17,7 +17,8 @@ from mgpu_train.store import Unavailable
 from mgpu.errors import Interrupted, TakenOver
 from mgpu.events import Note, PhaseFinished, PhaseStarted, RunStateChanged, Warned
 from mgpu.run.record import record
-from mgpu.run.record.record import Folder, State
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import State
 from mgpu.run.record.session import Session
 from mgpu.run.record.signals import ECHO_S, Interrupts
 

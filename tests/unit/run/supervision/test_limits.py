@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.run.record.record import Folder, Record
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record
 from mgpu.run.supervision.limits import Asked, Deadline, HardCap, StopReason, limits
 
 NOW = 1_000_000.0

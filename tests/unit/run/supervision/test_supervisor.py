@@ -15,7 +15,8 @@ from mgpu.journal import read
 from mgpu.providers.base import NodePhase
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.record import record
-from mgpu.run.record.record import Folder, Interruption, State
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Interruption, State
 from mgpu.run.record.session import Session
 from mgpu.run.supervision import remote_tail
 from mgpu.run.supervision.fleet_monitor import FleetMonitor
