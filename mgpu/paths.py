@@ -36,22 +36,33 @@ def data_dir() -> Path:
     return _xdg("XDG_DATA_HOME", ".local/share")
 
 
-def owner() -> str:
-    """The owner tag of everything this user rents: random, made once, kept in the state folder."""
-    path = state_dir() / "owner"
+def owner(folder: Path | None = None) -> str:
+    """The owner tag of all that this user rents: random, made once, kept in the folder (default: the state folder)."""
+    folder = folder or state_dir()
     try:
-        return path.read_text().strip()
+        return (folder / "owner").read_text().strip()
     except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fresh = path.with_name(f"owner.{os.getpid()}")
-        fresh.write_text(f"o-{secrets.token_hex(6)}\n")
-        try:
-            os.link(fresh, path)  # two first runs at once: one of them wins
-        except FileExistsError:
-            pass
-        finally:
-            fresh.unlink()
-        return path.read_text().strip()
+        return keep_owner(folder, new_owner())
+
+
+def new_owner() -> str:
+    """An owner tag that nobody has."""
+    return f"o-{secrets.token_hex(6)}"
+
+
+def keep_owner(folder: Path, tag: str) -> str:
+    """Keeps an owner tag in a folder, for this user alone; the tag that was there first."""
+    path = folder / "owner"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fresh = path.with_name(f"owner.{os.getpid()}")
+    fresh.write_text(f"{tag}\n")
+    try:
+        os.link(fresh, path)  # two first runs at once: one of them wins
+    except FileExistsError:
+        pass
+    finally:
+        fresh.unlink()
+    return path.read_text().strip()
 
 
 def near(path: str | Path) -> str:

@@ -51,6 +51,11 @@ class Backend:
         """The backend's address without its settings, for people to read and for stores."""
         return self.url.partition("?")[0]
 
+    @property
+    def place(self) -> str:
+        """Where mgpu's own is, for people to read."""
+        return str(self.root) if self.folder else f"{self.address.rstrip('/')}/{_OURS}"
+
     @cached_property
     def state(self) -> Store:
         """All of the backend; the state of stacks is below `.pulumi`. Raises StackError."""
@@ -102,6 +107,15 @@ def current() -> Backend:
     if not url:
         url, where = _of_project(_chosen) or ("", "")
     return _at(url, where, paths.state_dir())
+
+
+def of_engine() -> Backend:
+    """The backend of an engine that is at work here, which may be any of Pulumi's; where it is one that mgpu keeps no
+    records at, a folder of this machine's stands for it."""
+    try:
+        return current()
+    except InputError:
+        return _at("", "", paths.state_dir())
 
 
 @functools.lru_cache

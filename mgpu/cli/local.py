@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from mgpu import paths
+from mgpu.backend.owner import owner
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.providers.local import bill, control
@@ -115,7 +115,7 @@ def _newest() -> Record:
 
 def _machine(record: Record, rank: int) -> str:
     fleets = {record.fleet_name, (record.fleet or {}).get("fleet")}
-    started = [each for each in bill.read(_root()).nodes if each.start.owner == paths.owner()]
+    started = [each for each in bill.read(_root()).nodes if each.start.owner == owner()]
     had = [n for n in started if n.start.fleet in fleets and n.start.instance.endswith(f"-{rank}")]
     alive = [each.start.instance for each in had if each.alive]
     if not alive:

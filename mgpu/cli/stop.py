@@ -9,7 +9,7 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.errors import Interrupted, TeardownIncomplete
-from mgpu.run.record.folder import Folder
+from mgpu.run.record import shared
 from mgpu.run.record.record import Record, State, load, supervised, supervisor_of
 from mgpu.run.supervision.limits import last_save_s
 
@@ -32,7 +32,7 @@ def stop(run: str, as_json: bool, wait: bool) -> int:
         common.tell_as_json(console, record)
         console.next(*common.next_lines(record))
         return 0
-    Folder(record.run_id).stop.touch()
+    shared.ask_to_stop(record.run_id)
     if supervised(record.run_id):
         console.say(f"asked {record.run_id} to save and stop")
         _require_moving(record, waited_s=0.0)

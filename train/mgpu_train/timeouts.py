@@ -58,6 +58,9 @@ class Timeouts(BaseModel):
     )
     lease_s: float = Field(900, description="a node's lease while a run uses it")
     lease_renew_s: float = Field(20, description="between two renewals by the agent")
+    lock_s: float = Field(
+        90, description="after which a supervisor that did not renew its lock in a bucket has lost its run to who asks"
+    )
     poll_s: float = Field(0.5, description="between two passes of the supervisor, and of the agent")
     look_s: float = Field(1, description="for all nodes to answer in one pass; a slower one is heard in a later pass")
     silence_s: float = Field(120, description="a node that cannot be reached is UNKNOWN; after this it counts as lost")

@@ -20,6 +20,8 @@ from google.protobuf import empty_pb2
 from pulumi.runtime.proto import engine_pb2, engine_pb2_grpc, plugin_pb2, provider_pb2, provider_pb2_grpc
 
 from mgpu import __version__, paths
+from mgpu.backend import location
+from mgpu.backend.owner import owner
 from mgpu.errors import MgpuError
 from mgpu.events import Event, ImageStep, LayerPushed, Note, OfferTried, Warned
 from mgpu.iac import failures
@@ -97,9 +99,12 @@ class Servicer(provider_pb2_grpc.ResourceProviderServicer):
     @_answering
     def CheckConfig(self, request: provider_pb2.CheckRequest) -> provider_pb2.CheckResponse:
         old, new = from_struct(request.olds), from_struct(request.news)
-        # what the user left out is fixed at the first `up`, and stays what it was then
-        defaults = {"owner": paths.owner(), "stateDir": str(paths.state_dir())}
-        inputs = {key: new.get(key) or old.get(key) or default for key, default in defaults.items()}
+        # what the user left out is fixed at the first `up`, and stays what it was then; the folders of a machine are
+        # another one's only where the backend is a folder
+        backend = location.of_engine()
+        defaults = {"owner": owner(backend), "stateDir": str(paths.state_dir())}
+        known = old if backend.folder else {**old, "stateDir": ""}
+        inputs = {key: new.get(key) or known.get(key) or default for key, default in defaults.items()}
         inputs |= {key: new[key] for key in AWS_CONFIG if new.get(key)}  # the program's own, always
         unknown = [key for key in new if key not in (*defaults, *AWS_CONFIG, "version")]
         wrong = [provider_pb2.CheckFailure(property=key, reason="no such configuration") for key in unknown]
@@ -115,7 +120,7 @@ class Servicer(provider_pb2_grpc.ResourceProviderServicer):
         config = from_struct(request.args)
         self._settings = Settings(
             state_dir=Path(config.get("stateDir") or paths.state_dir()),
-            owner=config.get("owner") or paths.owner(),
+            owner=config.get("owner") or owner(location.of_engine()),
             aws={key: config[key] for key in AWS_CONFIG if config.get(key)},
         )
         return provider_pb2.ConfigureResponse(acceptSecrets=False, supportsPreview=True)

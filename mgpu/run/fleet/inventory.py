@@ -14,7 +14,7 @@ from typing import Any
 
 from mgpu_train.store import NotFound
 
-from mgpu import paths
+from mgpu.backend.owner import owner
 from mgpu.errors import InputError, MgpuError
 from mgpu.iac import tokens
 from mgpu.iac.engine import state_file
@@ -96,11 +96,11 @@ class _Access:
 def survey() -> Survey:
     """All machines of this user at every provider that is set up, or that a run or a stack names, by fleet. One that
     cannot be asked hides nothing of the others."""
-    owner, users = paths.owner(), _Users(every()[::-1])
+    tag, users = owner(), _Users(every()[::-1])
     accesses, failures = _accesses(users)
     found: dict[tuple[str, ...], Fleet] = {}
     with ThreadPoolExecutor(max(1, len(accesses)), thread_name_prefix="mgpu-survey") as pool:
-        for asked in [pool.submit(access.fleets, owner, users) for access in accesses]:
+        for asked in [pool.submit(access.fleets, tag, users) for access in accesses]:
             try:
                 for fleet in asked.result():  # two ways may lead to one account
                     found.setdefault((fleet.provider, fleet.handle.region, fleet.handle.token, *fleet.ids), fleet)

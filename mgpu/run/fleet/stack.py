@@ -8,6 +8,7 @@ from pathlib import Path
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire, paths
+from mgpu.backend.owner import owner
 from mgpu.context import Context
 from mgpu.errors import InputError, ProviderError, StackError, Stopped, TeardownIncomplete
 from mgpu.events import Warned
@@ -229,7 +230,7 @@ def give_back_fleet(
     give_back(
         stack,
         provider,
-        fleet.owner if fleet else paths.owner(),
+        fleet.owner if fleet else owner(),
         context.timeouts,
         context.emit,
         remove=remove,

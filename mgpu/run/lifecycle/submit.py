@@ -16,6 +16,7 @@ from mgpu.run.job import images
 from mgpu.run.job.images import Settled
 from mgpu.run.job.request import Request
 from mgpu.run.nodes import code_upload
+from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, load, opening, save
 from mgpu.spec.load import text_of
@@ -98,7 +99,7 @@ def _submitted(request: Request, run_file: Path, code: Path | None, record: Reco
     if code is not None:
         code.replace(folder.work)
     folder.run_file.write_text(said)
-    folder.stop.unlink(missing_ok=True)
+    shared.withdraw_stop(request.run_id)
     save(record)  # last: a run whose record is there is whole
     return record
 

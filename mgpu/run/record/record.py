@@ -29,9 +29,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from mgpu.backend import location
 from mgpu.errors import InputError, TakenOver
+from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder, runs
 from mgpu.run.record.supervisor_lock import Holder, held, hold, holder, taken_from
+
+_PUSH_EVERY_S = 10.0  # a record that changes all the time, to a backend that is a bucket
 
 
 class State(StrEnum):
@@ -221,35 +225,57 @@ def new_run_id(name: str, now: float | None = None) -> str:
     return f"{name}-{time.strftime('%m%d', time.gmtime(now))}-{tail}"
 
 
-def save(record: Record) -> None:
-    """Replaces `record.json` atomically.
+_pushed: dict[str, float] = {}  # by run, when its record was written to the backend last
+
+
+def save(record: Record, *, soon: bool = False) -> None:
+    """Replaces `record.json` atomically, and the record in a backend that is a bucket. `soon`: there it may come a few
+    seconds later.
 
     Raises:
-        TakenOver: another process supervises the run now; nothing was written.
+        TakenOver: another process supervises the run now; nothing was written that others see.
         OSError: it could not be written; the record on disk is as it was.
+        StackError: it is on this machine's disk, and the backend does not answer.
     """
     other = taken_from(Folder(record.run_id).lock, record.supervisor)
     if other is not None:
         raise taken_over(record.run_id, other)
-    write(record)
+    text = _keep(record)
+    if soon and time.monotonic() - _pushed.get(record.run_id, -_PUSH_EVERY_S) < _PUSH_EVERY_S:
+        return
+    try:
+        shared.push(record.run_id, text)
+    except shared.Lost:
+        raise taken_over(record.run_id, supervisor_of(record.run_id) or "another machine") from None
+    _pushed[record.run_id] = time.monotonic()
 
 
 def write(record: Record) -> None:
-    """Replaces `record.json` atomically, whoever supervises: for a run that is over. Raises OSError."""
+    """Replaces `record.json` atomically, whoever supervises: for a run that is over. One that somebody else has written
+    meanwhile stays as it is. Raises OSError, StackError."""
+    text = _keep(record)
+    try:
+        shared.push(record.run_id, text)
+    except shared.Lost:
+        shared.pull_one(record.run_id)
+
+
+def _keep(record: Record) -> bytes:
     folder = Folder(record.run_id)
     folder.make()
     record.updated_at = time.time()
-    aside = folder.record.with_name(f".record.{os.getpid()}")
+    aside, text = folder.record.with_name(f".record.{os.getpid()}"), json.dumps(asdict(record), indent=1).encode()
     try:
-        with aside.open("w") as file:
+        with aside.open("wb") as file:
             os.fchmod(file.fileno(), 0o600)
-            json.dump(asdict(record), file, indent=1)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())  # else a power cut may leave an empty file under the name
         aside.replace(folder.record)
     except OSError:
         aside.unlink(missing_ok=True)  # on a full disk it takes the room that others need
         raise
+    return text
 
 
 def load(run_id: str) -> Record:
@@ -271,7 +297,7 @@ def load(run_id: str) -> Record:
         what = "there is no run yet" if run_id == "last" else f"no run `{run_id}`"
         raise InputError(
             what,
-            f"Records of runs stand in {runs()}.",
+            f"Records of runs stand in {location.current().place}.",
             "Begin one with `mgpu launch`, in a folder with a run file; `mgpu init` writes one.",
         )
     if len(matches) != 1:
@@ -292,6 +318,7 @@ def every() -> list[Record]:
 
 
 def _all() -> list[tuple[str, Record | None]]:
+    shared.pull()
     found: list[tuple[float, str, Record | None]] = []
     for path in runs().glob("*/record.json"):
         if path.parent.name.startswith("."):
@@ -345,22 +372,26 @@ def opening() -> Iterator[None]:
 def supervising(run_id: str, *, force: bool = False) -> Iterator[str]:
     """Makes this process the run's one supervisor while the block runs; yields its token, "": another one is alive.
 
-    `force` takes the run from that one, which leaves as soon as it looks.
+    `force` takes the run from that one, which leaves as soon as it looks. Raises StackError: no answer of the backend.
     """
     folder = Folder(run_id)
     folder.make()
     with hold(folder.lock, force=force) as token:
-        yield token
+        if not token:
+            yield ""
+            return
+        with shared.holding(run_id, token, force=force) as mine:
+            yield token if mine else ""
 
 
 def supervised(run_id: str) -> bool:
     """True when some process supervises the run now."""
-    return held(Folder(run_id).lock)
+    return held(Folder(run_id).lock) or shared.holder(run_id)[1]
 
 
 def supervisor_of(run_id: str) -> Holder | None:
     """Who supervises the run, or did last; None: nobody has."""
-    return holder(Folder(run_id).lock)
+    return shared.holder(run_id)[0] or holder(Folder(run_id).lock)
 
 
 def taken_over(run_id: str, by: Holder | str) -> TakenOver:

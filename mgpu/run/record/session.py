@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.errors import Interrupted
+from mgpu.errors import Interrupted, StackError
 from mgpu.events import Emit, Note, PhaseFinished, PhaseStarted, RunEvent, RunStateChanged, Warned
 from mgpu.journal import Journal
 from mgpu.run.record.folder import Folder
@@ -45,7 +45,7 @@ class Session:
         name = f"{int(time.time() * 1000)}-{os.getpid()}-{secrets.token_hex(3)}.jsonl"
         self.journal = Journal(folder.journal / name)
         self.record.supervisor_pid = os.getpid()
-        self._claimed = self._disk_told = False
+        self._claimed = self._disk_told = self._backend_told = False
 
     @property
     def folder(self) -> Folder:
@@ -143,14 +143,22 @@ class Session:
         if before is not state:
             self.tell(RunStateChanged, state=str(state), before=str(before))
 
-    def save(self) -> None:
-        """Saves the record. A disk of this machine that is full ends no run: it is told once.
+    def save(self, *, soon: bool = False) -> None:
+        """Saves the record. A full disk of this machine ends no run, nor does a backend that does not answer: both are
+        told once. `soon`: other machines may see it a few seconds later.
 
         Raises:
             TakenOver: another process supervises the run now.
         """
         with self._tolerating_full_disk():
-            save(self.record)
+            try:
+                save(self.record, soon=soon)
+            except StackError as error:
+                if not self._backend_told:
+                    self._backend_told = True
+                    self.emit(Warned(f"{error.what} ({error.why}): the run goes on, other machines see it as it was"))
+            else:
+                self._backend_told = False
 
     def log(self, kind: str, **fields: Any) -> None:
         """Journals what has happened, as far as there is room; what must be on disk first goes to `journal` itself."""

@@ -131,11 +131,27 @@ def _seize(path: Path, token: str) -> TextIO:
     return handle
 
 
-def _sign(handle: TextIO, token: str) -> None:
+def me(token: str) -> Holder:
+    """This process, as a holder with this token."""
     from mgpu_train.agent.machine.procs import me
 
     process = me()
-    mine = Holder(token, process.pid, process.start_ticks, process.boot_id, os.uname().nodename)
+    return Holder(token, process.pid, process.start_ticks, process.boot_id, os.uname().nodename)
+
+
+def replace_holder(path: Path, now: Holder) -> None:
+    """Writes down that another machine's process has the lock, which nobody here holds from now on. Raises OSError."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with aside.open("w") as handle:
+        _write(handle, now)
+    aside.replace(path)
+
+
+def _sign(handle: TextIO, token: str) -> None:
+    _write(handle, me(token))
+
+
+def _write(handle: TextIO, holder: Holder) -> None:
     os.fchmod(handle.fileno(), 0o600)
     handle.truncate(0)
-    os.write(handle.fileno(), json.dumps(asdict(mine)).encode() + b"\n")  # unbuffered: what does not fit is not kept
+    os.write(handle.fileno(), json.dumps(asdict(holder)).encode() + b"\n")  # unbuffered: what does not fit is not kept

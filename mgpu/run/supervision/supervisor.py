@@ -232,7 +232,7 @@ class Supervisor:
             self._fleet.once(f"checkpoint: {done.problem}")
         if done.save_problem:
             self._fleet.once(f"checkpoint: {done.save_problem}; the training goes on")
-        self._session.save()
+        self._session.save(soon=True)
 
     def _tell_of_silence(self, status: AgentStatus) -> None:
         """Once half of the time is over that the program may be quiet; again after its next sign of progress."""

@@ -1,0 +1,32 @@
+"""The owner tag of everything that is rented: one for each backend, so that every machine that shares it finds all."""
+
+from __future__ import annotations
+
+from mgpu import paths
+from mgpu.backend import location
+from mgpu.backend.location import Backend
+
+_KEY = "owner"
+_LARGEST = 1 << 10  # bytes
+
+
+def owner(here: Backend | None = None) -> str:
+    """The tag: random, made once for a backend (default: this command's), kept in it.
+
+    Raises:
+        StackError: the backend does not answer.
+        InputError: it is none that mgpu can keep records at.
+    """
+    here = here or location.current()
+    if here.shared is None:
+        return paths.owner(here.root)
+    known = here.root / _KEY
+    try:
+        return known.read_text().strip()
+    except FileNotFoundError:
+        pass
+    with here.asking("asked for the owner's tag"):
+        if here.shared.stat(_KEY) is None:
+            here.shared.put_if_absent(_KEY, f"{paths.new_owner()}\n".encode())
+        tag = here.shared.get(_KEY, _LARGEST).decode().strip()
+    return paths.keep_owner(here.root, tag)

@@ -1,0 +1,301 @@
+"""What other machines know of runs, where the backend is a bucket. Where it is a folder, nothing here does anything.
+
+    <backend>/mgpu/records/<run>.json     its record; replaced only by who has read what is there
+    <backend>/mgpu/locks/<run>.json       who supervises it (`mgpu.backend.lease`)
+    <backend>/mgpu/stops/<run>            exists when `mgpu stop` asked for the end
+
+On this machine there is a copy of each record, with the version that it is a copy of, and the lock as it is where the
+backend is a folder: what looks at a run looks at these files. While this machine supervises a run, a thread keeps the
+lock, and brings what others ask for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu.backend import location
+from mgpu.run.record.folder import Folder, runs
+from mgpu.run.record.supervisor_lock import Holder, held, me, replace_holder
+
+if TYPE_CHECKING:
+    from mgpu_train.store import Store
+
+    from mgpu.backend.lease import Lease, Seen
+
+_RECORDS, _LOCKS, _STOPS = "records/", "locks/", "stops/"
+_LARGEST = 16 << 20  # bytes of a record
+_PULL_EVERY_S = 2.0  # at most: commands that wait look at a record many times a second
+_AT_ONCE = 16  # records that are read at the same time
+_pulled: dict[Path, float] = {}  # by the backend's folder here, when its records were brought last
+_seen: dict[
+    str, tuple[float, tuple[Holder | None, bool]]
+] = {}  # by run, when its lock was looked at last, and whose it was
+
+
+class Lost(Exception):
+    """Somebody else has written the record since it was read here."""
+
+
+# ---- records
+
+
+def pull() -> None:
+    """Brings the copies of all records up to date, unless that was done a moment ago; not of runs that are supervised
+    here. Those of runs that were removed elsewhere go. Raises StackError."""
+    here = location.current()
+    store = here.shared
+    if store is None or time.monotonic() - _pulled.get(here.root, -_PULL_EVERY_S) < _PULL_EVERY_S:
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    with here.asking("asked for its runs"):
+        there = {stat.key.removeprefix(_RECORDS).removesuffix(".json"): stat.version for stat in store.list(_RECORDS)}
+        changed = [run for run, version in there.items() if _version(run) != version and not held(Folder(run).lock)]
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-pull") as pool:
+            list(pool.map(lambda run: _bring(store, run), changed))
+    for path in runs().glob("*/.version"):
+        if path.parent.name not in there and not held(Folder(path.parent.name).lock):
+            shutil.rmtree(path.parent, ignore_errors=True)
+    _pulled[here.root] = time.monotonic()
+
+
+def push(run_id: str, record: bytes) -> None:
+    """Writes a record for the others to see.
+
+    Raises:
+        Lost: another one was written since it was read here; that one stays.
+        StackError: the backend does not answer.
+    """
+    here = location.current()
+    store = here.shared
+    if store is None:
+        return
+    from mgpu_train.store import Ambiguous, NotFound
+
+    key, known = f"{_RECORDS}{run_id}.json", _version(run_id)
+    with here.asking("written"):
+        with suppress(Ambiguous):
+            if known:
+                store.replace(key, record, known)
+            else:
+                store.put_if_absent(key, record)
+        try:
+            there = store.read(key, _LARGEST)  # what was written, perhaps by a try whose answer was lost, or by another
+        except NotFound:
+            raise Lost from None
+    if there.data != record:
+        raise Lost
+    _keep_version(run_id, there.version)
+
+
+def remove(run_id: str) -> None:
+    """Removes all that other machines know of a run; absent is success. Raises StackError."""
+    here = location.current()
+    store = here.shared
+    if store is None:
+        return
+    with here.asking("written"):
+        for key in (f"{_RECORDS}{run_id}.json", f"{_STOPS}{run_id}", f"{_LOCKS}{run_id}.json"):
+            store.delete(key)
+
+
+def _bring(store: Store, run_id: str) -> None:
+    from mgpu_train.store import NotFound
+
+    try:
+        found = store.read(f"{_RECORDS}{run_id}.json", _LARGEST)
+    except NotFound:  # removed a moment ago
+        return
+    folder = Folder(run_id)
+    folder.make()
+    aside = folder.record.with_name(f".record.{os.getpid()}")
+    aside.write_bytes(found.data)
+    aside.chmod(0o600)
+    aside.replace(folder.record)
+    _keep_version(run_id, found.version)
+
+
+def _version(run_id: str) -> str:
+    try:
+        return (Folder(run_id).root / ".version").read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def _keep_version(run_id: str, version: str) -> None:
+    path = Folder(run_id).root / ".version"
+    aside = path.with_name(f".version.{os.getpid()}")
+    aside.write_text(version)
+    aside.replace(path)
+
+
+# ---- who supervises
+
+
+def holder(run_id: str) -> tuple[Holder | None, bool]:
+    """Who supervises a run by what the backend says, or did last, and whether that is so now; of a folder nothing is
+    said. Raises StackError."""
+    here = location.current()
+    if here.shared is None:
+        return None, False
+    at, known = _seen.get(run_id, (-_PULL_EVERY_S, (None, False)))
+    if time.monotonic() - at < _PULL_EVERY_S:
+        return known
+    from mgpu.backend import lease
+
+    with here.asking("asked who supervises a run"):
+        seen = lease.look(here.shared, f"{_LOCKS}{run_id}.json", _lasts_s())
+    found = (None, False) if seen is None else (_holder(seen.said), not seen.over and not _dead(seen.said))
+    _seen[run_id] = time.monotonic(), found
+    return found
+
+
+@contextmanager
+def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
+    """Holds the run for this machine while the block runs, besides the lock that is held here already; False: another
+    machine does. Raises StackError."""
+    here = location.current()
+    if here.shared is None:
+        yield True
+        return
+    from mgpu.backend.lease import Lease
+
+    said = {**asdict(me(token)), "space": _space()}
+    lasts_s = _lasts_s()
+    grip = Lease(here.shared, f"{_LOCKS}{run_id}.json", said, lasts_s)
+    with here.asking("asked who supervises a run"):
+        other = grip.take(_dead, force=force)
+    if other is not None:
+        _note(run_id, other)
+        yield False
+        return
+    keeper = _Keeper(here.shared, run_id, grip, lasts_s / 3)
+    try:
+        pull_one(run_id)
+        keeper.start()
+        yield True
+    finally:
+        keeper.end()
+
+
+class _Keeper:
+    """While a run is supervised here: keeps its lock, and brings what other machines ask for."""
+
+    def __init__(self, store: Store, run_id: str, grip: Lease, every_s: float) -> None:
+        self._store, self._run_id, self._grip, self._every_s = store, run_id, grip, every_s
+        self._over, self._renewed = threading.Event(), time.monotonic()
+        self._thread = threading.Thread(target=self._work, name="mgpu-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Lets go of the run; a backend that does not answer lets go of it by itself, when the lock is old."""
+        from mgpu_train.store import StoreError
+
+        self._over.set()
+        if self._thread.ident:
+            self._thread.join()
+        with suppress(StoreError):
+            self._grip.release()
+
+    def _work(self) -> None:
+        from mgpu_train.store import StoreError
+
+        while not self._over.wait(min(_LOOK_S, self._every_s)):
+            with suppress(StoreError):  # the next turn may do better; until then the machines are this one's to watch
+                if not self._turn():
+                    return
+
+    def _turn(self) -> bool:
+        """False: another machine has the run."""
+        self._look_for_stop()
+        if time.monotonic() - self._renewed < self._every_s:
+            return True
+        if (other := self._grip.renew()) is not None:
+            _note(self._run_id, other)
+            return False
+        self._renewed = time.monotonic()
+        return True
+
+    def _look_for_stop(self) -> None:
+        stop = Folder(self._run_id).stop
+        if not stop.exists() and self._store.stat(f"{_STOPS}{self._run_id}") is not None:
+            stop.touch()
+
+
+_LOOK_S = 5.0  # between two looks whether another machine has asked for the end
+
+
+def pull_one(run_id: str) -> None:
+    """Brings the copy of one record up to date, whoever supervises the run. Raises StackError."""
+    here = location.current()
+    store = here.shared
+    if store is None:
+        return
+    with here.asking("asked for a run"):
+        found = store.stat(f"{_RECORDS}{run_id}.json")
+        if found is not None and found.version != _version(run_id):
+            _bring(store, run_id)
+
+
+def _note(run_id: str, seen: Seen) -> None:
+    """Writes down here whose the run is: what looks at the lock's file finds that one."""
+    replace_holder(Folder(run_id).lock, _holder(seen.said) or Holder("", 0, 0, "", "another machine"))
+
+
+def _holder(said: Mapping[str, Any]) -> Holder | None:
+    try:
+        return Holder(**{name: said[name] for name in Holder.__dataclass_fields__})
+    except KeyError:
+        return None
+
+
+def _dead(said: Mapping[str, Any]) -> bool:
+    """Whether that holder is a process of this very machine that has ended; of others nobody here can know."""
+    whose = _holder(said)
+    return whose is not None and said.get("space") == _space() and not whose.process.alive
+
+
+def _space() -> str:
+    """By which two processes know that they see the same processes: the boot, and the namespace of process ids."""
+    from mgpu_train.agent.machine import procs
+
+    return f"{procs.boot_id()}/{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def _lasts_s() -> float:
+    from mgpu_train.timeouts import Timeouts
+
+    return Timeouts.of_environment(os.environ).lock_s
+
+
+# ---- to stop
+
+
+def ask_to_stop(run_id: str) -> None:
+    """Asks whoever supervises the run to end it, on whichever machine. Raises StackError."""
+    here, folder = location.current(), Folder(run_id)
+    folder.make()
+    folder.stop.touch()
+    if here.shared is not None:
+        with here.asking("written"):
+            here.shared.put(f"{_STOPS}{run_id}", b"")
+
+
+def withdraw_stop(run_id: str) -> None:
+    """Forgets that an earlier use of the run was to stop. Raises StackError."""
+    here = location.current()
+    Folder(run_id).stop.unlink(missing_ok=True)
+    if here.shared is not None:
+        with here.asking("written"):
+            here.shared.delete(f"{_STOPS}{run_id}")

@@ -1,0 +1,213 @@
+"""Runs of a backend that is a bucket, as two machines see them: each has a state folder of its own, and one bucket."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from fakes import gateway
+from mgpu_train.agent.machine import procs
+from mgpu_train.store import Ambiguous
+
+from mgpu.backend import lease, location, owner
+from mgpu.backend.lease import Lease
+from mgpu.errors import InputError, StackError, TakenOver
+from mgpu.run.lifecycle import removal
+from mgpu.run.record import record as records
+from mgpu.run.record import shared
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, State, supervised, supervising, supervisor_of
+from mgpu.run.record.supervisor_lock import me
+
+
+@dataclass
+class Team:
+    """Two machines and their bucket."""
+
+    folder: Path
+    environ: Callable[[str, str], None]
+
+    @contextmanager
+    def on(self, machine: str) -> Iterator[None]:
+        """What the block does is done there."""
+        self.environ("XDG_STATE_HOME", str(self.folder / machine))
+        shared._pulled.clear()
+        shared._seen.clear()
+        yield
+
+
+@pytest.fixture
+def team(versitygw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Team:
+    for name, value in versitygw.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(location.VARIABLE, gateway.backend(versitygw.env, versitygw.bucket(), "team"))
+    monkeypatch.setattr(shared, "_LOOK_S", 0.01)
+    return Team(tmp_path, monkeypatch.setenv)
+
+
+def run(run_id: str = "first-1", **changes: object) -> Record:
+    known = Record(
+        run_id=run_id, name="first", project="p", project_base="/", run_file="/mgpu.yaml", stack=run_id, own_stack=True,
+        fleet_name="f", provider="local", nodes=1, created_at=1.0,
+    )  # fmt: skip
+    return replace(known, **changes)
+
+
+def too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on every lock is: S3 counts whole seconds, and nothing is to wait for them."""
+    monkeypatch.setenv("MGPU_TIMEOUTS", json.dumps({"lock_s": -1}))
+
+
+def test_a_run_of_one_machine_is_seen_and_removed_by_another(team: Team):
+    with team.on("a"):
+        records.save(run(state=State.RUNNING, step=3))
+    with team.on("b"):
+        assert records.load("first").step == 3
+        tag = owner.owner()
+    with team.on("a"):
+        assert owner.owner() == tag
+        records.save(run(state=State.FAILED, step=7))
+    with team.on("b"):
+        (seen,) = records.every()
+        assert (seen.state, seen.step) == (State.FAILED, 7)
+        removal.remove([seen])
+        assert records.ids() == []
+    with team.on("a"):
+        assert records.ids() == []
+        assert not Folder("first-1").root.exists()
+
+
+def test_one_machine_at_a_time_supervises_and_the_other_is_told_which(team: Team):
+    with team.on("a"), supervising("first-1") as token:
+        assert token
+        mine = me(token)
+        with team.on("b"):
+            assert supervised("first-1")
+            assert supervisor_of("first-1") == mine
+            with supervising("first-1") as other:
+                assert not other
+            assert str(mine) in records.busy("first-1").what
+        team.environ("XDG_STATE_HOME", str(team.folder / "a"))
+    with team.on("b"):
+        assert not supervised("first-1")
+        with supervising("first-1") as token:
+            assert token
+
+
+def test_one_whose_lock_ran_out_writes_nothing_more(team: Team, monkeypatch: pytest.MonkeyPatch):
+    with team.on("a"), supervising("first-1") as first:
+        records.save(run(supervisor=first, step=1))
+        with team.on("b"):
+            too_old(monkeypatch)
+            assert not supervised("first-1")
+            with supervising("first-1") as second:
+                taken = records.load("first-1")
+                taken.supervisor, taken.step = second, 2
+                records.save(taken)
+                with team.on("a"), pytest.raises(TakenOver, match="first-1"):
+                    records.save(run(supervisor=first, step=9))
+                with team.on("b"):
+                    assert records.load("first-1").step == 2
+    with team.on("c"):
+        assert records.load("first-1").step == 2
+
+
+def test_the_keeper_notices_that_its_run_was_taken(team: Team, monkeypatch: pytest.MonkeyPatch):
+    with team.on("a"), supervising("first-1") as first:
+        store = location.current().shared
+        keeper = shared._Keeper(store, "first-1", Lease(store, "locks/first-1.json", {"token": first}, 90), 0)
+        with team.on("b"), supervising("first-1", force=True) as second:
+            assert second
+            with team.on("a"):
+                keeper._turn()
+                lost = records.taken_from(Folder("first-1").lock, first)
+                assert lost is not None
+                assert lost.token == second
+
+
+def test_the_lock_of_a_process_that_died_on_this_machine_is_free(team: Team):
+    gone = subprocess.Popen(["true"])
+    dead = procs.of(gone.pid)
+    gone.wait()
+    with team.on("a"):
+        store = location.current().shared
+        said = {**vars(me("gone")), "pid": dead.pid, "start_ticks": dead.start_ticks, "space": shared._space()}
+        assert Lease(store, "locks/first-1.json", said, 90).take(lambda _: False) is None
+        assert not supervised("first-1")
+        elsewhere = {**said, "token": "else", "space": "another boot"}
+        assert Lease(store, "locks/first-1.json", elsewhere, 90).take(shared._dead) is None
+    with team.on("a"):
+        assert supervised("first-1"), "of another machine's processes nothing is known here"
+
+
+def test_the_end_is_asked_for_from_another_machine(team: Team):
+    with team.on("a"), supervising("first-1") as token:
+        folder = Folder("first-1")
+        with team.on("b"):
+            shared.ask_to_stop("first-1")
+        keeper = shared._Keeper(location.current().shared, "first-1", None, 90)
+        with team.on("a"):
+            keeper._look_for_stop()
+        assert token
+        assert folder.stop.exists()
+    with team.on("b"):
+        shared.withdraw_stop("first-1")
+        assert location.current().shared.stat("stops/first-1") is None
+
+
+def test_a_backend_that_does_not_answer_is_named(team: Team, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(location.VARIABLE, "s3://team/x?endpoint=http://127.0.0.1:9&region=us-east-1")
+    with team.on("a"):
+        with pytest.raises(StackError, match="s3://team/x"):
+            records.load("first-1")
+        with pytest.raises(StackError, match="s3://team/x"):
+            records.save(run())
+        assert json.loads(Folder("first-1").record.read_text())["run_id"] == "first-1", "nothing is lost"
+
+
+def test_a_run_that_nobody_has_is_said_with_the_backend(team: Team):
+    with team.on("a"), pytest.raises(InputError) as error:
+        records.load("none")
+    assert "s3://" in error.value.why
+
+
+class Deaf:
+    """A store of which every other answer is lost after the write was done."""
+
+    def __init__(self, store):
+        self._store, self._lost = store, 0
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def _through(self, done: bool) -> bool:
+        self._lost += 1
+        if self._lost % 2:
+            raise Ambiguous("the answer was lost")
+        return done
+
+    def put_if_absent(self, key, data):
+        return self._through(self._store.put_if_absent(key, data))
+
+    def replace(self, key, data, version):
+        return self._through(self._store.replace(key, data, version))
+
+
+def test_a_lost_answer_takes_no_lease_twice_and_loses_none(site):
+    first = Lease(Deaf(site.store), "lock", {"token": "1"}, 90)
+    second = Lease(Deaf(site.store), "lock", {"token": "2"}, 90)
+    assert first.take(lambda _: False) is None
+    held = second.take(lambda _: False)
+    assert held is not None
+    assert held.token == "1"
+    assert first.renew() is None
+    assert second.renew().token == "1"
+    first.release()
+    assert lease.look(site.store, "lock", 90).over
+    assert second.take(lambda _: False) is None
+    assert first.renew().token == "2"
