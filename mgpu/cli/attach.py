@@ -10,6 +10,7 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.events import LogChunk, MetricsSampled
+from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State, known, load, supervised, supervisor_of
 
@@ -55,6 +56,7 @@ def _follow(console: Console, run_id: str) -> Record:
     console.say(f"following {run_id}; Ctrl-C ends only this view")
     folder, offsets = Folder(run_id), dict[Path, int]()
     while True:
+        files.follow(run_id)
         watched = supervised(run_id)
         record = load(run_id)
         for rank in range(record.nodes):

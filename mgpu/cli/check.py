@@ -61,10 +61,12 @@ def _findings(provider: Provider, needed: Requirements | None) -> tuple[Finding,
 
 
 def _on_node(console: Console, run: str) -> int:
+    from mgpu.run.fleet import key
     from mgpu.run.nodes import node_check
     from mgpu.run.record.record import load
 
     record = load(run)
+    key.bring(record, common.context(console))
     with console.waiting(f"asking the nodes of {record.run_id}"):
         found = node_check.findings(record, common.timeouts())
     return _told(console, found)

@@ -92,11 +92,14 @@ class AfterDashes(click.Command):
 
 def ssh_route_to(run: str, stack: str | None) -> SshRoute:
     """How to get to the machines of a run, or of a stack, which is given instead. Raises InputError."""
+    from mgpu.run.fleet import key
     from mgpu.run.fleet.stack import project_of
     from mgpu.run.nodes import ssh_config
 
     if stack is None:
-        return ssh_config.to_run(load(run))
+        record = load(run)
+        key.bring(record, context(Console()))
+        return ssh_config.to_run(record)
     if run != "last":
         raise InputError(
             "either RUN or --stack is given, not both", f"`{run}` is a run, `{stack}` a stack.", "Give one of them."

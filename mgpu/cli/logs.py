@@ -14,6 +14,7 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console, LogLines
 from mgpu.errors import InputError
+from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.logs import NodeLog
 from mgpu.run.record.record import load, supervised
@@ -42,6 +43,7 @@ def logs(run: str, node: int | None, with_times: bool, follow: bool, as_json: bo
     readers = [_Reader(folder, rank) for rank in ranks]
     seen = False
     while True:
+        files.follow(record.run_id)
         watched = supervised(record.run_id)
         over = load(record.run_id).state.final
         ends = over or not follow or not watched

@@ -76,8 +76,10 @@ def _next(record: Record, watched: bool, *, stuck: bool) -> list[str]:
 
 
 def _live(record: Record) -> tuple[list[dict[str, Any]], MgpuError | None]:
+    from mgpu.run.fleet import key
     from mgpu.run.supervision.status_probe import look
 
+    key.bring(record, common.context(Console()))
     return look(record, common.timeouts())
 
 

@@ -35,7 +35,7 @@ def made(wire, here, **inputs):
 def test_a_pair_is_made_in_the_state_folder(wire, here, xdg):
     resource_id, _, properties = made(wire, here)
     file = Path(from_struct(properties)["privateKeyFile"])
-    assert file == xdg / "state/mgpu/keys/dev/id_ed25519" == Path(resource_id)
+    assert file == xdg / "state/mgpu" / resource_id == xdg / "state/mgpu/keys/dev/id_ed25519"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     derived = subprocess.run(["ssh-keygen", "-y", "-f", file], capture_output=True, text=True, check=True).stdout
@@ -101,6 +101,19 @@ def test_a_lost_file_is_seen_and_written_again_from_state(wire, here):
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
+def test_another_machine_writes_the_key_from_state_into_its_own_folder(serve, wire, here, xdg):
+    resource_id, inputs, properties = made(wire, here)
+    outputs = from_struct(properties)
+    wire = serve({TOKEN: SshKeyHandler()}, stateDir=str(xdg / "theirs/mgpu"))
+    assert wire.inputs(here, {}, inputs) == inputs
+    seen = from_struct(wire.read(here, resource_id, outputs, inputs).properties)
+    assert seen["privateKeyFile"] == ""
+    assert not wire.diff(here, inputs, seen, inputs).replaces
+    file = Path(wire.update(here, resource_id, seen, inputs)["privateKeyFile"])
+    assert file == xdg / "theirs/mgpu/keys/dev/id_ed25519"
+    assert file.read_text() == outputs["privateKey"]
+
+
 def test_the_same_inputs_are_no_change(wire, here):
     _, inputs, properties = made(wire, here)
     diff = wire.diff(here, inputs, from_struct(properties), wire.inputs(here, {}, inputs))
@@ -122,13 +135,14 @@ def test_delete_removes_both_files_and_the_folder(wire, here, xdg):
 
 def test_delete_leaves_a_file_that_was_put_in_its_place(wire, here):
     resource_id, _, properties = made(wire, here)
-    Path(resource_id).write_text("another key")
+    file = Path(from_struct(properties)["privateKeyFile"])
+    file.write_text("another key")
     wire.delete(here, resource_id, from_struct(properties))
-    assert Path(resource_id).read_text() == "another key"
+    assert file.read_text() == "another key"
 
 
-def test_import_reads_the_file(wire, here):
-    resource_id, inputs, properties = made(wire, here)
+def test_import_reads_the_file(wire, here, tmp_path):
+    resource_id, inputs, properties = made(wire, here, path=str(tmp_path / "key"))
     imported = wire.read(here, resource_id)
     assert imported.id == resource_id
     assert from_struct(imported.inputs) == inputs

@@ -346,7 +346,7 @@ class Stack:
     def interrupt(self) -> None:
         self.world.calls.append("interrupt")
 
-    def oust(self, driver: Process) -> None:
+    def oust(self, driver: Process, host: str) -> None:
         self.world.ousted.append(driver)
 
     def _call(self, name: str) -> None:

@@ -36,9 +36,9 @@ class Lock:
     timestamp: str
 
 
-def release_dead(prefix: str, place: str, stack: str, emit: Emit) -> None:
-    """Deletes the locks below `prefix` of the backend whose holders are dead; `place` is the mark of the stack's own
-    operations.
+def release_dead(prefix: str, place: str, stack: str, emit: Emit, lost_host: str = "") -> None:
+    """Deletes the locks below `prefix` of the backend whose holders are dead, or have lost the stack: those of
+    `lost_host`. `place` is the mark of the stack's own operations.
 
     Raises:
         StackError: another process is at work on the stack, or it cannot be known whether one is.
@@ -50,12 +50,16 @@ def release_dead(prefix: str, place: str, stack: str, emit: Emit) -> None:
         lock = _read(backend, key, stack)
         if lock is None:
             continue
-        _require_ours(lock, stack)
-        if _held(lock, place):
-            raise _busy(lock, stack)
+        what = f"process {lock.pid}, which died at work"
+        if lost_host and lock.hostname == lost_host:
+            what = f"process {lock.pid} on {lost_host}, whose run was taken over"
+        else:
+            _require_ours(lock, stack)
+            if _held(lock, place):
+                raise _busy(lock, stack)
         with backend.asking("written"):
             backend.state.delete(key)
-        emit(Note(f"stack {stack}: released the lock of process {lock.pid}, which died at work ({lock.timestamp})"))
+        emit(Note(f"stack {stack}: released the lock of {what} ({lock.timestamp})"))
 
 
 def _read(backend: location.Backend, key: str, stack: str) -> Lock | None:

@@ -18,6 +18,7 @@ from mgpu.iac.engine import state_file
 from mgpu.iac.naming import BASE_PROJECT, PROJECT, RUNS_PROJECT
 
 OURS = (PROJECT, BASE_PROJECT, RUNS_PROJECT)
+_PLUGIN = "mgpu"
 _BASE = "base"  # the folder of stack base in infra/
 _CARRIED = Path(mgpu.__file__).parent / "_data"
 _CHECKOUT = Path(mgpu.__file__).parent.parent
@@ -79,6 +80,34 @@ def _copied(source: Path, dest: Path, settings: str, below: str = "") -> Path:
     return dest
 
 
+def keep_program(project: Path, dest: Path) -> None:
+    """A copy of a Pulumi program and its settings, for other machines to end or repair what it has made.
+
+    Raises:
+        StackError: it has no settings.
+        InputError: a file that cannot be copied.
+    """
+    from mgpu.remote.snapshot import scan
+
+    project_name(project)
+    settings = (project / "Pulumi.yaml").read_text()
+    main = str((yaml.safe_load(settings) or {}).get("main") or ".")
+    shutil.rmtree(dest, ignore_errors=True)
+    (dest / main).mkdir(parents=True, mode=0o700)
+    scan(project / main).write_to(dest / main)
+    (dest / "Pulumi.yaml").write_text(settings)
+
+
+def settle(project: Path) -> None:
+    """Makes the settings of a program that was kept name the plugin of this machine."""
+    path = project / "Pulumi.yaml"
+    settings = yaml.safe_load(path.read_text())
+    for plugin in (settings.get("plugins") or {}).get("providers") or ():
+        if plugin.get("name") == _PLUGIN and plugin.get("path") != _scripts():
+            plugin["path"] = _scripts()
+            path.write_text(yaml.safe_dump(settings, sort_keys=False))
+
+
 def project_name(project: Path) -> str:
     """The name in a folder's Pulumi.yaml.
 
@@ -113,9 +142,13 @@ def _base_settings() -> str:
     return _settings(BASE_PROJECT, "What machines at AWS stand on, one stack for each account and region")
 
 
+def _scripts() -> str:
+    return sysconfig.get_path("scripts")
+
+
 def _settings(name: str, description: str, main: str = "") -> str:
     # The folder of our own plugin is named: found on PATH alone, the engine would warn at every command.
-    plugin = {"name": "mgpu", "path": sysconfig.get_path("scripts")}
+    plugin = {"name": _PLUGIN, "path": _scripts()}
     settings = {
         "name": name,
         "description": description,

@@ -23,7 +23,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.backend import location
 from mgpu.errors import Interrupted, MgpuError, StackError, TeardownIncomplete
 from mgpu.events import Emit, Note
-from mgpu.iac import environment, failures
+from mgpu.iac import environment, failures, tokens
 from mgpu.iac.engine import install, locks, operations, state_file
 from mgpu.iac.engine.event_log import Change, EngineLog
 from mgpu.iac.engine.process import CliProcess
@@ -73,6 +73,7 @@ class Stack:
         self._values = config
         self._cli = CliProcess(grace_s=timeouts.destroy_s)
         self._ousted: Process | None = None
+        self._lost_host = ""
         self._exported: dict[str, Any] | None = None  # by the last `up`, until something else works on the stack
 
     @property
@@ -152,6 +153,16 @@ class Stack:
         """All outputs of the stack; none when it is not there."""
         return json.loads(self._run("stack", "output", "--json", "--stack", self.name)) if self.exists() else {}
 
+    def private_key(self) -> str | None:
+        """The private key that its state has, in OpenSSH's format; None: there is none."""
+        if not self.exists():
+            return None
+        exported = json.loads(self._run("stack", "export", "--show-secrets", "--stack", self.name))
+        for resource in (exported.get("deployment") or {}).get("resources") or ():
+            if resource["type"] == tokens.SSH_KEY:
+                return json.loads(resource["outputs"]["privateKey"]["plaintext"])
+        return None
+
     def unprotect(self) -> None:
         """Takes the protection off all its resources, so that `destroy` may end them; the next `up` puts it back."""
         self._make_way()
@@ -161,9 +172,13 @@ class Stack:
         """Asks the CLI to cancel: what is under way is undone and saved. Later operations but `destroy` are refused."""
         self._cli.interrupt()
 
-    def oust(self, driver: Process) -> None:
-        """From here on, what this driver has at work on the stack is ended as if it had died: it has lost the stack."""
-        self._ousted = driver
+    def oust(self, driver: Process, host: str) -> None:
+        """From here on, what this driver has at work on the stack is ended as if it had died: it has lost the stack. On
+        another host it cannot be seen from here; its locks count no more."""
+        if host == os.uname().nodename:
+            self._ousted = driver
+        else:
+            self._lost_host = host
 
     # ---- configuration
 
@@ -176,12 +191,12 @@ class Stack:
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         stub = {"name": project_name(self.project), "runtime": "python"}
         (self._log_dir / "Pulumi.yaml").write_text(yaml.safe_dump(stub))
-        if not self._config.exists():
-            ours = {"mgpu:runFile": str(self._run_file), "mgpu:folder": str(self._folder)}
-            self._config.write_text(yaml.safe_dump({"config": ours}))
-        if self._values is not None:  # as it is wanted now; the salt of the stack's secrets stays
-            known = yaml.safe_load(self._config.read_text())
-            self._config.write_text(yaml.safe_dump({**known, "config": dict(self._values)}))
+        # as it is wanted now, and where this machine has it; the salt of the stack's secrets stays
+        known = yaml.safe_load(self._config.read_text()) if self._config.exists() else {}
+        ours = {"mgpu:runFile": str(self._run_file), "mgpu:folder": str(self._folder)}
+        wanted = ours if self._values is None else dict(self._values)
+        if known.get("config") != wanted:
+            self._config.write_text(yaml.safe_dump({**known, "config": wanted}))
 
     @cached_property
     def _engine(self) -> install.Engine:
@@ -207,7 +222,7 @@ class Stack:
         operations.end_orphans(self._place, emit=self._emit, save_s=save_s, ousted=ousted, given_up=given_up)
         if not given_up():
             prefix = state_file.lock_prefix(project_name(self.project), self.name)
-            locks.release_dead(prefix, self._place, self.name, self._emit)
+            locks.release_dead(prefix, self._place, self.name, self._emit, self._lost_host)
             state_file.drop_torn_attributes(project_name(self.project), self.name)
 
     def _clear(self) -> None:

@@ -99,12 +99,9 @@ class Servicer(provider_pb2_grpc.ResourceProviderServicer):
     @_answering
     def CheckConfig(self, request: provider_pb2.CheckRequest) -> provider_pb2.CheckResponse:
         old, new = from_struct(request.olds), from_struct(request.news)
-        # what the user left out is fixed at the first `up`, and stays what it was then; the folders of a machine are
-        # another one's only where the backend is a folder
-        backend = location.of_engine()
-        defaults = {"owner": owner(backend), "stateDir": str(paths.state_dir())}
-        known = old if backend.folder else {**old, "stateDir": ""}
-        inputs = {key: new.get(key) or known.get(key) or default for key, default in defaults.items()}
+        # what the user left out is fixed at the first `up`, and stays what it was then
+        defaults = {"owner": owner(location.of_engine()), "stateDir": str(paths.state_dir())}
+        inputs = {key: new.get(key) or old.get(key) or default for key, default in defaults.items()}
         inputs |= {key: new[key] for key in AWS_CONFIG if new.get(key)}  # the program's own, always
         unknown = [key for key in new if key not in (*defaults, *AWS_CONFIG, "version")]
         wrong = [provider_pb2.CheckFailure(property=key, reason="no such configuration") for key in unknown]
@@ -117,10 +114,11 @@ class Servicer(provider_pb2_grpc.ResourceProviderServicer):
 
     @_answering
     def Configure(self, request: provider_pb2.ConfigureRequest) -> provider_pb2.ConfigureResponse:
-        config = from_struct(request.args)
+        config, backend = from_struct(request.args), location.of_engine()
+        known = config.get("stateDir") if backend.folder else None  # a bucket's stack was made by any machine
         self._settings = Settings(
-            state_dir=Path(config.get("stateDir") or paths.state_dir()),
-            owner=config.get("owner") or owner(location.of_engine()),
+            state_dir=Path(known or paths.state_dir()),
+            owner=config.get("owner") or owner(backend),
             aws={key: config[key] for key in AWS_CONFIG if config.get(key)},
         )
         return provider_pb2.ConfigureResponse(acceptSecrets=False, supportsPreview=True)

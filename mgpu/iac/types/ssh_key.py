@@ -17,7 +17,8 @@ from mgpu.iac.protocol.wire import UNKNOWN
 
 
 class SshKeyHandler:
-    """Handles SshKey. The id is the path of the private key's file; beside it lies `<path>.pub`.
+    """Handles SshKey. The id is the path of the private key's file, the default one relative to the state folder, which
+    another machine has elsewhere; beside it lies `<path>.pub`.
 
     The `.pub` file is written first and names the stack in its comment: a create that was cut off finds its own half
     of a pair by it, and a file of the user's is never taken, overwritten or deleted.
@@ -28,9 +29,9 @@ class SshKeyHandler:
 
     def check(self, call: Call, old: Properties, new: Properties) -> Checked:
         """Fills in the path: where it was, or the state folder's `keys/<fleet>/id_ed25519`."""
-        default = call.settings.state_dir / "keys" / fleet_name(call.project, call.stack) / "id_ed25519"
-        path = new.get("path") or old.get("path") or str(default)
-        return Checked({"path": path}, _problems(path))
+        default = f"keys/{fleet_name(call.project, call.stack)}/id_ed25519"
+        path = new.get("path") or old.get("path") or default
+        return Checked({"path": path}, _problems(path, default))
 
     def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:
         """Another path is another key; a file that is missing is written again from the key in state."""
@@ -44,7 +45,7 @@ class SshKeyHandler:
         path = inputs["path"]
         if call.preview:
             return path, {**inputs, "publicKey": UNKNOWN, "privateKey": UNKNOWN, "privateKeyFile": UNKNOWN}
-        file = Path(path).expanduser()
+        file = _file(call, path)
         comment = f"mgpu:{call.project}/{call.stack}"
         text = _left_behind(file, comment) or _generate()
         _write(file, text, comment)
@@ -52,7 +53,7 @@ class SshKeyHandler:
 
     def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> Found | None:
         """An existing pair; a missing file shows as an empty `privateKeyFile` as long as state knows the key."""
-        file = Path(resource_id).expanduser()
+        file = _file(call, resource_id)
         if not old.get("privateKey"):  # an import
             text = _read(file)
             outputs = _outputs({"path": resource_id}, file, text, "imported") if text else None
@@ -63,7 +64,7 @@ class SshKeyHandler:
 
     def update(self, call: Call, resource_id: str, old: Properties, new: Properties) -> Properties:
         """Writes the file again, from the key in state."""
-        file = Path(new["path"]).expanduser()
+        file = _file(call, new["path"])
         comment = old["publicKey"].split(maxsplit=2)[2]
         if not call.preview and _read(file) != old["privateKey"]:
             if _read(file) and not _is_ours(file, comment):
@@ -73,7 +74,7 @@ class SshKeyHandler:
 
     def delete(self, call: Call, resource_id: str, old: Properties) -> None:
         """Removes both files if they still hold this pair; absent is success."""
-        file = Path(resource_id).expanduser()
+        file = _file(call, resource_id)
         if _read(file) == old.get("privateKey"):
             file.unlink()
         if (_read(_pub(file)) or "").strip() == old.get("publicKey"):
@@ -81,8 +82,12 @@ class SshKeyHandler:
         _remove_empty(file.parent)
 
 
-def _problems(path: str) -> dict[str, str]:
-    if path != UNKNOWN and not Path(path).expanduser().is_absolute():
+def _file(call: Call, path: str) -> Path:
+    return call.settings.state_dir / Path(path).expanduser()
+
+
+def _problems(path: str, default: str) -> dict[str, str]:
+    if path not in (UNKNOWN, default) and not Path(path).expanduser().is_absolute():
         return {"path": f"{path} is not an absolute path"}
     if os.environ.get(environment.AMBIENT_PASSPHRASE) == "":
         how = f"unset {environment.AMBIENT_PASSPHRASE}, or read `. .mgpu/env`"

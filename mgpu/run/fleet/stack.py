@@ -12,7 +12,7 @@ from mgpu.backend.owner import owner
 from mgpu.context import Context
 from mgpu.errors import InputError, ProviderError, StackError, Stopped, TeardownIncomplete
 from mgpu.events import Warned
-from mgpu.iac.engine.project import program, project_name
+from mgpu.iac.engine.project import program, project_name, settle
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.naming import RUNS_PROJECT
 from mgpu.iac.outputs import StackOutput
@@ -20,6 +20,7 @@ from mgpu.providers import registry
 from mgpu.providers.base import Provider
 from mgpu.run.fleet.teardown import give_back
 from mgpu.run.job.stack_output import handle_of
+from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, every, write
 from mgpu.run.record.session import Session
@@ -38,9 +39,13 @@ def project_of(run_file: Path) -> Path:
 
 def stack_of(record: Record, context: Context) -> Stack:
     """The stack of a run."""
-    log_dir = Folder(record.run_id).pulumi if record.own_stack else None
-    run_file, base = Folder(record.run_id).run_file, Path(record.project_base)
-    return open_stack(Path(record.project), record.stack, run_file, log_dir, context, base, record.provider)
+    folder, project = Folder(record.run_id), Path(record.project)
+    log_dir = folder.pulumi if record.own_stack else None
+    if folder.program.is_dir():  # it was kept when the run was submitted, perhaps by another machine
+        project = folder.program
+        settle(project)
+    base = Path(record.project_base)
+    return open_stack(project, record.stack, folder.run_file, log_dir, context, base, record.provider)
 
 
 def open_stack(
@@ -105,6 +110,7 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> Stac
         _end_lost(session, lost)
     with session.undoing(stack.interrupt):
         stack.init()
+        files.send(session.record.run_id, small=True)  # before there is anything to be ended with it
         stack.up(session.record.hard_cap_at, session.record.image or "")
     fleet = stack.outputs()
     if fleet is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from mgpu.providers.base import Provider
 from mgpu.run.fleet.stack import give_back_fleet, open_stack, refuse_used, require_ours, stack_of
 from mgpu.run.job.stack_output import provider_for
 from mgpu.run.lifecycle.outcome import ended, final_state, remembered, revoke_store
-from mgpu.run.record.record import Record, State, busy, load, save, supervising
+from mgpu.run.record import files
+from mgpu.run.record.record import Record, State, busy, load, save, supervising, supervisor_of
+from mgpu.run.record.supervisor_lock import Holder
 from mgpu.spec.load import load as load_spec
 
 
@@ -29,9 +32,11 @@ def down(record: Record, context: Context, *, left: bool = False) -> Record:
     Raises:
         InputError: the run is supervised, another run uses its fleet, or the machines are not mgpu's.
     """
+    before = supervisor_of(record.run_id)
     with supervising(record.run_id) as token:
         if not token:
             raise busy(record.run_id)
+        files.bring(record.run_id)
         record = load(record.run_id)
         record.supervisor = token
         if left and record.state in (State.RUNNING, State.STOPPING):
@@ -41,16 +46,18 @@ def down(record: Record, context: Context, *, left: bool = False) -> Record:
             require_ours(record.stack, fleet)
             refuse_used(fleet, but=record.run_id)
         if record.teardown != "confirmed" or left or record.store_granted:
-            _give_back(record, fleet, context)
+            _give_back(record, fleet, before, context)
         return record
 
 
-def _give_back(record: Record, fleet: StackOutput | None, context: Context) -> None:
+def _give_back(record: Record, fleet: StackOutput | None, before: Holder | None, context: Context) -> None:
     record.teardown = "asked"
     if not record.state.final and record.verdict is None:
         record.reason, record.verdict = "its machines were given back by hand", Interrupted.exit_code
     _to(record, record.state if record.state.final else State.TEARDOWN, context)
     stack = stack_of(record, context)
+    if before is not None and before.host != os.uname().nodename:
+        stack.oust(before.process, before.host)
     provider = registry.get(record.provider, fleet.options if fleet else record.options)
     give_back_fleet(stack, provider, fleet, context, remove=record.own_stack, name=record.fleet_name)
     record.teardown = "confirmed"

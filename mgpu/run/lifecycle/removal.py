@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mgpu.errors import InputError
 from mgpu.run.nodes import code_upload
-from mgpu.run.record import shared
+from mgpu.run.record import files, shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, busy, every, supervised, supervising
 
@@ -50,6 +50,7 @@ def remove(records: Sequence[Record]) -> int:
                 raise busy(record.run_id)
             freed += size(root)
             shared.remove(record.run_id)  # first: what is removed here alone would come back
+            files.remove(record.run_id)
             aside = root.with_name(f".removed.{record.run_id}")
             shutil.rmtree(aside, ignore_errors=True)
             root.rename(aside)  # gone at once, whatever ends this process

@@ -6,8 +6,9 @@ import shutil
 import time
 from pathlib import Path
 
+from mgpu.backend import location
 from mgpu.errors import InputError
-from mgpu.iac.engine.project import project_name
+from mgpu.iac.engine.project import keep_program, project_name
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan import rank
@@ -16,7 +17,7 @@ from mgpu.run.job import images
 from mgpu.run.job.images import Settled
 from mgpu.run.job.request import Request
 from mgpu.run.nodes import code_upload
-from mgpu.run.record import shared
+from mgpu.run.record import files, shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, load, opening, save
 from mgpu.spec.load import text_of
@@ -99,6 +100,9 @@ def _submitted(request: Request, run_file: Path, code: Path | None, record: Reco
     if code is not None:
         code.replace(folder.work)
     folder.run_file.write_text(said)
+    if location.current().folder is None:
+        keep_program(Path(record.project), folder.program)
+    files.keep(request.run_id)
     shared.withdraw_stop(request.run_id)
     save(record)  # last: a run whose record is there is whole
     return record

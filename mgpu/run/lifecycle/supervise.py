@@ -29,6 +29,7 @@ from mgpu.plan import rank
 from mgpu.providers.base import Provider
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
+from mgpu.run.fleet import key
 from mgpu.run.fleet.stack import bring_up, move, refuse_used, stack_of, standing
 from mgpu.run.job import images, operator_store
 from mgpu.run.job.request import Request, resolve, secrets_of, store_keys
@@ -40,6 +41,7 @@ from mgpu.run.lifecycle.outcome import Outcome, conclude, remembered
 from mgpu.run.lifecycle.post_mortem import of_the_store, over
 from mgpu.run.lifecycle.recovery import Attempts
 from mgpu.run.nodes import agent_client, outputs
+from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State, supervising
 from mgpu.run.record.session import Session
@@ -62,6 +64,7 @@ def supervision(
             return
         interrupts = Interrupts()
         with interrupts.installed():
+            files.bring(run_id)
             found = record()
             found.supervisor = token
             yield Session(found, context.emit, context.timeouts, interrupts, context.ask_to_stop, detach=context.detach)
@@ -89,7 +92,8 @@ class _Run:
         )  # as it was; what it names beside itself is on the nodes
         self.stack: Stack = stack_of(self.record, context)
         if before is not None and before.pid != os.getpid():
-            self.stack.oust(before.process)
+            self.stack.oust(before.process, before.host)
+        key.bring(self.record, context)
 
     def conclude(self) -> Outcome:
         """Goes on with the run until it is over."""

@@ -26,6 +26,7 @@ class Folder:
         self.lock = self.root / "lock"
         self.stop = self.root / "stop"
         self.work = self.root / "work"
+        self.program = self.root / "program"
 
     def logs(self, node_rank: int) -> list[Path]:
         """The logs of one node_rank, oldest first: one for each instance that has had it."""

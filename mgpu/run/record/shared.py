@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu.backend import location
+from mgpu.errors import StackError
+from mgpu.run.record import files
 from mgpu.run.record.folder import Folder, runs
 from mgpu.run.record.supervisor_lock import Holder, held, me, replace_holder
 
@@ -191,7 +193,8 @@ class _Keeper:
 
     def __init__(self, store: Store, run_id: str, grip: Lease, every_s: float) -> None:
         self._store, self._run_id, self._grip, self._every_s = store, run_id, grip, every_s
-        self._over, self._renewed = threading.Event(), time.monotonic()
+        self._over = threading.Event()
+        self._renewed = self._sent = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="mgpu-keeper", daemon=True)
 
     def start(self) -> None:
@@ -205,6 +208,8 @@ class _Keeper:
         self._over.set()
         if self._thread.ident:
             self._thread.join()
+        with suppress(StoreError, StackError):
+            files.send(self._run_id)
         with suppress(StoreError):
             self._grip.release()
 
@@ -212,13 +217,16 @@ class _Keeper:
         from mgpu_train.store import StoreError
 
         while not self._over.wait(min(_LOOK_S, self._every_s)):
-            with suppress(StoreError):  # the next turn may do better; until then the machines are this one's to watch
+            with suppress(StoreError, StackError):  # the next turn may do better; until then it is watched from here
                 if not self._turn():
                     return
 
     def _turn(self) -> bool:
         """False: another machine has the run."""
         self._look_for_stop()
+        if time.monotonic() - self._sent >= _SEND_EVERY_S:
+            self._sent = time.monotonic()
+            files.send(self._run_id)
         if time.monotonic() - self._renewed < self._every_s:
             return True
         if (other := self._grip.renew()) is not None:
@@ -233,6 +241,7 @@ class _Keeper:
             stop.touch()
 
 
+_SEND_EVERY_S = 180.0  # what has grown: logs, metrics, journals
 _LOOK_S = 5.0  # between two looks whether another machine has asked for the end
 
 

@@ -1,0 +1,199 @@
+"""What another machine needs of a run beside its record, where the backend is a bucket. Where it is a folder, nothing
+here does anything.
+
+    <backend>/mgpu/runs/<run>/kept.json            the run file, and of each archive its size and checksum
+    <backend>/mgpu/runs/<run>/<archive>.tar.gz     `work`: the code; `program`: the Pulumi program, of an own stack
+    <backend>/mgpu/runs/<run>/whole/<path>         small files that are written anew: the stack's configuration
+    <backend>/mgpu/runs/<run>/grown/<path>/<n>     files that only grow (logs, metrics, journals), from byte n on
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu.backend import location
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.supervisor_lock import held
+
+if TYPE_CHECKING:
+    from mgpu_train.store import Stat, Store
+
+ARCHIVES = ("work", "program")
+_WHOLE = ("pulumi/Pulumi.*.yaml", "metrics/rank-*.jsonl")
+_GROWN = ("logs/*", "metrics/instances/*", "journal/*")
+# of each growing file how much of it is in the backend, as far as this machine knows; of others when they were written
+_SENT = ".sent.json"
+_FOLLOW_EVERY_S = 5.0
+_followed: dict[str, float] = {}  # by run, when its files were brought last
+_LARGEST = 64 << 20  # bytes of a small file, and of what has grown at a time
+
+
+def keep(run_id: str) -> None:
+    """Puts the run file and the archives where other machines find them; before its record. Raises StackError."""
+    here, folder = location.current(), Folder(run_id)
+    store = here.shared
+    if store is None:
+        return
+    kept: dict[str, Any] = {"run_file": folder.run_file.read_text(), "archives": {}}
+    with here.asking("written"):
+        for name in ARCHIVES:
+            if (folder.root / name).is_dir():
+                with _packed(folder.root / name) as path:
+                    sent = store.put_file(f"{_at(run_id)}{name}.tar.gz", path)
+                kept["archives"][name] = {"size": sent.size, "crc64nvme": sent.crc64nvme}
+        store.put(f"{_at(run_id)}kept.json", json.dumps(kept).encode())
+
+
+def bring(run_id: str) -> None:
+    """Brings what this machine lacks, to go on with the run here; what it has stays. Raises StackError."""
+    from mgpu_train.store import NotFound
+
+    here, folder = location.current(), Folder(run_id)
+    store = here.shared
+    if store is None:
+        return
+    with here.asking("read"):
+        try:
+            kept = json.loads(store.get(f"{_at(run_id)}kept.json", _LARGEST))
+        except NotFound:  # it was submitted by this machine, a moment ago
+            return
+        for name, archive in kept["archives"].items():
+            if not (folder.root / name).exists():
+                _unpack(store, f"{_at(run_id)}{name}.tar.gz", archive, folder.root / name)
+        for found, path in _there(store, run_id, "whole"):
+            if not path.exists():
+                _replace(path, store.get(found.key, _LARGEST))
+        if not folder.run_file.exists():
+            _replace(folder.run_file, kept["run_file"].encode())
+    bring_grown(run_id)
+
+
+def send(run_id: str, *, small: bool = False) -> None:
+    """Sends what has grown or changed; `small`: of the small files alone. Raises StackError."""
+    here, root = location.current(), Folder(run_id).root
+    store = here.shared
+    if store is None:
+        return
+    sent = _sent(root)
+    with here.asking("written"):
+        for path in _found(root, _WHOLE):
+            name, written = str(path.relative_to(root)), path.stat().st_mtime_ns
+            if sent.get(name) != written:
+                store.put(f"{_at(run_id)}whole/{name}", path.read_bytes())
+                sent[name] = written
+                _replace(root / _SENT, json.dumps(sent).encode())
+        for path in () if small else _found(root, _GROWN):
+            name = str(path.relative_to(root))
+            with path.open("rb") as file:
+                file.seek(sent.get(name, 0))
+                while data := file.read(_LARGEST):
+                    store.put(f"{_at(run_id)}grown/{name}/{sent.get(name, 0):015}", data)
+                    sent[name] = sent.get(name, 0) + len(data)
+                    _replace(root / _SENT, json.dumps(sent).encode())
+
+
+def bring_grown(run_id: str) -> None:
+    """Brings what other machines have sent of growing files, and this one has not. Raises StackError."""
+    here, root = location.current(), Folder(run_id).root
+    store = here.shared
+    if store is None:
+        return
+    sent = _sent(root)
+    with here.asking("read"):
+        for found, part in _there(store, run_id, "grown"):
+            path, begin = part.parent, int(part.name)
+            size = path.stat().st_size if path.exists() else 0
+            if begin <= size < begin + found.size:  # else it is here, or what comes before it never came
+                data = store.get(found.key, _LARGEST)
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                with path.open("ab") as file:
+                    file.write(data[size - begin :])
+                sent[str(path.relative_to(root))] = begin + found.size
+    if sent:
+        _replace(root / _SENT, json.dumps(sent).encode())
+
+
+def follow(run_id: str) -> None:
+    """As `bring_grown`, for who looks often: not of a run that is supervised here, and every few seconds. Raises
+    StackError."""
+    last = _followed.get(run_id, -_FOLLOW_EVERY_S)
+    if location.current().folder is None and time.monotonic() - last >= _FOLLOW_EVERY_S:
+        if not held(Folder(run_id).lock):
+            bring_grown(run_id)
+        _followed[run_id] = time.monotonic()
+
+
+def remove(run_id: str) -> None:
+    """Removes all of it from the backend; absent is success. Raises StackError."""
+    here = location.current()
+    store = here.shared
+    if store is None:
+        return
+    with here.asking("written"):
+        for found in [*store.list(_at(run_id))]:
+            store.delete(found.key)
+
+
+def _at(run_id: str) -> str:
+    return f"runs/{run_id}/"
+
+
+def _there(store: Store, run_id: str, kind: str) -> Iterator[tuple[Stat, Path]]:
+    """What is there of this kind, and where it belongs in the run's folder; a key that leads out of it is not ours."""
+    from mgpu_train.store.base import key_problem
+
+    root, below = Folder(run_id).root, f"{_at(run_id)}{kind}/"
+    for found in store.list(below):
+        if key_problem(found.key) is None:
+            yield found, root / found.key.removeprefix(below)
+
+
+def _found(root: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted(path for each in patterns for path in root.glob(each) if path.is_file() and path.name[0] != ".")
+
+
+def _sent(root: Path) -> dict[str, int]:
+    try:
+        return dict(json.loads((root / _SENT).read_text()))
+    except FileNotFoundError:
+        return {}
+
+
+@contextmanager
+def _packed(folder: Path) -> Iterator[Path]:
+    with tempfile.NamedTemporaryFile(dir=folder.parent, prefix=".packed-") as file:
+        with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as archive:
+            archive.add(folder, arcname=".")
+        file.flush()
+        yield Path(file.name)
+
+
+def _unpack(store: Store, key: str, archive: dict[str, Any], folder: Path) -> None:
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True, mode=0o700)
+    packed = aside / ".packed"
+    try:
+        store.get_file(key, packed, size=archive["size"], crc64nvme=archive["crc64nvme"])
+        with tarfile.open(packed) as file:
+            file.extractall(aside / "tree", filter="tar")  # nothing leaves the folder; links are the user's
+        (aside / "tree").rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_bytes(data)
+    aside.chmod(0o600)
+    aside.replace(path)
