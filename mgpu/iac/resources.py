@@ -23,7 +23,7 @@ from mgpu.iac.failures import describe
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import VERSION, NodeOutput, StackOutput
 from mgpu.plan import rank
-from mgpu.spec.load import load
+from mgpu.spec.load import load, loads
 from mgpu.spec.model import RunSpec
 
 FLEET_OUTPUTS = (
@@ -45,8 +45,13 @@ def run_spec() -> RunSpec:
     Raises:
         pulumi.RunError: the file is not there, or has mistakes; ends the program without a traceback.
     """
+    path = _run_file()
     try:
-        return load(_run_file(), _folder())
+        if pulumi.Config("mgpu").get("folder"):  # a run's own copy: what it names was looked at when it was submitted
+            return loads(path.read_text(), str(path))
+        return load(path)
+    except OSError as error:
+        raise pulumi.RunError(f"{path} cannot be read: {error.strerror}") from error
     except MgpuError as error:
         raise pulumi.RunError(describe(error)) from error
 

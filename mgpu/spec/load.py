@@ -34,12 +34,11 @@ _PROGRAMS = (".py", ".pyc", ".pyz", ".zip")  # whatever they hold, Python says i
 _PROGRAM_BYTES = 1 << 20  # that are looked at
 
 
-def load(path: Path, folder: Path | None = None, changes: Iterable[Change] = ()) -> RunSpec:
+def load(path: Path, changes: Iterable[Change] = ()) -> RunSpec:
     """Reads and checks a run file, and that the files which it names exist.
 
     Args:
-        path: the run file.
-        folder: what its paths are relative to; None: its own.
+        path: the run file; what its paths are relative to is its folder.
         changes: what is otherwise than the file says, in their order.
 
     Raises:
@@ -49,7 +48,7 @@ def load(path: Path, folder: Path | None = None, changes: Iterable[Change] = ())
     document = _read(path)
     for change in changes:
         change.make(document)
-    return _checked(document, folder or path.parent)
+    return _checked(document, path.parent)
 
 
 def loads(text: str, path: str) -> RunSpec:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mgpu_train.store import Stat, Store
 
 ARCHIVES = ("work", "program")
-_WHOLE = ("pulumi/Pulumi.*.yaml", "metrics/rank-*.jsonl")
+_WHOLE = ("pulumi/Pulumi*.yaml", "metrics/rank-*.jsonl")
 _GROWN = ("logs/*", "metrics/instances/*", "journal/*")
 # of each growing file how much of it is in the backend, as far as this machine knows; of others when they were written
 _SENT = ".sent.json"

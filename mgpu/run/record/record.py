@@ -240,31 +240,41 @@ def save(record: Record, *, soon: bool = False) -> None:
     other = taken_from(Folder(record.run_id).lock, record.supervisor)
     if other is not None:
         raise taken_over(record.run_id, other)
-    text = _keep(record)
-    if soon and time.monotonic() - _pushed.get(record.run_id, -_PUSH_EVERY_S) < _PUSH_EVERY_S:
-        return
+    text, full = _text(record), None
     try:
-        shared.push(record.run_id, text)
-    except shared.Lost:
-        raise taken_over(record.run_id, supervisor_of(record.run_id) or "another machine") from None
-    _pushed[record.run_id] = time.monotonic()
+        _keep(record.run_id, text)
+    except OSError as error:  # others may see it all the same
+        full = error
+    if not soon or time.monotonic() - _pushed.get(record.run_id, -_PUSH_EVERY_S) >= _PUSH_EVERY_S:
+        try:
+            shared.push(record.run_id, text)
+        except shared.Lost:
+            raise taken_over(record.run_id, supervisor_of(record.run_id) or "another machine") from None
+        _pushed[record.run_id] = time.monotonic()
+    if full is not None:
+        raise full
 
 
 def write(record: Record) -> None:
     """Replaces `record.json` atomically, whoever supervises: for a run that is over. One that somebody else has written
     meanwhile stays as it is. Raises OSError, StackError."""
-    text = _keep(record)
+    text = _text(record)
+    _keep(record.run_id, text)
     try:
         shared.push(record.run_id, text)
     except shared.Lost:
         shared.pull_one(record.run_id)
 
 
-def _keep(record: Record) -> bytes:
-    folder = Folder(record.run_id)
-    folder.make()
+def _text(record: Record) -> bytes:
     record.updated_at = time.time()
-    aside, text = folder.record.with_name(f".record.{os.getpid()}"), json.dumps(asdict(record), indent=1).encode()
+    return json.dumps(asdict(record), indent=1).encode()
+
+
+def _keep(run_id: str, text: bytes) -> None:
+    folder = Folder(run_id)
+    folder.make()
+    aside = folder.record.with_name(f".record.{os.getpid()}")
     try:
         with aside.open("wb") as file:
             os.fchmod(file.fileno(), 0o600)
@@ -275,7 +285,6 @@ def _keep(record: Record) -> bytes:
     except OSError:
         aside.unlink(missing_ok=True)  # on a full disk it takes the room that others need
         raise
-    return text
 
 
 def load(run_id: str) -> Record:

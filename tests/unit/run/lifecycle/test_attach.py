@@ -780,14 +780,15 @@ def test_machines_go_although_the_projects_folder_is_gone(project, dead, how):
 @pytest.mark.parametrize("since", [State.RUNNING, State.TEARDOWN])
 def test_a_full_disk_of_this_machine_keeps_no_machine_alive(project, monkeypatch, since):
     """I1. What is remembered is old then, and it is said."""
-    real = record.write
+    real = record._keep
 
-    def full(found):
-        if found.state in (since, State.TEARDOWN) or found.state.final:
+    def full(run_id, text):
+        state = State(json.loads(text)["state"])
+        if state in (since, State.TEARDOWN) or state.final:
             raise OSError(28, "No space left on device")
-        real(found)
+        real(run_id, text)
 
-    monkeypatch.setattr(record, "write", full)
+    monkeypatch.setattr(record, "_keep", full)
     project.world.hooks["destroy"] = lambda: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     outcome = runs.launch(project.world.run_file, project.spec(), project.context)
     assert project.world.cloud.billed == set()
