@@ -89,6 +89,8 @@ class Backend:
 
 
 _chosen: Path | None = None  # the folder of the run file that this command was given
+_named: str | None = None  # while a command works on another backend than its own
+MOVED = "moved"  # in mgpu's folder of a backend: where all of it has gone
 
 
 def choose(folder: Path | None) -> None:
@@ -97,16 +99,46 @@ def choose(folder: Path | None) -> None:
     _chosen = folder
 
 
+@contextmanager
+def using(url: str) -> Iterator[Backend]:
+    """While the block runs the backend is this one, whether it was moved or not. Raises InputError."""
+    global _named
+    before, _named = _named, url
+    try:
+        yield current()
+    finally:
+        _named = before
+
+
 def current() -> Backend:
     """The backend of this command.
 
     Raises:
-        InputError: its address is none that mgpu can keep records at.
+        InputError: its address is none that mgpu can keep records at, or all of it was moved elsewhere.
     """
+    if _named is not None:
+        return _at(_named, "This command", paths.state_dir())
     url, where = os.environ.get(VARIABLE, ""), VARIABLE
     if not url:
         url, where = _of_project(_chosen) or ("", "")
-    return _at(url, where, paths.state_dir())
+    here = _at(url, where, paths.state_dir())
+    if here.folder and (here.root / MOVED).is_file():
+        raise moved(here, (here.root / MOVED).read_text())
+    return here
+
+
+def is_named() -> bool:
+    """Whether this command works on a backend that it was told of (`using`)."""
+    return _named is not None
+
+
+def moved(here: Backend, to: str) -> InputError:
+    """The error for a backend that was moved."""
+    return InputError(
+        f"the backend {here.address} was moved to {to}",
+        "What it still has is as it was then.",
+        f"Name the new one: `backend: {{url: '{to}'}}` in Pulumi.yaml, or {VARIABLE}.",
+    )
 
 
 def of_engine() -> Backend:

@@ -40,6 +40,7 @@ COMMANDS = {
     "outputs": "Download a run's outputs from its store.",
     "rm": "Remove the records of runs that are over.",
     "gc": "Find machines that nothing uses, and end them.",
+    "backend": "Show where records and the state of stacks are, or move them: to a bucket, or back.",
     "completion": "Print what a shell needs to complete commands, runs and stacks.",
     "local": "Take machines of provider local away, as a cloud would: to see a run recover.",
 }

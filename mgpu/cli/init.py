@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
 
 import click
 
+from mgpu.backend import location
 from mgpu.cli import common
 from mgpu.console import Console
 
@@ -20,19 +22,26 @@ IGNORED = (".mgpu/", "mgpu-runs/", "Pulumi.*.yaml", "__pycache__/")
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path())
+@click.option(
+    "--backend", metavar="URL", help="Keep records and stacks' state there: s3://bucket/prefix, or file://..."
+)
+@click.option("--secrets-provider", metavar="URL", help="Who encrypts stacks' secrets in a bucket: awskms://...")
 @common.json_option
-def init(folder: Path, as_json: bool) -> None:
+def init(folder: Path, backend: str | None, secrets_provider: str | None, as_json: bool) -> None:
     """Write a run file, Pulumi.yaml, infra/ and images/ into FOLDER (default: this one); set up the engine.
 
     The run file runs the program that is there: train.py, main.py, or the only Python file. Where none is, an example
     train.py is written, too. Files that are there already are left as they are.
     """
     from mgpu.iac.engine import install
-    from mgpu.iac.engine.project import project_files
+    from mgpu.iac.engine.project import name_backend, project_files
     from mgpu.image.build import shipped
 
     console = Console(as_json=as_json)
     common.made(folder)
+    location.choose(folder)
+    if backend or secrets_provider:
+        _reach(backend, secrets_provider)
     wrote: list[Path] = []
     kept = [folder / name for name in (RUN_FILE, "images") if (folder / name).exists()]
     program = _program(folder)
@@ -45,12 +54,15 @@ def init(folder: Path, as_json: bool) -> None:
         kept += [folder / name for name in ("Pulumi.yaml", "infra") if (folder / name).exists()]
         wrote += () if {folder / "Pulumi.yaml", folder / "infra"} & set(kept) else project_files(folder)
         wrote += () if folder / "images" in kept else (shipped.copy_to(folder),)
+        if backend:
+            name_backend(folder, backend)
     for path in wrote:
         runs = f", which runs {program.name}" if program and path.name == RUN_FILE else ""
         console.say(f"wrote {path}{runs}")
     if kept:
         console.say(f"kept what was there: {', '.join(map(str, kept))}")
-    install.set_up(folder, console.say)
+    with location.using(backend) if backend else nullcontext():
+        install.set_up(folder, console.say)
     if as_json:
         from mgpu.cli.results import Initialised
 
@@ -60,6 +72,17 @@ def init(folder: Path, as_json: bool) -> None:
         f"{_cd(folder)}mgpu plan       what it would rent",
         "mgpu launch     rent, train, give back",
     )
+
+
+def _reach(backend: str | None, secrets_provider: str | None) -> None:
+    """Tries a backend before a file names it."""
+    from mgpu.backend import settings
+    from mgpu.backend.owner import owner
+
+    with location.using(backend) if backend else nullcontext():
+        if secrets_provider:
+            settings.choose_secrets_provider(secrets_provider)
+        owner()
 
 
 def _program(folder: Path) -> Path | None:

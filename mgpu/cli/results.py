@@ -35,6 +35,18 @@ class Initialised(Result):
     kept: list[str] = Field(description="that were there already")
 
 
+class Backend(Result):
+    """`mgpu backend show` and `move`."""
+
+    url: str = Field(description="its address, as Pulumi takes it")
+    place: str = Field(description="where mgpu's own is in it")
+    shared: bool = Field(description="other machines that name it see the same: it is a bucket")
+    owner: str = Field(description="the tag of all that is rented from it")
+    secrets_provider: str = Field(description="who encrypts the secrets of new stacks, as Pulumi names it")
+    runs: int
+    stacks: int = Field(description="that have a state")
+
+
 class Run(Result, RunView):
     """`mgpu launch`, `run`, `attach`, `stop`, `down`: the run as it is then."""
 

@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from fakes import gateway
 from mgpu_train.agent.machine import procs
 from mgpu_train.store import Ambiguous
 
-from mgpu.backend import lease, location, owner
+import mgpu.cli
+from mgpu.backend import lease, location, owner, settings
 from mgpu.backend.lease import Lease
 from mgpu.errors import InputError, StackError, TakenOver
+from mgpu.iac.engine import state_file
 from mgpu.run.lifecycle import removal
 from mgpu.run.record import record as records
 from mgpu.run.record import shared
@@ -211,3 +214,93 @@ def test_a_lost_answer_takes_no_lease_twice_and_loses_none(site):
     assert lease.look(site.store, "lock", 90).over
     assert second.take(lambda _: False) is None
     assert first.renew().token == "2"
+
+
+# --- moved, and named ---------------------------------------------------------------------------------------------
+
+
+def cli(*words: str, code: int = 0) -> str:
+    done = CliRunner().invoke(mgpu.cli.cli, words, standalone_mode=False)
+    if code:
+        assert getattr(done.exception, "exit_code", None) == code, done.output
+        return str(done.exception)
+    assert done.exception is None, done.output
+    return done.stdout
+
+
+def filled(folder: Path) -> None:
+    """A folder's backend with a run that is over, all its files, and a stack."""
+    records.save(run(state=State.FAILED, step=7, project=str(folder)))
+    here = Folder("first-1")
+    here.run_file.write_text("name: first\n")
+    for name, text in {
+        "work/train.py": "print()",
+        "logs/node-0.0000.x.log": "step 7\n",
+        "journal/1.jsonl": "{}\n",
+    }.items():
+        (here.root / name).parent.mkdir(exist_ok=True)
+        (here.root / name).write_text(text)
+    state = location.current().state
+    state.put(".pulumi/stacks/p/first-1.json", b'{"checkpoint": {"latest": null}}')
+    state.put(".pulumi/stacks/p/first-1.json.attrs", b"{}")
+    state.put(".pulumi/meta.yaml", b"version: 1\n")
+
+
+def files(run_id: str) -> dict[str, str]:
+    root = Folder(run_id).root
+    return {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("[!.]*")) if path.is_file()}
+
+
+def test_all_of_a_folder_moves_to_a_bucket_and_back(team: Team, monkeypatch: pytest.MonkeyPatch):
+    bucket = location.current().url
+    monkeypatch.delenv(location.VARIABLE)
+    with team.on("a"):
+        filled(team.folder)
+        tag, before, home = owner.owner(), files("first-1"), location.current().url
+        moved = json.loads(cli("backend", "move", bucket, "--yes", "--json"))
+        assert (moved["runs"], moved["stacks"], moved["owner"], moved["shared"]) == (1, 1, tag, True)
+        with pytest.raises(InputError, match="was moved to s3://"):
+            records.ids()
+    monkeypatch.setenv(location.VARIABLE, bucket)
+    with team.on("b"):
+        assert records.load("first-1").step == 7
+        shared.files.bring("first-1")
+        assert files("first-1").items() >= {name: text for name, text in before.items() if name != "lock"}.items()
+        assert [key for *_, key in state_file.stacks()] == [".pulumi/stacks/p/first-1.json"]
+        back = f"file://{team.folder}/shared"
+        cli("backend", "move", back, "--yes")
+    with team.on("b"), pytest.raises(InputError, match="was moved to file://"):
+        records.ids()
+    monkeypatch.setenv(location.VARIABLE, back)
+    with team.on("c"):
+        assert files("first-1").items() >= {name: text for name, text in before.items() if name != "lock"}.items()
+        assert owner.owner() == tag
+        cli("backend", "move", home, "--yes")  # where the mark of the first time goes
+    monkeypatch.delenv(location.VARIABLE)
+    with team.on("a"):
+        assert records.ids() == ["first-1"]
+
+
+def test_nothing_moves_while_somebody_is_at_work_or_over_something_else(team: Team, monkeypatch: pytest.MonkeyPatch):
+    bucket = location.current().url
+    with location.using(bucket) as there:
+        there.state.put(".pulumi/stacks/p/first-1.json", b"another")
+    monkeypatch.delenv(location.VARIABLE)
+    with team.on("a"):
+        filled(team.folder)
+        with supervising("first-1"):
+            assert "run first-1 is being supervised" in cli("backend", "move", bucket, "--yes", code=2)
+        assert "has another .pulumi/stacks/p/first-1.json" in cli("backend", "move", bucket, "--yes", code=2)
+        assert records.ids() == ["first-1"], "it stays where it was"
+        assert "not agreed" in cli("backend", "move", bucket, code=2)
+        assert "is the backend already" in cli("backend", "move", location.current().url, "--yes", code=2)
+
+
+def test_a_backend_has_one_secrets_provider(team: Team):
+    with team.on("a"):
+        assert settings.secrets_provider() == "passphrase"
+        settings.choose_secrets_provider("awskms://alias/mgpu")
+    with team.on("b"):
+        assert settings.secrets_provider() == "awskms://alias/mgpu"
+        with pytest.raises(InputError, match="has awskms://alias/mgpu"):
+            settings.choose_secrets_provider("awskms://alias/other")

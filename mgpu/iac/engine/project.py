@@ -80,6 +80,21 @@ def _copied(source: Path, dest: Path, settings: str, below: str = "") -> Path:
     return dest
 
 
+def name_backend(project: Path, url: str) -> None:
+    """Has a project's settings name this backend. Raises InputError: they name another one."""
+    path = project / "Pulumi.yaml"
+    text = path.read_text()
+    known = (yaml.safe_load(text).get("backend") or {}).get("url")
+    if known is None:
+        path.write_text(text.rstrip("\n") + "\n" + yaml.safe_dump({"backend": {"url": url}}))
+    elif known != url:
+        raise InputError(
+            f"--backend {url}: {path} names {known}",
+            "A project has one backend, and its stacks are there.",
+            "`mgpu backend move` moves them; then change the file.",
+        )
+
+
 def keep_program(project: Path, dest: Path) -> None:
     """A copy of a Pulumi program and its settings, for other machines to end or repair what it has made.
 

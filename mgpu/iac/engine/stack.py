@@ -20,7 +20,7 @@ import yaml
 from mgpu_train.agent.machine.procs import Process
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.backend import location
+from mgpu.backend import location, settings
 from mgpu.errors import Interrupted, MgpuError, StackError, TeardownIncomplete
 from mgpu.events import Emit, Note
 from mgpu.iac import environment, failures, tokens
@@ -94,7 +94,8 @@ class Stack:
             self._write_config()
         if not self.exists():
             self._make_way()
-            self._run("stack", "init", self.name, "--no-select")
+            whose = settings.secrets_provider()
+            self._run("stack", "init", self.name, "--no-select", f"--secrets-provider={whose}")
 
     def up(self, hard_cap_at: float = 0.0, image: str = "") -> None:
         """Makes the machines be what the run file asks for. Those that a create which was cut off has made are

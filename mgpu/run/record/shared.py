@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu.backend import location
+from mgpu.backend.location import Backend
 from mgpu.errors import StackError
 from mgpu.run.record import files
 from mgpu.run.record.folder import Folder, runs
@@ -59,6 +60,7 @@ def pull() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with here.asking("asked for its runs"):
+        require_here(here)
         there = {stat.key.removeprefix(_RECORDS).removesuffix(".json"): stat.version for stat in store.list(_RECORDS)}
         changed = [run for run, version in there.items() if _version(run) != version and not held(Folder(run).lock)]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-pull") as pool:
@@ -67,6 +69,15 @@ def pull() -> None:
         if path.parent.name not in there and not held(Folder(path.parent.name).lock):
             shutil.rmtree(path.parent, ignore_errors=True)
     _pulled[here.root] = time.monotonic()
+
+
+def require_here(here: Backend) -> None:
+    """Raises InputError for a bucket whose content was moved elsewhere, and StoreError."""
+    from mgpu_train.store import NotFound
+
+    if here.shared is not None and not location.is_named():
+        with suppress(NotFound):
+            raise location.moved(here, here.shared.get(location.MOVED, _LARGEST).decode())
 
 
 def push(run_id: str, record: bytes) -> None:
@@ -174,6 +185,7 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
     lasts_s = _lasts_s()
     grip = Lease(here.shared, f"{_LOCKS}{run_id}.json", said, lasts_s)
     with here.asking("asked who supervises a run"):
+        require_here(here)
         other = grip.take(_dead, force=force)
     if other is not None:
         _note(run_id, other)
