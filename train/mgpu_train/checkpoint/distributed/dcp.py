@@ -306,7 +306,8 @@ def _cause(error: BaseException, rank: int) -> str:
     """The first failure of any rank, one line: DCP wraps each in its own."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = min(error.failures.items())
-    return f"rank {rank}: {type(error).__name__}: {_first_line(error)}"
+    kind = "" if isinstance(error, TrainError) else f"{type(error).__name__}: "
+    return f"rank {rank}: {kind}{_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:
