@@ -148,7 +148,11 @@ def test_a_checkpoint_has_a_part_of_each_rank_and_says_what_it_is(out):
     assert saved(out, "fsdp") == ["step-3", "step-6"]
     folder = out / "fsdp" / "checkpoints" / "step-3"
     names = {path.name for path in folder.iterdir()}
-    assert names == {".metadata", "meta.json", "__0_0.distcp", "__1_0.distcp"}
+    assert names == {
+        ".metadata",
+        "meta.json",
+        *(f"__{rank}_{part}0.distcp" for rank in (0, 1) for part in ("", "common_")),
+    }
     meta = json.loads((folder / "meta.json").read_text())
     data, config, rng = (meta.pop(key) for key in ("data", "config_sha256", "rng_sha256"))
     assert (len(config), len(rng)) == (64, 64)
