@@ -215,9 +215,13 @@ def test_without_checkpoint_nothing_is_saved(out):
     assert not (out / "ddp-micro-1" / "checkpoints").exists()
 
 
-def test_writers_rank0_leaves_all_with_the_first_rank(out):
-    names = {path.name for path in (out / "fsdp-rank0" / "checkpoints" / "step-3").iterdir()}
-    assert names == {".metadata", "meta.json", "__0_0.distcp"}
+@pytest.mark.parametrize("name", ["fsdp-rank0", "fsdp-rank0-outside"])
+def test_writers_rank0_leaves_all_with_the_first_rank(out, name, same_bits):
+    """And no more of it in its memory than a copy: `Gathered` looks."""
+    assert saved(out, name) == ["step-3", "step-6"]
+    folder = out / name / "checkpoints" / "step-3"
+    assert {path.name for path in folder.iterdir()} == {".metadata", "meta.json", "__0_0.distcp"}
+    same_bits(folder, out / "fsdp" / "checkpoints" / "step-3")
 
 
 def test_a_finished_run_resumed_writes_its_checkpoint_again(out, same_bits):

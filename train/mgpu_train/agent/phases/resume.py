@@ -46,7 +46,8 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
     left = len(manifest.files) - report.files
     attempt.say(
         f"resume: {manifest.checkpoint_id}, {count(report.files, 'file')}, {report.bytes >> 20} MiB, "
-        f"{report.reused} of them from this disk" + (f"; {count(left, 'other')} no rank of this node reads" if left else "")
+        f"{report.reused} of them from this disk"
+        + (f"; {count(left, 'other')} no rank of this node reads" if left else "")
     )
     return manifest.step
 

@@ -23,13 +23,13 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from mgpu_train.checkpoint.distributed.plain import PlainLoadPlanner, PlainReader
-from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, local
+from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, gathered, local
 from mgpu_train.checkpoint.distributed.writer_process import Outside, OutsideWriter, ShardWriter
 from mgpu_train.checkpoint.local import discard, publish
 from mgpu_train.config import Writers
@@ -88,14 +88,15 @@ class Checkpointer:
 
         Until `snapshot.filled` is set nobody may change a parameter or the optimizer's state.
         """
-        sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
-        state: dict[str, Any] = {}
-        if self._writes or sharded:  # a part of each rank is needed, whoever writes it
-            state = self._state(whole=self.writers == "rank0" and sharded)
-        if self.writers == "all":
-            state = _share(state, self.place)
         held = [*self.model.parameters(), *(each for kept in self.optimizer.state.values() for each in kept.values())]
         unchanged = {local(each).untyped_storage().data_ptr() for each in held if isinstance(each, torch.Tensor)}
+        if self.writers == "all":
+            state = _share(self._state(), self.place)
+        elif any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            # what a step changes is copied now: the memory holds what is gathered, and is not laid out anew
+            state, unchanged = gathered(self._state(), self._staging if self._writes else None), set[int]()
+        else:
+            state = self._state() if self._writes else {}
         return Capture(progress, meta or {}, Snapshot(state, unchanged, self._staging), self._random())
 
     def write(self, capture: Capture, folder: Path) -> None:
@@ -138,7 +139,7 @@ class Checkpointer:
         reader = PlainReader(folder)
         try:
             saved = reader.read_metadata()
-            state = {**self._state(whole=False), "progress": asdict(Progress())}
+            state = {**self._state(), "progress": asdict(Progress())}
             _require_same_model(saved, state["model"])
             # a rank that the saving run did not have keeps the random state that its seed gave it
             known, random = saved.state_dict_metadata, self._random()
@@ -158,10 +159,9 @@ class Checkpointer:
             self._outside.close()
         self._staging.close()
 
-    def _state(self, *, whole: bool) -> dict[str, Any]:
-        """Model and optimizer; with `whole`, gathered to rank 0."""
-        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
+    def _state(self) -> dict[str, Any]:
+        """Model and optimizer, as this rank holds them."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def _random(self) -> dict[str, torch.Tensor]:
