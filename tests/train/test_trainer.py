@@ -218,6 +218,7 @@ def test_without_checkpoint_nothing_is_saved(out):
 @pytest.mark.parametrize("name", ["fsdp-rank0", "fsdp-rank0-outside"])
 def test_writers_rank0_leaves_all_with_the_first_rank(out, name, same_bits):
     """And no more of it in its memory than a copy: `Gathered` looks."""
+    assert failures(out, name) == []
     assert saved(out, name) == ["step-3", "step-6"]
     folder = out / name / "checkpoints" / "step-3"
     assert {path.name for path in folder.iterdir()} == {".metadata", "meta.json", "__0_0.distcp"}
