@@ -215,6 +215,8 @@ def two_ranks(runner: Runner) -> None:
     runner.train("littered", strategy="fsdp")
     runner.train("other-model", resume="fsdp/checkpoints/step-3", model={"layers": 2, "dim": 16, "heads": 2})
     runner.train("not-single", strategy="single")
+    with patch.object(dcp, "free_bytes", lambda: 1 << 16):
+        runner.train("no-memory", strategy="fsdp", writers="rank0")
     runner.train("odd-batch", global_batch=7)
     runner.train("diverged", strategy="fsdp", lr=1e30, every_steps=1)
     break_disk(runner)

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from mgpu_train.checkpoint.distributed import dcp
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, _share
 from mgpu_train.checkpoint.distributed.saver import Saver
-from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging
+from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, free_bytes
 from mgpu_train.checkpoint.distributed.writer_process import Outside
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.errors import TrainError
@@ -399,6 +400,57 @@ def test_a_save_tells_once_what_has_become_of_it(one, tmp_path, monkeypatch):
     assert outcome.stall_s > 0
     assert saver.poll() is None
     assert json.loads((tmp_path / "step-1" / "meta.json").read_text())["loss"] == 0.5
+
+
+STATE = 3 * 4 * (5 * 3 + 3)  # bytes of its weights and moments
+NEEDS: list[tuple[str, list[str], int, float]] = [
+    ("rank0", ["here", "here"], 0, STATE),
+    ("rank0", ["there", "here"], 1, 0),
+    ("all", ["here", "here"], 0, STATE),
+    ("all", ["here", "there", "here", "there"], 0, STATE / 2),
+]
+
+
+@pytest.mark.parametrize(("writers", "machines", "rank", "needed"), NEEDS)
+def test_what_a_save_copies_has_room_in_the_memory_of_a_machine_or_is_refused(
+    monkeypatch, writers, machines, rank, needed
+):
+    """Before anything is trained, by all ranks."""
+
+    @dataclass(frozen=True)
+    class Among(Place):
+        def gather(self, value: Any) -> list[Any]:
+            if not isinstance(value, tuple):
+                return [value]
+            parts = [STATE / len(machines)] * len(machines) if writers == "all" else [STATE, *[0] * len(machines)]
+            assert value == (machines[rank], parts[rank])
+            return list(zip(machines, parts, strict=False))
+
+    place = Among(rank, rank, len(machines), CPU, None, None)  # type: ignore[arg-type]
+    linear = nn.Linear(5, 3)
+    checkpointer = Checkpointer(linear, torch.optim.AdamW(linear.parameters()), place, writers, {})  # type: ignore[arg-type]
+    monkeypatch.setattr(dcp, "machine", lambda: machines[rank])
+    monkeypatch.setattr(dcp, "free_bytes", lambda: needed)
+    checkpointer.require_memory(moments=2)
+    monkeypatch.setattr(dcp, "free_bytes", lambda: needed - 1)
+    with pytest.raises(TrainError, match=rf"of this machine's memory.*writers: {writers}`.*Take machines"):
+        checkpointer.require_memory(moments=2)
+
+
+def test_memory_that_is_free_is_what_the_kernel_and_the_container_leave(monkeypatch):
+    files = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:     4 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}
+
+    def read_text(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert free_bytes() == 4096
+    files["/sys/fs/cgroup/memory.max"] = "4095\n"
+    assert free_bytes() == 4095
+    files.clear()
+    assert free_bytes() == float("inf")
 
 
 def test_a_disk_that_never_answers_is_given_up(one, tmp_path, monkeypatch):

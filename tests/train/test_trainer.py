@@ -255,6 +255,7 @@ def test_a_rank_that_cannot_write_leaves_no_checkpoint_anywhere(out):
     [
         ("other-model", "it is of another model: `embed.weight` is (256, 32) there and (256, 16) here"),
         ("not-single", "`train.strategy`: single is for one process, and 2 are asked for: use ddp or fsdp"),
+        ("no-memory", "rank 0: a save takes 0.0 GiB of this machine's memory, of which 0.0 GiB are free"),
         ("odd-batch", "`train.global_batch` is 7, which 2 processes cannot share evenly"),
         ("diverged", "training has diverged at step"),
     ],

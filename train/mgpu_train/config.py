@@ -52,6 +52,12 @@ class ModelConfig(Model):
             raise ValueError(f"dim / heads ({self.dim // self.heads}) is odd: rotary positions turn pairs")
         return self
 
+    @property
+    def parameters(self) -> int:
+        """How many numbers are learned."""
+        block = 12 * self.dim**2 + 2 * self.dim
+        return self.layers * block + (2 * 256 + 1) * self.dim
+
 
 class LmOptions(Model):
     """What task `lm` may be told."""

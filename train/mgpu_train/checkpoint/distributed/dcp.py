@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from mgpu_train.checkpoint.distributed.plain import PlainLoadPlanner, PlainReader
-from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, gathered, local
+from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, free_bytes, gathered, local
 from mgpu_train.checkpoint.distributed.writer_process import Outside, OutsideWriter, ShardWriter
 from mgpu_train.checkpoint.local import discard, publish
 from mgpu_train.config import Writers
 from mgpu_train.errors import TrainError
-from mgpu_train.parallel import Place
+from mgpu_train.parallel import Place, machine
 
 _DERIVED = ("config", "config_sha256", "mesh")  # what follows from other keys of `meta`
 
@@ -82,6 +82,23 @@ class Checkpointer:
     @property
     def _writes(self) -> bool:
         return self.writers == "all" or self.place.rank == 0
+
+    def require_memory(self, moments: int) -> None:
+        """The copy of a save has room beside what is there; `moments`: what the optimizer keeps of each parameter.
+
+        All ranks call it together. Raises TrainError, on all of them, where one's machine has too little memory.
+        """
+        state = (1 + moments) * sum(each.numel() * each.element_size() for each in self.model.parameters())
+        part = state / self.place.world_size if self.writers == "all" else state * self._writes
+        needs = self.place.gather((machine(), part))
+        needed, free = sum(need for name, need in needs if name == machine()), free_bytes()
+        with _together(self.place):
+            if needed > free:
+                raise TrainError(
+                    f"a save takes {needed / 2**30:.1f} GiB of this machine's memory, of which {free / 2**30:.1f} GiB "
+                    f"are free (`checkpoint.writers: {self.writers}`). Take machines with more memory, more of them "
+                    "with `writers: all`, which share it, or a smaller model."
+                )
 
     def capture(self, progress: Progress, meta: dict[str, Any] | None = None) -> Capture:
         """The state as it is now. All ranks call it together.
