@@ -164,7 +164,8 @@ def gathered(state: dict[str, Any], staging: Staging | None) -> dict[str, Any]:
     sharded = [leaf for leaf in _tensors(state) if isinstance(leaf, DTensor)]
     places = staging.lay_out(sharded) if staging else []
     for number, leaf in enumerate(sharded):
-        whole = leaf.detach().full_tensor()
+        with torch.no_grad():
+            whole = leaf.full_tensor()
         if staging:
             staging.copy([whole], [places[number]], after=_computed([whole]))
         del whole  # before the next one
