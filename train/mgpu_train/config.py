@@ -54,9 +54,8 @@ class ModelConfig(Model):
 
     @property
     def parameters(self) -> int:
-        """How many numbers are learned."""
-        block = 12 * self.dim**2 + 2 * self.dim
-        return self.layers * block + (2 * 256 + 1) * self.dim
+        """How many numbers are learned: blocks, embedding and head of 256 bytes, the last norm."""
+        return self.layers * (12 * self.dim**2 + 2 * self.dim) + (2 * 256 + 1) * self.dim
 
 
 class LmOptions(Model):

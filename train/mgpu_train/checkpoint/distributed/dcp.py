@@ -149,7 +149,7 @@ class Checkpointer:
         self.write(self.capture(progress, meta), folder)
 
     def load(self, folder: Path) -> Progress:
-        """Continue from a verified checkpoint that holds the files of all nodes. All ranks call it together.
+        """Continue from a verified checkpoint, of which the folder has what this rank reads. All ranks call it together.
 
         Raises TrainError when it cannot be read or is of another model.
         """
