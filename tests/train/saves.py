@@ -325,9 +325,7 @@ def _committed(out: Path, folders: list[Path]) -> tuple[Store, Manifest]:
     CommitLog(store, "test").begin_attempt(1, "w")
     name = f"a001-step-{SAVED}"
     for node, folder in enumerate(folders):
-        upload_part(
-            store, "test", name, folder=folder, attempt=1, node=node, step=SAVED, world_size=4, meta={}
-        )  # fmt: skip
+        upload_part(store, "test", name, folder=folder, attempt=1, node=node, step=SAVED, world_size=4, meta={})
     commit = commit_when_complete(store, "test", name, writers=[0, 1], nodes=2, writer="w")
     assert commit is not None
     return store, CommitLog(store, "test").manifest(commit)

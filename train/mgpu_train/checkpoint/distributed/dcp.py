@@ -149,7 +149,7 @@ class Checkpointer:
         self.write(self.capture(progress, meta), folder)
 
     def load(self, folder: Path) -> Progress:
-        """Continue from a verified checkpoint, of which the folder has what this rank reads. All ranks call it together.
+        """Continue from a verified checkpoint; the folder has what this rank reads of it. All ranks call it together.
 
         Raises TrainError when it cannot be read or is of another model.
         """
