@@ -189,13 +189,15 @@ def test_delete_of_what_is_gone_succeeds(wire, here, made):
     wire.delete(here, made[0], made[2])
 
 
-def test_a_create_that_fails_says_so_in_its_own_words(wire, here, fake):
-    fake.price = 10
+@pytest.mark.parametrize(
+    ("change", "cure"), [({"maxPriceUsdPerHour": 0.01}, "max_price_usd_per_hour"), ({"memoryGib": 9}, "writers: all")]
+)
+def test_a_create_that_fails_says_so_in_its_own_words(wire, here, change, cure):
     with pytest.raises(grpc.RpcError) as failed:
-        wire.create(here, wire.inputs(here, WANTED))
+        wire.create(here, wire.inputs(here, {**WANTED, **change}))
     lines = failed.value.details().splitlines()
     assert "no offer" in lines[0]
-    assert "max_price_usd_per_hour" in lines[-2]
+    assert cure in lines[-2]
     assert lines[-1].startswith("[mgpu:NoOffer ")
 
 
@@ -499,8 +501,9 @@ def test_prices_never_diff(wire, here, made, fake):
     assert diff.changes == diff.DIFF_NONE
 
 
-def test_another_bucket_never_diffs(wire, here, made):
-    diff, _ = again(wire, here, made, stores=["s3://another/runs"])
+@pytest.mark.parametrize("change", [{"stores": ["s3://another/runs"]}, {"memoryGib": 1.5}], ids=str)
+def test_what_only_chooses_among_offers_never_diffs(wire, here, made, change):
+    diff, _ = again(wire, here, made, **change)
     assert diff.changes == diff.DIFF_NONE
 
 
