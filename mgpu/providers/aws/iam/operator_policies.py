@@ -19,6 +19,7 @@ from typing import Any
 
 from mgpu.providers.aws import names
 from mgpu.providers.aws.iam.policies import RUNS, VERSION, Document, partition
+from mgpu.providers.aws.instances import session_manager
 
 MOST_CHARACTERS = 6144
 """What a managed policy of a customer may have, white space not counted."""
@@ -37,6 +38,8 @@ CHECKED_WITH = {
     "iam:TagInstanceProfile": "iam:CreateInstanceProfile",
     "iam:TagPolicy": "iam:CreatePolicy",
     "iam:TagRole": "iam:CreateRole",
+    "ssm:ResumeSession": "ssm:StartSession",
+    "ssmmessages:OpenDataChannel": "ssm:StartSession",
 }
 """Actions that nobody calls by themselves: AWS asks for them when the other one is called, or what it gave is used."""
 
@@ -80,11 +83,15 @@ class Where:
         return {**condition, "StringEquals": {"aws:RequestedRegion": list(self.regions)}}
 
 
-def documents(account: str, regions: Iterable[str] = (), boundary: str = "") -> dict[str, Document]:
+def documents(
+    account: str, regions: Iterable[str] = (), boundary: str = "", *, ssm: bool = False
+) -> dict[str, Document]:
     """The policies by name, `machines` and `base`. `regions`: where machines may be; none: anywhere. `boundary`: the
-    ARN of a policy that every role of base has to be bounded by."""
+    ARN of a policy that every role of base has to be bounded by. `ssm`: with what it takes to reach machines through
+    Session Manager."""
     where = Where(account, tuple(regions))
-    made = {"machines": machines(where), "base": base(where, boundary)}
+    needed = (*machines(where), *(sessions(where) if ssm else ()))
+    made = {"machines": needed, "base": base(where, boundary)}
     return {name: {"Version": VERSION, "Statement": list(statements)} for name, statements in made.items()}
 
 
@@ -172,6 +179,20 @@ def machines(where: Where) -> Iterator[Document]:
     yield _allow("Images", _IMAGES, [where.arn("ecr", f"repository/{names.REPOSITORY}")])
 
 
+def sessions(where: Where) -> Iterator[Document]:
+    """What it takes to reach machines of ours through Session Manager, by SSH and in no other way. AWS's program goes
+    on with a session that it has lost; whose it is, AWS says by a tag."""
+    yield _allow("SessionLooks", SESSION_LOOKS, ["*"])
+    ours = {"Null": {f"ssm:resourceTag/{names.OWNER}": "false"}}
+    yield _allow("Sessions", ["ssm:StartSession"], [where.arn("ec2", "instance/*")], ours)
+    document = where.arn("ssm", f"document/{session_manager.DOCUMENT}", account="*")
+    yield _allow("SessionsOfSsh", ["ssm:StartSession"], [document])
+    any_session = [where.arn("ssm", "session/*")]  # whoever joins one needs its token
+    yield _allow("SessionChannel", ["ssmmessages:OpenDataChannel"], any_session)
+    own = {"StringLike": {"ssm:resourceTag/aws:ssmmessages:session-id": "${aws:userid}"}}
+    yield _allow("OwnSessions", ["ssm:ResumeSession"], any_session, own)
+
+
 def base(where: Where, boundary: str = "") -> Iterator[Document]:
     """What it takes to make, mend and take down stack `base`; with a boundary, its roles have to have that one."""
     groups = where.arn("ec2", "security-group/*")
@@ -213,6 +234,7 @@ LOOKS = [
     "pricing:GetProducts",
     "servicequotas:ListServiceQuotas",
 ]  # fmt: skip
+SESSION_LOOKS = ["ec2:DescribeRouteTables", "ec2:DescribeVpcEndpoints", "ssm:DescribeInstanceInformation"]
 _BASE_LOOKS = [
     *(f"ec2:Describe{what}" for what in ("Instances", "NetworkInterfaces", "Regions", "SecurityGroups", "Vpcs")),
 ]
