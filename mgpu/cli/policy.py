@@ -17,7 +17,7 @@ def policy() -> None:
 @click.option("--account", default="", help="Account, 12 digits (default: the one of the credentials).")
 @click.option("--region", "regions", multiple=True, help="Rent in these regions alone; several times for several.")
 @click.option("--bootstrap", is_flag=True, help="What `mgpu bootstrap aws` needs beyond that, for whoever runs it.")
-@click.option("--ssm", is_flag=True, help="With what `aws: {address: ssm}` needs.")
+@click.option("--ssm", is_flag=True, help="What `aws: {address: ssm}` needs, beyond that.")
 @click.option(
     "--permissions-boundary",
     default="",
@@ -50,9 +50,9 @@ def aws(
         why = "The roles that `mgpu launch` makes are bounded already, by the policy mgpu-run of base."
         raise InputError("--permissions-boundary belongs to --bootstrap", why, "Add `--bootstrap`, or leave it out.")
     if ssm and bootstrap:
-        why = "Whoever runs `mgpu bootstrap aws --ssm` needs no more than without it."
-        raise InputError("--ssm and --bootstrap exclude each other", why, "Leave one of them out.")
+        why = "Each document fits into one managed policy, both do not."
+        raise InputError("--ssm and --bootstrap exclude each other", why, "Print one after the other.")
     options = Options.of({"account": account, "profile": profile, "endpoint_url": endpoint_url})
     whose = account or Account(options).id()
-    made = operator_policies.documents(whose, regions, permissions_boundary, ssm=ssm)
-    Console().data(made["base" if bootstrap else "machines"])
+    made = operator_policies.documents(whose, regions, permissions_boundary)
+    Console().data(made["base" if bootstrap else "sessions" if ssm else "machines"])

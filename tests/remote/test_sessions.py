@@ -139,6 +139,16 @@ def test_a_token_is_good_for_its_own_session_alone(cloud, handle, server):
         ProxyStream(["env", f"{name}={json.dumps(told)}", *command], 10)
 
 
+@pytest.mark.parametrize("kind", ["g5.xlarge", "p4d.24xlarge"])
+def test_no_public_address_is_asked_for_whatever_the_network_cards(cloud, provider, kind):
+    rent(provider, 2, OFFER.model_copy(update={"instance_type": kind, "market": "on-demand"}))
+    (template,) = [call.parameters["LaunchTemplateData"] for call in cloud.calls("CreateLaunchTemplate")]
+    assert not any(card.get("AssociatePublicIpAddress") for card in template["NetworkInterfaces"])
+    assert cloud.calls("AllocateAddress") == []
+    reservations = cloud.client("ec2").describe_instances()["Reservations"]
+    assert not any(machine.get("PublicIpAddress") for each in reservations for machine in each["Instances"])
+
+
 # --- not yet ----------------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +217,7 @@ def profile(cloud, monkeypatch, tmp_path):
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.delenv(name, raising=False)
         cloud.enforce()
-        document = operator_policies.documents(awslife.ACCOUNT, ssm=ssm)["machines"]
+        document = operator_policies.documents(awslife.ACCOUNT)["sessions" if ssm else "machines"]
         # moto judges calls as if their resource were `*`: that one is the fake's own, with resources and conditions
         statements = [{**each, "Resource": "*"} if "ssm:StartSession" not in each["Action"] else each
                       for each in document["Statement"]]  # fmt: skip

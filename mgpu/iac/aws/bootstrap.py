@@ -39,7 +39,6 @@ class Wanted:
 
     ssh: tuple[str, ...] = ()
     allow_world: bool = False
-    ssm: bool = False
     vpc: str = ""
     bucket: str = ""
     repository: str = ""
@@ -49,6 +48,7 @@ class Wanted:
     data_buckets: tuple[str, ...] = ()
     permissions_boundary: str = ""
     tags: tuple[str, ...] = ()
+    ssm: bool = False
 
     def config(self) -> dict[str, object]:
         """As `infra/base` reads it."""

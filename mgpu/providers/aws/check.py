@@ -42,7 +42,9 @@ def findings(
         identity, said_at = _identity(account)
     except MgpuError as error:
         return (Finding.of("credentials", error),)
-    looks: dict[str, _Look] = {"permissions": lambda: _permissions(account, options, identity, requirements)}
+    looks: dict[str, _Look] = {"permissions": lambda: _permissions(account, identity, requirements)}
+    if options.address == "ssm":
+        looks["permissions ssm"] = lambda: _permissions(account, identity, requirements, "sessions", " --ssm")
     try:
         for region in _regions(account, requirements):
             looks |= _of_region(account, options, requirements, region, here)
@@ -108,30 +110,35 @@ def _clock(said_at: float) -> Finding:
 
 
 def _permissions(
-    account: Account, options: Options, identity: dict[str, Any], requirements: Requirements | None
+    account: Account,
+    identity: dict[str, Any],
+    requirements: Requirements | None,
+    name: str = "machines",
+    flag: str = "",
 ) -> Iterator[Finding]:
+    """Of the operator's policy of this name, which `mgpu policy aws` prints with the flag."""
+    subject = f"permissions{flag.replace(' --', ' ')}"
     if identity["Arn"].endswith(":root"):
-        yield _ok("permissions", "the account's owner may do everything")
+        yield _ok(subject, "the account's owner may do everything")
         return
     regions = requirements.regions if requirements else ()
-    ssm = options.address == "ssm"
-    document = operator_policies.documents(identity["Account"], regions, ssm=ssm)["machines"]
+    document = operator_policies.documents(identity["Account"], regions)[name]
     told = permissions.told(account, identity["Arn"], document)
     needed = len(operator_policies.actions(document))
     if told.missing - {permissions.SIMULATE} or (told.missing and not told.untold):
         yield Finding(
-            subject="permissions",
+            subject=subject,
             status="failed",
             detail=f"{len(told.missing)} of {needed} actions are missing: {_some(told.missing)}",
-            cure=f"Have this policy attached to them; `mgpu policy aws{' --ssm' * ssm}` prints all that is needed.",
+            cure=f"Have this policy attached to them; `mgpu policy aws{flag}` prints all that is needed.",
             document=operator_policies.narrowed(document, told.missing),
         )
     elif told.untold:
         detail = f"{len(told.tried)} of {needed} actions were tried and are allowed; of the others nothing is known"
         cure = "Allow iam:SimulatePrincipalPolicy, and all of them are looked at."
-        yield _warning("permissions", detail, cure)
+        yield _warning(subject, detail, cure)
     else:
-        yield _ok("permissions", f"all {needed} actions are allowed")
+        yield _ok(subject, f"all {needed} actions are allowed")
 
 
 def _some(actions: Iterable[str]) -> str:

@@ -118,7 +118,7 @@ def _try(probe: Callable[[], object]) -> None:
 
 def _probes(account: Account, region: str) -> Iterator[tuple[str, Callable[[], object]]]:
     ec2, iam = account.client("ec2", region), account.client("iam", region)
-    for action in (*operator_policies.LOOKS, *operator_policies.SESSION_LOOKS):
+    for action in (*operator_policies.LOOKS, *names.SESSION_LOOKS):
         service, _, name = action.partition(":")
         if service == "ec2":
             yield action, _dry(ec2, name)
