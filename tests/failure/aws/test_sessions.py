@@ -34,7 +34,7 @@ def through_session_manager(user: Operator) -> None:
         assert (said.returncode, said.stdout.count("here")) == (0, 2), said.stderr
         carriers = [pid for pid, line in user.processes.items() if "plugin.py" in line]
         os.kill(carriers[0], signal.SIGKILL)
-        out, err = launch.communicate(timeout=200)
+        _, err = launch.communicate(timeout=200)
     finally:
         launch.kill()
     assert launch.returncode == 0, err
