@@ -19,9 +19,10 @@ from mgpu.iac import failures, plugin, tokens
 from mgpu.iac.protocol.handler import Call, Settings
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
 from mgpu.iac.types import contact, fleet
+from mgpu.iac.types.fleet_model import Machine
 from mgpu.image import compat
 from mgpu.plan.model import Requirements
-from mgpu.providers.base import FleetState, JumpHost, MachineDriver, NodePhase, Offers
+from mgpu.providers.base import FleetState, JumpHost, MachineDriver, NodePhase, Offers, ProxyCommand
 
 FLEET = tokens.FLEET
 WANTED = {
@@ -243,14 +244,18 @@ def test_every_call_of_the_provider_has_the_settings_of_the_fleet(wire, here, fa
         assert fake.options == [options], name
 
 
-def test_what_the_provider_says_of_a_machine_reaches_the_state(wire, here, fake, monkeypatch):
+VIA = [JumpHost(address="192.0.2.9", user="j", host_key="ssh-ed25519 J"), ProxyCommand(command=("{python}", "-m", "x"))]
+
+
+@pytest.mark.parametrize("via", VIA)
+def test_what_the_provider_says_of_a_machine_reaches_the_state(wire, here, fake, monkeypatch, via):
     described = type(fake)._node
-    via = JumpHost(address="192.0.2.9", user="j", host_key="ssh-ed25519 J")
     more = {"via": via, "python": "/opt/python"}
     monkeypatch.setattr(type(fake), "_node", lambda *args: described(*args).model_copy(update=more))
     (machine, _) = from_struct(wire.create(here, wire.inputs(here, WANTED)).properties)["machines"]
     assert machine["python"] == "/opt/python"
-    assert machine["via"] == {"address": "192.0.2.9", "port": 22, "user": "j", "host_key": "ssh-ed25519 J"}
+    assert machine["via"] == via.model_dump(mode="json")
+    assert Machine.model_validate(machine).via == via
 
 
 def test_a_state_of_an_earlier_version_can_be_read(wire, here, made):

@@ -11,7 +11,7 @@ from pydantic.alias_generators import to_camel
 from mgpu.acquire import Acquired
 from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers import registry
-from mgpu.providers.base import FleetRequest, FleetState, Handle, JumpHost, NodeState, Provider
+from mgpu.providers.base import FleetRequest, FleetState, Handle, JumpHost, NodeState, Provider, ProxyCommand
 from mgpu.spec.block import MachineKeys
 from mgpu.spec.provider import installed
 
@@ -93,7 +93,7 @@ class Machine(Properties):
     host_key: str
     private_address: str
     price_usd_per_hour: float
-    via: JumpHost | None = None
+    via: JumpHost | ProxyCommand | None = None
     python: str = "python3"
 
     @classmethod
