@@ -22,6 +22,7 @@ provider = mgpu.Provider(
 opts = pulumi.ResourceOptions(provider=provider, protect=True)
 
 tags = config.get_object("tags")  # of all of them, ["KEY=VALUE", ...]
+ssm = config.get_bool("ssm")  # machines may be reached through Session Manager, and then SSH from nowhere
 bounded = config.get("permissionsBoundary")  # the ARN of a policy that both roles have to stay within
 
 bucket = aws.Bucket("bucket", existing=config.get("bucket"), tags=tags, opts=opts)
@@ -32,6 +33,7 @@ nodes = aws.NodeRole(
     bucket=bucket.name,
     buckets=config.get_object("dataBuckets"),
     repository=repository.name,
+    ssm=ssm,
     boundary=bounded,
     tags=tags,
     opts=opts,
@@ -44,6 +46,7 @@ group = aws.SecurityGroup(
     vpc_id=config.get("vpc"),
     ssh=config.get_object("ssh"),
     allow_world=config.get_bool("allowWorld"),
+    allow_nobody=ssm,
     tags=tags,
     opts=pulumi.ResourceOptions.merge(opts, pulumi.ResourceOptions(depends_on=[nodes, reaper])),
 )
@@ -56,3 +59,4 @@ pulumi.export("reaper_role", reaper.arn)
 pulumi.export("security_group", group.group_id)
 pulumi.export("vpc", group.vpc)
 pulumi.export("tags", group.tags)
+pulumi.export("ssm", nodes.ssm)

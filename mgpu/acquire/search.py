@@ -176,7 +176,9 @@ class Search:
         trouble = ""
         for pause in pauses(self.timeouts.describe_every_s):
             state = self._insist(lambda: self.provider.describe(handle), trouble)
-            if self._asked_of(state).ready:
+            asked = self._asked_of(state)
+            trouble = next((node.reason for node in asked.nodes if node.reason), "")
+            if asked.ready:
                 if self.meet is None:
                     return state
                 state = self._met(self.meet, handle, state)

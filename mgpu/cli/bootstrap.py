@@ -24,7 +24,7 @@ _KINDS = {
     "Repository": "images: scanned on push, tags that never move",
     "NodeRole": "what nodes may do: images of that repository; and the most that a run may be given in buckets",
     "ReaperRole": "lets EventBridge Scheduler end machines of mgpu's at their hard cap",
-    "SecurityGroup": "SSH from the addresses named, everything between nodes, everything out",
+    "SecurityGroup": "SSH from the addresses named, if any, everything between nodes, everything out",
 }
 _SHOWN = ("checkpoints", "repository", "instance_profile", "reaper_role", "security_group", "vpc")
 _REGIONAL = ("vpc", "bucket", "repository", "security_group")
@@ -39,6 +39,7 @@ def bootstrap() -> None:
 @click.option("--region", "regions", multiple=True, help="Region; several times for several (default: AWS_REGION).")
 @click.option("--allow-ssh", "ssh", multiple=True, metavar="CIDR", help="Who may log in (default: this machine).")
 @click.option("--force-public-ssh", "allow_world", is_flag=True, help="Let `--allow-ssh` be the whole world.")
+@click.option("--ssm", is_flag=True, help="For `aws: {address: ssm}`: nobody is let in but whom `--allow-ssh` names.")
 @click.option("--vpc", default="", help="Network of the security group (default: the default VPC).")
 @click.option(
     "--data-bucket",
@@ -123,7 +124,9 @@ def _require_tags(given: tuple[str, ...]) -> None:
 def _bring_up(console: Console, account: Account, regions: tuple[str, ...], wanted: Wanted, yes: bool) -> None:
     from mgpu.iac.aws import bootstrap
 
-    if not wanted.ssh and not wanted.security_group:
+    if wanted.ssm and not (wanted.ssh or wanted.security_group):
+        console.say("nobody is let in: machines are reached through Session Manager; `--allow-ssh` names others")
+    elif not wanted.ssh and not wanted.security_group:
         with console.waiting("asking from which address this machine reaches the internet"):
             wanted = replace(wanted, ssh=(bootstrap.own_address(),))
         console.say(f"SSH is let in from {wanted.ssh[0]}, this machine's address; `--allow-ssh` names others")
@@ -223,6 +226,16 @@ def _report(console: Console, results: list[dict[str, Any]], wanted: Wanted) -> 
         console.say(
             "the tags were not set: your `infra/base` does not pass `tags` on (`mgpu init` writes one that does)",
             "yellow",
+        )
+    if wanted.ssm and not all(each.get("ssm", wanted.instance_profile) for each in results):
+        console.say(
+            "machines cannot be reached through Session Manager: your `infra/base` does not pass `ssm` on (`mgpu init` "
+            "writes one that does)",
+            "yellow",
+        )
+    elif wanted.ssm:
+        console.say(
+            "run files need  aws: {address: ssm, subnet_ids: [...]}  with subnets behind a NAT gateway", "yellow"
         )
     if wanted.vpc:
         console.say(f"run files need  aws: {{subnet_ids: [...]}}  with subnets of {wanted.vpc}", "yellow")

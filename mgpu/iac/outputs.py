@@ -20,12 +20,20 @@ class _Output(BaseModel):
 
 
 class Via(_Output):
-    """A jump host."""
+    """A jump host, where SSH goes through one."""
 
     address: str
     port: int = Field(22, ge=1, le=65535)
     user: str
     host_key: str = Field(description="OpenSSH public key line, pinned")
+
+
+class ProxyCommand(_Output):
+    """Or the program that carries SSH: it is started here, and its standard input and output are the connection."""
+
+    command: tuple[str, ...] = Field(
+        min_length=1, description="argument list; an argument `{python}` stands for the interpreter that mgpu runs in"
+    )
 
 
 class NodeOutput(_Output):
@@ -38,7 +46,9 @@ class NodeOutput(_Output):
     user: str
     host_key: str = Field(description="OpenSSH public key line, pinned: another key is refused")
     private_address: str = Field("", description="as the other nodes reach it; empty: same as address")
-    via: Via | None = Field(None, description="jump host")
+    via: Via | ProxyCommand | None = Field(
+        None, description="how SSH gets there: through a jump host, or by a program, its `command` (default: by TCP)"
+    )
     python: str = Field("python3", description="the interpreter on the node that runs programs; has torch")
 
 

@@ -88,6 +88,7 @@ class FleetArgs:
     disk_gib: Input[int] | None = None
     options: Input[Mapping[str, str]] | None = None
     stores: Input[Sequence[str]] | None = None
+    memory_gib: Input[float] | None = None
     name: Input[str] | None = None
     owner: Input[str] | None = None
 

@@ -23,6 +23,9 @@ class Requirements(MachineKeys):
     processes_per_node: int = Field(default=1, ge=1, le=256, description="processes of a machine")
     provider_options: dict[str, str] = Field(default={}, description="the run file's block of this provider, flattened")
     stores: tuple[str, ...] = Field(default=(), description="object stores that the run reads or writes, s3://...")
+    memory_gib: float = Field(
+        default=0, ge=0, description="host memory that a machine has to have, for the copy of a save; 0: not known"
+    )
 
 
 class Headroom(Value):

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from mgpu_train.config import LmOptions
+
 from mgpu.errors import NoOffer
 from mgpu.plan.model import Offer, Plan, Refusal, Requirements, Saves
 from mgpu.spec.block import MachineKeys
@@ -28,6 +30,7 @@ def requirements(spec: RunSpec) -> Requirements:
         processes_per_node=spec.processes,
         provider_options=spec.options.flat() if spec.options else {},
         stores=tuple(dict.fromkeys(each for each in _stores(spec) if each.startswith("s3://"))),
+        memory_gib=round(_save_bytes(spec) / 2**30, 1),
     )
 
 
@@ -45,6 +48,15 @@ def _stores(spec: RunSpec) -> Iterator[str]:
     if spec.checkpoint != "none":
         yield spec.checkpoint.to or ""
     yield from (item.source for item in spec.data)
+
+
+def _save_bytes(spec: RunSpec) -> float:
+    """What a save copies into the memory of a machine, where the model's size is known: weights and AdamW's two
+    moments, in fp32."""
+    if spec.train is None or spec.train.task != "lm" or spec.checkpoint == "none":
+        return 0
+    parameters = LmOptions.model_validate(spec.train.task_options).model.parameters
+    return 3 * 4 * parameters / (1 if spec.checkpoint.writers == "rank0" else spec.nodes)
 
 
 def plan(needed: Requirements, offers: Iterable[Offer], notes: Iterable[str] = ()) -> Plan:
@@ -163,6 +175,15 @@ _CHECKS = (
         ),
         lambda needed, offer: f"GPU is {offer.gpu}, not {' or '.join(needed.gpu)}",
         lambda needed, near: f"On offer for `gpu`: {_names(offer.gpu for offer in near)}.",
+    ),
+    _Check(
+        lambda needed, offer: 0 < offer.memory_gib < needed.memory_gib,
+        lambda needed, offer: (
+            f"has {offer.memory_gib:g} GiB of memory, and a save copies {needed.memory_gib:g} GiB into it"
+        ),
+        lambda needed, near: (
+            "More `nodes` with `checkpoint: {writers: all}` share it, or take a smaller `train.model`."
+        ),
     ),
     _Check(
         lambda needed, offer: bool(needed.regions) and offer.region not in needed.regions,

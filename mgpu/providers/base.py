@@ -108,6 +108,17 @@ class JumpHost(Value):
     host_key: str = Field(description="OpenSSH public key line, pinned")
 
 
+class ProxyCommand(Value):
+    """A program that carries SSH to the node: its standard input and output are the connection to the SSH server.
+
+    The operator's machine starts it anew for each connection. What it writes before the server greets is passed over,
+    and told where no greeting comes; it has to end when its input does."""
+
+    command: tuple[str, ...] = Field(
+        min_length=1, description="argument list; an argument `{python}` stands for the interpreter that mgpu runs in"
+    )
+
+
 class NodeState(Value):
     """One machine, as its provider describes it now."""
 
@@ -121,12 +132,14 @@ class NodeState(Value):
     one_use_key: str = Field(
         default="", description="the key that came with user data, as long as the node may show it; `rekeyed` ends that"
     )
-    via: JumpHost | None = None
+    via: JumpHost | ProxyCommand | None = Field(
+        default=None, description="how SSH gets there; None: by TCP to `address` and `port`"
+    )
     python: str = Field(default="python3", description="the interpreter on the node that runs programs; has torch")
     private_address: str = Field(default="", description="as the other nodes reach it")
     price_usd_per_hour: float = 0
     hard_cap_at: float = Field(default=0, description="UNIX seconds; the machine ends then, whatever happens")
-    reason: str = Field(default="", description="why it is not running, where known")
+    reason: str = Field(default="", description="why it is not running, or cannot be reached yet, where known")
     cure: str = Field(
         default="",
         description="what would let it start, where its region starts none; empty: a new try may do better",

@@ -3,6 +3,7 @@
     library     paramiko, imported without what is not needed of it
     targets     who is reached, and with which key pinned; the values that calls return
     wire        a socket that ends itself when the peer falls silent
+    proxy       a program that carries SSH, as a socket
     connection  one handshake: dial, compare the host key, authenticate
     command     one command: argument list in; status and output out
     files       SFTP: read, write, follow, fetch

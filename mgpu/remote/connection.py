@@ -5,6 +5,7 @@ Nothing of the user's own SSH set-up is looked at: no agent, no keys or configur
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
@@ -16,13 +17,15 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, InputError, RemoteError
 from mgpu.remote.library import IncompatiblePeer, UnknownKeyType, paramiko
-from mgpu.remote.targets import ALGORITHMS, HostKey, Jump, Target
+from mgpu.remote.proxy import ProxyStream
+from mgpu.remote.targets import ALGORITHMS, HostKey, Jump, ProxyCommand, Target
 from mgpu.remote.wire import Wire
 
 FOREIGN = (paramiko.SSHException, paramiko.SFTPError, EOFError, OSError)
 # GCM first: one pass in C a packet, where paramiko's default (CTR with a MAC) takes three
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 _GLOBAL_REQUEST = b"\x50"
+_DISCONNECT, _BY_APPLICATION = b"\x01", 11
 
 # paramiko logs every lost connection as an error; without a handler Python would print that on stderr
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -65,6 +68,9 @@ class Connection:
 
     def close(self) -> None:
         """Ends it; what waits on it raises ConnectionFailed."""
+        self._wire.leave()
+        with contextlib.suppress(*FOREIGN):
+            _say_goodbye(self.transport)
         self._wire.close()
         self.transport.close()
         if self._outer:
@@ -96,7 +102,7 @@ def open_connection(target: Target, key: paramiko.PKey, timeouts: Timeouts) -> C
         HostKeyMismatch: another key than the pinned one; no byte of authentication was sent.
         ConnectionFailed: anything else.
     """
-    if target.via is None:
+    if not isinstance(target.via, Jump):
         return _open(target, target, key, timeouts, None)
     outer = _open(target, target.via, key, timeouts, None)
     try:
@@ -128,6 +134,8 @@ def _dial(end: Target | Jump, outer: Connection | None, seconds: float) -> Wire:
             "direct-tcpip", (end.address, end.port), ("127.0.0.1", 0), timeout=seconds
         )
         return Wire(tunnel, deadline)
+    if isinstance(end, Target) and isinstance(end.via, ProxyCommand):
+        return Wire(ProxyStream(end.via.argv, seconds), time.monotonic() + seconds)
     plain = socket.create_connection((end.address, end.port), timeout=seconds)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small requests must not wait for acknowledgements
     return Wire(plain, deadline)
@@ -176,6 +184,18 @@ def _probe(transport: paramiko.Transport) -> None:
     request.add_string("keepalive@openssh.com")
     request.add_boolean(True)  # an answer is wanted: every server sends one, if only to say that it does not know this
     transport.packetizer.send_message(request)
+
+
+def _say_goodbye(transport: paramiko.Transport) -> None:
+    # what carries the connection may outlive it, and then only the server can end that, when it is told
+    if not transport.is_active() or not transport.clear_to_send.is_set():
+        return
+    farewell = paramiko.Message()
+    farewell.add_byte(_DISCONNECT)
+    farewell.add_int(_BY_APPLICATION)
+    farewell.add_string("")
+    farewell.add_string("")
+    transport.packetizer.send_message(farewell)
 
 
 def _mismatch(end: Target | Jump, shown: str) -> HostKeyMismatch:

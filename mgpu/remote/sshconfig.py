@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mgpu.errors import InputError
-from mgpu.remote.targets import ALGORITHMS, HostKey, Jump, Target
+from mgpu.remote.targets import ALGORITHMS, HostKey, Jump, ProxyCommand, Target
 
 _ALIAS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
@@ -25,11 +26,14 @@ def ssh_config(
     blocks, known = [_common(key_file, known_hosts_file)], list[str]()
     for target in targets:
         alias = f"{alias_prefix}-{target.rank}"
-        jump = f"{alias}-jump" if target.via else ""
-        if target.via:
-            blocks.append(_host(jump, target.via, ""))
-            known.append(f"{jump} {HostKey.parse(target.via.host_key).line}\n")
-        blocks.append(_host(alias, target, jump))
+        through: dict[str, str] = {}
+        if isinstance(target.via, Jump):
+            through = {"ProxyJump": f"{alias}-jump"}
+            blocks.append(_host(f"{alias}-jump", target.via, {}))
+            known.append(f"{alias}-jump {HostKey.parse(target.via.host_key).line}\n")
+        elif isinstance(target.via, ProxyCommand):  # ssh hands the line to a shell, once it has put in its own `%h`
+            through = {"ProxyCommand": shlex.join(target.via.argv).replace("%", "%%")}
+        blocks.append(_host(alias, target, through))
         known.append(f"{alias} {HostKey.parse(target.host_key).line}\n")
     return "\n".join(blocks), "".join(known)
 
@@ -54,16 +58,15 @@ def _common(key_file: Path, known_hosts_file: Path) -> str:
     return "Host *\n" + "".join(f"    {name} {value}\n" for name, value in options.items())
 
 
-def _host(alias: str, end: Target | Jump, jump: str) -> str:
+def _host(alias: str, end: Target | Jump, through: Mapping[str, str]) -> str:
     options = {
         "HostName": end.address,
         "Port": str(end.port),
         "User": end.user,
         "HostKeyAlias": alias,
         "HostKeyAlgorithms": ",".join(ALGORITHMS[HostKey.parse(end.host_key).kind]),
+        **through,
     }
-    if jump:
-        options["ProxyJump"] = jump
     return f"Host {alias}\n" + "".join(f"    {name} {value}\n" for name, value in options.items())
 
 

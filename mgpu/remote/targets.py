@@ -6,8 +6,10 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mgpu.errors import InputError
 
@@ -83,16 +85,41 @@ class Jump:
 
 
 @dataclass(frozen=True)
+class ProxyCommand:
+    """A program whose standard input and output are the connection to a node. Raises InputError for arguments that
+    cannot stand on one line of ssh's configuration."""
+
+    command: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_arguments(self.command)
+        for argument in filter(_CONTROL.search, self.command):
+            raise InputError(f"not an argument of a proxy command: {argument[:80]!r}", "It holds a control character.")
+
+    @property
+    def argv(self) -> list[str]:
+        """What is started here: `{python}` is this interpreter."""
+        return [sys.executable if argument == "{python}" else argument for argument in self.command]
+
+
+def hop(via: Mapping[str, Any] | None) -> Jump | ProxyCommand | None:
+    """How a node is reached, from plain data: the `via` of a provider's node and of the stack output."""
+    if via is None:
+        return None
+    return ProxyCommand(tuple(via["command"])) if "command" in via else Jump(**via)
+
+
+@dataclass(frozen=True)
 class Target:
-    """A node as the operator reaches it; `rank` is its node_rank, `python` its interpreter. Raises InputError like
-    `Jump`."""
+    """A node as the operator reaches it; `rank` is its node_rank, `python` its interpreter. With a proxy command the
+    address is a name alone: nothing dials it. Raises InputError like `Jump`."""
 
     rank: int
     address: str
     port: int
     user: str
     host_key: str
-    via: Jump | None = None
+    via: Jump | ProxyCommand | None = None
     python: str = "python3"
 
     def __post_init__(self) -> None:

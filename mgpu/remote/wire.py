@@ -52,12 +52,17 @@ class Wire:
         self._heard = self._asked = self._sent = clock()
         self._silent = 0  # intervals in a row without a byte from the peer
         self._closed = False  # paramiko looks at this name
+        self._leaving = False
         self.fault = ""
 
     def watch(self, every_s: float, probe: Callable[[], None]) -> None:
         """From now on `probe` has to make the peer answer; it is called after every `every_s` seconds of silence."""
         self._heard = self._asked = self._sent = self._clock()
         self._every_s, self._probe = every_s, probe
+
+    def leave(self) -> None:
+        """From now on what cannot be sent at once is not sent."""
+        self._leaving = True
 
     def recv(self, nbytes: int) -> bytes:
         """As a socket does; raises ConnectionAbortedError when the peer's time is over."""
@@ -77,6 +82,8 @@ class Wire:
         try:
             taken = self._stream.send(data)
         except TimeoutError:
+            if self._leaving:
+                self._end("The connection was closed.")
             # who writes holds paramiko's lock, so the reading thread cannot probe meanwhile
             if self._probe and self._clock() - max(self._heard, self._sent) > SILENT * self._every_s:
                 self._end_silent()

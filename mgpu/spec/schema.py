@@ -129,7 +129,7 @@ def _type(field: dict[str, Any], defs: dict[str, Any]) -> str:
     if "$ref" in field:
         return _type(_target(field, defs), defs)
     if choices := field.get("anyOf") or field.get("oneOf"):
-        return " or ".join(_type(choice, defs) for choice in choices)
+        return " or ".join(dict.fromkeys(_type(choice, defs) for choice in choices))
     if "enum" in field or "const" in field:
         return " | ".join(f"`{value}`" for value in field.get("enum") or [field["const"]])
     kind = field.get("type", "any")

@@ -64,6 +64,8 @@ FOREIGN: dict[str, Any] = {
     "private_key_file": "key",
 }
 
+CARRIED: dict[str, Any] = {**FOREIGN, "nodes": [{**FOREIGN["nodes"][0], "via": {"command": ["ssh", "-W", "%h:22"]}}]}
+
 JOB: dict[str, Any] = {
     "version": 1,
     "run_id": "demo-0101-abcde",
@@ -134,6 +136,7 @@ PLAN: dict[str, Any] = {
 GOLDEN = [
     pytest.param(StackOutput, STACK, id="stack"),
     pytest.param(StackOutput, FOREIGN, id="foreign-stack"),
+    pytest.param(StackOutput, CARRIED, id="stack-by-proxy-command"),
     pytest.param(Job, JOB, id="job"),
     pytest.param(AgentStatus, STATUS, id="status"),
     pytest.param(Secrets, {"env": {"HF_TOKEN": "x"}, "store": {"AWS_REGION": "r"}}, id="secrets"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.aws import FakeAws
+from fakes.aws import PROGRAMS, FakeAws
 
 from mgpu.errors import InputError
 from mgpu.plan.model import Requirements
@@ -69,8 +69,10 @@ def user(aws: FakeAws, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
     aws.enforce()
 
-    def may(*without: str) -> None:
-        narrow = operator_policies.narrowed(POLICY, operator_policies.actions(POLICY) - set(without))
+    def may(*without: str, ssm: bool = False) -> None:
+        more = operator_policies.documents(ACCOUNT)["sessions"]["Statement"] if ssm else []
+        policy = {**POLICY, "Statement": [*POLICY["Statement"], *more]}
+        narrow = operator_policies.narrowed(policy, operator_policies.actions(policy) - set(without))
         # moto judges calls as if their resource were `*`, so it is told the same without resources and conditions
         also = {"Effect": "Allow", "Action": sorted(operator_policies.actions(narrow)), "Resource": "*"}
         only = {"simulated": narrow, "called": {"Version": "2012-10-17", "Statement": [also]}}
@@ -299,6 +301,52 @@ def test_private_machines_need_a_jump_host_and_no_way_in_from_here(aws: FakeAws)
     key = "ssh-ed25519 AAAA"
     every = found(needing(), unknown, address="private", jump_host="me@bastion", jump_host_key=key)
     assert every[f"network {HERE}"].status == every[f"login {HERE}"].status == "ok"
+
+
+def test_session_manager_needs_its_program_rights_on_both_sides_and_a_way_out(aws: FakeAws, user, monkeypatch):
+    def lines() -> dict[str, Finding]:
+        return found(needing(), unknown, address="ssm")
+
+    user()
+    iam, ec2 = aws.client("iam"), aws.client("ec2")
+    alone = json.dumps({"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "s3:*", "Resource": "*"}]})
+    iam.put_role_policy(RoleName="mgpu-node", PolicyName="mgpu-node", PolicyDocument=alone)
+    every = lines()
+    assert {subject for subject, each in every.items() if each.status == "failed"} == {
+        "permissions ssm", f"network {HERE}", f"roles {HERE}", f"login {HERE}"
+    }  # fmt: skip
+    allowed = operator_policies.actions(every["permissions ssm"].document or {})
+    assert {"ssm:StartSession", "ssm:ResumeSession", "ssmmessages:OpenDataChannel"} <= allowed
+    assert "ssmmessages:OpenDataChannel" in every[f"roles {HERE}"].detail
+    assert every[f"roles {HERE}"].cure == f"Run `mgpu bootstrap aws --region {HERE} --ssm`."
+    assert "mgpu policy aws --ssm" in every[f"network {HERE}"].cure
+    assert "session-manager-plugin" in every[f"login {HERE}"].detail
+
+    monkeypatch.setenv("PATH", f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}")
+    aws.base()
+    aws.endpoints()
+    user(ssm=True)
+    every = lines()
+    assert {each.status for each in every.values()} == {"ok"}, every
+    (group,) = ec2.describe_security_groups(GroupNames=["mgpu-nodes"])["SecurityGroups"]
+    into = [each for each in group["IpPermissions"] if each["IpProtocol"] == "tcp"]
+    ec2.revoke_security_group_ingress(GroupId=group["GroupId"], IpPermissions=into)
+    assert "lets in nobody" in lines()[f"login {HERE}"].detail
+    assert lines()[f"login {HERE}"].status == "ok"
+
+
+def test_a_role_of_ones_own_that_lets_no_agent_register_is_a_warning(aws: FakeAws, monkeypatch):
+    """The account's Default Host Management may give it what it lacks."""
+    aws.base()
+    aws.endpoints()
+    monkeypatch.setenv("PATH", f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}")
+    iam = aws.client("iam")
+    trust = json.dumps({"Version": "2012-10-17", "Statement": []})
+    iam.create_role(RoleName="mine", AssumeRolePolicyDocument=trust)
+    iam.create_instance_profile(InstanceProfileName="mine")
+    iam.add_role_to_instance_profile(InstanceProfileName="mine", RoleName="mine")
+    line = found(needing(), unknown, address="ssm", instance_profile="mine")[f"roles {HERE}"]
+    assert (line.status, "AmazonSSMManagedInstanceCore" in line.cure) == ("warning", True)
 
 
 def test_a_region_that_there_is_not_is_named_and_the_rest_is_looked_at(aws: FakeAws):

@@ -93,6 +93,13 @@ def test_a_jump_host_whose_key_is_not_known_is_refused(one: str):
         Options.of({one: str(BLOCK[one])})
 
 
+@pytest.mark.parametrize("block", [{"jump_host": "me@bastion", "jump_host_key": KEY}, {"jump_host": "me@bastion"}])
+def test_session_manager_goes_through_no_jump_host(block: dict[str, str]):
+    with pytest.raises(InputError, match="`address: ssm` and `jump_host` exclude each other"):
+        Options.of({"address": "ssm", **block})
+    assert Options.of(flattened({"address": "ssm"})).via is None
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
-from fakes.aws import FakeAws
+from fakes.aws import PROGRAMS, FakeAws
 
 from mgpu.errors import NoCapacity, NoOffer, PermissionDenied, ProviderError
 from mgpu.plan.model import Offer
@@ -204,3 +205,50 @@ def test_what_a_type_can_do(aws: FakeAws):
     assert network.kind(account, REGION, "g5.xlarge").efa_cards == 0
     large = network.kind(account, REGION, "p4d.24xlarge")
     assert (large.cards, large.efa_cards, large.cluster) == (4, 4, True)
+
+
+# --- Session Manager --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}")
+
+
+def routed(aws: FakeAws, subnet: str, **target: str) -> None:
+    """Gives a subnet a route table of its own, which sends everything there."""
+    ec2 = aws.client("ec2")
+    (shown,) = ec2.describe_subnets(SubnetIds=[subnet])["Subnets"]
+    table = ec2.create_route_table(VpcId=shown["VpcId"])["RouteTable"]["RouteTableId"]
+    ec2.create_route(RouteTableId=table, DestinationCidrBlock="0.0.0.0/0", **target)
+    ec2.associate_route_table(RouteTableId=table, SubnetId=subnet)
+
+
+@pytest.mark.usefixtures("program")
+def test_machines_without_an_address_go_to_a_subnet_that_leads_to_systems_manager(aws: FakeAws):
+    aws.base(REGION)
+    ec2 = aws.client("ec2")
+    subnet = next(each for each in ec2.describe_subnets()["Subnets"] if each["AvailabilityZone"] == "us-east-1a")
+    error = missing(aws, offer(), address="ssm")
+    assert (type(error), error.scope, "NAT gateway" in error.why) == (NoOffer, "zone", True)
+    gateway = ec2.create_internet_gateway()["InternetGateway"]["InternetGatewayId"]
+    ec2.attach_internet_gateway(InternetGatewayId=gateway, VpcId=subnet["VpcId"])
+    second = ec2.create_subnet(VpcId=subnet["VpcId"], CidrBlock="172.31.200.0/24", AvailabilityZone="us-east-1a")
+    nat = ec2.create_nat_gateway(SubnetId=subnet["SubnetId"], ConnectivityType="private")["NatGateway"]["NatGatewayId"]
+    behind = second["Subnet"]["SubnetId"]
+    routed(aws, subnet["SubnetId"], GatewayId=gateway)
+    routed(aws, behind, NatGatewayId=nat)
+    both = f"{subnet['SubnetId']},{behind}"
+    assert find(aws, offer(), address="ssm", subnet_ids=both).subnet_id == behind, "the other one has more addresses"
+    aws.endpoints(REGION)
+    assert find(aws, offer(), address="ssm", subnet_ids=both).subnet_id == subnet["SubnetId"]
+
+
+@pytest.mark.usefixtures("program")
+def test_a_base_from_before_lets_no_machine_be_reached_through_session_manager(aws: FakeAws):
+    aws.base(REGION)
+    aws.endpoints(REGION)
+    aws.client("iam").delete_role_policy(RoleName=names.NODE_ROLE, PolicyName=names.NODE_ROLE)
+    error = missing(aws, offer(), address="ssm")
+    assert (error.scope, error.next_step) == ("region", f"Run `mgpu bootstrap aws --region {REGION} --ssm`.")
+    assert find(aws, offer())

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.store import open_store
 
-from fakes.aws import FakeAws
+from fakes.aws import PROGRAMS, FakeAws
 from fakes.aws.fake import Called
 from mgpu.errors import CleanupFailed, RateLimited, Transient
 from mgpu.iac.aws import bootstrap as run_base
 from mgpu.image.registry import auth
 from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.aws import names
+from mgpu.providers.aws import names, session_proxy
 from mgpu.providers.aws.bootstrap import resource
 from mgpu.providers.aws.bootstrap.bucket import Bucket, BucketManager
 from mgpu.providers.aws.bootstrap.repository import Repository, RepositoryManager
@@ -27,7 +29,7 @@ from mgpu.providers.aws.bootstrap.roles import NodeRole, NodeRoleManager, Reaper
 from mgpu.providers.aws.bootstrap.security_group import SecurityGroup, SecurityGroupManager
 from mgpu.providers.aws.catalog.refresh import refresh
 from mgpu.providers.aws.iam import policies
-from mgpu.providers.aws.instances import disk_key, reaper
+from mgpu.providers.aws.instances import disk_key, machines, network, reaper
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.aws.session import Account
@@ -69,7 +71,7 @@ class Life:
         asked = (
             (BucketManager, Bucket(keep=False, tags=TAGS)),
             (RepositoryManager, Repository(tags=TAGS)),
-            (NodeRoleManager, NodeRole(bucket=BUCKET, repository=names.REPOSITORY, tags=TAGS)),
+            (NodeRoleManager, NodeRole(bucket=BUCKET, repository=names.REPOSITORY, ssm=True, tags=TAGS)),
             (ReaperRoleManager, ReaperRole(tags=TAGS)),
             (SecurityGroupManager, SecurityGroup(ssh=(SSH,), tags=TAGS)),
         )
@@ -87,6 +89,7 @@ class Life:
             "refreshed": lambda: refresh(self.account),
             "created": self.created,
             "described": self.described,
+            "reached": self.reached,
             "capped again": self.capped_again,
             "repaired": self.repaired,
             "listed": lambda: self.provider.list_owned("me"),
@@ -176,6 +179,18 @@ class Life:
         insist(lambda: self.provider.describe(self.handle))  # type: ignore[arg-type]
         for used in (False, True):
             self.provider.rekeyed(self.handle, self.handle.ids[0], KEY, used=used)
+
+    def reached(self) -> None:
+        """Through Session Manager, as a fleet of `address: ssm` is."""
+        assert self.handle
+        with self.aside():
+            self.aws.endpoints()
+            self.aws.pace(agent_s=0, agent_flaps_s=0)
+        options = Options.of({"address": "ssm"})
+        with mock.patch.dict(os.environ, {"PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"}):
+            network.find(self.account, options, OFFER, 2)
+            assert insist(lambda: machines.describe(self.account, options, self.handle)).ready  # type: ignore[arg-type]
+            session_proxy.begin(self.account, HERE, self.handle.ids[0])
 
     def capped_again(self) -> None:
         """As a second try by the same token does."""

@@ -160,6 +160,7 @@ class FakeProvider(Provider):
                 provider="fake",
                 instance_type="m1",
                 gpu=self.gpu,
+                memory_gib=8,
                 market=market,
                 price_usd_per_hour=self.price,
                 region="r1",

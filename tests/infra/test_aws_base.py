@@ -307,7 +307,7 @@ def test_the_program_makes_all_five_protected_and_the_group_last(program):
     assert after == {"nodes", "reaper"}, "what comes last goes first: nothing goes while a machine is in the group"
     assert dict(made["nodes"].inputs) == {"bucket": "bucket-name", "repository": "repository-name"}
     assert dict(made["group"].inputs) == {"ssh": ["203.0.113.7/32"]}
-    assert exported.pop("tags") is None
+    assert (exported.pop("tags"), exported.pop("ssm")) == (None, None)
     assert exported == {
         "bucket": "bucket-name",
         "checkpoints": "bucket-url",
@@ -324,6 +324,13 @@ def test_the_program_hands_on_what_exists(program):
     made, _, _ = program(account=ACCOUNT, region=HERE, **given)
     existing = {name: args.inputs.get("existing") for name, args in made.items() if name != "aws"}
     assert existing == {"bucket": "b", "repository": "r", "nodes": "p", "reaper": "a", "group": "sg-1"}
+
+
+def test_the_program_hands_session_manager_on_and_then_nobody_has_to_be_let_in(program):
+    made, _, exported = program(account=ACCOUNT, region=HERE, ssm=True)
+    assert made["nodes"].inputs["ssm"] is True
+    assert dict(made["group"].inputs) == {"allowNobody": True}
+    assert exported["ssm"] is True
 
 
 def test_the_program_hands_the_tags_on_to_all_that_it_makes(program):

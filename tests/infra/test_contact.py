@@ -15,8 +15,8 @@ from mgpu.acquire import Lost
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, InputError, RemoteError
 from mgpu.iac.types import contact as contacts
 from mgpu.iac.types.contact import Contact
-from mgpu.providers.base import FleetState, Handle, JumpHost, NodePhase, NodeState
-from mgpu.remote import rekey
+from mgpu.providers.base import FleetState, Handle, JumpHost, NodePhase, NodeState, ProxyCommand
+from mgpu.remote import rekey, targets
 from mgpu.remote.targets import Target
 
 PATIENCE_S = 300
@@ -39,6 +39,7 @@ class Machines:
         self.open: Counter[str] = Counter()
         self.dialled: list[Target] = []
         self.broken = False
+        self.via: JumpHost | ProxyCommand | None = None
 
     def state(self) -> FleetState:
         return FleetState(nodes=tuple(self._node(rank, address) for rank, address in enumerate(self.first)))
@@ -52,7 +53,7 @@ class Machines:
             user="ubuntu",
             host_key=self.noted.get(f"i-{rank}", self.first[address]),
             one_use_key=self.first[address],
-            via=JumpHost(address="jump", user="j", host_key=self.first[address]),
+            via=self.via,
         )
 
     @property
@@ -140,9 +141,19 @@ def test_every_machine_gets_a_key_of_its_own_and_no_connection_stays(bench: Benc
 
 
 def test_it_goes_through_the_jump_host(bench: Bench):
+    key = bench.machines.first["10.0.0.0"]
+    bench.machines.via = JumpHost(address="jump", user="j", host_key=key)
     bench.meet()
-    assert {(target.via.address, target.via.user) for target in bench.machines.dialled if target.via} == {("jump", "j")}
-    assert all(target.via for target in bench.machines.dialled)
+    assert {target.via for target in bench.machines.dialled} == {targets.Jump("jump", 22, "j", key)}
+
+
+def test_it_goes_by_the_proxy_command_and_blames_no_port(bench: Bench):
+    bench.machines.via = ProxyCommand(command=("carry", "i-0"))
+    bench.machines.silent = {"10.0.0.1"}
+    nodes = bench.meet()
+    assert {target.via for target in bench.machines.dialled} == {targets.ProxyCommand(("carry", "i-0"))}
+    assert nodes[1].reason
+    assert "port 22" not in nodes[1].reason
 
 
 def test_a_machine_that_boots_is_asked_again_and_the_others_only_once(bench: Bench):

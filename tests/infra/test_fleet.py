@@ -19,9 +19,10 @@ from mgpu.iac import failures, plugin, tokens
 from mgpu.iac.protocol.handler import Call, Settings
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
 from mgpu.iac.types import contact, fleet
+from mgpu.iac.types.fleet_model import Machine
 from mgpu.image import compat
 from mgpu.plan.model import Requirements
-from mgpu.providers.base import FleetState, JumpHost, MachineDriver, NodePhase, Offers
+from mgpu.providers.base import FleetState, JumpHost, MachineDriver, NodePhase, Offers, ProxyCommand
 
 FLEET = tokens.FLEET
 WANTED = {
@@ -189,13 +190,15 @@ def test_delete_of_what_is_gone_succeeds(wire, here, made):
     wire.delete(here, made[0], made[2])
 
 
-def test_a_create_that_fails_says_so_in_its_own_words(wire, here, fake):
-    fake.price = 10
+@pytest.mark.parametrize(
+    ("change", "cure"), [({"maxPriceUsdPerHour": 0.01}, "max_price_usd_per_hour"), ({"memoryGib": 9}, "writers: all")]
+)
+def test_a_create_that_fails_says_so_in_its_own_words(wire, here, change, cure):
     with pytest.raises(grpc.RpcError) as failed:
-        wire.create(here, wire.inputs(here, WANTED))
+        wire.create(here, wire.inputs(here, {**WANTED, **change}))
     lines = failed.value.details().splitlines()
     assert "no offer" in lines[0]
-    assert "max_price_usd_per_hour" in lines[-2]
+    assert cure in lines[-2]
     assert lines[-1].startswith("[mgpu:NoOffer ")
 
 
@@ -241,14 +244,18 @@ def test_every_call_of_the_provider_has_the_settings_of_the_fleet(wire, here, fa
         assert fake.options == [options], name
 
 
-def test_what_the_provider_says_of_a_machine_reaches_the_state(wire, here, fake, monkeypatch):
+VIA = [JumpHost(address="192.0.2.9", user="j", host_key="ssh-ed25519 J"), ProxyCommand(command=("{python}", "-m", "x"))]
+
+
+@pytest.mark.parametrize("via", VIA)
+def test_what_the_provider_says_of_a_machine_reaches_the_state(wire, here, fake, monkeypatch, via):
     described = type(fake)._node
-    via = JumpHost(address="192.0.2.9", user="j", host_key="ssh-ed25519 J")
     more = {"via": via, "python": "/opt/python"}
     monkeypatch.setattr(type(fake), "_node", lambda *args: described(*args).model_copy(update=more))
     (machine, _) = from_struct(wire.create(here, wire.inputs(here, WANTED)).properties)["machines"]
     assert machine["python"] == "/opt/python"
-    assert machine["via"] == {"address": "192.0.2.9", "port": 22, "user": "j", "host_key": "ssh-ed25519 J"}
+    assert machine["via"] == via.model_dump(mode="json")
+    assert Machine.model_validate(machine).via == via
 
 
 def test_a_state_of_an_earlier_version_can_be_read(wire, here, made):
@@ -499,8 +506,9 @@ def test_prices_never_diff(wire, here, made, fake):
     assert diff.changes == diff.DIFF_NONE
 
 
-def test_another_bucket_never_diffs(wire, here, made):
-    diff, _ = again(wire, here, made, stores=["s3://another/runs"])
+@pytest.mark.parametrize("change", [{"stores": ["s3://another/runs"]}, {"memoryGib": 1.5}], ids=str)
+def test_what_only_chooses_among_offers_never_diffs(wire, here, made, change):
+    diff, _ = again(wire, here, made, **change)
     assert diff.changes == diff.DIFF_NONE
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from mgpu.errors import InputError
 from mgpu.remote.sshconfig import ssh_config
+from mgpu.remote.targets import ProxyCommand
 
 
 @pytest.fixture
@@ -57,6 +58,15 @@ def test_goes_through_the_jump_host(ssh, new_server):
     assert done.returncode == 255
     assert server.seen.count("connection") == 2
     assert server.seen.count(f"auth {server.user}") == 1
+
+
+def test_goes_by_the_proxy_command_which_gets_its_arguments_as_they_are(ssh, server, tmp_path):
+    odd = tmp_path / "it's 100%h $HOME"
+    relay = str(Path(__file__).with_name("relay.py"))
+    via = ProxyCommand(("{python}", relay, str(odd), str(server.port)))
+    done = ssh([server.target(address="192.0.2.1", via=via)], "demo-0", "pwd")
+    assert done.stdout.strip() == str(server.home), done.stderr
+    assert odd.exists()
 
 
 def test_reads_nothing_of_the_users_own_set_up(ssh, server):

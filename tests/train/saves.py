@@ -20,9 +20,18 @@ from unittest.mock import patch
 
 from mgpu_train import parallel
 from mgpu_train.agent.machine import ports
+from mgpu_train.agent.phases.resume import choice
 from mgpu_train.checkpoint.distributed import dcp
+from mgpu_train.checkpoint.distributed.plain import PlainReader
+from mgpu_train.checkpoint.distributed.writer_process import ShardWriter
+from mgpu_train.checkpoint.log.commit_log import CommitLog
+from mgpu_train.checkpoint.log.manifest import Manifest
+from mgpu_train.checkpoint.transfer import pack
+from mgpu_train.checkpoint.transfer.fetch import fetch
+from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.errors import TrainError
 from mgpu_train.loop import Folders, StopRequest, Trainer
+from mgpu_train.store import Store, open_store
 from mgpu_train.timeouts import Timeouts
 from scenarios import Patient, Signal, job
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -157,7 +166,7 @@ def _on_disk(out: Path, name: str, options: str, place: parallel.Place) -> None:
 
 def killed(out: Path, rank: int, moment: str) -> list[int]:
     """A rank is killed in the background, in the second save: it has written, or is about to describe or rename it."""
-    owner: Any = {"write_data": FileSystemWriter, "finish": FileSystemWriter}.get(moment, dcp)
+    owner: Any = {"write_data": ShardWriter, "finish": FileSystemWriter}.get(moment, dcp)
     done = getattr(owner, moment)
     calls = 0
 
@@ -209,7 +218,7 @@ class Steady(Trainer):
 
 def late(out: Path) -> list[int]:
     """The disk of one rank takes far longer for the second save than it may."""
-    write_data, save_s = FileSystemWriter.write_data, 4.0
+    write_data, save_s = ShardWriter.write_data, 4.0
     calls = 0
 
     def slow(*given: Any, **named: Any) -> Any:
@@ -223,7 +232,7 @@ def late(out: Path) -> list[int]:
         given = job(out, steps=200, every_steps=EVERY, strategy="fsdp")
         given = given.model_copy(update={"timeouts": Timeouts(save_s=save_s)})
         try:
-            with patch.object(FileSystemWriter, "write_data", slow if place.rank == 1 else write_data):
+            with patch.object(ShardWriter, "write_data", slow if place.rank == 1 else write_data):
                 Steady(given, Folders(out / "checkpoints", out / "metrics"), place, StopRequest()).run()
         except TrainError as error:
             (out / f"error-{place.rank}").write_text(str(error))
@@ -251,11 +260,99 @@ def reshard(out: Path, strategy: str) -> list[int]:
     return codes
 
 
+# --- nodes that have what their ranks read ----------------------------------------------------------------------------
+
+SAVED = 4  # the step that is gone on from
+LAYOUTS = {"same": (4, 2), "swapped": (4, 2), "whole": (2, 1), "fewer": (3, 3), "more": (8, 4)}  # ranks, nodes
+PARTED = {"global_batch": 24, "model": {"layers": 2, "dim": 10, "heads": 1}}  # 8 ranks share 10 rows: 2, 2, 2, 2, 2
+
+
+class Counting:
+    """A store that knows what was read of it, in bytes by file."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.read = store, dict[str, int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def get(self, key: str, limit: int) -> bytes:
+        data = self.store.get(key, limit)
+        self.read[key.rpartition("/")[2]] = len(data)
+        return data
+
+    def get_file(self, key: str, path: Path, *, size: int, **named: Any) -> None:
+        self.read[key.rpartition("/")[2]] = size
+        self.store.get_file(key, path, size=size, **named)
+
+
+def parted(out: Path) -> list[int]:
+    """4 ranks on 2 nodes; as many, fewer and more ranks go on, and each node has fetched what its ranks read."""
+
+    def folder(node: int) -> Path:
+        return out / f"node-{node}" / "checkpoints" / f"step-{SAVED}"
+
+    def begin(place: parallel.Place) -> None:
+        train(out, out / f"node-{place.rank // 2}", place, steps=SAVED + 2, **PARTED)
+
+    codes = ranks(4, begin, nodes=2)
+    store, manifest = _committed(out, [folder(0), folder(1)])
+    for layout, (world_size, nodes) in LAYOUTS.items():
+        each = world_size // nodes
+        for node in range(nodes):
+            local = {"same": [folder(node)], "swapped": [folder(1 - node)]}.get(layout, [])
+            told = {"node_rank": node, "nodes": nodes, "processes_per_node": each}
+            given = job(out, strategy="fsdp").model_copy(update=told)
+            home, counted = out / layout / f"node-{node}", Counting(store)
+            fetch(counted, "test", manifest, home / "resume", local=local, choose=choice(given, manifest))
+            (home / "fetched.json").write_text(json.dumps(counted.read))
+
+        def go_on(place: parallel.Place, layout: str = layout, each: int = each) -> None:
+            _go_on(out, out / layout / f"node-{place.rank // each}", place, steps=SAVED + 2 * (layout == "same"))
+
+        codes += ranks(world_size, go_on, nodes=nodes)
+        if layout == "same":  # one node lacks something
+            (out / layout / "node-1" / "resume" / "__3_0.distcp").unlink()
+            ranks(world_size, go_on, nodes=nodes)
+    return codes
+
+
+def _committed(out: Path, folders: list[Path]) -> tuple[Store, Manifest]:
+    """The parts of two nodes as one checkpoint; no file is packed."""
+    pack.SMALL_BYTES = 0
+    (out / "store").mkdir()
+    store = open_store(f"file://{out / 'store'}")
+    CommitLog(store, "test").begin_attempt(1, "w")
+    name = f"a001-step-{SAVED}"
+    for node, folder in enumerate(folders):
+        upload_part(store, "test", name, folder=folder, attempt=1, node=node, step=SAVED, world_size=4, meta={})
+    commit = commit_when_complete(store, "test", name, writers=[0, 1], nodes=2, writer="w")
+    assert commit is not None
+    return store, CommitLog(store, "test").manifest(commit)
+
+
+def _go_on(out: Path, home: Path, place: parallel.Place, steps: int) -> None:
+    read_data = PlainReader.read_data
+
+    def told(self: PlainReader, plan: Any, planner: Any) -> Any:
+        names = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+        (home / f"read-{place.rank}.json").write_text(json.dumps(sorted(names)))
+        return read_data(self, plan, planner)
+
+    try:
+        with patch.object(PlainReader, "read_data", told):
+            train(out, home, place, resume=home / "resume", steps=steps, every_steps=100, **PARTED)
+    except TrainError as error:
+        (home / f"error-{place.rank}").write_text(str(error))
+        raise
+
+
 KILLED = ((1, "write_data"), (0, "write_data"), (0, "finish"), (0, "publish"))
 STORIES: dict[str, Callable[[Path], object]] = {
     "disks": disks,
     "unpublished": unpublished,
     "late": late,
+    "parted": parted,
     "reshard-ddp": lambda out: reshard(out, "ddp"),
     "reshard-fsdp": lambda out: reshard(out, "fsdp"),
     "killed": lambda out: {f"{rank}-{moment}": killed(out, rank, moment) for rank, moment in KILLED},

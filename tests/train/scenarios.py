@@ -15,14 +15,17 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 from mgpu_train import parallel
+from mgpu_train.checkpoint.distributed import dcp
 from mgpu_train.checkpoint.distributed.staging import Staging
 from mgpu_train.config import Job
 from mgpu_train.errors import TrainError
 from mgpu_train.loop import Folders, StopRequest, Trainer
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import DTensor
 
 STEPS = 6
 TINY = {
@@ -115,6 +118,41 @@ class Held(Patient):
         return held
 
 
+class Gathered(Patient):
+    """What is gathered to rank 0 is whole one tensor at a time, and copied once: to the memory that it is written from.
+
+    All else that is written has a few bytes.
+    """
+
+    def hold(self) -> Any:
+        """While this trainer runs."""
+        staging, elsewhere = self.checkpointer._staging, [0]
+        full_tensor, lookup_object, whole = DTensor.full_tensor, dcp._Planner.lookup_object, WeakSet[torch.Tensor]()
+
+        def one_by_one(tensor: DTensor, **named: Any) -> torch.Tensor:
+            assert not whole, "two tensors are whole at a time"
+            made = full_tensor(tensor, **named)
+            whole.add(made)
+            return made
+
+        def looked(planner: Any, index: Any) -> Any:
+            found = lookup_object(planner, index)
+            if isinstance(found, torch.Tensor) and not staging.slot(found):
+                elsewhere[0] = max(elsewhere[0], found.nbytes)
+            return found
+
+        def compare() -> None:
+            weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+            assert staging.size >= 3 * weights or self.place.rank != 0
+            assert elsewhere[0] <= torch.get_rng_state().nbytes
+
+        held = ExitStack()
+        held.callback(compare)
+        held.enter_context(patch.object(DTensor, "full_tensor", one_by_one))
+        held.enter_context(patch.object(dcp._Planner, "lookup_object", looked))
+        return held
+
+
 class Runner:
     """Trains scenarios and keeps what went wrong by name, so that one failure hides no other."""
 
@@ -137,7 +175,7 @@ class Runner:
         folders = Folders(home / "checkpoints", home / "metrics", self.out / resume if resume else None, asked)
         try:
             made = kind(job(self.out, **settings), folders, self.place, stop or Signal(self.place), outside=outside)
-            with made.hold() if isinstance(made, Held) else nullcontext():
+            with made.hold() if isinstance(made, Held | Gathered) else nullcontext():
                 made.run()
         except TrainError as error:
             self.failures[name] = str(error)
@@ -156,7 +194,8 @@ def two_ranks(runner: Runner) -> None:
         runner.train(f"{strategy}-bf16", strategy=strategy, every_steps=None, precision="bf16")
     runner.train("fsdp-from-ddp", strategy="fsdp", resume="ddp/checkpoints/step-3")
     runner.train("ddp-from-one-rank", strategy="ddp", resume="single/checkpoints/step-3")
-    runner.train("fsdp-rank0", strategy="fsdp", writers="rank0")
+    runner.train("fsdp-rank0", strategy="fsdp", writers="rank0", kind=Gathered)
+    runner.train("fsdp-rank0-outside", strategy="fsdp", writers="rank0", kind=Gathered, outside=True)
     runner.train("fsdp-from-rank0", strategy="fsdp", resume="fsdp-rank0/checkpoints/step-3")
     # the minutes are over by rank 0's clock alone, then by rank 1's alone
     for clock in (0, 1):
@@ -176,6 +215,8 @@ def two_ranks(runner: Runner) -> None:
     runner.train("littered", strategy="fsdp")
     runner.train("other-model", resume="fsdp/checkpoints/step-3", model={"layers": 2, "dim": 16, "heads": 2})
     runner.train("not-single", strategy="single")
+    with patch.object(dcp, "free_bytes", lambda: 1 << 16):
+        runner.train("no-memory", strategy="fsdp", writers="rank0")
     runner.train("odd-batch", global_batch=7)
     runner.train("diverged", strategy="fsdp", lr=1e30, every_steps=1)
     break_disk(runner)

@@ -23,11 +23,14 @@ from mgpu_train.agent.phases import data, launcher_process, requirements, resume
 from mgpu_train.agent.status.log import Log, LogTimes, clean, hide, last_words, tail
 from mgpu_train.agent.status.tail import MetricsTail, Progress
 from mgpu_train.agent.uploads import saves
+from mgpu_train.checkpoint.formats.shards import Piece, Shards
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.config import DataItem, Job, Resume, TrainConfig
 from mgpu_train.launchers import Launcher
 from mgpu_train.store import Unavailable, open_store
 from mgpu_train.timeouts import Timeouts
+
+RUN = "run-1"  # of the fixture `run`
 
 
 def names(folder: Path) -> list[str]:
@@ -672,6 +675,54 @@ def test_a_resume_keeps_to_the_bound_on_bytes_per_second(tmp_path, monkeypatch):
     with pytest.raises(AttemptFailed, match="resume: away"):
         resume.resume(attempt_of(tmp_path, checkpoint=target), Resume(checkpoint_id="a001-step-1", seq=1))
     assert bounds == [5 << 19]
+
+
+def of_second_node(**changes) -> Job:
+    given = {"run_id": RUN, "attempt": 2, "command": None, "train": {"strategy": "fsdp"}, "processes_per_node": 1}
+    return job(**{**given, "checkpoint": {"to": "file:///x", "writers": "all"}, **changes})
+
+
+def test_a_node_resumes_from_what_its_ranks_read_and_says_so(run, tmp_path, monkeypatch):
+    """What is here already is linked, of other attempts and other ranks as well."""
+    commit, said = run.save(10), []
+    seen = Shards(Path(), {}, {"of all": Piece("__1_0.distcp", 0, 1)})
+    monkeypatch.setattr(resume, "read_metadata", lambda folder: (folder / ".metadata").read_bytes() and seen)
+    attempt = attempt_of(tmp_path)
+    attempt.job = of_second_node(checkpoint={"to": f"file://{run.root}", "writers": "all"})
+    attempt.checkpoints, attempt.say = run.folder(0, 10).parent, said.append
+    attempt.layout = SimpleNamespace(resume=tmp_path / "resume")
+    assert resume.resume(attempt, Resume(checkpoint_id=commit.checkpoint_id, seq=commit.seq)) == 10
+    assert names(tmp_path / "resume") == [".metadata", "__1_0.distcp", "sub"]
+    assert (tmp_path / "resume" / ".metadata").samefile(run.folder(0, 10) / ".metadata")
+    assert "4 files, 0 MiB, 2 of them from this disk; 1 other no rank of this node reads" in said[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"command": ("train.py",), "train": None},
+        {"train": {"strategy": "ddp"}},
+        {"train": {"strategy": "single"}},
+        {"train": {"strategy": "mine.strategies:Rows"}},
+        {"launcher": {"argv": ("mpirun", "{program}")}},
+        {"launcher": "bash"},
+        {"nodes": 1, "node_rank": 0},
+    ],
+    ids=str,
+)
+def test_where_it_is_not_known_what_ranks_read_a_node_fetches_everything(run, changes):
+    manifest = run.manifest(run.save(10))
+    assert resume.choice(of_second_node(launcher="python"), manifest)
+    assert resume.choice(of_second_node(), manifest)
+    assert resume.choice(of_second_node(**changes), manifest) is None
+
+
+def test_metadata_that_say_nothing_of_the_files_that_there_are_choose_none(run, tmp_path, monkeypatch):
+    choose = resume.choice(of_second_node(), run.manifest(run.save(10)))
+    (tmp_path / ".metadata").write_bytes(b"no pickle")
+    assert choose(tmp_path) is None
+    monkeypatch.setattr(resume, "read_metadata", lambda _: Shards(Path(), {}, {"step": Piece("other", 0, 1)}))
+    assert choose(tmp_path) is None
 
 
 def test_data_has_its_name_only_when_it_is_on_disk(tmp_path, monkeypatch):

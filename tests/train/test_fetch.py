@@ -283,6 +283,56 @@ def test_what_is_a_link_itself_is_not_linked(run, tmp_path):
     assert not (tmp_path / "resume" / ".metadata").is_symlink()
 
 
+def of_node_1(folder):
+    """It is asked when all that is no shard is there."""
+    assert sorted(content(folder)) == [".metadata", "sub/0.txt", "sub/1.txt"]
+    return {"__1_0.distcp"}
+
+
+def test_shards_that_nobody_wants_are_not_fetched(run, tmp_path, monkeypatch):
+    """Nor is there to be room for them."""
+    manifest, told = run.manifest(run.save(10)), []
+    expected = folder_of(run, 10)
+    expected.pop("__0_0.distcp")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3001))
+    report = fetch(run.store, "run-1", manifest, tmp_path / "resume", choose=of_node_1, progress=told.append)
+    assert content(tmp_path / "resume") == expected
+    assert (report.files, report.bytes, sum(told)) == (4, sum(map(len, expected.values())), report.bytes)
+    assert not [key for operation, key in run.store.calls if operation == "get_file" and "__0_0" in key]
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_without_some_shards_is_never_taken_for_a_whole_one(run, tmp_path, link):
+    """By a resume with other ranks, by one that wants everything, and in each file by its checksum alone."""
+    old, new = run.save(10), run.save(20)
+    into, seen = tmp_path / "resume", []
+    fetch(run.store, "run-1", run.manifest(old), into, choose=of_node_1, link=link)
+    other = fetch(run.store, "run-1", run.manifest(old), into, choose=lambda _: {"__0_0.distcp"}, link=link)
+    assert (other.files, other.reused) == (4, 3)
+    assert "__1_0.distcp" not in content(into)
+    whole = fetch(run.store, "run-1", run.manifest(old), into, link=link)
+    assert (whole.files, whole.reused) == (5, 4)
+    assert content(into) == folder_of(run, 10)
+    fetch(run.store, "run-1", run.manifest(new), into, choose=of_node_1, link=link)
+    fetch(run.store, "run-1", run.manifest(new), into, choose=lambda folder: seen.append(folder), link=link)
+    assert content(into) == folder_of(run, 20)
+    assert seen[0].name != into.name  # it has its name once it is whole
+
+
+@pytest.mark.parametrize("damaged", [".metadata", "__1_0.distcp"])
+def test_of_what_is_chosen_every_byte_is_compared(run, damage, tmp_path, damaged):
+    """I3: before the choice what it is made by, and all else before the folder has its name."""
+    entry, asked = run.save(10), []
+    index = [file.path for file in run.manifest(entry).files].index(damaged)
+    damage["flipped"](run.path(entry, index))
+    with pytest.raises(Damaged):
+        fetch(run.store, "run-1", run.manifest(entry), tmp_path / "new" / "resume",
+              choose=lambda folder: asked.append(folder) or {"__1_0.distcp"})  # fmt: skip
+    assert len(asked) == (damaged != ".metadata")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(run, tmp_path, monkeypatch):
     entry = run.save(10)
     usage = shutil.disk_usage(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import threading
 import time
@@ -18,9 +19,10 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from mgpu_train.checkpoint.distributed import dcp
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, _share
 from mgpu_train.checkpoint.distributed.saver import Saver
-from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging
+from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, free_bytes
 from mgpu_train.checkpoint.distributed.writer_process import Outside
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.errors import TrainError
@@ -142,8 +144,69 @@ def test_four_ranks_then_two_then_eight_go_on_as_if_never_interrupted(tell, stra
     whole = [line["loss"] for line in lines(out / "whole", "step")]
     assert [step for step, _ in found] == list(range(1, 10))
     assert [loss for _, loss in found] == pytest.approx(whole, rel=1e-4)
-    shards = list((homes[2] / "checkpoints" / "step-9").glob("__*_0.distcp"))
+    shards = list((homes[2] / "checkpoints" / "step-9").glob("__?_0.distcp"))
     assert len(shards) == 8
+
+
+# --- nodes that have what their ranks read ----------------------------------------------------------------------------
+
+PARTED = {"same": (4, 2), "swapped": (4, 2), "whole": (2, 1), "fewer": (3, 3), "more": (8, 4)}
+OF_ALL = {".metadata", "meta.json", *(f"__{rank}_common_0.distcp" for rank in range(4))}
+
+
+def joined(homes: list[Path], step: int, into: Path) -> Path:
+    """What all nodes have of a checkpoint, in one folder."""
+    for home in homes:
+        shutil.copytree(home / "checkpoints" / f"step-{step}", into, dirs_exist_ok=True)
+    return into
+
+
+@pytest.mark.parametrize("layout", PARTED)
+def test_a_node_fetches_what_its_ranks_read_and_they_have_the_same_bits(tell, layout, tmp_path, same_bits):
+    """F52: at as many ranks, fewer and more, of which some have no row of some tensors."""
+    out, (world_size, nodes) = tell("parted"), PARTED[layout]
+    assert set(codes(out)) == {0}
+    homes = [out / layout / f"node-{node}" for node in range(nodes)]
+    for node, home in enumerate(homes):
+        of_node = range(node * world_size // nodes, (node + 1) * world_size // nodes)
+        read = {name for rank in of_node for name in json.loads((home / f"read-{rank}.json").read_text())}
+        fetched = {path.name for path in (out / layout / f"node-{node}" / "resume").iterdir()}
+        lost = {"__3_0.distcp"} if (layout, node) == ("same", 1) else set()  # taken away afterwards
+        assert fetched | lost == read | {".metadata", "meta.json"}
+    step = 6 if layout == "same" else 4
+    before = joined([out / "node-0", out / "node-1"], step, tmp_path / "before")
+    after = joined(homes, step, tmp_path / "after")
+    same_bits(before, after, but="" if world_size == 4 else "/random")
+
+
+def test_no_shard_is_fetched_by_a_node_that_does_not_read_it_or_has_it(tell):
+    """As many ranks on as many nodes: beside what all read, each has what it saved, or what the other one did."""
+    out = tell("parted")
+    sizes = {path.name: path.stat().st_size for path in (out / "store").rglob("*.distcp")}
+    sizes |= {path.name: path.stat().st_size for path in (out / "node-0" / "checkpoints" / "step-4").iterdir()}
+    shards = [{"__0_0.distcp", "__1_0.distcp"}, {"__2_0.distcp", "__3_0.distcp"}]
+    commons = [{"__0_common_0.distcp", "__1_common_0.distcp"}, {"__2_common_0.distcp", "__3_common_0.distcp"}]
+    texts = {".metadata", "meta.json"}
+    expected = {
+        ("same", 0): commons[1],
+        ("same", 1): commons[0] | texts,
+        ("swapped", 0): shards[0] | commons[0] | texts,
+        ("swapped", 1): shards[1] | commons[1],
+        ("whole", 0): {*shards[0], *shards[1], *OF_ALL},
+        ("fewer", 0): {*shards[0], *OF_ALL},  # 4 rows of 10, where a rank had 3
+        ("more", 3): {"__3_0.distcp", *OF_ALL},
+    }
+    for (layout, node), names in expected.items():
+        fetched = json.loads((out / layout / f"node-{node}" / "fetched.json").read_text())
+        assert fetched == {name: sizes[name] for name in names}, (layout, node)
+
+
+def test_a_node_that_lacks_what_its_ranks_read_says_which_file(tell):
+    for rank in range(4):
+        error = (tell("parted") / "same" / f"node-{rank // 2}" / f"error-{rank}").read_text()
+        assert "cannot resume from" in error
+        assert "rank 3: `" in error
+        assert "is in __3_0.distcp, which is not there. A node is given what its ranks read" in error
 
 
 # --- one rank, without others -----------------------------------------------------------------------------------------
@@ -337,6 +400,57 @@ def test_a_save_tells_once_what_has_become_of_it(one, tmp_path, monkeypatch):
     assert outcome.stall_s > 0
     assert saver.poll() is None
     assert json.loads((tmp_path / "step-1" / "meta.json").read_text())["loss"] == 0.5
+
+
+STATE = 3 * 4 * (5 * 3 + 3)  # bytes of its weights and moments
+NEEDS: list[tuple[str, list[str], int, float]] = [
+    ("rank0", ["here", "here"], 0, STATE),
+    ("rank0", ["there", "here"], 1, 0),
+    ("all", ["here", "here"], 0, STATE),
+    ("all", ["here", "there", "here", "there"], 0, STATE / 2),
+]
+
+
+@pytest.mark.parametrize(("writers", "machines", "rank", "needed"), NEEDS)
+def test_what_a_save_copies_has_room_in_the_memory_of_a_machine_or_is_refused(
+    monkeypatch, writers, machines, rank, needed
+):
+    """Before anything is trained, by all ranks."""
+
+    @dataclass(frozen=True)
+    class Among(Place):
+        def gather(self, value: Any) -> list[Any]:
+            if not isinstance(value, tuple):
+                return [value]
+            parts = [STATE / len(machines)] * len(machines) if writers == "all" else [STATE, *[0] * len(machines)]
+            assert value == (machines[rank], parts[rank])
+            return list(zip(machines, parts, strict=False))
+
+    place = Among(rank, rank, len(machines), CPU, None, None)  # type: ignore[arg-type]
+    linear = nn.Linear(5, 3)
+    checkpointer = Checkpointer(linear, torch.optim.AdamW(linear.parameters()), place, writers, {})  # type: ignore[arg-type]
+    monkeypatch.setattr(dcp, "machine", lambda: machines[rank])
+    monkeypatch.setattr(dcp, "free_bytes", lambda: needed)
+    checkpointer.require_memory(moments=2)
+    monkeypatch.setattr(dcp, "free_bytes", lambda: needed - 1)
+    with pytest.raises(TrainError, match=rf"of this machine's memory.*writers: {writers}`.*Take machines"):
+        checkpointer.require_memory(moments=2)
+
+
+def test_memory_that_is_free_is_what_the_kernel_and_the_container_leave(monkeypatch):
+    files = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:     4 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}
+
+    def read_text(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert free_bytes() == 4096
+    files["/sys/fs/cgroup/memory.max"] = "4095\n"
+    assert free_bytes() == 4095
+    files.clear()
+    assert free_bytes() == float("inf")
 
 
 def test_a_disk_that_never_answers_is_given_up(one, tmp_path, monkeypatch):

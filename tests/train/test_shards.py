@@ -19,7 +19,8 @@ import torch.distributed.checkpoint as dcp
 from mgpu_train.checkpoint.formats import archives, pickles
 from mgpu_train.checkpoint.formats.archives import Unsupported
 from mgpu_train.checkpoint.formats.pickles import Call, Name, NotPlain
-from mgpu_train.checkpoint.formats.shards import Shards, open_shards
+from mgpu_train.checkpoint.formats.rows import Ranks, files
+from mgpu_train.checkpoint.formats.shards import Chunk, Piece, Shards, Tensor, open_shards
 from mgpu_train.store.base import Damaged, NotFound, StoreError
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -28,6 +29,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.serialization import set_crc32_options
 
 STATE = {
@@ -245,6 +248,51 @@ def test_what_an_extension_of_torch_has_written_is_left_to_torch(folder):
     change(folder, elsewhere(transform_descriptors=["zstd"]))
     with pytest.raises(Unsupported, match="through an extension"):
         open_shards(folder)
+
+
+# --- what the ranks of a node read ---
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 8, 10, 17, 64])
+def test_ranks_have_the_rows_that_torch_gives_them(length):
+    """Uneven ones and none included; ranks of one node have theirs in one piece."""
+    for world_size in (1, 2, 3, 4, 8, 16):
+        of_torch = []
+        for rank in range(world_size):
+            local, offset = _compute_local_shape_and_global_offset((length, 3), (world_size,), [rank], [Shard(0)])
+            of_torch.append(range(offset[0], offset[0] + local[0]))
+            assert Ranks(rank, 1, world_size).rows(length) == of_torch[-1]
+        for count in (each for each in (2, 4) if world_size % each == 0):
+            for first in range(0, world_size, count):
+                each = [row for rows in of_torch[first : first + count] for row in rows]
+                assert list(Ranks(first, count, world_size).rows(length)) == each
+
+
+def chunk(rows: range, columns: range, file: int) -> Chunk:
+    return Chunk((rows.start, columns.start), (len(rows), len(columns)), Piece(str(file), 0, 1))
+
+
+WHOLE = range(6)
+ROWS = tuple(chunk(range(3 * rank, min(10, 3 * rank + 3)), WHOLE, rank) for rank in range(4))
+COLUMNS = (chunk(range(10), range(3), 0), chunk(range(10), range(3, 6), 1))
+READ: dict[str, tuple[tuple[Chunk, ...], bool, list[set[str]]]] = {
+    "by rows": (ROWS, True, [{"0", "1"}, {"1", "2"}, {"2", "3"}]),
+    "by columns": (COLUMNS, True, [{"0", "1"}] * 3),
+    "by both": ((*COLUMNS[:1], chunk(range(5), range(3, 6), 1), chunk(range(5, 10), range(3, 6), 2)), True,
+                [{"0", "1", "2"}] * 3),
+    "by rows, of which there is one": ((chunk(range(1), WHOLE, 2),), True, [{"2"}, set(), set()]),
+    "whole": ((chunk(range(10), WHOLE, 3),), False, [{"3"}] * 3),
+    "of nothing": ((), True, [set(), set(), set()]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_rank_reads_the_files_of_its_rows_and_all_of_what_is_not_cut_so(name):
+    chunks, sharded, expected = READ[name]
+    length = max((each.offset[0] + each.shape[0] for each in chunks), default=0)
+    tensor = Tensor("w", "float32", (length, 6), chunks, sharded)
+    shards = Shards(Path(), {"w": tensor}, {"step": Piece("common", 0, 1)})
+    assert [files(shards, Ranks(rank, 1, 3)) for rank in range(3)] == [{"common", *each} for each in expected]
 
 
 # --- an archive ---

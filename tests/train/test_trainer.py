@@ -148,7 +148,11 @@ def test_a_checkpoint_has_a_part_of_each_rank_and_says_what_it_is(out):
     assert saved(out, "fsdp") == ["step-3", "step-6"]
     folder = out / "fsdp" / "checkpoints" / "step-3"
     names = {path.name for path in folder.iterdir()}
-    assert names == {".metadata", "meta.json", "__0_0.distcp", "__1_0.distcp"}
+    assert names == {
+        ".metadata",
+        "meta.json",
+        *(f"__{rank}_{part}0.distcp" for rank in (0, 1) for part in ("", "common_")),
+    }
     meta = json.loads((folder / "meta.json").read_text())
     data, config, rng = (meta.pop(key) for key in ("data", "config_sha256", "rng_sha256"))
     assert (len(config), len(rng)) == (64, 64)
@@ -211,9 +215,14 @@ def test_without_checkpoint_nothing_is_saved(out):
     assert not (out / "ddp-micro-1" / "checkpoints").exists()
 
 
-def test_writers_rank0_leaves_all_with_the_first_rank(out):
-    names = {path.name for path in (out / "fsdp-rank0" / "checkpoints" / "step-3").iterdir()}
-    assert names == {".metadata", "meta.json", "__0_0.distcp"}
+@pytest.mark.parametrize("name", ["fsdp-rank0", "fsdp-rank0-outside"])
+def test_writers_rank0_leaves_all_with_the_first_rank(out, name, same_bits):
+    """And no more of it in its memory than a copy: `Gathered` looks."""
+    assert failures(out, name) == []
+    assert saved(out, name) == ["step-3", "step-6"]
+    folder = out / name / "checkpoints" / "step-3"
+    assert {path.name for path in folder.iterdir()} == {".metadata", "meta.json", "__0_0.distcp"}
+    same_bits(folder, out / "fsdp" / "checkpoints" / "step-3")
 
 
 def test_a_finished_run_resumed_writes_its_checkpoint_again(out, same_bits):
@@ -246,6 +255,7 @@ def test_a_rank_that_cannot_write_leaves_no_checkpoint_anywhere(out):
     [
         ("other-model", "it is of another model: `embed.weight` is (256, 32) there and (256, 16) here"),
         ("not-single", "`train.strategy`: single is for one process, and 2 are asked for: use ddp or fsdp"),
+        ("no-memory", "rank 0: a save takes 0.0 GiB of this machine's memory, of which 0.0 GiB are free"),
         ("odd-batch", "`train.global_batch` is 7, which 2 processes cannot share evenly"),
         ("diverged", "training has diverged at step"),
     ],

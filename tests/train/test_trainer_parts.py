@@ -109,6 +109,10 @@ class TestDifferences:
 
 
 class TestByteGPT:
+    @pytest.mark.parametrize("shape", [TINY, ModelConfig(layers=3, dim=10, heads=1)])
+    def test_its_size_is_known_without_torch(self, shape):
+        assert shape.parameters == sum(each.numel() for each in ByteGPT(shape, seq_len=16).parameters())
+
     def test_a_byte_is_predicted_from_those_before_it_alone(self):
         torch.manual_seed(0)
         model = ByteGPT(TINY, seq_len=16)

@@ -52,6 +52,11 @@ class ModelConfig(Model):
             raise ValueError(f"dim / heads ({self.dim // self.heads}) is odd: rotary positions turn pairs")
         return self
 
+    @property
+    def parameters(self) -> int:
+        """How many numbers are learned: blocks, embedding and head of 256 bytes, the last norm."""
+        return self.layers * (12 * self.dim**2 + 2 * self.dim) + (2 * 256 + 1) * self.dim
+
 
 class LmOptions(Model):
     """What task `lm` may be told."""

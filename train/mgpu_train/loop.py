@@ -173,6 +173,8 @@ class Trainer:
         self.checkpointer = Checkpointer(
             self.model, self.optimizer, place, writers, self._meta(), outside_s=save_s if outside else None
         )
+        if job.checkpoint is not None:
+            self.checkpointer.require_memory(moments=2)  # AdamW's
         self.progress = self.checkpointer.load(folders.resume) if folders.resume else Progress()
         self.saver = (
             Saver(self.checkpointer, folders.checkpoints, save_s) if job.checkpoint and folders.checkpoints else None

@@ -119,13 +119,14 @@ def pin_threads(place: Place, threads: int | None) -> int:
 
     Ranks that run under the same kernel share its cores, whatever node they belong to.
     """
-    neighbours = place.gather(_machine()).count(_machine())
+    neighbours = place.gather(machine()).count(machine())
     count = threads or max(1, cores.usable() // neighbours)
     torch.set_num_threads(count)
     return count
 
 
-def _machine() -> str:
+def machine() -> str:
+    """What processes under the same kernel have in common, and no others."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux

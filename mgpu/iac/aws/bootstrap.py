@@ -48,6 +48,7 @@ class Wanted:
     data_buckets: tuple[str, ...] = ()
     permissions_boundary: str = ""
     tags: tuple[str, ...] = ()
+    ssm: bool = False
 
     def config(self) -> dict[str, object]:
         """As `infra/base` reads it."""
@@ -64,6 +65,7 @@ class Wanted:
         more = {
             "ssh": list(self.ssh),
             "allowWorld": self.allow_world,
+            "ssm": self.ssm,
             "dataBuckets": list(self.data_buckets),
             "tags": list(self.tags),
         }
@@ -173,7 +175,9 @@ def _checked(site: Site, wanted: Wanted) -> Wanted:
     _use(RepositoryManager(site), Repository(existing=wanted.repository or None))
     _use(NodeRoleManager(site), NodeRole(existing=wanted.instance_profile or None))
     _use(ReaperRoleManager(site), ReaperRole(existing=wanted.reaper_role or None))
-    group = SecurityGroup(existing=wanted.security_group or None, allow_world=wanted.allow_world)
+    group = SecurityGroup(
+        existing=wanted.security_group or None, allow_world=wanted.allow_world, allow_nobody=wanted.ssm
+    )
     _use(SecurityGroupManager(site), group)
     if wanted.security_group:
         return wanted

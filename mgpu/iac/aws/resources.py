@@ -115,6 +115,7 @@ class NodeRole(_Thing):
     bucket: Output[str]
     buckets: Output[list[str]]
     repository: Output[str]
+    ssm: Output[bool]
     trust: Output[str]
     policy: Output[str]
     boundary: Output[str]
@@ -132,6 +133,7 @@ class NodeRole(_Thing):
         bucket: Input[str],
         repository: Input[str],
         buckets: Input[Sequence[Input[str]]] | None = None,
+        ssm: Input[bool] | None = None,
         existing: Input[str] | None = None,
         boundary: Input[str] | None = None,
         tags: Input[Sequence[str]] | None = None,
@@ -143,6 +145,7 @@ class NodeRole(_Thing):
             "bucket": bucket,
             "buckets": buckets,
             "repository": repository,
+            "ssm": ssm,
             "tags": tags,
         }
         super().__init__(tokens.NODE_ROLE, resource_name, given, opts)
@@ -183,6 +186,7 @@ class SecurityGroup(_Thing):
     vpc_id: Output[str]
     ssh: Output[list[str]]
     allow_world: Output[bool]
+    allow_nobody: Output[bool]
     within: Output[bool]
     out: Output[bool]
     others: Output[list[str]]
@@ -198,6 +202,7 @@ class SecurityGroup(_Thing):
         name: Input[str] | None = None,
         vpc_id: Input[str] | None = None,
         allow_world: Input[bool] | None = None,
+        allow_nobody: Input[bool] | None = None,
         tags: Input[Sequence[str]] | None = None,
         opts: ResourceOptions | None = None,
     ) -> None:
@@ -207,6 +212,7 @@ class SecurityGroup(_Thing):
             "vpc_id": vpc_id,
             "ssh": ssh,
             "allow_world": allow_world,
+            "allow_nobody": allow_nobody,
             "tags": tags,
         }
         super().__init__(tokens.SECURITY_GROUP, resource_name, given, opts)

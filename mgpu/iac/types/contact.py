@@ -24,11 +24,11 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.acquire import GANGS, Lost
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, RemoteError
 from mgpu.events import Emit, Note, ignore
-from mgpu.providers.base import FleetState, Handle, NodeState, Rekeys
+from mgpu.providers.base import FleetState, Handle, NodeState, ProxyCommand, Rekeys
 from mgpu.remote import rekey
 from mgpu.remote.connection import load_key
 from mgpu.remote.node import Node
-from mgpu.remote.targets import HostKey, Jump, Target
+from mgpu.remote.targets import HostKey, Target, hop
 
 _THREADS = 64
 _PATIENCE = 1 / GANGS  # of `provision_s`: then the gang is given up, and another one has time to come
@@ -114,7 +114,7 @@ class Contact:
         return True
 
     def _connected(self, node: NodeState, key: str) -> Node:
-        via = Jump(node.via.address, node.via.port, node.via.user, node.via.host_key) if node.via else None
+        via = hop(node.via.model_dump() if node.via else None)
         return Node(Target(node.rank, node.address, node.port, node.user, key, via), self._key, self._timeouts)
 
     def _judge(self, waited_s: float, new: Iterable[NodeState], troubles: _Troubles) -> None:
@@ -138,7 +138,8 @@ class Contact:
 
 def _complaint(node: NodeState, error: RemoteError) -> str:
     cause = (error.why or error.what).splitlines()[0].rstrip(".")
-    hint = f"; is port {node.port} open from here?" if isinstance(error, ConnectionFailed) else ""
+    dialled = isinstance(error, ConnectionFailed) and not isinstance(node.via, ProxyCommand)
+    hint = f"; is port {node.port} open from here?" if dialled else ""
     return f"node {node.rank} ({node.id} at {node.address}): no first contact by SSH ({cause}{hint})"
 
 

@@ -11,7 +11,7 @@ from pydantic.alias_generators import to_camel
 from mgpu.acquire import Acquired
 from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers import registry
-from mgpu.providers.base import FleetRequest, FleetState, Handle, JumpHost, NodeState, Provider
+from mgpu.providers.base import FleetRequest, FleetState, Handle, JumpHost, NodeState, Provider, ProxyCommand
 from mgpu.spec.block import MachineKeys
 from mgpu.spec.provider import installed
 
@@ -37,6 +37,7 @@ class FleetInputs(MachineKeys, Properties):
     processes_per_node: int = Field(default=1, ge=1, le=256, description="processes of a machine")
     options: dict[str, str] = Field(default={}, description="settings of this provider")
     stores: tuple[str, ...] = Field(default=(), description="object stores that machines should be near; never diffs")
+    memory_gib: float = Field(default=0, ge=0, description="host memory that a machine has to have; never diffs")
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="fleet name; unique for its owner")
     owner: str = Field(min_length=1, description="owner tag of everything that costs money")
     ssh_public_key: str = Field(pattern=r"^[^\r\n]+$", description="OpenSSH public key that may log in on every node")
@@ -92,7 +93,7 @@ class Machine(Properties):
     host_key: str
     private_address: str
     price_usd_per_hour: float
-    via: JumpHost | None = None
+    via: JumpHost | ProxyCommand | None = None
     python: str = "python3"
 
     @classmethod

@@ -22,7 +22,7 @@ from mgpu.providers.aws.bootstrap.ingress_rules import SSH, rules
 from mgpu.providers.aws.catalog import quota_findings
 from mgpu.providers.aws.failures import calling
 from mgpu.providers.aws.iam import operator_policies, permissions
-from mgpu.providers.aws.instances import disk_key, network
+from mgpu.providers.aws.instances import disk_key, network, session_manager
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import Finding
@@ -43,6 +43,8 @@ def findings(
     except MgpuError as error:
         return (Finding.of("credentials", error),)
     looks: dict[str, _Look] = {"permissions": lambda: _permissions(account, identity, requirements)}
+    if options.address == "ssm":
+        looks["permissions ssm"] = lambda: _permissions(account, identity, requirements, "sessions", " --ssm")
     try:
         for region in _regions(account, requirements):
             looks |= _of_region(account, options, requirements, region, here)
@@ -107,28 +109,36 @@ def _clock(said_at: float) -> Finding:
 # --- permissions ------------------------------------------------------------------------------------------------------
 
 
-def _permissions(account: Account, identity: dict[str, Any], requirements: Requirements | None) -> Iterator[Finding]:
+def _permissions(
+    account: Account,
+    identity: dict[str, Any],
+    requirements: Requirements | None,
+    name: str = "machines",
+    flag: str = "",
+) -> Iterator[Finding]:
+    """Of the operator's policy of this name, which `mgpu policy aws` prints with the flag."""
+    subject = f"permissions{flag.replace(' --', ' ')}"
     if identity["Arn"].endswith(":root"):
-        yield _ok("permissions", "the account's owner may do everything")
+        yield _ok(subject, "the account's owner may do everything")
         return
     regions = requirements.regions if requirements else ()
-    document = operator_policies.documents(identity["Account"], regions)["machines"]
+    document = operator_policies.documents(identity["Account"], regions)[name]
     told = permissions.told(account, identity["Arn"], document)
     needed = len(operator_policies.actions(document))
     if told.missing - {permissions.SIMULATE} or (told.missing and not told.untold):
         yield Finding(
-            subject="permissions",
+            subject=subject,
             status="failed",
             detail=f"{len(told.missing)} of {needed} actions are missing: {_some(told.missing)}",
-            cure="Have this policy attached to them; `mgpu policy aws` prints all that is needed.",
+            cure=f"Have this policy attached to them; `mgpu policy aws{flag}` prints all that is needed.",
             document=operator_policies.narrowed(document, told.missing),
         )
     elif told.untold:
         detail = f"{len(told.tried)} of {needed} actions were tried and are allowed; of the others nothing is known"
         cure = "Allow iam:SimulatePrincipalPolicy, and all of them are looked at."
-        yield _warning("permissions", detail, cure)
+        yield _warning(subject, detail, cure)
     else:
-        yield _ok("permissions", f"all {needed} actions are allowed")
+        yield _ok(subject, f"all {needed} actions are allowed")
 
 
 def _some(actions: Iterable[str]) -> str:
@@ -177,17 +187,32 @@ def _network(account: Account, options: Options, region: str) -> Finding:
     if options.address == "private" and options.via is None:
         cure = "Set `aws.jump_host` and `aws.jump_host_key`, unless this machine is in that network."
         return _warning(subject, f"{detail}; machines get private addresses alone, and no jump host is named", cure)
+    if options.address == "ssm":
+        leading = [each for each in found if session_manager.leads_out(account, region, each)]
+        if not leading:
+            return Finding.of(subject, session_manager.no_way_out(region, found[0]["VpcId"]))
+        detail = f"{detail}; {len(leading)} of {len(found)} subnets lead to Systems Manager"
     return _ok(subject, detail)
 
 
 def _roles(account: Account, options: Options, region: str) -> Finding:
     profile = network.require_roles(account, options, region)
     reaper = options.reaper_role or names.REAPER_ROLE
-    return _ok(f"roles {region}", f"instance profile {profile}, role {reaper}")
+    detail = f"instance profile {profile}, role {reaper}"
+    if options.address == "ssm":
+        session_manager.require_rights(account, region, profile)
+        missing = session_manager.missing_rights(account, profile)
+        if missing:
+            cure = (
+                "Attach AWS's policy AmazonSSMManagedInstanceCore to its role, or have Default Host Management give it."
+            )
+            return _warning(f"roles {region}", f"{detail}; machines may not {', '.join(missing)}", cure)
+        detail = f"{detail}; machines may register with Systems Manager"
+    return _ok(f"roles {region}", detail)
 
 
 def _login(account: Account, options: Options, region: str, here: Callable[[], str]) -> Finding:
-    """Whether the group lets this machine, or the jump host, in."""
+    """Whether the group lets this machine, or the jump host, in; or what leads there without."""
     subject = f"login {region}"
     subnets = network.subnets(account, options, region)
     if not subnets:
@@ -198,6 +223,9 @@ def _login(account: Account, options: Options, region: str, here: Callable[[], s
     if options.address == "private":
         who = options.via.address if options.via else "a machine in that network"
         return _ok(subject, f"{detail}; nodes are reached through {who}")
+    if options.address == "ssm":
+        version = session_manager.require_program()
+        return _ok(subject, f"{detail}; nobody has to be: {session_manager.PROGRAM} {version} leads to nodes")
     cure = f"`mgpu bootstrap aws --region {region} --allow-ssh ADDRESS`"
     if options.security_group_id:
         cure = f"Let ADDRESS in on port {SSH} of {group}, which is yours."

@@ -34,6 +34,7 @@ from mgpu.errors import (
     Scope,
     Transient,
 )
+from mgpu.providers.aws import names
 
 EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"})
 _AUTH = EXPIRED | {
@@ -226,7 +227,8 @@ def _denied(why: str, message: str, place: str) -> PermissionDenied:
     if "service control policy" in message:
         step = "Ask who keeps the organization's policies; where they demand tags: `aws: {tags: {KEY: VALUE}}`."
         return PermissionDenied(f"{place}: the organization forbids {action}", why, step, scope="account")
-    step = f"Allow {action} to whom these credentials belong; `mgpu policy aws` prints all that is needed."
+    flag = " --ssm" if action in (*names.SESSION_LOOKS, names.START_SESSION) else ""
+    step = f"Allow {action} to whom these credentials belong; `mgpu policy aws{flag}` prints all that is needed."
     return PermissionDenied(f"{place}: not allowed: {action}", why, step, scope="account")
 
 

@@ -35,6 +35,9 @@ OLD_PARTS_DAYS = 2  # that the bucket of base keeps parts of checkpoints which w
 
 NODE_ROLE = "mgpu-node"  # also the name of its instance profile
 RUN_ROLES = "/mgpu/run/"  # the path of the roles of runs
+# what the operator calls for Session Manager alone (`aws: {address: ssm}`)
+SESSION_LOOKS = ("ec2:DescribeRouteTables", "ec2:DescribeVpcEndpoints", "ssm:DescribeInstanceInformation")
+START_SESSION = "ssm:StartSession"
 RUN_BOUNDARY = "mgpu-run"  # the policy that bounds them
 REAPER_ROLE = "mgpu-reaper"  # EventBridge Scheduler takes it on, to end machines at their hard cap
 SECURITY_GROUP = "mgpu-nodes"

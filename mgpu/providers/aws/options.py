@@ -141,8 +141,10 @@ class Options(ProviderOptions):
     python: _Path | None = Field(
         None, description="Python interpreter of the nodes; has torch (default: the machine image's)"
     )
-    address: Literal["public", "private"] = Field(
-        "public", description="how the operator reaches nodes; private needs `jump_host`, or a network that leads there"
+    address: Literal["public", "private", "ssm"] = Field(
+        "public",
+        description="how the operator reaches nodes; private needs `jump_host`, or a network that leads there; ssm is "
+        "Session Manager, with no public address and nobody let in",
     )
     jump_host: _JumpHost | None = Field(None, description="user@address[:port] to go through (default: none)")
     jump_host_key: _HostKey | None = Field(
@@ -163,6 +165,11 @@ class Options(ProviderOptions):
 
     @model_validator(mode="after")
     def _pinned(self) -> Self:
+        if self.address == "ssm" and (self.jump_host or self.jump_host_key):
+            raise ValueError(
+                "`address: ssm` and `jump_host` exclude each other: Session Manager leads to the machines itself "
+                "(leave one of them out)"
+            )
         if bool(self.jump_host) != bool(self.jump_host_key):
             raise ValueError(
                 "`jump_host` and `jump_host_key` belong together: a jump host whose key is not known beforehand could "

@@ -64,13 +64,16 @@ class AwsProvider(Provider):
 
         Raises:
             AuthError: the credentials are missing, wrong or expired.
-            InputError: they are of another account than `aws.account`.
+            InputError: they are of another account than `aws.account`; nothing here carries `address: ssm`.
             PermissionDenied: `ec2:DescribeInstances` is missing.
         """
         from botocore.exceptions import ClientError
 
         from mgpu.providers.aws.failures import calling, code_of
+        from mgpu.providers.aws.instances import session_manager
 
+        if self._options.address == "ssm":
+            session_manager.require_program()
         self._account.id()
         region = self._account.home_region
         with calling("trying whether machines may be listed", region):

@@ -6,7 +6,7 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.plan import rank
 from mgpu.providers import registry
 from mgpu.providers.base import Handle, Provider
-from mgpu.remote.targets import Jump, Target
+from mgpu.remote.targets import Target, hop
 from mgpu.spec.model import RunSpec
 
 
@@ -19,7 +19,7 @@ def targets(fleet: StackOutput) -> tuple[Target, ...]:
             node.port,
             node.user,
             node.host_key,
-            Jump(node.via.address, node.via.port, node.via.user, node.via.host_key) if node.via else None,
+            hop(node.via.model_dump() if node.via else None),
             node.python,
         )
         for node in fleet.nodes

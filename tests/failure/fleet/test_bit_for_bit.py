@@ -91,9 +91,10 @@ def test_interrupted_between_two_checkpoints_equals_uninterrupted(new_line, tmp_
 
     (wanted,), (before, after) = metrics(whole).values(), metrics(cut).values()
     first, last = (max(step for kind, step in told if kind == "step") for told in (before, after))
-    resumed = cut.record.interruptions[0].resumed_step
+    interruption = cut.record.interruptions[0]
+    resumed = interruption.resumed_step
     assert resumed in range(EVERY, STEPS, EVERY)
-    assert EVERY + 2 < first < STEPS == last
+    assert EVERY + 2 < interruption.step < STEPS == last
     assert [step for kind, step in after if kind == "step"] == list(range(resumed + 1, STEPS + 1))
     assert wanted.items() >= before.items()
     assert wanted.items() >= after.items()

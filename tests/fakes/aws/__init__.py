@@ -2,6 +2,7 @@
 
     with FakeAws.start(folder) as aws:              # machines=True: real ones, in a network of their own
                                                     # engines=True: with Docker, and ECR has a registry
+        PATH = f"{PROGRAMS}:{PATH}"                 # AWS's session-manager-plugin, or what stands in for it
         os.environ.update(aws.env)                  # less FOREIGN
         aws.capacity(0, zone="us-east-1a")          # nothing left there
         aws.lose_answers("CreateFleet")             # it runs, and the connection closes
@@ -22,10 +23,11 @@ How fast it is:
     age(seconds)                      all that exists is that much older: what is due happens, also schedules
 What happens to machines:
     kill, interrupt, rebalance, stop  spot market and power-off
+    endpoints, sessions, server       Session Manager: a way out for agents, who was there, an SSH server behind it
 
 True here and not in stock moto: client tokens, all of a launch template, all or nothing, single type and zone, the
 states between, terminated machines forgotten, placement groups, scores, spot history, Pricing, Service Quotas, deep-
-learning images, schedules carried out by their role's permissions, addresses that cannot be released in use.
+learning images, schedules carried out by their role's permissions, addresses that cannot be released in use, sessions.
 Not judged: IAM conditions (but the reaper's), security groups, MaxTotalPrice, fleets that are not instant.
 
 It ends with the process that started it. Requests are answered one at a time; its own waiting (hang) is not.
@@ -33,6 +35,6 @@ It ends with the process that started it. Requests are answered one at a time; i
 
 from __future__ import annotations
 
-from fakes.aws.fake import FOREIGN, Called, FakeAws, Row
+from fakes.aws.fake import FOREIGN, PROGRAMS, Called, FakeAws, Row
 
-__all__ = ["FOREIGN", "Called", "FakeAws", "Row"]
+__all__ = ["FOREIGN", "PROGRAMS", "Called", "FakeAws", "Row"]

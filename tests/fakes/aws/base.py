@@ -8,6 +8,11 @@ from typing import Any
 
 NODE_ROLE, REAPER_ROLE, SECURITY_GROUP = "mgpu-node", "mgpu-reaper", "mgpu-nodes"
 
+# what agents of Systems Manager need
+AGENT = [
+    "ssm:UpdateInstanceInformation", "ssmmessages:CreateControlChannel", "ssmmessages:CreateDataChannel",
+    "ssmmessages:OpenControlChannel", "ssmmessages:OpenDataChannel",
+]  # fmt: skip
 BUCKETS = ("mgpu-of-this-test", "mgpu-data")  # of the user's, that runs may use
 TAGS = [{"Key": "mgpu:base", "Value": "1"}]
 
@@ -18,7 +23,7 @@ def make(clients: Clients, region: str) -> dict[str, str]:
     """Security group in the region's default VPC, node role with its instance profile, what bounds roles of runs,
     reaper role; again is fine."""
     iam = clients("iam", region)
-    _role(iam, NODE_ROLE, "ec2.amazonaws.com", ["sts:AssumeRole"])
+    _role(iam, NODE_ROLE, "ec2.amazonaws.com", ["sts:AssumeRole", *AGENT])
     _boundary(iam)
     reaper = _role(iam, REAPER_ROLE, "scheduler.amazonaws.com", ["ec2:TerminateInstances", "ec2:ReleaseAddress"])
     try:
@@ -28,6 +33,15 @@ def make(clients: Clients, region: str) -> dict[str, str]:
         pass  # of another region's base: IAM is global
     group = _group(clients("ec2", region))
     return {"security_group_id": group, "instance_profile": NODE_ROLE, "reaper_role": reaper}
+
+
+def endpoints(clients: Clients, region: str) -> None:
+    """Of Systems Manager, in the default VPC."""
+    ec2 = clients("ec2", region)
+    vpc = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"][0]["VpcId"]
+    for service in ("ssm", "ssmmessages"):
+        name = f"com.amazonaws.{region}.{service}"
+        ec2.create_vpc_endpoint(VpcId=vpc, ServiceName=name, VpcEndpointType="Interface")
 
 
 def _role(iam: Any, name: str, service: str, actions: list[str]) -> str:

@@ -16,6 +16,7 @@ from forks import Forked, Forks
 from fakes.aws import base, control, ecr, world
 
 READY_S = 60.0
+PROGRAMS = Path(__file__).with_name("programs")  # AWS's own, for users' machines: a folder for PATH
 _PROCESS = "fakes.aws.process"
 _FORKS = Forks(_PROCESS)  # moto alone takes 2 s of CPU
 HOME_REGION = "us-east-1"
@@ -181,6 +182,14 @@ class FakeAws:
         """Makes what machines stand on in a region, by plain boto3; what it made, by name."""
         return base.make(self.client, region)
 
+    def endpoints(self, region: str = HOME_REGION) -> None:
+        """Gives the default VPC endpoints of Systems Manager: without, only public addresses lead out of it."""
+        base.endpoints(self.client, region)
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """The sessions that were begun, oldest first: `instance`, `open`, and what whoever joined told of itself."""
+        return self.ask("sessions")
+
     def enforce(self, on: bool = True) -> None:
         """Asks policies about every caller but `client`'s own root user; moto judges actions and resources alone."""
         self.ask("enforce", on=on)
@@ -269,8 +278,9 @@ class FakeAws:
         self.ask("set", name="page", value=size)
 
     def pace(self, **seconds: float) -> None:
-        """Sets `pending_s`, `ending_s` (shutting-down), `forget_s` (how long terminated machines are shown), and
-        `dead_count_s` (how long they count against their quota)."""
+        """Sets `pending_s`, `ending_s` (shutting-down), `forget_s` (how long terminated machines are shown),
+        `dead_count_s` (how long they count against their quota), `agent_s` and `agent_flaps_s` (until a running machine
+        has registered with Systems Manager, and until sessions with it can begin)."""
         for name, value in seconds.items():
             self.ask("set", name=name, value=value)
 
@@ -295,6 +305,10 @@ class FakeAws:
     def stop(self, instance_id: str) -> None:
         """A machine switches itself off, as its own clock would; its shutdown behaviour says what that means."""
         self.ask("stop", instance_id=instance_id)
+
+    def server(self, instance_id: str, port: int, host: str = "127.0.0.1") -> None:
+        """Where sessions with a machine lead to, which has no SSH server of its own."""
+        self.ask("server", instance_id=instance_id, host=host, port=port)
 
     # what only a machine can have (machines=True)
 

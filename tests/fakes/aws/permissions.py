@@ -120,6 +120,16 @@ def _bucket_says(bucket: FakeBucket, action: str, resource: str) -> PermissionRe
     return PermissionResult.PERMITTED if "Allow" in said else PermissionResult.NEUTRAL
 
 
+def caller(access_key: str) -> Any:
+    """moto's user or role whose key this is; None: root, who may do everything."""
+    iam, sts = iam_backends[ACCOUNT][PARTITION], sts_backends[ACCOUNT][PARTITION]
+    for user in iam.users.values():
+        if any(key.access_key_id == access_key for key in user.access_keys):
+            return user
+    session = sts.get_assumed_role_from_access_key(access_key)
+    return _role(session.role_arn.rpartition("/")[2]) if session else None
+
+
 def trusts(role_arn: str, service: str) -> bool:
     """Whether there is such a role, and the service may take it on."""
     for role in iam_backends[ACCOUNT][PARTITION].roles.values():
@@ -192,9 +202,13 @@ def _about(statement: Statement, action: str, resource: str) -> bool:
 
 
 def _holds(conditions: Mapping[str, Mapping[str, Any]], facts: Mapping[str, str]) -> bool:
-    """A condition that the fake cannot judge does not hold."""
+    """A condition that the fake cannot judge does not hold. A policy's variable is a fact, too: `${aws:userid}`."""
+    variables = {f"${{{name}}}": value for name, value in facts.items()}
     checks = [(kind, facts.get(key), value) for kind, block in conditions.items() for key, value in block.items()]
-    return all(_one_holds(kind, actual, [str(each) for each in _many(value)]) for kind, actual, value in checks)
+    return all(
+        _one_holds(kind, actual, [variables.get(str(each), str(each)) for each in _many(value)])
+        for kind, actual, value in checks
+    )
 
 
 def _one_holds(kind: str, actual: str | None, wanted: list[str]) -> bool:

@@ -23,6 +23,7 @@ from fakes.aws import (
     prices,
     reading,
     schedules,
+    sessions,
     world,
 )
 from fakes.aws.backing import Backing
@@ -51,13 +52,14 @@ def main() -> None:
     prices.install(cloud)
     permissions.install(cloud)
     schedules.install(cloud)
+    streams = sessions.install(cloud, world.GATEWAY if machines else "127.0.0.1")
     if machines:
         engines = "--engines" in sys.argv
         registry = ecr.serve(folder) if engines else None  # noqa: F841  it ends when its pipe does
         cloud.machines = Backing(cloud, folder, port, engines)
     for listener in listeners:
         serve(Front(cloud), listener)
-    control.listen(folder, verbs(cloud))
+    control.listen(folder, verbs(cloud, streams))
     print(json.dumps({"port": port}), flush=True)  # noqa: T201  the ready line
     sys.stdin.buffer.read()
     cloud.machines.close()

@@ -56,6 +56,8 @@ class Rules:
     ending_s: float = 0.1
     forget_s: float = 3600.0
     dead_count_s: float = 0.0  # how long an ended machine still counts against its quota
+    agent_s: float = 0.1  # from running until the agent of Systems Manager has registered
+    agent_flaps_s: float = 0.2  # and until sessions can begin
     lag_s: float = 0.0
     page: int = 1000
     fewer: list[int] = field(default_factory=list)

@@ -15,13 +15,14 @@ from fakes.aws.cloud import Cloud
 from fakes.aws.faults import Fault
 from fakes.aws.life import BY_ITSELF, BY_SPOT, Life
 from fakes.aws.rules import About
+from fakes.aws.sessions import Sessions
 
 Verb = Callable[..., Any]
 
 
-def verbs(cloud: Cloud) -> dict[str, Verb]:
+def verbs(cloud: Cloud, streams: Sessions) -> dict[str, Verb]:
     """By name; each runs under the lock that requests are answered under."""
-    ours = [_Requests(cloud), _Market(cloud), _Machines(cloud), _Account(cloud)]
+    ours = [_Requests(cloud), _Market(cloud), _Machines(cloud, streams), _Account(cloud, streams)]
     named = {name: verb for group in ours for name, verb in group.verbs().items()}
     return {name: _locked(cloud, verb) for name, verb in named.items()}
 
@@ -77,12 +78,12 @@ class _Market:
 
 
 class _Machines:
-    def __init__(self, cloud: Cloud) -> None:
-        self.cloud = cloud
+    def __init__(self, cloud: Cloud, streams: Sessions) -> None:
+        self.cloud, self.streams = cloud, streams
 
     def verbs(self) -> dict[str, Verb]:
         told = {"kill": self.kill, "interrupt": self.interrupt, "rebalance": self.rebalance, "stop": self.stop}
-        return {**told, "trouble": self.trouble}
+        return {**told, "trouble": self.trouble, "sessions": self.streams.shown, "server": self.server}
 
     def life(self, instance_id: str) -> Life:
         if instance_id not in self.cloud.lives.by_id:
@@ -108,14 +109,17 @@ class _Machines:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.cloud.machines.notice(self.life(instance_id), "events/recommendations/rebalance", {"noticeTime": at})
 
+    def server(self, instance_id: str, host: str, port: int) -> None:
+        self.streams.servers[instance_id] = (host, port)
+
     def trouble(self, instance_id: str, what: str, value: Any) -> None:
         """What only a machine can have: see Machines.connect, .hang, .trouble."""
         self.cloud.machines.trouble(self.life(instance_id), what, value)
 
 
 class _Account:
-    def __init__(self, cloud: Cloud) -> None:
-        self.cloud = cloud
+    def __init__(self, cloud: Cloud, streams: Sessions) -> None:
+        self.cloud, self.streams = cloud, streams
 
     def verbs(self) -> dict[str, Verb]:
         told = {"reset": self.reset, "bill": self.bill, "age": self.age, "enforce": self.enforce, "failed": self.failed}
@@ -136,6 +140,7 @@ class _Account:
     def reset(self) -> None:
         self.cloud.machines.clear()
         self.cloud.clear()
+        self.streams.clear()
         images.deprecated.clear()
         moto_api_backend.reset()
 

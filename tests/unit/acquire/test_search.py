@@ -169,7 +169,10 @@ class Double:
             return NodeState(rank=rank, id=name, phase=NodePhase.TERMINATED)
         up = self.clock.now - machine.born >= self.ready_after_s
         phase = machine.phase or (NodePhase.RUNNING if up else NodePhase.PENDING)
-        return NodeState(rank=rank, id=name, phase=phase, host_key="ssh-ed25519 AAAA", one_use_key=self.one_use)
+        why = "" if up else "it still boots"
+        return NodeState(
+            rank=rank, id=name, phase=phase, host_key="ssh-ed25519 AAAA", one_use_key=self.one_use, reason=why
+        )
 
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
         self.calls.append(("destroy", handle.token))
@@ -461,8 +464,9 @@ def test_machines_are_waited_for_as_long_as_their_provider_says_that_they_boot(b
 
 def test_what_somebody_has_set_is_longer_than_no_machine_may_boot(bench: Bench):
     bench.double.ready_after_s, bench.double.slowest_s = 1400, 1500
-    with pytest.raises(Transient):
+    with pytest.raises(Transient) as caught:
         bench.acquire(offer())
+    assert "it still boots" in caught.value.why
     assert bench.clock.now <= TIMEOUTS.provision_s + TIMEOUTS.destroy_s
 
 

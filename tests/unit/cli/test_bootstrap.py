@@ -17,12 +17,13 @@ URI = "123456789012.dkr.ecr.us-east-1.amazonaws.com/theirs"
     [
         (Wanted(), ()),
         (Wanted(repository="theirs"), ("image: {repository: " + URI + "}",)),
+        (Wanted(ssm=True), ("aws: {address: ssm, subnet_ids: [...]}", "NAT gateway")),
         (Wanted(reaper_role="r", vpc="vpc-1"), ("aws: {reaper_role: r}", "aws: {subnet_ids: [...]}", "vpc-1")),
     ],
-    ids=["ours", "a repository", "a role and a network"],
+    ids=["ours", "a repository", "sessions", "a role and a network"],
 )
 def test_what_run_files_need_to_use_what_was_given(wanted: Wanted, needs: tuple[str, ...], capsys):
-    result = {"account": "123456789012", "region": "us-east-1", "repository": URI}
+    result = {"account": "123456789012", "region": "us-east-1", "repository": URI, "ssm": wanted.ssm}
     bootstrap._report(Console(), [result], wanted)
     said = " ".join("".join(capsys.readouterr()).split())
     assert [each for each in needs if each not in said] == []
@@ -41,3 +42,10 @@ def test_a_program_of_ones_own_that_drops_the_tags_is_told_of(tags: list[str], t
     result = {"account": "123456789012", "region": "us-east-1", "tags": tags}
     bootstrap._report(Console(), [result], Wanted(tags=("Team=ml",)))
     assert ("the tags were not set" in " ".join("".join(capsys.readouterr()).split())) == told
+
+
+@pytest.mark.parametrize(("ssm", "told"), [(True, False), (None, True)], ids=["passed on", "dropped"])
+def test_a_program_of_ones_own_that_drops_session_manager_is_told_of(ssm: bool | None, told: bool, capsys):
+    result = {"account": "123456789012", "region": "us-east-1", **({"ssm": ssm} if ssm else {})}
+    bootstrap._report(Console(), [result], Wanted(ssm=True))
+    assert ("does not pass `ssm` on" in " ".join("".join(capsys.readouterr()).split())) == told

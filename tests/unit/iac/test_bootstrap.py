@@ -61,7 +61,8 @@ def test_without_an_answer_the_address_has_to_be_named(monkeypatch):
 
 def test_the_program_is_told_what_was_given_and_nothing_else():
     assert bootstrap.Wanted(ssh=("203.0.113.7/32",)).config() == {"ssh": ["203.0.113.7/32"]}
-    everything = bootstrap.Wanted(("a",), True, "v", "b", "r", "p", "role", "sg", ("mine",), "arn:bound", ("Team=ml",))
+    texts = ("v", "b", "r", "p", "role", "sg")
+    everything = bootstrap.Wanted(("a",), True, *texts, ("mine",), "arn:bound", ("Team=ml",), True)
     assert everything.config() == {
         "ssh": ["a"],
         "allowWorld": True,
@@ -74,4 +75,5 @@ def test_the_program_is_told_what_was_given_and_nothing_else():
         "dataBuckets": ["mine"],
         "permissionsBoundary": "arn:bound",
         "tags": ["Team=ml"],
+        "ssm": True,
     }

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from mgpu.errors import NoOffer
@@ -95,6 +96,39 @@ def test_what_cannot_be_used_as_the_run_file_stands_is_set_aside_with_the_provid
 
 
 # --- requirements
+
+
+@pytest.mark.parametrize(
+    ("changes", "gib"),
+    [
+        ("", 18.6),  # 1.667e9 parameters of 12 bytes
+        ("checkpoint: {writers: all}", 18.6),
+        ("nodes: 2", 9.3),
+        ("checkpoint: none", 0),
+        ("command: [a.py]", 0),
+        ("train: {task: x.y:Z}", 0),
+    ],
+)
+def test_a_machine_has_memory_for_what_a_save_copies(changes, gib):
+    base = {
+        "name": "x", "provider": "local", "max_price_usd_per_hour": 1, "max_hours": 1,
+        "checkpoint": {"writers": "rank0"},
+        "train": {"strategy": "fsdp", "options": {"model": {"layers": 16, "dim": 2940, "heads": 30}}},
+    }  # fmt: skip
+    given = yaml.safe_load(changes) or {}
+    base |= {"checkpoint": {}} if "nodes" in given else {}
+    if "command" in given:
+        del base["train"]
+    needed = requirements(loads(yaml.safe_dump(base | given), "f"))
+    assert needed.memory_gib == gib
+    small = offer(provider="local", gpu=None, gpus=0, market="on-demand", price_usd_per_hour=0.1, memory_gib=16)
+    unknown, large = (small.model_copy(update={"memory_gib": size}) for size in (0, 32))
+    offers = plan(needed, [small, unknown, large]).offers
+    assert [each.memory_gib for each in offers] == [0, 32] if gib > 16 else [16, 0, 32]
+    if gib > 16:
+        error = refusal(needed, small)
+        assert "has 16 GiB of memory, and a save copies 18.6 GiB into it" in error.why
+        assert "`checkpoint: {writers: all}`" in error.next_step
 
 
 def test_requirements_are_what_the_run_file_says_of_machines():

@@ -41,6 +41,7 @@ class NodeRole(Role):
         default=(), description="further ones, of the user's, that runs may read from and keep checkpoints in"
     )
     repository: str = Field(default="", description="name of the repository that nodes pull from")
+    ssm: bool = Field(default=False, description="lets machines be reached through Session Manager")
     bounded: bool = fixed(True, "a policy bounds what the role of any run may do")
     in_profile: bool = fixed(True, "an instance profile holds it")
 
@@ -86,7 +87,7 @@ class NodeRoleManager(RoleManager[NodeRole]):
         """With its documents."""
         if wanted.existing is not None:
             return wanted
-        document = policies.node(self.site.region, self.site.account.id(), wanted.repository)
+        document = policies.node(self.site.region, self.site.account.id(), wanted.repository, ssm=wanted.ssm)
         found = {"trust": policies.canonical(policies.node_trust()), "policy": policies.canonical(document)}
         ours = names.bucket(self.site.account.id(), "")  # the boundary has all of these
         named = {each for each in (wanted.bucket, *wanted.buckets) if each and not each.startswith(ours)}

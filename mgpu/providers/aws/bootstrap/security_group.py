@@ -1,4 +1,4 @@
-"""The security group of base: SSH from addresses that were named, everything between nodes, everything out."""
+"""The security group of base: SSH from addresses that were named, if any; everything between nodes, everything out."""
 
 from __future__ import annotations
 
@@ -48,6 +48,9 @@ class SecurityGroup(Resource):
     vpc_id: str = Field(default="", description="network (default: the default VPC)")
     ssh: tuple[str, ...] = Field(default=(), description="addresses that may log in, CIDR")
     allow_world: bool = Field(default=False, description="lets `ssh` be the whole world, which is refused otherwise")
+    allow_nobody: bool = Field(
+        default=False, description="lets `ssh` be empty: machines are reached through Session Manager"
+    )
     within: bool = fixed(True, "all traffic between members, allowed at both ends")
     out: bool = fixed(True, "all traffic out")
     others: tuple[str, ...] = fixed((), "other rules that let traffic in, which mgpu did not make")
@@ -97,8 +100,9 @@ class SecurityGroupManager:
         if wanted.existing is not None:
             return wanted
         networks = tuple(sorted({cidr(each) for each in wanted.ssh}))
-        if not networks:
-            raise InputError("nobody could log in: `ssh` is empty", "", "Name at least one address: 203.0.113.7/32.")
+        if not networks and not wanted.allow_nobody:
+            step = "Name at least one address: 203.0.113.7/32. Where Session Manager leads to machines: `allow_nobody`."
+            raise InputError("nobody could log in: `ssh` is empty", "", step)
         wide = [each for each in networks if is_world(each)]
         if wide and not wanted.allow_world:
             why = "Port 22 of every machine would be open to everybody."

@@ -1,11 +1,12 @@
-"""What the operator may do: the two least policies under which mgpu works, as documents to paste.
+"""What the operator may do: the least policies under which mgpu works, as documents to paste.
 
     machines    rents, watches and ends machines, keeps checkpoints and images, reads prices and quotas
+    sessions    beyond that, reaches them through Session Manager (`aws: {address: ssm}`)
     base        makes what machines stand on, once for each account and region (`mgpu bootstrap aws`)
 
-They are two because the second writes policies into roles: who may do that may do everything these roles could ever do,
-which is everything, unless a boundary that somebody else keeps is demanded of each role. The first writes into roles of
-runs alone, which have such a boundary: `mgpu-run`, made by the second.
+One managed policy has no room for the first two. The last stands apart because it writes policies into roles: who may
+do that may do everything these roles could ever do, which is everything, unless a boundary that somebody else keeps is
+demanded of each role. The first writes into roles of runs alone, which have such a boundary: `mgpu-run`, of the last.
 What ends, deletes or changes something asks for a tag or a name of ours. What only looks has `*` for its resource,
 because EC2's Describe calls, prices and quotas know no narrower one.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 from mgpu.providers.aws import names
 from mgpu.providers.aws.iam.policies import RUNS, VERSION, Document, partition
+from mgpu.providers.aws.instances import session_manager
 
 MOST_CHARACTERS = 6144
 """What a managed policy of a customer may have, white space not counted."""
@@ -37,6 +39,8 @@ CHECKED_WITH = {
     "iam:TagInstanceProfile": "iam:CreateInstanceProfile",
     "iam:TagPolicy": "iam:CreatePolicy",
     "iam:TagRole": "iam:CreateRole",
+    "ssm:ResumeSession": names.START_SESSION,
+    "ssmmessages:OpenDataChannel": names.START_SESSION,
 }
 """Actions that nobody calls by themselves: AWS asks for them when the other one is called, or what it gave is used."""
 
@@ -81,10 +85,10 @@ class Where:
 
 
 def documents(account: str, regions: Iterable[str] = (), boundary: str = "") -> dict[str, Document]:
-    """The policies by name, `machines` and `base`. `regions`: where machines may be; none: anywhere. `boundary`: the
-    ARN of a policy that every role of base has to be bounded by."""
+    """The policies by name, `machines`, `sessions` and `base`. `regions`: where machines may be; none: anywhere.
+    `boundary`: the ARN of a policy that every role of base has to be bounded by."""
     where = Where(account, tuple(regions))
-    made = {"machines": machines(where), "base": base(where, boundary)}
+    made = {"machines": machines(where), "sessions": sessions(where), "base": base(where, boundary)}
     return {name: {"Version": VERSION, "Statement": list(statements)} for name, statements in made.items()}
 
 
@@ -170,6 +174,20 @@ def machines(where: Where) -> Iterator[Document]:
     yield _allow("ListCheckpoints", ["s3:ListBucket"], [where.s3("")])
     yield _allow("ImagesLogin", ["ecr:GetAuthorizationToken"], ["*"])  # it knows no narrower resource
     yield _allow("Images", _IMAGES, [where.arn("ecr", f"repository/{names.REPOSITORY}")])
+
+
+def sessions(where: Where) -> Iterator[Document]:
+    """What it takes to reach machines of ours through Session Manager, by SSH and in no other way. AWS's program goes
+    on with a session that it has lost; whose it is, AWS says by a tag."""
+    yield _allow("SessionLooks", list(names.SESSION_LOOKS), ["*"])
+    ours = {"Null": {f"ssm:resourceTag/{names.OWNER}": "false"}}
+    yield _allow("Sessions", [names.START_SESSION], [where.arn("ec2", "instance/*")], ours)
+    document = where.arn("ssm", f"document/{session_manager.DOCUMENT}", account="*")  # AWS's own, named in either way
+    yield _allow("SessionsOfSsh", [names.START_SESSION], [document])
+    any_session = [where.arn("ssm", "session/*")]  # whoever joins one needs its token
+    yield _allow("SessionChannel", ["ssmmessages:OpenDataChannel"], any_session)
+    own = {"StringLike": {"ssm:resourceTag/aws:ssmmessages:session-id": "${aws:userid}"}}
+    yield _allow("OwnSessions", ["ssm:ResumeSession"], any_session, own)
 
 
 def base(where: Where, boundary: str = "") -> Iterator[Document]:

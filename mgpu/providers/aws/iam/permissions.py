@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ def told(account: Account, arn: str, document: Document) -> Told:
     try:
         return _simulated(account, principal_of(account, arn), document)
     except (InvalidRequest, PermissionDenied) as error:  # the first: what has no policies, as a federated user
-        found = _tried(account)
+        found = _tried(account, operator_policies.actions(document))
         also = {SIMULATE} if isinstance(error, PermissionDenied) else set[str]()
         return Told(found.tried, found.missing | also, error.what)
 
@@ -80,14 +81,17 @@ def _facts(condition: Document) -> Iterator[Document]:
     """Facts of a request by which the condition holds."""
     for kind, keys in condition.items():
         for key, value in keys.items():
-            values = ["example"] if kind == "Null" else [value] if isinstance(value, str) else value[:1]
-            yield {"ContextKeyName": key, "ContextKeyValues": values, "ContextKeyType": "string"}
+            first = "example" if kind == "Null" else value if isinstance(value, str) else value[0]
+            variable = re.fullmatch(r"\$\{(.+)\}", first)
+            for name in (key, *(variable.groups() if variable else ())):
+                example = "example" if variable else first
+                yield {"ContextKeyName": name, "ContextKeyValues": [example], "ContextKeyType": "string"}
 
 
-def _tried(account: Account) -> Told:
-    """What can be tried without making anything: looks, and EC2's dry runs."""
+def _tried(account: Account, needed: set[str]) -> Told:
+    """What of this can be tried without making anything: looks, and EC2's dry runs."""
     region = account.home_region
-    probes = dict(_probes(account, region))
+    probes = {action: probe for action, probe in _probes(account, region) if action in needed}
 
     def denied(action: str) -> bool:
         try:
@@ -114,7 +118,7 @@ def _try(probe: Callable[[], object]) -> None:
 
 def _probes(account: Account, region: str) -> Iterator[tuple[str, Callable[[], object]]]:
     ec2, iam = account.client("ec2", region), account.client("iam", region)
-    for action in operator_policies.LOOKS:
+    for action in (*operator_policies.LOOKS, *names.SESSION_LOOKS):
         service, _, name = action.partition(":")
         if service == "ec2":
             yield action, _dry(ec2, name)
@@ -134,6 +138,7 @@ def _probes(account: Account, region: str) -> Iterator[tuple[str, Callable[[], o
         "ssm:GetParameters",
         lambda: ssm.get_parameters(Names=[machine_image.PARAMETER.format(machine_image.KINDS[0])]),
     )
+    yield "ssm:DescribeInstanceInformation", lambda: ssm.describe_instance_information(MaxResults=5)
     limits = account.client("service-quotas", region)
     yield "servicequotas:ListServiceQuotas", lambda: limits.list_service_quotas(ServiceCode="ec2", MaxResults=1)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mgpu.providers.aws import names
+from mgpu.providers.aws.instances import session_manager
 
 Document = dict[str, Any]
 
@@ -67,8 +68,10 @@ def reaper_trust(account: str) -> Document:
     )
 
 
-def node(region: str, account: str, repository: str) -> Document:
-    """What a node may do by itself: images of the repository, and the role of its run. No bucket opens to it."""
+def node(region: str, account: str, repository: str, *, ssm: bool = False) -> Document:
+    """What a node may do by itself: images of the repository, and the role of its run; with `ssm` what its agent needs
+    for Session Manager, too, of which AWS knows no narrower resource. No bucket opens to it."""
+    agent = {"Sid": "SessionManager", "Effect": "Allow", "Action": sorted(session_manager.AGENT), "Resource": "*"}
     return _document(
         {
             "Sid": "Pull",
@@ -85,6 +88,7 @@ def node(region: str, account: str, repository: str) -> Document:
             "Action": "sts:AssumeRole",
             "Resource": f"arn:{partition(region)}:iam::{account}:role{names.RUN_ROLES}*",
         },
+        *([agent] if ssm else ()),
     )
 
 

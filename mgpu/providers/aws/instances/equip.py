@@ -146,7 +146,7 @@ def _no_addresses(order: Order, why: str) -> QuotaExceeded:
     return QuotaExceeded(
         f"aws {order.region}: quota {_QUOTA} (EC2-VPC Elastic IPs) is reached",
         f"{why}\na machine with several network cards gets no public address by itself",
-        "Raise it, or set `aws: {address: private}` with a `jump_host`, or `network: plain`.",
+        "Raise it, or set `aws: {address: ssm}`, or `address: private` with a `jump_host`, or `network: plain`.",
         scope="region",
     )
 

@@ -17,7 +17,7 @@ from typing import Any
 from mgpu.errors import AuthError, Transient
 from mgpu.providers.aws import names
 from mgpu.providers.aws.failures import calling
-from mgpu.providers.aws.instances import disk_key, listing
+from mgpu.providers.aws.instances import disk_key, listing, session_manager
 from mgpu.providers.aws.instances.listing import Shown, by_id, tagged, tags_of
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
@@ -193,10 +193,19 @@ def _state(account: Account, options: Options, handle: Handle, shown: dict[str, 
         raise Transient(
             f"EC2 does not show {', '.join(unseen)} in {handle.region} yet", "it was made just now", "Ask again."
         )
-    return FleetState(nodes=tuple(_node(options, rank, name, shown) for rank, name in enumerate(handle.ids)))
+    nodes = tuple(_node(options, handle.region, rank, name, shown) for rank, name in enumerate(handle.ids))
+    return FleetState(nodes=nodes if options.address != "ssm" else _registered(account, handle.region, nodes))
 
 
-def _node(options: Options, rank: int, name: str, shown: dict[str, Shown]) -> NodeState:
+def _registered(account: Account, region: str, nodes: tuple[NodeState, ...]) -> tuple[NodeState, ...]:
+    """Those that were not met yet, and cannot be reached yet, show no key that anybody would connect with."""
+    new = {node.id for node in nodes if node.one_use_key}
+    silent = session_manager.unregistered(account, region, new)
+    nothing = {"host_key": "", "one_use_key": "", "reason": session_manager.NOT_REGISTERED}
+    return tuple(node.model_copy(update=nothing) if node.id in silent else node for node in nodes)
+
+
+def _node(options: Options, region: str, rank: int, name: str, shown: dict[str, Shown]) -> NodeState:
     if not name:
         return NodeState(rank=rank, id="", phase=NodePhase.TERMINATED, reason="no machine was made for this rank")
     if name not in shown:
@@ -216,7 +225,7 @@ def _node(options: Options, rank: int, name: str, shown: dict[str, Shown]) -> No
         user=USER,
         host_key=tags.get(names.HOST_KEY, "") if reachable else "",
         one_use_key=tags.get(names.ONE_USE_KEY, "") if reachable else "",
-        via=options.via,
+        via=session_manager.proxy_command(options, region, name) if options.address == "ssm" else options.via,
         python=options.python or PYTHON,
         private_address=private,
         price_usd_per_hour=_number(tags.get(names.PRICE, "")),

@@ -11,6 +11,7 @@ from mgpu.errors import NoCapacity, NoOffer
 from mgpu.plan.model import Offer
 from mgpu.providers.aws import names
 from mgpu.providers.aws.failures import calling
+from mgpu.providers.aws.instances import session_manager
 from mgpu.providers.aws.instances.listing import is_absent, tags_of
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
@@ -41,6 +42,7 @@ def find(account: Account, options: Options, offer: Offer, nodes: int) -> Place:
 
     Raises:
         NoOffer: something is missing in the zone or the region (`scope` says which).
+        InputError: this machine has nothing that carries `address: ssm`.
         NoCapacity: the subnets have too few addresses left.
         ProviderError: AWS refused, or did not answer.
     """
@@ -50,6 +52,9 @@ def find(account: Account, options: Options, offer: Offer, nodes: int) -> Place:
     subnet = _subnet(account, options, offer, nodes)
     group = group_of(account, options, region, subnet["VpcId"])
     profile = require_roles(account, options, region)
+    if options.address == "ssm":
+        session_manager.require_program()
+        session_manager.require_rights(account, region, profile)
     return Place(region, subnet["AvailabilityZone"], subnet["SubnetId"], group, profile)
 
 
@@ -93,6 +98,10 @@ def _subnet(account: Account, options: Options, offer: Offer, nodes: int) -> dic
     in_zone = [each for each in here if offer.zone in (None, each["AvailabilityZone"], each.get("AvailabilityZoneId"))]
     if not in_zone:
         raise _no_subnet(options, offer, here)
+    if options.address == "ssm":
+        in_zone = [each for each in in_zone if session_manager.leads_out(account, offer.region, each)]
+        if not in_zone:
+            raise session_manager.no_way_out(offer.region, offer.zone or "this region")
     best = max(in_zone, key=lambda each: each["AvailableIpAddressCount"])
     if best["AvailableIpAddressCount"] < nodes:
         left = f"{best['SubnetId']} has {best['AvailableIpAddressCount']} free addresses"

@@ -15,16 +15,17 @@ from mgpu.providers.aws.iam import operator_policies
 ACCOUNT = "123456789012"
 REGIONS = [(), ("us-east-1",), ("us-east-1", "us-west-2", "eu-west-1", "ap-northeast-1")]
 LOOKS = re.compile(
-    r"ec2:Describe\w+|ec2:GetEbsDefaultKmsKeyId|pricing:GetProducts|servicequotas:ListServiceQuotas|ecr:GetAuthorizationToken"
+    r"(ec2|ssm):Describe\w+|ec2:GetEbsDefaultKmsKeyId|pricing:GetProducts|servicequotas:ListServiceQuotas|"
+    r"ecr:GetAuthorizationToken"
 )
 # what ends or changes a thing that is there; a name or a tag of ours has to say that it is ours
 ON_THINGS = re.compile(
-    r"\w+:(Delete|Terminate|Release|Disassociate|Associate|Authorize|Revoke|Detach|Remove|Update|Put)"
+    r"\w+:(Delete|Terminate|Release|Disassociate|Associate|Authorize|Revoke|Detach|Remove|Update|Put|StartSession)"
 )
-BY_NAME = re.compile(r"mgpu|repository/mgpu/")
+BY_NAME = re.compile(r"mgpu|repository/mgpu/|document/AWS-StartSSHSession$")  # the last is AWS's own
 
 documents = pytest.mark.parametrize(
-    ("name", "regions"), [(name, regions) for name in ("machines", "base") for regions in REGIONS]
+    ("name", "regions"), [(name, regions) for name in ("machines", "sessions", "base") for regions in REGIONS]
 )
 
 
@@ -33,7 +34,8 @@ def statements(name, regions=()):
 
 
 def by_tag(statement):
-    return any(key.startswith("aws:ResourceTag/mgpu:") for key in statement.get("Condition", {}).get("Null", {}))
+    tags = re.compile("(aws:Resource|ssm:resource)Tag/mgpu:")
+    return any(tags.match(key) for key in statement.get("Condition", {}).get("Null", {}))
 
 
 def too_wide(statement):
@@ -80,8 +82,14 @@ def test_statements_have_names_of_their_own_and_every_resource_is_of_the_account
     found = statements(name, regions)
     assert len({each["Sid"] for each in found}) == len(found)
     assert all(each["Sid"].isalnum() for each in found)
-    owners = {resource.split(":")[4] for each in found for resource in each["Resource"] if resource != "*"}
+    named = {resource for each in found for resource in each["Resource"]} - {"*"}
+    owners = {resource.split(":")[4] for resource in named if not resource.endswith("document/AWS-StartSSHSession")}
     assert owners <= {ACCOUNT, ""}
+
+
+def test_a_session_that_was_lost_is_gone_on_with_by_who_began_it():
+    (own,) = [each for each in statements("sessions") if each["Action"] == ["ssm:ResumeSession"]]
+    assert own["Condition"] == {"StringLike": {"ssm:resourceTag/aws:ssmmessages:session-id": "${aws:userid}"}}
 
 
 def test_roles_are_passed_to_nobody_but_who_needs_them():
@@ -158,6 +166,8 @@ def run(*arguments):
 def test_the_command_prints_one_document_and_asks_nobody(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert json.loads(run("--account", ACCOUNT).stdout) == operator_policies.documents(ACCOUNT)["machines"]
+    assert json.loads(run("--account", ACCOUNT, "--ssm").stdout) == operator_policies.documents(ACCOUNT)["sessions"]
+    assert run("--account", ACCOUNT, "--ssm", "--bootstrap").exit_code != 0
     asked = ("--account", ACCOUNT, "--region", "eu-west-1", "--bootstrap")
     assert json.loads(run(*asked).stdout) == operator_policies.documents(ACCOUNT, ["eu-west-1"])["base"]
 

@@ -58,7 +58,8 @@ def test_a_faster_disk_costs_what_its_speed_does(disk: dict[str, Any], usd_a_mon
 
 def test_public_addresses_are_billed_where_nodes_have_them():
     assert math.isclose(the(costs(), "IPv4").usd, 4 * PRICES.address_hour)
-    assert not [each for each in costs(address="private") if "IPv4" in each.what]
+    for address in ("private", "ssm"):
+        assert not [each for each in costs(address=address) if "IPv4" in each.what]
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,9 @@ def emitted():
     for name, function in inspect.getmembers(policies, inspect.isfunction):
         wanted = inspect.signature(function).parameters
         makes = inspect.signature(function).return_annotation == "Document" and not name.startswith("_")
-        if makes and wanted.keys() <= SAMPLES.keys():
-            found[name] = function(**{key: SAMPLES[key] for key in wanted})
+        given = {key: SAMPLES[key] for key in wanted if key in SAMPLES}
+        if makes and all(key in given or each.default is not each.empty for key, each in wanted.items()):
+            found[name] = function(**given)
     return found
 
 
@@ -109,6 +110,13 @@ def test_a_node_by_itself_pulls_its_image_and_opens_no_bucket():
     assert {action.partition(":")[0] for action in actions("node")} == {"ecr", "sts"}
     (takes_on,) = [each for each in emitted()["node"]["Statement"] if each["Action"] == "sts:AssumeRole"]
     assert takes_on["Resource"] == f"arn:aws:iam::{ACCOUNT}:role/mgpu/run/*"
+
+
+def test_a_nodes_agent_may_register_and_carry_sessions_where_that_is_asked_for_and_nothing_more():
+    plain, more = (policies.node(REGION, ACCOUNT, "r", ssm=ssm)["Statement"] for ssm in (False, True))
+    (agent,) = [each for each in more if each not in plain]
+    verbs = {"CreateControlChannel", "CreateDataChannel", "OpenControlChannel", "OpenDataChannel"}
+    assert set(agent["Action"]) == {"ssm:UpdateInstanceInformation", *(f"ssmmessages:{verb}" for verb in verbs)}
 
 
 def test_a_runs_role_is_taken_on_by_nodes_that_know_its_secret_alone():
@@ -257,6 +265,7 @@ def test_no_group_is_open_to_the_world_unless_forced(world):
 def test_a_group_that_nobody_could_log_in_through_is_refused():
     with pytest.raises(InputError, match="nobody"):
         completed()
+    assert completed(allow_nobody=True).ssh == ()
 
 
 @pytest.mark.parametrize("text", ["", "here", "1.2.3", "1.2.3.4/33", "1.2.3.4;id", "$(id)"])

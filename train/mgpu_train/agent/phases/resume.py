@@ -7,10 +7,15 @@ from pathlib import Path
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import AttemptFailed
 from mgpu_train.agent.status.status import Fault
+from mgpu_train.checkpoint.formats import rows
+from mgpu_train.checkpoint.formats.shards import read_metadata
 from mgpu_train.checkpoint.log.commit_log import CommitLog
-from mgpu_train.checkpoint.transfer.fetch import fetch
-from mgpu_train.config import Resume
+from mgpu_train.checkpoint.log.manifest import Manifest
+from mgpu_train.checkpoint.transfer.fetch import Choose, fetch
+from mgpu_train.config import Job, Resume
+from mgpu_train.launchers import PYTHON, TORCHRUN
 from mgpu_train.store import StoreError, open_store
+from mgpu_train.strategies.entry import FSDP, OURS
 from mgpu_train.words import count
 
 
@@ -27,13 +32,39 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
         cap = target.max_bytes_per_s
         store = open_store(target.to, attempt.secrets.store, timeouts=attempt.times, max_bytes_per_s=cap)
         manifest = CommitLog(store, attempt.job.run_id).manifest_at(wanted.seq, wanted.checkpoint_id)
-        # the folder that is linked to is deleted before the program starts
-        here = [attempt.checkpoints / f"step-{manifest.step}"]
-        report = fetch(store, attempt.job.run_id, manifest, Path(attempt.layout.resume), local=here, link=True)
+        report = fetch(
+            store,
+            attempt.job.run_id,
+            manifest,
+            Path(attempt.layout.resume),
+            local=[attempt.checkpoints / f"step-{manifest.step}"],  # which is deleted before the program starts
+            link=True,
+            choose=choice(attempt.job, manifest),
+        )
     except (StoreError, OSError) as error:
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"resume: {error}") from error
+    left = len(manifest.files) - report.files
     attempt.say(
         f"resume: {manifest.checkpoint_id}, {count(report.files, 'file')}, {report.bytes >> 20} MiB, "
         f"{report.reused} of them from this disk"
+        + (f"; {count(left, 'other')} no rank of this node reads" if left else "")
     )
     return manifest.step
+
+
+def choice(job: Job, manifest: Manifest) -> Choose | None:
+    """Which shards the ranks of this node read; None: all, where that is not known before they run."""
+    ours = OURS.get(job.train.strategy) if job.train else None
+    if ours is not FSDP or job.launcher not in (TORCHRUN, PYTHON) or job.nodes == 1:
+        return None
+    ranks = rows.Ranks(job.node_rank * job.processes_per_node, job.processes_per_node, job.world_size)
+    there = {file.path for file in manifest.files}
+
+    def choose(folder: Path) -> set[str] | None:
+        try:
+            wanted = rows.files(read_metadata(folder), ranks)
+        except StoreError:  # the program is told of what is not understood here, by its own means
+            return None
+        return wanted if wanted <= there else None
+
+    return choose

@@ -303,13 +303,15 @@ class Uploads:
             self._pause(self._times.poll_s)
 
     def _look_for_room(self, name: str, path: Path) -> None:
-        """The next one is written beside this one: a disk that has no room for it is told before it is full."""
+        """The next one is written beside this one: a disk that has no room for it is told, once, before it is full."""
+        if self._told_room:
+            return
         try:
             size = sum(each.lstat().st_size for each in path.rglob("*") if each.is_file())
             free = shutil.disk_usage(self._folder).free
         except OSError:  # whatever it is, the upload is done
             return
-        if size > free and not self._told_room:
+        if size > free:
             self._told_room = True
             self._trouble(
                 f"{name} has {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of the disk are free: the next save "

@@ -23,18 +23,18 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from mgpu_train.checkpoint.distributed.plain import PlainLoadPlanner, PlainReader
-from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, local
+from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, free_bytes, gathered, local
 from mgpu_train.checkpoint.distributed.writer_process import Outside, OutsideWriter, ShardWriter
 from mgpu_train.checkpoint.local import discard, publish
 from mgpu_train.config import Writers
 from mgpu_train.errors import TrainError
-from mgpu_train.parallel import Place
+from mgpu_train.parallel import Place, machine
 
 _DERIVED = ("config", "config_sha256", "mesh")  # what follows from other keys of `meta`
 
@@ -83,19 +83,37 @@ class Checkpointer:
     def _writes(self) -> bool:
         return self.writers == "all" or self.place.rank == 0
 
+    def require_memory(self, moments: int) -> None:
+        """The copy of a save has room beside what is there; `moments`: what the optimizer keeps of each parameter.
+
+        All ranks call it together. Raises TrainError, on all of them, where one's machine has too little memory.
+        """
+        state = (1 + moments) * sum(each.numel() * each.element_size() for each in self.model.parameters())
+        part = state / self.place.world_size if self.writers == "all" else state * self._writes
+        needs = self.place.gather((machine(), part))
+        needed, free = sum(need for name, need in needs if name == machine()), free_bytes()
+        with _together(self.place):
+            if needed > free:
+                raise TrainError(
+                    f"a save takes {needed / 2**30:.1f} GiB of this machine's memory, of which {free / 2**30:.1f} GiB "
+                    f"are free (`checkpoint.writers: {self.writers}`). Take machines with more memory, more of them "
+                    "with `writers: all`, which share it, or a smaller model."
+                )
+
     def capture(self, progress: Progress, meta: dict[str, Any] | None = None) -> Capture:
         """The state as it is now. All ranks call it together.
 
         Until `snapshot.filled` is set nobody may change a parameter or the optimizer's state.
         """
-        sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
-        state: dict[str, Any] = {}
-        if self._writes or sharded:  # a part of each rank is needed, whoever writes it
-            state = self._state(whole=self.writers == "rank0" and sharded)
-        if self.writers == "all":
-            state = _share(state, self.place)
         held = [*self.model.parameters(), *(each for kept in self.optimizer.state.values() for each in kept.values())]
         unchanged = {local(each).untyped_storage().data_ptr() for each in held if isinstance(each, torch.Tensor)}
+        if self.writers == "all":
+            state = _share(self._state(), self.place)
+        elif any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            # what a step changes is copied now: the memory holds what is gathered, and is not laid out anew
+            state, unchanged = gathered(self._state(), self._staging if self._writes else None), set[int]()
+        else:
+            state = self._state() if self._writes else {}
         return Capture(progress, meta or {}, Snapshot(state, unchanged, self._staging), self._random())
 
     def write(self, capture: Capture, folder: Path) -> None:
@@ -131,14 +149,14 @@ class Checkpointer:
         self.write(self.capture(progress, meta), folder)
 
     def load(self, folder: Path) -> Progress:
-        """Continue from a verified checkpoint that holds the files of all nodes. All ranks call it together.
+        """Continue from a verified checkpoint; the folder has what this rank reads of it. All ranks call it together.
 
         Raises TrainError when it cannot be read or is of another model.
         """
         reader = PlainReader(folder)
         try:
             saved = reader.read_metadata()
-            state = {**self._state(whole=False), "progress": asdict(Progress())}
+            state = {**self._state(), "progress": asdict(Progress())}
             _require_same_model(saved, state["model"])
             # a rank that the saving run did not have keeps the random state that its seed gave it
             known, random = saved.state_dict_metadata, self._random()
@@ -158,10 +176,9 @@ class Checkpointer:
             self._outside.close()
         self._staging.close()
 
-    def _state(self, *, whole: bool) -> dict[str, Any]:
-        """Model and optimizer; with `whole`, gathered to rank 0."""
-        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
+    def _state(self) -> dict[str, Any]:
+        """Model and optimizer, as this rank holds them."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def _random(self) -> dict[str, torch.Tensor]:
@@ -306,7 +323,8 @@ def _cause(error: BaseException, rank: int) -> str:
     """The first failure of any rank, one line: DCP wraps each in its own."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = min(error.failures.items())
-    return f"rank {rank}: {type(error).__name__}: {_first_line(error)}"
+    kind = "" if isinstance(error, TrainError) else f"{type(error).__name__}: "
+    return f"rank {rank}: {kind}{_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,7 +15,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from mgpu_train.errors import TrainError
 
@@ -58,6 +59,18 @@ class PlainReader(FileSystemReader):
         found.storage_meta = found.storage_meta or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """DCP's own contract. Raises TrainError: a file is not there."""
+        folder = Path(self.path)
+        for item in plan.items:
+            file = self.storage_data[item.storage_index].relative_path
+            if not (folder / file).exists():
+                raise TrainError(
+                    f"`{item.storage_index.fqn}` is in {file}, which is not there. A node is given what its ranks read "
+                    "by its job.json: keep to its strategy and processes, or `mgpu checkpoints pull` all files."
+                )
+        return super().read_data(plan, planner)
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):

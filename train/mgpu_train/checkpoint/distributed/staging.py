@@ -12,9 +12,10 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Staging:
     def lay_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A place for each tensor; new memory only when they are other ones than the last time."""
         slots = list(_slots(tensors))
-        if slots != self._slots or not self.size:  # of nothing, too: the other process maps what there is
+        if slots != self._slots or not self.size:
             self._take(slots)
         return self._places
 
@@ -130,20 +131,22 @@ class Snapshot:
         self._copies: dict[int, torch.Tensor] = {}
         for leaf in _tensors(state):
             tensor = local(leaf)
+            if staging.slot(tensor):  # it is a copy already: `gathered`
+                continue
             if tensor.untyped_storage().data_ptr() in unchanged:
                 self._late[id(leaf)] = tensor
             else:
                 self._copies[id(leaf)] = tensor.to("cpu", copy=True)
-        on_gpu = any(tensor.is_cuda for tensor in self._late.values())
-        self._after = torch.cuda.current_stream().record_event() if on_gpu else None
+        self._after = _computed(self._late.values())
 
     def fill(self) -> None:
         """Copy the rest. Any thread may do it; training waits for `filled` before it changes anything."""
         try:
             late = list(self._late.values())
-            places = self._staging.lay_out(late)
-            self._staging.copy(late, places, after=self._after)
-            self._copies.update(zip(self._late, places, strict=True))
+            if late or not self._staging.size:  # of nothing, too: the other process maps what there is
+                places = self._staging.lay_out(late)
+                self._staging.copy(late, places, after=self._after)
+                self._copies.update(zip(self._late, places, strict=True))
         finally:
             self._late.clear()
             self.filled.set()
@@ -151,6 +154,38 @@ class Snapshot:
     def copy_of(self, leaf: Any) -> torch.Tensor | None:
         """The copy of a tensor of `state`; None for any other value."""
         return self._copies.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
+
+
+def gathered(state: dict[str, Any], staging: Staging | None) -> dict[str, Any]:
+    """The state with whole tensors in place of sharded ones, in the memory of `staging`; without one, nothing.
+
+    All ranks call it together; one tensor after the other is whole on each of them, for a moment.
+    """
+    sharded = [leaf for leaf in _tensors(state) if isinstance(leaf, DTensor)]
+    places = staging.lay_out(sharded) if staging else []
+    for number, leaf in enumerate(sharded):
+        with torch.no_grad():
+            whole = leaf.full_tensor()
+        if staging:
+            staging.copy([whole], [places[number]], after=_computed([whole]))
+        del whole  # before the next one
+    return _replaced(state, dict(zip(map(id, sharded), places, strict=True))) if staging else {}
+
+
+def free_bytes() -> float:
+    """Of host memory, what processes of this machine, or of this container, can still have; infinite: not known."""
+    free = math.inf
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+    with suppress(OSError, ValueError):  # "max": none
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free
+
+
+def _computed(tensors: Iterable[torch.Tensor]) -> Any:
+    """What a GPU has to be past before these can be copied."""
+    return torch.cuda.current_stream().record_event() if any(tensor.is_cuda for tensor in tensors) else None
 
 
 def _cuda_runtime() -> Any:
@@ -169,6 +204,14 @@ def _slots(tensors: Sequence[torch.Tensor]) -> Iterator[Slot]:
         slot = Slot(-(-end // _ALIGN) * _ALIGN, tensor.dtype, tuple(tensor.shape))
         yield slot
         end = slot.end
+
+
+def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, dict):
+        return {key: _replaced(inner, by) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced(inner, by) for inner in value)
+    return by.get(id(value), value)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -95,14 +95,28 @@ class Outside:
 
 
 class ShardWriter(FileSystemWriter):
-    """DCP's writer, which says why a disk took no more: torch then complains of its unfinished archive instead."""
+    """DCP's writer, but that what every rank reads again is in a file of its own, beside the shards, which few do.
+
+    It says why a disk took no more: torch then complains of its unfinished archive instead.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """DCP's own contract."""
+        shards = [item for item in plan.items if item.type is WriteItemType.SHARD]
+        others = [item for item in plan.items if item.type is not WriteItemType.SHARD]
+        prefix: str = plan.storage_data.prefix
+        parts = [replace(plan, items=shards or others)]
+        if shards and others:
+            parts.append(
+                replace(plan, items=others, storage_data=replace(plan.storage_data, prefix=f"{prefix}common_"))
+            )
+        written: Future[list[WriteResult]] = Future()
         try:
-            return super().write_data(plan, planner)
+            results = [super(ShardWriter, self).write_data(part, planner).wait() for part in parts]
         except RuntimeError as error:
             raise _of_the_system(error) or error from error
+        written.set_result([result for each in results for result in each])
+        return written
 
 
 class OutsideWriter(FileSystemWriter):

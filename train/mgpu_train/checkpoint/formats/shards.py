@@ -49,12 +49,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor: its name in the state, torch's name of its dtype, and chunks that cover each element once."""
+    """A tensor: its name in the state, torch's name of its dtype, and chunks that cover each element once. `sharded`:
+    it was saved in several, empty ones counted."""
 
     name: str
     dtype: str
     shape: Shape
     chunks: tuple[Chunk, ...]
+    sharded: bool
 
     @property
     def elements(self) -> int:
@@ -64,7 +66,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Shards:
-    """A folder that `open_shards` has checked. `tensors` are in the order of the state; `objects` is all the rest."""
+    """What the `.metadata` of a folder says. `tensors` are in the order of the state; `objects` is all the rest."""
 
     folder: Path
     tensors: dict[str, Tensor]
@@ -98,6 +100,13 @@ def open_shards(folder: Path) -> Shards:
         Damaged: it contradicts itself, or the files.
         Unsupported: it is of a kind that needs torch.
     """
+    shards = read_metadata(folder)
+    _check_files(shards)
+    return shards
+
+
+def read_metadata(folder: Path) -> Shards:
+    """Read the `.metadata` alone. Raises what `open_shards` raises of it."""
     data = _bytes(folder / METADATA)
     try:
         content = _state(pickles.loads(data), f"{_DCP}.metadata.Metadata")
@@ -114,7 +123,6 @@ def open_shards(folder: Path) -> Shards:
         raise Damaged(f"{folder / METADATA} cannot be read: {error}") from error
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(f"{folder / METADATA} is not what torch.distributed.checkpoint writes: {error!r:.200}") from error
-    _check_files(folder, pieces.values())
     return shards
 
 
@@ -147,7 +155,8 @@ def _tensor(name: str, entry: Any, pieces: dict[tuple[str, Shape | None], Piece]
     rectangles = dict.fromkeys((_size(each["offsets"]), _size(each["sizes"])) for each in described)
     filled = [rectangle for rectangle in rectangles if math.prod(rectangle[1])]
     _check_cover(name, shape, filled)
-    return Tensor(name, dtype.name, shape, tuple(Chunk(*each, pieces[name, each[0]]) for each in filled))
+    chunks = tuple(Chunk(*each, pieces[name, each[0]]) for each in filled)
+    return Tensor(name, dtype.name, shape, chunks, sharded=len(rectangles) > 1)
 
 
 def _check_cover(name: str, shape: Shape, rectangles: Sequence[tuple[Shape, Shape]]) -> None:
@@ -173,10 +182,11 @@ def _overlap(offset: Shape, size: Shape, other: Shape, other_size: Shape) -> boo
     return all(a < b + t and b < a + s for a, s, b, t in zip(offset, size, other, other_size, strict=True))
 
 
-def _check_files(folder: Path, pieces: Any) -> None:
-    """Every file that is named is there, and long enough."""
-    needed: dict[str, int] = {}
-    for piece in pieces:
+def _check_files(shards: Shards) -> None:
+    """Every file that holds something of them is there, and long enough."""
+    folder, needed = shards.folder, dict[str, int]()
+    chunks = [chunk.piece for tensor in shards.tensors.values() for chunk in tensor.chunks]
+    for piece in (*shards.objects.values(), *chunks):
         needed[piece.file] = max(needed.get(piece.file, 0), piece.start + piece.length)
     for name, least in sorted(needed.items()):
         try:
