@@ -17,6 +17,7 @@ def policy() -> None:
 @click.option("--account", default="", help="Account, 12 digits (default: the one of the credentials).")
 @click.option("--region", "regions", multiple=True, help="Rent in these regions alone; several times for several.")
 @click.option("--bootstrap", is_flag=True, help="What `mgpu bootstrap aws` needs beyond that, for whoever runs it.")
+@click.option("--reservations", is_flag=True, help="What `mgpu reservations buy` needs beyond that.")
 @click.option(
     "--permissions-boundary",
     default="",
@@ -26,7 +27,13 @@ def policy() -> None:
 @click.option("--profile", default="", help="Profile of ~/.aws.")
 @click.option("--endpoint-url", default="", help="Address of all AWS services, for a VPC endpoint or a fake.")
 def aws(
-    account: str, regions: tuple[str, ...], bootstrap: bool, permissions_boundary: str, profile: str, endpoint_url: str
+    account: str,
+    regions: tuple[str, ...],
+    bootstrap: bool,
+    reservations: bool,
+    permissions_boundary: str,
+    profile: str,
+    endpoint_url: str,
 ) -> None:
     """Print the policy of who rents, watches and ends machines, as a JSON document for IAM.
 
@@ -42,8 +49,9 @@ def aws(
     if permissions_boundary and not bootstrap:
         why = "The roles that `mgpu launch` makes are bounded already, by the policy mgpu-run of base."
         raise InputError("--permissions-boundary belongs to --bootstrap", why, "Add `--bootstrap`, or leave it out.")
+    if bootstrap and reservations:
+        raise InputError("--bootstrap and --reservations are two documents", "", "Ask for one after the other.")
     options = Options.of({"account": account, "profile": profile, "endpoint_url": endpoint_url})
     whose = account or Account(options).id()
-    Console().data(
-        operator_policies.documents(whose, regions, permissions_boundary)["base" if bootstrap else "machines"]
-    )
+    which = "base" if bootstrap else "reservations" if reservations else "machines"
+    Console().data(operator_policies.documents(whose, regions, permissions_boundary)[which])
