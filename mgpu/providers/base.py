@@ -176,6 +176,7 @@ class ReservationOffer(Value):
     ends_at: float = Field(description="UNIX seconds")
     machines_end_at: float = Field(description="UNIX seconds: no machine in it lives longer")
     usd: float = Field(description="of all of it")
+    account: str = Field(default="", description="who was offered it; empty: the provider has but one account")
 
     @property
     def hours(self) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from mgpu.errors import InputError, InvalidRequest, NoCapacity, NoOffer
+from mgpu.errors import AuthError, InputError, InvalidRequest, NoCapacity, NoOffer
 from mgpu.plan.model import Reservation
 from mgpu.providers.aws import names
 from mgpu.providers.aws.catalog.machine_types import machine_of
@@ -68,9 +68,11 @@ def buy(account: Account, offer: ReservationOffer, owner: str, token: str) -> Re
 
     Raises:
         AmbiguousCreate: the answer was lost.
+        AuthError: the credentials are of another account than those that it was offered to.
         NoOffer: it is not on sale any more; nothing was bought.
         ProviderError: nothing was bought.
     """
+    _require_whose(account, offer)
     marks = {**account.options.tags, names.OWNER: owner, names.TOKEN: token, names.NAME: "mgpu"}
     tags = [{"ResourceType": "capacity-reservation", "Tags": names.tag_list(marks)}]
     client = Account(account.options, attempts=1).client("ec2", offer.region)  # one that never asks again by itself
@@ -88,10 +90,17 @@ def buy(account: Account, offer: ReservationOffer, owner: str, token: str) -> Re
 def bought(account: Account, offer: ReservationOffer, token: str, at: float) -> Reservation | None:
     """What a purchase of this offer by this token has bought, which was asked for at `at` (UNIX seconds). Tags may be
     shown late: without any, it is the block that this offer would be, made since. Raises ProviderError."""
+    _require_whose(account, offer)
     shown = lookup.listed(account, offer.region)
     ours = [each for each in shown if lookup.bought_by(each) == token]
     ours += [each for each in shown if not lookup.bought_by(each) and _is_it(each, offer, at)]
     return lookup.of(ours[0], offer.region) if ours else None
+
+
+def _require_whose(account: Account, offer: ReservationOffer) -> None:
+    if offer.account not in ("", account.id()):
+        what = f"{offer.id} was offered to AWS account {offer.account}, the credentials are of {account.id()}"
+        raise AuthError(what, "", "Use credentials of that account: AWS_PROFILE, or `--profile` with `find`.")
 
 
 def _sold_hours(hours: float) -> int:
@@ -136,10 +145,10 @@ def _on_sale(
         # one of several segments would be several reservations, and a run is in one
         plain = len(each.get("CapacityBlockOfferingSegments", ())) < 2 and each.get("Tenancy", "default") == "default"
         if plain and each["CurrencyCode"] == _CURRENCY:
-            yield _offer(each, machine, region)
+            yield _offer(each, machine, region, account.id())
 
 
-def _offer(shown: Shown, machine: Machine, region: str) -> ReservationOffer:
+def _offer(shown: Shown, machine: Machine, region: str, account: str) -> ReservationOffer:
     ends_at = shown["EndDate"].timestamp()
     return ReservationOffer(
         id=shown["CapacityBlockOfferingId"],
@@ -154,6 +163,7 @@ def _offer(shown: Shown, machine: Machine, region: str) -> ReservationOffer:
         ends_at=ends_at,
         machines_end_at=lookup.machines_end_at(ends_at),
         usd=float(shown["UpfrontFee"]),
+        account=account,
     )
 
 
