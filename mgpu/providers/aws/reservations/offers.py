@@ -46,9 +46,9 @@ def offers(account: Account, options: Options, needed: Requirements, *, now: Cal
         reserved.instance_type, machine, reserved.region, reserved.zone, "on-demand", usd=usd, at=priced_at
     )
     offer = catalog.offer_of(row, options).model_copy(update={"reservation": reserved})
-    obstacle = _obstacle(found, needed.nodes, at) or offer.obstacle
+    hindrance = obstacle(found, needed.nodes, at) or offer.obstacle
     return Offers(
-        offers=(offer.model_copy(update={"obstacle": obstacle}),),
+        offers=(offer.model_copy(update={"obstacle": hindrance}),),
         source=f"{reserved.id}, asked",
         notes=tuple(_notes(offer, needed, at)),
     )
@@ -68,7 +68,8 @@ def look(account: Account, options: Options, regions: tuple[str, ...]) -> lookup
     return account.once(("reservation", id_, regions), lambda: lookup.find(account, id_, regions))
 
 
-def _obstacle(found: lookup.Found, nodes: int, now: float) -> Obstacle | None:
+def obstacle(found: lookup.Found, nodes: int, now: float) -> Obstacle | None:
+    """Why so many machines cannot be rented in it; None: they can, once it has begun."""
     reserved = found.reservation
     if found.unusable:
         return Obstacle(reason=found.unusable, cure=_ELSE)
