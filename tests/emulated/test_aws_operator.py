@@ -64,15 +64,17 @@ def lived(aws_server: FakeAws, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def part(step: str) -> str:
-    return "base" if step.startswith("base") else "machines"
+    return {"base": "base", "bought": "reservations"}.get(step.split()[0], "machines")
 
 
 # --- what is granted is what is called --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["machines", "base"])
+@pytest.mark.parametrize("name", ["machines", "base", "reservations"])
 def test_everything_that_is_called_is_granted_and_nothing_else(lived, name: str):
     called = {needed(call) for step, calls in lived.items() if part(step) == name for call in calls} - {FREE}
+    if name == "reservations":  # whoever buys has both
+        called -= operator_policies.actions(DOCUMENTS["machines"])
     granted = operator_policies.actions(DOCUMENTS[name])
     assert called - granted == set()
     asked_for = {
@@ -83,7 +85,10 @@ def test_everything_that_is_called_is_granted_and_nothing_else(lived, name: str)
 
 def _also(action: str) -> set[str]:
     """Other calls at which AWS asks for it."""
-    more = {"iam:PassRole": {"iam:AddRoleToInstanceProfile"}, "ec2:CreateTags": {"ec2:CreateSecurityGroup"}}
+    more = {
+        "iam:PassRole": {"iam:AddRoleToInstanceProfile"},
+        "ec2:CreateTags": {"ec2:CreateSecurityGroup", "ec2:PurchaseCapacityBlock"},
+    }
     return more.get(action, set())
 
 

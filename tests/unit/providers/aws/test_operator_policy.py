@@ -24,7 +24,7 @@ ON_THINGS = re.compile(
 BY_NAME = re.compile(r"mgpu|repository/mgpu/")
 
 documents = pytest.mark.parametrize(
-    ("name", "regions"), [(name, regions) for name in ("machines", "base") for regions in REGIONS]
+    ("name", "regions"), [(name, regions) for name in ("machines", "base", "reservations") for regions in REGIONS]
 )
 
 
@@ -160,6 +160,16 @@ def test_the_command_prints_one_document_and_asks_nobody(monkeypatch):
     assert json.loads(run("--account", ACCOUNT).stdout) == operator_policies.documents(ACCOUNT)["machines"]
     asked = ("--account", ACCOUNT, "--region", "eu-west-1", "--bootstrap")
     assert json.loads(run(*asked).stdout) == operator_policies.documents(ACCOUNT, ["eu-west-1"])["base"]
+
+
+def test_who_may_buy_is_another_document_and_machines_alone_buy_nothing():
+    printed = json.loads(run("--account", ACCOUNT, "--reservations").stdout)
+    assert printed == operator_policies.documents(ACCOUNT)["reservations"]
+    assert "ec2:PurchaseCapacityBlock" in operator_policies.actions(printed)
+    assert "ec2:PurchaseCapacityBlock" not in operator_policies.actions(
+        operator_policies.documents(ACCOUNT)["machines"]
+    )
+    assert run("--account", ACCOUNT, "--reservations", "--bootstrap").exit_code != 0
 
 
 @pytest.mark.parametrize("wrong", [("--account", "12"), ("--account", ACCOUNT, "--region", "Frankfurt")])
