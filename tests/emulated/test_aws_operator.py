@@ -208,7 +208,7 @@ def test_who_has_these_policies_gets_through(user: User):
     assert user.aws.alive() == []
 
 
-STEPS = ("base made", "checked", "created", "described", "listed", "destroyed", "base deleted")
+STEPS = ("base made", "checked", "created", "reserved", "described", "listed", "destroyed", "base deleted")
 
 
 def test_who_lacks_one_action_is_told_which(user: User, lived):

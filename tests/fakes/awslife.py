@@ -185,7 +185,7 @@ class Life:
     def bought(self) -> None:
         """The answer is lost, and what was bought is found by its tags."""
         with self.aside():
-            (offer,) = self.provider.find_reservations(ON_SALE).offers
+            offer = self.provider.find_reservations(ON_SALE).offers[0]
             self.aws.lose_answers("PurchaseCapacityBlock")
         with suppress(AmbiguousCreate):
             self.provider.buy_reservation(offer, "me", TOKENS[0])
