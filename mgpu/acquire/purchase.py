@@ -112,7 +112,7 @@ class Purchase:
         raise AmbiguousCreate(f"{lost.what}, and nothing is shown of it", trouble, _CURE)
 
     def _journal(self) -> Journal:
-        return Journal(self.folder / f"{os.getpid()}-{time.time_ns()}.jsonl")
+        return Journal(self.folder / f"{os.getpid()}-{time.time_ns()}.jsonl", self.now)
 
 
 def _begun(folder: Path) -> Iterator[Begun]:

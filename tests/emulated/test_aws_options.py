@@ -116,6 +116,7 @@ def test_a_jump_host_whose_key_is_not_known_is_refused(one: str):
         ("machine_images", "ami-1"),
         ("instance_type", "p5"),
         ("instance_type", "p5.48xlarge,p4d.24xlarge"),
+        ("reservation", "cb-0123"),
         ("disk", "gp3"),
         ("disk", '{"type": "gp2"}'),
         ("disk", '{"size": 3}'),

@@ -11,7 +11,7 @@ import pytest
 from fakes.aws import FakeAws
 
 from mgpu.acquire.purchase import Purchase
-from mgpu.errors import AmbiguousCreate, InputError, NoCapacity, NoOffer, PermissionDenied, Transient
+from mgpu.errors import AmbiguousCreate, AuthError, InputError, NoCapacity, NoOffer, PermissionDenied, Transient
 from mgpu.events import Note
 from mgpu.plan import rank
 from mgpu.plan.model import Plan, Requirements
@@ -296,18 +296,19 @@ def test_a_block_is_bought_once_and_known_by_its_owner(aws: FakeAws, tmp_path: P
     assert Purchase(provider, tmp_path).unfinished(offer.account) == []
 
 
-def test_what_has_expired_is_not_bought_and_what_was_lost_on_the_way_there_neither(aws: FakeAws, tmp_path: Path):
+def test_of_an_answer_that_does_not_say_it_nobody_knows_and_what_has_expired_is_not_bought(aws: FakeAws):
     provider = AwsProvider()
     aws.sell(KIND, 2, ZONE, usd=1920, expires_s=60)
     (offer,) = provider.find_reservations(asked(regions=(REGION,))).offers
-    aws.unavailable("PurchaseCapacityBlock", 1)  # it may have been carried out, for all that anybody knows
+    aws.unavailable("PurchaseCapacityBlock", 1)
     with pytest.raises(AmbiguousCreate):
         provider.buy_reservation(offer, "o-1", "t" * 40)
     assert provider.bought_reservation(offer, "t" * 40, time.time()) is None
-    aws.age(0)
-    aws.ask("calm")
+    aws.age(61)
     with pytest.raises(NoOffer, match="cannot be bought any more"):
-        provider.buy_reservation(offer.model_copy(update={"id": "cb-0"}), "o-1", "t" * 40)
+        provider.buy_reservation(offer, "o-1", "t" * 40)
+    with pytest.raises(AuthError):  # it shows nothing of what this account has bought
+        provider.bought_reservation(offer.model_copy(update={"account": "2" * 12}), "t" * 40, time.time())
     assert bought(aws) == []
 
 

@@ -177,6 +177,9 @@ class _Account:
             life.age(seconds)
         for reservation in self.cloud.reservations.values():
             reservation.age(seconds)
+        for offering in self.cloud.offerings.values():
+            offering["expires_at"] -= seconds
+            offering |= {name: offering[name] - past for name in ("StartDate", "EndDate")}
         for backend in (backend for account in ec2_backends.values() for backend in account.values()):
             for dated in [*backend.volumes.values(), *backend.launch_templates.values()]:
                 dated.create_time -= past
