@@ -11,7 +11,7 @@ from mgpu.errors import ProviderError
 from mgpu.plan.model import Reservation
 from mgpu.words import utc
 
-_SPARE = ("kind", "begins")
+_SPARE = ("kind", "where")
 
 
 @click.command("ls")
