@@ -3,14 +3,18 @@ bought once."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from fakes.aws import FakeAws
 
+from mgpu import paths
 from mgpu.acquire.purchase import Purchase
+from mgpu.cli import cli
 from mgpu.errors import AmbiguousCreate, AuthError, InputError, NoCapacity, NoOffer, PermissionDenied, Transient
 from mgpu.events import Note
 from mgpu.plan import rank
@@ -294,6 +298,20 @@ def test_a_block_is_bought_once_and_known_by_its_owner(aws: FakeAws, tmp_path: P
     assert bool([each for each in told if isinstance(each, Note)]) == lost
     assert [each.id for each in provider.list_reservations((REGION,)).reservations] == [found.id]
     assert Purchase(provider, tmp_path).unfinished(offer.account) == []
+
+
+@pytest.mark.parametrize("new_ids", [False, True])
+def test_the_commands_buy_what_they_have_found_also_where_ids_do_not_last(aws: FakeAws, xdg: Path, new_ids: bool):
+    mgpu = lambda *words: CliRunner().invoke(cli, ["reservations", *words], standalone_mode=False)  # noqa: E731
+    aws.ask("set", name="new_offering_ids", value=new_ids)
+    aws.sell(KIND, 2, ZONE, usd=1920)
+    assert mgpu("find", "--gpu", "A100-40GB", "--nodes", "2", "--hours", "24", "--region", REGION).return_value == 0
+    (id_,) = json.loads((paths.cache_dir() / "reservations.json").read_text())["found"]
+    done = mgpu("buy", id_, "--yes", "--max-usd", "1920")
+    assert done.exception is None
+    (there,) = bought(aws)
+    assert f"aws: {{reservation: {there['CapacityReservationId']}}}" in done.stdout
+    assert there["CapacityReservationId"] in mgpu("ls", "--region", REGION).stdout
 
 
 def test_of_an_answer_that_does_not_say_it_nobody_knows_and_what_has_expired_is_not_bought(aws: FakeAws):

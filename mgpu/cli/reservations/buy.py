@@ -15,6 +15,8 @@ from mgpu.plan.model import Reservation
 from mgpu.providers.base import ReservationOffer
 from mgpu.words import utc
 
+_SLACK_S = 60.0  # around an offer's times, where it is asked for again: providers round them
+
 
 @click.command()
 @click.argument("offer_id", metavar="ID")
@@ -59,7 +61,8 @@ def buy(offer_id: str, max_usd: float | None, yes: bool, as_json: bool) -> None:
 def _fresh(sold_by: Seller, remembered: Found) -> ReservationOffer | None:
     """The offer as it is on sale now: by its id, or the same machines at the same time and price under another one."""
     offer = remembered.offer
-    narrow = {"regions": (offer.region,), "begins_after": offer.begins_at, "ends_before": offer.ends_at}
+    times = {"begins_after": offer.begins_at - _SLACK_S, "ends_before": offer.ends_at + _SLACK_S}
+    narrow = {"regions": (offer.region,), **times}
     found = sold_by.provider.find_reservations(remembered.wanted.model_copy(update=narrow)).offers
     named = [each for each in found if (each.id, each.account) == (offer.id, offer.account)]
     return next(iter([*named, *(each for each in found if each.same(offer))]), None)

@@ -170,6 +170,11 @@ def test_who_may_buy_is_another_document_and_machines_alone_buy_nothing():
     assert run("--account", ACCOUNT, "--reservations", "--bootstrap").exit_code != 0
 
 
+def test_machines_may_be_started_in_a_reservation():
+    (on,) = [each for each in statements("machines") if each["Sid"] == "StartOn"]
+    assert f"arn:aws:ec2:*:{ACCOUNT}:capacity-reservation/*" in on["Resource"]
+
+
 @pytest.mark.parametrize("wrong", [("--account", "12"), ("--account", ACCOUNT, "--region", "Frankfurt")])
 def test_what_is_no_account_or_region_is_refused(wrong):
     result = run(*wrong)
