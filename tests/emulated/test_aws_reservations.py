@@ -158,7 +158,7 @@ def test_machines_are_made_in_it_alone_and_replaced_in_it(aws: FakeAws, block: b
     fleet = Fleet(aws.reserve(KIND, 2, ZONE, block=block, hours=48))
     handle = fleet.made()
     (template,) = [call.parameters["LaunchTemplateData"] for call in aws.calls("CreateLaunchTemplate")]
-    assert "Placement" not in template
+    assert ("Placement" in template, aws.calls("CreatePlacementGroup")) == (False, [])
     told = {node.price_usd_per_hour for node in fleet.provider.describe(handle).nodes}
     assert (told == {0.0}) == ({row.usd_per_hour for row in aws.bill()} == {0.0}) == block
     aws.kill(handle.ids[1])

@@ -209,7 +209,7 @@ def test_what_an_earlier_command_has_bought_is_told_and_nothing_is_bought_again(
     CliRunner().invoke(cli, ["reservations", "buy", "cb-1", "--yes", "--max-usd", "2000"])
     seller.lost = False
     done = mgpu("buy", "cb-1", "--yes", "--max-usd", "2000")
-    assert "was bought by an earlier command" in done.stderr
+    assert (done.exception, "was bought by an earlier command" in done.stderr) == (None, True)
     assert done.stdout.startswith("aws: {reservation: cr-1}")
     assert len(seller.bought) == 1
     monkeypatch.setattr(Seller, "bought_reservation", lambda *_: None)
