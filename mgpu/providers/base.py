@@ -320,7 +320,8 @@ class SellsReservations(Protocol):
         ...
 
     def list_reservations(self, regions: Sequence[str]) -> Reservations:
-        """What this account has reserved in these regions (none: all) and is not over. Raises ProviderError."""
+        """What this account has reserved in these regions (none: all) and is not over. Raises InputError: there is no
+        such region; ProviderError."""
         ...
 
 

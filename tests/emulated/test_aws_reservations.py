@@ -126,6 +126,7 @@ def test_a_reservation_costs_the_on_demand_price_and_says_so(aws: FakeAws):
         ({"instance_type": "m5.large"}, {}, "is of m5.large"),
         ({}, {"regions": ("us-west-2",)}, "in us-west-2"),
         ({}, {"market": "spot"}, "market: "),
+        ({}, {"gpu": ("H100",)}, "did you mean `H100-80GB`"),
     ],
 )
 def test_what_cannot_be_rented_is_refused_before_with_the_reason(
@@ -268,11 +269,16 @@ def test_blocks_are_found_in_all_regions_by_gpu_and_what_is_asked_of_days(aws: F
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [({"hours": 5000}, "at most 4368"), ({"nodes": 65}, "at most 64"), ({"gpu": ("T4",)}, "8 x A100-40GB")],
+    [
+        ({"hours": 5000}, "at most 4368"),
+        ({"nodes": 65}, "at most 64"),
+        ({"gpu": ("T4",)}, "8 x A100-40GB"),
+        ({"regions": ("us-east-9",)}, "there is no region us-east-9"),
+    ],
 )
 def test_what_blocks_are_not_sold_as_is_told(aws: FakeAws, wrong: dict[str, Any], said: str):
     with pytest.raises(InputError) as caught:
-        AwsProvider().find_reservations(asked(regions=(REGION,), **wrong))
+        AwsProvider().find_reservations(asked(**{"regions": (REGION,), **wrong}))
     assert said in str(caught.value)
 
 

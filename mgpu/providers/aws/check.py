@@ -163,16 +163,7 @@ def _regions(account: Account, options: Options, requirements: Requirements | No
     named = requirements.regions if requirements else ()
     if options.reservation:
         return (reserved.look(account, options, named).reservation.region,)
-    asked = named or (account.home_region,)
-    enabled = account.once("regions", account.regions)
-    unknown = [region for region in asked if region not in enabled]
-    if unknown:
-        raise InputError(
-            f"there is no region {', '.join(unknown)}, or it is not enabled for this account",
-            "",
-            f"Enable it in the AWS console, or name others: {', '.join(enabled)}.",
-        )
-    return asked
+    return account.require_regions(named or (account.home_region,))
 
 
 def _of_region(

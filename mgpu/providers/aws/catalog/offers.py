@@ -41,7 +41,7 @@ def offers(
         NoOffer: no price is known in any of these regions.
     """
     known = snapshots.current(options)
-    _require_known(known, needed, options)
+    require_known(known, needed, options)
     require_disk(needed, options)
     rows = list(_rows(known, needed, options))
     regions = needed.regions or tuple(known.regions)
@@ -172,7 +172,8 @@ def require_disk(needed: Requirements, options: Options) -> None:
         raise InputError(f"disk_gib: {wrong}", "EBS has such bounds.", "Change `disk_gib`, or `aws.disk`.")
 
 
-def _require_known(known: Snapshot, needed: Requirements, options: Options) -> None:
+def require_known(known: Snapshot, needed: Requirements, options: Options) -> None:
+    """Raises InputError: a region, a GPU or a type that AWS does not have, with the nearest name."""
     gpus = sorted({machine.gpu for machine in known.machines.values()})
     mistakes = [
         *_mistakes("regions", "region", needed.regions, sorted(known.regions)),

@@ -42,14 +42,14 @@ def find(account: Account, wanted: ReservationRequest) -> ReservationOffers:
     """What AWS offers for this, the earliest first; of each type and region it names few, most often one.
 
     Raises:
-        InputError: longer, or of more machines, than blocks are sold; a GPU that they are not sold of.
+        InputError: longer, or of more machines, than blocks are sold; a GPU that they are not sold of; no such region.
         ProviderError: not one region has answered.
     """
     hours = _sold_hours(wanted.hours)
     if wanted.nodes > _MOST_MACHINES:
         why = f"AWS sells Capacity Blocks of at most {_MOST_MACHINES} machines."
         raise InputError(f"nodes: {wanted.nodes} machines are too many for one", why, "Ask for fewer.")
-    end, regions = time.monotonic() + lookup.DEADLINE_S, wanted.regions or account.regions()
+    end, regions = time.monotonic() + lookup.DEADLINE_S, account.require_regions(wanted.regions)
     answers, failed = ask_all(regions, lambda region: _ask(account, region, wanted, hours), end)
     if not answers:
         raise next(iter(failed.values()))

@@ -53,9 +53,10 @@ def find(account: Account, id_: str, regions: Sequence[str]) -> Found:
 
 
 def every(account: Account, regions: Sequence[str]) -> Reservations:
-    """All that are not over, of these regions (none: all), by the time when they begin. Raises ProviderError: not one
-    region has answered."""
-    answers, failed = ask_all(tuple(regions) or account.regions(), lambda region: listed(account, region), _deadline())
+    """All that are not over, of these regions (none: all), by the time when they begin. Raises InputError: there is no
+    such region; ProviderError: not one of them has answered."""
+    asked = account.require_regions(regions)
+    answers, failed = ask_all(asked, lambda region: listed(account, region), _deadline())
     if not answers:
         raise next(iter(failed.values()))
     found = [of(each, region) for region, some in answers.items() for each in some if each["State"] not in OVER]

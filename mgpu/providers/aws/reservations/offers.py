@@ -32,10 +32,11 @@ def offers(account: Account, options: Options, needed: Requirements, *, now: Cal
     """
     for key, wrong in options.contradicts(needed):
         raise InputError(f"{key}: {wrong}", "", f"Mend `{key}` of the run file.")
+    known = snapshots.current(options)
+    catalog.require_known(known, needed, options)
     catalog.require_disk(needed, options)
     found = look(account, options, needed.regions)
     reserved, at = found.reservation, now()
-    known = snapshots.current(options)
     machine = known.machines.get(reserved.instance_type)
     if machine is None:
         why = "mgpu knows no machine type of this name with GPUs of NVIDIA's and x86-64 processors."
