@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import textwrap
+import time
 
 from mgpu_train.words import count
 
-__all__ = ["amount", "count", "duration", "wrapped"]
+__all__ = ["amount", "count", "duration", "utc", "wrapped"]
 
 _HELD = "\x00"  # a blank at which no line is broken
 
@@ -28,6 +29,11 @@ def duration(seconds: float) -> str:
     if seconds >= 3600:
         return f"{seconds / 3600:.3g} h"
     return f"{seconds / 60:.3g} min" if seconds >= 120 else f"{seconds:.0f} s"
+
+
+def utc(at: float) -> str:
+    """UNIX seconds as `2026-11-03 11:30 UTC`: what a provider sells for a time, the same for everybody."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
 
 
 def wrapped(text: str, width: int) -> list[str]:

@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from mgpu.cli import results
 from mgpu.iac.outputs import StackOutput
-from mgpu.plan.model import Cost, Headroom, Obstacle, Offer, Refusal, Requirements
+from mgpu.plan.model import Cost, Headroom, Obstacle, Offer, Refusal, Requirements, Reservation
+from mgpu.providers.base import ReservationOffer
 from mgpu.run.view import InterruptionView, RunView
 from mgpu.spec import schema
 
@@ -32,6 +33,9 @@ PARTS_OF_RESULTS: dict[type[BaseModel], str] = {
     Obstacle: "An obstacle",
     Cost: "A cost",
     Refusal: "A refusal",
+    Reservation: "A reservation",
+    ReservationOffer: "A reservation on sale",
+    results.OnSale: "On sale",
 }
 
 

@@ -25,6 +25,7 @@ from typing import Unpack
 
 from mgpu.acquire.ending import destroy as destroy
 from mgpu.acquire.pauses import Backoff as Backoff
+from mgpu.acquire.pauses import patiently as patiently
 from mgpu.acquire.search import Search
 from mgpu.acquire.terms import ENDING_S as ENDING_S
 from mgpu.acquire.terms import GANGS as GANGS

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-from mgpu.errors import ProviderError
+from mgpu.errors import ProviderError, RateLimited, Transient
 
 _BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
+_T = TypeVar("_T")
 
 
 def pauses(longest_s: float) -> Iterator[float]:
@@ -29,3 +33,16 @@ class Backoff:
         pause = max(error.retry_after or 0.0, random.uniform(self._longest / 2, self._longest))
         self._longest = min(_BACKOFF_MAX_S, self._longest * 2)
         return pause
+
+
+def patiently(ask: Callable[[], _T], limit_s: float, cancelled: threading.Event) -> _T:
+    """The answer; asked for again while the provider is busy or does not answer, for so long at most. Raises what `ask`
+    raises; `cancelled` ends the patience."""
+    until, trouble = time.monotonic() + limit_s, Backoff()
+    while True:
+        try:
+            return ask()
+        except (RateLimited, Transient) as error:
+            pause = trouble.next(error)
+            if time.monotonic() + pause > until or cancelled.wait(pause):
+                raise

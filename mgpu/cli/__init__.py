@@ -24,6 +24,7 @@ COMMANDS = {
     "policy": "Print the least permissions that mgpu needs at a provider.",
     "spec": "Print the keys of the run file: type, default, meaning.",
     "offers": "List what providers sell, and the age of the prices.",
+    "reservations": "Find, buy or list machines that are reserved for a time.",
     "image": "Build, push or inspect the container image of a run file.",
     "plan": "Show what a run file would rent, and the price. Rents nothing.",
     "launch": "Rent a fleet, run on it, give it back.",

@@ -16,10 +16,10 @@ import click
 from mgpu import paths
 from mgpu.cli import complete
 from mgpu.console import Console
-from mgpu.errors import InputError, MgpuError, ProviderError
+from mgpu.errors import InputError, MgpuError, NoCapacity, ProviderError
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Interruption, Record, State, load
-from mgpu.words import amount, count, duration
+from mgpu.words import amount, count, duration, utc
 
 if TYPE_CHECKING:
     from mgpu_train.timeouts import Timeouts
@@ -236,9 +236,9 @@ def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = ()) -> None:
     price, dearest = (f"${usd:.2f}" for usd in (plan.best_price_usd_per_hour, plan.price_usd_per_hour))
     instead = "" if price == dearest else f", up to {dearest} if another offer has to be taken"
     console.say(
-        f"{need.nodes} x {best.instance_type} ({best.market}) at {best.provider} {best.zone or best.region}: "
+        f"{need.nodes} x {best.instance_type} ({best.market}) at {best.provider} {best.place}: "
         f"{price} per hour for all nodes{instead}; "
-        f"at most ${plan.max_cost_usd:.2f} until the hard cap of {need.max_hours:g} h"
+        f"at most ${plan.max_cost_usd:.2f} until the hard cap of {plan.hours:.4g} h"
     )
     costs = tuple(costs)
     for line in _beside(costs):
@@ -249,6 +249,16 @@ def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = ()) -> None:
     for note in (*plan.notes, old_prices(plan.offers)):
         if note:
             console.say(note, "yellow")
+
+
+def require_begun(plan: Plan, wait_minutes: float) -> None:
+    """Raises NoCapacity: the reservation begins later than a launch waits for."""
+    reserved = plan.best.reservation
+    left_s = reserved.begins_at - time.time() if reserved else 0
+    if reserved and left_s > wait_minutes * 60:
+        what = f"{reserved.id} begins {utc(reserved.begins_at)}, in {duration(left_s)}"
+        why = f"A launch waits {wait_minutes:g} min (`recovery.wait_minutes`). Nothing was rented."
+        raise NoCapacity(what, why, "Launch then, or let it wait longer.")
 
 
 def _beside(costs: tuple[Cost, ...]) -> Iterator[str]:

@@ -38,6 +38,7 @@ def launch(run_file: Path, changes: list[Change], yes: bool, as_json: bool, resu
         image, plan = common.look_at_image(console, spec, run_file, plan, machines)
     finally:  # the price is known all the same
         common.show_plan(console, plan, common.other_costs(spec, plan))
+    common.require_begun(plan, spec.recovery.wait_minutes)
     if image is not None:
         console.say(str(image))
     if before is not None:

@@ -54,6 +54,7 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
             "costs": costs,
             "price_usd_per_hour": decided.price_usd_per_hour,
             "max_cost_usd": decided.max_cost_usd,
+            "hours": decided.hours,
         }
         console.result(Planned.model_validate({**dict(decided), **prices, "image": _words(image)}))
         return common.exit_with(console, problem) if problem else 0

@@ -18,6 +18,7 @@ def policy() -> None:
 @click.option("--region", "regions", multiple=True, help="Rent in these regions alone; several times for several.")
 @click.option("--bootstrap", is_flag=True, help="What `mgpu bootstrap aws` needs beyond that, for whoever runs it.")
 @click.option("--ssm", is_flag=True, help="What `aws: {address: ssm}` needs, beyond that.")
+@click.option("--reservations", is_flag=True, help="What `mgpu reservations buy` needs beyond that.")
 @click.option(
     "--permissions-boundary",
     default="",
@@ -31,6 +32,7 @@ def aws(
     regions: tuple[str, ...],
     bootstrap: bool,
     ssm: bool,
+    reservations: bool,
     permissions_boundary: str,
     profile: str,
     endpoint_url: str,
@@ -49,10 +51,11 @@ def aws(
     if permissions_boundary and not bootstrap:
         why = "The roles that `mgpu launch` makes are bounded already, by the policy mgpu-run of base."
         raise InputError("--permissions-boundary belongs to --bootstrap", why, "Add `--bootstrap`, or leave it out.")
-    if ssm and bootstrap:
-        why = "Each document fits into one managed policy, both do not."
-        raise InputError("--ssm and --bootstrap exclude each other", why, "Print one after the other.")
+    asked = [name for name, given in (("base", bootstrap), ("sessions", ssm), ("reservations", reservations)) if given]
+    if len(asked) > 1:
+        why = "Each document fits into one managed policy, two do not."
+        raise InputError("--bootstrap, --ssm and --reservations exclude each other", why, "Print one after the other.")
     options = Options.of({"account": account, "profile": profile, "endpoint_url": endpoint_url})
     whose = account or Account(options).id()
     made = operator_policies.documents(whose, regions, permissions_boundary)
-    Console().data(made["base" if bootstrap else "sessions" if ssm else "machines"])
+    Console().data(made[asked[0] if asked else "machines"])

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mgpu.plan.model import Cost, Offer, Refusal, Requirements, Value
+from mgpu.plan.model import Cost, Offer, Refusal, Requirements, Reservation, Value
+from mgpu.providers.base import ReservationOffer
 from mgpu.run.view import RunView
 
 VERSION = 1
@@ -110,6 +111,7 @@ class Planned(Result):
     notes: list[str] = Field(description="what the provider could not tell")
     price_usd_per_hour: float = Field(description="of all nodes, at the dearest offer that may be taken")
     max_cost_usd: float = Field(description="the most that the machines can cost until the hard cap")
+    hours: float = Field(description="until the hard cap: `max_hours`, or the end of a reservation before that")
     costs: list[Cost] = Field(description="what is billed beside the machines of the first offer")
     image: dict[str, Any] | None = Field(description="`name`, `in_registry`, `reference`; null: the run file has none")
 
@@ -118,6 +120,40 @@ class Offers(Result):
     """`mgpu offers`."""
 
     offers: list[Offer]
+
+
+class OnSale(Value):
+    """What can be reserved, with what follows from it."""
+
+    offer: ReservationOffer
+    hours: float = Field(description="from its beginning to its end")
+    usd_per_gpu_hour: float
+
+    @classmethod
+    def of(cls, offer: ReservationOffer) -> OnSale:
+        """An offer of a provider's."""
+        return cls(offer=offer, hours=offer.hours, usd_per_gpu_hour=offer.usd_per_gpu_hour)
+
+
+class FoundReservations(Result):
+    """`mgpu reservations find`."""
+
+    offers: list[OnSale] = Field(description="the earliest first")
+    failed: dict[str, str] = Field(description="regions of which nothing is known, with the reason")
+
+
+class BoughtReservation(Result):
+    """`mgpu reservations buy`."""
+
+    reservation: Reservation
+    run_file: list[str] = Field(description="lines of a run file that rents in it")
+
+
+class ReservationList(Result):
+    """`mgpu reservations ls`."""
+
+    reservations: list[Reservation] = Field(description="that are not over, by their beginning")
+    failed: dict[str, str] = Field(description="regions of which nothing is known, with the reason")
 
 
 class Checks(Result):

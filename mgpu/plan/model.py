@@ -45,6 +45,26 @@ class Obstacle(Value):
     cure: str = Field(description="what to change in the run file, a sentence")
 
 
+class Reservation(Value):
+    """Machines of one kind in one place that an account has reserved with its provider."""
+
+    id: str
+    kind: str = Field(description="as its provider calls it, e.g. Capacity Block")
+    prepaid: bool = Field(description="it was paid for as a whole: its machines cost nothing more by the hour")
+    state: str = Field(description="as its provider calls it; machines can be rented while it is `active`")
+    instance_type: str
+    region: str
+    zone: str
+    group: str = Field(default="", description="the placement group that its machines stand in; empty: none")
+    machines: int
+    free: int = Field(description="machines that can be rented in it now; before it begins, all")
+    begins_at: float = Field(description="UNIX seconds")
+    ends_at: float | None = Field(default=None, description="UNIX seconds; null: when it is cancelled")
+    machines_end_at: float | None = Field(
+        default=None, description="UNIX seconds: no machine in it lives longer; null: they outlive it"
+    )
+
+
 class Offer(Value):
     """What a provider sells: one kind of machine, in one place, on one market. The price is one machine's."""
 
@@ -71,12 +91,18 @@ class Offer(Value):
     quota: str = Field(default="", description="the account's limit that it counts against; empty: one a family")
     headroom: Headroom | None = Field(default=None, description="what is left of `quota`; None: not known")
     obstacle: Obstacle | None = Field(default=None, description="why it cannot be used; null: it can")
+    reservation: Reservation | None = Field(default=None, description="what it is taken from; null: from what is free")
     fetched_at: float = Field(description="UNIX seconds; the price's age")
+
+    @property
+    def place(self) -> str:
+        """Where its machines are: the zone, or the region; and in which reservation."""
+        return f"{self.zone or self.region}" + (f" in {self.reservation.id}" if self.reservation else "")
 
     @property
     def label(self) -> str:
         """One line that names the offer, e.g. `local cpu-1 spot @ here`."""
-        return f"{self.provider} {self.instance_type} {self.market} @ {self.zone or self.region}"
+        return f"{self.provider} {self.instance_type} {self.market} @ {self.place}"
 
 
 class Refusal(Value):
@@ -128,6 +154,15 @@ class Plan(Value):
         return max(offer.price_usd_per_hour for offer in self.offers) * self.requirements.nodes
 
     @property
+    def hours(self) -> float:
+        """Until the hard cap: `max_hours`, or less where the machines of a reservation end before."""
+        reserved = self.best.reservation
+        if reserved is None or reserved.machines_end_at is None:
+            return self.requirements.max_hours
+        left_s = reserved.machines_end_at - max(reserved.begins_at, self.best.fetched_at)
+        return min(self.requirements.max_hours, max(0.0, left_s) / 3600)
+
+    @property
     def max_cost_usd(self) -> float:
         """The most that the machines can cost: the price until the hard cap."""
-        return self.price_usd_per_hour * self.requirements.max_hours
+        return self.price_usd_per_hour * self.hours

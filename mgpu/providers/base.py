@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from pydantic import Field
 
 from mgpu.errors import MgpuError
-from mgpu.plan.model import Cost, Offer, Requirements, Saves, Value
+from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves, Value
 from mgpu.spec.provider import Capabilities
 
 _WHY_CHARACTERS = 200  # of an error, in a table
@@ -162,6 +162,65 @@ class FleetState(Value):
         return tuple(n.rank for n in self.nodes if n.phase in GOING)
 
 
+class ReservationRequest(Value):
+    """What `find_reservations` is asked for: equal machines, together, for a time."""
+
+    gpu: tuple[str, ...] = Field(default=(), description="types, as run files name them; empty: any")
+    gpus_per_node: int = Field(default=0, description="GPUs of a machine; 0: any number")
+    nodes: int = Field(ge=1)
+    hours: float = Field(gt=0, description="at least so long")
+    regions: tuple[str, ...] = Field(default=(), description="empty: all")
+    begins_after: float | None = Field(default=None, description="UNIX seconds; null: as soon as possible")
+    ends_before: float | None = Field(default=None, description="UNIX seconds; null: at any time")
+
+
+class ReservationOffer(Value):
+    """Machines that can be reserved for a time, at a price that is paid at once."""
+
+    id: str = Field(description="by which it is bought")
+    kind: str = Field(description="as its provider calls it, e.g. Capacity Block")
+    instance_type: str
+    gpu: str
+    gpus: int = Field(description="of one machine")
+    machines: int
+    region: str
+    zone: str
+    begins_at: float = Field(description="UNIX seconds")
+    ends_at: float = Field(description="UNIX seconds")
+    machines_end_at: float = Field(description="UNIX seconds: no machine in it lives longer")
+    usd: float = Field(description="of all of it")
+    account: str = Field(default="", description="who was offered it; empty: the provider has but one account")
+
+    @property
+    def hours(self) -> float:
+        """From its beginning to its end."""
+        return (self.ends_at - self.begins_at) / 3600
+
+    @property
+    def usd_per_gpu_hour(self) -> float:
+        """Of each GPU in each of these hours."""
+        return self.usd / (self.machines * self.gpus * self.hours)
+
+    def same(self, other: ReservationOffer) -> bool:
+        """Whether both are the same machines at the same time and price, under whichever id."""
+        return self.model_copy(update={"id": other.id}) == other
+
+
+class ReservationOffers(Value):
+    """What can be reserved."""
+
+    offers: tuple[ReservationOffer, ...]
+    notes: tuple[str, ...] = Field(default=(), description="what is otherwise than it was asked for")
+    failed: dict[str, str] = Field(default={}, description="region -> why nothing is known of it")
+
+
+class Reservations(Value):
+    """What an account has reserved."""
+
+    reservations: tuple[Reservation, ...]
+    failed: dict[str, str] = Field(default={}, description="region -> why nothing is known of it")
+
+
 class MachineDriver(Value):
     """NVIDIA's driver that machines boot with."""
 
@@ -174,8 +233,9 @@ class Provider(ABC):
     """One provider: eight calls, and defaults for what only some can do better. Every call may be made from any thread
     and any process; nothing is remembered between calls.
 
-    What only some providers have are protocols of their own: `Findings`, `RefreshesOffers`, `OtherCosts`, `Rekeys`,
-    `StoreAccess`, `StoreRole`, `DriverFacts`, and `mgpu.image.place.ImageHost`. Callers ask for them by `isinstance`.
+    What only some providers have are protocols of their own: `Findings`, `RefreshesOffers`, `SellsReservations`,
+    `OtherCosts`, `Rekeys`, `StoreAccess`, `StoreRole`, `DriverFacts`, and `mgpu.image.place.ImageHost`. Callers ask for
+    them by `isinstance`.
     """
 
     name: str
@@ -250,6 +310,31 @@ class RefreshesOffers(Protocol):
 
     def refresh_offers(self) -> Refreshed:
         """Asks for what is on sale now, and keeps it for `offers`; partial failures are told, not raised."""
+        ...
+
+
+@runtime_checkable
+class SellsReservations(Protocol):
+    """A provider that reserves machines for a time. Its block of the run file has the key `reservation`: the id of the
+    one that machines are rented in."""
+
+    def find_reservations(self, wanted: ReservationRequest) -> ReservationOffers:
+        """What can be bought now. Raises InputError, ProviderError."""
+        ...
+
+    def buy_reservation(self, offer: ReservationOffer, owner: str, token: str) -> Reservation:
+        """Buys it, once, marked with both words. Raises AmbiguousCreate: nobody knows whether it was bought, and a
+        second call could buy a second one; any other ProviderError: nothing was bought."""
+        ...
+
+    def bought_reservation(self, offer: ReservationOffer, token: str, at: float) -> Reservation | None:
+        """What a purchase by this token, asked for at `at` (UNIX seconds), has bought, as far as the provider shows it
+        now. Raises ProviderError."""
+        ...
+
+    def list_reservations(self, regions: Sequence[str]) -> Reservations:
+        """What this account has reserved in these regions (none: all) and is not over. Raises InputError: there is no
+        such region; ProviderError."""
         ...
 
 

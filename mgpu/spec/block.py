@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from mgpu_train.config import Text
@@ -82,6 +82,10 @@ class ProviderOptions(Block):
         for name, field in cls.model_fields.items():
             if field.is_required() or field.alias is not None:
                 raise TypeError(f"{cls.__name__}.{name}: an option has a default, and no alias")
+
+    def contradicts(self, machines: MachineKeys) -> Iterator[tuple[str, str]]:
+        """Keys about machines that cannot stand beside this block as it is, each with what is wrong."""
+        yield from ()
 
     def flat(self) -> dict[str, str]:
         """The options as stacks and records keep them."""

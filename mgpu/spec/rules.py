@@ -69,6 +69,8 @@ def _provider(spec: RunSpec) -> Iterator[Mistake]:
     for other in installed().names:
         if other != spec.provider and getattr(spec, other) is not None:
             yield Mistake((other,), f"settings of another provider: `provider` is {spec.provider}", (("provider",),))
+    for key, wrong in spec.options.contradicts(spec) if spec.options else ():
+        yield Mistake((key,), wrong, ((spec.provider,),))
 
 
 def _processes(spec: RunSpec) -> Iterator[Mistake]:

@@ -64,19 +64,21 @@ def lived(aws_server: FakeAws, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def part(step: str) -> str:
-    return "base" if step.startswith("base") else "sessions" if step == "reached" else "machines"
+    return {"base": "base", "reached": "sessions", "bought": "reservations"}.get(step.split()[0], "machines")
 
 
 def may(name: str) -> set[str]:
-    """By that policy; who reaches machines through sessions has that of who rents them, too."""
+    """By that policy; who reaches machines through sessions, or buys, has that of who rents them, too."""
     allowed = operator_policies.actions(DOCUMENTS[name])
-    return allowed | operator_policies.actions(DOCUMENTS["machines"]) if name == "sessions" else allowed
+    return (
+        allowed | operator_policies.actions(DOCUMENTS["machines"]) if name in ("sessions", "reservations") else allowed
+    )
 
 
 # --- what is granted is what is called --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["machines", "sessions", "base"])
+@pytest.mark.parametrize("name", ["machines", "sessions", "base", "reservations"])
 def test_everything_that_is_called_is_granted_and_nothing_else(lived, name: str):
     called = {needed(call) for step, calls in lived.items() if part(step) == name for call in calls} - {FREE}
     granted = operator_policies.actions(DOCUMENTS[name])
@@ -89,7 +91,10 @@ def test_everything_that_is_called_is_granted_and_nothing_else(lived, name: str)
 
 def _also(action: str) -> set[str]:
     """Other calls at which AWS asks for it."""
-    more = {"iam:PassRole": {"iam:AddRoleToInstanceProfile"}, "ec2:CreateTags": {"ec2:CreateSecurityGroup"}}
+    more = {
+        "iam:PassRole": {"iam:AddRoleToInstanceProfile"},
+        "ec2:CreateTags": {"ec2:CreateSecurityGroup", "ec2:PurchaseCapacityBlock"},
+    }
     return more.get(action, set())
 
 
@@ -211,7 +216,7 @@ def test_who_has_these_policies_gets_through(user: User):
     assert user.aws.alive() == []
 
 
-STEPS = ("base made", "checked", "created", "described", "reached", "listed", "destroyed", "base deleted")
+STEPS = ("base made", "checked", "created", "reserved", "described", "reached", "listed", "destroyed", "base deleted")
 
 
 def test_who_lacks_one_action_is_told_which(user: User, lived):

@@ -123,6 +123,7 @@ def test_session_manager_goes_through_no_jump_host(block: dict[str, str]):
         ("machine_images", "ami-1"),
         ("instance_type", "p5"),
         ("instance_type", "p5.48xlarge,p4d.24xlarge"),
+        ("reservation", "cb-0123"),
         ("disk", "gp3"),
         ("disk", '{"type": "gp2"}'),
         ("disk", '{"size": 3}'),

@@ -16,7 +16,7 @@ from mgpu_train.store import open_store
 
 from fakes.aws import PROGRAMS, FakeAws
 from fakes.aws.fake import Called
-from mgpu.errors import CleanupFailed, RateLimited, Transient
+from mgpu.errors import AmbiguousCreate, CleanupFailed, RateLimited, Transient
 from mgpu.iac.aws import bootstrap as run_base
 from mgpu.image.registry import auth
 from mgpu.plan.model import Offer, Requirements
@@ -33,7 +33,7 @@ from mgpu.providers.aws.instances import disk_key, machines, network, reaper
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.aws.session import Account
-from mgpu.providers.base import FleetRequest, Handle, Intent
+from mgpu.providers.base import FleetRequest, Handle, Intent, ReservationRequest
 
 HERE, ACCOUNT = "us-east-1", "123456789012"
 BUCKET = names.bucket(ACCOUNT, HERE)
@@ -45,6 +45,7 @@ OFFER = Offer(
     provider="aws", instance_type="p4d.24xlarge", market="on-demand", price_usd_per_hour=1, region=HERE,
     zone="us-east-1a", fetched_at=1,
 )  # fmt: skip
+ON_SALE = ReservationRequest(nodes=2, hours=24, regions=(HERE,))
 _PATIENCE_S = 20.0
 
 
@@ -88,6 +89,8 @@ class Life:
             "findings": self.looked_at,
             "refreshed": lambda: refresh(self.account),
             "created": self.created,
+            "reserved": self.reserved,
+            "bought": self.bought,
             "described": self.described,
             "reached": self.reached,
             "capped again": self.capped_again,
@@ -171,6 +174,25 @@ class Life:
     def created(self) -> None:
         self.aws.pace(pending_s=0, ending_s=0)
         self.handle = insist(lambda: self.provider.create(self.request(), OFFER, self.token))
+
+    def reserved(self) -> None:
+        """What is on sale, what there is, and a plan in it."""
+        with self.aside():
+            self.aws.sell(OFFER.instance_type, 2, "us-east-1a", usd=1920)
+            held = self.aws.reserve(OFFER.instance_type, 2, "us-east-1a", block=True, hours=24)
+        assert self.provider.find_reservations(ON_SALE).offers
+        assert self.provider.list_reservations((HERE,)).reservations
+        wanted = self.request().requirements.model_copy(update={"provider_options": {"reservation": held}})
+        assert self.provider.offers(wanted).offers[0].obstacle is None
+
+    def bought(self) -> None:
+        """The answer is lost, and what was bought is found by its tags."""
+        with self.aside():
+            offer = self.provider.find_reservations(ON_SALE).offers[0]
+            self.aws.lose_answers("PurchaseCapacityBlock")
+        with suppress(AmbiguousCreate):
+            self.provider.buy_reservation(offer, "me", TOKENS[0])
+        assert self.provider.bought_reservation(offer, TOKENS[0], time.time())
 
     def described(self) -> None:
         assert self.handle

@@ -13,7 +13,7 @@ from pulumi.runtime.proto import provider_pb2, status_pb2
 
 from mgpu import acquire
 from mgpu.acquire import search
-from mgpu.errors import HostKeyMismatch, NoCapacity, TeardownIncomplete, Transient
+from mgpu.errors import HostKeyMismatch, NoCapacity, RateLimited, TeardownIncomplete, Transient
 from mgpu.events import Event
 from mgpu.iac import failures, plugin, tokens
 from mgpu.iac.protocol.handler import Call, Settings
@@ -264,6 +264,25 @@ def test_a_state_of_an_earlier_version_can_be_read(wire, here, made):
     old["machines"] = [{k: v for k, v in m.items() if k not in ("python", "via")} for m in outputs["machines"]]
     old["handle"] = {key: value for key, value in outputs["handle"].items() if key != "made_at"}
     assert from_struct(wire.read(here, resource_id, old, inputs).properties) == outputs
+
+
+def test_a_provider_that_does_not_say_what_it_sells_is_asked_again_and_a_repair_does_not_end_with_it(
+    wire, here, made, fake, monkeypatch
+):
+    answers = [Transient("no good answer"), RateLimited("too many calls")]
+    on_sale = fake.offers
+
+    def offers(requirements: Requirements) -> Offers:
+        if answers:
+            raise answers.pop()
+        return on_sale(requirements)
+
+    monkeypatch.setattr("mgpu.acquire.pauses._BACKOFF_S", 0.001)
+    monkeypatch.setattr(fake, "offers", offers)
+    lost = ids(made[2])[1]
+    fake.phases[lost] = NodePhase.TERMINATED
+    outputs = wire.update(here, made[0], made[2], made[1])
+    assert (len(outputs["machines"]), lost in ids(outputs), answers) == (2, False, [])
 
 
 def test_of_thousands_of_offers_the_best_are_on_record(wire, here, fake):

@@ -33,7 +33,7 @@ from mgpu.iac.types.fleet_model import FleetInputs, FleetOutputs, bought
 from mgpu.iac.types.sweep import sweep
 from mgpu.journal import Journal
 from mgpu.plan import rank
-from mgpu.plan.model import Plan
+from mgpu.plan.model import Offer, Plan, Requirements
 from mgpu.providers import registry
 from mgpu.providers.base import Handle, NodePhase, Provider, Rekeys
 
@@ -72,7 +72,8 @@ class FleetHandler:
             return "", _preview(call, inputs)
         wanted = FleetInputs.model_validate(inputs)
         provider = wanted.rented_from()
-        plan, cap_s = _plan(provider, wanted), self._cap_s(wanted)
+        plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
+        cap_s = self._cap_s(wanted)
         terms = self._terms(call, provider, wanted, self._hard_cap_at)
 
         def rent(generation: int, journal: Journal) -> Acquired:
@@ -147,7 +148,8 @@ class FleetHandler:
             return fleet
         left_s = _time_left(fleet.name, fleet.hard_cap_at)
         fleet = fleet.seen(handle, provider.describe(handle))
-        plan = _plan_like(provider, fleet, wanted, len(missing))
+        needed = _needed_beside(fleet, wanted, len(missing))
+        plan = _plan_like(fleet, needed, self._on_sale(call, provider, needed))
         terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
 
         def rent(generation: int, journal: Journal) -> Acquired:
@@ -156,6 +158,10 @@ class FleetHandler:
 
         made = self._search(call, provider, wanted, rent, fleet)
         return fleet.seen(made.handle, made.state)
+
+    def _on_sale(self, call: Call, provider: Provider, needed: Requirements) -> tuple[Offer, ...]:
+        """What the provider sells; where it has to be asked, one that does not answer ends no repair."""
+        return acquire.patiently(lambda: provider.offers(needed).offers, self._timeouts.provision_s, call.cancelled)
 
     def _cap_s(self, wanted: FleetInputs) -> float:
         """Seconds that a new fleet lives; one after a run's earlier one shares that one's hard cap."""
@@ -208,20 +214,22 @@ def _time_left(name: str, hard_cap_at: float) -> float:
     )
 
 
-def _plan(provider: Provider, wanted: FleetInputs) -> Plan:
-    requirements = wanted.requirements()
-    plan = rank.plan(requirements, provider.offers(requirements).offers)
+def _plan(provider: Provider, wanted: FleetInputs, offers: tuple[Offer, ...]) -> Plan:
+    plan = rank.plan(wanted.requirements(), offers)
     return fit.fitting(wanted.image_labels, plan, Machines.on_offer(provider, plan))
 
 
-def _plan_like(provider: Provider, fleet: FleetOutputs, wanted: FleetInputs, count: int) -> Plan:
-    """Machines of the fleet's own type, in the zone of those that live, under what the price cap leaves beside them.
+def _needed_beside(fleet: FleetOutputs, wanted: FleetInputs, count: int) -> Requirements:
+    """So many machines more, under what the price cap leaves beside those that live."""
+    cap = wanted.max_price_usd_per_hour - fleet.price_usd_per_hour
+    return wanted.requirements().model_copy(update={"nodes": count, "max_price_usd_per_hour": cap})
+
+
+def _plan_like(fleet: FleetOutputs, needed: Requirements, offers: tuple[Offer, ...]) -> Plan:
+    """Machines of the fleet's own type, in the zone of those that live.
 
     Between zones traffic costs money and the fastest networks do not reach: the ranks of one fleet never spread.
     """
-    cap = wanted.max_price_usd_per_hour - fleet.price_usd_per_hour
-    needed = wanted.requirements().model_copy(update={"nodes": count, "max_price_usd_per_hour": cap})
-    offers = provider.offers(needed).offers
     same = (fleet.offer.instance_type, fleet.region, fleet.offer.zone)
     here = [o for o in offers if (o.instance_type, o.region, o.zone) == same]
     return rank.plan(needed, here or [fleet.offer])  # what is not on the list any more may still be had
@@ -232,7 +240,8 @@ def _preview(call: Call, inputs: Properties) -> Properties:
     unknown = {key for key, value in inputs.items() if fleet_check.has_unknown(value)}
     if not unknown - {"sshPublicKey", "sshPrivateKeyFile", "imageLabels"}:
         wanted = FleetInputs.model_validate(inputs | fleet_check.stand_ins(unknown))
-        plan = _plan(wanted.rented_from(), wanted)
+        provider = wanted.rented_from()
+        plan = _plan(provider, wanted, provider.offers(wanted.requirements()).offers)
         price = f"${plan.best_price_usd_per_hour:.2f}/h, all nodes; ${plan.price_usd_per_hour:.2f}/h at most"
         call.emit(Note(f"would rent {wanted.nodes} x {plan.best.label}: {price}"))
     return {**inputs, **dict.fromkeys(_BOUGHT, UNKNOWN)}

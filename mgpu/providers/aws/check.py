@@ -24,8 +24,10 @@ from mgpu.providers.aws.failures import calling
 from mgpu.providers.aws.iam import operator_policies, permissions
 from mgpu.providers.aws.instances import disk_key, network, session_manager
 from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.reservations import offers as reserved
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import Finding
+from mgpu.words import utc
 
 _SKEW_S, _WORST_SKEW_S = 60.0, 240.0  # AWS refuses signatures that are five minutes off
 _AT_ONCE = 16
@@ -45,8 +47,10 @@ def findings(
     looks: dict[str, _Look] = {"permissions": lambda: _permissions(account, identity, requirements)}
     if options.address == "ssm":
         looks["permissions ssm"] = lambda: _permissions(account, identity, requirements, "sessions", " --ssm")
+    if options.reservation:
+        looks["reservation"] = lambda: [_reservation(account, options, requirements)]
     try:
-        for region in _regions(account, requirements):
+        for region in _regions(account, options, requirements):
             looks |= _of_region(account, options, requirements, region, here)
     except MgpuError as error:
         refused = Finding.of("regions", error)
@@ -146,33 +150,44 @@ def _some(actions: Iterable[str]) -> str:
     return ", ".join(first) + (f" and {len(rest)} more" if rest else "")
 
 
+def _reservation(account: Account, options: Options, requirements: Requirements | None) -> Finding:
+    subject = "reservation"
+    found = reserved.look(account, options, requirements.regions if requirements else ())
+    it = found.reservation
+    words = f"{it.id}, {it.kind} of {it.machines} x {it.instance_type} in {it.zone}: {it.state}, {it.free} free"
+    detail = words + (f", ends {utc(it.ends_at)}" if it.ends_at else "")
+    hindrance = reserved.obstacle(found, requirements.nodes if requirements else 1, time.time())
+    if hindrance is not None:
+        return Finding(subject=subject, status="failed", detail=f"{detail}; {hindrance.reason}", cure=hindrance.cure)
+    if it.state != "active":
+        return _warning(subject, detail, f"It begins {utc(it.begins_at)}: launch then.")
+    return _ok(subject, detail)
+
+
 # --- one region -------------------------------------------------------------------------------------------------------
 
 
-def _regions(account: Account, requirements: Requirements | None) -> tuple[str, ...]:
-    """Those of the run file, else where the account is at home. Raises InputError: one that there is not."""
-    asked = requirements.regions if requirements and requirements.regions else (account.home_region,)
-    enabled = account.once("regions", account.regions)
-    unknown = [region for region in asked if region not in enabled]
-    if unknown:
-        raise InputError(
-            f"there is no region {', '.join(unknown)}, or it is not enabled for this account",
-            "",
-            f"Enable it in the AWS console, or name others: {', '.join(enabled)}.",
-        )
-    return asked
+def _regions(account: Account, options: Options, requirements: Requirements | None) -> tuple[str, ...]:
+    """Those of the run file, or that of its reservation, else where the account is at home. Raises InputError: one that
+    there is not; ProviderError."""
+    named = requirements.regions if requirements else ()
+    if options.reservation:
+        return (reserved.look(account, options, named).reservation.region,)
+    return account.require_regions(named or (account.home_region,))
 
 
 def _of_region(
     account: Account, options: Options, requirements: Requirements | None, region: str, here: Callable[[], str]
 ) -> dict[str, _Look]:
-    return {
+    looks: dict[str, _Look] = {
         f"network {region}": lambda: [_network(account, options, region)],
         f"disks {region}": lambda: [disk_key.finding(account, region)],
         f"roles {region}": lambda: [_roles(account, options, region)],
         f"login {region}": lambda: [_login(account, options, region, here)],
-        f"quotas {region}": lambda: quota_findings.findings(account, options, requirements, region),
     }
+    if not options.reservation:  # whose machines count against no quota any more
+        looks[f"quotas {region}"] = lambda: quota_findings.findings(account, options, requirements, region)
+    return looks
 
 
 def _network(account: Account, options: Options, region: str) -> Finding:

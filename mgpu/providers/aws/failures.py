@@ -83,6 +83,7 @@ _CAPACITY = frozenset(
         "InsufficientReservedInstanceCapacity",
         "InsufficientReservedInstancesCapacity",
         "InvalidInstanceType",  # not sold there: types come to regions one by one
+        "ReservationCapacityExceeded",
         "UnfulfillableCapacity",
         "Unsupported",
     }
@@ -95,6 +96,7 @@ _QUOTA = re.compile(r"\w*LimitExceeded|Max\w+CountExceeded|ServiceQuotaExceededE
 # what such a code is about -> the key of the run file that says it
 _KEYS = {
     "InvalidAMIID": "machine_image",
+    "InvalidCapacityReservationId": "reservation",
     "InvalidGroup": "security_group_id",
     "InvalidIamInstanceProfile": "instance_profile",
     "InvalidSecurityGroupID": "security_group_id",

@@ -33,6 +33,8 @@ MOST_TAGS = 50  # of one resource at AWS, those of AWS's own (`aws:`) not counte
 
 OLD_PARTS_DAYS = 2  # that the bucket of base keeps parts of checkpoints which were deleted
 
+CAPACITY_BLOCK = "capacity-block"  # EC2's word for the market, and for the type of a reservation
+
 NODE_ROLE = "mgpu-node"  # also the name of its instance profile
 RUN_ROLES = "/mgpu/run/"  # the path of the roles of runs
 # what the operator calls for Session Manager alone (`aws: {address: ssm}`)

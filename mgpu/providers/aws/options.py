@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mgpu.providers.aws import names
-from mgpu.spec.block import Block, ProviderOptions, Word, as_list
+from mgpu.spec.block import Block, MachineKeys, ProviderOptions, Word, as_list
 from mgpu.spec.provider import Capabilities, ProviderEntry
 from mgpu.spec.values import form
 
@@ -29,6 +30,7 @@ _Group = Annotated[str, form(r"^sg-[0-9a-z]+$", "sg-...")]
 _Role = Annotated[str, form(r"^arn:aws[a-z-]*:iam::[0-9]{12}:role/\S+$", "arn:aws:iam::ACCOUNT:role/NAME")]
 _Image = Annotated[str, form(r"^ami-[0-9a-z]+$", "ami-...")]
 _Type = Annotated[str, form(r"^[a-z0-9-]+\.[a-z0-9-]+$", "a machine type of EC2's, such as p5.48xlarge")]
+_Reservation = Annotated[str, form(r"^cr-[0-9a-z]+$", "cr-..., as `mgpu reservations ls` prints it")]
 _Path = Annotated[str, form(r"^/[^\x00-\x20]+$", "an absolute path on the node")]
 _JumpHost = Annotated[str, form(_JUMP, "user@address or user@address:port")]
 _HostKey = Annotated[str, form(_KEY, "an OpenSSH public key line, as `ssh-keyscan` prints it after the host's name")]
@@ -134,6 +136,11 @@ class Options(ProviderOptions):
     instance_type: _Type | None = Field(
         None, description="the one machine type to rent, such as p5.48xlarge (default: any that meets the run file)"
     )
+    reservation: _Reservation | None = Field(
+        None,
+        description="capacity reservation or Capacity Block, cr-..., to rent in and nowhere else: machine type and "
+        "zone are its own (default: none)",
+    )
     disk: Disk | None = Field(None, description="the machines' disks (default: gp3 as it is)")
     machine_image: _Image | None = Field(
         None, description="machine image, ami-... (default: the newest deep-learning image with PyTorch)"
@@ -176,6 +183,17 @@ class Options(ProviderOptions):
                 "be anybody (`ssh-keyscan ADDRESS` prints it, in a network that you trust)"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_type(self) -> Self:
+        if self.reservation and self.instance_type:
+            raise ValueError("`reservation` has a machine type of its own: leave `instance_type` out")
+        return self
+
+    def contradicts(self, machines: MachineKeys) -> Iterator[tuple[str, str]]:
+        """A reservation is of on-demand machines."""
+        if self.reservation and machines.market != "on-demand":
+            yield "market", "`aws.reservation` is rented in alone, and has no spot machines: on-demand, or leave it out"
 
     @property
     def via(self) -> JumpHost | None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu.errors import NoOffer, Transient
-from mgpu.plan.model import Cost, Offer, Requirements, Saves
+from mgpu.errors import NoOffer, ProviderError, Transient
+from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves
 from mgpu.providers.aws.options import ENTRY, Options
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import (
@@ -26,6 +26,10 @@ from mgpu.providers.base import (
     Offers,
     Provider,
     Refreshed,
+    ReservationOffer,
+    ReservationOffers,
+    ReservationRequest,
+    Reservations,
 )
 
 # any of these means that the user has AWS set up
@@ -90,10 +94,16 @@ class AwsProvider(Provider):
         return findings(self._account, self._of(requirements) if requirements else self._options, requirements, here)
 
     def offers(self, requirements: Requirements) -> Offers:
-        """What is known to be on sale, from the snapshot or the newest refresh. Raises InputError, NoOffer."""
+        """What is known to be on sale, from the snapshot or the newest refresh; of a run file that names a reservation,
+        that one as EC2 shows it. Raises InputError, NoOffer; with a reservation ProviderError."""
+        options = self._of(requirements)
+        if options.reservation:
+            from mgpu.providers.aws.reservations.offers import offers as reserved
+
+            return reserved(self._account, options, requirements)
         from mgpu.providers.aws.catalog.offers import offers
 
-        return offers(requirements, self._of(requirements), region_of=self._region_of)
+        return offers(requirements, options, region_of=self._region_of)
 
     def other_costs(self, requirements: Requirements, offer: Offer, saves: Saves | None) -> tuple[Cost, ...]:
         """Disks, public addresses, traffic between regions, and S3. Raises InputError."""
@@ -106,15 +116,44 @@ class AwsProvider(Provider):
         from mgpu.providers.aws.catalog.machine_types import boot_s
 
         try:
-            return max(boot_s(each.instance_type) for each in self.offers(requirements).offers if not each.obstacle)
-        except (NoOffer, ValueError):  # what is not on offer is not waited for
+            sold = self.offers(requirements).offers
+        except NoOffer:
             return 0
+        except ProviderError:  # of a reservation nothing is known now
+            return self.capabilities.boot_s
+        # of a reservation that is full, too: the fleet's own machines may be in it
+        waited_for = (each for each in sold if each.reservation or not each.obstacle)
+        return max((boot_s(each.instance_type) for each in waited_for), default=0)
 
     def refresh_offers(self) -> Refreshed:
         """Asks all regions for types, prices and quotas. Raises AuthError, InputError, ProviderError."""
         from mgpu.providers.aws.catalog.refresh import refresh
 
         return refresh(self._account)
+
+    def find_reservations(self, wanted: ReservationRequest) -> ReservationOffers:
+        """Capacity Blocks on sale. Raises InputError, ProviderError."""
+        from mgpu.providers.aws.reservations import blocks
+
+        return blocks.find(self._account, wanted)
+
+    def buy_reservation(self, offer: ReservationOffer, owner: str, token: str) -> Reservation:
+        """Buys a Capacity Block. Raises what `mgpu.providers.aws.reservations.blocks.buy` raises."""
+        from mgpu.providers.aws.reservations import blocks
+
+        return blocks.buy(self._account, offer, owner, token)
+
+    def bought_reservation(self, offer: ReservationOffer, token: str, at: float) -> Reservation | None:
+        """The Capacity Block that a purchase by this token has made. Raises ProviderError."""
+        from mgpu.providers.aws.reservations import blocks
+
+        return blocks.bought(self._account, offer, token, at)
+
+    def list_reservations(self, regions: Sequence[str]) -> Reservations:
+        """On-Demand Capacity Reservations and Capacity Blocks that are not over. Raises ProviderError."""
+        from mgpu.providers.aws.reservations import lookup
+
+        return lookup.every(self._account, regions)
 
     def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
         """Makes the whole gang, or nothing. Raises what `mgpu.providers.aws.instances.launch.launch` raises."""

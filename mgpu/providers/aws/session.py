@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from mgpu.errors import InputError
@@ -100,6 +100,18 @@ class Account:
         with calling("listing the regions", home, scope="provider"):
             answer = self.client("ec2", home).describe_regions()
         return tuple(sorted(region["RegionName"] for region in answer["Regions"]))
+
+    def require_regions(self, asked: Sequence[str]) -> tuple[str, ...]:
+        """These regions; none: all that are enabled. Raises InputError: one that there is not."""
+        enabled = self.once("regions", self.regions)
+        unknown = [region for region in asked if region not in enabled]
+        if unknown:
+            raise InputError(
+                f"there is no region {', '.join(unknown)}, or it is not enabled for this account",
+                "",
+                f"Enable it in the AWS console, or name others: {', '.join(enabled)}.",
+            )
+        return tuple(asked) or enabled
 
     def once(self, question: Hashable, ask: Callable[[], _T]) -> _T:
         """The answer to a question about what hardly changes, as it was up to a minute ago; errors are not kept."""

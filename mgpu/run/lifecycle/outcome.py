@@ -227,8 +227,12 @@ def _error(record: Record, result: Result) -> MgpuError | None:
     if result.stopped_by is StopReason.USER:
         return Interrupted(f"{run} was stopped", safe, again)
     if result.stopped_by is not None:
-        end = "its hard cap" if result.stopped_by is StopReason.HARD_CAP else "its deadline"
-        return Stopped(f"{run} stopped at {end} (max_hours)", safe, again)
+        of_machines = result.stopped_by is StopReason.HARD_CAP
+        # machines may end before: those of a reservation, or of a fleet that stood already
+        whose = (
+            "" if of_machines and record.hard_cap_at < record.created_at + record.max_hours * 3600 else " (max_hours)"
+        )
+        return Stopped(f"{run} stopped at its {'hard cap' if of_machines else 'deadline'}{whose}", safe, again)
     blame = _BLAME.get(result.fault, "") if result.fault else ""
     cure = _CURE.get(result.fault, "") if result.fault and record.checkpoint_id else ""
     steps = f"; {cure}: `{_command(record)}`" if cure else ""

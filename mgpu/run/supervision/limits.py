@@ -30,7 +30,7 @@ class StopReason(StrEnum):
         """Why the run stops, for people."""
         return {
             StopReason.USER: "`mgpu stop` asked for the end",
-            StopReason.HARD_CAP: "the hard cap (max_hours) is reached",
+            StopReason.HARD_CAP: "the hard cap is reached",
             StopReason.DEADLINE: "max_hours are over",
         }[self]
 

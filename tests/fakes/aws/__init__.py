@@ -16,6 +16,7 @@ Requests (`fault`'s words; actions as boto3 operations, `*` as in file names):
     lose_answers, hang, calm          calls() lists what came, for counting retries
 What EC2 has:
     capacity, price, quota            by type, zone (name or id) and market; the newest word about a pool holds
+    reserve, sell                     capacity reservations; Capacity Blocks, and what is on sale of them
     fewer                             a fleet comes with less than MinTargetCapacity
     image(region), base(region)       what machines are made of and stand on; unknown images are refused
 How fast it is:

@@ -148,6 +148,8 @@ class Cloud:
         self.organization: list[dict[str, Any]] = []  # statements of its policy
         self.failed_schedules: list[str] = []
         self.groups: dict[tuple[str, str, str], Any] = {}  # placement groups by account, region, name
+        self.reservations: dict[str, Any] = {}  # capacity reservations by id
+        self.offerings: dict[str, dict[str, Any]] = {}  # of Capacity Blocks by id, as EC2 gives them
 
     def public_address(self) -> str:
         """One that nobody has; the first 254 are of the range for documentation."""

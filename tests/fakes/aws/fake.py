@@ -261,6 +261,40 @@ class FakeAws:
         """Sets an EC2 quota (`L-...`) in every region."""
         self.ask("quota", code=code, vcpus=vcpus)
 
+    def reserve(
+        self,
+        instance_type: str,
+        count: int,
+        zone: str,
+        *,
+        block: bool = False,
+        begins_s: float = 0.0,
+        hours: float | None = None,
+        is_open: bool = False,
+        group: str = "",
+        **more: Any,
+    ) -> str:
+        """Makes a capacity reservation, or with `block` a Capacity Block that was bought; its id. `hours`: None, it has
+        no end. `more`: what else EC2 shows of it, or otherwise."""
+        wanted = {"instance_type": instance_type, "count": count, "zone": zone, "block": block, "open": is_open}
+        return self.ask("reserve", begins_s=begins_s, hours=hours, group=group, more=more, **wanted)
+
+    def sell(
+        self,
+        instance_type: str,
+        count: int,
+        zone: str,
+        usd: float,
+        *,
+        hours: float = 24,
+        begins_s: float = 3600.0,
+        expires_s: float = 3600.0,
+        left: int = 1,
+    ) -> str:
+        """Puts a Capacity Block on sale, `left` times, until it expires; its id."""
+        times = {"hours": hours, "begins_s": begins_s, "expires_s": expires_s, "left": left, "usd": usd}
+        return self.ask("sell", instance_type=instance_type, count=count, zone=zone, **times)
+
     def fewer(self, machines: int = 1) -> None:
         """Has the next fleet come with so many machines less than it promised."""
         self.ask("set", name="fewer", value=machines)

@@ -11,7 +11,7 @@ from moto.ec2.responses.fleets import Fleets
 from moto.ec2.responses.instances import InstanceResponse
 from moto.ec2.utils import convert_tag_spec, random_fleet_id
 
-from fakes.aws import launch, patching
+from fakes.aws import launch, patching, reservations
 from fakes.aws.cloud import Cloud
 from fakes.aws.rules import Pool
 
@@ -53,6 +53,8 @@ def _fleet(cloud: Cloud, backend: Any, asked: Data) -> Data:
     sizes = asked["TargetCapacitySpecification"]
     market = sizes.get("DefaultTargetCapacityType", "on-demand")
     options = asked.get("SpotOptions" if market == "spot" else "OnDemandOptions") or {}
+    if market == reservations.BLOCK and options:  # it gives what it has, and promises nothing
+        raise launch.refuse("InvalidParameterCombination", "OnDemandOptions do not go with capacity-block.")
     total, least = int(sizes["TotalTargetCapacity"]), int(options.get("MinTargetCapacity") or 0)
     tries = [one for config in asked["LaunchTemplateConfigs"] for one in _tries(backend, config, market)]
     _grant(cloud, backend, tries, total, options)
@@ -95,13 +97,14 @@ def _grant(cloud: Cloud, backend: Any, tries: list[Try], total: int, options: Da
         try:
             one.pool, one.subnet = launch.pool(backend, one.data, one.market)
             launch.check(cloud, backend, one.data, one.subnet)
+            held = reservations.target(cloud, backend, one.data, one.pool)
             _permitted(cloud)
         except EC2ClientError as refusal:
             one.refusal = _as_fleets_say(refusal)
             continue
         if first and _apart(first, one.pool, options):
             continue
-        one.count, one.refusal = launch.granted(cloud, one.pool, one.subnet, left, one.max_usd)
+        one.count, one.refusal = launch.granted(cloud, one.pool, one.subnet, left, one.max_usd, held)
         first = first or (one.pool if one.count else None)
 
 
@@ -177,11 +180,13 @@ def _run(cloud: Cloud, response: Any) -> Any:
     options = data.get("InstanceMarketOptions") or {}
     spot = options.get("MarketType") == "spot"
     bid = (options.get("SpotOptions") or {}).get("MaxPrice")
-    pool, subnet = launch.pool(backend, data, "spot" if spot else "on-demand")
+    block = options.get("MarketType") == reservations.BLOCK
+    pool, subnet = launch.pool(backend, data, "spot" if spot else reservations.BLOCK if block else "on-demand")
     launch.check(cloud, backend, data, subnet)
+    held = reservations.target(cloud, backend, data, pool)
     response.error_on_dryrun()
     most, least = int(asked["MaxCount"]), int(asked["MinCount"])
-    count, refusal = launch.granted(cloud, pool, subnet, most, float(bid) if bid else None)
+    count, refusal = launch.granted(cloud, pool, subnet, most, float(bid) if bid else None, held)
     if count < least:
         raise refusal
     return launch.launch(cloud, backend, pool, subnet, data, count, client_token=asked.get("ClientToken", ""))

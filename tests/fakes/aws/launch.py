@@ -11,7 +11,7 @@ from moto.ec2.exceptions import EC2ClientError
 from moto.ec2.utils import convert_tag_spec
 from moto.iam.models import iam_backends
 
-from fakes.aws import keys, market
+from fakes.aws import keys, market, reservations
 from fakes.aws.cloud import Cloud
 from fakes.aws.rules import Pool
 
@@ -108,8 +108,12 @@ def profile(backend: Any, data: Data) -> Any | None:
     raise refuse("InvalidParameterValue", text)
 
 
-def granted(cloud: Cloud, wanted: Pool, subnet: Any, count: int, max_usd: float | None) -> tuple[int, Any]:
+def granted(
+    cloud: Cloud, wanted: Pool, subnet: Any, count: int, max_usd: float | None, reservation: Any = None
+) -> tuple[int, Any]:
     """How many of `count` the pool can give now, and the refusal of the rest (None if there is no rest)."""
+    if reservation is not None:
+        return reservations.granted(reservation, count)
     price = cloud.rules.usd(wanted)
     if wanted.market == "spot" and max_usd is not None and max_usd < price:
         text = f"Your Spot request price of {max_usd} is lower than the minimum required Spot request price of {price}."
@@ -125,6 +129,7 @@ def _by_quota(cloud: Cloud, wanted: Pool) -> tuple[float, Any]:
         market.vcpus(life.pool.instance_type)
         for life in cloud.lives.by_id.values()
         if life.counts(cloud.rules.dead_count_s)
+        and not life.reservation
         and life.pool.region == wanted.region
         and market.quota_code(life.pool.instance_type, life.pool.market) == code
     )
@@ -144,7 +149,7 @@ def _by_capacity(cloud: Cloud, wanted: Pool) -> tuple[float, Any]:
     most, code = cloud.rules.capacity(wanted)
     if most is None:
         return math.inf, None
-    used = sum(life.pool == wanted for life in cloud.lives.alive())
+    used = sum(life.pool == wanted and not life.reservation for life in cloud.lives.alive())
     text = (
         f"We currently do not have sufficient {wanted.instance_type} capacity in the Availability Zone you requested "
         f"({wanted.zone}). Our system will be working on provisioning additional capacity."
@@ -160,6 +165,7 @@ def _by_addresses(subnet: Any) -> tuple[float, Any]:
 def launch(cloud: Cloud, backend: Any, wanted: Pool, subnet: Any, data: Data, count: int, **marks: Any) -> Any:
     """Makes the machines; moto's reservation of them. `marks`: client_token, tags of instances on top."""
     check(cloud, backend, data, subnet)
+    held = reservations.target(cloud, backend, data, wanted)
     tags = convert_tag_spec(data.get("TagSpecifications") or [])
     tags["instance"] = {**tags.get("instance", {}), **marks.pop("tags", {})}
     interfaces = [_interface(number, each, subnet) for number, each in enumerate(data.get("NetworkInterfaces") or [])]
@@ -181,14 +187,16 @@ def launch(cloud: Cloud, backend: Any, wanted: Pool, subnet: Any, data: Data, co
         ebs_optimized=data.get("EbsOptimized") or False,
         instance_initiated_shutdown_behavior=data.get("InstanceInitiatedShutdownBehavior"),
         metadata_options=data.get("MetadataOptions") or {},
-        lifecycle="spot" if wanted.market == "spot" else None,
+        lifecycle=wanted.market if wanted.market in ("spot", "capacity-block") else None,
         **({"block_device_mappings": disks} if (disks := _disks(data)) else {}),
         **marks,
     )
     locked = not keys.opens(backend, _disks(data))
     for instance in reservation.instances:
         _finish(backend, instance, data, tags.get("network-interface", {}))
-        cloud.lives.begin(instance, wanted, locked=locked)
+        place = held or reservations.open_for(cloud, wanted)
+        instance.capacity_reservation_id = place.id if place else None
+        cloud.lives.begin(instance, wanted, locked=locked, reservation=place.id if place else "")
     return reservation
 
 

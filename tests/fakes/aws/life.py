@@ -34,6 +34,7 @@ class Life:
     pool: Pool
     usd_per_hour: float
     locked: bool = False  # EC2 may not use the key of its disk
+    reservation: str = ""  # that it is in
     launched_at: float = field(default_factory=time.time)
     ended_at: float | None = None  # terminated or stopped: not billed any more
     reason: tuple[str, str] | None = None
@@ -86,9 +87,10 @@ class Lives:
     def __init__(self, cloud: Cloud) -> None:
         self.cloud, self.by_id = cloud, dict[str, Life]()
 
-    def begin(self, instance: Any, pool: Pool, *, locked: bool) -> None:
+    def begin(self, instance: Any, pool: Pool, *, locked: bool, reservation: str = "") -> None:
         """A machine is launched."""
-        life = Life(instance, pool, self.cloud.rules.usd(pool), locked)
+        usd = 0.0 if pool.market == "capacity-block" else self.cloud.rules.usd(pool)  # paid as a whole
+        life = Life(instance, pool, usd, locked, reservation)
         self.by_id[instance.id] = life
         life.enter("pending")
         self.cloud.timers.after(self.cloud.rules.pending_s, lambda: self._run(life))

@@ -69,6 +69,11 @@ def zones(instance_type: str, region: str) -> list[str]:
     return sorted(_offered(region).get(instance_type, []))
 
 
+def sold_in_blocks(instance_type: str | None) -> bool:
+    """Whether there are Capacity Blocks of it."""
+    return "capacity-block" in INSTANCE_TYPES.get(instance_type, {}).get("SupportedUsageClasses", ())
+
+
 @cache
 def gpu_types() -> list[str]:
     """All that have a GPU."""

@@ -22,6 +22,7 @@ from fakes.aws import (
     placement,
     prices,
     reading,
+    reservations,
     schedules,
     sessions,
     world,
@@ -49,6 +50,7 @@ def main() -> None:
     reading.install(cloud)
     fleets.install(cloud)
     placement.install(cloud)
+    reservations.install(cloud)
     prices.install(cloud)
     permissions.install(cloud)
     schedules.install(cloud)

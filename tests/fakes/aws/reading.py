@@ -133,6 +133,7 @@ def _instance(it: Any) -> dict[str, Any]:
         "iamInstanceProfile": {"arn": p["Arn"], "id": p["Id"]} if (p := it.iam_instance_profile) else None,
         "ebsOptimized": bool(it.ebs_optimized),
         "instanceLifecycle": it.lifecycle,
+        "capacityReservationId": getattr(it, "capacity_reservation_id", None),
         "metadataOptions": {
             "state": options.state,
             "httpTokens": options.http_tokens,

@@ -62,6 +62,8 @@ class Rules:
     page: int = 1000
     fewer: list[int] = field(default_factory=list)
     stubborn: int = 0
+    unpaid_s: float = 0.0  # how long a Capacity Block that was bought is payment-pending
+    new_offering_ids: bool = False  # each question gives offerings of Capacity Blocks new ids
 
     def capacity(self, pool: Pool) -> tuple[int | None, str]:
         """How many machines of the pool can run at once (None: any), and the code that says there are no more."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from moto.ec2.models import ec2_backends
+from moto.ec2.utils import random_id
 from moto.moto_api._internal.models import moto_api_backend
 
-from fakes.aws import buckets, images, ledger
+from fakes.aws import buckets, images, ledger, reservations
 from fakes.aws.cloud import Cloud
-from fakes.aws.faults import Fault
+from fakes.aws.faults import ACCOUNT, Fault
 from fakes.aws.life import BY_ITSELF, BY_SPOT, Life
 from fakes.aws.rules import About
 from fakes.aws.sessions import Sessions
@@ -57,7 +58,34 @@ class _Market:
         self.cloud = cloud
 
     def verbs(self) -> dict[str, Verb]:
-        return {"capacity": self.capacity, "price": self.price, "quota": self.quota, "set": self.set}
+        told = {"capacity": self.capacity, "price": self.price, "quota": self.quota, "set": self.set}
+        return {**told, "reserve": self.reserve, "sell": self.sell}
+
+    def reserve(self, begins_s: float, hours: float | None, zone: str, **wanted: Any) -> str:
+        begins_at = time.time() + begins_s
+        ends_at = begins_at + hours * 3600 if hours else None
+        backend = ec2_backends[ACCOUNT][zone[:-1]]
+        times = {"begins_at": begins_at, "ends_at": ends_at, "unpaid_s": 0.0}
+        return reservations.reserve(self.cloud, backend, zone=zone, **times, **wanted).id
+
+    def sell(self, instance_type: str, count: int, zone: str, **at: float) -> str:
+        begins = time.time() + at["begins_s"]
+        offering = {
+            "CapacityBlockOfferingId": random_id("cb"),
+            "InstanceType": instance_type,
+            "AvailabilityZone": zone,
+            "InstanceCount": count,
+            "StartDate": datetime.fromtimestamp(begins, UTC),
+            "EndDate": datetime.fromtimestamp(begins + at["hours"] * 3600, UTC),
+            "CapacityBlockDurationHours": int(at["hours"]),
+            "UpfrontFee": f"{at['usd']:.2f}",
+            "CurrencyCode": "USD",
+            "Tenancy": "default",
+            "expires_at": time.time() + at["expires_s"],
+            "left": at["left"],
+        }
+        self.cloud.offerings[offering["CapacityBlockOfferingId"]] = offering
+        return offering["CapacityBlockOfferingId"]
 
     def capacity(self, count: int | None, code: str, **about: str) -> None:
         self.cloud.rules.capacities.append((About(**about), count, code))
@@ -152,6 +180,11 @@ class _Account:
         past = timedelta(seconds=seconds)
         for life in self.cloud.lives.by_id.values():
             life.age(seconds)
+        for reservation in self.cloud.reservations.values():
+            reservation.age(seconds)
+        for offering in self.cloud.offerings.values():
+            offering["expires_at"] -= seconds
+            offering |= {name: offering[name] - past for name in ("StartDate", "EndDate")}
         for backend in (backend for account in ec2_backends.values() for backend in account.values()):
             for dated in [*backend.volumes.values(), *backend.launch_templates.values()]:
                 dated.create_time -= past

@@ -23,7 +23,8 @@ from mgpu_train.store import open_store
 
 from mgpu.cli import cli, main
 from mgpu.console import neutral
-from mgpu.providers.base import Finding
+from mgpu.plan.model import Reservation
+from mgpu.providers.base import Finding, ReservationOffer, ReservationOffers, Reservations
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Interruption, State
@@ -36,6 +37,16 @@ OLD, FAILED, RUNNING = (
     "bert-large-finetune-0920-p7d2q",
     "bert-large-finetune-0921-w8f4z",
 )
+ON_SALE = ReservationOffer(
+    id="cb-0a1b2c3d4e5f67890", kind="Capacity Block", instance_type="p5.48xlarge", gpu="H100-80GB", gpus=8, machines=4,
+    region="us-east-1", zone="us-east-1a", begins_at=NOW + 7200, ends_at=NOW + 93600, machines_end_at=NOW + 91680,
+    usd=31464,
+)  # fmt: skip
+BOUGHT = Reservation(
+    id="cr-0a1b2c3d4e5f67890", kind="Capacity Block", prepaid=True, state="scheduled", instance_type="p5.48xlarge",
+    region="us-east-1", zone="use1-az1", machines=4, free=4, begins_at=NOW + 7200, ends_at=NOW + 93600,
+    machines_end_at=NOW + 91680,
+)  # fmt: skip
 RUN_FILE = """name: bert-large-finetune
 provider: local
 max_hours: 12
@@ -89,6 +100,12 @@ COMMANDS = (
     ("spec", "recovry"),
     ("bootstrap", "gcp"),
     ("launch", "--set", "nodes"),
+    ("reservations", "find", "--provider", "local", "--hours", "20", "--gpu", "H100-80GB"),
+    ("reservations", "buy", ON_SALE.id, "--yes", "--max-usd", "40000"),
+    ("reservations", "buy", ON_SALE.id, "--yes"),
+    ("reservations", "ls", "--provider", "local"),
+    ("backend", "show"),
+    ("backend", "move", "s3://team/runs"),
 )
 
 
@@ -123,6 +140,16 @@ def user(world, tmp_path, monkeypatch):
         ),
         Finding(subject="quota of g5.xlarge (L-DB2E81BA)", status="warning", detail="4 vCPUs of 64 are left", cure="x"),
     )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # what `find` remembers
+    whole_days = "Capacity Blocks are sold by whole days, from 15 on by weeks: 24 h for 20"
+    sells = {
+        "find_reservations": ReservationOffers(offers=(ON_SALE,), notes=(whole_days,)),
+        "buy_reservation": BOUGHT,
+        "bought_reservation": None,
+        "list_reservations": Reservations(reservations=(BOUGHT,), failed={"eu-west-1": "not allowed"}),
+    }
+    for name, answer in sells.items():
+        monkeypatch.setattr(world.cloud, name, lambda *_, answer=answer: answer, raising=False)
     monkeypatch.setattr(world.cloud, "findings", lambda *_: looked, raising=False)
     monkeypatch.setattr("mgpu.iac.engine.install.find_engine", lambda: None)
     monkeypatch.setattr("mgpu.iac.engine.install.set_up", lambda *_: None)

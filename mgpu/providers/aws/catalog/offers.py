@@ -41,13 +41,13 @@ def offers(
         NoOffer: no price is known in any of these regions.
     """
     known = snapshots.current(options)
-    _require_known(known, needed, options)
-    _require_disk(needed, options)
+    require_known(known, needed, options)
+    require_disk(needed, options)
     rows = list(_rows(known, needed, options))
     regions = needed.regions or tuple(known.regions)
     priced = {row.region for row in rows}
     if not priced & set(regions):
-        raise _no_prices(needed.regions)
+        raise no_prices(needed.regions)
     rows = _narrow(rows, lambda row: row.region in regions, lambda row: needed.market in (row.market, _BOTH))
     near = {region_of(url) for url in needed.stores} - {""} if len({row.region for row in rows}) > 1 else set[str]()
     silent = sorted(set(needed.regions) - priced)
@@ -58,7 +58,9 @@ def offers(
     )
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
+    """A machine type in one zone on one market; `usd` is a price of the day `at` (UNIX seconds), or its limit."""
+
     type: str
     machine: Machine
     region: str
@@ -69,7 +71,7 @@ class _Row(NamedTuple):
     is_limit: bool = False
 
 
-def _rows(known: Snapshot, needed: Requirements, options: Options) -> Iterator[_Row]:
+def _rows(known: Snapshot, needed: Requirements, options: Options) -> Iterator[Row]:
     wanted = [gpu.casefold() for gpu in needed.gpu]
     machines = _narrow(
         [item for item in known.machines.items() if options.instance_type in (None, item[0])],
@@ -82,19 +84,30 @@ def _rows(known: Snapshot, needed: Requirements, options: Options) -> Iterator[_
                 yield from _priced(kind, machine, name, region, zone)
 
 
-def _priced(kind: str, machine: Machine, name: str, region: Region, zone: str) -> Iterator[_Row]:
+def _priced(kind: str, machine: Machine, name: str, region: Region, zone: str) -> Iterator[Row]:
     listed = region.on_demand.get(kind)
     spot = region.spot.get(kind, {}).get(zone)
     if spot is not None:
-        yield _Row(kind, machine, name, zone, "spot", spot, region.spot_at)
+        yield Row(kind, machine, name, zone, "spot", spot, region.spot_at)
     elif listed is not None and not region.spot_at:  # a refresh that shows no spot price means that there is no market
-        yield _Row(kind, machine, name, zone, "spot", listed, region.on_demand_at, is_limit=True)
+        yield Row(kind, machine, name, zone, "spot", listed, region.on_demand_at, is_limit=True)
     if listed is not None:
-        yield _Row(kind, machine, name, zone, "on-demand", listed, region.on_demand_at)
+        yield Row(kind, machine, name, zone, "on-demand", listed, region.on_demand_at)
 
 
-def _offer(known: Snapshot, row: _Row, now: float, options: Options, near: set[str]) -> Offer:
-    machine, quota = row.machine, quota_of(row.type, row.market)
+def _offer(known: Snapshot, row: Row, now: float, options: Options, near: set[str]) -> Offer:
+    quota = quota_of(row.type, row.market)
+    counted = {
+        "near_stores": row.region in near if near else None,
+        "quota": quota.code if quota else "",
+        "headroom": _headroom(known.regions[row.region], row.region, quota.code, now) if quota else None,
+    }
+    return offer_of(row, options).model_copy(update=counted)
+
+
+def offer_of(row: Row, options: Options) -> Offer:
+    """The offer of a row, as if no quota counted."""
+    machine = row.machine
     return Offer(
         provider="aws",
         instance_type=row.type,
@@ -112,16 +125,13 @@ def _offer(known: Snapshot, row: _Row, now: float, options: Options, near: set[s
         price_is_limit=row.is_limit,
         region=row.region,
         zone=row.zone,
-        near_stores=row.region in near if near else None,
         stock=None,
-        quota=quota.code if quota else "",
-        headroom=_headroom(known.regions[row.region], row.region, quota.code, now) if quota else None,
         obstacle=_obstacle(row, options),
         fetched_at=row.at,
     )
 
 
-def _obstacle(row: _Row, options: Options) -> Obstacle | None:
+def _obstacle(row: Row, options: Options) -> Obstacle | None:
     if options.machine_image or not row.machine.gpus or in_default_image(row.type):
         return None
     family = row.type.partition(".")[0]
@@ -155,13 +165,15 @@ def _narrow(items: list[_T], *tests: Callable[[_T], bool]) -> list[_T]:
     return items
 
 
-def _require_disk(needed: Requirements, options: Options) -> None:
+def require_disk(needed: Requirements, options: Options) -> None:
+    """Raises InputError: a disk that cannot be."""
     wrong = (options.disk or Disk()).wrong_size(needed.disk_gib)
     if wrong:
         raise InputError(f"disk_gib: {wrong}", "EBS has such bounds.", "Change `disk_gib`, or `aws.disk`.")
 
 
-def _require_known(known: Snapshot, needed: Requirements, options: Options) -> None:
+def require_known(known: Snapshot, needed: Requirements, options: Options) -> None:
+    """Raises InputError: a region, a GPU or a type that AWS does not have, with the nearest name."""
     gpus = sorted({machine.gpu for machine in known.machines.values()})
     mistakes = [
         *_mistakes("regions", "region", needed.regions, sorted(known.regions)),
@@ -196,7 +208,8 @@ def _hint(value: str, known: Sequence[str]) -> str:
     return f" (did you mean {' or '.join(f'`{name}`' for name in near)}?)"
 
 
-def _no_prices(regions: Sequence[str]) -> NoOffer:
+def no_prices(regions: Sequence[str]) -> NoOffer:
+    """The error where no price is known in these regions (none: in any)."""
     where = f"in {', '.join(regions)}" if regions else "in any region"
     return NoOffer(
         f"no price of what the run file asks for is known {where}",

@@ -9,18 +9,18 @@ What does not answer in time keeps what was known of it, and is named.
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mgpu.errors import ProviderError, Transient
+from mgpu.errors import ProviderError
 from mgpu.providers.aws.catalog import quotas
 from mgpu.providers.aws.catalog import snapshot as snapshots
 from mgpu.providers.aws.catalog.machine_types import machine_of
 from mgpu.providers.aws.catalog.snapshot import Machine, QuotaState, Region, Snapshot
 from mgpu.providers.aws.failures import calling
+from mgpu.providers.aws.side_by_side import ask_all, in_a_line
 from mgpu.providers.base import Refreshed
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 DEADLINE_S = 120.0  # for everything together
 PRICING_REGION = "us-east-1"  # the price list has endpoints in a few regions only; each knows all
 PRICES = "on-demand prices"  # in the place of a region, where the price list did not answer
-_AT_ONCE = 12
 _GPU_FAMILIES = ["p*", "g*"]
 _PRODUCT = {
     "operatingSystem": "Linux",
@@ -38,7 +37,6 @@ _PRODUCT = {
     "capacitystatus": "Used",
     "locationType": "AWS Region",
 }
-_T = TypeVar("_T")
 
 
 class _Found(NamedTuple):
@@ -58,15 +56,15 @@ def refresh(account: Account, *, deadline_s: float = DEADLINE_S, now: Callable[[
     """
     whose, names = account.id(), account.regions()
     end = time.monotonic() + deadline_s
-    found, failed = _ask_all(names, lambda name: _ask(account, name, now), end)
+    found, failed = ask_all(names, lambda name: _ask(account, name, now), end)
     if not found:
         raise next(iter(failed.values()))
     kinds = sorted({kind for each in found.values() for kind in each.region.zones})
-    prices, unpriced = _ask_all(kinds, lambda kind: _on_demand(account, kind), end)
-    reasons = {name: _line(error) for name, error in failed.items()}
+    prices, unpriced = ask_all(kinds, lambda kind: _on_demand(account, kind), end)
+    reasons = {name: in_a_line(error) for name, error in failed.items()}
     reasons |= {name: f"quotas: {each.no_quotas}" for name, each in found.items() if each.no_quotas}
     if unpriced:
-        reasons[PRICES] = _line(next(iter(unpriced.values())))
+        reasons[PRICES] = in_a_line(next(iter(unpriced.values())))
     known = snapshots.current(account.options)
     fresh = {
         name: _priced(name, each.region, known.regions.get(name, Region()), None if unpriced else prices, now())
@@ -96,44 +94,6 @@ def _merged(known: Snapshot, fresh: dict[str, Region], machines: dict[str, Machi
     )
 
 
-def _line(error: ProviderError) -> str:
-    return "; ".join(part for part in (error.what, error.why) if part)
-
-
-# --- many questions at once
-
-
-def _ask_all(
-    names: Collection[str], ask: Callable[[str], _T], end: float
-) -> tuple[dict[str, _T], dict[str, ProviderError]]:
-    """Answers and refusals by name, until `end` (monotonic); daemon threads: no process waits for who is late."""
-    answers: dict[str, _T] = {}
-    errors: dict[str, Exception] = {}
-    gate = threading.Semaphore(_AT_ONCE)
-
-    def work(name: str) -> None:
-        with gate:
-            try:
-                answers[name] = ask(name)
-            except Exception as error:  # noqa: BLE001  raised again by who waits for it
-                errors[name] = error
-
-    threads = [threading.Thread(target=work, args=(name,), daemon=True, name=f"offers {name}") for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    there = {name: answers[name] for name in names if name in answers}
-    late = Transient("no full answer in time", scope="region")
-    return there, {name: _refusal(errors.get(name, late)) for name in names if name not in there}
-
-
-def _refusal(error: Exception) -> ProviderError:
-    if isinstance(error, ProviderError):
-        return error
-    raise error
-
-
 # --- one region
 
 
@@ -147,7 +107,7 @@ def _ask(account: Account, name: str, now: Callable[[], float]) -> _Found:
     try:
         found = quotas.headroom(account, name, lambda kind: machines[kind].vcpus if kind in machines else None)
     except ProviderError as error:
-        return _Found(machines, region, _line(error))
+        return _Found(machines, region, in_a_line(error))
     states = {
         each.code: QuotaState(name=quotas.name_of(each.code), limit_vcpus=each.limit_vcpus, used_vcpus=each.used_vcpus)
         for each in found.values()

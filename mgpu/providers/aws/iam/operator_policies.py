@@ -1,12 +1,13 @@
 """What the operator may do: the least policies under which mgpu works, as documents to paste.
 
-    machines    rents, watches and ends machines, keeps checkpoints and images, reads prices and quotas
-    sessions    beyond that, reaches them through Session Manager (`aws: {address: ssm}`)
-    base        makes what machines stand on, once for each account and region (`mgpu bootstrap aws`)
+    machines       rents, watches and ends machines, keeps checkpoints and images, reads prices and quotas
+    sessions       beyond that, reaches them through Session Manager (`aws: {address: ssm}`)
+    base           makes what machines stand on, once for each account and region (`mgpu bootstrap aws`)
+    reservations   beyond machines: buys Capacity Blocks (`mgpu reservations buy`), which nobody can give back
 
-One managed policy has no room for the first two. The last stands apart because it writes policies into roles: who may
-do that may do everything these roles could ever do, which is everything, unless a boundary that somebody else keeps is
-demanded of each role. The first writes into roles of runs alone, which have such a boundary: `mgpu-run`, of the last.
+One managed policy has no room for the first two. `base` is apart because it writes policies into roles: who may do that
+may do everything these roles could ever do, which is everything, unless a boundary that somebody else keeps is demanded
+of each role. `machines` writes into roles of runs alone, which have such a boundary: `mgpu-run`, made by `base`.
 What ends, deletes or changes something asks for a tag or a name of ours. What only looks has `*` for its resource,
 because EC2's Describe calls, prices and quotas know no narrower one.
 """
@@ -85,10 +86,15 @@ class Where:
 
 
 def documents(account: str, regions: Iterable[str] = (), boundary: str = "") -> dict[str, Document]:
-    """The policies by name, `machines`, `sessions` and `base`. `regions`: where machines may be; none: anywhere.
-    `boundary`: the ARN of a policy that every role of base has to be bounded by."""
+    """The policies by name. `regions`: where machines may be; none: anywhere. `boundary`: the ARN of a policy that
+    every role of base has to be bounded by."""
     where = Where(account, tuple(regions))
-    made = {"machines": machines(where), "sessions": sessions(where), "base": base(where, boundary)}
+    made = {
+        "machines": machines(where),
+        "sessions": sessions(where),
+        "base": base(where, boundary),
+        "reservations": reservations(where),
+    }
     return {name: {"Version": VERSION, "Statement": list(statements)} for name, statements in made.items()}
 
 
@@ -190,6 +196,16 @@ def sessions(where: Where) -> Iterator[Document]:
     yield _allow("OwnSessions", ["ssm:ResumeSession"], any_session, own)
 
 
+def reservations(where: Where) -> Iterator[Document]:
+    """What it takes to buy a Capacity Block, beyond `machines`. They carry the owner's tag."""
+    reservation = [where.arn("ec2", "capacity-reservation/*")]
+    yield _allow("Buy", ["ec2:PurchaseCapacityBlock"], reservation, where.within(_AS_OURS))
+    # of which the reservation is a part, and which has no tags
+    yield _allow("BuyBlock", ["ec2:PurchaseCapacityBlock"], [where.arn("ec2", "capacity-block/*")], where.within({}))
+    tagging = {"StringEquals": {"ec2:CreateAction": "PurchaseCapacityBlock"}}
+    yield _allow("TagBought", ["ec2:CreateTags"], reservation, tagging)
+
+
 def base(where: Where, boundary: str = "") -> Iterator[Document]:
     """What it takes to make, mend and take down stack `base`; with a boundary, its roles have to have that one."""
     groups = where.arn("ec2", "security-group/*")
@@ -218,14 +234,15 @@ def base(where: Where, boundary: str = "") -> Iterator[Document]:
 _PASSED = {names.NODE_ROLE: "ec2.amazonaws.com", names.REAPER_ROLE: "scheduler.amazonaws.com"}
 # a spot request is made by EC2 itself on the way, and has no tags
 _TAKEN = (
-    "launch-template", "network-interface", "placement-group", "security-group", "spot-instances-request", "subnet",
+    "capacity-reservation", "launch-template", "network-interface", "placement-group", "security-group",
+    "spot-instances-request", "subnet",
 )  # fmt: skip
 _TAGGED = ("elastic-ip", "fleet", "instance", "launch-template", "network-interface", "placement-group", "volume")
 LOOKS = [
     *(f"ec2:Describe{what}" for what in (
-        "Addresses", "AvailabilityZones", "Images", "InstanceTypeOfferings", "InstanceTypes", "Instances",
-        "LaunchTemplates", "Regions", "SecurityGroups", "SpotPriceHistory", "Subnets", "Volumes",
-        "Vpcs",
+        "Addresses", "AvailabilityZones", "CapacityBlockOfferings", "CapacityReservations", "Images",
+        "InstanceTypeOfferings", "InstanceTypes", "Instances", "LaunchTemplates", "Regions", "SecurityGroups",
+        "SpotPriceHistory", "Subnets", "Volumes", "Vpcs",
     )),
     "ec2:GetEbsDefaultKmsKeyId",
     "pricing:GetProducts",

@@ -18,6 +18,14 @@ from mgpu.providers.aws.session import Account
 SIMULATE = "iam:SimulatePrincipalPolicy"
 _AT_ONCE = 8
 _DONE = "DryRunOperation"  # EC2's answer to one who may
+# what a look has to be asked with
+_ASKED: dict[str, dict[str, Any]] = {
+    "DescribeCapacityBlockOfferings": {
+        "InstanceType": "p5.48xlarge",
+        "InstanceCount": 1,
+        "CapacityDurationHours": 24,
+    }
+}
 _NOT_THERE = ("NoSuchEntity", "NoSuchEntityException")
 
 
@@ -121,7 +129,7 @@ def _probes(account: Account, region: str) -> Iterator[tuple[str, Callable[[], o
     for action in (*operator_policies.LOOKS, *names.SESSION_LOOKS):
         service, _, name = action.partition(":")
         if service == "ec2":
-            yield action, _dry(ec2, name)
+            yield action, _dry(ec2, name, **_ASKED.get(name, {}))
     tags = [{"Key": names.OWNER, "Value": "mgpu check"}]
 
     def new(kind: str) -> list[dict[str, Any]]:

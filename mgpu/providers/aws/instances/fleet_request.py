@@ -46,8 +46,7 @@ class Order:
     @property
     def what(self) -> str:
         """In words, for messages."""
-        where = f"@ {self.offer.zone or self.region}"
-        return f"asking for {len(self.ranks)} x {self.offer.instance_type} {self.offer.market} {where}"
+        return f"asking for {len(self.ranks)} x {self.offer.instance_type} {self.offer.market} @ {self.offer.place}"
 
     @property
     def digest(self) -> str:
@@ -68,9 +67,23 @@ class Order:
             names.TOKEN: self.token,
         }
 
+    @property
+    def market(self) -> str:
+        """As CreateFleet calls it."""
+        reserved = self.offer.reservation
+        return names.CAPACITY_BLOCK if reserved and reserved.prepaid else self.offer.market
+
     def clustered(self, kind: Kind) -> bool:
-        """Whether the gang gets a placement group; the replacement of one machine would be alone in its."""
-        return kind.cluster and len(self.ranks) > 1 and self.options.network == "auto"
+        """Whether the gang gets a placement group; the replacement of one machine would be alone in its. A reservation
+        stands where it stands: a Capacity Block is close together without a group."""
+        several = kind.cluster and len(self.ranks) > 1 and self.options.network == "auto"
+        return several and self.offer.reservation is None
+
+    def group(self, kind: Kind) -> str:
+        """The placement group of its machines: its own, or the reservation's; empty: none."""
+        if self.offer.reservation:
+            return self.offer.reservation.group
+        return self.name if self.clustered(kind) else ""
 
     def cards(self, kind: Kind) -> int:
         """EFA interfaces of a machine: as many as it can have, where several machines talk to each other."""
@@ -94,7 +107,8 @@ def template(
         hard_cap_s=request.hard_cap_s,
         hard_cap_at=hard_cap_at,
     )
-    placement = {"Placement": {"GroupName": order.name}} if order.clustered(kind) else {}
+    group = order.group(kind)
+    placement = {"Placement": {"GroupName": group}} if group else {}
     return {
         "ImageId": image.id,
         "UserData": base64.b64encode(script.encode()).decode(),
@@ -109,6 +123,7 @@ def template(
         "BlockDeviceMappings": [_disk(image, request.requirements.disk_gib, order.options.disk or Disk())],
         "NetworkInterfaces": _interfaces(order, place, kind),
         **placement,
+        **_reserved(order),
         "TagSpecifications": [
             {"ResourceType": "instance", "Tags": names.tag_list(_machine_marks(order, host_key, hard_cap_at))},
             {"ResourceType": "volume", "Tags": names.tag_list(order.marks)},
@@ -127,6 +142,8 @@ def fleet(order: Order, place: Place) -> Parameters:
         "MinTargetCapacity": min(count, _MOST_AT_LEAST),
     }
     market: Parameters = {"OnDemandOptions": {"AllocationStrategy": "lowest-price", **together}}
+    if order.market == names.CAPACITY_BLOCK:
+        market = {}  # it has no options: what is missing of the gang is seen by its answer
     if spot:
         pool["MaxPrice"] = _price_cap(order.request)
         strategy = {"AllocationStrategy": "price-capacity-optimized", "InstanceInterruptionBehavior": "terminate"}
@@ -142,7 +159,7 @@ def fleet(order: Order, place: Place) -> Parameters:
         ],
         "TargetCapacitySpecification": {
             "TotalTargetCapacity": count,
-            "DefaultTargetCapacityType": order.offer.market,
+            "DefaultTargetCapacityType": order.market,
         },
         # those of the template do not count where a policy demands tags of the request itself
         "TagSpecifications": [
@@ -150,6 +167,17 @@ def fleet(order: Order, place: Place) -> Parameters:
         ],
         **market,
     }
+
+
+def _reserved(order: Order) -> Parameters:
+    """Machines of a reservation start in it or not at all."""
+    if order.offer.reservation is None:
+        return {}
+    target = {"CapacityReservationTarget": {"CapacityReservationId": order.offer.reservation.id}}
+    only: Parameters = {"CapacityReservationSpecification": target}
+    if order.market == names.CAPACITY_BLOCK:
+        only["InstanceMarketOptions"] = {"MarketType": names.CAPACITY_BLOCK}
+    return only
 
 
 def _price_cap(request: FleetRequest) -> str:

@@ -38,6 +38,7 @@ from mgpu.providers.aws.instances.fleet_request import Order, fleet, template
 from mgpu.providers.aws.instances.user_data import HostKey
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import Handle, Intent
+from mgpu.words import utc
 
 _Marks = dict[str, str]
 _PASSING = (RateLimited, Transient)  # the same call again may do better, and loses nothing
@@ -56,6 +57,7 @@ def launch(account: Account, order: Order) -> Handle:
         CleanupFailed: something was made that could not be ended.
         ProviderError: nothing was made.
     """
+    _require_begun(order)
     known = _known(account, order)
     made = machines.find(account, _intent(order))
     if known is None and made is not None:
@@ -71,6 +73,15 @@ def launch(account: Account, order: Order) -> Handle:
         _end(account, order, [name for name in made.ids if name])
         raise
     return _handle(order, made.ids, made.made_at)
+
+
+def _require_begun(order: Order) -> None:
+    """Raises NoCapacity: the reservation has not begun, which waiting mends."""
+    reserved = order.offer.reservation
+    if reserved and reserved.state != "active":
+        at = utc(reserved.begins_at)
+        what = f"aws {order.region}: {order.what}: it is {reserved.state}, and begins {at}"
+        raise NoCapacity(what, "", f"Launch after {at}.", scope="zone")
 
 
 def _make(account: Account, order: Order, known: _Marks | None) -> tuple[_Marks, list[str]]:
@@ -109,7 +120,7 @@ def _prepare(account: Account, order: Order, where: network.Place) -> _Marks:
     if order.wants_address(kind):
         equip.require_addresses(account, order)
     chosen = machine_image.find(account, order.options, order.region)
-    hard_cap_at = math.ceil(time.time() + order.request.hard_cap_s)
+    hard_cap_at = _hard_cap_at(order)
     data = template(order, where, kind, chosen, HostKey.make(), hard_cap_at)
     marks = {**order.marks, names.REQUEST: order.digest, names.HARD_CAP_AT: str(hard_cap_at)}
     ec2 = account.client("ec2", order.region)
@@ -132,6 +143,12 @@ def _prepare(account: Account, order: Order, where: network.Place) -> _Marks:
                 why = f"{order.name} exists, EC2 does not show it yet"
                 raise Transient(f"aws {order.region}: a launch template is too new", why, "Try again.") from error
             return known
+
+
+def _hard_cap_at(order: Order) -> int:
+    """UNIX seconds; however long it took to come here, before AWS itself ends the machines of a Capacity Block."""
+    at, reserved = math.ceil(time.time() + order.request.hard_cap_s), order.offer.reservation
+    return min(at, math.floor(reserved.machines_end_at)) if reserved and reserved.machines_end_at else at
 
 
 def _group(ec2: Any, order: Order) -> None:

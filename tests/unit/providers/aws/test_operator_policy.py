@@ -25,7 +25,8 @@ ON_THINGS = re.compile(
 BY_NAME = re.compile(r"mgpu|repository/mgpu/|document/AWS-StartSSHSession$")  # the last is AWS's own
 
 documents = pytest.mark.parametrize(
-    ("name", "regions"), [(name, regions) for name in ("machines", "sessions", "base") for regions in REGIONS]
+    ("name", "regions"),
+    [(name, regions) for name in ("machines", "sessions", "base", "reservations") for regions in REGIONS],
 )
 
 
@@ -170,6 +171,19 @@ def test_the_command_prints_one_document_and_asks_nobody(monkeypatch):
     assert run("--account", ACCOUNT, "--ssm", "--bootstrap").exit_code != 0
     asked = ("--account", ACCOUNT, "--region", "eu-west-1", "--bootstrap")
     assert json.loads(run(*asked).stdout) == operator_policies.documents(ACCOUNT, ["eu-west-1"])["base"]
+
+
+def test_who_may_buy_is_another_document_and_machines_alone_buy_nothing():
+    printed = json.loads(run("--account", ACCOUNT, "--reservations").stdout)
+    assert printed == operator_policies.documents(ACCOUNT)["reservations"]
+    both = printed, operator_policies.documents(ACCOUNT)["machines"]
+    assert ["ec2:PurchaseCapacityBlock" in operator_policies.actions(each) for each in both] == [True, False]
+    assert run("--account", ACCOUNT, "--reservations", "--bootstrap").exit_code != 0
+
+
+def test_machines_may_be_started_in_a_reservation():
+    (on,) = [each for each in statements("machines") if each["Sid"] == "StartOn"]
+    assert f"arn:aws:ec2:*:{ACCOUNT}:capacity-reservation/*" in on["Resource"]
 
 
 @pytest.mark.parametrize("wrong", [("--account", "12"), ("--account", ACCOUNT, "--region", "Frankfurt")])

@@ -47,6 +47,14 @@ def test_a_run_that_was_never_interrupted_says_nothing_of_attempts(record):
     assert "--resume" not in str(error), "there is nothing to go on from"
 
 
+@pytest.mark.parametrize(("cap_s", "said"), [(3700, "hard cap (max_hours)"), (1800, "hard cap")])
+def test_a_hard_cap_that_comes_before_max_hours_is_not_called_so(record, cap_s, said):
+    record.max_hours, record.hard_cap_at = 1, record.created_at + cap_s
+    error = _error(record, Ended(False, "the hard cap is reached", None, stopped_by=StopReason.HARD_CAP))
+    assert error is not None
+    assert error.what == f"run run-1 stopped at its {said}"
+
+
 def test_one_attempt_without_progress_is_no_row_of_them(record):
     record.recoveries, record.idle = 1, 1
     error = _error(record, Ended(False, "node 1 is gone", Fault.PROVIDER))
