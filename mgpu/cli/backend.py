@@ -70,7 +70,6 @@ def _tell(console: Console) -> None:
         console.result(Backend(**found, runs=len(runs), stacks=len(stacks)))
         return
     rows = [
-        ("state of stacks", here.address),
         ("mgpu's own", here.place),
         ("seen by", "this machine" if here.folder else "every machine that names it"),
         ("holds", f"{count(len(runs), 'run')}, {count(len(stacks), 'stack')}"),

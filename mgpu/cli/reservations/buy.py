@@ -7,6 +7,7 @@ import sys
 import click
 
 from mgpu import paths
+from mgpu.backend.owner import owner
 from mgpu.cli import common
 from mgpu.cli.reservations.seller import Found, Seller, recall, seller, to_paste
 from mgpu.console import Console
@@ -53,7 +54,7 @@ def buy(offer_id: str, max_usd: float | None, yes: bool, as_json: bool) -> None:
         raise InputError(f"it costs ${offer.usd:,.2f}, more than `--max-usd {max_usd:g}`", "Nothing was bought.")
     _agree(console, offer, yes)
     with console.waiting(f"buying {offer.id}"):
-        bought = purchase.buy(offer, paths.owner())
+        bought = purchase.buy(offer, owner())
     console.say(f"bought: {bought.id}, {bought.state}", "green")
     _tell(console, sold_by, offer, bought)
 
