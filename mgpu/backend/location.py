@@ -12,16 +12,14 @@ An address is Pulumi's, `file:///folder` or `s3://bucket/prefix?region=...&endpo
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from mgpu import paths
@@ -56,12 +54,12 @@ class Backend:
         """Where mgpu's own is, for people to read."""
         return str(self.root) if self.folder else f"{self.address.rstrip('/')}/{_OURS}"
 
-    @cached_property
+    @property
     def state(self) -> Store:
         """All of the backend; the state of stacks is below `.pulumi`. Raises StackError."""
         return self._opened("")
 
-    @cached_property
+    @property
     def shared(self) -> Store | None:
         """What mgpu keeps for all machines; None: a folder, where `root` is all there is. Raises StackError."""
         return None if self.folder is not None else self._opened(f"/{_OURS}")
@@ -71,9 +69,12 @@ class Backend:
 
         given = dict(parse_qsl(urlsplit(self.url).query))
         ours = {ours: given[theirs] for theirs, ours in _SETTINGS.items() if theirs in given}
-        environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-        with self.asking("opened"):
-            return open_store(self.address.rstrip("/") + below, environment | ours)
+        environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")} | ours
+        key = (self.address.rstrip("/") + below, *environment.items())
+        if key not in _stores:  # each has connections, and perhaps a process
+            with self.asking("opened"):
+                _stores[key] = open_store(key[0], environment)
+        return _stores[key]
 
     @contextmanager
     def asking(self, what: str) -> Iterator[None]:
@@ -88,6 +89,7 @@ class Backend:
             raise StackError(f"the backend {self.address} could not be {what}", str(error)) from error
 
 
+_stores: dict[tuple[Any, ...], Store] = {}  # by address and what opens it
 _chosen: Path | None = None  # the folder of the run file that this command was given
 _named: str | None = None  # while a command works on another backend than its own
 MOVED = "moved"  # in mgpu's folder of a backend: where all of it has gone
@@ -121,7 +123,7 @@ def current() -> Backend:
     url, where = os.environ.get(VARIABLE, ""), VARIABLE
     if not url:
         url, where = _of_project(_chosen) or ("", "")
-    here = _at(url, where, paths.state_dir())
+    here = _at(url, str(where), paths.state_dir())
     if here.folder and (here.root / MOVED).is_file():
         raise moved(here, (here.root / MOVED).read_text())
     return here
@@ -150,7 +152,6 @@ def of_engine() -> Backend:
         return _at("", "", paths.state_dir())
 
 
-@functools.lru_cache
 def _at(url: str, where: str, state_dir: Path) -> Backend:
     ours = state_dir / "pulumi"
     scheme, _, rest = url.partition("://")

@@ -202,6 +202,12 @@ def _not_agreed(nothing: str) -> InputError:
     )
 
 
+def _backend(base: dict[str, Any]) -> str:
+    from mgpu.providers.aws.iam.policies import BACKEND
+
+    return f"s3://{base['bucket']}/{BACKEND}?region={base['region']}"
+
+
 def _report(console: Console, results: list[dict[str, Any]], wanted: Wanted) -> None:
     if console.as_json:
         from mgpu.cli.results import Bases
@@ -239,6 +245,9 @@ def _report(console: Console, results: list[dict[str, Any]], wanted: Wanted) -> 
         )
     if wanted.vpc:
         console.say(f"run files need  aws: {{subnet_ids: [...]}}  with subnets of {wanted.vpc}", "yellow")
+    shared = [f"mgpu init --backend {_backend(results[0])}    runs that any machine can go on with"] if results else []
     console.next(
-        "mgpu plan    what a run file with `provider: aws` would rent", "mgpu bootstrap aws --destroy    undo it"
+        *shared,
+        "mgpu plan    what a run file with `provider: aws` would rent",
+        "mgpu bootstrap aws --destroy    undo it",
     )

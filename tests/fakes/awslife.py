@@ -16,6 +16,7 @@ from mgpu_train.store import open_store
 
 from fakes.aws import PROGRAMS, FakeAws
 from fakes.aws.fake import Called
+from mgpu.backend import location
 from mgpu.errors import AmbiguousCreate, CleanupFailed, RateLimited, Transient
 from mgpu.iac.aws import bootstrap as run_base
 from mgpu.image.registry import auth
@@ -97,6 +98,7 @@ class Life:
             "repaired": self.repaired,
             "listed": lambda: self.provider.list_owned("me"),
             "granted": self.granted,
+            "shared": self.shared,
             "stored": self.stored,
             "revoked": lambda: self.provider.revoke_store("demo-1"),
             "logged in": lambda: auth.EcrAuth("", lambda: self.provider.registry_client(HERE))(),
@@ -232,6 +234,15 @@ class Life:
         self.provider.require_store([url])
         assert self.provider.grant_store("demo-1", (), (url,)) == self.provider.grant_store("demo-1", (), (url,))
 
+    def shared(self) -> None:
+        """Records and the state of stacks in the bucket of base, as every machine of a team has them."""
+        with location.using(f"s3://{BUCKET}/{policies.BACKEND}") as here:
+            assert here.shared is not None
+            assert here.shared.put_if_absent("a", b"1")
+            assert here.shared.replace("a", b"2", here.shared.read("a", 9).version)
+            assert [found.key for found in here.state.list("")] == ["mgpu/a"]
+            here.shared.delete("a")
+
     def stored(self) -> None:
         """What the operator itself does in the store: its entries of the commit log."""
         store = open_store(f"s3://{BUCKET}/{policies.RUNS}")
@@ -241,7 +252,8 @@ class Life:
         assert CommitLog(store, "demo-1").newest_attempt() == 1
         with self.aside():  # base deletes no bucket that holds anything
             s3 = self.aws.client("s3")
-            for each in s3.list_object_versions(Bucket=BUCKET).get("Versions", ()):
+            left = s3.list_object_versions(Bucket=BUCKET)
+            for each in (*left.get("Versions", ()), *left.get("DeleteMarkers", ())):
                 s3.delete_object(Bucket=BUCKET, Key=each["Key"], VersionId=each["VersionId"])
 
     def destroyed(self) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu.providers.aws import names
-from mgpu.providers.aws.iam.policies import RUNS, VERSION, Document, partition
+from mgpu.providers.aws.iam.policies import BACKEND, RUNS, VERSION, Document, partition
 from mgpu.providers.aws.instances import session_manager
 
 MOST_CHARACTERS = 6144
@@ -121,13 +121,12 @@ def narrowed(document: Document, wanted: Iterable[str]) -> Document:
 def machines(where: Where) -> Iterator[Document]:
     """What it takes to rent, watch and end machines."""
     ec2 = lambda *kinds: [where.arn("ec2", f"{kind}/*") for kind in kinds]  # noqa: E731
-    yield _allow("Look", LOOKS, ["*"])
+    yield _allow("Look", [*LOOKS, "ecr:GetAuthorizationToken"], ["*"])  # which knows no narrower resource
     yield _allow("Image", ["ssm:GetParameters"], [where.arn("ssm", "parameter/aws/service/deeplearning/*", account="")])
     yield _allow("DiskKey", ["kms:GetKeyPolicy"], [where.arn("kms", "key/*")])
-    yield _allow(
-        "Roles", ["iam:GetInstanceProfile", "iam:GetRole"], [where.iam("instance-profile/*"), where.iam("role/*")]
-    )
-    yield _allow("WhatMayI", ["iam:SimulatePrincipalPolicy"], [where.iam("user/*"), where.iam("role/*")])
+    # of roles; and what the operator may do
+    asks = ["iam:GetInstanceProfile", "iam:GetRole", "iam:SimulatePrincipalPolicy"]
+    yield _allow("Roles", asks, [where.iam(f"{kind}/*") for kind in ("instance-profile", "role", "user")])
     yield _allow(
         "Rent",
         ["ec2:AllocateAddress", "ec2:CreateFleet", "ec2:CreateLaunchTemplate", "ec2:CreatePlacementGroup"],
@@ -176,9 +175,9 @@ def machines(where: Where) -> Iterator[Document]:
         linked,
         {"StringEquals": {"iam:AWSServiceName": list(_LINKED)}},
     )
-    yield _allow("Checkpoints", ["s3:GetObject", "s3:PutObject"], [where.s3(f"/{RUNS}/*")])
-    yield _allow("ListCheckpoints", ["s3:ListBucket"], [where.s3("")])
-    yield _allow("ImagesLogin", ["ecr:GetAuthorizationToken"], ["*"])  # it knows no narrower resource
+    yield _allow("Objects", ["s3:GetObject", "s3:PutObject"], [where.s3(f"/{RUNS}/*"), where.s3(f"/{BACKEND}/*")])
+    yield _allow("State", ["s3:DeleteObject"], [where.s3(f"/{BACKEND}/*")])
+    yield _allow("List", ["s3:ListBucket"], [where.s3("")])
     yield _allow("Images", _IMAGES, [where.arn("ecr", f"repository/{names.REPOSITORY}")])
 
 

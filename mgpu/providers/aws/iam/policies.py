@@ -19,6 +19,9 @@ Document = dict[str, Any]
 
 RUNS = "runs"
 """Under this prefix of the bucket lie the checkpoints: all that a node reads and writes."""
+
+BACKEND = "backend"
+"""Under this one operators may keep their records and the state of stacks: no node reads or writes there."""
 TLS_ONLY = "MgpuTlsOnly"
 COMMITTED_ONCE = "MgpuCommittedOnce"
 """The `Sid`s of our statements in a bucket's policy, which may hold others."""
