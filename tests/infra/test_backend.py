@@ -6,11 +6,14 @@ import json
 import os
 import pwd
 import socket
+from pathlib import Path
 
+import boto3
 import pytest
 from fakes import gateway
 
-from mgpu.backend import location
+from mgpu.backend import location, settings
+from mgpu.iac import environment
 from mgpu.iac.engine import state_file
 from mgpu.iac.engine.project import project_name
 
@@ -28,6 +31,34 @@ def in_bucket(require, project, tmp_path, monkeypatch):
             monkeypatch.setenv(name, value)
         monkeypatch.setenv(location.VARIABLE, gateway.backend(env, bucket, "team"))
         yield project
+
+
+@pytest.fixture
+def aws(require, monkeypatch):
+    """S3 and KMS in one, in the environment; a bucket in it."""
+    moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    env = {**gateway.ACCESS, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    bucket = gateway.make_bucket(env, "of-this-test")
+    monkeypatch.setenv(location.VARIABLE, gateway.backend(env, bucket, "team"))
+    yield env
+    server.stop()
+
+
+def test_secrets_of_stacks_are_a_kms_keys_and_need_no_passphrase(project, aws):
+    key = boto3.client("kms", endpoint_url=aws["AWS_ENDPOINT_URL"], region_name="us-east-1").create_key()
+    settings.choose_secrets_provider(f"awskms://{key['KeyMetadata']['KeyId']}?region=us-east-1")
+    project.stack.init()
+    project.stack.up()
+    file = Path(project.stack.outputs().private_key_file)
+    environment.passphrase_file().unlink()
+    assert project.open().private_key() == file.read_text()
+    project.open().destroy()
+    assert not project.billed
 
 
 def test_a_stack_is_made_repaired_and_ended_in_a_bucket(in_bucket):
