@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from mgpu import paths
+from mgpu.backend import location
 from mgpu.cli import complete
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, NoCapacity, ProviderError
@@ -46,7 +47,19 @@ ANSWER_S = 60.0  # to say whether a run is to stop; nobody watches it meanwhile
 
 def run_file_argument(command: F) -> F:
     """RUN_FILE, by default the one of this folder."""
-    return click.argument("run_file", type=click.Path(path_type=Path, dir_okay=False), default=Path(RUN_FILE))(command)
+    kind = click.Path(path_type=Path, dir_okay=False)
+    return click.argument("run_file", type=kind, default=Path(RUN_FILE), callback=_of_its_project)(command)
+
+
+def _of_its_project(_context: click.Context, _argument: click.Parameter, run_file: Path) -> Path:
+    choose_backend(run_file.parent)
+    return run_file
+
+
+def choose_backend(folder: Path) -> None:
+    """Until this command ends its backend is that of the project in `folder`."""
+    location.choose(folder)
+    click.get_current_context().call_on_close(lambda: location.choose(None))
 
 
 def change_options(command: F) -> F:

@@ -39,7 +39,7 @@ def init(folder: Path, backend: str | None, secrets_provider: str | None, as_jso
 
     console = Console(as_json=as_json)
     common.made(folder)
-    location.choose(folder)
+    common.choose_backend(folder)
     if backend or secrets_provider:
         _reach(backend, secrets_provider)
     wrote: list[Path] = []

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
+from mgpu import paths
+from mgpu.backend import location
 from mgpu.spec.load import load
 
 
@@ -62,3 +65,31 @@ def test_beside_several_programs_or_none_an_example_is_written_and_run(init):
     spec, _, folder = init(a_py="", b_py="")
     assert spec.command == ("train.py", "--steps", "200")
     assert "MGPU_CHECKPOINT_DIR" in (folder / "train.py").read_text()
+
+
+def test_a_project_names_its_backend_which_was_tried_before(mgpu, world, monkeypatch):
+    used = []
+    monkeypatch.setattr("mgpu.iac.engine.install.set_up", lambda *_: used.append(location.current().folder))
+    team = world.folder / "team"
+    assert mgpu("init", "p", "--backend", team.as_uri()).code == 0
+    assert used == [team]
+    assert yaml.safe_load((world.folder / "p" / "Pulumi.yaml").read_text())["backend"] == {"url": team.as_uri()}
+    assert (team / "mgpu" / "owner").exists()
+    assert mgpu("init", "p", "--backend", team.as_uri()).code == 0, "again is the same"
+    other = mgpu("init", "p", "--backend", (world.folder / "other").as_uri())
+    assert (other.code, team.as_uri() in other.err) == (2, True)
+    refused = mgpu("init", "q", "--backend", "https://api.pulumi.com")
+    assert (refused.code, (world.folder / "q" / "Pulumi.yaml").exists()) == (2, False)
+    alone = mgpu("init", "q", "--secrets-provider", "awskms://alias/x")
+    assert (alone.code, "is a folder of this machine" in alone.err) == (2, True)
+
+
+def test_a_run_file_elsewhere_is_of_its_own_projects_backend(mgpu, world, monkeypatch):
+    monkeypatch.setattr("mgpu.iac.engine.install.set_up", lambda *_: None)
+    team = world.folder / "team"
+    mgpu("init", "elsewhere", "--backend", team.as_uri())
+    seen = []
+    monkeypatch.setattr("mgpu.cli.common.make_plan", lambda *_: seen.append(location.current().folder))
+    mgpu("plan", "elsewhere/mgpu.yaml")
+    assert seen == [team]
+    assert location.current().root == paths.state_dir(), "and no other command's"
