@@ -9,6 +9,7 @@ import yaml
 
 from mgpu import paths
 from mgpu.backend import location
+from mgpu.errors import InputError
 from mgpu.spec.load import load
 
 
@@ -88,8 +89,10 @@ def test_a_run_file_elsewhere_is_of_its_own_projects_backend(mgpu, world, monkey
     monkeypatch.setattr("mgpu.iac.engine.install.set_up", lambda *_: None)
     team = world.folder / "team"
     mgpu("init", "elsewhere", "--backend", team.as_uri())
-    seen = []
-    monkeypatch.setattr("mgpu.cli.common.make_plan", lambda *_: seen.append(location.current().folder))
-    mgpu("plan", "elsewhere/mgpu.yaml")
-    assert seen == [team]
+
+    def planned(_):
+        raise InputError(f"its backend is {location.current().folder}")
+
+    monkeypatch.setattr("mgpu.cli.common.make_plan", planned)
+    assert f"its backend is {team}" in mgpu("plan", "elsewhere/mgpu.yaml").err
     assert location.current().root == paths.state_dir(), "and no other command's"
