@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from mgpu import paths
 from mgpu.errors import InputError, StackError
@@ -70,7 +70,10 @@ class Backend:
         given = dict(parse_qsl(urlsplit(self.url).query))
         ours = {ours: given[theirs] for theirs, ours in _SETTINGS.items() if theirs in given}
         environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")} | ours
-        key = (self.address.rstrip("/") + below, *environment.items())
+        address = (
+            f"file://{self.folder}" if self.folder else self.address.rstrip("/")
+        )  # a path as it is, without %-codes
+        key = (address + below, *environment.items())
         if key not in _stores:  # each has connections, and perhaps a process
             with self.asking("opened"):
                 _stores[key] = open_store(key[0], environment)
@@ -158,7 +161,7 @@ def _at(url: str, where: str, state_dir: Path) -> Backend:
     if not url or url == ours.as_uri():
         return Backend(ours.as_uri(), state_dir, ours)
     if scheme == "file" and rest.startswith(("/", "~")):
-        folder = Path(rest.partition("?")[0]).expanduser()
+        folder = Path(unquote(rest.partition("?")[0])).expanduser()
         return Backend(url, folder / _OURS, folder)
     if scheme == "s3" and rest:
         mark = hashlib.sha256(url.partition("?")[0].rstrip("/").encode()).hexdigest()[:16]

@@ -109,7 +109,8 @@ def files(engine: Engine, image: str) -> Iterator[tuple[str, bytes]]:
 
 
 def run(engine: Engine, image: str, *command: str, options: tuple[str, ...] = ()) -> str:
-    return engine.docker("run", "--rm", "--network", "none", *options, image, *command).stdout.strip()
+    begun = ("run", "--rm", "--network", "none", *options)
+    return engine.docker(*begun, image, *command, timeout=BUILD_S).stdout.strip()
 
 
 def test_the_agent_is_what_it_runs_as_nobody_in_particular(builder: Engine, image: str):
@@ -156,7 +157,8 @@ def test_torch_compiles_in_it_and_nccl_finds_what_it_opens(builder: Engine, imag
         "open(sysconfig.get_path('include') + '/Python.h')\n"  # triton's launchers include it
         "print(torch.compile(lambda x: (x * x).sum() + 1)(torch.ones(3)).item())"
     )
-    one = ("--env", "TORCHINDUCTOR_COMPILE_THREADS=1")  # else eight processes import torch
+    # else eight processes import torch, and headers are compiled for later
+    one = ("--env", "TORCHINDUCTOR_COMPILE_THREADS=1", "--env", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS=0")
     assert run(builder, image, "-c", code, options=(*mounted, *one, "--entrypoint", "python")) == "4.0"
 
 

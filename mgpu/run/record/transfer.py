@@ -82,7 +82,7 @@ def _marked(source: Backend, target: Backend) -> Iterator[None]:
 
 
 def _mark(backend: Backend, to: str | None) -> None:
-    store = open_store(backend.root.as_uri()) if backend.shared is None else backend.shared
+    store = open_store(f"file://{backend.root}") if backend.shared is None else backend.shared
     with backend.asking("written"):
         if to is None:
             store.delete(MOVED)

@@ -136,7 +136,7 @@ def install(points: Points) -> None:
         return number
 
     journal.Journal.append = journalled
-    record.save = seams.wrap(record.save, lambda *_: "record.save")
+    record.save = seams.wrap(record.save, lambda *_, **__: "record.save")
     CliProcess.run = seams.engine(CliProcess.run)
     seams.all_of(LocalProvider, _public(Provider), lambda name, *_, **__: name)
     seams.all_of(FileStore, _public(base.Store), lambda name, _self, key="", *_, **__: f"{name} {key}")

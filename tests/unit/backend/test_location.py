@@ -57,6 +57,18 @@ def test_the_variable_comes_first_and_the_run_files_folder_before_the_present_on
     assert location.current().folder == Path.home() / "state"
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_folder_is_called_as_its_user_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool):
+    folder = tmp_path / "my 100% state"
+    if named:
+        monkeypatch.setenv(location.VARIABLE, folder.as_uri())
+    else:
+        monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    location.current().state.put(".pulumi/x", b"1")
+    assert location.current().folder in (folder, folder / "mgpu" / "pulumi")
+    assert (location.current().folder / ".pulumi" / "x").exists()
+
+
 def test_each_bucket_and_prefix_has_a_folder_of_its_own_here_whatever_its_settings(monkeypatch: pytest.MonkeyPatch):
     def at(url: str) -> location.Backend:
         monkeypatch.setenv(location.VARIABLE, url)
