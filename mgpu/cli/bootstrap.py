@@ -245,7 +245,11 @@ def _report(console: Console, results: list[dict[str, Any]], wanted: Wanted) -> 
         )
     if wanted.vpc:
         console.say(f"run files need  aws: {{subnet_ids: [...]}}  with subnets of {wanted.vpc}", "yellow")
-    shared = [f"mgpu init --backend {_backend(results[0])}    runs that any machine can go on with"] if results else []
+    shared = [
+        f"mgpu init --backend '{_backend(each)}'    runs that any machine can go on with"
+        for each in results[:1]
+        if each.get("bucket")
+    ]
     console.next(
         *shared,
         "mgpu plan    what a run file with `provider: aws` would rent",

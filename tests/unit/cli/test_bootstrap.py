@@ -49,3 +49,8 @@ def test_a_program_of_ones_own_that_drops_session_manager_is_told_of(ssm: bool |
     result = {"account": "123456789012", "region": "us-east-1", **({"ssm": ssm} if ssm else {})}
     bootstrap._report(Console(), [result], Wanted(ssm=True))
     assert ("does not pass `ssm` on" in " ".join("".join(capsys.readouterr()).split())) == told
+
+
+def test_the_bucket_is_offered_as_a_backend(capsys):
+    bootstrap._report(Console(), [{"account": "1", "region": "eu-west-1", "bucket": "mgpu-1-eu-west-1"}], Wanted())
+    assert "mgpu init --backend 's3://mgpu-1-eu-west-1/backend?region=eu-west-1'" in capsys.readouterr().err
