@@ -70,9 +70,8 @@ class Backend:
         given = dict(parse_qsl(urlsplit(self.url).query))
         ours = {ours: given[theirs] for theirs, ours in _SETTINGS.items() if theirs in given}
         environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")} | ours
-        address = (
-            f"file://{self.folder}" if self.folder else self.address.rstrip("/")
-        )  # a path as it is, without %-codes
+        # a path as it is, without %-codes
+        address = f"file://{self.folder}" if self.folder else self.address.rstrip("/")
         key = (address + below, *environment.items())
         if key not in _stores:  # each has connections, and perhaps a process
             with self.asking("opened"):
@@ -121,15 +120,20 @@ def current() -> Backend:
     Raises:
         InputError: its address is none that mgpu can keep records at, or all of it was moved elsewhere.
     """
+    here = configured()
+    if _named is None and here.folder and (here.root / MOVED).is_file():
+        raise moved(here, (here.root / MOVED).read_text())
+    return here
+
+
+def configured() -> Backend:
+    """As `current`, also where all of it was moved elsewhere, or was about to be."""
     if _named is not None:
         return _at(_named, "This command", paths.state_dir())
     url, where = os.environ.get(VARIABLE, ""), VARIABLE
     if not url:
         url, where = _of_project(_chosen) or ("", "")
-    here = _at(url, str(where), paths.state_dir())
-    if here.folder and (here.root / MOVED).is_file():
-        raise moved(here, (here.root / MOVED).read_text())
-    return here
+    return _at(url, str(where), paths.state_dir())
 
 
 def is_named() -> bool:

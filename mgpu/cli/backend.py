@@ -43,7 +43,7 @@ def move(url: str, yes: bool, as_json: bool) -> None:
     """
     from mgpu.run.record import transfer
 
-    console, here = Console(as_json=as_json), location.current()
+    console, here = Console(as_json=as_json), location.configured()
     if not yes and not console.confirm(f"move everything from {here.address} to {url.partition('?')[0]}?"):
         why = "" if sys.stdin.isatty() else "Standard input is not a terminal."
         raise InputError("not agreed", f"{why} Nothing was moved.".strip(), "Add `--yes` to agree.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -279,6 +280,48 @@ def test_all_of_a_folder_moves_to_a_bucket_and_back(team: Team, monkeypatch: pyt
         cli("backend", "move", home, "--yes")
         monkeypatch.delenv(location.VARIABLE)
         assert records.ids() == ["first-1"], "the mark of the first time is gone"
+
+
+def test_a_move_that_was_cut_off_is_done_again(team: Team, monkeypatch: pytest.MonkeyPatch):
+    bucket = location.current().url
+    monkeypatch.delenv(location.VARIABLE)
+    with team.on("a"):
+        filled(team.folder)
+        (location.current().root / location.MOVED).write_text(bucket)  # all that a power cut left
+        assert "was moved to" in cli("ls", code=2)
+        cli("backend", "move", bucket, "--yes")
+    monkeypatch.setenv(location.VARIABLE, bucket)
+    with team.on("b"):
+        assert records.ids() == ["first-1"]
+
+
+def test_who_goes_on_has_the_code_of_the_newest_submission(team: Team):
+    for text in ("old", "new"):
+        with team.on("a"):
+            folder = Folder("first-1")
+            (folder.root / "work").mkdir(parents=True, exist_ok=True)
+            (folder.root / "work" / "train.py").write_text(text)
+            folder.run_file.write_text(f"name: {text}\n")
+            shared.files.keep("first-1")
+        with team.on("b"):
+            shared.files.bring("first-1")
+            there = files("first-1")
+            assert (there["work/train.py"], there["mgpu.yaml"]) == (text, f"name: {text}\n")
+
+
+def test_many_who_follow_a_run_write_each_line_once(team: Team):
+    with team.on("a"):
+        log = Folder("first-1").root / "logs" / "node-0.0000.x.log"
+        log.parent.mkdir(parents=True)
+        for number in range(6):
+            with log.open("a") as file:
+                file.write(f"step {number}\n" * 100)
+            shared.files.send("first-1")
+        whole = log.read_text()
+    with team.on("b"):
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: shared.files.bring_grown("first-1"), range(8)))
+        assert (Folder("first-1").root / "logs" / log.name).read_text() == whole
 
 
 def test_nothing_moves_while_somebody_is_at_work_or_over_something_else(team: Team, monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ here does anything.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ _WHOLE = ("pulumi/Pulumi*.yaml", "metrics/rank-*.jsonl")
 _GROWN = ("logs/*", "metrics/instances/*", "journal/*")
 # of each growing file how much of it is in the backend, as far as this machine knows; of others when they were written
 _SENT = ".sent.json"
+_KEPT = ".kept.json"  # which submission's run file, code and program this machine has
 _FOLLOW_EVERY_S = 5.0
 _followed: dict[str, float] = {}  # by run, when its files were brought last
 _LARGEST = 64 << 20  # bytes of a small file, and of what has grown at a time
@@ -50,11 +52,13 @@ def keep(run_id: str) -> None:
                 with _packed(folder.root / name) as path:
                     sent = store.put_file(f"{_at(run_id)}{name}.tar.gz", path)
                 kept["archives"][name] = {"size": sent.size, "crc64nvme": sent.crc64nvme}
-        store.put(f"{_at(run_id)}kept.json", json.dumps(kept).encode())
+        text = json.dumps(kept).encode()
+        store.put(f"{_at(run_id)}kept.json", text)
+    replace(folder.root / _KEPT, text)
 
 
 def bring(run_id: str) -> None:
-    """Brings what this machine lacks, to go on with the run here; what it has stays. Raises StackError."""
+    """Brings what this machine lacks to go on with the run, or has of an earlier submission. Raises StackError."""
     from mgpu_train.store import NotFound
 
     here, folder = location.current(), Folder(run_id)
@@ -63,17 +67,18 @@ def bring(run_id: str) -> None:
         return
     with here.asking("read"):
         try:
-            kept = json.loads(store.get(f"{_at(run_id)}kept.json", _LARGEST))
-        except NotFound:  # it was submitted by this machine, a moment ago
+            text = store.get(f"{_at(run_id)}kept.json", _LARGEST)
+        except NotFound:  # it is submitted by this machine, right now
             return
-        for name, archive in kept["archives"].items():
-            if not (folder.root / name).exists():
+        kept, path = json.loads(text), folder.root / _KEPT
+        if not path.exists() or path.read_bytes() != text:  # a run that is resumed takes its code as it is then
+            for name, archive in kept["archives"].items():
                 _unpack(store, f"{_at(run_id)}{name}.tar.gz", archive, folder.root / name)
+            replace(folder.run_file, kept["run_file"].encode())
+            replace(path, text)
         for found, path in _there(store, run_id, "whole"):
             if not path.exists():
-                _replace(path, store.get(found.key, _LARGEST))
-        if not folder.run_file.exists():
-            _replace(folder.run_file, kept["run_file"].encode())
+                replace(path, store.get(found.key, _LARGEST))
     bring_grown(run_id)
 
 
@@ -83,14 +88,13 @@ def send(run_id: str, *, small: bool = False) -> None:
     store = here.shared
     if store is None:
         return
-    sent = _sent(root)
-    with here.asking("written"):
+    with here.asking("written"), _alone(root) as sent:
         for path in _found(root, _WHOLE):
             name, written = str(path.relative_to(root)), path.stat().st_mtime_ns
             if sent.get(name) != written:
                 store.put(f"{_at(run_id)}whole/{name}", path.read_bytes())
                 sent[name] = written
-                _replace(root / _SENT, json.dumps(sent).encode())
+                replace(root / _SENT, json.dumps(sent).encode())
         for path in () if small else _found(root, _GROWN):
             name = str(path.relative_to(root))
             with path.open("rb") as file:
@@ -98,7 +102,7 @@ def send(run_id: str, *, small: bool = False) -> None:
                 while data := file.read(_LARGEST):
                     store.put(f"{_at(run_id)}grown/{name}/{sent.get(name, 0):015}", data)
                     sent[name] = sent.get(name, 0) + len(data)
-                    _replace(root / _SENT, json.dumps(sent).encode())
+                    replace(root / _SENT, json.dumps(sent).encode())
 
 
 def bring_grown(run_id: str) -> None:
@@ -107,8 +111,7 @@ def bring_grown(run_id: str) -> None:
     store = here.shared
     if store is None:
         return
-    sent = _sent(root)
-    with here.asking("read"):
+    with here.asking("read"), _alone(root) as sent:
         for found, part in _there(store, run_id, "grown"):
             path, begin = part.parent, int(part.name)
             size = path.stat().st_size if path.exists() else 0
@@ -118,8 +121,8 @@ def bring_grown(run_id: str) -> None:
                 with path.open("ab") as file:
                     file.write(data[size - begin :])
                 sent[str(path.relative_to(root))] = begin + found.size
-    if sent:
-        _replace(root / _SENT, json.dumps(sent).encode())
+        if sent:
+            replace(root / _SENT, json.dumps(sent).encode())
 
 
 def follow(run_id: str) -> None:
@@ -161,11 +164,15 @@ def _found(root: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted(path for each in patterns for path in root.glob(each) if path.is_file() and path.name[0] != ".")
 
 
-def _sent(root: Path) -> dict[str, int]:
-    try:
-        return dict(json.loads((root / _SENT).read_text()))
-    except FileNotFoundError:
-        return {}
+@contextmanager
+def _alone(root: Path) -> Iterator[dict[str, int]]:
+    """What is known to be in the backend, while nobody else of this machine brings or sends: two who follow a run would
+    write everything twice."""
+    root.mkdir(parents=True, mode=0o700, exist_ok=True)
+    with (root / ".sending").open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        known = root / _SENT
+        yield dict(json.loads(known.read_text())) if known.exists() else {}
 
 
 @contextmanager
@@ -186,12 +193,14 @@ def _unpack(store: Store, key: str, archive: dict[str, Any], folder: Path) -> No
         store.get_file(key, packed, size=archive["size"], crc64nvme=archive["crc64nvme"])
         with tarfile.open(packed) as file:
             file.extractall(aside / "tree", filter="tar")  # nothing leaves the folder; links are the user's
+        shutil.rmtree(folder, ignore_errors=True)
         (aside / "tree").rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace(path: Path, data: bytes) -> None:
+    """Writes a file of this user's alone: a reader sees the old one or the new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_bytes(data)

@@ -129,10 +129,7 @@ def _bring(store: Store, run_id: str) -> None:
         return
     folder = Folder(run_id)
     folder.make()
-    aside = folder.record.with_name(f".record.{os.getpid()}")
-    aside.write_bytes(found.data)
-    aside.chmod(0o600)
-    aside.replace(folder.record)
+    files.replace(folder.record, found.data)
     _keep_version(run_id, found.version)
 
 
@@ -144,10 +141,7 @@ def _version(run_id: str) -> str:
 
 
 def _keep_version(run_id: str, version: str) -> None:
-    path = Folder(run_id).root / ".version"
-    aside = path.with_name(f".version.{os.getpid()}")
-    aside.write_text(version)
-    aside.replace(path)
+    files.replace(Folder(run_id).root / ".version", version.encode())
 
 
 # ---- who supervises
@@ -205,7 +199,7 @@ class _Keeper:
 
     def __init__(self, store: Store, run_id: str, grip: Lease, every_s: float) -> None:
         self._store, self._run_id, self._grip, self._every_s = store, run_id, grip, every_s
-        self._over = threading.Event()
+        self._over, self._lost = threading.Event(), False
         self._renewed = self._sent = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="mgpu-keeper", daemon=True)
 
@@ -220,10 +214,11 @@ class _Keeper:
         self._over.set()
         if self._thread.ident:
             self._thread.join()
-        with suppress(StoreError, StackError):
-            files.send(self._run_id)
-        with suppress(StoreError):
-            self._grip.release()
+        if not self._lost:
+            with suppress(StoreError, StackError):
+                files.send(self._run_id)
+            with suppress(StoreError):
+                self._grip.release()
 
     def _work(self) -> None:
         from mgpu_train.store import StoreError
@@ -242,6 +237,7 @@ class _Keeper:
         if time.monotonic() - self._renewed < self._every_s:
             return True
         if (other := self._grip.renew()) is not None:
+            self._lost = True
             _note(self._run_id, other)
             return False
         self._renewed = time.monotonic()

@@ -150,9 +150,7 @@ def _move_run(source: Backend, target: Backend, run_id: str) -> None:
         try:
             shared.push(run_id, text)
         except shared.Lost:
-            raise InputError(
-                f"the backend {target.address} has another run {run_id}", "", "Name an empty one."
-            ) from None
+            raise _another(target, run_id) from None
 
 
 def _another(target: Backend, run_id: str) -> InputError:
