@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -34,3 +35,13 @@ def add(owner: Any, name: str, new: Any) -> None:
     if hasattr(owner, name):
         raise MotoChanged(f"moto {version('moto')} has its own {owner.__name__}.{name} now: the fake's can go")
     setattr(owner, name, new)
+
+
+def add_action(cloud: Any, owner: Any, name: str, action: Callable[[Any, Any], Any]) -> None:
+    """Puts an action of EC2's at `owner.name`, where moto has nothing yet: of a dry run it does nothing."""
+
+    def run(self: Any) -> Any:
+        self.error_on_dryrun()
+        return action(cloud, self)
+
+    add(owner, name, run)

@@ -43,15 +43,7 @@ def install(cloud: Cloud) -> None:
         "get_spot_placement_scores": _scores,
     }
     for name, action in actions.items():
-        patching.add(EC2Response, name, _method(cloud, action))
-
-
-def _method(cloud: Cloud, action: Callable[[Cloud, Any], ActionResult]) -> Callable[[Any], ActionResult]:
-    def run(self: Any) -> ActionResult:
-        self.error_on_dryrun()
-        return action(cloud, self)
-
-    return run
+        patching.add_action(cloud, EC2Response, name, action)
 
 
 def _key(response: Any, name: str) -> tuple[str, str, str]:
