@@ -17,4 +17,5 @@ class Context:
     emit: Emit
     timeouts: Timeouts
     ask_to_stop: Callable[[str], bool | None] | None = None  # told what becomes of the run's work
-    detach: bool = False  # leave once the first attempt has begun
+    watch_s: float | None = None  # leave then, once it trains and needs nothing; None: never; 0: as soon as that is so
+    leave: bool = False  # a signal leaves the run as it is, and ends nothing

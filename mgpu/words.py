@@ -8,7 +8,7 @@ import time
 
 from mgpu_train.words import count
 
-__all__ = ["amount", "count", "duration", "utc", "wrapped"]
+__all__ = ["amount", "count", "duration", "seconds_of", "utc", "wrapped"]
 
 _HELD = "\x00"  # a blank at which no line is broken
 
@@ -29,6 +29,21 @@ def duration(seconds: float) -> str:
     if seconds >= 3600:
         return f"{seconds / 3600:.3g} h"
     return f"{seconds / 60:.3g} min" if seconds >= 120 else f"{seconds:.0f} s"
+
+
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def seconds_of(text: str) -> float:
+    """`90s`, `50m`, `4h`, `1h30m`, `7d` as seconds; `0` needs no unit. Raises ValueError."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.lower())
+    if text.strip() == "0":
+        return 0.0
+    if not parts or "".join("".join(part) for part in parts) != re.sub(r"\s", "", text.lower()):
+        raise ValueError(f"`{text}` is no time: write 90s, 50m, 4h, 1h30m or 7d")
+    if unknown := [unit for _, unit in parts if unit not in _UNITS]:
+        raise ValueError(f"`{text}`: `{unknown[0]}` is no unit of time: s, m, h, d or w")
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
 def utc(at: float) -> str:

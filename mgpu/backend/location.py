@@ -64,15 +64,22 @@ class Backend:
         """What mgpu keeps for all machines; None: a folder, where `root` is all there is. Raises StackError."""
         return None if self.folder is not None else self._opened(f"/{_OURS}")
 
+    @property
+    def ours(self) -> Store:
+        """What mgpu keeps, on a folder, too. Raises StackError."""
+        return self.shared or self._store(f"file://{self.root}")
+
     def _opened(self, below: str) -> Store:
+        # a path as it is, without %-codes
+        return self._store((f"file://{self.folder}" if self.folder else self.address.rstrip("/")) + below)
+
+    def _store(self, address: str) -> Store:
         from mgpu_train.store import open_store
 
         given = dict(parse_qsl(urlsplit(self.url).query))
         ours = {ours: given[theirs] for theirs, ours in _SETTINGS.items() if theirs in given}
         environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")} | ours
-        # a path as it is, without %-codes
-        address = f"file://{self.folder}" if self.folder else self.address.rstrip("/")
-        key = (address + below, *environment.items())
+        key = (address, *environment.items())
         if key not in _stores:  # each has connections, and perhaps a process
             with self.asking("opened"):
                 _stores[key] = open_store(key[0], environment)

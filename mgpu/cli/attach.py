@@ -22,11 +22,13 @@ TAIL = 4096  # bytes of each log that are shown first
 @common.run_argument
 @common.json_option
 @click.option("--take-over", is_flag=True, help="Take its place although it lives: it is stuck, or cannot be reached.")
-def attach(run: str, as_json: bool, take_over: bool) -> int:
+@click.option("--detach", "-d", is_flag=True, help="Leave again once it trains and needs nothing; follow nobody.")
+@click.option("--for", "watch_s", type=common.Span(), help="As --detach, but watch it for this time first: `50m`.")
+def attach(run: str, as_json: bool, take_over: bool, detach: bool, watch_s: float | None) -> int:
     """Follow RUN (default: the newest). Where its supervisor is gone, take its place, wherever the run is: make or
     repair the machines, watch, recover, judge, tear down.
 
-    Ending this command while it only follows ends nothing else.
+    Ending this command while it only follows ends nothing else; with --detach or --for it never does.
     """
     from mgpu.run.lifecycle import attach
     from mgpu.run.lifecycle.outcome import Outcome
@@ -42,6 +44,8 @@ def attach(run: str, as_json: bool, take_over: bool) -> int:
         console.say(f"run {record.run_id} {how}")
     elif take_over:
         console.say(f"taking run {record.run_id} from {supervisor_of(record.run_id)}")
+    if detach or watch_s is not None:
+        return _pass_by(console, record, watch_s or 0.0, take_over=take_over)
     while (outcome := attach.attach(record, common.context(console), force=take_over)) is None:
         record = _follow(console, record.run_id)
         if record.state.final:
@@ -49,6 +53,18 @@ def attach(run: str, as_json: bool, take_over: bool) -> int:
             break
         console.say("its supervisor is gone: taking over")
     return common.finish(console, outcome)
+
+
+def _pass_by(console: Console, record: Record, watch_s: float, *, take_over: bool) -> int:
+    """Does what the run needs now, and leaves it."""
+    from mgpu.run.lifecycle import attach
+
+    outcome = attach.attach(record, common.context(console, watch_s=watch_s, leave=True), force=take_over)
+    if outcome is not None:
+        return common.finish(console, outcome)
+    console.say(f"run {record.run_id} is supervised by {supervisor_of(record.run_id)}: it is left to that")
+    common.tell_as_json(console, load(record.run_id))
+    return 0
 
 
 def _follow(console: Console, run_id: str) -> Record:

@@ -20,7 +20,7 @@ from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, NoCapacity, ProviderError
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Interruption, Record, State, load
-from mgpu.words import amount, count, duration, utc
+from mgpu.words import amount, count, duration, seconds_of, utc
 
 if TYPE_CHECKING:
     from mgpu_train.timeouts import Timeouts
@@ -142,7 +142,20 @@ def yes_option(command: F) -> F:
     return click.option("--yes", "-y", is_flag=True, help="Do not ask; the price is still shown.")(command)
 
 
-def context(console: Console, *, detach: bool = False) -> Context:
+class Span(click.ParamType):
+    """A length of time, in seconds: `50m`, `4h`."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """As seconds."""
+        try:
+            return value if isinstance(value, float) else seconds_of(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def context(console: Console, *, watch_s: float | None = None, leave: bool = False) -> Context:
     """What a run is given by this command: its console, its deadlines, and how to ask on a terminal."""
     from mgpu.context import Context
     from mgpu.sinks.delivery import Delivery
@@ -152,7 +165,7 @@ def context(console: Console, *, detach: bool = False) -> Context:
         command.call_on_close(delivery.close)
     if sys.stdin.isatty() and sys.stderr.isatty():
         ask = lambda first: console.answer(f"stop the run ({first}, then teardown)? `n` leaves it running", ANSWER_S)  # noqa: E731
-    return Context(delivery.emit, timeouts(), ask, detach)
+    return Context(delivery.emit, timeouts(), ask, watch_s, leave)
 
 
 def timeouts() -> Timeouts:
@@ -320,6 +333,28 @@ def look_at_image(
         if looked is not None and looked.there is not None:
             plan = fit.fitting(looked.there.labels, plan, machines)
     return looked, plan
+
+
+def agreed(console: Console, run_file: Path, spec: RunSpec, yes: bool, before: Record | None = None) -> Machines:
+    """Looks at all that can be known before machines are rented, shows the price and asks; `before`: the run that is
+    gone on with. Returns what the image has to fit. Raises what it finds, and InputError: nobody agrees."""
+    from mgpu.run.lifecycle.launch import preflight
+
+    with console.waiting(PREFLIGHT):
+        preflight(run_file, spec, console.emit)
+    plan = make_plan(spec)
+    machines = machines_of(spec, plan)
+    try:
+        image, plan = look_at_image(console, spec, run_file, plan, machines)
+    finally:  # the price is known all the same
+        show_plan(console, plan, other_costs(spec, plan))
+    require_begun(plan, spec.recovery.wait_minutes)
+    if image is not None:
+        console.say(str(image))
+    if before is not None:
+        show_changes(console, before, spec)
+    agree(console, yes)
+    return machines
 
 
 def agree(console: Console, yes: bool) -> None:

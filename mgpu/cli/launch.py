@@ -30,19 +30,6 @@ def launch(run_file: Path, changes: list[Change], yes: bool, as_json: bool, resu
     spec = load(run_file, changes=changes)
     console = Console(as_json=as_json, show_logs=spec.command is not None)
     before = resumed(resume, run_file, spec)
-    with console.waiting(common.PREFLIGHT):
-        runs.preflight(run_file, spec, console.emit)
-    plan = common.make_plan(spec)
-    machines = common.machines_of(spec, plan)
-    try:
-        image, plan = common.look_at_image(console, spec, run_file, plan, machines)
-    finally:  # the price is known all the same
-        common.show_plan(console, plan, common.other_costs(spec, plan))
-    common.require_begun(plan, spec.recovery.wait_minutes)
-    if image is not None:
-        console.say(str(image))
-    if before is not None:
-        common.show_changes(console, before, spec)
-    common.agree(console, yes)
-    context = common.context(console, detach=detach)
+    machines = common.agreed(console, run_file, spec, yes, before)
+    context = common.context(console, watch_s=0.0 if detach else None)
     return common.finish(console, runs.launch(run_file, spec, context, resume=before, machines=machines))

@@ -3,13 +3,19 @@ written from here."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import time
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from mgpu.plan.model import Cost, Offer, Refusal, Requirements, Reservation, Value
 from mgpu.providers.base import ReservationOffer
+from mgpu.run.record.record import known
 from mgpu.run.view import RunView
+
+if TYPE_CHECKING:
+    from mgpu.schedule.model import DueTime, Schedule
 
 VERSION = 1
 
@@ -60,6 +66,89 @@ class Status(Run):
         description="with --live, a node each: `rank`, `id`, `phase` of its machine as the provider says, `agent`: "
         "what it says itself, null where it does not answer"
     )
+
+
+class Due(Value):
+    """A time of a schedule, and what became of it. Times are UNIX seconds."""
+
+    schedule: str
+    due_at: float
+    outcome: str = Field(
+        description="waiting, starting or running; at the end succeeded, failed, stopped, replaced, skipped or missed"
+    )
+    run_id: str | None
+    reason: str | None
+    by_hand: bool = Field(description="by `mgpu schedule run-now`")
+    ended_at: float | None = Field(description="of its run, as all that follows")
+    exit_code: int | None
+    spent_usd: float | None
+    recoveries: int
+    step: int | None
+    metrics: dict[str, float]
+
+    @classmethod
+    def of(cls, schedule: str, due: DueTime) -> Due:
+        """As it is shown."""
+        plain = {name: getattr(due, name, None) for name in cls.model_fields}
+        shown = {"schedule": schedule, "due_at": due.at, "outcome": str(due.outcome), "step": known(due.step)}
+        return cls.model_validate(plain | shown | {"run_id": due.run_id or None, "reason": due.reason or None})
+
+
+class ScheduleView(Value):
+    """A schedule. Times are UNIX seconds."""
+
+    name: str
+    cron: str
+    timezone: str
+    if_running: str = Field(description="skip, queue or replace")
+    start_within_s: float = Field(description="of its time; later it is missed")
+    jitter_s: float
+    paused: bool
+    created_at: float
+    created_by: str = Field(description="user and host")
+    run_file: str
+    next: list[float] = Field(description="the next five times")
+    history: list[Due] = Field(description="newest last")
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> ScheduleView:
+        """As it is shown."""
+        plain = {name: getattr(schedule, name, None) for name in cls.model_fields}
+        history = [Due.of(schedule.name, due) for due in schedule.history]
+        coming = list(islice(schedule.times.after(time.time()), 5))
+        shown = {"if_running": str(schedule.if_running), "run_file": str(schedule.run.get("run_file"))}
+        return cls.model_validate(plain | shown | {"next": coming, "history": history})
+
+
+class OneSchedule(Result, ScheduleView):
+    """`mgpu schedule add`, `show`, `pause`, `resume`, `run-now`, `rm`."""
+
+
+class Schedules(Result):
+    """`mgpu schedule ls`."""
+
+    schedules: list[ScheduleView]
+
+
+class LookedAfter(Value):
+    """A run that needed somebody."""
+
+    run_id: str
+    why: str
+    state: str | None = Field(default=None, description="afterwards; null: with --dry-run, or it could not be done")
+    exit_code: int | None = Field(default=None, description="of the process that has looked after it")
+    error: dict[str, Any] | None = Field(default=None, description="why it could not be done")
+
+
+class Reconciled(Result):
+    """`mgpu reconcile`."""
+
+    dry_run: bool
+    due: list[Due] = Field(description="times of schedules of which something has become")
+    stopped: list[str] = Field(description="runs that were asked to end, to make room for a later time")
+    runs: list[LookedAfter]
+    swept: list[str] = Field(description="fleets that nothing stood for: gone, confirmed by their provider")
+    failures: list[dict[str, Any]] = Field(description="what could not be done")
 
 
 class Fleet(Value):

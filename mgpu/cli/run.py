@@ -42,4 +42,6 @@ def run(
         raise InputError("no stack is selected", "`--stack` names one that is up.", how_to_rent(project))
     if before is not None and common.show_changes(console, before, spec) and not yes:
         common.agree_to_changes(console)
-    return common.finish(console, runs.run(run_file, spec, name, common.context(console, detach=detach), resume=before))
+    return common.finish(
+        console, runs.run(run_file, spec, name, common.context(console, watch_s=0.0 if detach else None), resume=before)
+    )

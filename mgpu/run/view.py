@@ -56,6 +56,8 @@ class RunView(Value):
     )
     project: str = Field(description="the folder of the Pulumi program")
     run_file: str
+    schedule: str | None = Field(description="whose due time started it; null: somebody did")
+    due_at: float | None = Field(description="that time")
     stack: str
     own_stack: bool = Field(description="made for this run by `mgpu launch`")
     provider: str
@@ -99,6 +101,8 @@ class RunView(Value):
         shown = {
             "state": str(record.state),
             "reason": record.reason or None,
+            "schedule": record.schedule or None,
+            "due_at": record.due_at or None,
             "spent_usd": round(record.spent_usd(time.time()), 4) if record.spending else None,
             "price_usd_per_hour": record.price_usd_per_hour or None,
             "hard_cap_at": record.hard_cap_at or None,

@@ -6,10 +6,10 @@ no fault of it. A run that neither trains nor is supervised has left them behind
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from mgpu_train.store import NotFound
@@ -78,8 +78,8 @@ class _Access:
         matter = registry.get(provider, options).capabilities.account_options
         return cls(provider, tuple(sorted((key, value) for key, value in options.items() if key in matter)))
 
-    def fleets(self, owner: str, users: _Users) -> list[Fleet]:
-        """What the owner has there. Raises MgpuError."""
+    def fleets(self, owner: str) -> list[Fleet]:
+        """What the owner has there, whatever uses it. Raises MgpuError."""
         options = dict(self.options)
         provider, found = registry.get(self.provider, options), list[Fleet]()
         handles = provider.list_owned(owner)
@@ -87,26 +87,27 @@ class _Access:
             nodes = [n for n in state.nodes if n.phase is not NodePhase.TERMINATED]
             if nodes:
                 price = sum(n.price_usd_per_hour for n in nodes)
-                used_by, left_by = users.of(handle)
                 ids = tuple(n.id for n in nodes)
-                found.append(Fleet(handle.fleet, self.provider, ids, price, used_by, handle, left_by, options))
+                found.append(Fleet(handle.fleet, self.provider, ids, price, "", handle, options=options))
         return found
 
 
-def survey() -> Survey:
+def survey(records: Callable[[], list[Record]] | None = None) -> Survey:
     """All machines of this user at every provider that is set up, or that a run or a stack names, by fleet. One that
-    cannot be asked hides nothing of the others."""
-    tag, users = owner(), _Users(every()[::-1])
-    accesses, failures = _accesses(users)
+    cannot be asked hides nothing of the others. `records`: of all runs that may have machines, oldest first."""
+    tag, records = owner(), records or partial(every, fresh=True)
+    accesses, failures = _accesses(_Users(records()[::-1]))
     found: dict[tuple[str, ...], Fleet] = {}
     with ThreadPoolExecutor(max(1, len(accesses)), thread_name_prefix="mgpu-survey") as pool:
-        for asked in [pool.submit(access.fleets, tag, users) for access in accesses]:
+        for asked in [pool.submit(access.fleets, tag) for access in accesses]:
             try:
                 for fleet in asked.result():  # two ways may lead to one account
                     found.setdefault((fleet.provider, fleet.handle.region, fleet.handle.token, *fleet.ids), fleet)
             except MgpuError as error:
                 failures.append(error)
-    return Survey(tuple(found.values()), tuple(failures))
+    # anew: whoever has rented meanwhile has said so before
+    users = _Users(records()[::-1]) if found else None
+    return Survey(tuple(users.used(fleet) for fleet in found.values()) if users else (), tuple(failures))
 
 
 def _accesses(users: _Users) -> tuple[list[_Access], list[MgpuError]]:
@@ -141,6 +142,11 @@ class _Users:
         found = [(run.provider, _settings((run.fleet or {}).get("options")) or run.options) for run in owing]
         inputs = [each for each in self._inputs if "provider" in each]
         return found + [(str(each["provider"]), _settings(each.get("options"))) for each in inputs]
+
+    def used(self, fleet: Fleet) -> Fleet:
+        """With what uses it."""
+        used_by, left_by = self.of(fleet.handle)
+        return replace(fleet, used_by=used_by, left_by=left_by)
 
     def of(self, handle: Handle) -> tuple[str, str]:
         """What uses these machines, and, where nothing does, the run that has left them behind."""

@@ -99,8 +99,8 @@ def _conducted(
         session.emit(Warned(error.what))
         return lost
     with nodes:
-        if session.detach:
-            return Ended(False, "detached", left=True)
+        if session.may_leave:
+            return Ended(False, left=True)
         return watch(session, nodes, fleet, provider, request, keys, sent=secrets.store)
 
 

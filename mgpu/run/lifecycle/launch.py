@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mgpu_train.timeouts import Timeouts
 
@@ -19,7 +20,7 @@ from mgpu.run.job.request import build_secrets, require_secrets, resolve
 from mgpu.run.job.stack_output import provider_for, provider_of
 from mgpu.run.lifecycle.attempt_start import require_data, require_store
 from mgpu.run.lifecycle.outcome import Outcome
-from mgpu.run.lifecycle.submit import submit
+from mgpu.run.lifecycle.submit import set_aside, submit
 from mgpu.run.lifecycle.supervise import supervise, supervision
 from mgpu.run.nodes import code_upload
 from mgpu.run.record.record import Record, busy, new_run_id
@@ -49,6 +50,23 @@ def launch(
 
     with _opened(run_id, context, made) as session:
         return supervise(session, context, submitted=True)
+
+
+def submitted(run_file: Path, spec: RunSpec, context: Context, machines: Machines = fit.ANY) -> Record:
+    """A queued run that whoever looks for such runs begins with; its image is in its registry."""
+    run_id, base = new_run_id(spec.name), run_file.resolve().parent
+    request = resolve(spec, run_id, base, timeouts=context.timeouts)
+    return submit(request, run_file, image=images.settle(spec, base, context.emit, machines))
+
+
+def kept_for_later(
+    run_file: Path, spec: RunSpec, context: Context, folder: Path, at: str, machines: Machines = fit.ANY
+) -> dict[str, Any]:
+    """Keeps in `folder`, and in a bucket below the key `at`, what runs begin with; returns the record of one, as
+    `submit_kept` takes it. The image is in its registry."""
+    base = run_file.resolve().parent
+    request = resolve(spec, spec.name, base, timeouts=context.timeouts)
+    return set_aside(request, run_file, folder, at, images.settle(spec, base, context.emit, machines))
 
 
 def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, resume: Record | None = None) -> Outcome:

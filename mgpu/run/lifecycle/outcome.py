@@ -103,7 +103,7 @@ def _finish(session: Session, stack: Stack, teardown: str, result: Result) -> Ou
     if isinstance(result, Ended) and result.left:
         session.emit(Note("left running"))
         session.save()
-        return Outcome(record, left=True, detached=session.detach and not session.asked_to_end)
+        return Outcome(record, left=True, detached=session.may_leave and not session.asked_to_end)
     if isinstance(result, Ended):
         record.fault = str(result.fault) if result.fault else None
         record.stop_reason = str(result.stopped_by) if result.stopped_by else None

@@ -1,13 +1,19 @@
-"""A run is submitted before anything supervises it: from then on it exists, with its run file, image and code."""
+"""A run is submitted before anything supervises it: from then on it exists, with its run file, image and code. What it
+begins with may be set aside, too, and be submitted again and again."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from mgpu.backend import location
-from mgpu.errors import InputError
+from mgpu.errors import InputError, TakenOver
 from mgpu.iac.engine.project import keep_program, project_name
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput
@@ -19,7 +25,7 @@ from mgpu.run.job.request import Request
 from mgpu.run.nodes import code_upload
 from mgpu.run.record import files, shared
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Record, load, opening, save
+from mgpu.run.record.record import Record, find, load, of_json, opening, save
 from mgpu.spec.load import text_of
 
 
@@ -54,6 +60,70 @@ def submit(
         if resume is None:
             shutil.rmtree(folder.root, ignore_errors=True)
         raise
+
+
+def set_aside(request: Request, run_file: Path, folder: Path, at: str, image: Settled | None) -> dict[str, Any]:
+    """Keeps what runs begin with in `folder`, and in a bucket below the key `at`; returns the record of such a run, as
+    plain data.
+
+    Raises:
+        InputError: the code cannot be kept; nothing is.
+        StackError: the backend does not answer.
+    """
+    record = _record(request, run_file, None, None, None, image)
+    try:
+        with code_upload.set_aside(request, folder / "work") as code:
+            if code is not None:
+                code.replace(folder / "work")
+        (folder / files.RUN_FILE).write_text(text_of(request.spec, run_file))
+        keep_program(Path(record.project), folder / "program")
+        files.keep_folder(folder, at)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return asdict(record)
+
+
+def submit_kept(folder: Path, at: str, fields: dict[str, Any], run_id: str, **more: Any) -> Record:
+    """A queued run of what `set_aside` has kept, with an id of its own and `more` in its record. Whoever does it again,
+    on whichever machine, gets the one that is there.
+
+    Raises:
+        InputError: what was set aside is gone.
+        StackError: the backend does not answer.
+    """
+    if not files.bring_folder(folder, at):
+        raise InputError(f"{location.current().place}/{at} is gone", "It held the run file and the code.")
+    record = of_json({**fields, "run_id": run_id, "stack": run_id, "created_at": time.time(), **more})
+    record.fleet_name = fleet_name(project_name(folder / "program"), run_id)
+    own = Folder(run_id)
+    with opening():
+        if (there := find(run_id)) is not None:
+            return there
+        own.make()
+        if (folder / "work").is_dir():
+            _copy(folder / "work", own.work, _linked)
+        _copy(folder / "program", own.program, shutil.copy2)  # its settings are changed on each machine
+        shutil.copyfile(folder / files.RUN_FILE, own.run_file)
+        files.keep_same(run_id, folder)
+        with suppress(TakenOver):  # another machine was faster
+            save(record)
+    return find(run_id) or record
+
+
+def _copy(source: Path, target: Path, copy: Callable[[str, str], object]) -> None:
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    for old in (aside, target):
+        shutil.rmtree(old, ignore_errors=True)
+    shutil.copytree(source, aside, symlinks=True, copy_function=copy)
+    aside.rename(target)
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a disk without links
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _record(

@@ -62,12 +62,12 @@ def supervision(
         if not token:
             yield None
             return
-        interrupts = Interrupts()
+        interrupts = Interrupts(leave=context.leave)
         with interrupts.installed():
             files.bring(run_id)
             found = record()
             found.supervisor = token
-            yield Session(found, context.emit, context.timeouts, interrupts, context.ask_to_stop, detach=context.detach)
+            yield Session(found, context.emit, context.timeouts, interrupts, context.ask_to_stop, context.watch_s)
 
 
 def supervise(session: Session, context: Context, before: Holder | None = None, *, submitted: bool = False) -> Outcome:

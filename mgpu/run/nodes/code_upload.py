@@ -128,8 +128,9 @@ def send(session: Session, request: Request, nodes: NodeSet) -> None:
 
 
 @contextmanager
-def set_aside(request: Request) -> Iterator[Path | None]:
-    """The code as it is now, in a folder beside the run's own: whoever has got it moves it there. None: it has none.
+def set_aside(request: Request, kept: Path | None = None) -> Iterator[Path | None]:
+    """The code as it is now, in a folder beside `kept` (default: the run's own): whoever has got it moves it there.
+    None: it has none.
 
     Raises:
         InputError: files that cannot be sent, or not be kept here.
@@ -138,11 +139,11 @@ def set_aside(request: Request) -> Iterator[Path | None]:
     if folder is None:
         yield None
         return
-    snapshot, kept = scan(folder), Folder(request.run_id).work
+    snapshot, kept = scan(folder), kept or Folder(request.run_id).work
     aside = kept.with_name(f".work.{os.getpid()}")
     try:
         try:
-            aside.mkdir(mode=0o700)
+            aside.mkdir(mode=0o700, parents=True)
             snapshot.write_to(aside)
             _share(snapshot, aside)
         except OSError as error:

@@ -1,7 +1,7 @@
 """What another machine needs of a run beside its record, where the backend is a bucket. Where it is a folder, nothing
 here does anything.
 
-    <backend>/mgpu/runs/<run>/kept.json            the run file, and of each archive its size and checksum
+    <backend>/mgpu/runs/<run>/kept.json            the run file, and of each archive its key, size and checksum
     <backend>/mgpu/runs/<run>/<archive>.tar.gz     `work`: the code; `program`: the Pulumi program, of an own stack
     <backend>/mgpu/runs/<run>/whole/<path>         small files that are written anew: the stack's configuration
     <backend>/mgpu/runs/<run>/grown/<path>/<n>     files that only grow (logs, metrics, journals), from byte n on
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mgpu_train.store import Stat, Store
 
 ARCHIVES = ("work", "program")
+RUN_FILE = "mgpu.yaml"
 _WHOLE = ("pulumi/Pulumi*.yaml", "metrics/rank-*.jsonl")
 _GROWN = ("logs/*", "metrics/instances/*", "journal/*")
 # of each growing file how much of it is in the backend, as far as this machine knows; of others when they were written
@@ -41,45 +42,75 @@ _LARGEST = 64 << 20  # bytes of a small file, and of what has grown at a time
 
 def keep(run_id: str) -> None:
     """Puts the run file and the archives where other machines find them; before its record. Raises StackError."""
-    here, folder = location.current(), Folder(run_id)
+    keep_folder(Folder(run_id).root, _at(run_id))
+
+
+def keep_folder(root: Path, at: str) -> None:
+    """As `keep`, for any folder that has a run file, `mgpu.yaml`, and archives; they go below the key `at`."""
+    here = location.current()
     store = here.shared
     if store is None:
         return
-    kept: dict[str, Any] = {"run_file": folder.run_file.read_text(), "archives": {}}
+    archives = {}
     with here.asking("written"):
         for name in ARCHIVES:
-            if (folder.root / name).is_dir():
-                with _packed(folder.root / name) as path:
-                    sent = store.put_file(f"{_at(run_id)}{name}.tar.gz", path)
-                kept["archives"][name] = {"size": sent.size, "crc64nvme": sent.crc64nvme}
-        text = json.dumps(kept).encode()
-        store.put(f"{_at(run_id)}kept.json", text)
-    replace(folder.root / _KEPT, text)
+            if (root / name).is_dir():
+                key = f"{at}{name}.tar.gz"
+                with _packed(root / name) as path:
+                    sent = store.put_file(key, path)
+                archives[name] = {"key": key, "size": sent.size, "crc64nvme": sent.crc64nvme}
+        _say(store, root, at, {"run_file": (root / RUN_FILE).read_text(), "archives": archives})
+
+
+def keep_same(run_id: str, source: Path) -> None:
+    """As `keep`, for a run whose files are those that `keep_folder` has kept of `source`, or `bring_folder` brought: it
+    has no archives of its own. Raises StackError."""
+    here = location.current()
+    if here.shared is not None:
+        with here.asking("written"):
+            _say(here.shared, Folder(run_id).root, _at(run_id), json.loads((source / _KEPT).read_bytes()))
+
+
+def _say(store: Store, root: Path, at: str, kept: dict[str, Any]) -> None:
+    text = json.dumps(kept).encode()
+    store.put(f"{at}kept.json", text)
+    replace(root / _KEPT, text)
 
 
 def bring(run_id: str) -> None:
     """Brings what this machine lacks to go on with the run, or has of an earlier submission. Raises StackError."""
-    from mgpu_train.store import NotFound
-
-    here, folder = location.current(), Folder(run_id)
+    here = location.current()
     store = here.shared
-    if store is None:
+    if store is None or not bring_folder(Folder(run_id).root, _at(run_id)):
         return
     with here.asking("read"):
-        try:
-            text = store.get(f"{_at(run_id)}kept.json", _LARGEST)
-        except NotFound:  # it is submitted by this machine, right now
-            return
-        kept, path = json.loads(text), folder.root / _KEPT
-        if not path.exists() or path.read_bytes() != text:  # a run that is resumed takes its code as it is then
-            for name, archive in kept["archives"].items():
-                _unpack(store, f"{_at(run_id)}{name}.tar.gz", archive, folder.root / name)
-            replace(folder.run_file, kept["run_file"].encode())
-            replace(path, text)
         for found, path in _there(store, run_id, "whole"):
             if not path.exists():
                 replace(path, store.get(found.key, _LARGEST))
     bring_grown(run_id)
+
+
+def bring_folder(root: Path, at: str) -> bool:
+    """Brings what `keep_folder` has kept, where this machine has something else; False: there is nothing. Raises
+    StackError."""
+    from mgpu_train.store import NotFound
+
+    here, path = location.current(), root / _KEPT
+    store = here.shared
+    if store is None:
+        return root.is_dir()
+    with here.asking("read"):
+        try:
+            text = store.get(f"{at}kept.json", _LARGEST)
+        except NotFound:  # it is submitted by this machine, right now
+            return False
+        kept = json.loads(text)
+        if not path.exists() or path.read_bytes() != text:  # a run that is resumed takes its code as it is then
+            for name, archive in kept["archives"].items():
+                _unpack(store, archive, root / name)
+            replace(root / RUN_FILE, kept["run_file"].encode())
+            replace(path, text)
+    return True
 
 
 def send(run_id: str, *, small: bool = False) -> None:
@@ -137,12 +168,17 @@ def follow(run_id: str) -> None:
 
 def remove(run_id: str) -> None:
     """Removes all of it from the backend; absent is success. Raises StackError."""
+    remove_folder(_at(run_id))
+
+
+def remove_folder(at: str) -> None:
+    """Removes all that a bucket has below the key `at`; absent is success. Raises StackError."""
     here = location.current()
     store = here.shared
     if store is None:
         return
     with here.asking("written"):
-        for found in [*store.list(_at(run_id))]:
+        for found in [*store.list(at)]:
             store.delete(found.key)
 
 
@@ -184,13 +220,13 @@ def _packed(folder: Path) -> Iterator[Path]:
         yield Path(file.name)
 
 
-def _unpack(store: Store, key: str, archive: dict[str, Any], folder: Path) -> None:
+def _unpack(store: Store, archive: dict[str, Any], folder: Path) -> None:
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True, mode=0o700)
     packed = aside / ".packed"
     try:
-        store.get_file(key, packed, size=archive["size"], crc64nvme=archive["crc64nvme"])
+        store.get_file(archive["key"], packed, size=archive["size"], crc64nvme=archive["crc64nvme"])
         with tarfile.open(packed) as file:
             file.extractall(aside / "tree", filter="tar")  # nothing leaves the folder; links are the user's
         shutil.rmtree(folder, ignore_errors=True)

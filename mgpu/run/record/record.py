@@ -23,7 +23,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -164,6 +164,13 @@ class Record:
     outputs: dict[str, Any] | None = None  # of the newest attempt: `folder`, `files`, `bytes`, how many are `missing`
     teardown: str = "none"  # none | asked | confirmed | kept | not ours
     supervisor_pid: int = 0
+    schedule: str = ""  # that has started it; empty: somebody did
+    due_at: float = 0.0  # at which time of the schedule
+
+    @property
+    def settled(self) -> bool:
+        """True when nothing of it is left to do: it is over, and has left nothing that somebody has to take away."""
+        return self.state.final and self.teardown != "asked" and not self.store_granted
 
     @property
     def file_argument(self) -> str:
@@ -218,10 +225,11 @@ def known(step: int) -> int | None:
     return None if step < 0 else step
 
 
-def new_run_id(name: str, now: float | None = None) -> str:
-    """`<name>-<date>-<5 random characters>`: unique without asking anybody."""
+def new_run_id(name: str, now: float | None = None, mark: bytes | None = None) -> str:
+    """`<name>-<date>-<5 characters>`: unique without asking anybody. They are random, or follow from the first bytes of
+    `mark`."""
     alphabet = "abcdefghjkmnpqrstuvwxyz23456789"
-    tail = "".join(secrets.choice(alphabet) for _ in range(5))
+    tail = "".join(alphabet[each % len(alphabet)] for each in (mark or secrets.token_bytes(5))[:5])
     return f"{name}-{time.strftime('%m%d', time.gmtime(now))}-{tail}"
 
 
@@ -247,7 +255,7 @@ def save(record: Record, *, soon: bool = False) -> None:
         full = error
     if not soon or time.monotonic() - _pushed.get(record.run_id, -_PUSH_EVERY_S) >= _PUSH_EVERY_S:
         try:
-            shared.push(record.run_id, text)
+            shared.push(record.run_id, text, settled=record.settled)
         except shared.Lost:
             raise taken_over(record.run_id, supervisor_of(record.run_id) or "another machine") from None
         _pushed[record.run_id] = time.monotonic()
@@ -261,7 +269,7 @@ def write(record: Record) -> None:
     text = _text(record)
     _keep(record.run_id, text)
     try:
-        shared.push(record.run_id, text)
+        shared.push(record.run_id, text, settled=record.settled)
     except shared.Lost:
         shared.pull_one(record.run_id)
 
@@ -321,13 +329,32 @@ def ids() -> list[str]:
     return [run_id for run_id, _ in _all()]
 
 
-def every() -> list[Record]:
-    """All records that can be read, oldest first: one that is damaged hides no other."""
-    return [record for _, record in _all() if record is not None]
+def every(*, fresh: bool = False) -> list[Record]:
+    """All records that can be read, oldest first: one that is damaged hides no other. `fresh`: as a backend that is a
+    bucket has them now, not as a few seconds ago."""
+    return [record for _, record in _all(fresh=fresh) if record is not None]
 
 
-def _all() -> list[tuple[str, Record | None]]:
-    shared.pull()
+def find(run_id: str) -> Record | None:
+    """The record of this very id, as the backend has it; None: there is none. Raises InputError: it cannot be read."""
+    there = shared.pull_one(run_id)
+    return _read(Folder(run_id).record) if there and Folder(run_id).record.exists() else None
+
+
+def unsettled() -> list[Record]:
+    """Records of runs that may need something, oldest first. Of a bucket with one request, and one for each of them."""
+    ids = shared.unsettled()
+    if ids is None:
+        return [record for record in every() if not record.settled]
+    found = []
+    for path in (Folder(run_id).record for run_id in ids):
+        with suppress(InputError):  # damaged, or removed a moment ago
+            found.append(_read(path))
+    return sorted((record for record in found if not record.settled), key=lambda record: record.created_at)
+
+
+def _all(*, fresh: bool = False) -> list[tuple[str, Record | None]]:
+    shared.pull(fresh=fresh)
     found: list[tuple[float, str, Record | None]] = []
     for path in runs().glob("*/record.json"):
         if path.parent.name.startswith("."):
@@ -340,15 +367,19 @@ def _all() -> list[tuple[str, Record | None]]:
     return [(run_id, record) for _, run_id, record in sorted(found, key=lambda each: each[:2])]
 
 
-def _read(path: Path) -> Record:
+def of_json(whole: dict[str, Any]) -> Record:
+    """A record from its fields. Raises ValueError, TypeError, LookupError, AttributeError."""
     known = {each.name for each in fields(Record)}
+    data = _of_0_1(whole) | {key: value for key, value in whole.items() if key in known}
+    interruptions = [Interruption(**each) for each in data.get("interruptions", ())]
+    spending = [Spent(**each) for each in data.get("spending", ())]
+    parts = {"state": State(data["state"]), "interruptions": interruptions, "spending": spending}
+    return Record(**{**data, **parts})
+
+
+def _read(path: Path) -> Record:
     try:
-        whole = json.loads(path.read_text())
-        data = _of_0_1(whole) | {key: value for key, value in whole.items() if key in known}
-        interruptions = [Interruption(**each) for each in data.get("interruptions", ())]
-        spending = [Spent(**each) for each in data.get("spending", ())]
-        parts = {"state": State(data["state"]), "interruptions": interruptions, "spending": spending}
-        return Record(**{**data, **parts})
+        return of_json(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f"the record of run {path.parent.name} cannot be read",

@@ -36,7 +36,7 @@ class Session:
     interrupts: Interrupts = field(default_factory=Interrupts)
     # on a terminal, told what becomes of the work: True = stop, False = leave it running, None = neither
     ask: Callable[[str], bool | None] | None = None
-    detach: bool = False  # leave once the first attempt has begun on all nodes
+    watch_s: float | None = None  # seconds after which a run that trains is left (`Context.watch_s`)
     hidden: Sequence[bytes] = ()  # values that no copy of a log may show
 
     def __post_init__(self) -> None:
@@ -45,6 +45,7 @@ class Session:
         name = f"{int(time.time() * 1000)}-{os.getpid()}-{secrets.token_hex(3)}.jsonl"
         self.journal = Journal(folder.journal / name)
         self.record.supervisor_pid = os.getpid()
+        self._began = time.monotonic()
         self._claimed = self._disk_told = self._backend_told = False
 
     @property
@@ -72,6 +73,11 @@ class Session:
         if not self._claimed and self.record.supervisor:
             log.take_over(self.record.supervisor, host=os.uname().nodename, pid=os.getpid())
             self._claimed = True
+
+    @property
+    def may_leave(self) -> bool:
+        """True once a run that trains and needs nothing is left, as was asked for from the beginning."""
+        return self.watch_s is not None and time.monotonic() - self._began >= self.watch_s
 
     # --- whether to stop ----------------------------------------------------------------------------------------
 

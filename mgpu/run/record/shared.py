@@ -1,6 +1,7 @@
 """What other machines know of runs, where the backend is a bucket. Where it is a folder, nothing here does anything.
 
     <backend>/mgpu/records/<run>.json     its record; replaced only by who has read what is there
+    <backend>/mgpu/unsettled/<run>        exists while something of it may be left to do: an index of the records
     <backend>/mgpu/locks/<run>.json       who supervises it (`mgpu.backend.lease`)
     <backend>/mgpu/stops/<run>            exists when `mgpu stop` asked for the end
 
@@ -33,11 +34,12 @@ if TYPE_CHECKING:
 
     from mgpu.backend.lease import Lease, Seen
 
-_RECORDS, _LOCKS, _STOPS = "records/", "locks/", "stops/"
+_RECORDS, _UNSETTLED, _LOCKS, _STOPS = "records/", "unsettled/", "locks/", "stops/"
 _LARGEST = 16 << 20  # bytes of a record
 _PULL_EVERY_S = 2.0  # at most: commands that wait look at a record many times a second
 _AT_ONCE = 16  # records that are read at the same time
 _pulled: dict[Path, float] = {}  # by the backend's folder here, when its records were brought last
+_listed: dict[str, bool] = {}  # by store and run: whether this process has put it into the index, or taken it out
 _seen: dict[
     str, tuple[float, tuple[Holder | None, bool]]
 ] = {}  # by run, when its lock was looked at last, and whose it was
@@ -50,12 +52,13 @@ class Lost(Exception):
 # ---- records
 
 
-def pull() -> None:
-    """Brings the copies of all records up to date, unless that was done a moment ago; not of runs that are supervised
-    here. Those of runs that were removed elsewhere go. Raises StackError."""
+def pull(*, fresh: bool = False) -> None:
+    """Brings the copies of all records up to date, but of runs that are supervised here; not where that was done a
+    moment ago, unless they are to be `fresh`. Those of runs that were removed elsewhere go. Raises StackError."""
     here = location.current()
     store = here.shared
-    if store is None or time.monotonic() - _pulled.get(here.root, -_PULL_EVERY_S) < _PULL_EVERY_S:
+    recent = time.monotonic() - _pulled.get(here.root, -_PULL_EVERY_S) < _PULL_EVERY_S
+    if store is None or (recent and not fresh):
         return
     from concurrent.futures import ThreadPoolExecutor
 
@@ -80,8 +83,25 @@ def require_here(here: Backend) -> None:
             raise location.moved(here, here.shared.get(location.MOVED, _LARGEST).decode())
 
 
-def push(run_id: str, record: bytes) -> None:
-    """Writes a record for the others to see.
+def unsettled() -> list[str] | None:
+    """Runs that may need something, with their records brought up to date; None: the backend is a folder, and has no
+    such list. Raises StackError."""
+    here = location.current()
+    store = here.shared
+    if store is None:
+        return None
+    from concurrent.futures import ThreadPoolExecutor
+
+    with here.asking("asked for its runs"):
+        require_here(here)
+        there = [stat.key.removeprefix(_UNSETTLED) for stat in store.list(_UNSETTLED)]
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-pull") as pool:
+            list(pool.map(lambda run: _bring(store, run), (run for run in there if not held(Folder(run).lock))))
+    return there
+
+
+def push(run_id: str, record: bytes, *, settled: bool) -> None:
+    """Writes a record for the others to see; `settled`: nothing of the run is left to do.
 
     Raises:
         Lost: another one was written since it was read here; that one stays.
@@ -95,6 +115,8 @@ def push(run_id: str, record: bytes) -> None:
 
     key, known = f"{_RECORDS}{run_id}.json", _version(run_id)
     with here.asking("written"):
+        if not settled:
+            _list(store, run_id, unsettled=True)  # before: a run that nobody finds is a run that nobody ends
         with suppress(Ambiguous):
             if known:
                 store.replace(key, record, known)
@@ -104,9 +126,22 @@ def push(run_id: str, record: bytes) -> None:
             there = store.read(key, _LARGEST)  # what was written, perhaps by a try whose answer was lost, or by another
         except NotFound:
             raise Lost from None
-    if there.data != record:
-        raise Lost
+        if there.data != record:
+            raise Lost
+        if settled:
+            _list(store, run_id, unsettled=False)
     _keep_version(run_id, there.version)
+
+
+def _list(store: Store, run_id: str, *, unsettled: bool) -> None:
+    """Keeps the index of runs that may need something; once for each run that this process writes."""
+    key = f"{store.url} {run_id}"
+    if _listed.get(key) is not unsettled:
+        if unsettled:
+            store.put(f"{_UNSETTLED}{run_id}", b"")
+        else:
+            store.delete(f"{_UNSETTLED}{run_id}")
+        _listed[key] = unsettled
 
 
 def remove(run_id: str) -> None:
@@ -116,8 +151,9 @@ def remove(run_id: str) -> None:
     if store is None:
         return
     with here.asking("written"):
-        for key in (f"{_RECORDS}{run_id}.json", f"{_STOPS}{run_id}", f"{_LOCKS}{run_id}.json"):
+        for key in (f"{_RECORDS}{run_id}.json", f"{_STOPS}{run_id}", f"{_LOCKS}{run_id}.json", f"{_UNSETTLED}{run_id}"):
             store.delete(key)
+    _listed.pop(f"{store.url} {run_id}", None)
 
 
 def _bring(store: Store, run_id: str) -> None:
@@ -253,16 +289,18 @@ _SEND_EVERY_S = 180.0  # what has grown: logs, metrics, journals
 _LOOK_S = 5.0  # between two looks whether another machine has asked for the end
 
 
-def pull_one(run_id: str) -> None:
-    """Brings the copy of one record up to date, whoever supervises the run. Raises StackError."""
+def pull_one(run_id: str) -> bool:
+    """Brings the copy of one record up to date, whoever supervises the run; False: the bucket has none. Raises
+    StackError."""
     here = location.current()
     store = here.shared
     if store is None:
-        return
+        return True
     with here.asking("asked for a run"):
         found = store.stat(f"{_RECORDS}{run_id}.json")
         if found is not None and found.version != _version(run_id):
             _bring(store, run_id)
+    return found is not None
 
 
 def _note(run_id: str, seen: Seen) -> None:

@@ -20,8 +20,10 @@ class Interrupts:
     `told` is set when one of them came from somebody who cannot be asked: SIGTERM; `hung_up` when the terminal is gone.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, leave: bool = False) -> None:
+        """`leave`: the first signal raises KeyboardInterrupt already, and means no end to anything."""
         self.count = 0
+        self._leave = leave
         self._clock, self._last = clock, float("-inf")
         self.told = self.hung_up = False
         self._leaving = False
@@ -60,6 +62,8 @@ class Interrupts:
             self._leaving = before
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._leave:
+            raise KeyboardInterrupt
         self.told |= number == signal.SIGTERM
         self.hung_up |= number == signal.SIGHUP
         before, self._last = self._last, self._clock()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mgpu_train.store import NotFound, open_store
+from mgpu_train.store import NotFound
 
 from mgpu import paths
 from mgpu.backend import location
@@ -82,12 +82,11 @@ def _marked(source: Backend, target: Backend) -> Iterator[None]:
 
 
 def _mark(backend: Backend, to: str | None) -> None:
-    store = open_store(f"file://{backend.root}") if backend.shared is None else backend.shared
     with backend.asking("written"):
         if to is None:
-            store.delete(MOVED)
+            backend.ours.delete(MOVED)
         else:
-            store.put(MOVED, to.encode())
+            backend.ours.put(MOVED, to.encode())
 
 
 def _move_states(source: Backend, target: Backend) -> int:
@@ -148,7 +147,7 @@ def _move_run(source: Backend, target: Backend, run_id: str) -> None:
         files.keep(run_id)
         files.send(run_id)
         try:
-            shared.push(run_id, text)
+            shared.push(run_id, text, settled=record.settled)
         except shared.Lost:
             raise _another(target, run_id) from None
 

@@ -112,6 +112,13 @@ class FleetMonitor:
         phase = self._phase(monitor)
         return monitor.rank in self.gone or monitor.dead or (phase is not None and phase.final)
 
+    def all_train(self, since: float) -> bool:
+        """True when every node has been seen to move in this attempt, and all that it had written then is here."""
+        return self.all_answer and all(
+            monitor.moves and self._phase(monitor) is not None and monitor.copied_at >= since
+            for monitor in self.monitors
+        )
+
     def behind(self, since: float, *, but: tuple[int, ...], wait_s: float) -> bool:
         """True while there is a node of which not all is here that it had written then, and that is waited for."""
         for monitor in self.monitors:

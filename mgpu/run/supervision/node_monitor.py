@@ -43,6 +43,7 @@ class NodeMonitor:
         self.seen = clock()  # when it last answered,
         self.heard_at = wall()  # in UNIX seconds
         self.dead = False  # the agent has ended without a word
+        self.moves = False  # the agent has been seen to live: one that is dead leaves a status, too
         self.copied_at = float("-inf")  # all that was written before then is here
         self.lost_touch: float | None = None  # since when it does not answer over SSH
         self.told = 0  # how far the agent was told to stop
@@ -101,9 +102,11 @@ class NodeMonitor:
         self.status = status = AgentStatus.model_validate_json(text)
         if before is None or (status.attempt, status.beat) != (before.attempt, before.beat) or status.phase.final:
             self._beat_at, self.dead = now, False
+            self.moves = before is not None
         elif min(now - self._beat_at, now - self._asked_at) >= beat_s:
             self._asked_at = now
             self.dead = self._has_died(status)
+            self.moves = not self.dead
 
     def _has_died(self, status: AgentStatus) -> bool:
         """A status stands still when the agent is dead, and when the node's disk is full, which ends no training."""

@@ -73,6 +73,7 @@ class Supervisor:
         self._outputs_s = session.timeouts.outputs_s if saving and saving.outputs else 0.0
         self._saving = saving or Saving()
         self._clock, self._wall, self._sleep = clock, wall, sleep
+        self._began = clock()
         self._stopped_by: StopReason | None = None
         self._quiet = False  # and it was told
         self._stop_by: float | None = None
@@ -110,11 +111,16 @@ class Supervisor:
             return self._ended(verdict)
         if verdict.action is Action.STOP:
             self._stop(None, verdict.reason, now=verdict.now, lost=bool(verdict.lost))
-        if self._wants_to_leave():
+        if self._wants_to_leave() or self._needs_nothing(verdict):
             return Ended(False, left=True)
         if self._stop_by is not None and self._clock() > self._stop_by:
             return self._ended(self._late(verdict))
         return None
+
+    def _needs_nothing(self, verdict: Verdict) -> bool:
+        """Whether it may be left, as was asked for: every node trains, and what it has written until now is here."""
+        quiet = verdict.action is Action.WAIT and self._stop_by is None
+        return self._session.may_leave and quiet and self._fleet.all_train(self._began)
 
     def _pass(self) -> None:
         self._look(self._session.timeouts.look_s)

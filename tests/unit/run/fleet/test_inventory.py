@@ -328,7 +328,8 @@ def test_nothing_is_billed_and_it_says_so(world):
 
 
 def test_many_fleets_cost_one_look_at_each_thing(world, monkeypatch):
-    """Linear: the provider is asked once, a stack's state is read once, however many fleets there are."""
+    """Linear: the provider is asked once, a stack's state is read once before and once after, however many fleets there
+    are."""
     asked, read = [], []
     for number in range(300):
         world.cloud.rent(f"mine-{number}", 2)
@@ -342,7 +343,20 @@ def test_many_fleets_cost_one_look_at_each_thing(world, monkeypatch):
     monkeypatch.setattr(inventory, "_fleets_in", lambda key: read.append(key.rpartition("/")[2]) or fleets_in(key))
     used = [fleet for fleet in inventory.survey().fleets if fleet.used_by]
     assert sorted(fleet.used_by for fleet in used) == [f"stack {number}" for number in range(5)]
-    assert (asked, sorted(read)) == ([300], [f"{number}.json" for number in range(5)])
+    assert (asked, sorted(read[:5]), len(read)) == ([300], [f"{number}.json" for number in range(5)], 10)
+
+
+def test_machines_that_a_run_rents_while_the_provider_is_asked_are_its_own(world, monkeypatch):
+    list_owned = world.cloud.list_owned
+
+    def meanwhile(owner):
+        world.record("run-1", state=State.RUNNING)
+        world.cloud.rent("mine-run-1", 1)
+        return list_owned(owner)
+
+    monkeypatch.setattr(world.cloud, "list_owned", meanwhile)
+    (fleet,) = inventory.survey().fleets
+    assert fleet.used_by == "run run-1, no supervisor: mgpu attach run-1"
 
 
 def test_orphans_are_ended_side_by_side(world, monkeypatch):

@@ -71,7 +71,7 @@ def project(world):
 class Project:
     def __init__(self, world):
         self.world = world
-        self.ask, self.detach = None, False
+        self.ask, self.watch_s = None, None
 
     def spec(self, more="", nodes=1):
         self.world.run_file.write_text(RUN_FILE + f"nodes: {nodes}\n" + more)
@@ -81,7 +81,7 @@ class Project:
 
     @property
     def context(self):
-        return Context(self.world.events.append, self.world.timeouts, self.ask, self.detach)
+        return Context(self.world.events.append, self.world.timeouts, self.ask, self.watch_s)
 
     def launch(self, more="", *, nodes=1, resume=None):
         return runs.launch(self.world.run_file, self.spec(more, nodes), self.context, resume=resume)
@@ -321,7 +321,7 @@ def test_a_bug_while_it_trains_leaves_the_run_to_the_next_supervisor(project, mo
 
 
 def test_a_detached_launch_leaves_once_the_agents_have_begun_and_attach_goes_on(project):
-    project.detach = True
+    project.watch_s = 0.0
     outcome = project.launch(nodes=2)
     assert (outcome.left, outcome.exit_code) == (True, 0)
     left = record.load("last")
@@ -336,7 +336,7 @@ def test_a_detached_launch_leaves_once_the_agents_have_begun_and_attach_goes_on(
 
 
 def test_a_detached_launch_that_fails_before_it_trains_fails_like_any_other(project):
-    project.detach = True
+    project.watch_s = 0.0
     project.world.hooks["up"] = StackError("the engine refuses")
     assert project.launch().exit_code == StackError.exit_code
     project.nothing_is_left()
@@ -488,7 +488,7 @@ def test_a_stop_while_training_stops_and_gives_back(project):
 
 def test_left_running_is_left(project, monkeypatch):
     interrupts = Interrupts()
-    monkeypatch.setattr(supervise, "Interrupts", lambda: interrupts)
+    monkeypatch.setattr(supervise, "Interrupts", lambda **_: interrupts)
 
     def program(node, job):
         project.world.train_on(node, job)

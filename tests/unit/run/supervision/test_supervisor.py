@@ -792,3 +792,52 @@ def test_a_hint_of_the_provider_is_told_once_and_ends_nothing(watch):
     assert len(told) == 1
     assert told[0].startswith("node 1")
     assert watch.world.nodes[1].stops == 0
+
+
+# --- left, as was asked for -------------------------------------------------------------------------------------------
+
+
+def passing(watch, watch_s=0.0):
+    """A supervisor that leaves as soon as nothing needs it; its agents are seen to live."""
+    watch.session = Session(record.load("run-1"), watch.world.events.append, watch.timeouts, watch_s=watch_s)
+    for second in range(1, 40):
+        watch.at(second, lambda n=second: [node.says(Phase.TRAINING, beat=n) for node in watch.world.nodes])
+    return watch
+
+
+def test_who_passes_by_leaves_a_run_that_trains_with_all_that_it_has_written(watch):
+    for node in watch.world.nodes:
+        node.prints(b"so far\n")
+    ended = passing(watch).run()
+    assert (ended.left, watch.stops) == (True, [0, 0])
+    assert [watch.local_log(rank) for rank in (0, 1)] == [b"so far\n"] * 2
+    assert watch.elapsed < BEAT_S
+
+
+def test_who_passes_by_stays_while_an_agent_is_not_seen_to_live(watch):
+    """Its status alone says nothing: one that was killed leaves it as it is."""
+    passing(watch)
+    watch.script.clear()
+    for second in range(1, 40):
+        watch.at(second, lambda n=second: watch.world.nodes[0].says(Phase.TRAINING, beat=n))
+    watch.world.nodes[1].agent_lives = False
+    ended = watch.run()
+    assert not ended.left
+    assert "its agent died" in ended.reason
+
+
+def test_who_passes_by_stays_while_a_node_does_not_answer(watch):
+    passing(watch)
+    watch.world.nodes[1].reachable = False
+    watch.at(9, lambda: setattr(watch.world.nodes[1], "reachable", True))
+    assert watch.run().left
+    assert watch.elapsed > 9
+
+
+def test_who_passes_by_stays_until_the_run_that_was_to_stop_has(watch):
+    passing(watch)
+    Folder("run-1").stop.touch()
+    watch.at(3, lambda: [node.says(Phase.FAILED, fault=Fault.STOPPED) for node in watch.world.nodes])
+    ended = watch.run()
+    assert not ended.left
+    assert ended.stopped_by is not None

@@ -1,0 +1,91 @@
+"""`mgpu reconcile`: one pass over the backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mgpu.cli import common
+from mgpu.console import Console
+from mgpu.errors import InputError, MgpuError, TeardownIncomplete
+
+if TYPE_CHECKING:
+    from mgpu.cli.results import Reconciled
+    from mgpu.schedule.reconcile import Report
+
+_ALWAYS_S = 10 * 365 * 86400.0
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
+@click.option("--for", "watch_s", type=common.Span(), help="Go on for this time, `50m`: runs are watched until then.")
+@click.option("--watch", is_flag=True, help="Go on until it is interrupted.")
+@common.json_option
+def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) -> int:
+    """Do what is due now: start the runs of schedules and of `mgpu submit`, look after runs whose supervisor is gone,
+    give back what was left behind.
+
+    Call it from cron, a systemd timer or a CI job, on any machine that shares the backend; any number may run at once.
+    A signal ends it, and no run. The exit code is 0 unless something could not be done: how a run ends is its own.
+    """
+    from mgpu.schedule.reconcile import Reconciler
+
+    if watch and watch_s is not None:
+        raise InputError("either --for or --watch is given, not both", "", "Give one of them.")
+    console = Console(as_json=as_json)
+    reconciler = Reconciler(common.context(console), _ALWAYS_S if watch else watch_s or 0.0)
+    report = reconciler.look() if dry_run else reconciler.work()
+    console.done()
+    if as_json:
+        console.result(_result(report, dry_run=dry_run))
+    else:
+        _show(console, report, dry_run=dry_run)
+    errors = [*report.failures, *(_of(each.error) for each in report.looked if each.error is not None)]
+    for error in errors:
+        console.error(error)
+    if left := [each.need.run_id for each in report.looked if each.exit_code == TeardownIncomplete.exit_code]:
+        console.next(*(f"mgpu down {run}    give back what may still be billed" for run in left))
+        return TeardownIncomplete.exit_code
+    return max((error.exit_code for error in errors), default=0)
+
+
+class _Told(MgpuError):
+    """The error of another process."""
+
+
+def _of(error: dict[str, Any]) -> MgpuError:
+    told = _Told(*(str(error.get(part) or "") for part in ("what", "why", "next_step")))
+    told.__dict__["exit_code"] = int(error.get("exit_code") or 1)
+    return told
+
+
+def _show(console: Console, report: Report, *, dry_run: bool) -> None:
+    ends = {each.need.run_id: each.state or "not looked after" for each in report.looked}
+    rows = [(f"schedule {s.name}", f"{s.times.words(due.at)}: {due.outcome}", due.reason) for s, due in report.due]
+    rows += [(f"run {run}", "asked to end", "a later time of its schedule is due") for run in report.stopped]
+    rows += [(f"run {each.run_id}", ends.get(each.run_id, "to be looked after"), each.why) for each in report.needs]
+    rows += [(f"fleet {name}", "ended", "nothing stood for it") for name in report.swept]
+    if rows:
+        console.table(("what", "would be done" if dry_run else "now", "because"), rows)
+    elif not report.failures:
+        console.prose("nothing to do")
+
+
+def _result(report: Report, *, dry_run: bool) -> Reconciled:
+    from mgpu.cli import results
+
+    looked = {each.need.run_id: each for each in report.looked}
+    runs = []
+    for need in report.needs:
+        found = looked.get(need.run_id)
+        said = {"state": found.state, "exit_code": found.exit_code, "error": found.error} if found else {}
+        runs.append(results.LookedAfter(run_id=need.run_id, why=need.why, **said))
+    return results.Reconciled(
+        dry_run=dry_run,
+        due=[results.Due.of(schedule.name, due) for schedule, due in report.due],
+        stopped=report.stopped,
+        runs=runs,
+        swept=report.swept,
+        failures=[each.to_json() for each in report.failures],
+    )

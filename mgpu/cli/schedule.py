@@ -1,0 +1,276 @@
+"""`mgpu schedule`: run files that are due again and again."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mgpu.cli import common
+from mgpu.console import Console
+from mgpu.errors import InputError
+from mgpu.words import duration
+
+if TYPE_CHECKING:
+    from mgpu.cli.results import OneSchedule
+    from mgpu.schedule.model import DueTime, Schedule
+    from mgpu.schedule.times import Times
+    from mgpu.spec.change import Change
+
+_SHOWN = 20  # due times
+_NEXT = 5
+
+
+@click.group()
+def schedule() -> None:
+    """Run files that are due again and again: every night, every Monday.
+
+    `mgpu reconcile`, called every few minutes on any machine that shares the backend, starts what is due.
+    """
+
+
+@schedule.command()
+@common.run_file_argument
+@common.change_options
+@click.option("--cron", required=True, help="When: five fields, `0 2 * * *` is every night at two.")
+@click.option("--timezone", default="UTC", show_default=True, help="Whose clock: an IANA name, Europe/Berlin.")
+@click.option("--name", help="Its name (default: that of the run file).")
+@click.option(
+    "--if-running",
+    type=click.Choice(["skip", "queue", "replace"]),
+    default="skip",
+    show_default=True,
+    help="While an earlier run of it is not over: leave the time out, wait, or stop that run (with a checkpoint).",
+)
+@click.option(
+    "--start-within", type=common.Span(), default="4h", show_default=True, help="Later than this it is missed."
+)
+@click.option(
+    "--jitter", type=common.Span(), default="0", help="Start at some moment within this, the same everywhere."
+)
+@common.yes_option
+@common.json_option
+def add(
+    run_file: Path,
+    changes: list[Change],
+    cron: str,
+    timezone: str,
+    name: str | None,
+    if_running: str,
+    start_within: float,
+    jitter: float,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Keep RUN_FILE, with its code and image as they are, and start it at each time.
+
+    The price of one run is shown and agreed to now.
+    """
+    from mgpu.run.lifecycle import launch as runs
+    from mgpu.schedule import kept
+    from mgpu.schedule.model import IfRunning, Schedule
+    from mgpu.schedule.times import Times
+    from mgpu.spec.load import load
+
+    spec = load(run_file, changes=changes)
+    times, console, now = Times(cron, timezone), Console(as_json=as_json), time.time()
+    name = name or spec.name
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,62}", name):
+        raise InputError(f"--name {name}", "A name has small letters, digits and dashes.", "Name another one.")
+    kept.require_free(name)  # before anybody waits for an image
+    _show_next(console, times, now)
+    machines = common.agreed(console, run_file, spec, yes)
+    made = Schedule(
+        name=name,
+        uid=secrets.token_hex(4),
+        cron=cron,
+        timezone=timezone,
+        run={},
+        created_at=now,
+        created_by=f"{getpass.getuser()}@{os.uname().nodename}",
+        decided_until=now,
+        if_running=IfRunning(if_running),
+        start_within_s=start_within,
+        jitter_s=jitter,
+    )
+    folder, at = kept.folder(made), f"{made.submission}/"
+    made.run = runs.kept_for_later(run_file, spec, common.context(console), folder, at, machines)
+    kept.add(made)
+    console.say(f"schedule {name}: every run of it begins with the run file, code and image as they are now")
+    if as_json:
+        console.result(_result(made))
+    console.next("mgpu reconcile    starts what is due: call it every few minutes", f"mgpu schedule show {name}")
+    return 0
+
+
+@schedule.command()
+@common.json_option
+def ls(as_json: bool) -> int:
+    """List schedules, and when they are due next."""
+    from mgpu.schedule import kept
+
+    console = Console(as_json=as_json)
+    found, damaged = kept.every()
+    if as_json:
+        from mgpu.cli.results import Schedules, ScheduleView
+
+        console.result(Schedules(schedules=[ScheduleView.of(each) for each in found.values()]))
+    elif found:
+        rows = [(s.name, s.cron, s.timezone, _next(s), _last(s)) for s in found.values()]
+        console.table(("schedule", "cron", "zone", "next", "last"), rows, spare=("zone", "cron"))
+    elif not damaged:
+        console.prose("no schedules yet")
+        console.next("mgpu schedule add mgpu.yaml --cron '0 2 * * *'")
+    for error in damaged:
+        console.error(error)
+    return InputError.exit_code if damaged else 0
+
+
+@schedule.command()
+@click.argument("name")
+@click.option("--all", "all_times", is_flag=True, help=f"All times that are kept, not only the newest {_SHOWN}.")
+@common.json_option
+def show(name: str, all_times: bool, as_json: bool) -> int:
+    """Show a schedule, and what became of each of its times."""
+    from mgpu.schedule import kept
+
+    console, found = Console(as_json=as_json), kept.load(name)
+    if as_json:
+        console.result(_result(found))
+        return 0
+    rows = [
+        ("due", f"{found.cron} in {found.timezone}" + (", paused" if found.paused else "")),
+        ("while one runs", found.if_running),
+        (
+            "starts within",
+            duration(found.start_within_s) + (f", with {duration(found.jitter_s)} of jitter" * bool(found.jitter_s)),
+        ),
+        ("run file", str(found.run["run_file"])),
+        ("kept", f"{common.when(found.created_at)} by {found.created_by}"),
+    ]
+    console.table(("schedule", name), rows)
+    _show_next(console, found.times, time.time())
+    times = found.history if all_times else found.history[-_SHOWN:]
+    if times:
+        columns = ("due", "outcome", "run", "took", "cost", "because")
+        console.table(columns, [_row(found, due) for due in times], spare=("took", "cost"))
+    return 0
+
+
+@schedule.command()
+@click.argument("name")
+@common.json_option
+def pause(name: str, as_json: bool) -> int:
+    """Start nothing of a schedule until `resume`; its times are kept as skipped."""
+    return _set(name, as_json, lambda found: replace(_settled(found), paused=True), "is paused: what runs goes on")
+
+
+@schedule.command()
+@click.argument("name")
+@common.json_option
+def resume(name: str, as_json: bool) -> int:
+    """Go on with a schedule that was paused."""
+    return _set(name, as_json, lambda found: replace(_settled(found), paused=False), "goes on")
+
+
+@schedule.command(name="run-now")
+@click.argument("name")
+@common.json_option
+def run_now(name: str, as_json: bool) -> int:
+    """Make this moment a time of a schedule: the next `mgpu reconcile` starts it."""
+    from mgpu.run.record.record import find
+    from mgpu.schedule.decide import by_hand
+    from mgpu.schedule.model import Outcome
+
+    now = time.time()
+
+    def placed(found: Schedule) -> Schedule:
+        if any(due.at == now for due in found.history):  # written by a try whose answer was lost
+            return found
+        after = by_hand(found, find, now)
+        if after.history[-1].outcome is Outcome.SKIPPED:
+            why = f"{after.history[-1].reason[:1].upper()}{after.history[-1].reason[1:]}."
+            raise InputError(f"schedule {name} is not started", why, f"Wait for it, or `mgpu stop {_busy(found)}`.")
+        return after
+
+    return _set(name, as_json, placed, "is due now: `mgpu reconcile` starts it")
+
+
+@schedule.command()
+@click.argument("name")
+@common.json_option
+def rm(name: str, as_json: bool) -> int:
+    """Remove a schedule, and the history of its times; records of its runs stay."""
+    from mgpu.schedule import kept
+
+    console, found = Console(as_json=as_json), kept.load(name)
+    if run := _busy(_settled(replace(found, paused=True))):
+        cure = f"End it first: `mgpu stop {run}`; `mgpu schedule pause {name}` starts no other."
+        raise InputError(f"schedule {name} is not removed: run {run} is not over", "Its code is kept there.", cure)
+    kept.remove(found)
+    console.say(f"schedule {name} is removed")
+    if as_json:
+        console.result(_result(found))
+    return 0
+
+
+def _set(name: str, as_json: bool, how: Callable[[Schedule], Schedule], said: str) -> int:
+    from mgpu.schedule import kept
+
+    console = Console(as_json=as_json)
+    found = kept.change(name, how)
+    console.say(f"schedule {name} {said}")
+    if as_json:
+        console.result(_result(found))
+    return 0
+
+
+def _settled(found: Schedule) -> Schedule:
+    """With what became of its times until now, by the rules that it has had until now."""
+    from mgpu.run.record.record import find
+    from mgpu.schedule.decide import advanced
+
+    return advanced(found, find, time.time())
+
+
+def _busy(found: Schedule) -> str:
+    return next((due.run_id for due in found.history if not due.outcome.final), "")
+
+
+def _result(found: Schedule) -> OneSchedule:
+    from mgpu.cli.results import OneSchedule, ScheduleView
+
+    return OneSchedule.model_validate(dict(ScheduleView.of(found)))
+
+
+def _show_next(console: Console, times: Times, now: float) -> None:
+    for number, at in enumerate(islice(times.after(now), _NEXT)):
+        change = f" ({times.change(at)})" if times.change(at) else ""
+        console.say(f"{'next' if number == 0 else '    '}  {times.words(at)}{change}")
+
+
+def _next(found: Schedule) -> str:
+    return "paused" if found.paused else found.times.words(next(found.times.after(time.time())))
+
+
+def _last(found: Schedule) -> str:
+    if not found.history:
+        return ""
+    last = found.history[-1]
+    return f"{last.outcome} {last.run_id}".strip()
+
+
+def _row(found: Schedule, due: DueTime) -> tuple[str, ...]:
+    took = duration(due.ended_at - due.at) if due.ended_at else ""
+    cost = f"${due.spent_usd:.2f}" if due.spent_usd is not None else ""
+    by = "by hand" if due.by_hand and not due.reason else due.reason
+    return found.times.words(due.at), due.outcome, due.run_id, took, cost, by

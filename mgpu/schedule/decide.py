@@ -1,0 +1,201 @@
+"""What has to happen now. Pure: from what is kept and seen, and the time, follows what is to be done; nothing else.
+
+Every pass computes it anew, on however many machines. What becomes of a due time is written into its schedule before
+anything is done, and only by who has read the schedule as it is: of two that decide at once one is refused, and looks
+again. A run's id follows from its due time: whoever submits it submits the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from mgpu.run.record.record import Record, State
+from mgpu.schedule.model import DueTime, IfRunning, Outcome, Schedule
+from mgpu.words import duration
+
+HISTORY = 400  # due times that are kept: more than a year of nights
+_OF_STATE = {State.SUCCEEDED: Outcome.SUCCEEDED, State.FAILED: Outcome.FAILED, State.STOPPED: Outcome.STOPPED}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A run that may need something. `supervised`: somebody looks after it."""
+
+    record: Record
+    supervised: bool
+
+
+@dataclass(frozen=True)
+class Need:
+    """A run that somebody has to look after now."""
+
+    run_id: str
+    why: str
+    give_back: bool = False  # it is over, and what it has left is not: only that is to be done
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """All that is to be done. `schedules`: as they are to be, those that change, `news` what became of which of their
+    times; `submit`: due times whose runs are not
+    there yet, each with its schedule; `stop`: runs that make room."""
+
+    schedules: tuple[Schedule, ...] = ()
+    news: tuple[tuple[Schedule, DueTime], ...] = ()
+    submit: tuple[tuple[Schedule, DueTime], ...] = ()
+    stop: tuple[str, ...] = ()
+    needs: tuple[Need, ...] = ()
+
+
+def decide(
+    schedules: Mapping[str, Schedule], runs: Mapping[str, Seen], ended: Callable[[str], Record | None], now: float
+) -> Decisions:
+    """What is to be done at `now`, UNIX seconds. `runs`: all that may need something, by id; `ended`: the record of one
+    that is not among them, None: there is none."""
+
+    def found(run_id: str) -> Record | None:
+        return runs[run_id].record if run_id in runs else ended(run_id)
+
+    changed, submit, stop = list[Schedule](), list[tuple[Schedule, DueTime]](), list[str]()
+    news = list[tuple[Schedule, DueTime]]()
+    for schedule in schedules.values():
+        after = advanced(schedule, found, now)
+        if after != schedule:
+            changed.append(after)
+            news += ((after, due) for due in since(schedule, after))
+        for due in after.history:
+            if due.outcome is Outcome.STARTING:
+                submit.append((after, due))
+            if due.replaced and due.under_way and due.run_id in runs:
+                stop.append(due.run_id)
+    stop += [seen.record.run_id for seen in runs.values() if _is_late(schedules.get(seen.record.schedule), seen.record)]
+    needs = tuple(need for seen in runs.values() if (need := needed(seen)) is not None)
+    return Decisions(tuple(changed), tuple(news), tuple(submit), tuple(stop), needs)
+
+
+def since(before: Schedule, after: Schedule) -> list[DueTime]:
+    """The due times of which something has become."""
+    known = {(due.at, due.outcome) for due in before.history}
+    return [due for due in after.history if (due.at, due.outcome) not in known]
+
+
+def _is_late(schedule: Schedule | None, record: Record) -> bool:
+    """Whether a run was submitted for a due time of which something else became meanwhile."""
+    if schedule is None or record.state is not State.QUEUED:
+        return False
+    return any(due.run_id == record.run_id and due.outcome.final for due in schedule.history)
+
+
+def needed(seen: Seen) -> Need | None:
+    """What a run needs that nobody looks after; None: nothing."""
+    record = seen.record
+    if seen.supervised or record.settled:
+        return None
+    if record.state.final:
+        return Need(record.run_id, "it is over, and has left something", give_back=True)
+    if record.state is State.QUEUED:
+        return Need(record.run_id, "queued")
+    return Need(record.run_id, f"{record.state}, no supervisor")
+
+
+def advanced(schedule: Schedule, record: Callable[[str], Record | None], now: float) -> Schedule:
+    """The schedule with what became of its times until `now`."""
+    after = replace(schedule, history=[replace(due) for due in schedule.history])
+    for due in after.history:
+        if due.under_way:
+            _close(after, due, record(due.run_id), now)
+    for due in [*_arrived(after, now)]:
+        _place(after, due, now)
+    _free_one(after, now)
+    kept = [due for due in after.history[:-HISTORY] if not due.outcome.final]
+    after.history = kept + after.history[-HISTORY:]
+    return after
+
+
+def by_hand(schedule: Schedule, record: Callable[[str], Record | None], now: float) -> Schedule:
+    """The schedule with `now` as a time of its own, which is last in its history."""
+    after = advanced(schedule, record, now)
+    _place(after, DueTime(now, Outcome.STARTING, now, by_hand=True), now)
+    return after
+
+
+def _close(schedule: Schedule, due: DueTime, record: Record | None, now: float) -> None:
+    """Writes down how its run has ended, if it has."""
+    if record is None:
+        if due.outcome is Outcome.RUNNING:
+            due.outcome, due.reason = Outcome.STOPPED, "the record of its run was removed"
+        elif now - max(due.at, due.decided_at) > schedule.start_within_s:
+            due.outcome, due.reason = Outcome.FAILED, due.reason or "its run was not submitted in time"
+        return
+    due.outcome = Outcome.RUNNING
+    if not record.state.final:
+        return
+    due.outcome = Outcome.REPLACED if due.replaced and record.state is State.STOPPED else _OF_STATE[record.state]
+    due.reason = due.reason if due.replaced else record.reason
+    due.ended_at, due.exit_code, due.recoveries = record.ended_at, record.exit_code, record.recoveries
+    due.spent_usd = round(record.spent_usd(record.ended_at or now), 4) if record.spending else None
+    due.step, due.metrics = record.step, dict(record.metrics)
+
+
+def _arrived(schedule: Schedule, now: float) -> Iterator[DueTime]:
+    """The times that have come since it was looked last: the newest of those that are not too late is to be started,
+    and stands last."""
+    known = schedule.decided_until
+    arrived, before = schedule.times.between(known, now, HISTORY)
+    arrived = [*takewhile(lambda at: schedule.start_at(at) <= now, arrived)]
+    if arrived:
+        schedule.decided_until = arrived[-1]
+    for at in arrived:
+        due = DueTime(at, Outcome.STARTING, now)
+        if schedule.paused:
+            due.outcome, due.reason = Outcome.SKIPPED, "the schedule was paused"
+        elif now - at > schedule.start_within_s:
+            due.outcome, due.reason = Outcome.MISSED, _late(schedule, now - at)
+            if before and at == arrived[0]:
+                due.reason += f"; so are {before} before it"
+        elif at != arrived[-1]:
+            due.outcome, due.reason = Outcome.MISSED, "a later time was due as well when somebody looked"
+        yield due
+
+
+def _late(schedule: Schedule, late_s: float) -> str:
+    return f"nobody looked until {duration(late_s)} later; it starts within {duration(schedule.start_within_s)}"
+
+
+def _place(schedule: Schedule, due: DueTime, now: float) -> None:
+    """Puts a time into the history: what becomes of it depends on those before it."""
+    earlier = [each for each in schedule.history if not each.outcome.final]
+    schedule.history.append(due)
+    if due.outcome.final:
+        return
+    due.run_id = schedule.run_id(due.at)
+    if not earlier:
+        return
+    first = earlier[0]
+    if schedule.if_running is IfRunning.SKIP:
+        due.outcome, due.run_id = Outcome.SKIPPED, ""
+        due.reason = f"run {first.run_id} was not over"
+        return
+    due.outcome = Outcome.WAITING
+    due.reason = f"for run {first.run_id} to end"
+    if schedule.if_running is IfRunning.REPLACE:
+        for each in earlier:
+            each.reason = f"by the time of {schedule.times.words(due.at)}"
+            each.replaced = True
+            if each.outcome is not Outcome.RUNNING:  # nothing of it runs
+                each.outcome = Outcome.REPLACED
+
+
+def _free_one(schedule: Schedule, now: float) -> None:
+    """The first that waits starts once nothing is under way; one that has waited for too long is missed."""
+    busy = next((due for due in schedule.history if due.under_way), None)
+    for due in schedule.history:
+        if due.outcome is not Outcome.WAITING:
+            continue
+        if now - due.at > schedule.start_within_s:
+            over = f"run {busy.run_id} was not over" if busy else _late(schedule, now - due.at)
+            due.outcome, due.reason, due.run_id = Outcome.MISSED, f"{over} in time", ""
+        elif busy is None:
+            due.outcome, due.reason, busy = Outcome.STARTING, "", due

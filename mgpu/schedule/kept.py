@@ -1,0 +1,132 @@
+"""Schedules as they are kept in the backend, one object each, changed only by who has read what is there.
+
+<backend>/mgpu/schedules/<name>.json
+<backend>/mgpu/submissions/<name>.<uid>/     run file, code and Pulumi program that every run of it begins with
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from mgpu.backend import location
+from mgpu.errors import InputError, StackError
+from mgpu.run.record import files, shared
+from mgpu.schedule.model import Schedule, parsed
+
+_SCHEDULES = "schedules/"
+_LARGEST = 16 << 20  # bytes of a schedule
+_AT_ONCE = 16  # that are read at the same time
+_TRIES = 50
+
+
+def every() -> tuple[dict[str, Schedule], list[InputError]]:
+    """All schedules that can be read, by name; and of the others why not. Raises StackError."""
+    here = location.current()
+    with here.asking("asked for its schedules"):
+        shared.require_here(here)
+        names = [stat.key.removeprefix(_SCHEDULES).removesuffix(".json") for stat in here.ours.list(_SCHEDULES)]
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-schedules") as pool:
+            found = list(pool.map(_read, names))
+    schedules = {each.name: each for each in found if isinstance(each, Schedule)}
+    return schedules, [each for each in found if isinstance(each, InputError)]
+
+
+def load(name: str) -> Schedule:
+    """One schedule. Raises InputError: there is none, or it cannot be read; StackError."""
+    found = _find(name)
+    if found is None:
+        known = ", ".join(sorted(every()[0])) or "none yet"
+        raise InputError(f"no schedule `{name}`", f"Schedules: {known}.", "See `mgpu schedule ls`.")
+    return found[0]
+
+
+def add(schedule: Schedule) -> None:
+    """Keeps a new schedule. Raises InputError: there is one of that name; StackError."""
+    from mgpu_train.store import Ambiguous
+
+    here = location.current()
+    with here.asking("written"), suppress(Ambiguous):  # whoever reads it back finds out
+        here.ours.put_if_absent(_key(schedule.name), schedule.to_json())
+    there = _find(schedule.name)
+    if there is None or there[0].uid != schedule.uid:
+        raise _taken(schedule.name)
+
+
+def require_free(name: str) -> None:
+    """Raises InputError for a name that a schedule has already; StackError."""
+    if _find(name) is not None:
+        raise _taken(name)
+
+
+def _taken(name: str) -> InputError:
+    cure = f"Give this one another `--name`, or remove that one: `mgpu schedule rm {name}`."
+    return InputError(f"there is a schedule `{name}` already", "", cure)
+
+
+def change(name: str, how: Callable[[Schedule], Schedule]) -> Schedule:
+    """Writes what `how` makes of a schedule as it is; where somebody else is faster, of what that one has made of it.
+
+    Raises:
+        InputError: it is not there any more.
+        StackError: the backend does not answer, or others never stop writing.
+    """
+    from mgpu_train.store import Ambiguous
+
+    here = location.current()
+    for _ in range(_TRIES):
+        found = _find(name)
+        if found is None:
+            raise InputError(f"no schedule `{name}` any more", "Somebody has removed it.", "See `mgpu schedule ls`.")
+        before, version = found
+        after = how(before)
+        if after == before:
+            return after
+        with here.asking("written"):
+            try:
+                if here.ours.replace(_key(name), after.to_json(), version):
+                    return after
+            except Ambiguous:  # it is seen there, or done again
+                continue
+    raise StackError(f"schedule {name} could not be written", f"Others have written it {_TRIES} times meanwhile.")
+
+
+def remove(schedule: Schedule) -> None:
+    """Removes a schedule, and what it submits. Raises StackError."""
+    here = location.current()
+    with here.asking("written"):
+        here.ours.delete(_key(schedule.name))
+    files.remove_folder(f"{schedule.submission}/")
+    shutil.rmtree(folder(schedule), ignore_errors=True)
+
+
+def folder(schedule: Schedule) -> Path:
+    """Where what it submits is on this machine."""
+    return location.current().root / schedule.submission
+
+
+def _key(name: str) -> str:
+    return f"{_SCHEDULES}{name}.json"
+
+
+def _find(name: str) -> tuple[Schedule, str] | None:
+    from mgpu_train.store import NotFound
+
+    here = location.current()
+    try:
+        with here.asking("read"):
+            found = here.ours.read(_key(name), _LARGEST)
+    except NotFound:
+        return None
+    return parsed(found.data, name), found.version
+
+
+def _read(name: str) -> Schedule | InputError | None:
+    try:
+        found = _find(name)
+    except InputError as error:  # damaged: it hides no other
+        return error
+    return None if found is None else found[0]

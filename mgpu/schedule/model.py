@@ -1,0 +1,136 @@
+"""A schedule as it is kept: what it starts, when, and what became of each time. Plain dataclasses and JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from mgpu.errors import InputError
+from mgpu.run.record.record import new_run_id
+from mgpu.schedule.times import Times
+
+VERSION = 1
+
+
+class IfRunning(StrEnum):
+    """What becomes of a due time while a run of an earlier one is not over."""
+
+    SKIP = "skip"
+    QUEUE = "queue"  # it starts when that one is over, if that is soon enough
+    REPLACE = "replace"  # as QUEUE, and that one is stopped, with a checkpoint
+
+
+class Outcome(StrEnum):
+    """What became of a due time. The first three are not final."""
+
+    WAITING = "waiting"  # for an earlier run of the schedule to end
+    STARTING = "starting"  # its run has an id, and is about to be submitted
+    RUNNING = "running"  # its run was submitted
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    REPLACED = "replaced"  # by a later time
+    SKIPPED = "skipped"
+    MISSED = "missed"
+
+    @property
+    def final(self) -> bool:
+        """True when nothing comes of it any more."""
+        return self not in (Outcome.WAITING, Outcome.STARTING, Outcome.RUNNING)
+
+
+@dataclass
+class DueTime:
+    """One time of a schedule. Times are UNIX seconds."""
+
+    at: float
+    outcome: Outcome
+    decided_at: float
+    run_id: str = ""
+    reason: str = ""
+    by_hand: bool = False  # `mgpu schedule run-now`
+    replaced: bool = False  # its run was asked to end, for a later time
+    ended_at: float | None = None  # of its run, as all that follows
+    exit_code: int | None = None
+    spent_usd: float | None = None
+    recoveries: int = 0
+    step: int = -1
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def under_way(self) -> bool:
+        """True while it has a run that is not over."""
+        return self.outcome in (Outcome.STARTING, Outcome.RUNNING)
+
+
+@dataclass
+class Schedule:
+    """A run file, with code and image as they were, and when it is due."""
+
+    name: str
+    uid: str  # of this schedule, not of a later one of its name
+    cron: str
+    timezone: str
+    run: dict[str, Any]  # the record that every run of it begins with
+    created_at: float
+    created_by: str  # user and host
+    decided_until: float  # what becomes of the times until then is known
+    if_running: IfRunning = IfRunning.SKIP
+    start_within_s: float = 4 * 3600.0  # of its time; later it is missed
+    jitter_s: float = 0.0
+    paused: bool = False
+    history: list[DueTime] = field(default_factory=list)  # newest last
+
+    @property
+    def times(self) -> Times:
+        """Its due times."""
+        return Times(self.cron, self.timezone)
+
+    @property
+    def submission(self) -> str:
+        """Where its run file, code and program are, below mgpu's folder of the backend."""
+        return f"submissions/{self.name}.{self.uid}"
+
+    def start_at(self, due: float) -> float:
+        """When a due time starts: within its jitter, at the same moment on whichever machine that is asked."""
+        return due + int.from_bytes(self._mark(due)[:6]) % max(1, int(self.jitter_s))
+
+    def run_id(self, due: float) -> str:
+        """The id of a due time's run: the same on whichever machine that starts it."""
+        return new_run_id(str(self.run["name"]), due, self._mark(due))
+
+    def _mark(self, due: float) -> bytes:
+        return hashlib.sha256(f"{self.uid}/{due}".encode()).digest()
+
+    def to_json(self) -> bytes:
+        """As it is kept."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1).encode()
+
+
+def parsed(data: bytes, name: str) -> Schedule:
+    """A schedule as it was kept. Raises InputError."""
+    try:
+        whole = json.loads(data)
+        if whole["version"] != VERSION:
+            raise InputError(
+                f"schedule {name} is of another version of mgpu: {whole['version']}",
+                f"This one reads version {VERSION}.",
+                "Use the newest mgpu on every machine that shares a backend.",
+            )
+        known = {key: value for key, value in whole.items() if key in _FIELDS}
+        history = [
+            DueTime(**{**{k: v for k, v in each.items() if k in _DUE_FIELDS}, "outcome": Outcome(each["outcome"])})
+            for each in known.pop("history")
+        ]
+        return Schedule(**{**known, "if_running": IfRunning(known["if_running"])}, history=history)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise InputError(
+            f"schedule {name} cannot be read", str(error), f"Remove it (`mgpu schedule rm {name}`), and add it again."
+        ) from error
+
+
+_FIELDS = {each.name for each in fields(Schedule)}
+_DUE_FIELDS = {each.name for each in fields(DueTime)}

@@ -1,0 +1,124 @@
+"""A process of its own for each run that is looked after: what one dies of is no other's end, nor that of who began it.
+
+mgpu attach RUN --for SECONDS --json     does what the run needs, and leaves it
+mgpu down RUN --json                     gives back what a run that is over has left
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from mgpu.backend import location
+from mgpu.events import Emit, Note
+from mgpu.schedule.decide import Need
+
+_AT_ONCE = 8  # each takes about 100 MiB, and an engine of 200 while it works
+_LEAVE_S = 20.0  # to save what is known, before it is killed: which a run survives, too
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What became of a run while it was looked after. `said`: as the command's own result, or its error."""
+
+    need: Need
+    exit_code: int
+    said: dict[str, Any]
+
+    @property
+    def state(self) -> str | None:
+        """The run's, then; None: it could not be looked after."""
+        return self.said.get("state")
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """Why it could not be looked after; None: it was, whatever became of it."""
+        if self.state is not None:
+            return None
+        words = {"what": f"run {self.need.run_id}: its supervisor ended with exit code {self.exit_code}"}
+        return self.said.get("error") or {**words, "exit_code": self.exit_code or 1}
+
+
+class Supervisors:
+    """The runs that processes of this one look after."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._waiting = deque[tuple[Need, float]]()
+        self._at_work: dict[str, subprocess.Popen[str]] = {}
+        self._over = SimpleQueue[Looked]()
+
+    @property
+    def busy(self) -> bool:
+        """True while one is at work, or waits."""
+        return bool(self._at_work or self._waiting)
+
+    def begin(self, need: Need, watch_s: float) -> None:
+        """Looks after a run for so long, now or when there is room; not twice at a time."""
+        if need.run_id not in self._at_work and all(each.run_id != need.run_id for each, _ in self._waiting):
+            self._waiting.append((need, watch_s))
+            self._fill()
+
+    def ended(self, wait_s: float) -> Looked | None:
+        """One that has ended; waits so long for it."""
+        try:
+            looked = self._over.get(timeout=wait_s)
+        except Empty:
+            return None
+        del self._at_work[looked.need.run_id]
+        self._fill()
+        return looked
+
+    def leave(self) -> None:
+        """Has all of them leave their runs as these are."""
+        self._waiting.clear()
+        for process in self._at_work.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self._at_work.values():
+            try:
+                process.wait(_LEAVE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._at_work) < _AT_ONCE:
+            need, watch_s = self._waiting.popleft()
+            process = subprocess.Popen(
+                _command(need, watch_s),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env={**os.environ, location.VARIABLE: location.current().url},
+                start_new_session=True,  # Ctrl-C is for who has begun it
+            )
+            self._at_work[need.run_id] = process
+            for work in (self._tell, self._wait):
+                threading.Thread(target=work, args=(need, process), name="mgpu-supervisor", daemon=True).start()
+
+    def _tell(self, need: Need, process: subprocess.Popen[str]) -> None:
+        for line in process.stderr or ():
+            self._emit(Note(f"{need.run_id}: {line.rstrip()}"))
+
+    def _wait(self, need: Need, process: subprocess.Popen[str]) -> None:
+        said = process.stdout.read() if process.stdout else ""
+        code = process.wait()
+        try:
+            result = json.loads(said)
+        except ValueError:  # it was killed, or a bug ended it
+            result = {}
+        self._over.put(Looked(need, code, result))
+
+
+def _command(need: Need, watch_s: float) -> list[str]:
+    doing = ["down", need.run_id] if need.give_back else ["attach", need.run_id, "--for", f"{watch_s:.0f}s"]
+    return [sys.executable, "-m", "mgpu", *doing, "--json"]

@@ -1,0 +1,266 @@
+"""I10: one due time starts at most one run, and what becomes of every time is written down with its reason."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from mgpu.run.record.record import Record, Spent, State
+from mgpu.schedule.decide import HISTORY, Seen, advanced, by_hand, decide
+from mgpu.schedule.model import DueTime, IfRunning, Outcome, Schedule, parsed
+from mgpu.words import seconds_of
+
+HOUR, DAY = 3600.0, 86400.0
+BEGIN = datetime(2027, 5, 1, tzinfo=UTC).timestamp()
+
+
+def schedule(**changes: object) -> Schedule:
+    """Every night at two, seen at midnight."""
+    made = Schedule("nightly", "u1", "0 2 * * *", "UTC", {"name": "train"}, BEGIN, "me@here", BEGIN)
+    return replace(made, **changes)
+
+
+def record(run_id: str, **changes: object) -> Record:
+    known = Record(run_id, "train", "p", "/", "/mgpu.yaml", run_id, True, "f", "local", 1, schedule="nightly")
+    return replace(known, **changes)
+
+
+class World:
+    """A schedule, its runs and a clock: what a pass would see and write."""
+
+    def __init__(self, found: Schedule) -> None:
+        self.schedule, self.runs, self.now = found, dict[str, Record](), BEGIN
+
+    def look(self, days: float = 0.0, hours: float = 0.0) -> list[str]:
+        """One pass, at this time after the beginning; what it has decided, with the runs that it has submitted."""
+        self.now = BEGIN + days * DAY + hours * HOUR
+        before = {due.at: due.outcome for due in self.schedule.history}
+        todo = decide({"nightly": self.schedule}, self.seen, self.runs.get, self.now)
+        if todo.schedules:
+            (self.schedule,) = todo.schedules
+        for _, due in todo.submit:
+            assert due.run_id not in self.runs, "a second run of one time"
+            self.runs[due.run_id] = record(due.run_id, due_at=due.at)
+        self.stopped = todo.stop
+        self.schedule = advanced(self.schedule, self.runs.get, self.now)
+        return [str(due.outcome) for due in self.schedule.history if before.get(due.at) is not due.outcome]
+
+    @property
+    def seen(self) -> dict[str, Seen]:
+        return {run: Seen(each, supervised=True) for run, each in self.runs.items() if not each.settled}
+
+    def ends(self, outcome: State = State.SUCCEEDED, **changes: object) -> None:
+        """All runs that are not over end."""
+        for run, each in self.runs.items():
+            if not each.state.final:
+                changes = {"ended_at": self.now, "teardown": "confirmed"} | changes
+                self.runs[run] = replace(each, state=outcome, **changes)
+
+    @property
+    def told(self) -> list[tuple[str, str]]:
+        return [(str(due.outcome), due.reason) for due in self.schedule.history]
+
+
+def test_a_night_is_started_once_and_its_end_is_written_down():
+    world = World(schedule())
+    assert world.look(hours=1.9) == []
+    assert world.look(hours=2) == ["running"]
+    assert world.look(hours=2.1) == []
+    spending = [Spent(1, 2.0, BEGIN + 2 * HOUR, BEGIN + 5 * HOUR)]
+    world.now = BEGIN + 5 * HOUR
+    world.ends(spending=spending, exit_code=0, recoveries=2, step=90, metrics={"loss": 1.5})
+    assert world.look(hours=6) == ["succeeded"]
+    (night,) = world.schedule.history
+    assert (night.spent_usd, night.exit_code, night.recoveries, night.step) == (6.0, 0, 2, 90)
+    assert (night.ended_at, night.metrics) == (BEGIN + 5 * HOUR, {"loss": 1.5})
+    assert parsed(world.schedule.to_json(), "nightly") == world.schedule
+
+
+@pytest.mark.parametrize(
+    ("days", "hours", "outcomes"),
+    [
+        (0, 5.9, ["running"]),
+        (0, 6.1, ["missed"]),  # four hours are over
+        (6, 3, ["missed"] * 6 + ["running"]),  # asleep for a week, awake in time for the last night
+        (6, 12, ["missed"] * 7),
+    ],
+)
+def test_what_nobody_has_looked_at_in_time_is_missed(days: float, hours: float, outcomes: list[str]):
+    world = World(schedule())
+    assert world.look(days, hours) == outcomes
+    assert all(reason for outcome, reason in world.told if outcome == "missed")
+    assert world.look(days, hours + 1) == [], "and that stays so"
+
+
+def test_of_several_in_time_the_newest_is_started():
+    world = World(schedule(cron="0 * * * *"))
+    assert world.look(hours=3.5) == ["missed", "missed", "running"]
+    assert world.told[0] == ("missed", "a later time was due as well when somebody looked")
+
+
+@pytest.mark.parametrize(
+    ("rule", "then", "after_it_ended"),
+    [
+        (IfRunning.SKIP, ["skipped"], ["succeeded"]),
+        (IfRunning.QUEUE, ["waiting"], ["succeeded", "running"]),
+        (IfRunning.REPLACE, ["waiting"], ["replaced", "running"]),
+    ],
+)
+def test_while_the_night_before_is_not_over(rule: IfRunning, then: list[str], after_it_ended: list[str]):
+    world = World(schedule(if_running=rule))
+    world.look(hours=2)
+    (first,) = world.runs
+    assert world.look(days=1, hours=2) == then
+    assert world.look(days=1, hours=2.5) == []
+    assert world.stopped == ((first,) if rule is IfRunning.REPLACE else ())
+    assert len(world.runs) == 1, "never two at a time"
+    world.ends(State.STOPPED if rule is IfRunning.REPLACE else State.SUCCEEDED)
+    assert world.look(days=1, hours=3) == after_it_ended
+    if rule is IfRunning.SKIP:
+        assert world.told[1] == ("skipped", f"run {first} was not over")
+    if rule is IfRunning.REPLACE:
+        assert world.told[0] == ("replaced", "by the time of Sun 2027-05-02 02:00 UTC")
+
+
+@pytest.mark.parametrize("rule", [IfRunning.QUEUE, IfRunning.REPLACE])
+def test_a_time_that_waits_for_too_long_is_missed(rule: IfRunning):
+    world = World(schedule(if_running=rule))
+    world.look(hours=2)
+    world.look(days=1, hours=2)
+    assert world.look(days=1, hours=6.5) == ["missed"]
+    assert "was not over" in world.told[1][1]
+    world.ends()
+    assert world.look(days=1, hours=7) == ["succeeded"], "asked to end, it may have succeeded all the same"
+    assert len(world.runs) == 1
+
+
+def test_a_replaced_time_whose_run_comes_late_is_ended():
+    """Its submission was under way when the next time was decided to replace it."""
+    world = World(schedule(cron="0 2,3 * * *", if_running=IfRunning.REPLACE))
+    starting = advanced(world.schedule, world.runs.get, BEGIN + 2 * HOUR)
+    world.schedule = starting
+    world.look(hours=3)
+    first = starting.history[0]
+    assert world.told[0][0] == "replaced"
+    world.runs[first.run_id] = record(first.run_id, state=State.QUEUED, due_at=first.at)
+    world.look(hours=3.1)
+    assert world.stopped == (first.run_id,)
+
+
+def test_a_run_that_cannot_be_submitted_fails_its_time_in_the_end():
+    world = World(schedule())
+    starting = advanced(world.schedule, lambda _: None, BEGIN + 2 * HOUR)
+    assert starting.history[0].outcome is Outcome.STARTING
+    starting.history[0].reason = "the disk is full"
+    late = advanced(starting, lambda _: None, BEGIN + 7 * HOUR)
+    assert (late.history[0].outcome, late.history[0].reason) == (Outcome.FAILED, "the disk is full")
+
+
+def test_a_paused_schedule_starts_nothing_and_says_so():
+    world = World(schedule(paused=True))
+    assert world.look(days=1, hours=3) == ["skipped", "skipped"]
+    assert world.told[0][1] == "the schedule was paused"
+    world.schedule = replace(world.schedule, paused=False)
+    assert world.look(days=2, hours=3) == ["running"]
+
+
+def test_a_run_whose_record_is_gone_has_stopped():
+    world = World(schedule())
+    world.look(hours=2)
+    world.runs.clear()
+    assert world.look(hours=3) == ["stopped"]
+    assert world.told[0][1] == "the record of its run was removed"
+
+
+def test_this_moment_is_a_time_too_and_waits_its_turn():
+    world = World(schedule())
+    made = by_hand(world.schedule, world.runs.get, BEGIN + HOUR)
+    assert (made.history[0].outcome, made.history[0].by_hand) == (Outcome.STARTING, True)
+    again = by_hand(made, world.runs.get, BEGIN + 1.5 * HOUR)
+    assert again.history[1].outcome is Outcome.SKIPPED
+
+
+def test_jitter_is_the_same_everywhere_and_holds_a_time_back():
+    jittered = schedule(jitter_s=1800.0)
+    (due,) = jittered.times.between(BEGIN, BEGIN + DAY, 10)[0]
+    start = jittered.start_at(due)
+    assert due <= start < due + 1800
+    assert start == replace(jittered).start_at(due) != replace(jittered, uid="u2").start_at(due)
+    assert advanced(jittered, lambda _: None, start - 1).history == []
+    assert advanced(jittered, lambda _: None, start).history[0].at == due
+
+
+def test_two_who_decide_at_once_mean_the_same_run():
+    first, second = (advanced(schedule(), lambda _: None, BEGIN + 2 * HOUR + late).history[0].run_id for late in (0, 9))
+    assert first == second
+    assert first != advanced(schedule(uid="u2"), lambda _: None, BEGIN + 3 * HOUR).history[0].run_id
+
+
+def test_the_history_has_an_end_but_not_for_what_is_under_way():
+    old = [DueTime(BEGIN - (HISTORY - n) * DAY, Outcome.MISSED, BEGIN) for n in range(HISTORY)]
+    old.insert(0, DueTime(BEGIN - 500 * DAY, Outcome.RUNNING, BEGIN, run_id="train-long"))
+    after = advanced(
+        schedule(history=old), {"train-long": record("train-long", state=State.RUNNING)}.get, BEGIN + 3 * HOUR
+    )
+    assert len(after.history) == HISTORY + 1
+    assert (after.history[0].run_id, after.history[-1].at) == ("train-long", BEGIN + 2 * HOUR)
+
+
+@pytest.mark.parametrize("rule", list(IfRunning))
+@pytest.mark.parametrize("seed", range(4))
+def test_a_year_of_nights_under_passes_at_any_time(rule: IfRunning, seed: int):
+    """Runs of any length, passes that come late or not for days: never two runs of a time, never two at once, and every
+    night has its line."""
+    random_ = random.Random(f"{rule}{seed}")
+    begin = datetime(2027, 1, 1, tzinfo=UTC).timestamp()
+    world = World(schedule(timezone="Europe/Berlin", cron="30 2 * * *", decided_until=begin, if_running=rule))
+    hours, until = 0.0, {}
+    while hours < 358 * 24:
+        hours += random_.choice([0.2, 0.5, 1.0, 1.0, 2.0, 30.0, 150.0])
+        for run, each in world.runs.items():
+            over = until.setdefault(run, hours + random_.choice([0.5, 3.0, 20.0, 40.0]))
+            if not each.state.final and (hours >= over or run in getattr(world, "stopped", ())):
+                state = State.STOPPED if hours < over else random_.choice([State.SUCCEEDED, State.FAILED])
+                world.runs[run] = replace(each, state=state, teardown="confirmed", ended_at=begin + hours * HOUR)
+        world.look(hours=(begin - BEGIN) / HOUR + hours)
+        assert sum(not each.state.final for each in world.runs.values()) <= 1
+    nights = [due.at for due in world.schedule.history]
+    assert nights == schedule(timezone="Europe/Berlin", cron="30 2 * * *").times.between(begin, world.now, 1000)[0]
+    assert len(world.runs) == sum(
+        bool(due.run_id) for due in world.schedule.history if due.outcome is not Outcome.WAITING
+    )
+    assert all(due.reason for due in world.schedule.history if due.outcome in (Outcome.MISSED, Outcome.SKIPPED))
+
+
+@pytest.mark.parametrize(
+    ("state", "supervised", "more", "need"),
+    [
+        (State.QUEUED, False, {}, "queued"),
+        (State.RUNNING, False, {}, "running, no supervisor"),
+        (State.RUNNING, True, {}, None),
+        (State.SUCCEEDED, False, {"teardown": "confirmed"}, None),
+        (State.SUCCEEDED, False, {"teardown": "kept"}, None),
+        (State.FAILED, False, {"teardown": "asked"}, "it is over, and has left something"),
+        (State.STOPPED, False, {"teardown": "confirmed", "store_granted": True}, "it is over, and has left something"),
+    ],
+)
+def test_what_a_run_needs(state: State, supervised: bool, more: dict[str, object], need: str | None):
+    todo = decide({}, {"a": Seen(record("a", state=state, **more), supervised)}, lambda _: None, BEGIN)
+    assert [each.why for each in todo.needs] == ([need] if need else [])
+    assert [each.give_back for each in todo.needs] == ([state.final] if need else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("50m", 3000), ("1h30m", 5400), ("7d", 604800), ("0", 0), ("0.5h", 1800)]
+)
+def test_lengths_of_time(text: str, seconds: float):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5", "h", "5x", "1h 30", "-3h"])
+def test_what_is_no_length_of_time(text: str):
+    with pytest.raises(ValueError, match="time"):
+        seconds_of(text)

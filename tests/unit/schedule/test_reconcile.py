@@ -1,0 +1,411 @@
+"""A pass does what is due and leaves the rest, whoever else passes, and wherever it is cut off."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from mgpu.cli import cli
+from mgpu.context import Context
+from mgpu.errors import InputError, MgpuError
+from mgpu.providers.base import NodePhase
+from mgpu.providers.local.provider import LocalProvider
+from mgpu.run.lifecycle import attach, down, submit
+from mgpu.run.lifecycle import launch as runs
+from mgpu.run.record import record
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import State
+from mgpu.run.record.signals import Interrupts
+from mgpu.schedule import kept, reconcile, supervisors
+from mgpu.schedule.decide import Need
+from mgpu.schedule.model import Schedule
+from mgpu.schedule.reconcile import Reconciler
+from mgpu.schedule.supervisors import Looked, Supervisors
+from mgpu.spec.load import load
+
+RUN_FILE = """
+name: it
+provider: local
+nodes: 1
+max_hours: 1
+max_price_usd_per_hour: 1
+command: [train.py]
+checkpoint: none
+"""
+HOUR = 3600.0
+NOW = 1_800_000_000.0
+
+
+class InProcess:
+    """Looks after runs in this very process, as the commands do."""
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.over, self.began = context, list[Looked](), list[str]()
+
+    busy = property(lambda self: bool(self.over))
+
+    def begin(self, need: Need, watch_s: float) -> None:
+        self.began.append(need.run_id)
+        known = record.load(need.run_id)
+        try:
+            if need.give_back:
+                said = {"state": str(down.down(known, self.context).state)}
+            else:
+                outcome = attach.attach(known, replace(self.context, watch_s=watch_s))
+                said = {"state": str(outcome.record.state if outcome else known.state)}
+            self.over.append(Looked(need, 0, said))
+        except MgpuError as error:
+            self.over.append(Looked(need, error.exit_code, {"error": error.to_json()}))
+
+    def ended(self, wait_s: float) -> Looked | None:
+        return self.over.pop(0) if self.over else None
+
+    def leave(self) -> None:
+        pass
+
+
+class Nights:
+    """The world with a schedule of every hour, and a clock."""
+
+    def __init__(self, world) -> None:
+        self.world, self.now = world, NOW
+        (world.folder / "train.py").write_text("print('as it was')\n")
+        world.run_file.write_text(RUN_FILE)
+        self.context = Context(world.events.append, world.timeouts)
+
+    def add(self, name: str = "nightly", **changes: Any) -> Schedule:
+        known = Schedule(name, f"u-{name}", "0 * * * *", "UTC", {}, self.now, "me@here", self.now)
+        made = replace(known, **changes)
+        spec, folder = load(self.world.run_file), kept.folder(made)
+        made.run = runs.kept_for_later(self.world.run_file, spec, self.context, folder, f"{made.submission}/")
+        kept.add(made)
+        return made
+
+    def reconciler(self, **more: Any) -> Reconciler:
+        more = {"supervisors": InProcess(self.context)} | more
+        return Reconciler(self.context, clock=lambda: self.now, **more)
+
+    def works(self, hours: float = 0.0):
+        self.now += hours * HOUR
+        return self.reconciler().work()
+
+    def through(self, hours: float = 0.0) -> list[str | None]:
+        """Passes until nothing is left to do: what each run was seen to be."""
+        states = list[str | None]()
+        while (report := self.works(hours)).needs:
+            states += [each.state for each in report.looked]
+            hours = 0.0
+        return states
+
+    @property
+    def outcomes(self) -> list[str]:
+        return [str(due.outcome) for due in kept.load("nightly").history]
+
+
+@pytest.fixture
+def nights(world, monkeypatch: pytest.MonkeyPatch) -> Nights:
+    monkeypatch.setattr(type(world.cloud), "offers", lambda _, needed: LocalProvider().offers(needed), raising=False)
+    return Nights(world)
+
+
+def test_what_is_due_is_begun_and_brought_to_its_end(nights):
+    nights.add()
+    assert nights.works().due == []
+    assert nights.through(hours=1) == ["running", "succeeded"]
+    assert nights.outcomes == ["succeeded"]
+    (run,) = record.every()
+    assert (run.schedule, run.due_at, run.state, run.teardown) == (
+        "nightly",
+        NOW + HOUR - NOW % HOUR,
+        State.SUCCEEDED,
+        "confirmed",
+    )
+    assert nights.world.cloud.billed == set()
+    assert nights.works().due == [], "and is not done again"
+
+
+def test_a_run_begins_with_the_code_and_the_run_file_as_they_were(nights):
+    nights.add()
+    (nights.world.folder / "train.py").write_text("print('changed')\n")
+    nights.world.run_file.write_text(RUN_FILE.replace("name: it", "name: other"))
+    for _ in range(2):
+        nights.through(hours=1)
+    for run in record.every():
+        folder = Folder(run.run_id)
+        assert (run.name, folder.run_file.read_text()) == ("it", RUN_FILE)
+        assert (folder.work / "train.py").read_text() == "print('as it was')\n"
+        assert (folder.program / "Pulumi.yaml").exists()
+    assert len(record.every()) == 2
+
+
+def test_a_run_that_trains_is_left_alone_once_it_needs_nothing_and_judged_when_it_has_ended(nights):
+    nights.world.program = nights.world.train_on
+    nights.add()
+    report = nights.works(hours=1)
+    assert [each.state for each in report.looked] == ["running"]
+    assert nights.outcomes == ["running"]
+    (run,) = record.every()
+    assert not record.supervised(run.run_id)
+    beats(nights.world)
+    assert [each.state for each in nights.works().looked] == ["running"], "seen to, and left again"
+    assert nights.world.cloud.billed, "nothing of it was touched"
+    nights.world.succeed(nights.world.nodes[0], SimpleNamespace(attempt=1, checkpoint=None))
+    assert [each.state for each in nights.works().looked] == ["succeeded"]
+    assert (nights.outcomes, nights.world.cloud.billed) == (["succeeded"], set())
+
+
+def beats(world) -> None:
+    """From here on the agent of node 0 is seen to live."""
+    node, beat = world.nodes[0], iter(range(1, 10**6))
+    read = node.read
+
+    def moved(path: str) -> bytes:
+        said = json.loads(read(path))
+        return json.dumps({**said, "beat": next(beat)}).encode() if "beat" in said else json.dumps(said).encode()
+
+    node.read = moved
+
+
+def test_a_lost_machine_is_replaced_by_the_next_pass(nights):
+    nights.world.run_file.write_text(RUN_FILE.replace("checkpoint: none", "recovery: {attempts: 2}"))
+    nights.world.program = nights.world.train_on
+    nights.add()
+    nights.works(hours=1)
+    nights.world.cloud.phases |= dict.fromkeys(nights.world.cloud.billed, NodePhase.TERMINATED)
+    nights.world.nodes[0].reachable = False
+    nights.world.hooks["up"] = lambda: setattr(nights.world.nodes[0], "reachable", True)
+    nights.world.program = nights.world.succeed
+    assert nights.through() == ["running", "succeeded"]
+    (run,) = record.every()
+    assert (run.recoveries, len(run.interruptions), nights.world.cloud.billed) == (1, 1, set())
+
+
+def test_what_cannot_be_done_is_told_and_done_by_the_next_pass(nights, monkeypatch):
+    nights.add()
+    nights.add("other")
+    submit = reconcile.submit_kept
+
+    def full(folder, *args, **more):
+        if more["schedule"] == "nightly":
+            raise OSError(28, "No space left on device")
+        return submit(folder, *args, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reconcile, "submit_kept", full)
+        report = nights.works(hours=1)
+    assert "could not be submitted" in report.failures[0].what
+    assert [each.state for each in report.looked] == ["running"], "the other's"
+    assert nights.outcomes == ["starting"]
+    assert "No space left" in kept.load("nightly").history[0].reason
+    nights.through(hours=0.2)
+    assert nights.outcomes == ["succeeded"]
+
+
+def test_a_pass_that_is_cut_off_anywhere_is_gone_on_with(nights, monkeypatch):
+    """After each thing that it writes: the schedule, the run's files, its record."""
+    nights.add()
+    nights.now += HOUR
+    for module, name in ((kept, "change"), (submit, "_copy"), (submit, "save")):
+        real = getattr(module, name)
+
+        def dies(*args, real=real, **more):
+            real(*args, **more)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(module, name, dies)
+        with pytest.raises(KeyboardInterrupt):
+            nights.works()
+        monkeypatch.setattr(module, name, real)
+    assert nights.through() == ["running", "succeeded"]
+    assert (len(record.every()), nights.outcomes) == (1, ["succeeded"])
+
+
+def test_twenty_at_once_start_one_run(nights):
+    """And each run has one supervisor."""
+    nights.add()
+    nights.now += HOUR
+    gate, queued = threading.Barrier(20, timeout=60), list[str]()
+
+    class Counts(InProcess):
+        def begin(self, need: Need, watch_s: float) -> None:
+            queued.append(need.run_id)
+
+    def one(_: int) -> None:
+        gate.wait()
+        nights.reconciler(supervisors=Counts(nights.context)).work()
+
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(one, range(20)))
+    assert len(record.every()) == len(set(queued)) == 1
+    assert nights.outcomes == ["running"]
+
+
+def test_machines_that_nothing_stands_for_are_ended_once_an_hour(nights):
+    nights.world.cloud.rent("lost", 2)
+    assert nights.works().swept == ["lost"]
+    assert nights.world.cloud.billed == set()
+    nights.world.cloud.rent("lost-too", 1)
+    assert nights.works().swept == [], "somebody has looked a moment ago"
+
+
+def test_what_a_run_that_is_over_has_left_is_given_back(nights):
+    nights.world.cloud.rent("mine-old", 1)
+    nights.world.record("old", state=State.FAILED, teardown="asked")
+    assert [each.need.give_back for each in nights.works().looked] == [True]
+    assert (nights.world.cloud.billed, record.load("old").teardown) == (set(), "confirmed")
+
+
+def test_a_damaged_schedule_is_told_and_hides_no_other(nights):
+    nights.add()
+    (kept.folder(kept.load("nightly")).parents[1] / "schedules" / "bad.json").write_text("{")
+    report = nights.works(hours=1)
+    assert [each.what for each in report.failures] == ["schedule bad cannot be read"]
+    assert nights.outcomes == ["running"]
+
+
+def test_two_who_change_a_schedule_at_once_lose_nothing(nights):
+    nights.add()
+
+    def more(found: Schedule) -> Schedule:
+        return replace(found, start_within_s=found.start_within_s + 1)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: kept.change("nightly", more), range(16)))
+    assert kept.load("nightly").start_within_s == 4 * HOUR + 16
+
+
+# --- processes of their own -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is called instead of `mgpu attach`: by run, a shell command."""
+    known = dict[str, str]()
+    monkeypatch.setattr(supervisors, "_command", lambda need, _: ["sh", "-c", known[need.run_id]])
+    return known
+
+
+def ended(found: Supervisors) -> dict[str, Looked]:
+    told = {}
+    while found.busy:
+        if (looked := found.ended(60)) is not None:
+            told[looked.need.run_id] = looked
+    return told
+
+
+def test_each_run_has_a_process_and_what_it_says_is_passed_on(commands, monkeypatch):
+    monkeypatch.setattr(supervisors, "_AT_ONCE", 2)
+    told = []
+    found = Supervisors(told.append)
+    commands |= {
+        "a": 'echo hello >&2; echo \'{"state": "succeeded"}\'',
+        "b": 'echo \'{"error": {"what": "no"}}\'; exit 2',
+    }
+    commands |= {"c": "kill -9 $$", "d": 'echo \'{"state": "failed"}\'; exit 6'}
+    for run in "abcda":
+        found.begin(Need(run, "queued"), 0.0)
+    looked = ended(found)
+    assert {run: (each.exit_code, each.state, each.error and each.error["what"]) for run, each in looked.items()} == {
+        "a": (0, "succeeded", None),
+        "b": (2, None, "no"),
+        "c": (-9, None, "run c: its supervisor ended with exit code -9"),
+        "d": (6, "failed", None),
+    }
+    assert [event.text for event in told] == ["a: hello"]
+
+
+def test_who_leaves_has_all_of_them_leave(commands, tmp_path):
+    commands["a"] = f"trap 'touch {tmp_path}/left; exit 0' TERM; touch {tmp_path}/begun; while :; do sleep 0.05; done"
+    found = Supervisors(lambda _: None)
+    found.begin(Need("a", "running"), 60.0)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    found.leave()
+    assert (tmp_path / "left").exists()
+
+
+def test_the_commands_that_look_after_a_run():
+    assert supervisors._command(Need("a", ""), 90)[1:] == ["-m", "mgpu", "attach", "a", "--for", "90s", "--json"]
+    assert supervisors._command(Need("a", "", give_back=True), 90)[1:] == ["-m", "mgpu", "down", "a", "--json"]
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def mgpu(*args: str) -> Any:
+    return CliRunner().invoke(cli, args, standalone_mode=False)
+
+
+def test_a_schedule_from_the_command_line(nights, monkeypatch):
+    monkeypatch.chdir(nights.world.folder)
+    assert isinstance(mgpu("schedule", "add", "--cron", "0 2 * * *").exception, InputError), "nobody has agreed"
+    assert kept.every()[0] == {}
+    added = mgpu("schedule", "add", "--cron", "30 2 * * *", "--timezone", "Europe/Berlin", "--yes", "--json")
+    made = json.loads(added.stdout)
+    assert (made["name"], made["if_running"], made["start_within_s"], len(made["next"])) == ("it", "skip", 14400, 5)
+    assert "next  " in added.stderr
+    assert "already" in str(mgpu("schedule", "add", "--cron", "0 2 * * *", "--yes").exception)
+    assert "it" in mgpu("schedule", "ls").stdout
+    assert json.loads(mgpu("schedule", "ls", "--json").stdout)["schedules"][0]["name"] == "it"
+    assert json.loads(mgpu("schedule", "pause", "it", "--json").stdout)["paused"]
+    assert not json.loads(mgpu("schedule", "resume", "it", "--json").stdout)["paused"]
+    assert json.loads(mgpu("schedule", "run-now", "it", "--json").stdout)["history"][0]["outcome"] == "starting"
+    again = mgpu("schedule", "run-now", "it").exception
+    assert "was not over" in str(again)
+    assert "is not over" in str(mgpu("schedule", "rm", "it").exception)
+    shown = mgpu("reconcile", "--dry-run", "--json").stdout
+    assert json.loads(shown)["runs"][0]["why"] == "queued"
+    assert record.every() == [], "it was only looked"
+    nights.now = time.time()
+    assert nights.through() == ["running", "succeeded"]
+    assert "succeeded" in mgpu("schedule", "show", "it").stdout
+    assert mgpu("schedule", "rm", "it").return_value == 0
+    assert (kept.every()[0], len(record.every())) == ({}, 1)
+    assert "no schedules" in mgpu("schedule", "ls").stdout
+    with pytest.raises(InputError, match="no schedule `it`"):
+        kept.load("it")
+
+
+def test_a_queued_run_waits_for_a_pass(nights, monkeypatch):
+    monkeypatch.chdir(nights.world.folder)
+    queued = json.loads(mgpu("submit", "--yes", "--json").stdout)
+    assert (queued["state"], nights.world.cloud.billed) == ("queued", set())
+    assert nights.through() == ["running", "succeeded"]
+
+
+@pytest.mark.parametrize("args", [("--for", "soon"), ("--for", "5m", "--watch")])
+def test_reconcile_says_what_it_cannot_read(nights, args):
+    assert mgpu("reconcile", *args).exception is not None
+
+
+def test_the_pass_tells_the_worst_of_what_could_not_be_done(nights, monkeypatch):
+    looked = [
+        Looked(Need("a", "running"), 2, {"error": {"what": "a secret is missing", "exit_code": 2}}),
+        Looked(Need("b", "teardown"), 7, {"state": "failed"}),
+    ]
+    report = reconcile.Report(needs=[each.need for each in looked], looked=looked)
+    monkeypatch.setattr(Reconciler, "work", lambda _: report)
+    told = mgpu("reconcile")
+    assert told.return_value == 7
+    assert "a secret is missing" in told.stderr
+    assert "mgpu down b" in told.stderr
+    looked.pop()
+    assert mgpu("reconcile", "--json").return_value == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_who_passes_by_ends_no_run(number):
+    interrupts = Interrupts(leave=True)
+    with interrupts.installed(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(number)
+    assert interrupts.count == 0
