@@ -36,6 +36,9 @@ PARTS_OF_RESULTS: dict[type[BaseModel], str] = {
     Reservation: "A reservation",
     ReservationOffer: "A reservation on sale",
     results.OnSale: "On sale",
+    results.ScheduleView: "A schedule",
+    results.Due: "A due time",
+    results.LookedAfter: "A run that was looked after",
 }
 
 

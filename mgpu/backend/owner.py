@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from mgpu import paths
 from mgpu.backend import location
 from mgpu.backend.location import Backend
@@ -25,8 +27,11 @@ def owner(here: Backend | None = None) -> str:
         return known.read_text().strip()
     except FileNotFoundError:
         pass
+    from mgpu_train.store import Ambiguous
+
     with here.asking("asked for the owner's tag"):
         if here.shared.stat(_KEY) is None:
-            here.shared.put_if_absent(_KEY, f"{paths.new_owner()}\n".encode())
+            with suppress(Ambiguous):  # it is read back
+                here.shared.put_if_absent(_KEY, f"{paths.new_owner()}\n".encode())
         tag = here.shared.get(_KEY, _LARGEST).decode().strip()
     return paths.keep_owner(here.root, tag)

@@ -87,7 +87,8 @@ def add(
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,62}", name):
         raise InputError(f"--name {name}", "A name has small letters, digits and dashes.", "Name another one.")
     kept.require_free(name)  # before anybody waits for an image
-    _show_next(console, times, now)
+    for number, line in enumerate(_coming(times)):
+        console.say(f"{'next' if number == 0 else '    '}  {line}")
     machines = common.agreed(console, run_file, spec, yes)
     made = Schedule(
         name=name,
@@ -149,18 +150,17 @@ def show(name: str, all_times: bool, as_json: bool) -> int:
         return 0
     rows = [
         ("due", f"{found.cron} in {found.timezone}" + (", paused" if found.paused else "")),
+        *(("next" if number == 0 else "", line) for number, line in enumerate(_coming(found.times))),
         ("while one runs", found.if_running),
-        (
-            "starts within",
-            duration(found.start_within_s) + (f", with {duration(found.jitter_s)} of jitter" * bool(found.jitter_s)),
-        ),
+        ("starts within", duration(found.start_within_s)),
+        *([("jitter", duration(found.jitter_s))] if found.jitter_s else []),
         ("run file", str(found.run["run_file"])),
         ("kept", f"{common.when(found.created_at)} by {found.created_by}"),
     ]
     console.table(("schedule", name), rows)
-    _show_next(console, found.times, time.time())
     times = found.history if all_times else found.history[-_SHOWN:]
     if times:
+        console.text("")
         columns = ("due", "outcome", "run", "took", "cost", "because")
         console.table(columns, [_row(found, due) for due in times], spare=("took", "cost"))
     return 0
@@ -252,14 +252,14 @@ def _result(found: Schedule) -> OneSchedule:
     return OneSchedule.model_validate(dict(ScheduleView.of(found)))
 
 
-def _show_next(console: Console, times: Times, now: float) -> None:
-    for number, at in enumerate(islice(times.after(now), _NEXT)):
-        change = f" ({times.change(at)})" if times.change(at) else ""
-        console.say(f"{'next' if number == 0 else '    '}  {times.words(at)}{change}")
+def _coming(times: Times) -> list[str]:
+    """The next times, each with what the clocks do that day."""
+    coming = list(islice(times.after(time.time()), _NEXT))
+    return [times.words(at) + (f" ({times.change(at)})" if times.change(at) else "") for at in coming]
 
 
 def _next(found: Schedule) -> str:
-    return "paused" if found.paused else found.times.words(next(found.times.after(time.time())))
+    return "paused" if found.paused else found.times.short(next(found.times.after(time.time())))
 
 
 def _last(found: Schedule) -> str:
@@ -273,4 +273,4 @@ def _row(found: Schedule, due: DueTime) -> tuple[str, ...]:
     took = duration(due.ended_at - due.at) if due.ended_at else ""
     cost = f"${due.spent_usd:.2f}" if due.spent_usd is not None else ""
     by = "by hand" if due.by_hand and not due.reason else due.reason
-    return found.times.words(due.at), due.outcome, due.run_id, took, cost, by
+    return found.times.short(due.at), due.outcome, due.run_id, took, cost, by

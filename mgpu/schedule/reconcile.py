@@ -211,8 +211,10 @@ def _claimed() -> bool:
         try:
             found = here.ours.read(_SWEPT, 1 << 10)
         except NotFound:
-            return here.ours.put_if_absent(_SWEPT, mine)
+            found = None
         try:
+            if found is None:
+                return here.ours.put_if_absent(_SWEPT, mine)
             return found.age_s >= SWEEP_EVERY_S and here.ours.replace(_SWEPT, mine, found.version)
         except Ambiguous:  # the next hour's does it
             return False

@@ -71,6 +71,10 @@ class Times:
         """A due time as the clocks of the zone show it: `Sun 2027-03-28 03:00 CEST`."""
         return datetime.fromtimestamp(at, self._zone).strftime("%a %Y-%m-%d %H:%M %Z")
 
+    def short(self, at: float) -> str:
+        """The same for tables: `Sun 03-28 03:00`."""
+        return datetime.fromtimestamp(at, self._zone).strftime("%a %m-%d %H:%M")
+
     def change(self, at: float) -> str:
         """What the clocks of the zone do in the day before this time; empty: nothing."""
         now = datetime.fromtimestamp(at, self._zone)

@@ -25,6 +25,9 @@ from fakes.gateway import ACCESS, START_S
 from mgpu_train.store import Store, open_store
 from mgpu_train.timeouts import Timeouts
 
+from mgpu.backend import location
+from mgpu.run.record import shared
+
 
 @dataclass
 class Site:
@@ -323,3 +326,13 @@ def _forward(netloc: str, call: Call) -> None:
         call.answer_headers = [(n, v) for n, v in answer.getheaders() if n.lower() not in ("connection", "server")]
     finally:
         connection.close()
+
+
+@pytest.fixture
+def team(versitygw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gateway.Team:
+    """Machines whose backend is a bucket of versitygw."""
+    for name, value in versitygw.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(location.VARIABLE, gateway.backend(versitygw.env, versitygw.bucket(), "team"))
+    monkeypatch.setattr(shared, "_LOOK_S", 0.01)
+    return gateway.Team(tmp_path, monkeypatch.setenv)

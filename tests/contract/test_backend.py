@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fakes import gateway
+from fakes.gateway import Team
 from mgpu_train.agent.machine import procs
 from mgpu_train.store import Ambiguous
 
@@ -27,31 +25,6 @@ from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State, supervised, supervising, supervisor_of
 from mgpu.run.record.supervisor_lock import me
-
-
-@dataclass
-class Team:
-    """Two machines and their bucket."""
-
-    folder: Path
-    environ: Callable[[str, str], None]
-
-    @contextmanager
-    def on(self, machine: str) -> Iterator[None]:
-        """What the block does is done there."""
-        self.environ("XDG_STATE_HOME", str(self.folder / machine))
-        shared._pulled.clear()
-        shared._seen.clear()
-        yield
-
-
-@pytest.fixture
-def team(versitygw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Team:
-    for name, value in versitygw.env.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv(location.VARIABLE, gateway.backend(versitygw.env, versitygw.bucket(), "team"))
-    monkeypatch.setattr(shared, "_LOOK_S", 0.01)
-    return Team(tmp_path, monkeypatch.setenv)
 
 
 def run(run_id: str = "first-1", **changes: object) -> Record:
@@ -236,10 +209,11 @@ def filled(folder: Path) -> None:
     here.run_file.write_text("name: first\n")
     for name, text in {
         "work/train.py": "print()",
+        "work/.config/lock": "the user's own",
         "logs/node-0.0000.x.log": "step 7\n",
         "journal/1.jsonl": "{}\n",
     }.items():
-        (here.root / name).parent.mkdir(exist_ok=True)
+        (here.root / name).parent.mkdir(parents=True, exist_ok=True)
         (here.root / name).write_text(text)
     state = location.current().state
     state.put(".pulumi/stacks/p/first-1.json", b'{"checkpoint": {"latest": null}}')
@@ -249,7 +223,8 @@ def filled(folder: Path) -> None:
 
 def files(run_id: str) -> dict[str, str]:
     root = Folder(run_id).root
-    return {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("[!.]*")) if path.is_file()}
+    found = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file())
+    return {str(path): (root / path).read_text() for path in found if not path.parts[0].startswith(".")}
 
 
 def test_all_of_a_folder_moves_to_a_bucket_and_back(team: Team, monkeypatch: pytest.MonkeyPatch):

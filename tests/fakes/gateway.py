@@ -7,8 +7,9 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import boto3
@@ -69,3 +70,22 @@ def make_bucket(env: Mapping[str, str], name: str = "backends") -> str:
 def backend(env: Mapping[str, str], bucket: str, prefix: str) -> str:
     """The bucket's address as a backend of Pulumi's."""
     return f"s3://{bucket}/{prefix}?region={env['AWS_REGION']}&endpoint={env['AWS_ENDPOINT_URL']}&s3ForcePathStyle=true"
+
+
+@dataclass
+class Team:
+    """Machines, each with a state folder of its own, that share a bucket."""
+
+    folder: Path
+    environ: Callable[[str, str], None]
+
+    @contextmanager
+    def on(self, machine: str) -> Iterator[None]:
+        """What the block does is done there."""
+        from mgpu.run.record import shared
+
+        self.environ("XDG_STATE_HOME", str(self.folder / machine))
+        shared._pulled.clear()
+        shared._stays.clear()
+        shared._seen.clear()
+        yield

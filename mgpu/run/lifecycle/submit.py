@@ -92,14 +92,14 @@ def submit_kept(folder: Path, at: str, fields: dict[str, Any], run_id: str, **mo
         InputError: what was set aside is gone.
         StackError: the backend does not answer.
     """
-    if not files.bring_folder(folder, at):
-        raise InputError(f"{location.current().place}/{at} is gone", "It held the run file and the code.")
-    record = of_json({**fields, "run_id": run_id, "stack": run_id, "created_at": time.time(), **more})
-    record.fleet_name = fleet_name(project_name(folder / "program"), run_id)
     own = Folder(run_id)
     with opening():
         if (there := find(run_id)) is not None:
             return there
+        if not files.bring_folder(folder, at):
+            raise InputError(f"{location.current().place}/{at} is gone", "It held the run file and the code.")
+        record = of_json({**fields, "run_id": run_id, "stack": run_id, "created_at": time.time(), **more})
+        record.fleet_name = fleet_name(project_name(folder / "program"), run_id)
         own.make()
         if (folder / "work").is_dir():
             _copy(folder / "work", own.work, _linked)

@@ -15,6 +15,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -238,7 +239,7 @@ def _unpack(store: Store, archive: dict[str, Any], folder: Path) -> None:
 def replace(path: Path, data: bytes) -> None:
     """Writes a file of this user's alone: a reader sees the old one or the new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}")
     aside.write_bytes(data)
     aside.chmod(0o600)
     aside.replace(path)

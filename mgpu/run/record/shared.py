@@ -38,7 +38,8 @@ _RECORDS, _UNSETTLED, _LOCKS, _STOPS = "records/", "unsettled/", "locks/", "stop
 _LARGEST = 16 << 20  # bytes of a record
 _PULL_EVERY_S = 2.0  # at most: commands that wait look at a record many times a second
 _AT_ONCE = 16  # records that are read at the same time
-_pulled: dict[Path, float] = {}  # by the backend's folder here, when its records were brought last
+_pulled: dict[Path, float] = {}  # by the backend's folder here, when its records were brought last,
+_stays: dict[Path, float] = {}  # and when it was asked last whether all was moved
 _listed: dict[str, bool] = {}  # by store and run: whether this process has put it into the index, or taken it out
 _seen: dict[
     str, tuple[float, tuple[Holder | None, bool]]
@@ -75,12 +76,14 @@ def pull(*, fresh: bool = False) -> None:
 
 
 def require_here(here: Backend) -> None:
-    """Raises InputError for a bucket whose content was moved elsewhere, and StoreError."""
+    """Raises InputError for a bucket whose content was moved elsewhere, as it was a moment ago; and StoreError."""
     from mgpu_train.store import NotFound
 
-    if here.shared is not None and not location.is_named():
+    recent = time.monotonic() - _stays.get(here.root, -_PULL_EVERY_S) < _PULL_EVERY_S
+    if here.shared is not None and not location.is_named() and not recent:
         with suppress(NotFound):
             raise location.moved(here, here.shared.get(location.MOVED, _LARGEST).decode())
+        _stays[here.root] = time.monotonic()
 
 
 def unsettled() -> list[str] | None:
@@ -96,8 +99,8 @@ def unsettled() -> list[str] | None:
         require_here(here)
         there = [stat.key.removeprefix(_UNSETTLED) for stat in store.list(_UNSETTLED)]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-pull") as pool:
-            list(pool.map(lambda run: _bring(store, run), (run for run in there if not held(Folder(run).lock))))
-    return there
+            whole = list(pool.map(lambda run: held(Folder(run).lock) or _bring(store, run), there))
+    return [run for run, is_there in zip(there, whole, strict=True) if is_there]
 
 
 def push(run_id: str, record: bytes, *, settled: bool) -> None:
@@ -156,17 +159,19 @@ def remove(run_id: str) -> None:
     _listed.pop(f"{store.url} {run_id}", None)
 
 
-def _bring(store: Store, run_id: str) -> None:
+def _bring(store: Store, run_id: str) -> bool:
+    """False: there is none."""
     from mgpu_train.store import NotFound
 
     try:
         found = store.read(f"{_RECORDS}{run_id}.json", _LARGEST)
-    except NotFound:  # removed a moment ago
-        return
+    except NotFound:  # removed a moment ago, or not written yet
+        return False
     folder = Folder(run_id)
     folder.make()
     files.replace(folder.record, found.data)
     _keep_version(run_id, found.version)
+    return True
 
 
 def _version(run_id: str) -> str:

@@ -5,9 +5,10 @@ read back; until all of it is there the old one counts, and from then on the new
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from mgpu_train.store import NotFound
 
@@ -22,6 +23,7 @@ from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import ids, load, supervised
 
 _LARGEST = 1 << 30  # bytes of an object
+_SCHEDULES, _SUBMISSIONS = "schedules/", "submissions/"
 _NOT_MOVED = ("lock", "ssh_config", "known_hosts")  # of a run's folder: they are this machine's
 
 
@@ -54,6 +56,7 @@ def move(source_url: str, target_url: str, tell: Callable[[str], None]) -> Moved
         for run in runs:
             tell(f"moving run {run}")
             _move_run(source, target, run)
+        _move_schedules(source, target)
     return Moved(stacks, len(runs))
 
 
@@ -139,18 +142,47 @@ def _move_run(source: Backend, target: Backend, run_id: str) -> None:
         text = Folder(run_id).record.read_bytes()
     there = target.root / "runs" / run_id
     if not (there / "record.json").exists():
-        skipped = shutil.ignore_patterns(".*", *_NOT_MOVED)
-        shutil.copytree(here, there, ignore=skipped, dirs_exist_ok=True, symlinks=True)
+        _copy(here, there, (*_NOT_MOVED, "record.json"))
+        shutil.copy2(here / "record.json", there)  # last: a run whose record is there is whole
     with location.using(target.url):
         if load(run_id) != record:
-            raise _another(target, run_id)
+            raise _another(target, f"run {run_id}")
         files.keep(run_id)
         files.send(run_id)
         try:
             shared.push(run_id, text, settled=record.settled)
         except shared.Lost:
-            raise _another(target, run_id) from None
+            raise _another(target, f"run {run_id}") from None
 
 
-def _another(target: Backend, run_id: str) -> InputError:
-    return InputError(f"the backend {target.address} has another run {run_id}", "", "Name an empty prefix, or folder.")
+def _copy(source: Path, target: Path, but: Collection[str] = ()) -> None:
+    """All of a folder but these names in it, and what is this machine's own, which has a dot; below it all counts."""
+
+    def ours(folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if name in but or name.startswith(".")] if Path(folder) == source else []
+
+    shutil.copytree(source, target, ignore=ours, dirs_exist_ok=True, symlinks=True)
+
+
+def _move_schedules(source: Backend, target: Backend) -> None:
+    """With what they submit: a folder has it as it is, a bucket in archives."""
+    with source.asking("read"):
+        found = [each.key for each in source.ours.list(_SCHEDULES)]
+        kept = {"/".join(each.key.split("/", 2)[:2]) for each in source.ours.list(_SUBMISSIONS)}
+    for at in sorted(kept):
+        with location.using(source.url):
+            files.bring_folder(source.root / at, f"{at}/")
+        shutil.rmtree(target.root / at, ignore_errors=True)
+        _copy(source.root / at, target.root / at)
+        with location.using(target.url):
+            files.keep_folder(target.root / at, f"{at}/")
+    for key in found:  # last: one that is there is whole
+        data = source.ours.get(key, _LARGEST)
+        with target.asking("written"):
+            target.ours.put_if_absent(key, data)
+            if target.ours.get(key, _LARGEST) != data:
+                raise _another(target, f"schedule {key.removeprefix(_SCHEDULES).removesuffix('.json')}")
+
+
+def _another(target: Backend, what: str) -> InputError:
+    return InputError(f"the backend {target.address} has another {what}", "", "Name an empty prefix, or folder.")

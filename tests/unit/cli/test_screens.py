@@ -28,6 +28,8 @@ from mgpu.providers.base import Finding, ReservationOffer, ReservationOffers, Re
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Interruption, State
+from mgpu.schedule import kept
+from mgpu.schedule.model import DueTime, Outcome, Schedule
 
 # tmp_path and /home/you/mine are of one length
 SCREENS = Path(__file__).with_name("screens")
@@ -104,6 +106,13 @@ COMMANDS = (
     ("reservations", "buy", ON_SALE.id, "--yes", "--max-usd", "40000"),
     ("reservations", "buy", ON_SALE.id, "--yes"),
     ("reservations", "ls", "--provider", "local"),
+    ("schedule", "ls"),
+    ("schedule", "show", "nightly"),
+    ("schedule", "add", "--cron", "0 2 * *"),
+    ("schedule", "run-now", "nightly"),
+    ("schedule", "rm", "weekly"),
+    ("reconcile", "--dry-run"),
+    ("submit",),
     ("backend", "show"),
     ("backend", "move", "s3://team/runs"),
 )
@@ -181,6 +190,7 @@ def user(world, tmp_path, monkeypatch):
     for run_id in (OLD, FAILED, RUNNING):
         Folder(run_id).root.mkdir(parents=True, exist_ok=True)
         Folder(run_id).run_file.write_text(world.run_file.read_text())
+    kept.add(nightly())
     for rank, node in enumerate(world.nodes):
         node.says(Phase.TRAINING, step=777, steps=30_000)
         log = Folder(RUNNING).log(rank, f"i-{rank}")
@@ -190,6 +200,23 @@ def user(world, tmp_path, monkeypatch):
     yield world
     monkeypatch.undo()
     time.tzset()
+
+
+def nightly():
+    """A schedule with nights of all kinds; the newest still runs."""
+    two, day = NOW - NOW % 86400 + 3600, 86400
+    history = [
+        DueTime(two - 5 * day, Outcome.SUCCEEDED, NOW, OLD, ended_at=two - 5 * day + 7300, spent_usd=7.84),
+        DueTime(
+            two - 4 * day, Outcome.FAILED, NOW, FAILED, "rank 3 on node 1: exit code 1", ended_at=two - 4 * day + 900
+        ),
+        DueTime(two - 3 * day, Outcome.MISSED, NOW, reason="nobody looked until 7.2 h later; it starts within 4 h"),
+        DueTime(two - 2 * day, Outcome.SKIPPED, NOW, reason=f"run {FAILED} was not over"),
+        DueTime(two - day, Outcome.RUNNING, NOW, RUNNING),
+    ]
+    known = {"created_at": NOW - 9 * day, "created_by": "you@laptop", "decided_until": NOW, "history": history}
+    run = {"run_file": "/home/you/llm/mgpu.yaml", "name": "bert-large-finetune"}
+    return Schedule("nightly", "u1", "30 2 * * *", "Europe/Berlin", run, **known)
 
 
 def screen(columns, command, monkeypatch):

@@ -1,0 +1,222 @@
+"""I10 where the backend is a bucket: what its machines look for at once is done once, and costs few requests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from fakes.gateway import Team
+from mgpu_train.store import Ambiguous
+from mgpu_train.timeouts import Timeouts
+
+from mgpu.backend import location
+from mgpu.cli import cli
+from mgpu.context import Context
+from mgpu.errors import InputError
+from mgpu.events import ignore
+from mgpu.run.lifecycle.launch import kept_for_later
+from mgpu.run.record import record
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, State
+from mgpu.schedule import kept, reconcile
+from mgpu.schedule.decide import Need
+from mgpu.schedule.model import Outcome, Schedule
+from mgpu.schedule.reconcile import Reconciler
+from mgpu.spec.load import load
+
+RUN_FILE = """
+name: it
+provider: local
+nodes: 1
+max_hours: 1
+max_price_usd_per_hour: 1
+command: [train.py]
+checkpoint: none
+"""
+HOUR, NOW = 3600.0, 1_800_000_000.0
+CONTEXT = Context(ignore, Timeouts())
+
+
+class Nobody:
+    """Looks after no run, and remembers which ones it should have."""
+
+    busy = False
+
+    def __init__(self) -> None:
+        self.asked = list[str]()
+
+    def begin(self, need: Need, watch_s: float) -> None:
+        self.asked.append(need.run_id)
+
+    def ended(self, wait_s: float) -> None:
+        return None
+
+    def leave(self) -> None:
+        pass
+
+
+@pytest.fixture
+def project(tmp_path: Path, team: Team, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run file, its code and a Pulumi program."""
+    monkeypatch.setattr(reconcile, "_claimed", lambda: False)  # what stands for S3 here is no AWS
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "Pulumi.yaml").write_text("name: mine\nruntime: python\n")
+    (folder / "mgpu.yaml").write_text(RUN_FILE)
+    (folder / "train.py").write_text("print('as it was')\n")
+    (folder / ".hidden").write_text("the user's\n")
+    return folder
+
+
+def add(project: Path, name: str = "nightly", **changes: object) -> Schedule:
+    known = Schedule(name, f"u-{name}", "0 * * * *", "UTC", {}, NOW, "me@here", NOW)
+    made = replace(known, **changes)
+    run_file = project / "mgpu.yaml"
+    made.run = kept_for_later(run_file, load(run_file), CONTEXT, kept.folder(made), f"{made.submission}/")
+    kept.add(made)
+    return made
+
+
+def passes(at: float = NOW + HOUR) -> list[str]:
+    """One pass; the runs that it would look after."""
+    nobody = Nobody()
+    assert Reconciler(CONTEXT, supervisors=nobody, clock=lambda: at).work().failures == []
+    return nobody.asked
+
+
+def test_what_one_machine_has_added_another_submits_with_its_files(team: Team, project: Path):
+    with team.on("a"):
+        add(project)
+    with team.on("b"):
+        (run,) = passes()
+        assert (Folder(run).work / "train.py").read_text() == "print('as it was')\n"
+        assert (Folder(run).work / ".hidden").exists()
+    with team.on("c"):
+        assert passes() == [run], "nobody has begun with it"
+        record.shared.files.bring(run)
+        assert (Folder(run).work / "train.py").read_text() == "print('as it was')\n"
+        assert (Folder(run).run_file.read_text(), Folder(run).program.is_dir()) == (RUN_FILE, True)
+
+
+def test_twenty_at_once_submit_one_run_of_each_schedule(team: Team, project: Path):
+    """All of one machine here: threads share its state folder, and each reads and writes the bucket for itself."""
+    with team.on("a"):
+        for name in ("nightly", "weekly"):
+            add(project, name)
+    with team.on("b"):
+        gate = threading.Barrier(20, timeout=60)
+
+        def one(_: int) -> list[str]:
+            gate.wait()
+            return passes()
+
+        with ThreadPoolExecutor(20) as pool:
+            asked = {run for found in pool.map(one, range(20)) for run in found}
+        assert len(asked) == len(record.ids()) == 2
+        assert [due.outcome for name in ("nightly", "weekly") for due in kept.load(name).history] == [
+            Outcome.RUNNING
+        ] * 2
+
+
+@pytest.mark.parametrize("lost", ["put_if_absent", "replace"])
+@pytest.mark.parametrize("done", [True, False])
+def test_an_answer_that_is_lost_starts_nothing_twice(
+    team: Team, project: Path, monkeypatch: pytest.MonkeyPatch, lost: str, done: bool
+):
+    with team.on("a"):
+        add(project)
+        store, told = location.current().ours, list[str]()
+        real = getattr(store, lost)
+
+        def lossy(key: str, *args: object) -> bool:
+            told.append(key)
+            if told.count(key) > 1:
+                return real(key, *args)
+            if done:
+                real(key, *args)
+            raise Ambiguous("the answer was lost")
+
+        monkeypatch.setattr(store, lost, lossy)
+        first = passes()
+        (run,) = passes()
+        assert first in ([], [run]), "what was not written is written by the next pass"
+        assert record.ids() == [run]
+        assert [due.outcome for due in kept.load("nightly").history] == [Outcome.RUNNING]
+        assert told
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is asked of the bucket from here on."""
+    asked = list[str]()
+    store = location.current().ours
+    # `get` is a `read`
+    for name in ("put_if_absent", "put", "replace", "read", "stat", "list", "delete", "put_file", "get_file"):
+        real = getattr(store, name)
+
+        def counted(*args: object, real=real, name=name, **more: object) -> object:
+            asked.append(f"{name} {args[0]}")
+            return real(*args, **more)
+
+        monkeypatch.setattr(store, name, counted)
+    return asked
+
+
+def test_a_pass_over_many_runs_that_are_over_reads_none_of_them(team: Team, project: Path, requests: list[str]):
+    known = Record(
+        run_id="", name="it", project="p", project_base="/", run_file="/mgpu.yaml", stack="s", own_stack=True,
+        fleet_name="f", provider="local", nodes=1, created_at=1.0,
+    )  # fmt: skip
+    with team.on("a"):
+        add(project)
+        for number in range(30):
+            one = replace(known, run_id=f"it-{number}")
+            record.save(one)
+            record.save(replace(one, state=State.FAILED, teardown="confirmed"))
+        record.save(replace(known, run_id="it-left", state=State.FAILED, teardown="asked"))
+    with team.on("b"):
+        requests.clear()
+        assert passes(NOW) == ["it-left"]
+        assert len(requests) <= 6, requests
+        assert len([each for each in requests if "records/" in each]) == 1
+    with team.on("a"):
+        record.write(replace(known, run_id="it-left", state=State.FAILED, teardown="confirmed"))
+    with team.on("c"):
+        requests.clear()
+        assert passes(NOW) == []
+        assert len(requests) <= 4, requests  # and one more to ask when machines were looked for
+
+
+def test_schedules_move_with_all_that_they_submit(team: Team, project: Path, monkeypatch: pytest.MonkeyPatch):
+    bucket = location.current().url
+    monkeypatch.delenv(location.VARIABLE)
+    with team.on("a"):
+        made = add(project)
+        assert CliRunner().invoke(cli, ["backend", "move", bucket, "--yes"], standalone_mode=False).exception is None
+    monkeypatch.setenv(location.VARIABLE, bucket)
+    with team.on("b"):
+        assert kept.load("nightly") == made
+        (run,) = passes()
+        assert (Folder(run).work / ".hidden").exists()
+        back = f"file://{team.folder}/shared"
+        record.write(replace(record.load(run), state=State.FAILED, teardown="confirmed"))
+        assert CliRunner().invoke(cli, ["backend", "move", back, "--yes"], standalone_mode=False).exception is None
+    monkeypatch.setenv(location.VARIABLE, back)
+    with team.on("c"):
+        (second,) = passes(NOW + 2 * HOUR)
+        assert (Folder(second).work / "train.py").read_text() == "print('as it was')\n"
+
+
+def test_a_schedule_that_is_removed_leaves_nothing(team: Team, project: Path):
+    with team.on("a"):
+        kept.remove(add(project))
+    with team.on("b"):
+        assert kept.every() == ({}, [])
+        assert [each.key for each in location.current().ours.list("submissions/")] == []
+        with pytest.raises(InputError, match="no schedule"):
+            kept.load("nightly")
