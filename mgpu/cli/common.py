@@ -445,10 +445,14 @@ def _left(console: Console, record: Record) -> None:
         console.next(f"mgpu down {record.run_id}    end them", "mgpu ls    what is billed now")
         return
     lease = f"{timeouts().lease_s / 60:.0f} min"
-    after = f"until the run ends, or {lease} longer if nobody is back by then"
+    after = f"until the run ends, or {lease} longer if nobody is back by then (attach, reconcile)"
     console.say(f"left running: {price} {after}, at the latest {end}", "yellow")
-    console.say(f"nobody replaces a lost machine until somebody attaches{_outputs_wait(record)}", "yellow")
-    console.next(f"mgpu attach {record.run_id}    follow it", f"mgpu stop {record.run_id}      end it")
+    console.say(f"nobody replaces a lost machine until then{_outputs_wait(record)}", "yellow")
+    console.next(
+        f"mgpu attach {record.run_id}    follow it",
+        f"mgpu stop {record.run_id}      end it",
+        "mgpu reconcile    see to all runs, now and then: from cron, for example",
+    )
 
 
 def _outputs_wait(record: Record) -> str:

@@ -1,6 +1,7 @@
 """One pass over the backend: what is due is submitted, what nobody looks after is looked after, what is left is ended.
 
-Safe to run anywhere, any number at a time, killed at any point: the next pass sees what is there, and goes on.
+Safe to run anywhere, any number at a time, killed at any point: the next pass sees what is there, and goes on. A pass
+that has nothing to do imports nothing for it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,6 @@ from mgpu.backend import location
 from mgpu.context import Context
 from mgpu.errors import InputError, MgpuError
 from mgpu.events import Note, Warned
-from mgpu.run.fleet import inventory
-from mgpu.run.lifecycle.gc import end_all
-from mgpu.run.lifecycle.submit import submit_kept
 from mgpu.run.record import shared
 from mgpu.run.record.record import find, supervised, unsettled
 from mgpu.schedule import kept
@@ -154,6 +152,8 @@ class Reconciler:
 
     def _submit(self, schedule: Schedule, due: DueTime) -> None:
         """The run of a due time that was decided to start; whoever has done it already, there is one."""
+        from mgpu.run.lifecycle.submit import submit_kept
+
         folder, at = kept.folder(schedule), f"{schedule.submission}/"
         more = {"schedule": schedule.name, "due_at": due.at}
         try:
@@ -191,6 +191,9 @@ class Reconciler:
         """Ends them, where nobody has looked for an hour."""
         if not _claimed():
             return
+        from mgpu.run.fleet import inventory
+        from mgpu.run.lifecycle.gc import end_all
+
         survey = inventory.survey(unsettled)
         self._fail(survey.failures)
         loose = [fleet for fleet in survey.fleets if not fleet.used_by and not fleet.left_by]

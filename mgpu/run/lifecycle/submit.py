@@ -71,6 +71,7 @@ def set_aside(request: Request, run_file: Path, folder: Path, at: str, image: Se
         StackError: the backend does not answer.
     """
     record = _record(request, run_file, None, None, None, image)
+    folder.mkdir(parents=True, mode=0o700)
     try:
         with code_upload.set_aside(request, folder / "work") as code:
             if code is not None:

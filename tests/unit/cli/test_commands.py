@@ -679,8 +679,8 @@ def test_a_command_that_has_printed_its_result_prints_one_object_alone(mgpu, run
 @pytest.mark.parametrize(
     ("outputs", "store", "promised"),
     [
-        ("", None, "somebody attaches next:"),
-        ("outputs: [runs/]\n", "s3://b/p", "somebody attaches, and outputs come home then next:"),
+        ("", None, "machine until then next:"),
+        ("outputs: [runs/]\n", "s3://b/p", "machine until then, and outputs come home then next:"),
         ("outputs: [runs/]\n", None, "if nobody does in time, they go with the machines (`checkpoint: none`)"),
     ],
     ids=["no outputs", "stored", "without a store"],

@@ -148,6 +148,12 @@ def test_a_run_begins_with_the_code_and_the_run_file_as_they_were(nights):
     assert len(record.every()) == 2
 
 
+def test_the_bundled_trainer_needs_no_code(nights):
+    nights.world.run_file.write_text(RUN_FILE.replace("command: [train.py]", "train: {task: lm, steps: 5}"))
+    nights.add()
+    assert nights.through(hours=1) == ["running", "succeeded"]
+
+
 def test_a_run_that_trains_is_left_alone_once_it_needs_nothing_and_judged_when_it_has_ended(nights):
     nights.world.program = nights.world.train_on
     nights.add()
@@ -193,15 +199,15 @@ def test_a_lost_machine_is_replaced_by_the_next_pass(nights):
 def test_what_cannot_be_done_is_told_and_done_by_the_next_pass(nights, monkeypatch):
     nights.add()
     nights.add("other")
-    submit = reconcile.submit_kept
+    submits = submit.submit_kept
 
     def full(folder, *args, **more):
         if more["schedule"] == "nightly":
             raise OSError(28, "No space left on device")
-        return submit(folder, *args, **more)
+        return submits(folder, *args, **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(reconcile, "submit_kept", full)
+        patched.setattr(submit, "submit_kept", full)
         report = nights.works(hours=1)
     assert "could not be submitted" in report.failures[0].what
     assert [each.state for each in report.looked] == ["running"], "the other's"
