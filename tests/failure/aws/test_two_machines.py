@@ -89,7 +89,29 @@ def while_it_rents(user: Operator) -> dict[str, Any]:
     return {"run": run, "machines": len(user.aws.bill()), "left": left_behind(user.aws)}
 
 
-STORIES = {"trains": while_it_trains, "rents": while_it_rents}
+def while_it_reconciles(user: Operator) -> dict[str, Any]:
+    """A night whose pass dies while it rents; from then on the other machine's passes are all there is."""
+    both = team(user)
+    for command in (("add", "--cron", "0 2 29 2 *", "--name", "nightly", "--yes"), ("run-now", "nightly")):
+        done = user.mgpu("schedule", *command)
+        assert done.returncode == 0, done.stderr
+    user.start("reconcile")
+    until(lambda: len(user.aws.bill()) == 2, 120)
+    both.die()
+    there = both.second()
+
+    def night() -> dict[str, Any]:
+        done = there.mgpu("reconcile", program=ELSEWHERE)
+        assert done.returncode == 0, done.stderr
+        (due,) = json.loads(there.mgpu("schedule", "show", "nightly", "--json", program=ELSEWHERE).stdout)["history"]
+        return due
+
+    until(lambda: night()["outcome"] != "running", 200)
+    runs = json.loads(there.mgpu("ls", "--json", program=ELSEWHERE).stdout)["runs"]
+    return {"night": night(), "runs": runs, "machines": len(user.aws.bill()), "left": left_behind(user.aws)}
+
+
+STORIES = {"trains": while_it_trains, "rents": while_it_rents, "reconciles": while_it_reconciles}
 
 
 @pytest.mark.story("trains")
@@ -106,4 +128,13 @@ def test_another_machine_takes_on_what_was_half_rented(told):
     found = told("rents")
     assert (found["run"]["state"], found["run"]["checkpoint_step"]) == ("succeeded", STEPS)
     assert found["machines"] == 2, "what the first one had asked for is adopted"
+    assert not any(found["left"].values())
+
+
+@pytest.mark.story("reconciles")
+def test_passes_of_another_machine_bring_a_night_to_its_end(told):
+    found = told("reconciles")
+    (run,) = found["runs"]
+    assert (found["night"]["outcome"], run["state"], run["checkpoint_step"]) == ("succeeded", "succeeded", STEPS)
+    assert found["machines"] == 2, "nothing was rented twice"
     assert not any(found["left"].values())
