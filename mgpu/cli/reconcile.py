@@ -8,7 +8,7 @@ import click
 
 from mgpu.cli import common
 from mgpu.console import Console
-from mgpu.errors import InputError, MgpuError, TeardownIncomplete
+from mgpu.errors import InputError, Interrupted, MgpuError, TeardownIncomplete
 
 if TYPE_CHECKING:
     from mgpu.cli.results import Reconciled
@@ -29,13 +29,20 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
     Call it from cron, a systemd timer or a CI job, on any machine that shares the backend; any number may run at once.
     A signal ends it, and no run. The exit code is 0 unless something could not be done: how a run ends is its own.
     """
+    from mgpu.run.record.signals import Interrupts
     from mgpu.schedule.reconcile import Reconciler
 
     if watch and watch_s is not None:
         raise InputError("either --for or --watch is given, not both", "", "Give one of them.")
     console = Console(as_json=as_json)
     reconciler = Reconciler(common.context(console), _ALWAYS_S if watch else watch_s or 0.0)
-    report = reconciler.look() if dry_run else reconciler.work()
+    try:
+        with Interrupts(leave=True).installed():
+            report = reconciler.look() if dry_run else reconciler.work()
+    except KeyboardInterrupt:
+        console.done()
+        console.say("left: runs are as they are", "yellow")
+        return Interrupted.exit_code
     console.done()
     if as_json:
         console.result(_result(report, dry_run=dry_run))

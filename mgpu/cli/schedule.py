@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -22,10 +22,19 @@ from mgpu.words import duration
 
 if TYPE_CHECKING:
     from mgpu.cli.results import OneSchedule
+    from mgpu.schedule.callers import Caller
     from mgpu.schedule.model import DueTime, Schedule
     from mgpu.schedule.times import Times
     from mgpu.spec.change import Change
 
+F = TypeVar("F", bound=Callable[..., Any])
+_WAYS = {
+    "systemd": "A timer of this user's systemd.",
+    "cron": "A line of this user's crontab.",
+    "github": "A workflow in .github/workflows/ of this folder.",
+    "gitlab": "A job in .gitlab/ of this folder, for a pipeline schedule.",
+}
+_EVERY_S = {"systemd": 300.0, "cron": 300.0, "github": 1800.0, "gitlab": 1800.0}
 _SHOWN = 20  # due times
 _NEXT = 5
 
@@ -221,6 +230,66 @@ def rm(name: str, as_json: bool) -> int:
     if as_json:
         console.result(_result(found))
     return 0
+
+
+def _way(command: F) -> F:
+    """--systemd, --cron, ...: one of them."""
+    for way, words in reversed(_WAYS.items()):
+        command = click.option(f"--{way}", "way", flag_value=way, help=words)(command)
+    return command
+
+
+@schedule.command()
+@_way
+@click.option("--every", type=common.Span(), help="How often (default: 5m; in CI 30m).")
+@click.option("--dry-run", is_flag=True, help="Only show what would be written and done.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask; what is written is still shown.")
+def install(way: str | None, every: float | None, dry_run: bool, yes: bool) -> int:
+    """Have `mgpu reconcile` called again and again, for this folder's backend: by a timer of yours, or by a CI.
+
+    All that is written and done is shown first.
+    """
+    from mgpu.schedule import callers
+
+    console, found = Console(), _caller(way, every)
+    for path, text in {**found.files, **{p: t for p, t in found.own.items() if not p.exists()}}.items():
+        console.text(f"{path}:")
+        console.text("".join(f"    {line}\n" for line in text.splitlines()))
+    for command in found.begin:
+        console.text(
+            f"$ {' '.join(command.argv)}" + ("".join(f"\n    {line}" for line in (command.stdin or "").splitlines()))
+        )
+    if dry_run:
+        return 0
+    if not yes and not console.confirm("write it?"):
+        raise InputError("not agreed", "Nothing was written.", "Add `--yes` to agree.")
+    with common.writing(next(iter(found.files)).parent):
+        found.install()
+    console.say(f"installed: {callers.WAYS[way or ''].__name__}")
+    console.next(*found.by_hand)
+    return 0
+
+
+@schedule.command()
+@_way
+def uninstall(way: str | None) -> int:
+    """Take back what `install` has done; the file with your secrets stays."""
+    console, found = Console(), _caller(way, None)
+    with common.writing(next(iter(found.files)).parent):
+        found.remove()
+    console.say(f"removed: {', '.join(map(str, found.files))}")
+    return 0
+
+
+def _caller(way: str | None, every: float | None) -> Caller:
+    from mgpu.schedule import callers
+
+    if way is None:
+        ways = ", ".join(f"--{each}" for each in _WAYS)
+        raise InputError(
+            "by what is it to be called?", f"One of {ways} says it.", "See `mgpu schedule install --help`."
+        )
+    return callers.WAYS[way](every or _EVERY_S[way])
 
 
 def _set(name: str, as_json: bool, how: Callable[[Schedule], Schedule], said: str) -> int:

@@ -1,0 +1,319 @@
+"""What has `mgpu reconcile` called again and again: the files that it takes, and the commands that put them to work.
+
+systemd and cron call one script of this user's, which has the environment that a pass needs: theirs is nearly empty.
+Secrets are in none of these files, but in one beside the script that the user fills, or in the CI's own store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+import yaml
+
+from mgpu import __version__, paths
+from mgpu.backend import location
+from mgpu.errors import InputError, StackError
+from mgpu.run.record import files
+from mgpu.schedule import kept
+from mgpu.schedule.model import Schedule
+from mgpu.spec.load import loads
+from mgpu.words import duration
+
+_COMMAND_S = 30.0  # systemctl, crontab
+_KEPT = ("PATH", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
+_KEPT_TOO = ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "DOCKER_HOST", "SSL_CERT_FILE")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program that is run once, with what it reads."""
+
+    argv: tuple[str, ...]
+    stdin: str | None = None
+
+    def run(self) -> str:
+        """What it says. Raises StackError."""
+        words = " ".join(self.argv)
+        try:
+            done = subprocess.run(
+                [*self.argv], input=self.stdin, capture_output=True, text=True, timeout=_COMMAND_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise StackError(f"`{words}` could not be run", str(error), "Take another way: see --help.") from error
+        if done.returncode:
+            why = done.stderr.strip() or f"It ended with exit code {done.returncode}."
+            raise StackError(f"`{words}` failed", why, "Take another way: see --help.")
+        return done.stdout
+
+
+@dataclass(frozen=True)
+class Caller:
+    """One way. `files`: by path, what is in them; `own`: those that are the user's once they are there; `begin` and
+    `end`: what puts it to work, and ends it; `by_hand`: what is left to the user."""
+
+    files: Mapping[Path, str]
+    own: Mapping[Path, str] = field(default_factory=dict)
+    begin: tuple[Command, ...] = ()
+    end: tuple[Command, ...] = ()
+    by_hand: tuple[str, ...] = ()
+
+    def install(self) -> None:
+        """Writes the files, for this user alone, and puts it to work. Raises OSError, StackError."""
+        for path, text in self.files.items():
+            _write(path, text)
+        for path, text in self.own.items():
+            if not path.exists():
+                _write(path, text)
+        for command in self.begin:
+            command.run()
+
+    def remove(self) -> None:
+        """Ends it, and removes the files but the user's own. Raises OSError, StackError."""
+        for command in self.end:
+            command.run()
+        for path in self.files:
+            path.unlink(missing_ok=True)
+
+
+def systemd(every_s: float) -> Caller:
+    """A timer of this user's. The next pass begins so long after the one before it has ended."""
+    script, name = _script(), _name()
+    units = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
+    service = f"""\
+# Written by `mgpu schedule install --systemd`.
+[Unit]
+Description=mgpu: one pass over {location.current().address}
+
+[Service]
+Type=oneshot
+ExecStart=/bin/sh {_systemd_quoted(script.path)}
+# a pass lasts as long as a machine takes to come; what it leaves behind, nodes of provider local, outlives it
+TimeoutStartSec=infinity
+KillMode=process
+"""
+    timer = f"""\
+# Written by `mgpu schedule install --systemd`.
+[Unit]
+Description=mgpu: a pass every {duration(every_s)}
+
+[Timer]
+OnBootSec=60
+OnActiveSec=1
+OnUnitInactiveSec={every_s:.0f}
+AccuracySec=10
+
+[Install]
+WantedBy=timers.target
+"""
+    call = ("systemctl", "--user")
+    return Caller(
+        files={script.path: script.text, units / f"{name}.service": service, units / f"{name}.timer": timer},
+        own={script.secrets: _empty(script.secrets)},
+        begin=(Command((*call, "daemon-reload")), Command((*call, "enable", "--now", f"{name}.timer"))),
+        end=(Command((*call, "disable", "--now", f"{name}.timer")),),
+        by_hand=(
+            f"journalctl --user -u {name}    what the passes said",
+            "loginctl enable-linger    once: it goes on while you are logged out",
+        ),
+    )
+
+
+def cron(every_s: float) -> Caller:
+    """A line of this user's crontab."""
+    script, mark = _script(), f"# {_name()}"
+    log = paths.state_dir() / f"{_name()}.log"
+    line = f"{_fields(every_s)} /bin/sh {shlex.quote(str(script.path))} >> {shlex.quote(str(log))} 2>&1 {mark}"
+    others = [each for each in _crontab() if not each.endswith(mark)]
+    return Caller(
+        files={script.path: script.text},
+        own={script.secrets: _empty(script.secrets)},
+        begin=(Command(("crontab", "-"), _lines([*others, line.replace("%", "\\%")])),),
+        end=(Command(("crontab", "-"), _lines(others)),),
+        by_hand=(f"tail -f {log}    what the passes said",),
+    )
+
+
+def github(every_s: float) -> Caller:
+    """A workflow of the repository in the present folder."""
+    _require_bucket("--github")
+    steps: list[Mapping[str, object]] = [{"uses": "actions/setup-python@v6", "with": {"python-version": "3.12"}}]
+    if _at_aws():
+        role = {"role-to-assume": "${{ vars.MGPU_AWS_ROLE }}", "aws-region": _region()}
+        steps.append({"uses": "aws-actions/configure-aws-credentials@v5", "with": role})
+    passphrase = {"MGPU_PASSPHRASE": "${{ secrets.MGPU_PASSPHRASE }}"}
+    steps += [{"name": name, "run": run, "env": passphrase} for name, run in _SET_UP.items()]
+    steps.append(
+        {"name": "One pass", "run": "mgpu reconcile", "env": {n: f"${{{{ secrets.{n} }}}}" for n in _secrets()}}
+    )
+    workflow = {
+        "name": "mgpu",
+        "on": {"schedule": [{"cron": _fields(every_s)}], "workflow_dispatch": {}},
+        "permissions": {"contents": "read", "id-token": "write"},
+        "jobs": {
+            "reconcile": {
+                "runs-on": "ubuntu-latest",
+                "timeout-minutes": 60,
+                "env": {location.VARIABLE: location.current().url},
+                "steps": steps,
+            }
+        },
+    }
+    aws = ("MGPU_AWS_ROLE: a variable of the repository, the role that its workflows take by OpenID Connect",)
+    return Caller(
+        files={Path(".github/workflows/mgpu.yml"): _yaml("--github", workflow)},
+        by_hand=(
+            "commit the file to the default branch, and push: GitHub calls it from then on",
+            *(aws if _at_aws() else ()),
+            f"secrets of the repository: {', '.join(['MGPU_PASSPHRASE', *_secrets()])}",
+        ),
+    )
+
+
+def gitlab(every_s: float) -> Caller:
+    """A job of the repository in the present folder, for a pipeline schedule."""
+    _require_bucket("--gitlab")
+    job = {
+        _name(): {
+            "image": "python:3.12-slim",
+            "rules": [{"if": '$CI_PIPELINE_SOURCE == "schedule"'}],
+            "timeout": "1h",
+            "variables": {location.VARIABLE: location.current().url},
+            "script": [*_SET_UP.values(), "mgpu reconcile"],
+        }
+    }
+    return Caller(
+        files={Path(".gitlab/mgpu.yml"): _yaml("--gitlab", job)},
+        by_hand=(
+            "in .gitlab-ci.yml: include: [{local: .gitlab/mgpu.yml}]",
+            f"a pipeline schedule of the project: `{_fields(every_s)}`",
+            f"variables of the project, masked: {', '.join(['MGPU_PASSPHRASE', *_secrets()])}, and the credentials",
+        ),
+    )
+
+
+WAYS = {"systemd": systemd, "cron": cron, "github": github, "gitlab": gitlab}
+
+# steps of a CI's job, by what they do
+_SET_UP = {
+    "mgpu": f"pip install --quiet mgpu=={__version__}",
+    "The Pulumi engine": "python -m mgpu.iac.engine.install",
+    "The passphrase of the backend": "umask 077 && mkdir -p ~/.config/mgpu && "
+    'if [ -n "$MGPU_PASSPHRASE" ]; then printf %s "$MGPU_PASSPHRASE" > ~/.config/mgpu/passphrase; fi',
+}
+
+
+@dataclass(frozen=True)
+class _Script:
+    path: Path
+    text: str
+    secrets: Path  # what the user fills
+
+
+def _script() -> _Script:
+    """One pass, with the environment of this command."""
+    path = paths.config_dir() / f"{_name()}.sh"
+    secrets = path.with_suffix(".env")
+    given = {name: os.environ[name] for name in (*_KEPT, *_KEPT_TOO) if os.environ.get(name)}
+    given |= {"HOME": str(Path.home()), location.VARIABLE: location.current().url}
+    text = [
+        "#!/bin/sh",
+        "# One pass of mgpu. Written by `mgpu schedule install`; secrets are in the file beside it.",
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(given.items())),
+        f"set -a; . {shlex.quote(str(secrets))}; set +a",
+        f"exec {shlex.quote(sys.executable)} -m mgpu reconcile",
+    ]
+    return _Script(path, _lines(text), secrets)
+
+
+def _empty(path: Path) -> str:
+    names = "".join(f"#{name}=\n" for name in _secrets())
+    return f"# {path.name}: what a pass has in its environment, NAME='value' a line. Nobody else can read it.\n{names}"
+
+
+def _name() -> str:
+    """Of what is installed for this backend; several backends do not meet."""
+    here = location.current()
+    if here.folder is not None and here.folder == paths.state_dir() / "pulumi":
+        return "mgpu-reconcile"
+    return f"mgpu-reconcile-{hashlib.sha256(here.address.encode()).hexdigest()[:8]}"
+
+
+def _secrets() -> list[str]:
+    """Names that the run files of all schedules have under `secrets`."""
+    found = set[str]()
+    for schedule in kept.every()[0].values():
+        found |= {*_secrets_of(schedule)}
+    return sorted(found)
+
+
+def _secrets_of(schedule: Schedule) -> Iterable[str]:
+    folder = kept.folder(schedule)
+    if not files.bring_folder(folder, f"{schedule.submission}/"):
+        return ()
+    path = folder / files.RUN_FILE
+    return loads(path.read_text(), str(path)).secrets
+
+
+def _fields(every_s: float) -> str:
+    """A period as cron's five fields. Raises InputError: they cannot say it."""
+    minutes = every_s / 60
+    if minutes in (1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30):
+        return "* * * * *" if minutes == 1 else f"*/{minutes:.0f} * * * *"
+    if minutes / 60 in (1, 2, 3, 4, 6, 8, 12):
+        return f"0 */{minutes / 60:.0f} * * *" if minutes > 60 else "0 * * * *"
+    why = "Cron's fields say parts of an hour, or of a day."
+    raise InputError(f"--every {duration(every_s)} is no period of cron", why, "Take 5m, 10m, 15m, 30m, 1h, 2h or 6h.")
+
+
+def _crontab() -> list[str]:
+    try:
+        return Command(("crontab", "-l")).run().splitlines()
+    except StackError:  # one that nobody has made; where there is no such program, writing it says so
+        return []
+
+
+def _require_bucket(option: str) -> None:
+    if location.current().folder is not None:
+        raise InputError(
+            f"{option}: the backend is a folder of this machine",
+            "A CI job has another machine each time, and would find nothing.",
+            "Move it to a bucket first: `mgpu backend move s3://bucket/prefix`.",
+        )
+
+
+def _at_aws() -> bool:
+    return "endpoint=" not in location.current().url
+
+
+def _region() -> str:
+    given = dict(parse_qsl(urlsplit(location.current().url).query))
+    return given.get("region") or os.environ.get("AWS_REGION") or "us-east-1"
+
+
+def _yaml(option: str, data: object) -> str:
+    return f"# Written by `mgpu schedule install {option}`.\n" + yaml.safe_dump(data, sort_keys=False, width=1000)
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _systemd_quoted(path: Path) -> str:
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$") + '"'
+
+
+def _write(path: Path, text: str) -> None:
+    ours = path.is_absolute()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if ours else 0o755)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text)
+    aside.chmod(0o600 if ours else 0o644)
+    aside.replace(path)

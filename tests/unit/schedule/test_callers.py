@@ -1,0 +1,216 @@
+"""What `mgpu schedule install` writes is what systemd, cron and a CI run, and what it does can be taken back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from mgpu import paths
+from mgpu.backend import location
+from mgpu.cli import cli
+from mgpu.context import Context
+from mgpu.errors import InputError, StackError
+from mgpu.run.lifecycle.launch import kept_for_later
+from mgpu.schedule import callers, kept
+from mgpu.schedule.model import Schedule
+from mgpu.schedule.reconcile import Reconciler
+from mgpu.spec.load import load
+
+BUCKET = "s3://team/runs?region=eu-west-1"
+RUN_FILE = """
+name: it
+provider: local
+max_hours: 1
+max_price_usd_per_hour: 1
+command: [train.py]
+secrets: [WANDB_API_KEY]
+"""
+
+
+def mgpu(*args: str) -> Any:
+    return CliRunner().invoke(cli, args, standalone_mode=False)
+
+
+@pytest.fixture
+def user(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user with a schedule whose runs need a secret, and programs that write down what they were asked."""
+    monkeypatch.chdir(world.folder)
+    (world.folder / "train.py").write_text("pass\n")
+    world.run_file.write_text(RUN_FILE)
+    made = Schedule("nightly", "u1", "0 2 * * *", "UTC", {}, 1.0, "me@here", 4e9)
+    spec, at = load(world.run_file), f"{made.submission}/"
+    context = Context(world.events.append, world.timeouts)
+    kept.add(replace(made, run=kept_for_later(world.run_file, spec, context, kept.folder(made), at)))
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in {
+        "systemctl": f'echo "$@" >> {tmp_path}/asked',
+        "crontab": f'if [ "$1" = -l ]; then cat {tmp_path}/tab; else cat > {tmp_path}/tab; fi',
+        "pip": f'echo "$@" >> {tmp_path}/asked',
+    }.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def bare(command: str, home: Path) -> str:
+    """What a shell prints that has nothing of this environment, as cron's has not."""
+    environ = {"HOME": str(home), "PATH": "/usr/bin:/bin", "SHELL": "/bin/sh"}
+    done = subprocess.run(
+        ["/bin/sh", "-c", command], env=environ, cwd=home, capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout + done.stderr
+
+
+def test_a_timer_of_systemds(user: Path):
+    dry = mgpu("schedule", "install", "--systemd", "--dry-run")
+    units = user / "xdg" / "config" / "systemd" / "user"
+    assert "OnUnitInactiveSec=300" in dry.stdout
+    assert not units.exists(), "it was only shown"
+    assert isinstance(mgpu("schedule", "install", "--systemd").exception, InputError), "nobody has agreed"
+    assert mgpu("schedule", "install", "--systemd", "--every", "10m", "--yes").return_value == 0
+    secrets = paths.config_dir() / "mgpu-reconcile.env"
+    written = [units / "mgpu-reconcile.service", units / "mgpu-reconcile.timer", secrets]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in written] == [0o600] * 3
+    assert "#WANDB_API_KEY=" in secrets.read_text()
+    assert (user / "asked").read_text().splitlines() == [
+        "--user daemon-reload",
+        "--user enable --now mgpu-reconcile.timer",
+    ]
+    if shutil.which("systemd-analyze"):
+        said = subprocess.run(
+            ["systemd-analyze", "--user", "verify", *map(str, written[:2])], capture_output=True, text=True, check=False
+        )
+        assert "mgpu" not in said.stderr, said.stderr
+    secrets.write_text("MARK='a b'\n")
+    start = next(line for line in written[0].read_text().splitlines() if line.startswith("ExecStart="))
+    assert "nothing to do" in bare(start.removeprefix("ExecStart="), user)
+    assert mgpu("schedule", "install", "--systemd", "--yes").return_value == 0
+    assert secrets.read_text() == "MARK='a b'\n", "what the user has filled stays"
+    assert mgpu("schedule", "uninstall", "--systemd").return_value == 0
+    assert [path.exists() for path in written] == [False, False, True]
+    assert (user / "asked").read_text().splitlines()[-1] == "--user disable --now mgpu-reconcile.timer"
+
+
+def test_a_line_of_crontab(user: Path):
+    (user / "tab").write_text("0 5 * * * /usr/bin/backup\n")
+    for every in ("5m", "15m"):
+        assert mgpu("schedule", "install", "--cron", "--every", every, "--yes").return_value == 0
+    backup, line = (user / "tab").read_text().splitlines()
+    assert backup == "0 5 * * * /usr/bin/backup"
+    assert line.startswith("*/15 * * * * /bin/sh ")
+    bare(line.split(" ", 5)[5], user)
+    assert "nothing to do" in (paths.state_dir() / "mgpu-reconcile.log").read_text()
+    assert mgpu("schedule", "uninstall", "--cron").return_value == 0
+    assert (user / "tab").read_text() == "0 5 * * * /usr/bin/backup\n"
+
+
+def test_two_backends_do_not_meet(user: Path, monkeypatch: pytest.MonkeyPatch):
+    mgpu("schedule", "install", "--cron", "--yes")
+    monkeypatch.setenv(location.VARIABLE, f"file://{user}/shared")
+    mgpu("schedule", "install", "--cron", "--yes")
+    one, other = (user / "tab").read_text().splitlines()
+    assert one != other
+    mgpu("schedule", "uninstall", "--cron")
+    assert (user / "tab").read_text() == f"{one}\n"
+
+
+def test_a_program_that_is_not_there_or_fails_is_named(user: Path, monkeypatch: pytest.MonkeyPatch):
+    (user / "bin" / "systemctl").write_text("#!/bin/sh\necho 'Failed to connect to bus' >&2; exit 1\n")
+    failed = mgpu("schedule", "install", "--systemd", "--yes").exception
+    assert isinstance(failed, StackError)
+    assert (failed.what, failed.why) == ("`systemctl --user daemon-reload` failed", "Failed to connect to bus")
+    monkeypatch.setenv("PATH", str(user / "nothing"))
+    assert "`crontab -` could not be run" in str(mgpu("schedule", "install", "--cron", "--yes").exception)
+
+
+@pytest.mark.parametrize(
+    ("every", "fields"),
+    [("1m", "* * * * *"), ("5m", "*/5 * * * *"), ("1h", "0 * * * *"), ("6h", "0 */6 * * *"), ("7m", ""), ("5h", "")],
+)
+def test_periods_that_cron_can_say(every: str, fields: str, user: Path):
+    said = mgpu("schedule", "install", "--cron", "--every", every, "--dry-run")
+    if fields:
+        assert f"\n    {fields} /bin/sh" in said.stdout
+    else:
+        assert "is no period of cron" in str(said.exception)
+
+
+@pytest.mark.parametrize("way", ["github", "gitlab"])
+def test_a_ci_needs_a_bucket(user: Path, way: str):
+    assert "is a folder of this machine" in str(mgpu("schedule", "install", f"--{way}", "--yes").exception)
+
+
+@pytest.fixture
+def bucket(user: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As if the backend were a bucket: what is in it is the folder's."""
+    known = replace(location.current(), url=BUCKET)
+    monkeypatch.setattr(callers.location, "current", lambda: replace(known, folder=None))
+    monkeypatch.setattr(callers, "_secrets", lambda: ["WANDB_API_KEY"])
+    monkeypatch.setenv("MGPU_PASSPHRASE", "open sesame")
+    (user / "bin" / "python").symlink_to(sys.executable)
+    return user
+
+
+def steps(found: Path, commands: list[str], user: Path) -> None:
+    """Runs a CI's steps, but for the pass itself, in a home of their own."""
+    home = user / "ci"
+    home.mkdir()
+    for command in commands:
+        assert (
+            subprocess.run(["/bin/sh", "-ec", command], env={**os.environ, "HOME": str(home)}, check=False).returncode
+            == 0
+        )
+    assert (home / ".config" / "mgpu" / "passphrase").read_text() == "open sesame"
+    assert "install --quiet mgpu==" in (user / "asked").read_text()
+
+
+def test_a_workflow_of_githubs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(callers._SET_UP, "The Pulumi engine", "true")  # 100 MB
+    assert mgpu("schedule", "install", "--github", "--yes").return_value == 0
+    path = Path(".github/workflows/mgpu.yml")
+    found = yaml.safe_load(path.read_text())
+    job = found["jobs"]["reconcile"]
+    assert (found["on"]["schedule"], job["env"]) == ([{"cron": "*/30 * * * *"}], {location.VARIABLE: BUCKET})
+    assert job["steps"][1]["with"] == {"role-to-assume": "${{ vars.MGPU_AWS_ROLE }}", "aws-region": "eu-west-1"}
+    assert job["steps"][-1] == {
+        "name": "One pass",
+        "run": "mgpu reconcile",
+        "env": {"WANDB_API_KEY": "${{ secrets.WANDB_API_KEY }}"},
+    }
+    steps(path, [step["run"] for step in job["steps"][2:-1]], bucket)
+    assert mgpu("schedule", "uninstall", "--github").return_value == 0
+    assert not path.exists()
+
+
+def test_a_job_of_gitlabs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(callers._SET_UP, "The Pulumi engine", "true")
+    told = mgpu("schedule", "install", "--gitlab", "--every", "1h", "--yes")
+    assert "`0 * * * *`" in told.stderr
+    assert "MGPU_PASSPHRASE, WANDB_API_KEY" in told.stderr
+    (job,) = yaml.safe_load(Path(".gitlab/mgpu.yml").read_text()).values()
+    assert job["variables"] == {location.VARIABLE: BUCKET}
+    assert job["script"][-1] == "mgpu reconcile"
+    steps(Path(".gitlab/mgpu.yml"), job["script"][:-1], bucket)
+
+
+def test_by_what_it_is_to_be_called_has_to_be_said(user: Path):
+    assert "One of --systemd, --cron, --github, --gitlab" in str(mgpu("schedule", "install").exception)
+
+
+def test_a_signal_ends_the_pass_and_says_so(user: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Reconciler, "work", lambda _: signal.raise_signal(signal.SIGTERM))
+    told = mgpu("reconcile", "--watch")
+    assert (told.return_value, "left: runs are as they are" in told.stderr) == (130, True)
