@@ -309,6 +309,9 @@ class Console:
     def _committed(self, event: events.CheckpointCommitted) -> None:
         self.say(f"  checkpoint of step {event.step} committed ({event.checkpoint_id})", "green")
 
+    def _spend(self, event: events.SpendChanged) -> None:
+        self.say(f"  spent ${event.spent_usd:.2f} of ${event.max_usd:.2f} (max_usd)", "yellow")
+
     def _recovered(self, event: events.Recovered) -> None:
         took = event.detected_s + event.stopped_s + event.repaired_s + event.resumed_s
         # of a program that says no steps nobody knows it
@@ -399,6 +402,7 @@ class Console:
         "LayerPushed": _layer_pushed,
         "CheckpointCommitted": _committed,
         "Recovered": _recovered,
+        "SpendChanged": _spend,
         "LogChunk": _log,
         "MetricsSampled": _metrics,
     }

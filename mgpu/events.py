@@ -139,6 +139,14 @@ class MetricsSampled(RunEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class SpendChanged(RunEvent):
+    """The run's machines have cost another part of its `max_usd`: half, four fifths, all of it. US dollars."""
+
+    spent_usd: float
+    max_usd: float
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointCommitted(RunEvent):
     """A checkpoint is in the commit log: from here on it survives the loss of every node."""
 

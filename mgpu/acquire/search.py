@@ -71,6 +71,7 @@ class Search:
     spent: set[str] = field(default_factory=set)  # tokens of tries that were undone: no gang comes of them any more
     refusals: Refusals = field(default_factory=Refusals)
     hard_cap_at: float = 0.0
+    max_usd: float = 0.0
     deadline: float = 0.0
 
     def run(self, offers: Sequence[Offer]) -> Acquired:
@@ -144,8 +145,14 @@ class Search:
         """The request; for what an earlier process has made, with the hard cap that it has: a request that differs
         would not be granted by the same token. Each repair asks for what is left until the fleet's own."""
         begun = self.earlier.get(intent.token)
-        hard_cap_s = begun.hard_cap_s if begun else min(self.request.hard_cap_s, self._left_s())
+        new_s = min(self.request.hard_cap_s, self._left_s(), self._paid_for_s(intent.offer))
+        hard_cap_s = begun.hard_cap_s if begun else new_s
         return self.request.model_copy(update={"hard_cap_s": hard_cap_s})
+
+    def _paid_for_s(self, offer: Offer) -> float:
+        """Seconds that the fleet may cost at this offer's price."""
+        usd_per_hour = offer.price_usd_per_hour * self.request.requirements.nodes
+        return self.max_usd / usd_per_hour * 3600 if self.max_usd and usd_per_hour else math.inf
 
     def _left_s(self) -> float:
         """Seconds until the hard cap that the fleet has already."""

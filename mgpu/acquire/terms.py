@@ -44,13 +44,15 @@ class Acquired:
 class Terms(TypedDict, total=False):
     """How long a search may take (`timeouts`), who hears of it, what ends it, and who meets the new machines (`meet`;
     without: nobody has to). `hard_cap_at` (UNIX seconds) is that of a fleet that has one already: no machine passes it,
-    however long the search takes. The clocks are for tests: `clock` and `sleep` in seconds, `now` in UNIX seconds."""
+    however long the search takes. A new fleet lives no longer than `max_usd` pays for (0: no limit). The clocks are for
+    tests: `clock` and `sleep` in seconds, `now` in UNIX seconds."""
 
     timeouts: Required[Timeouts]
     emit: Emit
     cancelled: threading.Event
     meet: Meet | None
     hard_cap_at: float
+    max_usd: float
     clock: Callable[[], float]
     sleep: Callable[[float], object]
     now: Callable[[], float]

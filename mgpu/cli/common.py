@@ -42,6 +42,7 @@ RUN_FILE = "mgpu.yaml"
 INTERRUPTIONS_SHOWN = 5  # the newest; `mgpu status --json` has all
 ASKING = "asking every provider, in all its regions, what you have there"
 PREFLIGHT = "asking the provider and the store, before anything is rented"
+_LEAST_S = 300.0  # that a budget has to pay for
 ANSWER_S = 60.0  # to say whether a run is to stop; nobody watches it meanwhile
 
 
@@ -256,15 +257,15 @@ def other_costs(spec: RunSpec, plan: Plan) -> tuple[Cost, ...]:
     return provider.other_costs(plan.requirements, plan.best, rank.saves(spec)) if known else ()
 
 
-def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = ()) -> None:
-    """The price of all nodes, before anything is rented."""
+def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), max_usd: float | None = None) -> None:
+    """The price of all nodes, before anything is rented; `max_usd`: the run's own limit."""
     need, best = plan.requirements, plan.best
     price, dearest = (f"${usd:.2f}" for usd in (plan.best_price_usd_per_hour, plan.price_usd_per_hour))
     instead = "" if price == dearest else f", up to {dearest} if another offer has to be taken"
     console.say(
         f"{need.nodes} x {best.instance_type} ({best.market}) at {best.provider} {best.place}: "
         f"{price} per hour for all nodes{instead}; "
-        f"at most ${plan.max_cost_usd:.2f} until the hard cap of {plan.hours:.4g} h"
+        f"{_at_most(plan, max_usd)}"
     )
     costs = tuple(costs)
     for line in _beside(costs):
@@ -275,6 +276,22 @@ def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = ()) -> None:
     for note in (*plan.notes, old_prices(plan.offers)):
         if note:
             console.say(note, "yellow")
+
+
+def _at_most(plan: Plan, max_usd: float | None) -> str:
+    if max_usd is None or max_usd >= plan.max_cost_usd:
+        return f"at most ${plan.max_cost_usd:.2f} until the hard cap of {plan.hours:.4g} h"
+    last_s = max_usd / plan.best_price_usd_per_hour * 3600
+    return f"at most ${max_usd:.2f} (max_usd), which pays for {duration(last_s)} of them"
+
+
+def require_paid(plan: Plan, max_usd: float | None) -> None:
+    """Raises InputError: what the run may spend pays for no training."""
+    paid_s = max_usd / plan.price_usd_per_hour * 3600 if max_usd and plan.price_usd_per_hour else _LEAST_S
+    if paid_s < _LEAST_S:
+        what = f"max_usd: ${max_usd:.2f} pays for {duration(paid_s)} of these machines"
+        why = f"They cost ${plan.price_usd_per_hour:.2f} per hour, and take minutes to come, to save and to go."
+        raise InputError(what, why, "Raise it, or ask for cheaper machines. Nothing was rented.")
 
 
 def require_begun(plan: Plan, wait_minutes: float) -> None:
@@ -347,7 +364,8 @@ def agreed(console: Console, run_file: Path, spec: RunSpec, yes: bool, before: R
     try:
         image, plan = look_at_image(console, spec, run_file, plan, machines)
     finally:  # the price is known all the same
-        show_plan(console, plan, other_costs(spec, plan))
+        show_plan(console, plan, other_costs(spec, plan), spec.max_usd)
+    require_paid(plan, spec.max_usd)
     require_begun(plan, spec.recovery.wait_minutes)
     if image is not None:
         console.say(str(image))
@@ -491,6 +509,7 @@ def summary(record: Record) -> list[tuple[str, str]]:
     rows.append(("wall time", _seconds(seconds) + (f": {by_phase}" if by_phase else "")))
     if record.price_usd_per_hour:
         spent = f"; spent ${record.spent_usd(time.time()):.2f}" if record.spending else ""
+        spent += f" of ${record.max_usd:.2f} (max_usd)" if record.spending and record.max_usd else ""
         rows.append(("price", f"${record.price_usd_per_hour:.2f} per hour, all nodes{spent}"))
     rows.append(("machines", machines(record)))
     if record.image:

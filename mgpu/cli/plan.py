@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from pathlib import Path
@@ -53,7 +54,7 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
         prices = {
             "costs": costs,
             "price_usd_per_hour": decided.price_usd_per_hour,
-            "max_cost_usd": decided.max_cost_usd,
+            "max_cost_usd": min(decided.max_cost_usd, spec.max_usd or math.inf),
             "hours": decided.hours,
         }
         console.result(Planned.model_validate({**dict(decided), **prices, "image": _words(image)}))
@@ -67,7 +68,8 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     hidden = len(decided.offers) + len(decided.refused) - len(rows)
     if hidden:
         console.prose(f"and {hidden} more: `mgpu plan --json`")
-    common.show_plan(console, decided, common.other_costs(spec, decided))
+    common.show_plan(console, decided, common.other_costs(spec, decided), spec.max_usd)
+    common.require_paid(decided, spec.max_usd)
     for doubt in doubts:
         console.say(f"warning: {doubt}", "yellow")
     if problem:  # the price is known all the same

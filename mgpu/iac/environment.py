@@ -29,6 +29,9 @@ STACK = "dev"
 HARD_CAP = "MGPU_HARD_CAP_AT"
 """Tells the plugin until when the run that wants a fleet may have one, in UNIX seconds."""
 
+MAX_USD = "MGPU_MAX_USD"
+"""Tells the plugin what a fleet that is made anew may cost, in US dollars."""
+
 IMAGE = "MGPU_IMAGE"
 """Tells the plugin which image the run that wants a fleet has settled on, repository@sha256:...: no other is built."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.iac import tokens
-from mgpu.iac.environment import HARD_CAP, IMAGE
+from mgpu.iac.environment import HARD_CAP, IMAGE, MAX_USD
 from mgpu.iac.protocol.handler import Handler
 from mgpu.iac.protocol.servicer import Servicer, serve
 
@@ -23,10 +23,10 @@ class Handlers(Mapping[str, Handler]):
     """Every resource type's, made when it is first asked for: the engine starts the plug-in for each operation, and
     what the types import that a stack does not have is most of what a start would take."""
 
-    def __init__(self, timeouts: Timeouts, hard_cap_at: float = 0.0, image: str = "") -> None:
-        """A new fleet ends by `hard_cap_at` (UNIX seconds; 0: as inputs say), and runs `image`, repository@sha256:...
-        (none: as inputs say)."""
-        self._timeouts, self._hard_cap_at, self._image = timeouts, hard_cap_at, image
+    def __init__(self, timeouts: Timeouts, hard_cap_at: float = 0.0, image: str = "", max_usd: float = 0.0) -> None:
+        """A new fleet ends by `hard_cap_at` (UNIX seconds; 0: as inputs say) and before it costs more than `max_usd`
+        (0: no limit), and runs `image`, repository@sha256:... (none: as inputs say)."""
+        self._timeouts, self._hard_cap_at, self._image, self._max_usd = timeouts, hard_cap_at, image, max_usd
         self._makers: dict[str, Callable[[], Handler]] = {
             tokens.SSH_KEY: self._ssh_key,
             tokens.IMAGE: self._image_handler,
@@ -71,7 +71,7 @@ class Handlers(Mapping[str, Handler]):
     def _fleet(self) -> Handler:
         from mgpu.iac.types.fleet import FleetHandler
 
-        return FleetHandler(self._timeouts, self._hard_cap_at)
+        return FleetHandler(self._timeouts, self._hard_cap_at, self._max_usd)
 
     def _base(self, token: str) -> Handler:
         from mgpu.iac.aws.handler import BaseHandler
@@ -89,8 +89,8 @@ def _schema() -> str:
 def main() -> None:
     """Serves until the engine ends this process, or dies itself."""
     engine = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
-    settled = float(os.environ.get(HARD_CAP) or 0), os.environ.get(IMAGE, "")
-    known = Handlers(Timeouts.of_environment(os.environ), *settled)
+    hard_cap_at, max_usd = (float(os.environ.get(name) or 0) for name in (HARD_CAP, MAX_USD))
+    known = Handlers(Timeouts.of_environment(os.environ), hard_cap_at, os.environ.get(IMAGE, ""), max_usd)
     server, port = serve(Servicer(known, _schema, engine))
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()

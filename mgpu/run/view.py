@@ -48,7 +48,8 @@ class RunView(Value):
     reason: str | None = Field(description="why it ended, or what it waits for")
     fault: str | None = Field(description="whose: user, infrastructure, provider or stopped")
     stop_reason: str | None = Field(
-        description="the limit that ended it: user (`mgpu stop`, a signal), hard_cap of its machines, its own deadline"
+        description="the limit that ended it: user (`mgpu stop`, a signal), hard_cap of its machines, its budget "
+        "(max_usd), its own deadline"
     )
     exit_code: int | None = Field(description="of the command that supervised its end")
     teardown: str = Field(
@@ -66,6 +67,7 @@ class RunView(Value):
     price_usd_per_hour: float | None = Field(description="of all nodes")
     spent_usd: float | None = Field(description="what its machines have cost so far, by the prices of its fleets")
     max_hours: float
+    max_usd: float | None = Field(description="that its machines may cost in all; null: no limit")
     hard_cap_at: float | None = Field(description="when the machines end whatever happens")
     lease_until: float | None = Field(description="of a fleet that was kept")
     created_at: float
@@ -104,6 +106,7 @@ class RunView(Value):
             "schedule": record.schedule or None,
             "due_at": record.due_at or None,
             "spent_usd": round(record.spent_usd(time.time()), 4) if record.spending else None,
+            "max_usd": record.max_usd or None,
             "price_usd_per_hour": record.price_usd_per_hour or None,
             "hard_cap_at": record.hard_cap_at or None,
             "lease_until": record.lease_until or None,

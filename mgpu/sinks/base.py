@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mgpu.events import AttemptEnded, CheckpointCommitted, MetricsSampled, RunEnded, RunEvent, RunStateChanged
+from mgpu.events import (
+    AttemptEnded,
+    CheckpointCommitted,
+    MetricsSampled,
+    RunEnded,
+    RunEvent,
+    RunStateChanged,
+    SpendChanged,
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,10 @@ class Sink:
 
     def metrics_sampled(self, event: MetricsSampled) -> None:
         """The newest values of the program's metrics, where one has changed."""
+        self.event(event)
+
+    def spend_changed(self, event: SpendChanged) -> None:
+        """Another part of the run's `max_usd` is spent."""
         self.event(event)
 
     def checkpoint_committed(self, event: CheckpointCommitted) -> None:

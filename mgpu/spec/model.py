@@ -207,6 +207,12 @@ class Keys(MachineKeys, _Named):
         default=True, description="GPUs, and the links between them, are examined before each start of the program"
     )
     timeouts: PhaseTimeouts = Field(PhaseTimeouts(), description="how long the program may be quiet")  # type: ignore[call-arg]
+    max_usd: float | None = Field(
+        None,
+        gt=0,
+        description="dollars that the run's machines may cost in all, also when it is resumed; it stops with a "
+        "checkpoint before that, and no machine lives longer than it pays for (default: no limit)",
+    )
     teardown: Teardown = Field(
         "always", description="always: the machines go when the run ends; keep: they stay under their lease"
     )

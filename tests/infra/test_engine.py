@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -77,10 +78,13 @@ def resource(xdg, kind):
 
 
 def test_a_fleet_of_which_nothing_is_left_is_made_again_until_the_same_hard_cap(project):
-    stack = project.stack
+    """The first one lives as long as is paid for."""
+    stack, began = project.stack, time.time()
     stack.init()
-    stack.up()
+    stack.up(max_usd=0.02)
     first = stack.outputs()
+    paid_s = 0.02 / first.price_usd_per_hour * 3600
+    assert began + paid_s <= first.hard_cap_at <= time.time() + paid_s
     for pid in project.billed.values():
         os.kill(pid, signal.SIGKILL)
     stack.up(first.hard_cap_at - 600)

@@ -317,9 +317,10 @@ class Stack:
         self._call("init")
         self.world.stacks.setdefault(self.name, None)
 
-    def up(self, hard_cap_at: float = 0.0, image: str = "") -> None:
+    def up(self, hard_cap_at: float = 0.0, image: str = "", max_usd: float = 0.0) -> None:
         self._call("up")
         self.world.capped.append(hard_cap_at)
+        self.world.paid.append(max_usd)
         self.world.brought_up_with.append(image)
         handle = self.world.cloud.rent(self.fleet, len(self.world.nodes))
         self.world.stacks[self.name] = self.world.output(handle)
@@ -375,6 +376,7 @@ class World:
     hard_cap_at: float = 0.0
     ousted: list[Process] = field(default_factory=list)
     capped: list[float] = field(default_factory=list)  # until when each `up` may have a fleet that it makes anew
+    paid: list[float] = field(default_factory=list)  # what each of these may cost
     brought_up_with: list[str] = field(default_factory=list)  # the image of each `up`
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ from mgpu.iac.engine.event_log import Change, EngineLog
 from mgpu.iac.engine.process import CliProcess
 from mgpu.iac.engine.project import project_files as project_files
 from mgpu.iac.engine.project import project_name
-from mgpu.iac.environment import HARD_CAP, IMAGE
+from mgpu.iac.environment import HARD_CAP, IMAGE, MAX_USD
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.outputs import StackOutput, validated
 
@@ -97,11 +97,11 @@ class Stack:
             whose = settings.secrets_provider()
             self._run("stack", "init", self.name, "--no-select", f"--secrets-provider={whose}")
 
-    def up(self, hard_cap_at: float = 0.0, image: str = "") -> None:
+    def up(self, hard_cap_at: float = 0.0, image: str = "", max_usd: float = 0.0) -> None:
         """Makes the machines be what the run file asks for. Those that a create which was cut off has made are
         adopted; what is left of its processes is ended first. `hard_cap_at`: UNIX seconds; a fleet that has to be made
-        anew ends by then, too. `image`: what the run has settled on, repository@sha256:...; it is built or found no
-        more, whatever the run file's `image:` says meanwhile.
+        anew ends by then, too, and before it costs more than `max_usd` (0: no limit). `image`: what the run has settled
+        on, repository@sha256:...; it is built or found no more, whatever the run file's `image:` says meanwhile.
 
         Raises:
             StackError: another operator is at work on the stack.
@@ -109,7 +109,12 @@ class Stack:
         self._make_way()
         self._clear()
         limit_s = self._timeouts.provision_s + self._timeouts.destroy_s
-        more = ({HARD_CAP: repr(hard_cap_at)} if hard_cap_at else {}) | ({IMAGE: image} if image else {})
+        known = {
+            HARD_CAP: repr(hard_cap_at) if hard_cap_at else "",
+            IMAGE: image,
+            MAX_USD: repr(max_usd) if max_usd else "",
+        }
+        more = {name: value for name, value in known.items() if value}
         self._exported = self._operate("up", "--yes", "--skip-preview", limit_s=limit_s, more=more).outputs
 
     def preview(self) -> tuple[Change, ...]:

@@ -51,8 +51,8 @@ class FleetHandler:
     secret: frozenset[str] = frozenset()
     refresh_before_update = True  # so that a plain `up` sees a lost node and repairs it
 
-    def __init__(self, timeouts: Timeouts, hard_cap_at: float = 0.0) -> None:
-        self._timeouts, self._hard_cap_at = timeouts, hard_cap_at
+    def __init__(self, timeouts: Timeouts, hard_cap_at: float = 0.0, max_usd: float = 0.0) -> None:
+        self._timeouts, self._hard_cap_at, self._max_usd = timeouts, hard_cap_at, max_usd
 
     def check(self, call: Call, old: Properties, new: Properties) -> Checked:
         """Validates everything at once, and fills in every default."""
@@ -75,6 +75,7 @@ class FleetHandler:
         plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
         cap_s = self._cap_s(wanted)
         terms = self._terms(call, provider, wanted, self._hard_cap_at)
+        terms["max_usd"] = self._max_usd
 
         def rent(generation: int, journal: Journal) -> Acquired:
             request = wanted.request(generation, cap_s)

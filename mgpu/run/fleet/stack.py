@@ -99,19 +99,20 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> Stac
     Raises:
         StackError, ProviderError: it could not be made.
         Interrupted: the end was asked for; what was begun is undone.
-        Stopped: the hard cap of the fleet that the run had is too near.
+        Stopped: the hard cap of the fleet that the run had is too near, or nothing is left of `max_usd`.
         TakenOver: another process supervises the run now.
         OSError: the intent could not be journalled; nothing was asked for.
     """
     session.check()
     _require_time(session.record)
+    left_usd = _require_money(session.record)
     session.journal.append("up", stack=stack.name, lost=lost)  # the undo is known before the machines are asked for
     if lost:
         _end_lost(session, lost)
     with session.undoing(stack.interrupt):
         stack.init()
         files.send(session.record.run_id, small=True)  # before there is anything to be ended with it
-        stack.up(session.record.hard_cap_at, session.record.image or "")
+        stack.up(session.record.hard_cap_at, session.record.image or "", left_usd)
     fleet = stack.outputs()
     if fleet is None:
         raise StackError(
@@ -133,6 +134,17 @@ def _require_time(record: Record) -> None:
     """The hard cap is the run's, whatever becomes of its machines. Raises Stopped."""
     if record.hard_cap_at and record.hard_cap_at - time.time() < acquire.ENDING_S:
         raise Stopped(f"run {record.run_id} stopped at its hard cap (max_hours)", "No machine is rented so near to it.")
+
+
+def _require_money(record: Record) -> float:
+    """What is left of `max_usd`, US dollars; 0: there is no limit. Raises Stopped: nothing is."""
+    if not record.max_usd:
+        return 0.0
+    spent = record.spent_usd(time.time())
+    if spent >= record.max_usd:
+        what = f"run {record.run_id} stopped at its budget: ${spent:.2f} of ${record.max_usd:.2f} (max_usd) are spent"
+        raise Stopped(what, "No machine is rented for it any more.", "Raise `max_usd` to go on with it.")
+    return record.max_usd - spent
 
 
 def _end_lost(session: Session, lost: tuple[int, ...]) -> None:

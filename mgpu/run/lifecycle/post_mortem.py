@@ -16,7 +16,7 @@ from mgpu.run.job.request import Request
 from mgpu.run.job.stack_output import handle_of
 from mgpu.run.record.record import Record
 from mgpu.run.record.session import Session
-from mgpu.run.supervision.limits import StopReason
+from mgpu.run.supervision.limits import StopReason, cap_reason
 from mgpu.run.supervision.supervisor import Ended
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _cut_off(session: Session, request: Request, gone: tuple[int, ...]) -> Ended
     if session.asked_to_end:
         return Ended(False, reason, Fault.STOPPED, stopped_by=StopReason.USER)
     if record.hard_cap_at and time.time() >= record.hard_cap_at:
-        return Ended(False, reason, Fault.STOPPED, stopped_by=StopReason.HARD_CAP)
+        return Ended(False, reason, Fault.STOPPED, stopped_by=cap_reason(record))
     if request.checkpoint is None:  # it may have ended well: nobody knows, and it is not done twice
         return Ended(False, f"{reason}, and without checkpoints nobody knows how far it was")
     return Ended(False, reason, Fault.INFRASTRUCTURE, lost=gone)

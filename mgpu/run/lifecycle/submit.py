@@ -158,6 +158,7 @@ def _record(
         idle_step=resume.checkpoint_step if resume else -1,
         created_at=resume.created_at if resume else time.time(),
         max_hours=spec.max_hours,
+        max_usd=spec.max_usd or 0.0,
         fleet=fleet.model_dump(mode="json") if fleet else None,
     )
     images.remember(record, image)

@@ -134,6 +134,8 @@ class Record:
     price_usd_per_hour: float = 0.0
     spending: list[Spent] = field(default_factory=list)  # by generation, oldest first
     max_hours: float = 0.0
+    max_usd: float = 0.0  # that its machines may cost in all; 0: no limit
+    max_usd_told: float = 0.0  # the part of it of which was told that it is spent
     hard_cap_at: float = 0.0
     lease_until: float = 0.0  # of a fleet that was kept
     store: str | None = None

@@ -15,6 +15,7 @@ from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record
 
 _ROOM_S = 30.0  # for the upload of the last save, beside the grace of the stop
+_NEARLY = 0.98  # of max_usd: a fleet's clock begins with its search, what it costs with its machines
 _ROOM, _MOST_ROOM = 0.1, 0.5  # of max_hours: a short run is not all room
 
 
@@ -23,6 +24,7 @@ class StopReason(StrEnum):
 
     USER = "user"  # `mgpu stop`, or a signal
     HARD_CAP = "hard_cap"  # of the fleet: its machines end then, whatever happens
+    BUDGET = "budget"  # max_usd, by the price of its machines
     DEADLINE = "deadline"  # of the run, on machines that may live longer
 
     @property
@@ -31,6 +33,7 @@ class StopReason(StrEnum):
         return {
             StopReason.USER: "`mgpu stop` asked for the end",
             StopReason.HARD_CAP: "the hard cap is reached",
+            StopReason.BUDGET: "max_usd is spent but for the last save",
             StopReason.DEADLINE: "max_hours are over",
         }[self]
 
@@ -66,7 +69,18 @@ class HardCap:
         save_s, room_s = last_save_s(record), self.room_s
         if save_s:
             room_s = max(room_s, min(save_s + _ROOM_S, self.most_room_s))
-        return StopReason.HARD_CAP if record.hard_cap_at and now > record.hard_cap_at - room_s else None
+        return cap_reason(record) if record.hard_cap_at and now > record.hard_cap_at - room_s else None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the machines may cost in all, early enough that a last save and its upload fit."""
+
+    room_s: float
+
+    def check(self, now: float, record: Record) -> StopReason | None:
+        """Whether it is nearly spent."""
+        return StopReason.BUDGET if record.max_usd and record.spent_usd(now + self.room_s) >= record.max_usd else None
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,13 @@ def limits(record: Record, timeouts: Timeouts, begun_at: float | None = None) ->
     room_s = min(timeouts.stop_grace_s + _ROOM_S, most_s * _ROOM)
     begun_at = time.time() if begun_at is None else begun_at
     cap, deadline = HardCap(room_s, most_s * _MOST_ROOM), Deadline(begun_at + most_s - room_s)
-    return Asked(Folder(record.run_id).stop), cap, deadline
+    return Asked(Folder(record.run_id).stop), Budget(room_s), cap, deadline
+
+
+def cap_reason(record: Record) -> StopReason:
+    """What has set the hard cap of the run's machines: their hours, or what `max_usd` pays for."""
+    bought = record.max_usd and record.spent_usd(record.hard_cap_at) >= record.max_usd * _NEARLY
+    return StopReason.BUDGET if bought else StopReason.HARD_CAP
 
 
 def last_save_s(record: Record) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from mgpu_train.agent.status.status import AgentStatus, CheckpointStatus, Fault
 
-from mgpu.events import CheckpointCommitted, MetricsSampled, Note, Warned
+from mgpu.events import CheckpointCommitted, MetricsSampled, Note, SpendChanged, Warned
 from mgpu.providers.base import Handle, Provider
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.job.saving import Saving
@@ -27,6 +27,7 @@ from mgpu.run.supervision.health import Action, Verdict, decide
 from mgpu.run.supervision.limits import Limit, StopReason, last_save_s
 from mgpu.words import duration
 
+_TOLD_OF = (0.5, 0.8, 1.0)  # of max_usd
 SETTLE_S = 5.0  # for the provider's word on a node that does not answer, before a program is blamed
 
 
@@ -127,6 +128,17 @@ class Supervisor:
         for limit in self._limits:
             if (reached := limit.check(self._wall(), self._session.record)) is not None:
                 self._stop(reached, reached.words)
+
+        self._tell_of_spending()
+
+    def _tell_of_spending(self) -> None:
+        """Once, whoever supervises, for each part of the budget that is spent."""
+        record = self._session.record
+        spent_usd = record.spent_usd(self._wall()) if record.max_usd else 0.0
+        parts = [part for part in _TOLD_OF if record.max_usd_told < part <= spent_usd / (record.max_usd or 1)]
+        if parts:
+            record.max_usd_told = parts[-1]
+            self._session.tell(SpendChanged, spent_usd=round(spent_usd, 4), max_usd=record.max_usd)
 
     def _look(self, logs_s: float) -> None:
         began = self._clock()

@@ -236,7 +236,7 @@ class Bench:
         self.events: list[Event] = []
         self.cancelled = threading.Event()
         self.cap_s = 3600.0
-        self.hard_cap_at = 0.0
+        self.hard_cap_at = self.max_usd = 0.0
         self.meet: acquire.Meet | None = None
         self.timeouts = TIMEOUTS
 
@@ -254,6 +254,7 @@ class Bench:
                 entries,
                 cancelled=self.cancelled,
                 meet=self.meet,
+                max_usd=self.max_usd,
                 now=self.clock,
                 **self._common,
             )
@@ -939,6 +940,15 @@ def test_no_replacement_outlives_its_fleet_however_long_it_was_searched_for(benc
     fresh = bench.double.machines["i-2"]
     asked, _ = bench.double.asked[fresh.token]
     assert fresh.born + asked.hard_cap_s <= bench.hard_cap_at
+
+
+def test_a_fleet_lives_no_longer_than_is_paid_for(bench: Bench):
+    """By its own clock, whoever has died: of a cheaper offer, longer."""
+    usd_per_hour = offer().price_usd_per_hour * 2  # both nodes
+    bench.max_usd = usd_per_hour / 4
+    bench.acquire(offer())
+    ((asked, _),) = bench.double.asked.values()
+    assert asked.hard_cap_s == pytest.approx(900)
 
 
 def test_no_machine_is_searched_for_that_would_end_at_once(bench: Bench):

@@ -8,6 +8,7 @@ import pytest
 
 from mgpu.cli import common, ls
 from mgpu.console import Console
+from mgpu.errors import InputError
 from mgpu.plan.model import Cost, Offer, Plan, Requirements
 from mgpu.run.record.record import Interruption, Record, State
 from mgpu.words import count
@@ -190,6 +191,20 @@ def test_a_plan_says_what_the_first_offer_costs_and_the_most_that_is_agreed_to(p
     needed = Requirements(provider="p", nodes=2, max_price_usd_per_hour=2, max_hours=0.5)
     common.show_plan(Console(), Plan(requirements=needed, offers=tuple(places)))
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_plan_says_what_a_budget_pays_for_and_refuses_one_that_pays_for_nothing(capsys):
+    offer = Offer(provider="p", instance_type="m", market="spot", price_usd_per_hour=1, region="r", fetched_at=1)
+    needed = Requirements(provider="p", nodes=2, max_price_usd_per_hour=2, max_hours=10)
+    plan = Plan(requirements=needed, offers=(offer,))
+    common.show_plan(Console(), plan, max_usd=5)
+    assert "at most $5.00 (max_usd), which pays for 2.5 h of them" in " ".join(capsys.readouterr().err.split())
+    common.show_plan(Console(), plan, max_usd=50)
+    assert "at most $20.00 until the hard cap of 10 h" in " ".join(capsys.readouterr().err.split())
+    for enough in (None, 5.0):
+        common.require_paid(plan, enough)
+    with pytest.raises(InputError, match=r"\$0.10 pays for 3 min of these machines"):
+        common.require_paid(plan, 0.1)
 
 
 def test_a_plan_says_what_else_costs_and_warns_of_what_can_be_avoided(capsys):

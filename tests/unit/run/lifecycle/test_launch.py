@@ -6,6 +6,7 @@ import errno
 import json
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ from mgpu.run.lifecycle import launch as runs
 from mgpu.run.lifecycle.submit import submit
 from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import State
+from mgpu.run.record.record import Spent, State
 from mgpu.run.record.signals import Interrupts
 from mgpu.spec.load import load
 from mgpu.spec.model import Data
@@ -339,6 +340,36 @@ def test_a_detached_launch_that_fails_before_it_trains_fails_like_any_other(proj
     project.watch_s = 0.0
     project.world.hooks["up"] = StackError("the engine refuses")
     assert project.launch().exit_code == StackError.exit_code
+    project.nothing_is_left()
+
+
+# --- a budget ---------------------------------------------------------------------------------------------------------
+
+
+def test_machines_are_paid_for_out_of_what_is_left_of_the_budget(project):
+    project.world.program = lambda node, job: node.says(Phase.FAILED, attempt=job.attempt, fault=Fault.USER)
+    project.launch("max_usd: 10\n")
+    assert project.world.paid == [10.0]
+    first = record.load("last")
+    record.write(replace(first, spending=[Spent(1, 4.0, 0.0, 3600.0)]))
+    project.launch("max_usd: 10\n", resume=record.load("last"))
+    assert project.world.paid[1:] == [pytest.approx(6.0, abs=0.01)]
+    record.write(replace(record.load("last"), spending=[Spent(1, 4.0, 0.0, 3 * 3600.0)]))
+    outcome = project.launch("max_usd: 10\n", resume=record.load("last"))
+    assert isinstance(outcome.error, Stopped)
+    assert outcome.exit_code == 8
+    assert "$12.00 of $10.00 (max_usd) are spent" in outcome.error.what
+    assert len(project.world.paid) == 2, "nothing more was rented"
+    project.nothing_is_left()
+
+
+def test_a_run_that_has_come_to_its_budget_says_what_to_do(project):
+    project.world.program = project.world.train_on
+    outcome = project.launch("max_usd: 0.000001\n")
+    assert isinstance(outcome.error, Stopped)
+    assert outcome.exit_code == 8
+    assert "stopped at its budget" in outcome.error.what
+    assert record.load("last").stop_reason == "budget"
     project.nothing_is_left()
 
 

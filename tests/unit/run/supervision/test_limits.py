@@ -9,8 +9,8 @@ import pytest
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Record
-from mgpu.run.supervision.limits import Asked, Deadline, HardCap, StopReason, limits
+from mgpu.run.record.record import Record, Spent
+from mgpu.run.supervision.limits import Asked, Budget, Deadline, HardCap, StopReason, cap_reason, limits
 
 NOW = 1_000_000.0
 TIMES = Timeouts(stop_grace_s=60)  # type: ignore[call-arg]
@@ -63,9 +63,26 @@ def test_on_machines_that_live_longer_a_run_has_a_deadline_of_its_own(xdg: Path,
 
 
 def test_the_list_is_whole(xdg: Path):
-    assert [type(limit) for limit in limits(record(max_hours=1), TIMES, NOW)] == [Asked, HardCap, Deadline]
+    assert [type(limit) for limit in limits(record(max_hours=1), TIMES, NOW)] == [Asked, Budget, HardCap, Deadline]
 
 
 @pytest.mark.parametrize("reason", list(StopReason))
 def test_each_says_why(reason: StopReason):
     assert reason.words
+
+
+def test_a_budget_ends_a_run_with_room_for_its_last_save(xdg: Path):
+    """Also on machines that live longer, and with what earlier fleets of it have cost."""
+    spending = [Spent(1, 6.0, NOW - 7200, NOW - 3600), Spent(2, 36.0, NOW)]
+    run = record(max_hours=10, max_usd=10.0, spending=spending)
+    assert reached(run, NOW + 400 - 91) == set()
+    assert reached(run, NOW + 400 - 89) == {StopReason.BUDGET}
+    assert reached(record(max_hours=10, spending=spending), NOW + 9000) == set(), "without one, none"
+
+
+@pytest.mark.parametrize(
+    ("max_usd", "reason"), [(36.0, "budget"), (36.5, "budget"), (40.0, "hard_cap"), (0.0, "hard_cap")]
+)
+def test_a_hard_cap_that_the_budget_has_set_is_called_so(xdg: Path, max_usd: float, reason: str):
+    run = record(max_hours=10, max_usd=max_usd, hard_cap_at=NOW + 3600, spending=[Spent(1, 36.0, NOW)])
+    assert cap_reason(run) == reason

@@ -5,18 +5,19 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from mgpu_train.agent.status.status import AgentStatus, CheckpointStatus, Fault, Notice, Phase
 
 from mgpu.errors import ConnectionFailed, RemoteError, Transient
-from mgpu.events import CheckpointCommitted, LogChunk, MetricsSampled, Note, Recovered, Warned
+from mgpu.events import CheckpointCommitted, LogChunk, MetricsSampled, Note, Recovered, SpendChanged, Warned
 from mgpu.journal import read
 from mgpu.providers.base import NodePhase
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Interruption, State
+from mgpu.run.record.record import Interruption, Spent, State
 from mgpu.run.record.session import Session
 from mgpu.run.supervision import remote_tail
 from mgpu.run.supervision.fleet_monitor import FleetMonitor
@@ -792,6 +793,21 @@ def test_a_hint_of_the_provider_is_told_once_and_ends_nothing(watch):
     assert len(told) == 1
     assert told[0].startswith("node 1")
     assert watch.world.nodes[1].stops == 0
+
+
+# --- what is spent ----------------------------------------------------------------------------------------------------
+
+
+def test_each_part_of_the_budget_is_told_of_once_whoever_supervises(watch):
+    spending = [Spent(1, 3600.0, BEGIN)]  # a dollar a second
+    record.write(replace(record.load("run-1"), max_usd=40.0, spending=spending))
+    watch.session = watch.new_session()
+    watch.at(25, lambda: (setattr(watch.session.interrupts, "hung_up", True), watch.signal()))
+    assert watch.run().left
+    watch.session = watch.new_session()
+    watch.done_at(60).run()
+    told = [event.spent_usd for event in watch.world.of(SpendChanged)]
+    assert told == [20.0, 32.0, 40.0]
 
 
 # --- left, as was asked for -------------------------------------------------------------------------------------------
