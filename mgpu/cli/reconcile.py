@@ -31,6 +31,7 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
     """
     from mgpu.run.record.signals import Interrupts
     from mgpu.schedule.reconcile import Reconciler
+    from mgpu.sinks.delivery import tell_again
 
     if watch and watch_s is not None:
         raise InputError("either --for or --watch is given, not both", "", "Give one of them.")
@@ -39,6 +40,8 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
     try:
         with Interrupts(leave=True).installed():
             report = reconciler.look() if dry_run else reconciler.work()
+            if not dry_run:
+                tell_again(console.emit)
     except KeyboardInterrupt:
         console.done()
         console.say("left: runs are as they are", "yellow")

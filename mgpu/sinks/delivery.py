@@ -18,8 +18,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from mgpu.events import Emit, Event, MetricsSampled, RunEvent, Warned
-from mgpu.run.record.folder import Folder
+from mgpu.run.record.folder import Folder, runs
 from mgpu.run.record.record import load
+from mgpu.sinks import telling
 from mgpu.sinks.base import Heard, Sink
 from mgpu.spec.block import Block
 from mgpu.spec.load import loads
@@ -47,6 +48,16 @@ def of_record(run_id: str) -> Makers:
 
 def _make(name: str, options: Block, heard: Heard) -> Sink:
     return resolve_name(installed().found[name].sink)(options, heard)
+
+
+def tell_again(emit: Emit) -> None:
+    """Tries once more, for all runs of this machine, what could not be delivered when it happened; says what fails."""
+    for run_id in telling.waiting(runs()):
+        try:
+            for make in of_record(run_id).values():
+                make().close()
+        except Exception as error:  # noqa: BLE001  no sink is worth a pass
+            emit(Warned(f"run {run_id}: somebody is still to be told of it: {type(error).__name__}: {error}"))
 
 
 class Delivery:

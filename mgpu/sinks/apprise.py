@@ -1,0 +1,46 @@
+"""Sink `apprise`: Slack, e-mail, Telegram, Teams and all else that the library Apprise knows an address of."""
+
+from __future__ import annotations
+
+from mgpu_train.config import EnvName
+from pydantic import Field
+
+from mgpu.sinks import telling
+from mgpu.sinks.base import Heard
+from mgpu.sinks.telling import Message, Telling
+from mgpu.sinks.webhook import value_of
+from mgpu.spec.sink import SinkEntry
+
+
+class Options(telling.Options):
+    """`sinks.apprise:` Slack, e-mail and others, by the addresses of the library Apprise."""
+
+    urls: tuple[EnvName, ...] = Field(
+        min_length=1,
+        description="names of environment variables, each with one address: a Slack webhook's, mailto://..., "
+        "https://github.com/caronc/apprise/wiki has them all",
+    )
+
+
+class AppriseSink(Telling):
+    """Tells every address; a delivery is one that all of them have taken."""
+
+    name = "apprise"
+
+    def __init__(self, options: Options, heard: Heard) -> None:
+        """Raises ValueError: a variable is not set here, or holds no address that Apprise knows."""
+        import apprise
+
+        super().__init__(options, heard)
+        self._all = apprise.Apprise()
+        for variable in options.urls:
+            if not self._all.add(value_of(variable)):
+                raise ValueError(f"{variable} holds no address that Apprise knows")
+
+    def tell(self, message: Message) -> None:
+        """Raises OSError: one has not taken it."""
+        if not self._all.notify(title=message.title, body=message.text or message.title):
+            raise OSError("not delivered")
+
+
+ENTRY = SinkEntry("mgpu.sinks.apprise:AppriseSink", Options)

@@ -1,0 +1,74 @@
+"""Sink `webhook`: each message as JSON to an address, signed.
+
+X-Mgpu-Id          the message's id: one that comes twice has the same
+X-Mgpu-Signature   sha256=<HMAC-SHA256 of the body with the secret, hexadecimal>, where there is a secret
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+from dataclasses import asdict
+from urllib.parse import urlsplit
+
+from mgpu_train.config import EnvName, Text
+from pydantic import Field
+
+from mgpu.sinks import telling
+from mgpu.sinks.base import Heard
+from mgpu.sinks.telling import ANSWER_S, Message, Telling
+from mgpu.spec.sink import SinkEntry
+
+VERSION = 1
+
+
+class Options(telling.Options):
+    """`sinks.webhook:` each message as JSON to an address."""
+
+    url: Text = Field(description="http(s)://..., or the name of the environment variable that holds it")
+    secret: EnvName | None = Field(
+        None, description="name of the environment variable whose value signs each request (default: not signed)"
+    )
+
+
+class WebhookSink(Telling):
+    """POSTs each message; any answer of 200 to 299 is a delivery."""
+
+    name = "webhook"
+
+    def __init__(self, options: Options, heard: Heard) -> None:
+        """Raises ValueError: a variable is not set here, or holds no address."""
+        super().__init__(options, heard)
+        self._url = options.url if "://" in options.url else value_of(options.url)
+        self._secret = value_of(options.secret).encode() if options.secret else None
+        if urlsplit(self._url).scheme not in ("http", "https"):
+            raise ValueError("`url` is no address that begins with https:// or http://")
+
+    def tell(self, message: Message) -> None:
+        """Raises OSError: no answer, or another one."""
+        import urllib3
+
+        body = json.dumps({"version": VERSION, **asdict(message)}).encode()
+        headers = {"Content-Type": "application/json", "X-Mgpu-Id": message.id}
+        if self._secret is not None:
+            headers["X-Mgpu-Signature"] = f"sha256={hmac.new(self._secret, body, hashlib.sha256).hexdigest()}"
+        try:
+            answer = urllib3.request(
+                "POST", self._url, body=body, headers=headers, timeout=ANSWER_S, retries=False, redirect=False
+            )
+        except urllib3.exceptions.HTTPError as error:  # the address may hold a secret
+            raise OSError(f"no answer: {type(error).__name__}") from None
+        if not 200 <= answer.status < 300:
+            raise OSError(f"it answers {answer.status}")
+
+
+def value_of(variable: str) -> str:
+    """The value of an environment variable. Raises ValueError: it is not set."""
+    if not (value := os.environ.get(variable)):
+        raise ValueError(f"{variable} is not set here")
+    return value
+
+
+ENTRY = SinkEntry("mgpu.sinks.webhook:WebhookSink", Options)

@@ -1,0 +1,204 @@
+"""Somebody is told of what matters, once, and also when nobody could be reached at first."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu.events import AttemptEnded, CheckpointCommitted, Event, RunEnded, RunStateChanged, SpendChanged, Warned
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import Record, save
+from mgpu.sinks import command
+from mgpu.sinks.delivery import Delivery, tell_again
+from mgpu.spec.load import loads
+
+RUN = "night-1125-abcde"
+FILE = """
+name: night
+provider: local
+max_price_usd_per_hour: 1
+max_hours: 1
+command: [train.py]
+"""
+ENDED = RunEnded(
+    RUN, 2, 9.0, state="succeeded", reason="", fault=None, stop_reason=None, exit_code=0, teardown="confirmed",
+    spent_usd=4.2, step=300, checkpoint_step=300,
+)  # fmt: skip
+LOST = AttemptEnded(RUN, 1, 5.0, succeeded=False, reason="node 1 is gone", fault="provider", step=40)
+REPAIRING = RunStateChanged(RUN, 1, 5.1, state="repairing", before="running")
+
+
+class Service:
+    """An HTTP server that writes down what it is told, and answers what a test wants."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[dict[str, str], bytes]] = []
+        self.answers: list[int] = []
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                answer = service.answers.pop(0) if service.answers else 200
+                if answer < 300:
+                    service.told.append((dict(self.headers), body))
+                self.send_response(answer)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/hook"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return [json.loads(body) for _, body in self.told]
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    made = Service()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+@pytest.fixture
+def told(tmp_path: Path, xdg: Path) -> list[Event]:
+    """What the console hears; the run has a record."""
+    save(
+        Record(
+            *(RUN, "night", "p", str(tmp_path), "/p/mgpu.yaml", "s", True, "f", "local", 1), recoveries=1,
+            metrics={"validation_loss": 1.91, "lr": 0.1},
+        )
+    )  # fmt: skip
+    return []
+
+
+def emits(told: list[Event], sinks: str, *events: Event) -> None:
+    """One command of the run, whose run file has these sinks."""
+    Folder(RUN).run_file.write_text(f"{FILE}sinks:\n{sinks}")
+    delivery = Delivery(told.append)
+    for event in events:
+        delivery.emit(event)
+    delivery.close(60)
+
+
+def warned(told: list[Event]) -> str:
+    return "\n".join(event.text for event in told if isinstance(event, Warned))
+
+
+def test_a_webhook_is_told_signed_of_what_matters(told, service, monkeypatch):
+    monkeypatch.setenv("HOOK_SECRET", "canary-5ecret")
+    budget = SpendChanged(RUN, 1, 4.0, spent_usd=5.0, max_usd=10.0)
+    committed = CheckpointCommitted(RUN, 1, 4.5, checkpoint_id="a001-step-40", step=40)
+    block = f"  webhook: {{url: '{service.url}', secret: HOOK_SECRET}}\n"
+    emits(told, block, budget, committed, LOST, REPAIRING, ENDED)
+    assert [(each["event"], each["title"]) for each in service.messages] == [
+        ("budget", f"run {RUN}: $5.00 of $10.00 are spent"),
+        ("interrupted", f"run {RUN} was interrupted"),
+        ("ended", f"run {RUN} succeeded"),
+    ]
+    assert service.messages[1]["text"].startswith("node 1 is gone")
+    assert service.messages[2]["text"] == f"step 300, validation_loss 1.91, $4.20, 1 recoveries\nmgpu status {RUN}"
+    assert service.messages[2]["data"]["event"] == "RunEnded"
+    for headers, body in service.told:
+        assert headers["X-Mgpu-Signature"] == "sha256=" + hmac.new(b"canary-5ecret", body, hashlib.sha256).hexdigest()
+        assert headers["X-Mgpu-Id"] == json.loads(body)["id"]
+    assert "canary" not in str(service.told) + warned(told)
+
+
+def test_what_is_told_can_be_chosen(told, service):
+    committed = CheckpointCommitted(RUN, 1, 4.5, checkpoint_id="a001-step-40", step=40)
+    block = f"  webhook: {{url: '{service.url}', events: [checkpoint, state]}}\n"
+    emits(told, block, committed, LOST, REPAIRING, ENDED)
+    assert [each["event"] for each in service.messages] == ["checkpoint", "state"]
+
+
+def test_what_nobody_took_is_told_again_in_its_order_and_once(told, service):
+    block = f"  webhook: {{url: '{service.url}'}}\n"
+    service.answers = [500] * 3
+    emits(told, block, LOST, REPAIRING, ENDED)
+    assert (service.told, "it answers 500" in warned(told)) == ([], True)
+    service.answers = [503]
+    tell_again(told.append)
+    assert "somebody is still to be told" in warned(told)
+    assert service.told == []
+    tell_again(told.append)
+    assert [each["event"] for each in service.messages] == ["interrupted", "ended"]
+    emits(told, block, ENDED)  # `mgpu down` says again that it is over
+    tell_again(told.append)
+    assert len(service.told) == 2
+    emits(told, block, replace(ENDED, teardown="asked"))
+    assert "may still be billed" in service.messages[2]["text"], "other news is news"
+
+
+def test_a_service_that_is_not_there_holds_nothing_up(told, service):
+    service.server.shutdown()
+    service.server.server_close()
+    emits(told, f"  webhook: {{url: '{service.url}'}}\n", ENDED)
+    assert "no answer" in warned(told)
+    assert service.url not in warned(told), "an address may hold a secret"
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ("  webhook: {url: NO_SUCH_VARIABLE}\n", "NO_SUCH_VARIABLE is not set here"),
+        ("  webhook: {url: 'ftp://x'}\n", "`url` is no address"),
+        ("  webhook: {url: 'https://x', secret: NO_SUCH_VARIABLE}\n", "NO_SUCH_VARIABLE is not set here"),
+        ("  apprise: {urls: [NO_SUCH_VARIABLE]}\n", "NO_SUCH_VARIABLE is not set here"),
+        ("  apprise: {urls: [HOME]}\n", "HOME holds no address that Apprise knows"),
+    ],
+)
+def test_a_sink_that_cannot_be_used_says_why(told, block, words):
+    emits(told, block, ENDED)
+    assert words in warned(told)
+
+
+def test_a_program_of_the_users_is_told(told, tmp_path):
+    (tmp_path / "tell.sh").write_text('cat > "$1"; echo "$MGPU_EVENT $MGPU_RUN $MGPU_TITLE" >> "$1.env"\n')
+    emits(told, "  command: {run: [sh, tell.sh, said]}\n", ENDED)
+    assert json.loads((tmp_path / "said").read_text())["title"] == f"run {RUN} succeeded"
+    assert (tmp_path / "said.env").read_text() == f"ended {RUN} run {RUN} succeeded\n"
+    (tmp_path / "tell.sh").write_text("exit 3\n")
+    emits(told, "  command: {run: [sh, tell.sh, said]}\n", replace(ENDED, at=10.0))
+    assert "exit status 3" in warned(told)
+    (tmp_path / "tell.sh").write_text('cat > "$1"\n')
+    tell_again(told.append)
+    assert json.loads((tmp_path / "said").read_text())["data"]["at"] == 10.0
+
+
+def test_apprise_tells_whoever_it_knows(told, service, monkeypatch):
+    monkeypatch.setenv("TEAM", service.url.replace("http://", "json://"))
+    emits(told, "  apprise: {urls: [TEAM]}\n", ENDED)
+    (message,) = service.messages
+    assert (message["title"], "validation_loss 1.91" in message["message"]) == (f"run {RUN} succeeded", True)
+    service.answers = [500]
+    emits(told, "  apprise: {urls: [TEAM]}\n", replace(ENDED, at=10.0))
+    assert "not delivered" in warned(told)
+
+
+def test_what_a_run_file_says_of_sinks_is_checked(told):
+    for block, words in (("{url: 'https://x', events: [never]}", "events"), ("{}", "url")):
+        with pytest.raises(Exception, match=words):
+            loads(f"{FILE}sinks:\n  webhook: {block}\n", "mgpu.yaml")
+
+
+def test_a_delivery_that_hangs_is_cut_off_and_waits(told, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_LASTS_S", 0.1)
+    emits(told, "  command: {run: [sleep, '60']}\n", ENDED)
+    assert "timed out" in warned(told)
+    assert len(list((Folder(RUN).root / "outbox" / "command").glob("*.json"))) == 1
