@@ -351,6 +351,8 @@ def test_an_engine_that_may_not_lift_the_limit_of_locked_memory_leaves_it(docker
     assert container._run(an_engine(), REFERENCE, "name", []) is False
     runs = [call for call in calls() if call[0] == "run"]
     assert ["--ulimit=memlock=-1" in call for call in runs] == [True, False]
+    docker(run=[(125, "", "error setting rlimit type 9: operation not permitted")])
+    assert kind(lambda: container._run(an_engine(), REFERENCE, "name", [])) == "run", "it is another limit"
     docker(run=[(0, "", "")])
     assert container._run(an_engine(), REFERENCE, "name", []) is True
 
@@ -392,6 +394,70 @@ def test_who_is_overtaken_while_its_container_is_made_leaves_the_node_as_the_oth
     assert [call[0] for call in calls()][-3:] == ["run", "stop", "rm"]
 
 
+def standing(settings: str, paused: bool = False, **more) -> str:
+    """What the engine says of a container that was made with these settings."""
+    config = {"Labels": {"dev.mgpu.settings": settings}}
+    state = {"Running": True, "Paused": paused}
+    known = {"Name": "/kept", "Image": IMAGE["Id"], "Config": config, "State": state}
+    return json.dumps([{**known, "HostConfig": {"Ulimits": [{"Name": "memlock"}]}, **more}])
+
+
+def test_a_container_that_stands_is_kept_and_what_else_the_run_has_here_goes(docker, home, monkeypatch):
+    monkeypatch.setattr(container, "_INFINIBAND", home / "none")
+    written: list[str] = []
+    monkeypatch.setattr(container, "write_program", written.append)
+    python = (0, '{"python": "/p", "installed": false}', "")
+    gpus = {**INFO, "Runtimes": {"nvidia": {}}}
+    calls = docker(info=[(0, json.dumps(gpus), "")], image=[(0, json.dumps([IMAGE]), "")], exec=[python, (0, "8", "")])
+    made = container.up(wanted(gpus=8))
+    assert (made["made"], made["capped"], made["python"], "mgpu-r-" in written[0]) == (True, False, "/p", True)
+    label = next(word for word in next(call for call in calls() if call[0] == "run") if "settings=" in word)
+    settings, begun = label.partition("settings=")[2], len(calls())
+    stand = [(0, standing(settings, paused=True), ""), (0, standing(settings), ""), (0, standing("other"), "")]
+    docker(ps=[(0, "paused\nkept\nother\n", "")], container=stand, exec=[python, (0, "8", "")])
+    found = container.up(wanted(gpus=8))
+    assert (found["container"], found["made"], found["capped"]) == ("kept", False, False)
+    done = [call for call in calls()[begun:] if call[0] in ("run", "stop", "rm")]
+    assert done == [
+        *(["stop", "-t", "5", "paused"], ["rm", "--force", "--volumes", "paused"]),
+        *(["stop", "-t", "5", "other"], ["rm", "--force", "--volumes", "other"]),
+    ]
+
+
+def test_a_container_whose_interpreter_gives_no_answer_stays_where_it_stood_before(docker, home, monkeypatch):
+    monkeypatch.setattr(container, "_fits", lambda *_given: True)
+    dead = (0, "[FATAL tini (7)] exec python3 failed: No such file or directory", "")
+    calls = docker(info=[(0, json.dumps(INFO), "")], image=[(0, json.dumps([IMAGE]), "")], logs=[dead])
+    docker(ps=[(0, "kept\n", "")], container=[(0, standing("any"), "")], exec=[(126, "", "it is not running")])
+    with pytest.raises(Problem, match=r"(?s)exec python3 failed.*it is not running") as caught:
+        container.up(wanted())
+    assert (caught.value.kind, {call[0] for call in calls()} & {"stop", "rm"}) == ("old", set())
+    docker(exec=[(0, '{"problem": "torch", "why": "python3 has no torch"}', "")])
+    assert kind(lambda: container.up(wanted(torch=True))) == "torch"
+
+
+def test_down_ends_what_the_run_has_here_and_nothing_there_is_success(docker, home, monkeypatch):
+    calls = docker(ps=[(0, "one two\n", "")], info=[(0, json.dumps(INFO), "")], rm=[(1, "", "No such container: one")])
+    assert container.down(wanted()) == {"removed": 2}
+    (asked,) = (call for call in calls() if call[0] == "ps")
+    assert {"--filter=label=dev.mgpu.run=r", f"--filter=label=dev.mgpu.home={home}"} <= set(asked), "nobody else's"
+    docker(rm=[(1, "", "device or resource busy")])
+    assert kind(lambda: container.down(wanted())) == "docker"
+    docker(ps=[(1, "", "the daemon is going down")])
+    assert kind(lambda: container.down(wanted())) == "docker"
+    monkeypatch.setenv("PATH", "/none")
+    assert container.down(wanted()) == {"removed": 0}
+
+
+def test_what_is_to_be_seen_inside_can_be_made_or_is_a_problem(home, monkeypatch):
+    monkeypatch.setattr(container.pwd, "getpwuid", lambda _uid: {}[0])  # a directory that does not answer
+    assert {f"--env=USER={os.getuid()}", f"--user={os.getuid()}:{os.getgid()}"} <= set(container._options(wanted()))
+    home.joinpath("runs/r/work/data").touch()
+    with pytest.raises(Problem, match=r"work/data is to be seen in the container, and cannot be made") as caught:
+        container._options(wanted(writable=("data",)))
+    assert caught.value.kind == "mount"
+
+
 def test_a_path_may_hold_a_comma_or_a_quote():
     assert container._mount(Path('/a, "b"'), "readonly") == (
         '--mount=type=bind,"source=/a, ""b""","target=/a, ""b""",readonly'
@@ -403,7 +469,13 @@ def test_a_path_may_hold_a_comma_or_a_quote():
 
 def test_who_holds_asks_each_once_and_waits_for_all(monkeypatch):
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(container_init, "os", SimpleNamespace(kill=lambda *given: asked.append(given)))
+
+    def kill(*given: int) -> None:
+        asked.append(given)
+        if given[0] == 5:
+            raise ProcessLookupError  # it ends by itself meanwhile
+
+    monkeypatch.setattr(container_init, "os", SimpleNamespace(kill=kill))
     monkeypatch.setattr(container_init, "time", SimpleNamespace(sleep=lambda _: None))
     rounds = iter([{5, 6}, {5, 6}, {6, 7}, set()])
     container_init.stop(lambda: next(rounds))
@@ -421,6 +493,7 @@ def test_agents_are_what_else_its_parent_has():
     finally:
         child.kill()
         child.wait()
+    assert container_init._parent(child.pid) == -1
     said = subprocess.run([sys.executable, "-c", code], cwd=AGENT, capture_output=True, text=True, check=True)
     assert str(child.pid) not in said.stdout.split()
 

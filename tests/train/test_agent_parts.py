@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import io
 import json
 import os
 import re
@@ -14,18 +17,24 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
 import pytest
+from mgpu_train.__main__ import main
+from mgpu_train.agent import start
 from mgpu_train.agent.attempt.decide import AttemptFailed
+from mgpu_train.agent.host import python_env
 from mgpu_train.agent.host.layout import RunLayout
-from mgpu_train.agent.machine import network, procs
+from mgpu_train.agent.machine import identity, kernel_log, network, ports, procs
 from mgpu_train.agent.machine.lease import Lease
 from mgpu_train.agent.machine.network import route_to
 from mgpu_train.agent.phases import data, launcher_process, requirements, resume
 from mgpu_train.agent.status.log import Log, LogTimes, clean, hide, last_words, tail
+from mgpu_train.agent.status.report import Report
+from mgpu_train.agent.status.status import Phase
 from mgpu_train.agent.status.tail import MetricsTail, Progress
 from mgpu_train.agent.uploads import saves
 from mgpu_train.checkpoint.formats.shards import Piece, Shards
 from mgpu_train.checkpoint.local import finished
-from mgpu_train.config import DataItem, Job, Resume, TrainConfig
+from mgpu_train.config import DataItem, Job, Resume, Secrets, TrainConfig
+from mgpu_train.errors import Refused
 from mgpu_train.launchers import Launcher
 from mgpu_train.store import Unavailable, open_store
 from mgpu_train.timeouts import Timeouts
@@ -377,6 +386,118 @@ def test_processes_are_found_by_their_environment():
     finally:
         child.kill()
         child.wait()
+
+
+def test_of_a_process_that_is_gone_nothing_is_said_and_nothing_signalled(tmp_path, monkeypatch):
+    child = subprocess.Popen(["/bin/true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    ends = property(lambda _process: child.wait() == 0)  # between the look and the signal
+    with monkeypatch.context() as patched:
+        patched.setattr(procs.Process, "alive", ends)
+        assert not procs.Process(child.pid, 1, "boot").send(signal.SIGKILL)
+    assert (procs.catches(child.pid, signal.SIGTERM), procs.command_line(child.pid)) == (False, "")
+    assert not procs.kill_all(lambda: [SimpleNamespace(send=lambda _number: None)], -1), "it does not die"
+    with pytest.raises(OSError, match="prctl"):
+        procs._prctl(-1, 0)
+    monkeypatch.setattr(procs, "_PROC", tmp_path)
+    assert procs.out_of_memory_kills() == 0
+    with pytest.raises(OSError, match="there is no /proc to read"):
+        procs.me()
+
+
+@pytest.mark.parametrize("its_own", ["10000 65535", "nonsense"])
+def test_where_no_port_is_out_of_the_kernels_range_the_kernel_chooses(tmp_path, monkeypatch, its_own):
+    (tmp_path / "range").write_text(its_own)
+    monkeypatch.setattr(ports, "EPHEMERAL", tmp_path / "range")
+    found = ports.free(16)
+    assert len(set(found)) == 16
+    assert min(found) > 0
+
+
+def test_the_kernels_log_goes_on_after_what_was_overwritten_and_is_asked_of_dmesg_else(tmp_path, monkeypatch):
+    says = [OSError(errno.EPIPE, "overwritten"), b"6,1,3000000,-;new", b"", OSError(errno.EIO, "broken")]
+
+    def read(_descriptor, _count):
+        answer = says.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(kernel_log, "os", SimpleNamespace(**{**vars(os), "read": read}))
+    (tmp_path / "sudo").write_text("#!/bin/sh\necho '[    1.5] old'; echo odd; echo '[   12.5] of dmesg'\n")
+    (tmp_path / "sudo").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert kernel_log.since(2.0, tmp_path / "sudo") == ["new"]
+    assert kernel_log.since(2.0, tmp_path / "sudo") == ["of dmesg"]
+
+
+# --- start ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layout(tmp_path, monkeypatch) -> RunLayout:
+    """Of a run on this node; the working directory is the node's home."""
+    monkeypatch.chdir(tmp_path)
+    made = RunLayout("r", PurePosixPath(tmp_path))
+    Path(made.root).mkdir(parents=True)
+    return made
+
+
+def started(layout: RunLayout, attempt: int = 3, seconds: float = 0.01, **changes) -> dict | str:
+    """What `agent start` answers, or why it refuses."""
+    try:
+        made = job(attempt=attempt, timeouts={"command_s": seconds}, **changes)
+        return start.start(made, Secrets(), layout)
+    except Refused as refused:
+        return str(refused)
+
+
+def test_an_attempt_is_started_once_and_never_beside_another(layout, monkeypatch):
+    me = {"pid": os.getpid(), "already": True}
+    held = f"another `agent start` has held {layout.lock} for 0.01 s"
+    with Path(layout.lock).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for torn in (None, '{"attempt": 3, "process": {"pid": "1", "start_ticks": 1, "boot_id": ""}}'):
+            if torn:
+                Path(layout.agent).write_text(torn)
+            assert (started(layout), identity.read(layout)) == (held, None)
+        identity.write(layout, 3)
+        report = Report(job(attempt=3), layout)
+        report.enter(Phase.TRAINING)
+        assert started(layout, seconds=60) == me
+        still = f"the agent of attempt 3 (pid {os.getpid()}) still runs: stop it before attempt 4 starts"
+        assert started(layout, 4, seconds=60) == still
+        report.enter(Phase.DONE)
+        assert started(layout, 4) == held, "it ends by itself, and is waited for"
+    report.enter(Phase.TRAINING)
+    assert started(layout, 2) == "attempt 2 is over: attempt 3 was started on this node"
+    assert started(layout) == me
+    assert json.loads(Path(layout.status).read_text())["reason"] == "the agent died in phase training"
+    assert started(layout) == me
+    assert started(layout, secrets=["TOKEN"]).startswith("no value came for the secrets TOKEN")
+    with Path(".mgpu/claim.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "somebody else has held" in started(layout)
+    child = subprocess.Popen(["/bin/sleep", "60"])
+    monkeypatch.setattr(start, "os", SimpleNamespace(**{**vars(os), "fork": lambda: child.pid}))
+    assert started(layout, 4).startswith("the agent did not come up within 0.01 s, or failed at once: see ")
+    assert child.wait() == -signal.SIGKILL, "nobody else has its number"
+
+
+def test_start_tells_mistakes_from_a_node_that_another_run_has(layout, monkeypatch, capsys):
+    def asked(text: str, stdin: bytes = b"{}") -> tuple[int, str]:
+        Path("runs/r/job.json").write_text(text)
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(stdin)))
+        return main(["agent", "start", "--job", "runs/r/job.json"]), capsys.readouterr().err
+
+    whole = job().model_dump_json(by_alias=True)
+    code, told = asked(whole.replace('"attempt":3', '"attempt":"a secret"'))
+    assert (code, "runs/r/job.json: attempt: " in told, "secret" in told) == (2, True, False)
+    code, told = asked(whole, bytes((1 << 20) + 1))
+    assert (code, "more than 1048576 bytes of secrets on standard input" in told) == (2, True)
+    python_env.claim(Path.cwd(), python_env.Claim("theirs", "you"), time.monotonic() + 60)
+    code, told = asked(whole)
+    assert (code, json.loads(told)["problem"], json.loads(told)["run"]) == (python_env.PROBLEM, "used", "theirs")
 
 
 # --- command line and environment ----------------------------------------------------------------------------------

@@ -417,15 +417,19 @@ def test_a_lost_answer_is_read_back(run, executed):
     assert len(lost) == (1 if executed else 3)
 
 
+WRITES = [
+    lambda log: log.take_over("first", host="laptop", pid=7),
+    lambda log: log.begin_attempt(2, "writer-2", supervisor="first"),
+    lambda log: log.end(1, "writer-1", succeeded=False, fault="user", reason="its own"),
+]
+
+
+def give_up(log: CommitLog) -> PrunedEntry:
+    return log.give_up(["a001-step-0"], "pruner")
+
+
 @pytest.mark.parametrize("executed", [True, False])
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda log: log.take_over("first", host="laptop", pid=7),
-        lambda log: log.begin_attempt(2, "writer-2", supervisor="first"),
-        lambda log: log.end(1, "writer-1", succeeded=False, fault="user", reason="its own"),
-    ],
-)
+@pytest.mark.parametrize("write", WRITES)
 def test_a_lost_answer_writes_nothing_twice(run, executed, write):
     lost = []
 
@@ -468,13 +472,26 @@ def test_a_store_that_never_answers_clearly_ends_the_try(run):
     assert run.log.commit(manifest(1), "writer-1").seq == 1
 
 
+@pytest.mark.parametrize("write", [*WRITES, lambda log: log.commit(manifest(1), "writer-1"), give_up])
+def test_whoever_loses_every_number_to_others_gives_up(run, monkeypatch, write):
+    def other_first(operation, _key):
+        if operation == "put_if_absent":
+            give_up(CommitLog(run.plain, "run-1"))
+
+    monkeypatch.setattr(commit_log, "_TRIES", 3)
+    run.store.before = other_first
+    with pytest.raises(Unavailable, match=r"log of run run-1 is too busy: 3 tries in vain\. Try again later"):
+        write(run.log)
+    assert [type(entry) for entry in run.log.entries()] == [AttemptEntry, *3 * [PrunedEntry]]
+
+
 def test_the_loser_of_a_number_that_another_took_goes_on(run):
     """The other's entry stands under the number: the answer 'it exists' is true this time."""
 
     def other_first(operation, _key):
         if operation == "put_if_absent":
             run.store.before = lambda *_: None
-            CommitLog(run.plain, "run-1").give_up(["a001-step-0"], "pruner")
+            give_up(CommitLog(run.plain, "run-1"))
 
     run.store.before = other_first
     assert run.log.commit(manifest(1), "writer-1").seq == 2

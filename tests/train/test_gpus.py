@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes.gpus import Driver
@@ -100,6 +102,56 @@ def test_without_a_driver_the_machine_is_at_fault_and_where_an_image_hides_it_th
     assert lack is not None
     assert not lack.machine
     assert "NVIDIA_DRIVER_CAPABILITIES" in lack.words
+
+
+@pytest.mark.parametrize(
+    ("script", "why", "starting"),
+    [
+        (None, "the driver cannot be asked: ", False),
+        ("exec sleep 60", "the driver did not answer within 0.01 s; 1 device files", True),
+        ("exit 7", "the driver gave no answer (exit status 7); 1 device files", False),
+        ("echo '{\"gpus\": 8}'", "the driver gave no answer (exit status 0); 1 device files", False),
+    ],
+)
+def test_a_driver_that_gives_no_answer_has_no_gpus_and_says_why(tmp_path, monkeypatch, script, why, starting):
+    """The process that asks is a program of the test's."""
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "python").chmod(0o755 if script else 0o644)
+    monkeypatch.setattr(gpus.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(gpus, "LOOK_S", 0.01 if starting else 60)
+    seen = gpus.ask_driver(tmp_path)
+    assert (seen.count, seen.starting, seen.hidden) == (0, starting, False)
+    assert seen.why.startswith(why), seen.why
+
+
+@pytest.mark.parametrize(
+    ("init", "count", "seen"),
+    [
+        (0, 0, Seen(8)),
+        (802, 0, Seen(0, "CUDA error 802: in words", starting=True)),
+        (100, 0, Seen(0, "CUDA error 100: no CUDA-capable device is detected", starting=True)),
+        (0, 214, Seen(0, "CUDA error 214: unknown")),
+        (None, 0, Seen(0, "there is no driver: no such function", hidden=True)),
+    ],
+)
+def test_what_its_library_answers(monkeypatch, init, count, seen):
+    def counted(to):
+        to._obj.value = 8
+        return count
+
+    def named(code, to):
+        to._obj.value = b"in words"
+        return code != 802
+
+    def begun(_flags):
+        if init is None:
+            raise AttributeError("no such function")
+        return init
+
+    library = SimpleNamespace(cuInit=begun, cuDeviceGetCount=counted, cuGetErrorString=named)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: library)
+    assert gpus._ask() == seen
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------

@@ -354,6 +354,8 @@ ARCHIVES: dict[str, tuple[Callable[[dict[str, bytes]], None], type[StoreError], 
     "a long stride": (replaced(PICKLE, STRIDES, b"K\x07K\x01\x86"), Damaged, "too few"),
     "strides of another rank": (replaced(PICKLE, STRIDES, b"K\x06\x85"), Damaged, "impossible shape"),
     "no storage": (replaced(PICKLE, NAMED + b"storage", NAMED + b"garbage"), Damaged, "without a storage"),
+    "a tuple for a storage": (replaced(PICKLE, b"QK\x00K\x04", b"K\x00K\x04"), Damaged, "without a storage"),
+    "too few arguments": (replaced(PICKLE, b"\x89ccoll", b"ccoll"), Damaged, "without a shape"),
     "a pickle that is cut": (replaced(PICKLE, b".", b""), Damaged, "cannot be read"),
 }
 
@@ -405,6 +407,24 @@ def test_a_number_in_the_memory_of_many_is_read(tmp_path):
     torch.save(torch.arange(8.0)[3], tmp_path / "one")
     with archives.archive(tmp_path / "one", 0, (tmp_path / "one").stat().st_size, "one") as found:
         assert b"".join(found.read(found.tensor())) == struct.pack("<f", 3)
+
+
+def test_one_number_that_stands_for_many_is_read(folder):
+    rezip(folder, torch.tensor([[3.0]]).expand(4, 6))
+    assert data(open_shards(folder), "model.w") == struct.pack("<24f", *24 * [3])
+
+
+def test_bytes_that_change_or_go_while_they_are_read_are_noticed(tmp_path):
+    torch.save(torch.arange(8.0), path := tmp_path / "eight")
+    size, content = path.stat().st_size, path.read_bytes()
+    with archives.archive(path, 0, size, "eight") as found:
+        raw = found.tensor()
+        path.write_bytes(content.replace(b"little", b"bitten"))
+        with pytest.raises(Damaged, match=r"byteorder of eight in .* is not as it was written"):
+            found.tensor()
+        os.truncate(path, raw.at)
+        with pytest.raises(Damaged, match="became shorter while it was read"):
+            list(found.read(raw))
 
 
 def test_what_torch_wrote_without_checksums_is_read(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -10,9 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mgpu_train import torchrun
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.machine import ports, procs
 from mgpu_train.agent.phases import launcher_process
@@ -182,3 +185,19 @@ def test_torchrun_ends_when_asked_while_it_waits_for_a_peer_that_is_not_done(pla
     runs[0].send_signal(signal.SIGTERM)
     assert runs[0].wait(100) == 1
     assert "torchrun: stopped by SIGTERM" in pair[0].log.read_text()
+
+
+def test_it_ends_by_a_signal_of_its_own_once_its_ranks_have(monkeypatch, capsys, tmp_path):
+    ranks, heard = [["one"], []], os.pipe()
+    monkeypatch.setattr(torchrun, "time", SimpleNamespace(sleep=lambda _seconds: None))
+    monkeypatch.setattr(torchrun.procs, "descendants", lambda _pid: ranks.pop(0))
+    monkeypatch.setattr(torchrun, "os", SimpleNamespace(read=os.read, getpid=os.getpid, _exit=sys.exit))
+    os.write(heard[1], bytes([signal.SIGCHLD, signal.SIGTERM]))
+    with pytest.raises(SystemExit):
+        torchrun._end_after_ranks(heard[0])
+    assert ranks == []
+    torchrun._leave("", 1, -9)
+    torchrun._leave(str(tmp_path / "none" / "failure"), 1, -9)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "torchrun: stopped by SIGTERM"
+    assert second.startswith(f"torchrun: {tmp_path}/none/failure cannot be written: [Errno 2]")
