@@ -44,7 +44,7 @@ class Options(Block):
     events: tuple[What, ...] = Field(
         ("ended", "interrupted", "budget"),
         description="of what is told: ended, interrupted (another attempt follows), budget (50, 80, 100 % of max_usd), "
-        "checkpoint, state",
+        "checkpoint, state (default: the first three)",
     )
 
 

@@ -12,6 +12,7 @@ from mgpu.errors import SpecError
 from mgpu.spec.load import loads
 from mgpu.spec.model import RunSpec
 from mgpu.spec.schema import keys, schema, table, text, without_titles
+from mgpu.spec.sink import installed
 
 GOOD: dict[str, Any] = {
     "name": "own",
@@ -71,7 +72,8 @@ def test_an_editor_refuses_what_the_loader_refuses(change):
 
 
 def test_every_key_has_a_meaning_and_all_but_blocks_a_default():
-    blocks = {"checkpoint", "recovery", "sinks", "sinks.jsonl", "timeouts", "local", "aws", "train.model"}
+    blocks = {"checkpoint", "recovery", "sinks", "timeouts", "local", "aws", "train.model"}
+    blocks |= {f"sinks.{name}" for name in installed().found}
     for key in keys():
         assert key.description, key
         assert key.default or key.name in blocks, key
