@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from fakes.gateway import Team
 from mgpu_train.agent.machine import procs
 from mgpu_train.store import Ambiguous
+from waiting import until
 
 import mgpu.cli
 from mgpu.backend import lease, location, owner, settings
@@ -312,6 +313,27 @@ def test_nothing_moves_while_somebody_is_at_work_or_over_something_else(team: Te
         assert records.ids() == ["first-1"], "it stays where it was"
         assert "not agreed" in cli("backend", "move", bucket, code=2)
         assert "is the backend already" in cli("backend", "move", location.current().url, "--yes", code=2)
+
+
+def test_who_encrypts_secrets_moves_too(team: Team, monkeypatch: pytest.MonkeyPatch):
+    with team.on("a"):
+        settings.choose_secrets_provider("awskms://alias/mgpu")
+        there = location.current().url.replace("/team", "/other")
+        cli("backend", "move", there, "--yes")
+        monkeypatch.setenv(location.VARIABLE, there)
+        assert settings.secrets_provider() == "awskms://alias/mgpu"
+
+
+def test_logs_are_sent_at_once_when_something_has_happened(team: Team):
+    with team.on("a"):
+        records.save(run(state=State.RUNNING))
+        with supervising("first-1"):
+            log = Folder("first-1").root / "logs" / "node-0.0000.x.log"
+            log.write_text("node 1 is gone\n")
+            shared.send_soon("first-1")
+            store = location.current().ours
+            until(lambda: any("grown/logs" in found.key for found in store.list("runs/first-1/")), 60)
+        shared.send_soon("first-1")  # nobody has it any more: nothing happens
 
 
 def test_a_backend_has_one_secrets_provider(team: Team):

@@ -40,6 +40,7 @@ _PULL_EVERY_S = 2.0  # at most: commands that wait look at a record many times a
 _AT_ONCE = 16  # records that are read at the same time
 _pulled: dict[Path, float] = {}  # by the backend's folder here, when its records were brought last,
 _stays: dict[Path, float] = {}  # and when it was asked last whether all was moved
+_keepers: dict[str, _Keeper] = {}  # of the runs that are supervised here
 _listed: dict[str, bool] = {}  # by store and run: whether this process has put it into the index, or taken it out
 _seen: dict[
     str, tuple[float, tuple[Holder | None, bool]]
@@ -226,13 +227,20 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
         _note(run_id, other)
         yield False
         return
-    keeper = _Keeper(here.shared, run_id, grip, lasts_s / 3)
+    keeper = _keepers[run_id] = _Keeper(here.shared, run_id, grip, lasts_s / 3)
     try:
         pull_one(run_id)
         keeper.start()
         yield True
     finally:
+        _keepers.pop(run_id, None)
         keeper.end()
+
+
+def send_soon(run_id: str) -> None:
+    """Has logs and metrics of a run that is supervised here sent now, not in some minutes; waits for nothing."""
+    if run_id in _keepers:
+        _keepers[run_id].send_soon()
 
 
 class _Keeper:
@@ -247,6 +255,10 @@ class _Keeper:
     def start(self) -> None:
         """Begins."""
         self._thread.start()
+
+    def send_soon(self) -> None:
+        """The next turn sends what has grown."""
+        self._sent = float("-inf")
 
     def end(self) -> None:
         """Lets go of the run; a backend that does not answer lets go of it by itself, when the lock is old."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from mgpu_train.store import NotFound
 
 from mgpu import paths
-from mgpu.backend import location
+from mgpu.backend import location, settings
 from mgpu.backend.location import MOVED, Backend
 from mgpu.backend.owner import owner
 from mgpu.errors import InputError, StackError
@@ -53,6 +53,7 @@ def move(source_url: str, target_url: str, tell: Callable[[str], None]) -> Moved
         tell("moving the state of stacks")
         stacks = _move_states(source, target)
         _move_owner(target, tag)
+        _move_settings(source, target)
         for run in runs:
             tell(f"moving run {run}")
             _move_run(source, target, run)
@@ -182,6 +183,15 @@ def _move_schedules(source: Backend, target: Backend) -> None:
             target.ours.put_if_absent(key, data)
             if target.ours.get(key, _LARGEST) != data:
                 raise _another(target, f"schedule {key.removeprefix(_SCHEDULES).removesuffix('.json')}")
+
+
+def _move_settings(source: Backend, target: Backend) -> None:
+    """Who encrypts the secrets of stacks to come; a folder's are encrypted with its machine's passphrase."""
+    with location.using(source.url):
+        whose = settings.secrets_provider()
+    if target.shared is not None and whose != settings.PASSPHRASE:
+        with location.using(target.url):
+            settings.choose_secrets_provider(whose)
 
 
 def _another(target: Backend, what: str) -> InputError:
