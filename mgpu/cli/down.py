@@ -33,7 +33,7 @@ def down(run: str | None, stack: str | None, as_json: bool) -> int:
             "Its own supervisor gives the machines back.",
             f"Use `mgpu stop {record.run_id}`: it saves a checkpoint first.",
         )
-    if record.teardown in ("confirmed", "not ours"):
+    if record.teardown in ("confirmed", "not ours") and not record.store_granted:
         console.say(f"run {record.run_id}: {common.machines(record)}; nothing to do")
     else:
         from mgpu.run.lifecycle.down import down as give_back

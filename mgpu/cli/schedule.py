@@ -95,6 +95,9 @@ def add(
     name = name or spec.name
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,62}", name):
         raise InputError(f"--name {name}", "A name has small letters, digits and dashes.", "Name another one.")
+    if jitter >= start_within:
+        why = f"It would be missed by its own jitter: it starts within {duration(start_within)} of its time."
+        raise InputError(f"--jitter {duration(jitter)}", why, "Give a shorter one, or a longer --start-within.")
     kept.require_free(name)  # before anybody waits for an image
     for number, line in enumerate(_coming(times)):
         console.say(f"{'next' if number == 0 else '    '}  {line}")

@@ -14,10 +14,10 @@ from typing import Protocol
 
 from mgpu.backend import location
 from mgpu.context import Context
-from mgpu.errors import InputError, MgpuError
+from mgpu.errors import InputError, MgpuError, StackError
 from mgpu.events import Note, Warned
 from mgpu.run.record import shared
-from mgpu.run.record.record import find, supervised, unsettled
+from mgpu.run.record.record import Record, State, find, supervised, unsettled
 from mgpu.schedule import kept
 from mgpu.schedule.decide import Decisions, Need, Seen, advanced, decide, since
 from mgpu.schedule.model import DueTime, Outcome, Schedule
@@ -25,6 +25,7 @@ from mgpu.schedule.supervisors import Looked, Supervisors
 
 SWEEP_EVERY_S = 3600.0  # every provider is asked what is there, which takes seconds
 LOOK_EVERY_S = 15.0  # while it watches
+AGAIN_S = 60.0  # until a run that was left is looked after again, while it watches
 _SWEPT = "swept"  # in mgpu's folder of a backend: when, by the backend's own clock, it was looked for machines
 
 
@@ -75,7 +76,8 @@ class Reconciler:
         self._context, self._clock = context, clock
         self._supervisors = supervisors or Supervisors(context.emit)
         self._until = clock() + watch_s
-        self._began: set[str] = set()  # runs that this pass has looked after
+        self._began: dict[str, float] = {}  # runs that were looked after, and when last
+        self._sweep_at = 0.0
         self.report = Report()
 
     def look(self) -> Report:
@@ -90,17 +92,30 @@ class Reconciler:
         schedules, damaged = kept.every()
         self._fail(damaged)
         runs = {each.run_id: Seen(each, supervised(each.run_id)) for each in unsettled()}
-        return decide(schedules, runs, find, now)
+        return decide(schedules, runs, self._find, now)
+
+    def _find(self, run_id: str) -> Record | None:
+        """The record of a run; one that cannot be read goes on, as far as anybody knows."""
+        try:
+            return find(run_id)
+        except InputError as error:
+            self._fail([error])
+            return Record(run_id, *[""] * 5, own_stack=True, fleet_name="", provider="", nodes=0, state=State.RUNNING)
 
     def work(self) -> Report:
-        """Passes until nothing is left to do and the time is over. Raises StackError: the backend does not answer."""
+        """Passes until nothing is left to do and the time is over. Raises StackError: the backend does not answer; once
+        it has, it is waited for."""
         try:
             self._pass()
             while self._supervisors.busy or self._clock() < self._until:
                 looked = self._supervisors.ended(LOOK_EVERY_S)
                 if looked is not None:
                     self._ended(looked)
-                self._pass()
+                try:
+                    self._pass()
+                    self._sweep()
+                except StackError as error:
+                    self._fail([error])
             self._sweep()
         finally:
             self._supervisors.leave()
@@ -122,9 +137,10 @@ class Reconciler:
             todo = self._decisions()
         left_s = max(0.0, self._until - self._clock())
         for need in todo.needs:
-            if need.run_id not in self._began:
-                self._began.add(need.run_id)
-                self.report.needs.append(need)
+            last = self._began.get(need.run_id)
+            if last is None or (left_s and self._clock() - last >= AGAIN_S):
+                self._began[need.run_id] = self._clock()
+                self.report.needs = [each for each in self.report.needs if each.run_id != need.run_id] + [need]
                 self._supervisors.begin(need, left_s)
 
     def _write(self, wanted: Schedule) -> None:
@@ -132,7 +148,7 @@ class Reconciler:
         news = list[DueTime]()
 
         def decided(before: Schedule) -> Schedule:
-            after = advanced(before, find, self._clock())
+            after = advanced(before, self._find, self._clock())
             news[:] = since(before, after)
             return after
 
@@ -163,11 +179,11 @@ class Reconciler:
             self._fail([InputError(what, str(error), "The next pass tries again.")])
             self._reason(schedule, due, str(error))
             return
-        kept.change(schedule.name, lambda now: advanced(now, find, self._clock()))
+        kept.change(schedule.name, lambda now: advanced(now, self._find, self._clock()))
 
     def _reason(self, schedule: Schedule, due: DueTime, reason: str) -> None:
         def said(now: Schedule) -> Schedule:
-            after = advanced(now, find, self._clock())
+            after = advanced(now, self._find, self._clock())
             for each in after.history:
                 if each.at == due.at and each.outcome is Outcome.STARTING:
                     each.reason = reason
@@ -176,9 +192,8 @@ class Reconciler:
         kept.change(schedule.name, said)
 
     def _ended(self, looked: Looked) -> None:
-        self.report.looked.append(looked)
-        if self._clock() < self._until:  # what is left over may be looked after again
-            self._began.discard(looked.need.run_id)
+        others = [each for each in self.report.looked if each.need.run_id != looked.need.run_id]
+        self.report.looked = [*others, looked]
 
     def _fail(self, errors: Iterable[MgpuError]) -> None:
         for error in errors:
@@ -189,6 +204,9 @@ class Reconciler:
 
     def _sweep(self) -> None:
         """Ends them, where nobody has looked for an hour."""
+        if self._clock() < self._sweep_at:
+            return
+        self._sweep_at = self._clock() + SWEEP_EVERY_S / 4
         if not _claimed():
             return
         from mgpu.run.fleet import inventory

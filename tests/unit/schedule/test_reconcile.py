@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from mgpu.cli import cli
 from mgpu.context import Context
-from mgpu.errors import InputError, MgpuError
+from mgpu.errors import InputError, MgpuError, StackError
 from mgpu.providers.base import NodePhase
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.lifecycle import attach, down, submit
@@ -271,6 +271,43 @@ def test_what_a_run_that_is_over_has_left_is_given_back(nights):
     assert (nights.world.cloud.billed, record.load("old").teardown) == (set(), "confirmed")
 
 
+def test_a_record_that_cannot_be_read_is_told_and_its_time_goes_on(nights):
+    nights.world.program = nights.world.train_on
+    nights.add()
+    nights.works(hours=1)
+    (run,) = record.every()
+    Folder(run.run_id).record.write_text("{")
+    report = nights.works(hours=0.1)
+    assert "cannot be read" in report.failures[0].what
+    assert nights.outcomes == ["running"]
+
+
+def test_who_watches_outlives_a_backend_that_is_away_and_tries_a_run_again_later(nights, monkeypatch):
+    """And does not ask for the same thing all the time."""
+    nights.world.program = nights.world.train_on
+    nights.add()
+    nights.now += HOUR
+    looks, failing = InProcess(nights.context), iter([False, False, True])
+    reconciler = nights.reconciler(watch_s=130.0, supervisors=looks)
+    real = kept.every
+
+    def every():
+        nights.now += 20.0
+        if next(failing, False):
+            raise StackError("the backend does not answer")
+        return real()
+
+    monkeypatch.setattr(kept, "every", every)
+    monkeypatch.setattr(attach, "attach", lambda *_, **__: None)  # as if it could not be reached
+    report = reconciler.work()
+    assert [error.what for error in report.failures] == ["the backend does not answer"]
+    assert len(looks.began) == 2, "at once, and a minute later"
+    assert len(report.needs) == len(report.looked) == 1
+    failing = iter([True])
+    with pytest.raises(StackError):
+        nights.reconciler().work()
+
+
 def test_a_damaged_schedule_is_told_and_hides_no_other(nights):
     nights.add()
     (kept.folder(kept.load("nightly")).parents[1] / "schedules" / "bad.json").write_text("{")
@@ -361,6 +398,8 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert (made["name"], made["if_running"], made["start_within_s"], len(made["next"])) == ("it", "skip", 14400, 5)
     assert "next  " in added.stderr
     assert "already" in str(mgpu("schedule", "add", "--cron", "0 2 * * *", "--yes").exception)
+    late = mgpu("schedule", "add", "--cron", "0 2 * * *", "--jitter", "2h", "--start-within", "1h", "--yes").exception
+    assert "would be missed by its own jitter" in str(late)
     assert "it" in mgpu("schedule", "ls").stdout
     assert json.loads(mgpu("schedule", "ls", "--json").stdout)["schedules"][0]["name"] == "it"
     assert json.loads(mgpu("schedule", "pause", "it", "--json").stdout)["paused"]
