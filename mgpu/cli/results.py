@@ -130,6 +130,16 @@ class Schedules(Result):
     schedules: list[ScheduleView]
 
 
+class Installed(Result):
+    """`mgpu schedule install` and `uninstall`."""
+
+    way: str = Field(description="systemd, cron, github or gitlab")
+    files: dict[str, str] = Field(description="that were written, or removed: what is in each, by path")
+    commands: list[list[str]] = Field(description="that were run")
+    by_hand: list[str] = Field(description="what is left to the user")
+    dry_run: bool
+
+
 class LookedAfter(Value):
     """A run that needed somebody."""
 

@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from mgpu.words import duration
 
 if TYPE_CHECKING:
     from mgpu.cli.results import OneSchedule
-    from mgpu.schedule.callers import Caller
+    from mgpu.schedule.callers import Caller, Command
     from mgpu.schedule.model import DueTime, Schedule
     from mgpu.schedule.times import Times
     from mgpu.spec.change import Change
@@ -247,41 +247,66 @@ def _way(command: F) -> F:
 @click.option("--every", type=common.Span(), help="How often (default: 5m; in CI 30m).")
 @click.option("--dry-run", is_flag=True, help="Only show what would be written and done.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; what is written is still shown.")
-def install(way: str | None, every: float | None, dry_run: bool, yes: bool) -> int:
+@common.json_option
+def install(way: str | None, every: float | None, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Have `mgpu reconcile` called again and again, for this folder's backend: by a timer of yours, or by a CI.
 
     All that is written and done is shown first.
     """
-    from mgpu.schedule import callers
-
-    console, found = Console(), _caller(way, every)
-    for path, text in {**found.files, **{p: t for p, t in found.own.items() if not p.exists()}}.items():
-        console.text(f"{path}:")
-        console.text("".join(f"    {line}\n" for line in text.splitlines()))
-    for command in found.begin:
-        console.text(
-            f"$ {' '.join(command.argv)}" + ("".join(f"\n    {line}" for line in (command.stdin or "").splitlines()))
-        )
-    if dry_run:
-        return 0
-    if not yes and not console.confirm("write it?"):
+    console, found = Console(as_json=as_json), _caller(way, every)
+    files = {**found.files, **{path: text for path, text in found.own.items() if not path.exists()}}
+    if not as_json:
+        _show(console, found, files)
+    if not (dry_run or yes or console.confirm("write it?")):
         raise InputError("not agreed", "Nothing was written.", "Add `--yes` to agree.")
-    with common.writing(next(iter(found.files)).parent):
-        found.install()
-    console.say(f"installed: {callers.WAYS[way or ''].__name__}")
+    if not dry_run:
+        with common.writing(next(iter(found.files)).parent):
+            found.install()
+        console.say("installed")
+    _tell(console, way, found, files, found.begin, dry_run=dry_run)
     console.next(*found.by_hand)
     return 0
 
 
 @schedule.command()
 @_way
-def uninstall(way: str | None) -> int:
+@common.json_option
+def uninstall(way: str | None, as_json: bool) -> int:
     """Take back what `install` has done; the file with your secrets stays."""
-    console, found = Console(), _caller(way, None)
+    console, found = Console(as_json=as_json), _caller(way, None)
     with common.writing(next(iter(found.files)).parent):
         found.remove()
     console.say(f"removed: {', '.join(map(str, found.files))}")
+    _tell(console, way, found, found.files, found.end, dry_run=False)
     return 0
+
+
+def _show(console: Console, found: Caller, files: Mapping[Path, str]) -> None:
+    for path, text in files.items():
+        console.text(f"{path}:")
+        console.text("".join(f"    {line}\n" for line in text.splitlines()))
+    for command in found.begin:
+        lines = (command.stdin or "").splitlines()
+        console.text(f"$ {' '.join(command.argv)}" + "".join(f"\n    {line}" for line in lines))
+
+
+def _tell(
+    console: Console,
+    way: str | None,
+    found: Caller,
+    files: Mapping[Path, str],
+    commands: Iterable[Command],
+    *,
+    dry_run: bool,
+) -> None:
+    if console.as_json:
+        from mgpu.cli.results import Installed
+
+        said = {
+            "files": {str(path): text for path, text in files.items()},
+            "commands": [[*each.argv] for each in commands],
+        }
+        console.result(Installed(way=way or "", **said, by_hand=[*found.by_hand], dry_run=dry_run))
 
 
 def _caller(way: str | None, every: float | None) -> Caller:
