@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import runpy
@@ -18,8 +19,10 @@ from pydantic.alias_generators import to_camel
 
 from mgpu.cli import main
 from mgpu.iac import environment, plugin, schema, tokens
+from mgpu.iac.aws import bootstrap as aws_bootstrap
 from mgpu.iac.aws import kinds, resources
 from mgpu.iac.engine import install
+from mgpu.iac.engine.event_log import Change
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
 
 ACCOUNT, HERE, THERE = "123456789012", "us-east-1", "us-west-2"
@@ -224,6 +227,8 @@ def test_one_of_the_users_that_went_bad_shows_and_stops_the_up(wire, aws, at):
     here, group = at(tokens.SECURITY_GROUP), None
     ec2 = aws.client("ec2")
     group = ec2.create_security_group(GroupName="theirs", Description="theirs")["GroupId"]
+    to_itself = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
+    aws.client("ec2").authorize_security_group_ingress(GroupId=group, IpPermissions=[to_itself])
     everything = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
     ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[everything])
     inputs = wire.inputs(here, {"existing": group})
@@ -465,22 +470,23 @@ BAD = {
 
 @pytest.fixture
 def bootstrap(aws, tmp_path, monkeypatch, capsys):
-    """The command in this very process, for what ends before an engine is started: its exit code and its words."""
+    """The command in this very process, for what needs no engine: its exit code, its words, what it printed."""
     for name in ("STATE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments):
         with pytest.raises(SystemExit) as ended:
-            main(["bootstrap", "aws", "--yes", *arguments])
-        return ended.value.code, capsys.readouterr().err
+            main(["bootstrap", "aws", *arguments])
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, err, out
 
     return call
 
 
 @pytest.mark.parametrize(("arguments", "says"), BAD.values(), ids=BAD)
 def test_bad_input_is_told_before_anything_is_made(bootstrap, aws, arguments, says):
-    code, said = bootstrap(*arguments)
+    code, said, _ = bootstrap("--yes", *arguments)
     assert code == 2
     assert said.startswith("error: ")
     assert says in said
@@ -490,6 +496,141 @@ def test_bad_input_is_told_before_anything_is_made(bootstrap, aws, arguments, sa
 
 def test_credentials_that_have_expired_are_told(bootstrap, aws):
     aws.expire()
-    code, said = bootstrap("--allow-ssh", "203.0.113.7")
+    code, said, _ = bootstrap("--allow-ssh", "203.0.113.7", "--yes")
     assert code == 3
     assert "expired" in said
+
+
+# ---- the command without an engine: what is agreed to, and in which order things go
+
+
+@pytest.fixture
+def stacks(monkeypatch):
+    """The stacks of base, by name what is in each; `stacks.asked`: every call that would change something."""
+
+    class Stacks(dict):
+        def __init__(self):
+            self.asked = []
+
+    made = Stacks()
+
+    class Stack:
+        def __init__(self, _program, name, *_, config, **__):
+            self.name, self.config = name, config
+
+        def init(self):
+            made.setdefault(self.name, {})
+
+        def exists(self):
+            return self.name in made
+
+        def preview(self):
+            if not made[self.name]:
+                return (Change("create", "mgpu:aws:SecurityGroup", "nodes"),)
+            return made[self.name].get("drift", ())
+
+        def values(self):
+            return made[self.name]
+
+        def up(self):
+            made.asked.append(f"up {self.name}")
+            made[self.name] = {"security_group": "sg-1", **self.config}
+
+        def unprotect(self):
+            made.asked.append("unprotect")
+
+        def destroy(self):
+            made.asked.append("destroy")
+            made[self.name] = {}
+
+        def remove(self):
+            made.asked.append(f"remove {self.name}")
+            assert not made.pop(self.name), "a stack with resources is never forgotten"
+
+    monkeypatch.setattr(aws_bootstrap, "Stack", Stack)
+    monkeypatch.setattr(aws_bootstrap, "own_address", lambda: "198.51.100.9/32")
+    return made
+
+
+US, EU = f"{ACCOUNT}-{HERE}", f"{ACCOUNT}-{THERE}"
+
+
+@pytest.mark.parametrize("typed", [None, "n\n"], ids=["nobody there", "no"])
+def test_without_a_yes_nothing_is_made_and_what_was_looked_at_alone_is_forgotten(bootstrap, stacks, monkeypatch, typed):
+    stdin = io.StringIO(typed or "")
+    stdin.isatty = lambda: typed is not None
+    monkeypatch.setattr(sys, "stdin", stdin)
+    stacks[EU] = there = {"drift": (Change("update", "mgpu:aws:SecurityGroup", "nodes", ('ssh: [] => ["a"]',)),)}
+    code, said, _ = bootstrap("--region", HERE, "--region", THERE)
+    assert (code, stacks, stacks.asked) == (2, {EU: there}, [f"remove {US}"])
+    for words in ("create SecurityGroup", 'ssh: [] => ["a"]', "none of it costs", "Nothing was made or changed."):
+        assert words in said
+    assert ("Add `--yes`" in said) == (typed is None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "ssh"),
+    [
+        ((), "SSH is let in from 198.51.100.9/32", ["198.51.100.9/32"]),
+        (("--ssm",), "nobody is let in", None),
+        (("--ssm", "--allow-ssh", "203.0.113.7"), "", ["203.0.113.7/32"]),
+    ],
+)
+def test_who_is_let_in_is_said_and_asked_for(bootstrap, stacks, arguments, says, ssh):
+    code, said, out = bootstrap("--yes", "--json", *arguments)
+    (region,) = json.loads(out)["regions"]
+    assert (code, region["changes"], region["region"]) == (0, ["create SecurityGroup"], HERE)
+    assert region.get("mgpu-base:ssh") == ssh
+    assert says in said
+    assert ("let in" in said) == bool(says)
+    assert "nothing to change" in bootstrap(*arguments)[1]  # and nobody is asked
+
+
+def test_a_group_of_theirs_is_used_as_it_is(bootstrap, stacks, aws):
+    group = aws.client("ec2").create_security_group(GroupName="theirs", Description="theirs")["GroupId"]
+    to_itself = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
+    aws.client("ec2").authorize_security_group_ingress(GroupId=group, IpPermissions=[to_itself])
+    code, said, _ = bootstrap("--yes", "--security-group", group)
+    config = stacks[US]
+    assert (code, config["mgpu-base:securityGroup"]) == (0, group)
+    assert not config.keys() & {"mgpu-base:ssh", "mgpu-base:vpc"}
+    assert "let in" not in said
+
+
+def test_it_is_taken_down_in_all_regions_and_the_bucket_stays(bootstrap, stacks, aws):
+    stacks.update({US: {"bucket": "b"}, EU: {"bucket": "c"}})
+    regions = ("--region", HERE, "--region", THERE)
+    code, said, _ = bootstrap("--destroy", *regions)
+    assert (code, stacks.asked) == (2, [])
+    assert "Nothing was deleted." in said
+    code, _, out = bootstrap("--destroy", "--yes", *regions)
+    assert code == 0
+    assert stacks.asked == ["unprotect", "destroy", f"remove {US}", "unprotect", "destroy", f"remove {EU}"]
+    assert f"taken down, confirmed by AWS: {HERE}, {THERE}; the bucket stays as it is" in " ".join(out.split())
+    assert changes(aws) == []
+
+
+def test_the_bucket_goes_too_where_it_is_asked_for_and_only_if_it_is_empty(bootstrap, stacks, aws):
+    bucket, s3 = f"mgpu-{ACCOUNT}-{HERE}", aws.client("s3")
+    s3.create_bucket(Bucket=bucket)
+    s3.put_object(Bucket=bucket, Key="runs/a", Body=b"a")
+    stacks[US] = {"bucket": bucket}
+    code, said, _ = bootstrap("--destroy", "--delete-bucket", "--yes")
+    assert code != 0
+    assert "not empty" in said
+    assert stacks.asked == []  # before anything else is gone
+    s3.delete_object(Bucket=bucket, Key="runs/a")
+    code, _, out = bootstrap("--destroy", "--delete-bucket", "--yes", "--json")
+    assert json.loads(out)["regions"] == [{"account": ACCOUNT, "region": HERE, "destroyed": True}]
+    assert s3.list_buckets()["Buckets"] == []
+    assert stacks == {}
+
+
+def test_what_machines_stand_on_is_not_taken_down(bootstrap, stacks, aws):
+    stacks[US] = {"bucket": "b"}
+    tags = [{"ResourceType": "instance", "Tags": [{"Key": "mgpu:owner", "Value": "o-1"}]}]
+    run = {"ImageId": aws.image(), "InstanceType": "g4dn.xlarge", "MinCount": 1, "MaxCount": 1}
+    machine = aws.client("ec2").run_instances(**run, TagSpecifications=tags)["Instances"][0]["InstanceId"]
+    code, said, _ = bootstrap("--destroy", "--yes")
+    assert (code, stacks.asked) == (2, [])
+    assert f"Machines of mgpu's live there: {machine}." in said

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from mgpu_train.agent.machine import procs
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import errors
 from mgpu.backend import location
 from mgpu.errors import InputError, Interrupted, NoCapacity, QuotaExceeded, StackError, TeardownIncomplete
 from mgpu.events import Note, Warned
-from mgpu.iac import environment, failures, outputs
-from mgpu.iac.engine import project
+from mgpu.iac import environment, failures, outputs, tokens
+from mgpu.iac.engine import install, process, project, state_file
 from mgpu.iac.engine.event_log import Change, EngineLog
 from mgpu.iac.engine.process import CliProcess
 from mgpu.iac.engine.stack import Stack, current_stack
@@ -103,12 +106,22 @@ def test_a_second_ctrl_c_leaves_and_the_cli_goes_on(run):
         time.sleep(0.05)
 
 
-def test_what_does_not_end_is_cancelled_and_then_killed(run):
-    with pytest.raises(StackError, match="was killed"):
-        run("trap '' INT; while :; do sleep 0.05; done", limit_s=0.3)
-    with pytest.raises(StackError) as late:
-        run(WAITS, limit_s=0.3)
-    assert "It was cancelled" in late.value.why
+@pytest.mark.parametrize(
+    ("script", "clock", "why"),
+    [
+        ("trap '' INT; echo ready; exec sleep 60", itertools.count(1000, 1000), "It did not obey."),
+        ("trap 'exit 3' INT; echo ready; while :; do sleep 0.02; done", itertools.repeat(1000), "It was cancelled"),
+    ],
+    ids=["deaf", "obeys"],
+)
+def test_what_does_not_end_is_cancelled_and_then_killed(run, monkeypatch, script, clock, why):
+    """Its time is over as soon as it is ready; for the deaf one that to obey, too."""
+    began = lambda: run.out.exists() and "ready" in run.out.read_text()  # noqa: E731
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: next(clock) if began() else 0))
+    with pytest.raises(StackError, match="did not end within 10 s") as late:
+        run(script)
+    assert why in late.value.why
+    assert ("was killed" in late.value.what) == (why == "It did not obey.")
 
 
 # ---- the event stream
@@ -288,6 +301,113 @@ def test_the_current_stack_is_the_environments(monkeypatch, tmp_path):
     assert current_stack(tmp_path) == "mine"
 
 
+# ---- the stack, with a program in the engine's place
+
+
+@pytest.fixture
+def engine(stack, tmp_path, monkeypatch):
+    """`engine(script)`: what runs as `pulumi` on a stack that there is; the words of each call, without the name."""
+    words = tmp_path / "words"
+    words.touch()
+
+    def engine(script, state=None):
+        pulumi = tmp_path / "pulumi"
+        pulumi.write_text(f'#!/bin/sh\necho "$*" >> {words}\n{script}\n')
+        pulumi.chmod(0o700)
+        found = install.Engine(pulumi, tmp_path, "3.200.0", "PATH")
+        monkeypatch.setattr(install, "find_engine", lambda *_: found)
+        there = location.current().folder / ".pulumi/stacks" / project.project_name(stack.project) / "s.json"
+        there.parent.mkdir(parents=True, exist_ok=True)
+        there.write_text(json.dumps({"checkpoint": {"latest": state or {}}}))
+        engine.state = there
+
+    engine.asked = lambda: [line.partition(" --non-interactive")[0] for line in words.read_text().splitlines()]
+    return engine
+
+
+def test_an_up_looks_first_at_what_a_create_that_was_cut_off_has_made(stack, engine, capsys):
+    engine("", {"pending_operations": [{"type": "creating", "resource": {"urn": "u"}}]})
+    stack.up()
+    engine("", {"pending_operations": [{"type": "updating", "resource": {"urn": "u"}}]})
+    stack.up()
+    assert engine.asked() == ["refresh --stack s", "up --stack s", "up --stack s"]
+    assert "an earlier create was cut off" in capsys.readouterr().out
+
+
+def test_a_stack_of_the_users_own_keeps_its_configuration(tmp_path, stack, engine):
+    engine("")
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "Pulumi.s.yaml").write_text("mine")
+    theirs = Stack(
+        stack.project,
+        "s",
+        tmp_path / "r.yaml",
+        log_dir=tmp_path / "log",
+        emit=print,
+        timeouts=Timeouts(),
+        own_config=False,
+    )
+    theirs.init()
+    theirs.unprotect()
+    theirs.remove()
+    assert [path.name for path in (tmp_path / "log").iterdir()] == ["Pulumi.s.yaml"]
+    assert [each.split(" --yes")[0] for each in engine.asked()] == ["state unprotect --all", "stack rm s"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "found"),
+    [([], None), ([{"type": "other"}, {"type": tokens.SSH_KEY}], "the key")],
+    ids=["none", "one"],
+)
+def test_the_key_to_its_machines_is_in_its_state(stack, engine, resources, found):
+    assert stack.private_key() is None  # nobody has made the stack
+    resources = [{**each, "outputs": {"privateKey": {"plaintext": json.dumps("the key")}}} for each in resources]
+    engine(f"echo '{json.dumps({'deployment': {'resources': resources}})}'")
+    assert stack.private_key() == found
+    assert engine.asked() == ["stack export --show-secrets --stack s"]
+
+
+@pytest.mark.parametrize(
+    ("script", "says", "cure"),
+    [
+        ("echo hello >&2; exit 255", ("`pulumi stack output` failed", "hello"), ""),
+        ("echo error: failed to load checkpoint: EOF >&2; exit 255", ("failed to load",), "s.json.bak"),
+        ("kill -9 $$", ("was killed", "Signal 9"), "same command"),
+    ],
+)
+def test_an_engine_that_fails_says_why_and_what_helps(stack, engine, script, says, cure):
+    engine(script)
+    with pytest.raises(StackError) as failed:
+        stack.values()
+    assert [each for each in says if each not in f"{failed.value.what} {failed.value.why}"] == []
+    assert cure in failed.value.next_step
+
+
+def test_a_host_that_has_lost_the_stack_holds_it_no_more(stack, engine, capsys):
+    engine("")
+    lock = {"pid": 1, "username": "them", "hostname": "elsewhere", "timestamp": "yesterday"}
+    held = location.current().folder / state_file.lock_prefix(project.project_name(stack.project), "s") / "a.json"
+    held.parent.mkdir(parents=True)
+    held.write_text(json.dumps(lock))
+    with pytest.raises(StackError, match="locked by process 1 of them on elsewhere"):
+        stack.up()
+    stack.oust(procs.me(), "elsewhere")
+    stack.up()
+    assert not held.exists()
+    assert engine.asked() == ["up --stack s"]
+    assert "whose run was taken over" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("script", "found"), [("echo mine", "mine"), ("exit 255", None), ("echo", None)])
+def test_the_current_stack_is_else_the_engines(stack, engine, monkeypatch, tmp_path, script, found):
+    monkeypatch.setenv("PULUMI_STACK", "")
+    engine(script)
+    assert current_stack(tmp_path) == found
+    (tmp_path / "pulumi").unlink()
+    with pytest.raises(StackError, match="did not name the selected stack"):
+        current_stack(tmp_path)
+
+
 # ---- the program that mgpu carries
 
 
@@ -341,3 +461,25 @@ def test_the_checkouts_own_pulumi_yaml_says_the_same(tmp_path):
     for key in ("plugins", "name"):  # where the plugin lies, and the folder's own name
         ours.pop(key), theirs.pop(key)
     assert ours == theirs
+
+
+def test_a_program_is_kept_whole_and_finds_the_plugin_of_the_machine_that_it_is_brought_to(tmp_path):
+    mine, kept = tmp_path / "mine", tmp_path / "kept"
+    project.project_files(mine)
+    (mine / "infra" / "more.py").write_text("x = 1")
+    kept.mkdir()
+    (kept / "of-before").touch()
+    project.keep_program(mine, kept)
+    assert not (kept / "of-before").exists()
+    assert (kept / "infra" / "more.py").read_text() == "x = 1"
+    settings = yaml.safe_load((kept / "Pulumi.yaml").read_text())
+    here = settings["plugins"]["providers"][0]["path"]
+    theirs = [{"name": "mgpu", "path": "/elsewhere"}, {"name": "other", "path": "/other"}]
+    (kept / "Pulumi.yaml").write_text(yaml.safe_dump({**settings, "plugins": {"providers": theirs}}))
+    project.settle(kept)
+    found = yaml.safe_load((kept / "Pulumi.yaml").read_text())
+    assert [each["path"] for each in found.pop("plugins")["providers"]] == [here, "/other"]
+    assert found.items() <= settings.items()
+    with pytest.raises(StackError, match="not a Pulumi project"):
+        project.keep_program(tmp_path, kept)
+    assert (kept / "infra" / "more.py").exists()

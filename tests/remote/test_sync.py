@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import io
 import json
 import os
 import socket
 import stat
-import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -326,10 +330,38 @@ def test_dest_that_is_not_plain(node, folder):
 # The receiver alone: what a header from anywhere can do to the node, and the node's links to it.
 
 
-def take(dest: Path, entries: dict[str, str], send=(), body: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+class Said(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+def receive(verb: str, dest: Path, more: str, sent: bytes = b"", *, cut: bool = True, wait_s: str = "0") -> Said:
+    """The receiver in this process, its standard input a pipe with `sent` in it, which has an end if it is cut."""
+    out, err = io.StringIO(), io.StringIO()
+    reading, writing = os.pipe()
+    with (
+        os.fdopen(reading) as stdin,
+        os.fdopen(writing, "wb") as pipe,
+        contextlib.chdir("."),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(sys, "stdin", stdin)
+        pipe.write(sent)
+        pipe.flush()
+        if cut:
+            pipe.close()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            return Said(receiver.main(verb, str(dest), more, wait_s), out.getvalue(), err.getvalue())
+
+
+def take(dest: Path, entries: dict[str, str], send=(), body: bytes = b"") -> Said:
     header = json.dumps({"entries": entries, "send": list(send)}).encode() + b"\n"
-    command = [sys.executable, "-I", "-c", Path(receiver.__file__).read_text(), "take", str(dest), "30", "0"]
-    return subprocess.run(command, input=header + body, capture_output=True, check=False, timeout=30)
+    return receive("take", dest, "30", header + body)
+
+
+def sha(contents: bytes) -> str:
+    return hashlib.sha256(contents).hexdigest()
 
 
 EMPTY = "f:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
@@ -341,8 +373,8 @@ EMPTY = "f:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 def test_receiver_refuses_paths_that_leave_its_folder(tmp_path, path):
     dest = tmp_path / "dest"
     done = take(dest, {path: EMPTY}, [[path, 0]])
-    assert done.returncode == receiver.REFUSED
-    assert b"not a path inside" in done.stderr
+    assert done.status == receiver.REFUSED
+    assert "not a path inside" in done.err
     assert tree(dest) == {}
     assert list(tmp_path.iterdir()) == [dest]
 
@@ -350,13 +382,13 @@ def test_receiver_refuses_paths_that_leave_its_folder(tmp_path, path):
 def test_receiver_never_writes_or_deletes_through_a_link(tmp_path):
     dest, outside = tmp_path / "dest", tmp_path / "outside"
     outside.mkdir()
-    assert take(dest, {"sub/file": EMPTY}, [["sub/file", 0]]).returncode == 0
+    assert take(dest, {"sub/file": EMPTY}, [["sub/file", 0]]).status == 0
     (dest / "sub/file").rename(outside / "file")
     (dest / "sub").rmdir()
     (dest / "sub").symlink_to(outside)
     done = take(dest, {"sub/new": EMPTY}, [["sub/new", 0]])
-    assert done.returncode == receiver.REFUSED
-    assert b"sub is in the way" in done.stderr
+    assert done.status == receiver.REFUSED
+    assert "sub is in the way" in done.err
     assert [path.name for path in outside.iterdir()] == ["file"]
 
 
@@ -365,7 +397,7 @@ def test_receiver_replaces_a_link_and_not_what_it_points_to(tmp_path):
     dest.mkdir()
     outside.write_text("precious")
     (dest / "file").symlink_to(outside)
-    assert take(dest, {"file": EMPTY}, [["file", 0]]).returncode == 0
+    assert take(dest, {"file": EMPTY}, [["file", 0]]).status == 0
     assert outside.read_text() == "precious"
     assert not (dest / "file").is_symlink()
 
@@ -374,8 +406,8 @@ def test_receiver_leaves_a_folder_of_the_nodes_own_alone(tmp_path):
     (tmp_path / "name").mkdir()
     (tmp_path / "name" / "output").write_text("made here")
     done = take(tmp_path, {"name": EMPTY}, [["name", 0]])
-    assert done.returncode == receiver.REFUSED
-    assert b"not from sync" in done.stderr
+    assert done.status == receiver.REFUSED
+    assert "not from sync" in done.err
     assert (tmp_path / "name" / "output").read_text() == "made here"
 
 
@@ -384,7 +416,7 @@ def test_receiver_forgets_a_broken_manifest_and_what_a_cut_transfer_left(tmp_pat
     left = tmp_path / ".mgpu-sync.abcdef"
     left.mkdir()
     (left / "0").write_text("half")
-    assert take(tmp_path, {"a": EMPTY}, [["a", 0]]).returncode == 0
+    assert take(tmp_path, {"a": EMPTY}, [["a", 0]]).status == 0
     assert {path.name for path in tmp_path.iterdir()} == OWN | {"a"}
 
 
@@ -401,11 +433,68 @@ def test_receiver_remembers_what_it_was_about_to_put_in_place(tmp_path, monkeypa
     assert (tmp_path / "new").exists()
     assert json.loads((tmp_path / receiver.MANIFEST).read_text()).keys() == {"old", "new"}
     monkeypatch.undo()
-    assert take(tmp_path, {}).stdout == b"2"
+    assert take(tmp_path, {}).out == "2"
     assert {path.name for path in tmp_path.iterdir()} == OWN
 
 
 def test_receiver_refuses_contents_that_are_not_what_was_announced(tmp_path):
-    assert take(tmp_path, {"a": EMPTY}, [["a", 3]], b"abc").returncode == receiver.REFUSED
-    assert take(tmp_path, {"a": EMPTY}, [["a", 3]], b"ab").returncode == receiver.REFUSED
+    assert take(tmp_path, {"a": EMPTY}, [["a", 3]], b"abc").status == receiver.REFUSED
+    assert take(tmp_path, {"a": EMPTY}, [["a", 3]], b"ab").status == receiver.REFUSED
     assert [path.name for path in tmp_path.iterdir()] == [receiver.LOCK]
+
+
+def test_receiver_takes_files_programs_and_links_and_tells_what_is_still_as_it_left_it(tmp_path):
+    entries = {"pkg/a.py": f"f:{sha(b'abc')}", "run.sh": f"x:{sha(b'#!')}", "link": "l:pkg/a.py"}
+    assert take(tmp_path, entries, [["pkg/a.py", 3], ["run.sh", 2], ["link", 0]], b"abc#!") == (0, "0", "")
+    assert tree(tmp_path) == {"pkg/a.py": b"abc", "run.sh": b"#!", "link": "-> pkg/a.py"}
+    assert (tmp_path / "run.sh").stat().st_mode & 0o111
+    (tmp_path / "run.sh").chmod(0o600)
+    (tmp_path / "pkg/a.py").unlink()
+    assert json.loads(receive("have", tmp_path, "").out) == {"link": "l:pkg/a.py"}
+    assert take(tmp_path, {}).out == "3"
+    assert {path.name for path in tmp_path.iterdir()} == OWN
+
+
+def test_receiver_takes_over_from_the_folder_that_was_synced_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    entries = {"sub/a": f"f:{sha(b'abc')}", "b": EMPTY, "c": EMPTY, "link": "l:b"}
+    take(tmp_path / "runs/old/work", entries, [["sub/a", 3], ["b", 0], ["c", 0], ["link", 0]], b"abc")
+    take(tmp_path / "runs/older/work", {"a": EMPTY}, [["a", 0]])
+    os.utime(tmp_path / "runs/older/work" / receiver.MANIFEST, (0, 0))
+    (tmp_path / "runs/old/work/c").write_text("touched")
+    (tmp_path / "runs/new/work").mkdir(parents=True)
+    (tmp_path / "runs/new/work/b").write_text("in the way")
+    said = receive("have", Path("runs/new/work"), "runs/*/work")
+    assert json.loads(said.out) == {"sub/a": entries["sub/a"], "link": "l:b"}
+    assert tree(tmp_path / "runs/new/work") == {"sub/a": b"abc", "link": "-> b", "b": b"in the way"}
+
+
+def test_receiver_does_nothing_when_what_it_is_sent_is_not_what_is_missing(tmp_path):
+    take(tmp_path, {"a": EMPTY}, [["a", 0]])
+    for sent in ([], [["a", 0], ["b", 0]]):
+        said = take(tmp_path, {"a": EMPTY, "b": EMPTY}, sent)
+        assert (said.status, "has changed since it was looked at" in said.err) == (receiver.CHANGED, True)
+    assert tree(tmp_path) == {"a": b""}
+
+
+def test_receiver_ends_when_its_sender_is_silent(tmp_path):
+    take(tmp_path, {"a": EMPTY}, [["a", 0]])
+    half = json.dumps({"entries": {"b": EMPTY}, "send": [["b", 9]]}).encode() + b"\nhalf"
+    said = receive("take", tmp_path, "0.01", half, cut=False)
+    assert (said.status, "nothing came for 0.01 s; nothing was changed" in said.err) == (receiver.REFUSED, True)
+    assert tree(tmp_path) == {"a": b""}
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_receiver_waits_for_another_one_and_names_it_in_the_end(tmp_path, monkeypatch, freed):
+    with (tmp_path / receiver.LOCK).open("w") as lock:
+        lock.write("4711\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if freed:
+            monkeypatch.setattr(receiver.time, "sleep", lambda _s: fcntl.flock(lock, fcntl.LOCK_UN))
+        said = receive("have", tmp_path, "", wait_s="60" if freed else "0")
+    if freed:
+        assert said == (0, "{}", "")
+    else:
+        assert (said.status, "process 4711 of the node has not let go" in said.err) == (receiver.BUSY, True)
