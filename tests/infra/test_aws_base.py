@@ -227,8 +227,6 @@ def test_one_of_the_users_that_went_bad_shows_and_stops_the_up(wire, aws, at):
     here, group = at(tokens.SECURITY_GROUP), None
     ec2 = aws.client("ec2")
     group = ec2.create_security_group(GroupName="theirs", Description="theirs")["GroupId"]
-    to_itself = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
-    aws.client("ec2").authorize_security_group_ingress(GroupId=group, IpPermissions=[to_itself])
     everything = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}
     ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[everything])
     inputs = wire.inputs(here, {"existing": group})
