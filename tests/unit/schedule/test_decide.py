@@ -125,6 +125,15 @@ def test_while_the_night_before_is_not_over(rule: IfRunning, then: list[str], af
         assert world.told[0] == ("replaced", "by the time of Sun 2027-05-02 02:00 UTC")
 
 
+def test_of_those_that_wait_one_starts_at_a_time():
+    world = World(schedule(cron="0 * * * *", if_running=IfRunning.QUEUE))
+    for hours in (1, 2, 3):
+        world.look(hours=hours)
+    world.ends()
+    assert world.look(hours=3.5) == ["succeeded", "running"]
+    assert [outcome for outcome, _ in world.told] == ["succeeded", "running", "waiting"]
+
+
 @pytest.mark.parametrize("rule", [IfRunning.QUEUE, IfRunning.REPLACE])
 def test_a_time_that_waits_for_too_long_is_missed(rule: IfRunning):
     world = World(schedule(if_running=rule))
