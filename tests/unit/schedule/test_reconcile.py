@@ -236,6 +236,15 @@ def test_a_pass_that_is_cut_off_anywhere_is_gone_on_with(nights, monkeypatch):
     assert (len(record.every()), nights.outcomes) == (1, ["succeeded"])
 
 
+def test_who_is_late_with_a_submission_finds_the_run_as_it_is(nights):
+    nights.world.program = nights.world.train_on
+    made = nights.add()
+    nights.works(hours=1)
+    (run,) = record.every()
+    again = submit.submit_kept(kept.folder(made), f"{made.submission}/", made.run, run.run_id)
+    assert (again.state, record.every()) == (State.RUNNING, [run])
+
+
 def test_twenty_at_once_start_one_run(nights):
     """And each run has one supervisor."""
     nights.add()
