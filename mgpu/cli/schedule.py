@@ -183,7 +183,7 @@ def show(name: str, all_times: bool, as_json: bool) -> int:
 @common.json_option
 def pause(name: str, as_json: bool) -> int:
     """Start nothing of a schedule until `resume`; its times are kept as skipped."""
-    return _set(name, as_json, lambda found: replace(_settled(found), paused=True), "is paused: what runs goes on")
+    return _set(name, as_json, lambda found: _settled(replace(found, paused=True)), "is paused: what runs goes on")
 
 
 @schedule.command()
@@ -225,7 +225,7 @@ def rm(name: str, as_json: bool) -> int:
     from mgpu.schedule import kept
 
     console, found = Console(as_json=as_json), kept.load(name)
-    if run := _busy(_settled(replace(found, paused=True))):
+    if run := _busy(_settled(replace(found, paused=True))) or _owing(found):
         cure = f"End it first: `mgpu stop {run}`; `mgpu schedule pause {name}` starts no other."
         raise InputError(f"schedule {name} is not removed: run {run} is not over", "Its code is kept there.", cure)
     kept.remove(found)
@@ -329,6 +329,14 @@ def _set(name: str, as_json: bool, how: Callable[[Schedule], Schedule], said: st
     if as_json:
         console.result(_result(found))
     return 0
+
+
+def _owing(found: Schedule) -> str:
+    """A run of it that still needs its code: somebody has machines of it to give back."""
+    from mgpu.run.record.record import every
+
+    runs = (each for each in every() if each.schedule == found.name)
+    return next((each.run_id for each in runs if not each.settled or each.teardown == "kept"), "")
 
 
 def _settled(found: Schedule) -> Schedule:

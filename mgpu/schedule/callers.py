@@ -29,7 +29,11 @@ from mgpu.words import duration
 
 _COMMAND_S = 30.0  # systemctl, crontab
 _KEPT = ("PATH", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
-_KEPT_TOO = ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "DOCKER_HOST", "SSL_CERT_FILE")
+_KEPT_TOO = (
+    *("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "https_proxy", "http_proxy", "no_proxy", "AWS_CA_BUNDLE"),
+    *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "MGPU_TIMEOUTS"),
+    *("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "DOCKER_HOST", "SSL_CERT_FILE"),
+)
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ def github(every_s: float) -> Caller:
         role = {"role-to-assume": "${{ vars.MGPU_AWS_ROLE }}", "aws-region": _region()}
         steps.append({"uses": "aws-actions/configure-aws-credentials@v5", "with": role})
     passphrase = {"MGPU_PASSPHRASE": "${{ secrets.MGPU_PASSPHRASE }}"}
-    steps += [{"name": name, "run": run, "env": passphrase} for name, run in _SET_UP.items()]
+    needs = {_THE_PASSPHRASE: {"env": passphrase}}
+    steps += [{"name": name, "run": run, **needs.get(name, {})} for name, run in _SET_UP.items()]
     steps.append(
         {"name": "One pass", "run": "mgpu reconcile", "env": {n: f"${{{{ secrets.{n} }}}}" for n in _secrets()}}
     )
@@ -201,11 +206,12 @@ def gitlab(every_s: float) -> Caller:
 
 WAYS = {"systemd": systemd, "cron": cron, "github": github, "gitlab": gitlab}
 
+_THE_PASSPHRASE = "The passphrase of the backend"  # noqa: S105  the name of a step
 # steps of a CI's job, by what they do
 _SET_UP = {
     "mgpu": f"pip install --quiet mgpu=={__version__}",
     "The Pulumi engine": "python -m mgpu.iac.engine.install",
-    "The passphrase of the backend": "umask 077 && mkdir -p ~/.config/mgpu && "
+    _THE_PASSPHRASE: "umask 077 && mkdir -p ~/.config/mgpu && "
     'if [ -n "$MGPU_PASSPHRASE" ]; then printf %s "$MGPU_PASSPHRASE" > ~/.config/mgpu/passphrase; fi',
 }
 
@@ -276,8 +282,10 @@ def _fields(every_s: float) -> str:
 def _crontab() -> list[str]:
     try:
         return Command(("crontab", "-l")).run().splitlines()
-    except StackError:  # one that nobody has made; where there is no such program, writing it says so
-        return []
+    except StackError as error:
+        if "no crontab" in error.why.lower():  # nobody has made one yet
+            return []
+        raise
 
 
 def _require_bucket(option: str) -> None:

@@ -70,7 +70,9 @@ def decide(
                 submit.append((after, due))
             if due.replaced and due.under_way and due.run_id in runs:
                 stop.append(due.run_id)
-    stop += [seen.record.run_id for seen in runs.values() if _is_late(schedules.get(seen.record.schedule), seen.record)]
+    stop += [
+        seen.record.run_id for seen in runs.values() if _is_late(schedules.get(seen.record.schedule), seen.record, now)
+    ]
     needs = tuple(need for seen in runs.values() if (need := needed(seen)) is not None)
     return Decisions(tuple(changed), tuple(news), tuple(submit), tuple(stop), needs)
 
@@ -81,11 +83,14 @@ def since(before: Schedule, after: Schedule) -> list[DueTime]:
     return [due for due in after.history if (due.at, due.outcome) not in known]
 
 
-def _is_late(schedule: Schedule | None, record: Record) -> bool:
-    """Whether a run was submitted for a due time of which something else became meanwhile."""
-    if schedule is None or record.state is not State.QUEUED:
+def _is_late(schedule: Schedule | None, record: Record, now: float) -> bool:
+    """Whether a run was submitted for a due time of which something else became meanwhile, or could not begin until it
+    is too late."""
+    if schedule is None or record.state.final:
         return False
-    return any(due.run_id == record.run_id and due.outcome.final for due in schedule.history)
+    queued_s = now - max(record.due_at, record.created_at) if record.state is State.QUEUED else 0.0
+    decided = (due for due in schedule.history if due.at == record.due_at)
+    return queued_s > schedule.start_within_s or any(due.outcome.final or not due.run_id for due in decided)
 
 
 def needed(seen: Seen) -> Need | None:
@@ -184,7 +189,9 @@ def _place(schedule: Schedule, due: DueTime, now: float) -> None:
         for each in earlier:
             each.reason = f"by the time of {schedule.times.words(due.at)}"
             each.replaced = True
-            if each.outcome is not Outcome.RUNNING:  # nothing of it runs
+            if each.outcome is Outcome.WAITING:  # it has no run; one that is starting may have got one meanwhile
+                each.run_id = ""
+            if each.outcome is not Outcome.RUNNING:
                 each.outcome = Outcome.REPLACED
 
 
@@ -194,7 +201,9 @@ def _free_one(schedule: Schedule, now: float) -> None:
     for due in schedule.history:
         if due.outcome is not Outcome.WAITING:
             continue
-        if now - due.at > schedule.start_within_s:
+        if schedule.paused:
+            due.outcome, due.reason, due.run_id = Outcome.SKIPPED, "the schedule was paused", ""
+        elif now - due.at > schedule.start_within_s:
             over = f"run {busy.run_id} was not over" if busy else _late(schedule, now - due.at)
             due.outcome, due.reason, due.run_id = Outcome.MISSED, f"{over} in time", ""
         elif busy is None:

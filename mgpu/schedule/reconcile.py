@@ -6,9 +6,11 @@ that has nothing to do imports nothing for it.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,7 +27,9 @@ from mgpu.schedule.supervisors import Looked, Supervisors
 
 SWEEP_EVERY_S = 3600.0  # every provider is asked what is there, which takes seconds
 LOOK_EVERY_S = 15.0  # while it watches
+BUSY_AGAIN_S = 300.0  # as the next, in a single pass
 AGAIN_S = 60.0  # until a run that was left is looked after again, while it watches
+_OF_A_RUN = re.compile(r"-\d{4}-[a-hjkmnp-z2-9]{5}(-r\d+)?$")  # the name of a fleet that a launch has made
 _SWEPT = "swept"  # in mgpu's folder of a backend: when, by the backend's own clock, it was looked for machines
 
 
@@ -127,18 +131,21 @@ class Reconciler:
         todo = self._decisions()
         for schedule in todo.schedules:
             self._write(schedule)
+        if todo.schedules:  # from here on by what is written, whoever has written it
+            todo = self._decisions()
         for schedule, due in todo.submit:
             self._submit(schedule, due)
+        if todo.submit:  # they are queued now
+            todo = self._decisions()
         for run_id in todo.stop:
             if run_id not in self.report.stopped:
                 shared.ask_to_stop(run_id)
                 self.report.stopped.append(run_id)
-        if todo.submit:  # they are queued now
-            todo = self._decisions()
         left_s = max(0.0, self._until - self._clock())
+        again_s = AGAIN_S if left_s else BUSY_AGAIN_S  # a single pass goes on while one of its runs takes long
         for need in todo.needs:
             last = self._began.get(need.run_id)
-            if last is None or (left_s and self._clock() - last >= AGAIN_S):
+            if last is None or self._clock() - last >= again_s:
                 self._began[need.run_id] = self._clock()
                 self.report.needs = [each for each in self.report.needs if each.run_id != need.run_id] + [need]
                 self._supervisors.begin(need, left_s)
@@ -173,13 +180,20 @@ class Reconciler:
         folder, at = kept.folder(schedule), f"{schedule.submission}/"
         more = {"schedule": schedule.name, "due_at": due.at}
         try:
-            submit_kept(folder, at, schedule.run, due.run_id, **more)
+            if self._is_starting(kept.load(schedule.name), due):
+                submit_kept(folder, at, schedule.run, due.run_id, **more)
+                after = kept.change(schedule.name, lambda now: advanced(now, self._find, self._clock()))
+                if not any(each.run_id == due.run_id and each.under_way for each in after.history):
+                    shared.ask_to_stop(due.run_id)  # something else became of its time meanwhile
         except (MgpuError, OSError) as error:
             what = f"schedule {schedule.name}: the run of {schedule.times.words(due.at)} could not be submitted"
             self._fail([InputError(what, str(error), "The next pass tries again.")])
-            self._reason(schedule, due, str(error))
-            return
-        kept.change(schedule.name, lambda now: advanced(now, self._find, self._clock()))
+            with suppress(MgpuError):
+                self._reason(schedule, due, str(error))
+
+    def _is_starting(self, schedule: Schedule, due: DueTime) -> bool:
+        same = (each for each in schedule.history if each.at == due.at and each.run_id == due.run_id)
+        return any(each.outcome is Outcome.STARTING and not each.replaced for each in same)
 
     def _reason(self, schedule: Schedule, due: DueTime, reason: str) -> None:
         def said(now: Schedule) -> Schedule:
@@ -214,7 +228,11 @@ class Reconciler:
 
         survey = inventory.survey(unsettled)
         self._fail(survey.failures)
-        loose = [fleet for fleet in survey.fleets if not fleet.used_by and not fleet.left_by]
+        found = [fleet for fleet in survey.fleets if not fleet.used_by and not fleet.left_by]
+        loose = [fleet for fleet in found if _OF_A_RUN.search(fleet.name)]
+        for fleet in found:
+            if fleet not in loose:  # perhaps of a stack whose state lies where mgpu does not look: its owner decides
+                self._context.emit(Warned(f"fleet {fleet.name}: nothing is known to stand for it; see `mgpu gc`"))
         for fleet, error in end_all(loose, self._context):
             if error is not None:
                 self._fail([error])

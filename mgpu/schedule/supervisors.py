@@ -89,7 +89,8 @@ class Supervisors:
                 process.kill()
 
     def _fill(self) -> None:
-        while self._waiting and len(self._at_work) < _AT_ONCE:
+        # one that watches has its run for all the time: none waits for it
+        while self._waiting and (len(self._at_work) < _AT_ONCE or self._waiting[0][1]):
             need, watch_s = self._waiting.popleft()
             process = subprocess.Popen(
                 _command(need, watch_s),

@@ -130,7 +130,7 @@ def test_the_end_is_asked_for_from_another_machine(team: Team):
             shared.ask_to_stop("first-1")
         keeper = shared._Keeper(location.current().shared, "first-1", None, 90)
         with team.on("a"):
-            keeper._look_for_stop()
+            keeper.look_for_stop()
         assert token
         assert folder.stop.exists()
     with team.on("b"):

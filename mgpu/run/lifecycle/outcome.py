@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mgpu_train.agent.status.status import Fault
@@ -30,6 +31,7 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.providers.base import StoreRole
 from mgpu.run.fleet.stack import InUse, give_back_fleet
+from mgpu.run.record import shared
 from mgpu.run.record.record import Record, State, known
 from mgpu.run.record.session import Session
 from mgpu.run.supervision.limits import StopReason
@@ -76,6 +78,11 @@ def _concluded(session: Session, stack: Stack, teardown: str, body: Callable[[],
         return _finish(session, stack, teardown, _guarded(session, body))
     except KeyboardInterrupt:  # a second signal: the engine goes on by itself
         session.log("left", state=str(session.record.state))
+        if session.interrupts.count and session.record.state is not State.RUNNING:
+            with suppress(
+                OSError, StackError
+            ):  # the first one has asked for the end: whoever takes over goes on with it
+                shared.ask_to_stop(session.record.run_id)
         session.save()
         return Outcome(session.record, left=True)
 

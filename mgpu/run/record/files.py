@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu.backend import location
+from mgpu.errors import StackError
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.supervisor_lock import held
 
@@ -108,7 +109,11 @@ def bring_folder(root: Path, at: str) -> bool:
         kept = json.loads(text)
         if not path.exists() or path.read_bytes() != text:  # a run that is resumed takes its code as it is then
             for name, archive in kept["archives"].items():
-                _unpack(store, archive, root / name)
+                try:
+                    _unpack(store, archive, root / name)
+                except NotFound:
+                    what = f"the backend {here.address} has no {archive['key']} any more"
+                    raise StackError(what, f"It is the `{name}` that {at} begins with.") from None
             replace(root / RUN_FILE, kept["run_file"].encode())
             replace(path, text)
     return True

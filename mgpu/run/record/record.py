@@ -172,7 +172,8 @@ class Record:
     @property
     def settled(self) -> bool:
         """True when nothing of it is left to do: it is over, and has left nothing that somebody has to take away."""
-        return self.state.final and self.teardown != "asked" and not self.store_granted
+        left = self.teardown == "asked" or (self.teardown == "confirmed" and self.store_granted)
+        return self.state.final and not left
 
     @property
     def file_argument(self) -> str:
@@ -339,8 +340,9 @@ def every(*, fresh: bool = False) -> list[Record]:
 
 def find(run_id: str) -> Record | None:
     """The record of this very id, as the backend has it; None: there is none. Raises InputError: it cannot be read."""
-    there = shared.pull_one(run_id)
-    return _read(Folder(run_id).record) if there and Folder(run_id).record.exists() else None
+    folder = Folder(run_id)
+    there = held(folder.lock) or shared.pull_one(run_id)  # what is supervised here is newest here
+    return _read(folder.record) if there and folder.record.exists() else None
 
 
 def unsettled() -> list[Record]:

@@ -215,6 +215,8 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
     if here.shared is None:
         yield True
         return
+    from mgpu_train.store import StoreError
+
     from mgpu.backend.lease import Lease
 
     said = {**asdict(me(token)), "space": _space()}
@@ -230,6 +232,8 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
     keeper = _keepers[run_id] = _Keeper(here.shared, run_id, grip, lasts_s / 3)
     try:
         pull_one(run_id)
+        with suppress(StoreError):
+            keeper.look_for_stop()  # who only passes by does not stay until the first turn
         keeper.start()
         yield True
     finally:
@@ -283,7 +287,7 @@ class _Keeper:
 
     def _turn(self) -> bool:
         """False: another machine has the run."""
-        self._look_for_stop()
+        self.look_for_stop()
         if time.monotonic() - self._sent >= _SEND_EVERY_S:
             self._sent = time.monotonic()
             files.send(self._run_id)
@@ -296,7 +300,8 @@ class _Keeper:
         self._renewed = time.monotonic()
         return True
 
-    def _look_for_stop(self) -> None:
+    def look_for_stop(self) -> None:
+        """Writes down here what another machine has asked for. Raises StoreError."""
         stop = Folder(self._run_id).stop
         if not stop.exists() and self._store.stat(f"{_STOPS}{self._run_id}") is not None:
             stop.touch()

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 from mgpu_train.agent.status.status import AgentStatus, CheckpointStatus, Fault
 
+from mgpu.errors import StackError
 from mgpu.events import CheckpointCommitted, MetricsSampled, Note, SpendChanged, Warned
 from mgpu.providers.base import Handle, Provider
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.job.saving import Saving
 from mgpu.run.job.store_credentials import StoreKeys
-from mgpu.run.record import interruptions
+from mgpu.run.record import interruptions, shared
 from mgpu.run.record.record import Interruption, State, known
 from mgpu.run.record.session import Session
 from mgpu.run.supervision.credential_renewal import CredentialRenewal
@@ -266,6 +267,10 @@ class Supervisor:
 
     # --- stopping -----------------------------------------------------------------------------------------------
 
+    def _say_that_it_is_to_stop(self) -> None:
+        with suppress(OSError, StackError):
+            shared.ask_to_stop(self._session.record.run_id)
+
     def _wants_to_leave(self) -> bool:
         """The first signal asks, where there is somebody to ask, and stops; a second one leaves, whatever stops it."""
         interrupts, ask = self._session.interrupts, self._session.ask
@@ -303,8 +308,9 @@ class Supervisor:
             self._stopped_by = by
             self._session.log("stop", by=by or "peers", why=why)
             if by is StopReason.USER:
-                with suppress(OSError):  # whoever takes over in the middle of it goes on with it
+                with suppress(OSError):  # whoever takes over in the middle of it goes on with it, from anywhere
                     self._session.folder.stop.touch()
+                self._fleet.calls.begin("stop asked", self._say_that_it_is_to_stop)
             self._session.to(State.STOPPING)
             self._session.emit(Note(f"stopping: {why}"))
         save_s = last_save_s(self._session.record) if level == SAVE else 0.0

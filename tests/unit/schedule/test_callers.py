@@ -56,7 +56,9 @@ def user(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     programs.mkdir()
     for name, text in {
         "systemctl": f'echo "$@" >> {tmp_path}/asked',
-        "crontab": f'if [ "$1" = -l ]; then cat {tmp_path}/tab; else cat > {tmp_path}/tab; fi',
+        "crontab": f'if [ -e {tmp_path}/broken ]; then echo "no permission" >&2; exit 1; fi; '
+        f'if [ "$1" = -l ] && [ ! -e {tmp_path}/tab ]; then echo "no crontab for you" >&2; exit 1; fi; '
+        f'if [ "$1" = -l ]; then cat {tmp_path}/tab; else cat > {tmp_path}/tab; fi',
         "pip": f'echo "$@" >> {tmp_path}/asked',
     }.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -117,6 +119,14 @@ def test_a_line_of_crontab(user: Path):
     assert (user / "tab").read_text() == "0 5 * * * /usr/bin/backup\n"
 
 
+def test_a_crontab_that_cannot_be_read_is_not_written(user: Path):
+    (user / "tab").write_text("0 5 * * * /usr/bin/backup\n")
+    (user / "broken").touch()
+    for args in (("install", "--cron", "--yes"), ("uninstall", "--cron")):
+        assert "`crontab -l` failed" in str(mgpu("schedule", *args).exception)
+    assert (user / "tab").read_text() == "0 5 * * * /usr/bin/backup\n"
+
+
 def test_two_backends_do_not_meet(user: Path, monkeypatch: pytest.MonkeyPatch):
     mgpu("schedule", "install", "--cron", "--yes")
     monkeypatch.setenv(location.VARIABLE, f"file://{user}/shared")
@@ -133,7 +143,7 @@ def test_a_program_that_is_not_there_or_fails_is_named(user: Path, monkeypatch: 
     assert isinstance(failed, StackError)
     assert (failed.what, failed.why) == ("`systemctl --user daemon-reload` failed", "Failed to connect to bus")
     monkeypatch.setenv("PATH", str(user / "nothing"))
-    assert "`crontab -` could not be run" in str(mgpu("schedule", "install", "--cron", "--yes").exception)
+    assert "`crontab -l` could not be run" in str(mgpu("schedule", "install", "--cron", "--yes").exception)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +200,9 @@ def test_a_workflow_of_githubs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
         "run": "mgpu reconcile",
         "env": {"WANDB_API_KEY": "${{ secrets.WANDB_API_KEY }}"},
     }
+    assert [step["name"] for step in job["steps"] if "MGPU_PASSPHRASE" in step.get("env", {})] == [
+        "The passphrase of the backend"
+    ]
     steps(path, [step["run"] for step in job["steps"][2:-1]], bucket)
     assert mgpu("schedule", "uninstall", "--github").return_value == 0
     assert not path.exists()

@@ -43,7 +43,7 @@ class World:
             (self.schedule,) = todo.schedules
         for _, due in todo.submit:
             assert due.run_id not in self.runs, "a second run of one time"
-            self.runs[due.run_id] = record(due.run_id, due_at=due.at)
+            self.runs[due.run_id] = record(due.run_id, due_at=due.at, state=State.RUNNING)
         self.stopped = todo.stop
         self.schedule = advanced(self.schedule, self.runs.get, self.now)
         return [str(due.outcome) for due in self.schedule.history if before.get(due.at) is not due.outcome]
@@ -146,7 +146,8 @@ def test_a_time_that_waits_for_too_long_is_missed(rule: IfRunning):
     assert len(world.runs) == 1
 
 
-def test_a_replaced_time_whose_run_comes_late_is_ended():
+@pytest.mark.parametrize("state", [State.QUEUED, State.PROVISIONING, State.RUNNING])
+def test_a_replaced_time_whose_run_comes_late_is_ended(state: State):
     """Its submission was under way when the next time was decided to replace it."""
     world = World(schedule(cron="0 2,3 * * *", if_running=IfRunning.REPLACE))
     starting = advanced(world.schedule, world.runs.get, BEGIN + 2 * HOUR)
@@ -154,7 +155,7 @@ def test_a_replaced_time_whose_run_comes_late_is_ended():
     world.look(hours=3)
     first = starting.history[0]
     assert world.told[0][0] == "replaced"
-    world.runs[first.run_id] = record(first.run_id, state=State.QUEUED, due_at=first.at)
+    world.runs[first.run_id] = record(first.run_id, state=state, due_at=first.at)
     world.look(hours=3.1)
     assert world.stopped == (first.run_id,)
 
@@ -174,6 +175,28 @@ def test_a_paused_schedule_starts_nothing_and_says_so():
     assert world.told[0][1] == "the schedule was paused"
     world.schedule = replace(world.schedule, paused=False)
     assert world.look(days=2, hours=3) == ["running"]
+
+
+def test_a_time_that_waits_when_a_schedule_is_paused_is_skipped():
+    world = World(schedule(if_running=IfRunning.QUEUE))
+    world.look(hours=2)
+    world.look(days=1, hours=2)
+    world.schedule = advanced(replace(world.schedule, paused=True), world.runs.get, world.now)
+    world.ends()
+    assert world.look(days=1, hours=3) == ["succeeded"]
+    assert world.told[1] == ("skipped", "the schedule was paused")
+
+
+def test_a_run_that_nobody_could_begin_with_in_time_is_ended():
+    """A secret is missing wherever it was tried: it does not begin days later."""
+    world = World(schedule())
+    world.look(hours=2)
+    (run,) = world.runs
+    world.runs[run] = replace(world.runs[run], state=State.QUEUED)
+    world.look(hours=5.9)
+    assert world.stopped == ()
+    world.look(hours=6.1)
+    assert world.stopped == (run,)
 
 
 def test_a_run_whose_record_is_gone_has_stopped():
@@ -252,6 +275,7 @@ def test_a_year_of_nights_under_passes_at_any_time(rule: IfRunning, seed: int):
         (State.RUNNING, True, {}, None),
         (State.SUCCEEDED, False, {"teardown": "confirmed"}, None),
         (State.SUCCEEDED, False, {"teardown": "kept"}, None),
+        (State.SUCCEEDED, False, {"teardown": "kept", "store_granted": True}, None),
         (State.FAILED, False, {"teardown": "asked"}, "it is over, and has left something"),
         (State.STOPPED, False, {"teardown": "confirmed", "store_granted": True}, "it is over, and has left something"),
     ],

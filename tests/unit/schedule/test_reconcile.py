@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from mgpu.cli import cli
 from mgpu.context import Context
 from mgpu.errors import InputError, MgpuError, StackError
+from mgpu.events import Warned
 from mgpu.providers.base import NodePhase
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.lifecycle import attach, down, submit
@@ -27,8 +28,8 @@ from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import State
 from mgpu.run.record.signals import Interrupts
 from mgpu.schedule import kept, reconcile, supervisors
-from mgpu.schedule.decide import Need
-from mgpu.schedule.model import Schedule
+from mgpu.schedule.decide import Need, advanced
+from mgpu.schedule.model import IfRunning, Outcome, Schedule
 from mgpu.schedule.reconcile import Reconciler
 from mgpu.schedule.supervisors import Looked, Supervisors
 from mgpu.spec.load import load
@@ -236,6 +237,34 @@ def test_a_pass_that_is_cut_off_anywhere_is_gone_on_with(nights, monkeypatch):
     assert (len(record.every()), nights.outcomes) == (1, ["succeeded"])
 
 
+def test_who_has_read_a_schedule_before_another_wrote_it_goes_by_what_was_written(nights, monkeypatch):
+    """One reads just before the hour, and the other one decides just after it: one time is started, the newer one."""
+    nights.add()
+    nights.now = NOW - NOW % HOUR + 1.99 * HOUR
+    slow = nights.reconciler()
+    stale = slow._decisions()
+    assert [due.outcome for _, due in stale.submit] == [Outcome.STARTING]
+    nights.now += 0.1 * HOUR
+    nights.works()
+    real, seen = slow._decisions, iter([stale])
+    monkeypatch.setattr(slow, "_decisions", lambda: next(seen, None) or real())
+    slow.work()
+    assert [str(due.outcome) for due in kept.load("nightly").history][:1] == ["missed"]
+    assert len(record.every()) == 1
+
+
+def test_who_is_late_with_a_submission_of_a_time_that_was_replaced_submits_nothing(nights):
+    nights.add(if_running=IfRunning.REPLACE)
+    nights.now = NOW - NOW % HOUR + 1.1 * HOUR
+    slow = nights.reconciler()
+    kept.change("nightly", lambda found: advanced(found, record.find, nights.now))
+    found = kept.load("nightly")
+    nights.now += HOUR
+    kept.change("nightly", lambda now: advanced(now, record.find, nights.now))
+    slow._submit(found, found.history[0])
+    assert record.every() == []
+
+
 def test_who_is_late_with_a_submission_finds_the_run_as_it_is(nights):
     nights.world.program = nights.world.train_on
     made = nights.add()
@@ -266,10 +295,12 @@ def test_twenty_at_once_start_one_run(nights):
 
 
 def test_machines_that_nothing_stands_for_are_ended_once_an_hour(nights):
-    nights.world.cloud.rent("lost", 2)
-    assert nights.works().swept == ["lost"]
-    assert nights.world.cloud.billed == set()
-    nights.world.cloud.rent("lost-too", 1)
+    nights.world.cloud.rent("mine-it-1125-abcde", 2)
+    nights.world.cloud.rent("theirs", 1)
+    assert nights.works().swept == ["mine-it-1125-abcde"]
+    assert nights.world.cloud.billed == {"theirs-0"}, "of a stack whose state nobody here can see, perhaps"
+    assert any("fleet theirs: nothing is known" in event.text for event in nights.world.of(Warned))
+    nights.world.cloud.rent("mine-it-1125-fghjk", 1)
     assert nights.works().swept == [], "somebody has looked a moment ago"
 
 
@@ -296,7 +327,7 @@ def test_who_watches_outlives_a_backend_that_is_away_and_tries_a_run_again_later
     nights.world.program = nights.world.train_on
     nights.add()
     nights.now += HOUR
-    looks, failing = InProcess(nights.context), iter([False, False, True])
+    looks, failing = InProcess(nights.context), iter([False, False, False, True])
     reconciler = nights.reconciler(watch_s=130.0, supervisors=looks)
     real = kept.every
 
@@ -376,6 +407,16 @@ def test_each_run_has_a_process_and_what_it_says_is_passed_on(commands, monkeypa
     assert [event.text for event in told] == ["a: hello"]
 
 
+def test_of_those_that_watch_none_waits_for_another(commands, monkeypatch, tmp_path):
+    monkeypatch.setattr(supervisors, "_AT_ONCE", 1)
+    found = Supervisors(lambda _: None)
+    for run in "ab":
+        other = "a" if run == "b" else "b"
+        commands[run] = f"touch {tmp_path}/{run}; while [ ! -e {tmp_path}/{other} ]; do sleep 0.05; done; echo '{{}}'"
+        found.begin(Need(run, "running"), 60.0)
+    assert ended(found).keys() == {"a", "b"}
+
+
 def test_who_leaves_has_all_of_them_leave(commands, tmp_path):
     commands["a"] = f"trap 'touch {tmp_path}/left; exit 0' TERM; touch {tmp_path}/begun; while :; do sleep 0.05; done"
     found = Supervisors(lambda _: None)
@@ -423,6 +464,10 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     nights.now = time.time()
     assert nights.through() == ["running", "succeeded"]
     assert "succeeded" in mgpu("schedule", "show", "it").stdout
+    (run,) = record.every()
+    record.write(replace(run, teardown="asked"))
+    assert f"run {run.run_id} is not over" in str(mgpu("schedule", "rm", "it").exception), "its machines may be owed"
+    record.write(run)
     assert mgpu("schedule", "rm", "it").return_value == 0
     assert (kept.every()[0], len(record.every())) == ({}, 1)
     assert "no schedules" in mgpu("schedule", "ls").stdout

@@ -373,6 +373,21 @@ def test_a_run_that_has_come_to_its_budget_says_what_to_do(project):
     project.nothing_is_left()
 
 
+@pytest.mark.parametrize(("signals", "asked"), [(2, True), (0, False)])
+def test_a_launch_that_was_left_while_it_rents_is_to_end_whoever_takes_it_on(project, monkeypatch, signals, asked):
+    """The first signal asked for the end, and the second did not wait for it; who only passes by asks for nothing."""
+    interrupts = Interrupts()
+    monkeypatch.setattr(supervise, "Interrupts", lambda **_: interrupts)
+
+    def left():
+        interrupts.count = signals
+        raise KeyboardInterrupt
+
+    project.world.hooks["up"] = left
+    assert project.launch().left
+    assert Folder(record.load("last").run_id).stop.exists() == asked
+
+
 # --- submitted, and supervised later ----------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from mgpu.events import CheckpointCommitted, LogChunk, MetricsSampled, Note, Rec
 from mgpu.journal import read
 from mgpu.providers.base import NodePhase
 from mgpu.remote.nodeset import NodeSet
-from mgpu.run.record import record
+from mgpu.run.record import record, shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Interruption, Spent, State
 from mgpu.run.record.session import Session
@@ -793,6 +793,16 @@ def test_a_hint_of_the_provider_is_told_once_and_ends_nothing(watch):
     assert len(told) == 1
     assert told[0].startswith("node 1")
     assert watch.world.nodes[1].stops == 0
+
+
+def test_a_stop_by_a_signal_is_said_to_whoever_goes_on_from_elsewhere(watch, monkeypatch):
+    asked = []
+    monkeypatch.setattr(shared, "ask_to_stop", asked.append)
+    watch.at(2, watch.signal).at(
+        4, lambda: [node.says(Phase.FAILED, fault=Fault.STOPPED) for node in watch.world.nodes]
+    )
+    watch.run()
+    assert asked == ["run-1"]
 
 
 # --- what is spent ----------------------------------------------------------------------------------------------------
