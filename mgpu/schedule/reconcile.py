@@ -75,11 +75,11 @@ class Reconciler:
         watch_s: float = 0.0,
         *,
         supervisors: Looks | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self._context, self._clock = context, clock
+        self._context, self._clock = context, clock or time.time
         self._supervisors = supervisors or Supervisors(context.emit)
-        self._until = clock() + watch_s
+        self._until = self._clock() + watch_s
         self._began: dict[str, float] = {}  # runs that were looked after, and when last
         self._sweep_at = 0.0
         self.report = Report()
