@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +37,7 @@ _WAYS = {
 _EVERY_S = {"systemd": 300.0, "cron": 300.0, "github": 1800.0, "gitlab": 1800.0}
 _SHOWN = 20  # due times
 _NEXT = 5
+_LOOKED_AT = 100  # coming times, for how close two of them come
 
 
 @click.group()
@@ -98,6 +99,10 @@ def add(
     if jitter >= start_within:
         why = f"It would be missed by its own jitter: it starts within {duration(start_within)} of its time."
         raise InputError(f"--jitter {duration(jitter)}", why, "Give a shorter one, or a longer --start-within.")
+    coming = list(islice(times.after(now), _LOOKED_AT))
+    if jitter > (closest := min((b - a for a, b in pairwise(coming)), default=jitter)):
+        why = f"Two of its times are {duration(closest)} apart: the later one could come first."
+        raise InputError(f"--jitter {duration(jitter)}", why, f"Give at most {duration(closest)}.")
     kept.require_free(name)  # before anybody waits for an image
     for number, line in enumerate(_coming(times)):
         console.say(f"{'next' if number == 0 else '    '}  {line}")
@@ -132,13 +137,14 @@ def ls(as_json: bool) -> int:
     from mgpu.schedule import kept
 
     console = Console(as_json=as_json)
-    found, damaged = kept.every()
+    found = kept.every()
+    schedules, damaged = [*found.schedules.values()], found.damaged
     if as_json:
         from mgpu.cli.results import Schedules, ScheduleView
 
-        console.result(Schedules(schedules=[ScheduleView.of(each) for each in found.values()]))
-    elif found:
-        rows = [(s.name, s.cron, s.timezone, _next(s), _last(s)) for s in found.values()]
+        console.result(Schedules(schedules=[ScheduleView.of(each) for each in schedules]))
+    elif schedules:
+        rows = [(s.name, s.cron, s.timezone, _next(s), _last(s)) for s in schedules]
         console.table(("schedule", "cron", "zone", "next", "last"), rows, spare=("zone", "cron"))
     elif not damaged:
         console.prose("no schedules yet")
@@ -183,7 +189,11 @@ def show(name: str, all_times: bool, as_json: bool) -> int:
 @common.json_option
 def pause(name: str, as_json: bool) -> int:
     """Start nothing of a schedule until `resume`; its times are kept as skipped."""
-    return _set(name, as_json, lambda found: _settled(replace(found, paused=True)), "is paused: what runs goes on")
+
+    def paused(found: Schedule, ahead_s: float) -> Schedule:
+        return _settled(replace(found, paused=True), ahead_s)
+
+    return _set(name, as_json, paused, "is paused: what runs goes on")
 
 
 @schedule.command()
@@ -191,7 +201,11 @@ def pause(name: str, as_json: bool) -> int:
 @common.json_option
 def resume(name: str, as_json: bool) -> int:
     """Go on with a schedule that was paused."""
-    return _set(name, as_json, lambda found: replace(_settled(found), paused=False), "goes on")
+
+    def resumed(found: Schedule, ahead_s: float) -> Schedule:
+        return replace(_settled(found, ahead_s), paused=False)
+
+    return _set(name, as_json, resumed, "goes on")
 
 
 @schedule.command(name="run-now")
@@ -199,16 +213,17 @@ def resume(name: str, as_json: bool) -> int:
 @common.json_option
 def run_now(name: str, as_json: bool) -> int:
     """Make this moment a time of a schedule: the next `mgpu reconcile` starts it."""
-    from mgpu.run.record.record import find
+    from mgpu.schedule import kept
     from mgpu.schedule.decide import by_hand
     from mgpu.schedule.model import Outcome
 
-    now = time.time()
+    now, tried = time.time(), set[float]()
 
-    def placed(found: Schedule) -> Schedule:
-        if any(due.at == now for due in found.history):  # written by a try whose answer was lost
+    def placed(found: Schedule, ahead_s: float) -> Schedule:
+        if any(due.at in tried for due in found.history):  # written by a try whose answer was lost
             return found
-        after = by_hand(found, find, now)
+        tried.add(now - ahead_s)
+        after = by_hand(found, kept.run_of, now - ahead_s)
         if after.history[-1].outcome is Outcome.SKIPPED:
             why = f"{after.history[-1].reason[:1].upper()}{after.history[-1].reason[1:]}."
             raise InputError(f"schedule {name} is not started", why, f"Wait for it, or `mgpu stop {_busy(found)}`.")
@@ -225,7 +240,7 @@ def rm(name: str, as_json: bool) -> int:
     from mgpu.schedule import kept
 
     console, found = Console(as_json=as_json), kept.load(name)
-    if run := _busy(_settled(replace(found, paused=True))) or _owing(found):
+    if run := _busy(_settled(replace(found, paused=True), 0.0)) or _owing(found):
         cure = f"End it first: `mgpu stop {run}`; `mgpu schedule pause {name}` starts no other."
         raise InputError(f"schedule {name} is not removed: run {run} is not over", "Its code is kept there.", cure)
     kept.remove(found)
@@ -320,7 +335,7 @@ def _caller(way: str | None, every: float | None) -> Caller:
     return callers.WAYS[way](every or _EVERY_S[way])
 
 
-def _set(name: str, as_json: bool, how: Callable[[Schedule], Schedule], said: str) -> int:
+def _set(name: str, as_json: bool, how: Callable[[Schedule, float], Schedule], said: str) -> int:
     from mgpu.schedule import kept
 
     console = Console(as_json=as_json)
@@ -339,12 +354,12 @@ def _owing(found: Schedule) -> str:
     return next((each.run_id for each in runs if not each.settled or each.teardown == "kept"), "")
 
 
-def _settled(found: Schedule) -> Schedule:
+def _settled(found: Schedule, ahead_s: float) -> Schedule:
     """With what became of its times until now, by the rules that it has had until now."""
-    from mgpu.run.record.record import find
+    from mgpu.schedule import kept
     from mgpu.schedule.decide import advanced
 
-    return advanced(found, find, time.time())
+    return advanced(found, kept.run_of, time.time() - ahead_s)
 
 
 def _busy(found: Schedule) -> str:

@@ -19,11 +19,12 @@ from mgpu.context import Context
 from mgpu.errors import InputError, MgpuError, StackError
 from mgpu.events import Note, Warned
 from mgpu.run.record import shared
-from mgpu.run.record.record import Record, State, find, supervised, unsettled
+from mgpu.run.record.record import Record, supervised, unsettled
 from mgpu.schedule import kept
 from mgpu.schedule.decide import Decisions, Need, Seen, advanced, decide, since
 from mgpu.schedule.model import DueTime, Outcome, Schedule
 from mgpu.schedule.supervisors import Looked, Supervisors
+from mgpu.words import duration
 
 SWEEP_EVERY_S = 3600.0  # every provider is asked what is there, which takes seconds
 LOOK_EVERY_S = 15.0  # while it watches
@@ -82,6 +83,7 @@ class Reconciler:
         self._until = self._clock() + watch_s
         self._began: dict[str, float] = {}  # runs that were looked after, and when last
         self._sweep_at = 0.0
+        self._wrong_clock = False  # and it was said
         self.report = Report()
 
     def look(self) -> Report:
@@ -92,19 +94,17 @@ class Reconciler:
         return self.report
 
     def _decisions(self) -> Decisions:
-        now = self._clock()
-        schedules, damaged = kept.every()
-        self._fail(damaged)
+        now, found = self._clock(), kept.every()
+        self._fail(found.damaged)
+        if found.ahead_s and not self._wrong_clock:
+            self._wrong_clock, how = True, "ahead of" if found.ahead_s > 0 else "behind"
+            by = duration(abs(found.ahead_s))
+            self._context.emit(Warned(f"this machine's clock is {by} {how} the backend's, which passes go by: set it"))
         runs = {each.run_id: Seen(each, supervised(each.run_id)) for each in unsettled()}
-        return decide(schedules, runs, self._find, now)
+        return decide(found.schedules, runs, self._find, now - found.ahead_s)
 
     def _find(self, run_id: str) -> Record | None:
-        """The record of a run; one that cannot be read goes on, as far as anybody knows."""
-        try:
-            return find(run_id)
-        except InputError as error:
-            self._fail([error])
-            return Record(run_id, *[""] * 5, own_stack=True, fleet_name="", provider="", nodes=0, state=State.RUNNING)
+        return kept.run_of(run_id, lambda error: self._fail([error]))
 
     def work(self) -> Report:
         """Passes until nothing is left to do and the time is over. Raises StackError: the backend does not answer; once
@@ -150,12 +150,15 @@ class Reconciler:
                 self.report.needs = [each for each in self.report.needs if each.run_id != need.run_id] + [need]
                 self._supervisors.begin(need, left_s)
 
+    def _advanced(self, schedule: Schedule, ahead_s: float) -> Schedule:
+        return advanced(schedule, self._find, self._clock() - ahead_s)
+
     def _write(self, wanted: Schedule) -> None:
         """Computed again from what is there: somebody else may have decided meanwhile."""
         news = list[DueTime]()
 
-        def decided(before: Schedule) -> Schedule:
-            after = advanced(before, self._find, self._clock())
+        def decided(before: Schedule, ahead_s: float) -> Schedule:
+            after = self._advanced(before, ahead_s)
             news[:] = since(before, after)
             return after
 
@@ -182,7 +185,7 @@ class Reconciler:
         try:
             if self._is_starting(kept.load(schedule.name), due):
                 submit_kept(folder, at, schedule.run, due.run_id, **more)
-                after = kept.change(schedule.name, lambda now: advanced(now, self._find, self._clock()))
+                after = kept.change(schedule.name, self._advanced)
                 if not any(each.run_id == due.run_id and each.under_way for each in after.history):
                     shared.ask_to_stop(due.run_id)  # something else became of its time meanwhile
         except (MgpuError, OSError) as error:
@@ -196,8 +199,8 @@ class Reconciler:
         return any(each.outcome is Outcome.STARTING and not each.replaced for each in same)
 
     def _reason(self, schedule: Schedule, due: DueTime, reason: str) -> None:
-        def said(now: Schedule) -> Schedule:
-            after = advanced(now, self._find, self._clock())
+        def said(now: Schedule, ahead_s: float) -> Schedule:
+            after = self._advanced(now, ahead_s)
             for each in after.history:
                 if each.at == due.at and each.outcome is Outcome.STARTING:
                     each.reason = reason

@@ -216,7 +216,7 @@ def test_a_schedule_that_is_removed_leaves_nothing(team: Team, project: Path):
     with team.on("a"):
         kept.remove(add(project))
     with team.on("b"):
-        assert kept.every() == ({}, [])
+        assert kept.every() == kept.All({}, [], 0.0)
         assert [each.key for each in location.current().ours.list("submissions/")] == []
         with pytest.raises(InputError, match="no schedule"):
             kept.load("nightly")

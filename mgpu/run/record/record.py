@@ -137,6 +137,7 @@ class Record:
     max_usd: float = 0.0  # that its machines may cost in all; 0: no limit
     max_usd_told: float = 0.0  # the part of it of which was told that it is spent
     hard_cap_at: float = 0.0
+    sold_out_since: float = 0.0  # there has been no capacity for it since then; 0: there is, or nobody has asked
     lease_until: float = 0.0  # of a fleet that was kept
     store: str | None = None
     store_granted: bool = (

@@ -257,10 +257,10 @@ def test_who_is_late_with_a_submission_of_a_time_that_was_replaced_submits_nothi
     nights.add(if_running=IfRunning.REPLACE)
     nights.now = NOW - NOW % HOUR + 1.1 * HOUR
     slow = nights.reconciler()
-    kept.change("nightly", lambda found: advanced(found, record.find, nights.now))
+    kept.change("nightly", lambda found, _: advanced(found, record.find, nights.now))
     found = kept.load("nightly")
     nights.now += HOUR
-    kept.change("nightly", lambda now: advanced(now, record.find, nights.now))
+    kept.change("nightly", lambda found, _: advanced(found, record.find, nights.now))
     slow._submit(found, found.history[0])
     assert record.every() == []
 
@@ -356,10 +356,25 @@ def test_a_damaged_schedule_is_told_and_hides_no_other(nights):
     assert nights.outcomes == ["running"]
 
 
+@pytest.mark.parametrize("ahead_h", [30.0, -30.0])
+def test_a_machine_whose_clock_is_wrong_goes_by_the_backends(nights, monkeypatch, ahead_h):
+    """It neither lets times pass that have not come, nor starts some that have not."""
+    wrong = SimpleNamespace(time=lambda: time.time() + ahead_h * HOUR)
+    with monkeypatch.context() as patched:
+        patched.setattr(kept, "time", wrong)
+        nights.now += ahead_h * HOUR + 60.0  # a minute past the hour
+        nights.add()
+        assert nights.works(hours=0.5).due == []
+        said = [event.text for event in nights.world.events if isinstance(event, Warned)]
+        assert f"clock is 30 h {'ahead of' if ahead_h > 0 else 'behind'} the backend's" in said[-1]
+        assert nights.through(hours=0.75) == ["running", "succeeded"]
+    assert nights.outcomes == ["succeeded"]
+
+
 def test_two_who_change_a_schedule_at_once_lose_nothing(nights):
     nights.add()
 
-    def more(found: Schedule) -> Schedule:
+    def more(found: Schedule, _: float) -> Schedule:
         return replace(found, start_within_s=found.start_within_s + 1)
 
     with ThreadPoolExecutor(8) as pool:
@@ -427,6 +442,29 @@ def test_who_leaves_has_all_of_them_leave(commands, tmp_path):
     assert (tmp_path / "left").exists()
 
 
+def test_one_that_takes_too_long_is_asked_to_leave_and_then_killed(commands, tmp_path):
+    commands["obeys"] = f"trap 'exit 9' TERM; touch {tmp_path}/obeys; while :; do sleep 0.05; done"
+    commands["hangs"] = f"trap '' TERM; touch {tmp_path}/hangs; exec sleep 100"
+    now, told = [0.0], []
+    found = Supervisors(told.append, lambda: now[0])
+    for run in ("obeys", "hangs"):
+        found.begin(Need(run, "running"), 60.0)
+    while len([*tmp_path.iterdir()]) < 2:
+        time.sleep(0.01)
+    now[0] = 7259.0
+    assert found.ended(0.0) is None
+    assert told == [], "it may take two hours, and watch a minute"
+    now[0] = 7261.0
+    assert (obeys := found.ended(30.0)).exit_code == 9
+    assert found.ended(0.0) is None
+    now[0] = 7290.0
+    assert (hangs := found.ended(30.0)).exit_code == -signal.SIGKILL
+    assert (obeys.need.run_id, hangs.need.run_id, found.busy) == ("obeys", "hangs", False)
+    assert [event.text for event in told] == [
+        f"{run}: it takes more than 2 h: left to the next pass" for run in ("obeys", "hangs")
+    ]
+
+
 def test_the_commands_that_look_after_a_run():
     assert supervisors._command(Need("a", ""), 90)[1:] == ["-m", "mgpu", "attach", "a", "--for", "90s", "--json"]
     assert supervisors._command(Need("a", "", give_back=True), 90)[1:] == ["-m", "mgpu", "down", "a", "--json"]
@@ -442,7 +480,7 @@ def mgpu(*args: str) -> Any:
 def test_a_schedule_from_the_command_line(nights, monkeypatch):
     monkeypatch.chdir(nights.world.folder)
     assert isinstance(mgpu("schedule", "add", "--cron", "0 2 * * *").exception, InputError), "nobody has agreed"
-    assert kept.every()[0] == {}
+    assert kept.every().schedules == {}
     added = mgpu("schedule", "add", "--cron", "30 2 * * *", "--timezone", "Europe/Berlin", "--yes", "--json")
     made = json.loads(added.stdout)
     assert (made["name"], made["if_running"], made["start_within_s"], len(made["next"])) == ("it", "skip", 14400, 5)
@@ -450,6 +488,8 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert "already" in str(mgpu("schedule", "add", "--cron", "0 2 * * *", "--yes").exception)
     late = mgpu("schedule", "add", "--cron", "0 2 * * *", "--jitter", "2h", "--start-within", "1h", "--yes").exception
     assert "would be missed by its own jitter" in str(late)
+    close = mgpu("schedule", "add", "--cron", "0,10 2 * * *", "--jitter", "20m", "--yes").exception
+    assert "at most 10 min" in str(close)
     assert "it" in mgpu("schedule", "ls").stdout
     assert json.loads(mgpu("schedule", "ls", "--json").stdout)["schedules"][0]["name"] == "it"
     assert json.loads(mgpu("schedule", "pause", "it", "--json").stdout)["paused"]
@@ -469,7 +509,7 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert f"run {run.run_id} is not over" in str(mgpu("schedule", "rm", "it").exception), "its machines may be owed"
     record.write(run)
     assert mgpu("schedule", "rm", "it").return_value == 0
-    assert (kept.every()[0], len(record.every())) == ({}, 1)
+    assert (kept.every().schedules, len(record.every())) == ({}, 1)
     assert "no schedules" in mgpu("schedule", "ls").stdout
     with pytest.raises(InputError, match="no schedule `it`"):
         kept.load("it")
