@@ -75,6 +75,7 @@ def _show(console: Console, report: Report, *, dry_run: bool) -> None:
     rows = [(f"schedule {s.name}", f"{s.times.words(due.at)}: {due.outcome}", due.reason) for s, due in report.due]
     rows += [(f"run {run}", "asked to end", "a later time of its schedule is due") for run in report.stopped]
     rows += [(f"run {each.run_id}", ends.get(each.run_id, "to be looked after"), each.why) for each in report.needs]
+    rows += [(f"run {each.record.run_id}", "queued", f"waits for {each.waits_for}") for each in report.waiting]
     rows += [(f"fleet {name}", "ended", "nothing stood for it") for name in report.swept]
     if rows:
         console.table(("what", "would be done" if dry_run else "now", "because"), rows)
@@ -96,6 +97,7 @@ def _result(report: Report, *, dry_run: bool) -> Reconciled:
         due=[results.Due.of(schedule.name, due) for schedule, due in report.due],
         stopped=report.stopped,
         runs=runs,
+        queued=[results.QueuedRun.of(each) for each in report.waiting],
         swept=report.swept,
         failures=[each.to_json() for each in report.failures],
     )

@@ -16,6 +16,7 @@ from mgpu.run.view import RunView
 
 if TYPE_CHECKING:
     from mgpu.schedule.model import DueTime, Schedule
+    from mgpu.schedule.queue import Queued
 
 VERSION = 1
 
@@ -150,6 +151,45 @@ class LookedAfter(Value):
     error: dict[str, Any] | None = Field(default=None, description="why it could not be done")
 
 
+class QueuedRun(Value):
+    """A run that nobody has begun with."""
+
+    run_id: str
+    waits_for: str | None = Field(description="null: for nothing, the next pass begins with it")
+    priority: int = Field(description="the highest begins first")
+    submitted_by: str | None = Field(description="user and host")
+    submitted_at: float
+    sweep: str | None = Field(description="that it is one run of")
+    setting: dict[str, str] = Field(description="by which it differs from others of its sweep")
+
+    @classmethod
+    def of(cls, queued: Queued) -> QueuedRun:
+        """As it is shown."""
+        record = queued.record
+        return cls(
+            run_id=record.run_id,
+            waits_for=queued.waits_for or None,
+            priority=record.priority,
+            submitted_by=record.submitted_by or None,
+            submitted_at=record.created_at,
+            sweep=record.sweep or None,
+            setting=record.setting,
+        )
+
+
+class Queue(Result):
+    """`mgpu queue ls`."""
+
+    queued: list[QueuedRun] = Field(description="in the order in which they begin")
+
+
+class Submitted(Result):
+    """`mgpu submit` of a sweep."""
+
+    sweep: str
+    runs: list[RunView]
+
+
 class Reconciled(Result):
     """`mgpu reconcile`."""
 
@@ -157,6 +197,7 @@ class Reconciled(Result):
     due: list[Due] = Field(description="times of schedules of which something has become")
     stopped: list[str] = Field(description="runs that were asked to end, to make room for a later time")
     runs: list[LookedAfter]
+    queued: list[QueuedRun] = Field(description="that stay queued, in their order")
     swept: list[str] = Field(description="fleets that nothing stood for: gone, confirmed by their provider")
     failures: list[dict[str, Any]] = Field(description="what could not be done")
 

@@ -23,6 +23,7 @@ from mgpu.run.record.record import Record, supervised, unsettled
 from mgpu.schedule import kept
 from mgpu.schedule.decide import Decisions, Need, Seen, advanced, decide, since
 from mgpu.schedule.model import DueTime, Outcome, Schedule
+from mgpu.schedule.queue import Queued
 from mgpu.schedule.supervisors import Looked, Supervisors
 from mgpu.words import duration
 
@@ -61,6 +62,7 @@ class Report:
 
     due: list[tuple[Schedule, DueTime]] = field(default_factory=list)  # of which something became
     needs: list[Need] = field(default_factory=list)
+    waiting: list[Queued] = field(default_factory=list)  # of the newest look
     stopped: list[str] = field(default_factory=list)
     looked: list[Looked] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)  # fleets that nothing stood for, and that are gone now
@@ -90,6 +92,7 @@ class Reconciler:
         """What there is to do now. Changes nothing. Raises StackError."""
         todo = self._decisions()
         self.report.due, self.report.stopped = [*todo.news], [*todo.stop]
+        self.report.waiting = [*todo.waiting]
         self.report.needs = [*todo.needs, *(Need(due.run_id, "queued") for _, due in todo.submit)]
         return self.report
 
@@ -141,6 +144,7 @@ class Reconciler:
             if run_id not in self.report.stopped:
                 shared.ask_to_stop(run_id)
                 self.report.stopped.append(run_id)
+        self.report.waiting = [*todo.waiting]
         left_s = max(0.0, self._until - self._clock())
         again_s = AGAIN_S if left_s else BUSY_AGAIN_S  # a single pass goes on while one of its runs takes long
         for need in todo.needs:

@@ -3,12 +3,13 @@ begins with may be set aside, too, and be submitted again and again."""
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,11 @@ def submit(
     fleet: StackOutput | None = None,
     resume: Record | None = None,
     image: Settled | None = None,
+    **more: Any,
 ) -> Record:
-    """A queued run. Whoever supervises it needs nothing more of the folder that it comes from, so what is changed there
-    later does not change the run. `stack` and `fleet`: it runs there; without them it gets a fleet of its own.
+    """A queued run, with `more` in its record. Whoever supervises it needs nothing more of the folder that it comes
+    from, so what is changed there later does not change the run. `stack` and `fleet`: it runs there; without them it
+    gets a fleet of its own.
 
     Raises:
         InputError: the run that is resumed is not over; the code cannot be kept; another run uses the fleet. Nothing
@@ -55,7 +58,8 @@ def submit(
         with code_upload.set_aside(request) as code, opening():
             if fleet is not None:
                 refuse_used(fleet)
-            return _submitted(request, run_file, code, _record(request, run_file, stack, fleet, resume, image))
+            record = _record(request, run_file, stack, fleet, resume, image)
+            return _submitted(request, run_file, code, replace(record, **more))
     except BaseException:
         if resume is None:
             shutil.rmtree(folder.root, ignore_errors=True)
@@ -157,6 +161,7 @@ def _record(
         checkpoint_step=resume.checkpoint_step if resume else -1,
         idle_step=resume.checkpoint_step if resume else -1,
         created_at=resume.created_at if resume else time.time(),
+        submitted_by=f"{getpass.getuser()}@{os.uname().nodename}",
         max_hours=spec.max_hours,
         max_usd=spec.max_usd or 0.0,
         fleet=fleet.model_dump(mode="json") if fleet else None,

@@ -169,6 +169,12 @@ class Record:
     supervisor_pid: int = 0
     schedule: str = ""  # that has started it; empty: somebody did
     due_at: float = 0.0  # at which time of the schedule
+    submitted_by: str = ""  # user and host
+    priority: int = 0  # in the queue: the higher, the sooner
+    after: list[str] = field(default_factory=list)  # runs that have to succeed before it begins
+    sweep: str = ""  # that it is one run of
+    setting: dict[str, str] = field(default_factory=dict)  # by which it differs from others of its sweep
+    max_parallel: int = 0  # of its sweep's runs, that may be at work; 0: all
 
     @property
     def settled(self) -> bool:

@@ -113,6 +113,8 @@ COMMANDS = (
     ("schedule", "rm", "weekly"),
     ("reconcile", "--dry-run"),
     ("submit",),
+    ("queue", "ls"),
+    ("queue", "mv", RUNNING, "--first"),
     ("backend", "show"),
     ("backend", "move", "s3://team/runs"),
 )

@@ -522,6 +522,49 @@ def test_a_queued_run_waits_for_a_pass(nights, monkeypatch):
     assert nights.through() == ["running", "succeeded"]
 
 
+def test_a_sweep_is_queued_as_many_runs_and_begun_with_as_many_as_may_be_at_work(nights, monkeypatch):
+    monkeypatch.chdir(nights.world.folder)
+    with nights.world.run_file.open("a") as file:
+        file.write("matrix: {env.SEED: [1, 2, 3]}\n")
+    told = mgpu("submit", "--yes", "--json", "--max-parallel", "2")
+    made = json.loads(told.stdout)
+    assert [each["setting"] for each in made["runs"]] == [{"env.SEED": str(seed)} for seed in (1, 2, 3)]
+    assert {each["sweep"] for each in made["runs"]} == {made["sweep"]}
+    assert "3 runs, each:" in told.stderr
+    first, second, third = (each["run_id"] for each in made["runs"])
+    shown = json.loads(mgpu("reconcile", "--dry-run", "--json").stdout)
+    assert [each["run_id"] for each in shown["runs"]] == [first, second]
+    assert [(each["run_id"], each["waits_for"]) for each in shown["queued"]] == [
+        (third, "its sweep, which has 2 runs at a time")
+    ]
+    assert "SEED: '3'" in Folder(third).run_file.read_text()
+
+
+def test_the_queue_from_the_command_line(nights, monkeypatch):
+    monkeypatch.chdir(nights.world.folder)
+    first, second, third = (json.loads(mgpu("submit", "--yes", "--json").stdout)["run_id"] for _ in range(3))
+    after = json.loads(mgpu("submit", "--yes", "--json", "--after", first, "--priority", "1").stdout)["run_id"]
+
+    def order() -> list[str]:
+        return [each["run_id"] for each in json.loads(mgpu("queue", "ls", "--json").stdout)["queued"]]
+
+    assert order() == [after, first, second, third]
+    assert f"run {first} to succeed" in mgpu("queue", "ls").stdout
+    assert mgpu("queue", "mv", third, "--first").return_value == 0
+    assert mgpu("queue", "mv", first, "--last").return_value == 0
+    assert order() == [third, after, second, first]
+    assert "one of" in str(mgpu("queue", "mv", first).exception).lower()
+    assert mgpu("queue", "rm", second).return_value == 0
+    assert (str(record.load(second).state), nights.world.cloud.billed) == ("stopped", set())
+    assert f"run {second} is not in the queue" in str(mgpu("queue", "rm", second).exception)
+    with record.supervising(third):
+        assert "has begun" in str(mgpu("queue", "mv", third, "--last").exception)
+    record.write(replace(record.load(first), state=State.FAILED, teardown="confirmed"))
+    assert f"run {first}, which has failed: it may be resumed" in mgpu("reconcile", "--dry-run").stdout
+    refused = mgpu("submit", "--yes", "--max-parallel", "2").exception
+    assert "nothing to limit" in str(refused)
+
+
 @pytest.mark.parametrize("args", [("--for", "soon"), ("--for", "5m", "--watch")])
 def test_reconcile_says_what_it_cannot_read(nights, args):
     assert mgpu("reconcile", *args).exception is not None
