@@ -78,6 +78,7 @@ class Due(Value):
         description="waiting, starting or running; at the end succeeded, failed, stopped, replaced, skipped or missed"
     )
     run_id: str | None
+    code: str | None = Field(description="the commit that its run has; null: what the schedule has kept")
     reason: str | None
     by_hand: bool = Field(description="by `mgpu schedule run-now`")
     ended_at: float | None = Field(description="of its run, as all that follows")
@@ -92,7 +93,9 @@ class Due(Value):
         """As it is shown."""
         plain = {name: getattr(due, name, None) for name in cls.model_fields}
         shown = {"schedule": schedule, "due_at": due.at, "outcome": str(due.outcome), "step": known(due.step)}
-        return cls.model_validate(plain | shown | {"run_id": due.run_id or None, "reason": due.reason or None})
+        return cls.model_validate(
+            plain | shown | {"run_id": due.run_id or None, "reason": due.reason or None, "code": due.code or None}
+        )
 
 
 class ScheduleView(Value):
@@ -104,6 +107,7 @@ class ScheduleView(Value):
     if_running: str = Field(description="skip, queue or replace")
     start_within_s: float = Field(description="of its time; later it is missed")
     jitter_s: float
+    code_from: str | None = Field(description="git+URL@REF whose code each run has; null: what was kept")
     paused: bool
     created_at: float
     created_by: str = Field(description="user and host")
@@ -117,7 +121,11 @@ class ScheduleView(Value):
         plain = {name: getattr(schedule, name, None) for name in cls.model_fields}
         history = [Due.of(schedule.name, due) for due in schedule.history]
         coming = list(islice(schedule.times.after(time.time()), 5))
-        shown = {"if_running": str(schedule.if_running), "run_file": str(schedule.run.get("run_file"))}
+        shown = {
+            "if_running": str(schedule.if_running),
+            "run_file": str(schedule.run.get("run_file")),
+            "code_from": schedule.code_from or None,
+        }
         return cls.model_validate(plain | shown | {"next": coming, "history": history})
 
 

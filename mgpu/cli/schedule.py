@@ -22,10 +22,12 @@ from mgpu.words import duration
 
 if TYPE_CHECKING:
     from mgpu.cli.results import OneSchedule
+    from mgpu.run.job.git_code import GitCode
     from mgpu.schedule.callers import Caller, Command
     from mgpu.schedule.model import DueTime, Schedule
     from mgpu.schedule.times import Times
     from mgpu.spec.change import Change
+    from mgpu.spec.model import RunSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 _WAYS = {
@@ -67,6 +69,12 @@ def schedule() -> None:
 @click.option(
     "--jitter", type=common.Span(), default="0", help="Start at some moment within this, the same everywhere."
 )
+@click.option(
+    "--code-from",
+    metavar="GIT",
+    help="Each run has the code as this is then: git+https://host/repository@branch, with #subdirectory=FOLDER where "
+    "the run file's folder is not the repository's own.",
+)
 @common.yes_option
 @common.json_option
 def add(
@@ -78,6 +86,7 @@ def add(
     if_running: str,
     start_within: float,
     jitter: float,
+    code_from: str | None,
     yes: bool,
     as_json: bool,
 ) -> int:
@@ -104,6 +113,7 @@ def add(
         why = f"Two of its times are {duration(closest)} apart: the later one could come first."
         raise InputError(f"--jitter {duration(jitter)}", why, f"Give at most {duration(closest)}.")
     kept.require_free(name)  # before anybody waits for an image
+    source = _code_of(spec, code_from)
     for number, line in enumerate(_coming(times)):
         console.say(f"{'next' if number == 0 else '    '}  {line}")
     machines = common.agreed(console, run_file, spec, yes)
@@ -119,11 +129,13 @@ def add(
         if_running=IfRunning(if_running),
         start_within_s=start_within,
         jitter_s=jitter,
+        code_from=str(source or ""),
     )
     folder, at = kept.folder(made), f"{made.submission}/"
     made.run = runs.kept_for_later(run_file, spec, common.context(console), folder, at, machines)
     kept.add(made)
-    console.say(f"schedule {name}: every run of it begins with the run file, code and image as they are now")
+    code = f"run file and image as they are now, and the code of {source}" if source else "run file, code and image"
+    console.say(f"schedule {name}: every run of it begins with the {code}" + ("" if source else " as they are now"))
     if as_json:
         console.result(_result(made))
     console.next("mgpu reconcile    starts what is due: call it every few minutes", f"mgpu schedule show {name}")
@@ -173,6 +185,7 @@ def show(name: str, all_times: bool, as_json: bool) -> int:
         ("starts within", duration(found.start_within_s)),
         *([("jitter", duration(found.jitter_s))] if found.jitter_s else []),
         ("run file", str(found.run["run_file"])),
+        *([("code", found.code_from)] if found.code_from else []),
         ("kept", f"{common.when(found.created_at)} by {found.created_by}"),
     ]
     console.table(("schedule", name), rows)
@@ -248,6 +261,23 @@ def rm(name: str, as_json: bool) -> int:
     if as_json:
         console.result(_result(found))
     return 0
+
+
+def _code_of(spec: RunSpec, code_from: str | None) -> GitCode | None:
+    """Where the code of each run comes from, tried once. Raises InputError, SpecError."""
+    if code_from is None:
+        return None
+    from mgpu.run.job.git_code import GitCode
+    from mgpu.run.job.images import in_image
+    from mgpu.spec.load import require_files
+
+    if not spec.own_code or in_image(spec):
+        why = "The code is in the image." if spec.own_code else "The bundled trainer has no code of yours."
+        raise InputError("--code-from has nothing to fetch", why, "Leave it out.")
+    source = GitCode.of(code_from)
+    with source.at(source.commit()) as folder:
+        require_files(spec, folder, str(source))
+    return source
 
 
 def _way(command: F) -> F:

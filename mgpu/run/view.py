@@ -59,6 +59,7 @@ class RunView(Value):
     run_file: str
     schedule: str | None = Field(description="whose due time started it; null: somebody did")
     due_at: float | None = Field(description="that time")
+    code: str | None = Field(description="the commit that its code is of, git+URL@SHA; null: it came from a folder")
     submitted_by: str | None = Field(description="user and host")
     sweep: str | None = Field(description="that it is one run of")
     setting: dict[str, str] = Field(description="by which it differs from others of its sweep")
@@ -108,6 +109,7 @@ class RunView(Value):
             "reason": record.reason or None,
             "schedule": record.schedule or None,
             "due_at": record.due_at or None,
+            "code": record.code or None,
             "submitted_by": record.submitted_by or None,
             "sweep": record.sweep or None,
             "spent_usd": round(record.spent_usd(time.time()), 4) if record.spending else None,

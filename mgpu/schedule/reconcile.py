@@ -11,8 +11,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 from mgpu.backend import location
 from mgpu.context import Context
@@ -26,6 +26,9 @@ from mgpu.schedule.model import DueTime, Outcome, Schedule
 from mgpu.schedule.queue import Queued
 from mgpu.schedule.supervisors import Looked, Supervisors
 from mgpu.words import duration
+
+if TYPE_CHECKING:
+    from mgpu.run.job.git_code import GitCode
 
 SWEEP_EVERY_S = 3600.0  # every provider is asked what is there, which takes seconds
 LOOK_EVERY_S = 15.0  # while it watches
@@ -188,7 +191,8 @@ class Reconciler:
         more = {"schedule": schedule.name, "due_at": due.at}
         try:
             if self._is_starting(kept.load(schedule.name), due):
-                submit_kept(folder, at, schedule.run, due.run_id, **more)
+                code = self._code(schedule, due) if schedule.code_from else None
+                submit_kept(folder, at, schedule.run, due.run_id, code, **more)
                 after = kept.change(schedule.name, self._advanced)
                 if not any(each.run_id == due.run_id and each.under_way for each in after.history):
                     shared.ask_to_stop(due.run_id)  # something else became of its time meanwhile
@@ -197,6 +201,20 @@ class Reconciler:
             self._fail([InputError(what, str(error), "The next pass tries again.")])
             with suppress(MgpuError):
                 self._reason(schedule, due, str(error))
+
+    def _code(self, schedule: Schedule, due: DueTime) -> GitCode:
+        """The commit of a due time: the first one that a pass has found, for all of them."""
+        from mgpu.run.job.git_code import GitCode
+
+        source = GitCode.of(schedule.code_from)
+        commit = due.code or source.commit()
+
+        def decided(now: Schedule, _ahead_s: float) -> Schedule:
+            history = [replace(each, code=each.code or commit) if each.at == due.at else each for each in now.history]
+            return replace(now, history=history)
+
+        after = kept.change(schedule.name, decided)
+        return replace(source, ref=next((each.code for each in after.history if each.at == due.at), commit))
 
     def _is_starting(self, schedule: Schedule, due: DueTime) -> bool:
         same = (each for each in schedule.history if each.at == due.at and each.run_id == due.run_id)

@@ -108,6 +108,16 @@ def loads(text: str, path: str) -> RunSpec:
     return _checked(read(text, path), None)
 
 
+def require_files(spec: RunSpec, base: Path, path: str) -> None:
+    """Raises SpecError: files that the run file names are not in `base`, the folder that stands for its own. `path` is
+    how messages call it."""
+    document = Document(path)
+    for mistake in _files(spec, base):
+        document.problem(mistake.at, mistake.message, mistake.nearest)
+    if document.problems:
+        raise document.error()
+
+
 def text_of(spec: RunSpec, path: Path) -> str:
     """A run file that says `spec`: the one at `path`, or where that says something else a text of its own."""
     try:

@@ -13,6 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from mgpu_train.timeouts import Timeouts
+
 from mgpu.backend import location
 from mgpu.errors import InputError, TakenOver
 from mgpu.iac.engine.project import keep_program, project_name
@@ -21,13 +23,14 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.plan import rank
 from mgpu.run.fleet.stack import project_of, refuse_used
 from mgpu.run.job import images
+from mgpu.run.job.git_code import GitCode
 from mgpu.run.job.images import Settled
-from mgpu.run.job.request import Request
+from mgpu.run.job.request import Request, resolve
 from mgpu.run.nodes import code_upload
 from mgpu.run.record import files, shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, find, load, of_json, opening, save
-from mgpu.spec.load import text_of
+from mgpu.spec.load import loads, require_files, text_of
 
 
 def submit(
@@ -89,12 +92,14 @@ def set_aside(request: Request, run_file: Path, folder: Path, at: str, image: Se
     return asdict(record)
 
 
-def submit_kept(folder: Path, at: str, fields: dict[str, Any], run_id: str, **more: Any) -> Record:
-    """A queued run of what `set_aside` has kept, with an id of its own and `more` in its record. Whoever does it again,
-    on whichever machine, gets the one that is there.
+def submit_kept(
+    folder: Path, at: str, fields: dict[str, Any], run_id: str, code: GitCode | None = None, **more: Any
+) -> Record:
+    """A queued run of what `set_aside` has kept, with an id of its own and `more` in its record; with `code`, a commit,
+    in the place of the code that was kept. Whoever does it again, on whichever machine, gets the one that is there.
 
     Raises:
-        InputError: what was set aside is gone.
+        InputError: what was set aside is gone; the code cannot be fetched, or has no such program.
         StackError: the backend does not answer.
     """
     own = Folder(run_id)
@@ -106,14 +111,32 @@ def submit_kept(folder: Path, at: str, fields: dict[str, Any], run_id: str, **mo
         record = of_json({**fields, "run_id": run_id, "stack": run_id, "created_at": time.time(), **more})
         record.fleet_name = fleet_name(project_name(folder / "program"), run_id)
         own.make()
-        if (folder / "work").is_dir():
+        if code is not None:
+            record.code = str(code)
+            _fetch(code, folder / files.RUN_FILE, run_id)
+        elif (folder / "work").is_dir():
             _copy(folder / "work", own.work, _linked)
         _copy(folder / "program", own.program, shutil.copy2)  # its settings are changed on each machine
         shutil.copyfile(folder / files.RUN_FILE, own.run_file)
-        files.keep_same(run_id, folder)
+        if code is not None:
+            files.keep(run_id)
+        else:
+            files.keep_same(run_id, folder)
         with suppress(TakenOver):  # another machine was faster
             save(record)
     return find(run_id) or record
+
+
+def _fetch(code: GitCode, run_file: Path, run_id: str) -> None:
+    """The code of a run as its commit has it."""
+    spec, work = loads(run_file.read_text(), str(run_file)), Folder(run_id).work
+    with code.at(code.ref) as base:
+        require_files(spec, base, str(code))
+        request = resolve(spec, run_id, base, timeouts=Timeouts())  # type: ignore[call-arg]
+        with code_upload.set_aside(request) as found:
+            shutil.rmtree(work, ignore_errors=True)
+            if found is not None:
+                found.replace(work)
 
 
 def _copy(source: Path, target: Path, copy: Callable[[str, str], object]) -> None:

@@ -169,6 +169,7 @@ class Record:
     supervisor_pid: int = 0
     schedule: str = ""  # that has started it; empty: somebody did
     due_at: float = 0.0  # at which time of the schedule
+    code: str = ""  # the commit that its code is of, git+URL@SHA; empty: it was sent from a folder
     submitted_by: str = ""  # user and host
     priority: int = 0  # in the queue: the higher, the sooner
     after: list[str] = field(default_factory=list)  # runs that have to succeed before it begins

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -147,6 +148,42 @@ def test_a_run_begins_with_the_code_and_the_run_file_as_they_were(nights):
         assert (folder.work / "train.py").read_text() == "print('as it was')\n"
         assert (folder.program / "Pulumi.yaml").exists()
     assert len(record.every()) == 2
+
+
+def test_a_run_begins_with_the_code_that_git_has_at_its_time_and_all_passes_take_the_same_commit(nights, tmp_path):
+    repository = tmp_path / "repository"
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+        done = subprocess.run(["git", *who, *words], cwd=repository, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    def commits(text: str) -> str:
+        (repository / "train.py").write_text(f"print('{text}')\n")
+        git("add", ".")
+        git("commit", "--quiet", "-m", text)
+        return git("rev-parse", "HEAD")
+
+    repository.mkdir()
+    git("init", "--quiet", "--initial-branch=main", ".")
+    commits("at first")
+    nights.add(code_from=f"git+file://{repository}@main")
+    second = commits("as it is at its time")
+    slow = nights.reconciler()
+    assert nights.through(hours=1) == ["running", "succeeded"]
+    (run,) = record.every()
+    (due,) = kept.load("nightly").history
+    assert (due.code, run.code) == (second, f"git+file://{repository}@{second}")
+    assert (Folder(run.run_id).work / "train.py").read_text() == "print('as it is at its time')\n"
+    commits("later")
+    late = slow._code(kept.load("nightly"), replace(due, code=""))
+    assert late.ref == second, "whoever looked later goes by what is written"
+    repository.rename(tmp_path / "gone")
+    report = nights.works(hours=1)
+    assert "could not be submitted" in report.failures[0].what
+    assert nights.outcomes == ["succeeded", "starting"]
+    (tmp_path / "gone").rename(repository)
+    assert nights.through() == ["running", "succeeded"]
 
 
 def test_the_bundled_trainer_needs_no_code(nights):
@@ -481,6 +518,8 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     monkeypatch.chdir(nights.world.folder)
     assert isinstance(mgpu("schedule", "add", "--cron", "0 2 * * *").exception, InputError), "nobody has agreed"
     assert kept.every().schedules == {}
+    refused = mgpu("schedule", "add", "--cron", "0 2 * * *", "--code-from", "https://github.com/a/b", "--yes").exception
+    assert "names no code" in str(refused)
     added = mgpu("schedule", "add", "--cron", "30 2 * * *", "--timezone", "Europe/Berlin", "--yes", "--json")
     made = json.loads(added.stdout)
     assert (made["name"], made["if_running"], made["start_within_s"], len(made["next"])) == ("it", "skip", 14400, 5)
