@@ -1,0 +1,187 @@
+"""A CronJob that calls `mgpu reconcile`: the manifest, and how kubectl takes it.
+
+The pod is what the Pod Security Standard `restricted` asks for, and more: an ordinary user, no privileges, and a root
+file system that is read-only but for the user's home and /tmp, which go with the pod. What outlives a pass is in the
+backend's bucket. Values of secrets are in a Secret that the user makes; the manifest has their names.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mgpu.backend import location, settings
+from mgpu.errors import InputError, StackError
+from mgpu.iac import environment
+from mgpu.schedule import callers
+from mgpu.schedule.callers import Caller, Command
+from mgpu.spec import image as images
+from mgpu.spec.values import refusal
+
+_PATH = Path("kubernetes/mgpu.yaml")
+_HOME, _USER = "/home/mgpu", 10001  # as images/operator/Dockerfile has them
+_PASS_S = 3600  # a pass that lasts longer is ended, and the next one goes on with its runs
+_GRACE_S = 60  # supervisors take 20 s of it to save what they know
+_NAME = "app.kubernetes.io/instance"  # a label
+_FOR = "# For kubectl's context "
+# of memory: a pass, and eight supervisors with an engine each
+_RESOURCES = {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "3Gi"}}
+_ROOM = {"home": (_HOME, "8Gi"), "tmp": ("/tmp", "2Gi")}  # noqa: S108  a mount of the pod's own
+_COMMAND = f"{callers.PUT_IN_PLACE}; unset {callers.PASSPHRASE}; exec mgpu reconcile"
+_AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
+
+def caller(every_s: float, namespace: str, image: str | None) -> Caller:
+    """A CronJob in a namespace of the cluster that kubectl means now, or that the manifest which is there was written
+    for. `image`: one that has mgpu; needed to begin.
+
+    Raises:
+        InputError: the backend is a folder, the period is none of cron's, the image is no reference.
+    """
+    callers.require_bucket("--kubernetes")
+    name, cluster = callers.caller_name(), _cluster(anew=image is not None)
+    kubectl = ("kubectl", f"--context={cluster}", "--request-timeout=20s")
+    apply = ("apply", f"--filename={_PATH}")
+    things = (f"cronjob/{name}", f"serviceaccount/{name}")
+    delete = ("delete", *things, f"--namespace={namespace}", "--ignore-not-found")
+    text = f"{_FOR}{cluster}\n" if cluster else ""
+    text += callers.as_yaml("--kubernetes", *_manifest(name, namespace, image, every_s)) if image else ""
+    return Caller(
+        files={_PATH: text},
+        begin=(Command((*kubectl, *apply)),) if cluster else (),
+        end=(Command((*kubectl, *delete)),) if cluster else (),
+        by_hand=(
+            f"{_secret(name, namespace)}    once: what passes need",
+            f"at AWS: a role for the service account {namespace}/{name}, or {' and '.join(_AWS[:2])} in that Secret",
+            *(() if cluster else (f"{_said(*apply)}    puts it to work",)),
+            f"kubectl logs --namespace={namespace} --selector={_NAME}={name}    what the passes said",
+        ),
+        by_hand_after=(
+            *(() if cluster else (f"{_said(*delete)}    ends it",)),
+            f"kubectl delete secret {name} --namespace={namespace}    the Secret, which is yours",
+        ),
+    )
+
+
+def require_image(image: str | None) -> str:
+    """Raises InputError: none was named, or it does not say which one."""
+    cure = "Make one: `mgpu image operator registry/name` prints what to give."
+    if image is None:
+        raise InputError("--kubernetes: which image has mgpu?", "A pod runs one that was built before.", cure)
+    try:
+        images.ImageSpec(reference=image)
+    except ValidationError as error:
+        why = images.no_reference(image) or refusal(error.errors()[0], image)
+        raise InputError(f"--image {image}", f"It {why}.", cure) from error
+    return image
+
+
+def _manifest(name: str, namespace: str, image: str, every_s: float) -> Iterator[dict[str, Any]]:
+    labels = {"app.kubernetes.io/name": "mgpu", "app.kubernetes.io/component": "reconcile", _NAME: name}
+    metadata = {"name": name, "namespace": namespace, "labels": labels}
+    # a pass asks nothing of the cluster; what AWS gives a service account comes by another token
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata}
+    yield {**account, "automountServiceAccountToken": False}
+    yield {
+        "apiVersion": "batch/v1",
+        "kind": "CronJob",
+        "metadata": metadata,
+        "spec": {
+            "schedule": callers.fields(every_s),
+            "timeZone": "Etc/UTC",
+            "concurrencyPolicy": "Forbid",  # two would share the work, and cost twice
+            "startingDeadlineSeconds": round(every_s),
+            "successfulJobsHistoryLimit": 1,
+            "failedJobsHistoryLimit": 3,
+            "jobTemplate": {
+                "metadata": {"labels": labels},
+                "spec": {
+                    "backoffLimit": 0,  # the next pass tries again
+                    "activeDeadlineSeconds": _PASS_S,
+                    "template": {"metadata": {"labels": labels}, "spec": _pod(name, image)},
+                },
+            },
+        },
+    }
+
+
+def _pod(name: str, image: str) -> dict[str, Any]:
+    return {
+        "serviceAccountName": name,
+        "automountServiceAccountToken": False,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _GRACE_S,
+        "shareProcessNamespace": True,  # so that somebody buries what an engine that is ended leaves behind
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "runAsGroup": _USER,
+            "fsGroup": _USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [
+            {
+                "name": "mgpu",
+                "image": image,
+                "command": ["/bin/sh", "-ec", _COMMAND],
+                "workingDir": _HOME,
+                "env": [*_environment(name)],
+                "resources": _RESOURCES,
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+                "volumeMounts": [{"name": each, "mountPath": path} for each, (path, _) in _ROOM.items()],
+            }
+        ],
+        "volumes": [{"name": each, "emptyDir": {"sizeLimit": size}} for each, (_, size) in _ROOM.items()],
+    }
+
+
+def _environment(name: str) -> Iterator[Mapping[str, Any]]:
+    yield {"name": "HOME", "value": _HOME}
+    yield {"name": location.VARIABLE, "value": callers.url_elsewhere()}
+    if callers.at_aws():
+        yield {"name": "AWS_REGION", "value": callers.region()}
+    # a pass without its passphrase would make one of its own, which no other machine has: no pod begins without
+    if needed := _passphrase():
+        yield _from_secret(name, needed, optional=False)
+    for key in (*_AWS, *callers.secret_names()):  # a run whose secret is missing waits for a pass that has it
+        yield _from_secret(name, key, optional=True)
+
+
+def _from_secret(secret: str, key: str, *, optional: bool) -> Mapping[str, Any]:
+    return {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key, "optional": optional}}}
+
+
+def _passphrase() -> str:
+    """The key that it has in the Secret; "": a key of KMS encrypts instead."""
+    return callers.PASSPHRASE if settings.secrets_provider() == settings.PASSPHRASE else ""
+
+
+def _secret(name: str, namespace: str) -> str:
+    """How the user makes the Secret: the values come from files and this shell."""
+    given = [f'--from-literal={key}="${key}"' for key in callers.secret_names()]
+    if needed := _passphrase():
+        given.insert(0, f"--from-file={needed}={shlex.quote(str(environment.passphrase_file()))}")
+    return " ".join(("kubectl create secret generic", name, f"--namespace={namespace}", *given))
+
+
+def _cluster(*, anew: bool) -> str:
+    """The context of kubectl's: the one that is shown and agreed to, and ended in, whichever is the current one then;
+    empty: kubectl is not here, or knows no cluster."""
+    if not anew and _PATH.is_file() and (said := _PATH.read_text().partition("\n")[0]).startswith(_FOR):
+        return said.removeprefix(_FOR)
+    try:
+        return Command(("kubectl", "config", "current-context")).run().strip()
+    except StackError:
+        return ""
+
+
+def _said(*words: str) -> str:
+    return shlex.join(("kubectl", *words))
