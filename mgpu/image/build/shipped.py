@@ -137,6 +137,6 @@ def _kept(folder: Path, suffixes: tuple[str, ...] = ()) -> dict[str, bytes]:
 
 def _digest(files: dict[str, bytes], programs: set[str]) -> str:
     whole = hashlib.sha256()
-    for name, content in files.items():
+    for name, content in sorted(files.items()):
         whole.update(f"{name}\0{'x' * (name in programs)}{len(content)}\0".encode() + content)
     return whole.hexdigest()[:16]
