@@ -73,7 +73,7 @@ def require_image(image: str | None) -> str:
     if image is None:
         raise InputError("--kubernetes: which image has mgpu?", "A pod runs one that was built before.", cure)
     try:
-        images.ImageSpec(reference=image)
+        images.ImageSpec.model_validate({"reference": image})
     except ValidationError as error:
         why = images.no_reference(image) or refusal(error.errors()[0], image)
         raise InputError(f"--image {image}", f"It {why}.", cure) from error

@@ -93,7 +93,11 @@ def laptop(require, tmp_path: Path) -> Iterator[Laptop]:
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         }
         keys = {name: value for name, value in env.items() if name.startswith(("AWS_ACCESS", "AWS_SECRET"))}
-        yield Laptop(folder, {**os.environ, **keys, **ours}, {**keys, "MGPU_PASSPHRASE": "open sesame", "TOKEN": "t0k"})
+        yield Laptop(
+            folder,
+            {**os.environ, **keys, **ours, "TOKEN": "t0k"},
+            {**keys, "MGPU_PASSPHRASE": "open sesame", "TOKEN": "t0k"},
+        )
 
 
 def pod_of(engine: Engine, manifest: str, given: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
