@@ -18,6 +18,7 @@ import pytest
 import yaml
 from fakes import gateway, trainer
 from fakes.engine import Engine
+from mgpu_train.store import open_store
 
 from mgpu.backend import location
 from mgpu.iac.engine.install import find_engine
@@ -28,7 +29,6 @@ BASE, IMAGE, PASS_S = "operator-base:1", "operator:1", 240
 RUN_FILE = """
 name: it
 provider: local
-nodes: 2
 max_hours: 1
 max_price_usd_per_hour: 1
 launcher: python
@@ -36,7 +36,7 @@ command: [train.py]
 checkpoint: none
 secrets: [TOKEN]
 """
-PROGRAM = "import os, time; print('the token is', os.environ['TOKEN'], flush=True); time.sleep(3600)\n"
+PROGRAM = "import os, time; assert os.environ['TOKEN'] == 't0k'; time.sleep(3600)\n"
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +83,16 @@ def laptop(require, tmp_path: Path) -> Iterator[Laptop]:
     (tmp_path / "bin" / "kubectl").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "bin" / "kubectl").chmod(0o755)
     with gateway.serving(str(versitygw), tmp_path / "buckets") as env:
+        bucket = gateway.make_bucket(env)
+        # just now: what stands for S3 here has no machines
+        open_store(f"s3://{bucket}/team/mgpu", env).put_if_absent("swept", b"")
         folder = tmp_path / "project"
         folder.mkdir()
         (folder / "mgpu.yaml").write_text(RUN_FILE)
         (folder / "train.py").write_text(PROGRAM)
         ours = {f"XDG_{kind}_HOME": str(tmp_path / kind.lower()) for kind in ("STATE", "CONFIG", "CACHE", "DATA")}
         ours |= {
-            location.VARIABLE: gateway.backend(env, gateway.make_bucket(env), "team"),
+            location.VARIABLE: gateway.backend(env, bucket, "team"),
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         }
         keys = {name: value for name, value in env.items() if name.startswith(("AWS_ACCESS", "AWS_SECRET"))}
@@ -128,8 +131,5 @@ def test_a_pass_in_a_pod_begins_with_what_is_due(engine: Engine, image: str, lap
     (text,) = manifest["files"].values()
     done = pod_of(engine, text, laptop.given)
     assert done.returncode == 0, done.stderr
-    run = laptop.mgpu("status", due["run_id"])
-    assert (run["state"], [each for each in ("open sesame", "t0k") if each in done.stdout + done.stderr]) == (
-        "running",
-        [],
-    )
+    assert laptop.mgpu("status", due["run_id"])["state"] == "running", done.stderr
+    assert not [each for each in ("open sesame", "t0k") if each in done.stdout + done.stderr]
