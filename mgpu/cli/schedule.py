@@ -267,8 +267,11 @@ def install(
     from mgpu.schedule import kubernetes
 
     _require_sense(way, namespace=namespace, image=image)
-    image = kubernetes.require_image(image) if way == "kubernetes" else None
-    console, found = Console(as_json=as_json), _caller(way, every, namespace, image)
+    console = Console(as_json=as_json)
+    if way == "kubernetes":
+        found = kubernetes.caller(every or _EVERY_S[way], namespace, kubernetes.require(image))
+    else:
+        found = _caller(way, every)
     files = {**found.files, **{path: text for path, text in found.own.items() if not path.exists()}}
     if not as_json:
         _show(console, found, files)
@@ -288,8 +291,11 @@ def install(
 @common.json_option
 def uninstall(way: str | None, namespace: str | None, as_json: bool) -> int:
     """Take back what `install` has done; the file or the Secret with your secrets stays."""
+    from mgpu.schedule import kubernetes
+
     _require_sense(way, namespace=namespace)
-    console, found = Console(as_json=as_json), _caller(way, None, namespace)
+    console = Console(as_json=as_json)
+    found = kubernetes.installed(namespace) if way == "kubernetes" else _caller(way, None)
     with common.writing(next(iter(found.files)).parent):
         found.remove()
     console.say(f"removed: {', '.join(map(str, found.files))}")
@@ -333,18 +339,15 @@ def _require_sense(way: str | None, **given: str | None) -> None:
             raise InputError(f"--{option} belongs to --kubernetes", why, f"Leave --{option} out, or take that way.")
 
 
-def _caller(way: str | None, every: float | None, namespace: str | None = None, image: str | None = None) -> Caller:
-    from mgpu.schedule import callers, kubernetes
+def _caller(way: str | None, every: float | None) -> Caller:
+    from mgpu.schedule import callers
 
     if way is None:
         ways = ", ".join(f"--{each}" for each in _WAYS)
         raise InputError(
             "by what is it to be called?", f"One of {ways} says it.", "See `mgpu schedule install --help`."
         )
-    every_s = every or _EVERY_S[way]
-    if way == "kubernetes":
-        return kubernetes.caller(every_s, namespace or "default", image)
-    return callers.WAYS[way](every_s)
+    return callers.WAYS[way](every or _EVERY_S[way])
 
 
 def _set(name: str, as_json: bool, how: Callable[[Schedule], Schedule], said: str) -> int:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from mgpu.backend import location, settings
@@ -35,40 +37,64 @@ _COMMAND = f"{callers.PUT_IN_PLACE}; unset {callers.PASSPHRASE}; exec mgpu recon
 _AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
-def caller(every_s: float, namespace: str, image: str | None) -> Caller:
-    """A CronJob in a namespace of the cluster that kubectl means now, or that the manifest which is there was written
-    for. `image`: one that has mgpu; needed to begin.
+@dataclass(frozen=True)
+class _Place:
+    """Where a CronJob is. `cluster`: as kubectl's context; empty: kubectl is not here, or knows none."""
+
+    cluster: str
+    namespace: str
+    name: str
+
+    def kubectl(self, *words: str) -> tuple[tuple[Command, ...], tuple[str, ...]]:
+        """What kubectl is to do, as a command; else as words for the user. It is bound to the cluster that is shown and
+        agreed to."""
+        if not self.cluster:
+            return (), (shlex.join(("kubectl", *words)),)
+        return (Command(("kubectl", f"--context={self.cluster}", "--request-timeout=20s", *words)),), ()
+
+
+def caller(every_s: float, namespace: str | None, image: str) -> Caller:
+    """A CronJob of the cluster that kubectl means now, with an image that has mgpu (`require`).
 
     Raises:
-        InputError: the backend is a folder, the period is none of cron's, the image is no reference.
+        InputError: the period is none of cron's; the manifest that is there is of another one, which would go on.
     """
-    callers.require_bucket("--kubernetes")
-    name, cluster = callers.caller_name(), _cluster(anew=image is not None)
-    kubectl = ("kubectl", f"--context={cluster}", "--request-timeout=20s")
-    apply = ("apply", f"--filename={_PATH}")
-    things = (f"cronjob/{name}", f"serviceaccount/{name}")
-    delete = ("delete", *things, f"--namespace={namespace}", "--ignore-not-found")
-    text = f"{_FOR}{cluster}\n" if cluster else ""
-    text += callers.as_yaml("--kubernetes", *_manifest(name, namespace, image, every_s)) if image else ""
+    place, there = _Place(_current(), namespace or "default", callers.caller_name()), _there()
+    if there not in (None, place):
+        why = f"It has cronjob/{there.name} in namespace {there.namespace}, which would go on."
+        raise InputError(f"{_PATH} is of another place", why, "Run `mgpu schedule uninstall --kubernetes` first.")
+    text = f"{_FOR}{place.cluster}\n" if place.cluster else ""
+    text += callers.as_yaml("--kubernetes", *_manifest(place, image, every_s))
+    begin, by_hand = place.kubectl("apply", f"--filename={_PATH}")
+    here = f"--namespace={place.namespace}"
     return Caller(
         files={_PATH: text},
-        begin=(Command((*kubectl, *apply)),) if cluster else (),
-        end=(Command((*kubectl, *delete)),) if cluster else (),
+        begin=begin,
         by_hand=(
-            f"{_secret(name, namespace)}    once: what passes need",
-            f"at AWS: a role for the service account {namespace}/{name}, or {' and '.join(_AWS[:2])} in that Secret",
-            *(() if cluster else (f"{_said(*apply)}    puts it to work",)),
-            f"kubectl logs --namespace={namespace} --selector={_NAME}={name}    what the passes said",
-        ),
-        by_hand_after=(
-            *(() if cluster else (f"{_said(*delete)}    ends it",)),
-            f"kubectl delete secret {name} --namespace={namespace}    the Secret, which is yours",
+            f"{_secret(place)}    once: what passes need",
+            f"at AWS: a role for service account {place.namespace}/{place.name}, or in there {' and '.join(_AWS[:2])}",
+            *by_hand,
+            f"kubectl logs {here} --selector={_NAME}={place.name}    what the passes said",
         ),
     )
 
 
-def require_image(image: str | None) -> str:
-    """Raises InputError: none was named, or it does not say which one."""
+def installed(namespace: str | None) -> Caller:
+    """What there is to take back: of the manifest that is there; where none is, by the names it would have."""
+    place = _there() or _Place(_current(), "default", callers.caller_name())
+    place = replace(place, namespace=namespace or place.namespace)
+    things = (f"cronjob/{place.name}", f"serviceaccount/{place.name}")
+    here = f"--namespace={place.namespace}"
+    end, by_hand = place.kubectl("delete", *things, here, "--ignore-not-found")
+    secret = f"kubectl delete secret {place.name} {here}    the Secret, which is yours"
+    text = _PATH.read_text() if _PATH.is_file() else ""
+    return Caller(files={_PATH: text}, end=end, by_hand_after=(*by_hand, secret))
+
+
+def require(image: str | None) -> str:
+    """The image. Raises InputError where no pod could work: the backend is a folder, no image was named, or it does not
+    say which one."""
+    callers.require_bucket("--kubernetes")
     cure = "Make one: `mgpu image operator registry/name` prints what to give."
     if image is None:
         raise InputError("--kubernetes: which image has mgpu?", "A pod runs one that was built before.", cure)
@@ -80,9 +106,10 @@ def require_image(image: str | None) -> str:
     return image
 
 
-def _manifest(name: str, namespace: str, image: str, every_s: float) -> Iterator[dict[str, Any]]:
+def _manifest(place: _Place, image: str, every_s: float) -> Iterator[dict[str, Any]]:
+    name = place.name
     labels = {"app.kubernetes.io/name": "mgpu", "app.kubernetes.io/component": "reconcile", _NAME: name}
-    metadata = {"name": name, "namespace": namespace, "labels": labels}
+    metadata = {"name": name, "namespace": place.namespace, "labels": labels}
     # a pass asks nothing of the cluster; what AWS gives a service account comes by another token
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata}
     yield {**account, "automountServiceAccountToken": False}
@@ -164,24 +191,29 @@ def _passphrase() -> str:
     return callers.PASSPHRASE if settings.secrets_provider() == settings.PASSPHRASE else ""
 
 
-def _secret(name: str, namespace: str) -> str:
+def _secret(place: _Place) -> str:
     """How the user makes the Secret: the values come from files and this shell."""
     given = [f'--from-literal={key}="${key}"' for key in callers.secret_names()]
     if needed := _passphrase():
         given.insert(0, f"--from-file={needed}={shlex.quote(str(environment.passphrase_file()))}")
-    return " ".join(("kubectl create secret generic", name, f"--namespace={namespace}", *given))
+    return " ".join(("kubectl create secret generic", place.name, f"--namespace={place.namespace}", *given))
 
 
-def _cluster(*, anew: bool) -> str:
-    """The context of kubectl's: the one that is shown and agreed to, and ended in, whichever is the current one then;
-    empty: kubectl is not here, or knows no cluster."""
-    if not anew and _PATH.is_file() and (said := _PATH.read_text().partition("\n")[0]).startswith(_FOR):
-        return said.removeprefix(_FOR)
+def _current() -> str:
+    """kubectl's context now; empty: it is not here, or has none."""
     try:
         return Command(("kubectl", "config", "current-context")).run().strip()
     except StackError:
         return ""
 
 
-def _said(*words: str) -> str:
-    return shlex.join(("kubectl", *words))
+def _there() -> _Place | None:
+    """Where the manifest that is there was applied; None: there is none, or it is not as mgpu has written it."""
+    try:
+        text = _PATH.read_text()
+        job = list(yaml.safe_load_all(text))[-1]["metadata"]
+        said = text.partition("\n")[0]
+        cluster = said.removeprefix(_FOR) if said.startswith(_FOR) else _current()
+        return _Place(cluster, str(job["namespace"]), str(job["name"]))
+    except (OSError, yaml.YAMLError, LookupError, TypeError):
+        return None

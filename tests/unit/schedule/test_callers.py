@@ -260,13 +260,21 @@ def test_a_cron_job_of_a_cluster(cluster: Path):
     assert (spec["startingDeadlineSeconds"], each["activeDeadlineSeconds"], each["backoffLimit"]) == (600, 3600, 0)
     assert each["template"]["spec"]["containers"][0]["image"] == IMAGE
     assert (cluster / "asked").read_text().splitlines()[-1].endswith("apply --filename=kubernetes/mgpu.yaml")
+    elsewhere = mgpu("schedule", "install", "--kubernetes", "--image", IMAGE, "--yes").exception
+    assert f"cronjob/{name} in namespace ml, which would go on" in str(elsewhere)
     (cluster / "context").write_text("another")
-    assert mgpu("schedule", "uninstall", *IN_KUBERNETES).return_value == 0
+    assert "is of another place" in str(mgpu("schedule", "install", *IN_KUBERNETES, "--image", IMAGE).exception)
+    assert mgpu("schedule", "uninstall", "--kubernetes").return_value == 0
     assert (cluster / "asked").read_text().splitlines()[-1] == (
         "--context=prod --request-timeout=20s "
         f"delete cronjob/{name} serviceaccount/{name} --namespace=ml --ignore-not-found"
     )
     assert not MANIFEST.exists()
+    assert mgpu("schedule", "uninstall", *IN_KUBERNETES).return_value == 0, "as often as one likes"
+    assert (cluster / "asked").read_text().splitlines()[-1] == (
+        f"--context=another --request-timeout=20s delete cronjob/{name} serviceaccount/{name} --namespace=ml "
+        "--ignore-not-found"
+    )
 
 
 def test_a_pod_has_no_rights_and_no_value_of_a_secret(cluster: Path, monkeypatch: pytest.MonkeyPatch):
