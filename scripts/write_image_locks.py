@@ -1,4 +1,4 @@
-"""Writes the lock files of the training image from uv.lock, and what its Dockerfile says of torch. Run after changing
+"""Writes the lock files of the images from uv.lock, and what the trainer's Dockerfile says of torch. Run after changing
 that.
 
 Torch and what only torch needs have a file of their own: they are a layer of their own, and may be mounted instead.
@@ -11,18 +11,22 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "images" / "trainer"
+OPERATOR, FOLDER = (ROOT / "images" / name for name in ("operator", "trainer"))
 _HEAD = "# written by scripts/write_image_locks.py\n"
 _EXPORT = (
-    *("export", "--frozen", "--quiet", "--package", "mgpu-train", "--no-emit-workspace"),
+    *("export", "--frozen", "--quiet", "--no-dev", "--no-emit-workspace"),
     *("--no-header", "--no-annotate", "--format", "requirements-txt"),
 )
 
 
-def exported(*more: str) -> list[str]:
-    """The packages, pinned and hashed, a string each."""
+def exported(*more: str, package: str = "mgpu-train") -> list[str]:
+    """The packages that one of ours needs, pinned and hashed, a string each."""
     done = subprocess.run(
-        ["sh", "scripts/uv.sh", *_EXPORT, *more], cwd=ROOT, capture_output=True, text=True, check=True
+        ["sh", "scripts/uv.sh", *_EXPORT, "--package", package, *more],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return re.findall(r"^\S.*?(?<!\\)\n", done.stdout, re.MULTILINE | re.DOTALL)
 
@@ -44,6 +48,7 @@ def texts() -> dict[Path, str]:
     cuda = ".".join(release(torch, "cuda-toolkit").split(".")[:2])
     dockerfile = said((FOLDER / "Dockerfile").read_text(), "TORCH", release(torch, "torch"))
     return {
+        OPERATOR / "requirements.lock": _HEAD + "".join(exported(package="mgpu")),
         FOLDER / "requirements.lock": _HEAD + "".join(base),
         FOLDER / "torch.lock": _HEAD + "".join(torch),
         FOLDER / "Dockerfile": said(dockerfile, "CUDA", cuda),

@@ -48,6 +48,7 @@ SERVES = {
     "tests/e2e/test_demo_aws.py": ("demo_aws.py",),
     "tests/e2e/test_image": ("mgpu/image", "images"),
     "tests/emulated/": ("mgpu/providers/aws", "mgpu/iac/aws", "tests/fakes/aws"),
+    "tests/emulated/test_operator_image.py": ("images/operator", "mgpu/schedule/kubernetes.py"),
     "tests/failure/test_operator_gone.py": ("mgpu/providers/lease.sh",),
     "tests/infra/": ("mgpu/iac", "infra"),
     "tests/remote/": ("mgpu/remote",),

@@ -25,7 +25,10 @@ WHOLE_RUNS = (
 WHOLE_RUNS_AT_ONCE = 2
 # Files that share a worker, for they share what takes long to start.
 TOGETHER = {
-    "a Docker engine": ("tests/remote/container/", "tests/emulated/test_trainer_image.py", "tests/infra/test_image.py"),
+    "a Docker engine": (
+        *("tests/remote/container/", "tests/infra/test_image.py"),
+        *("tests/emulated/test_trainer_image.py", "tests/emulated/test_operator_image.py"),
+    ),
     "torch": (
         *("tests/train/test_saving.py", "tests/train/test_export.py", "tests/train/test_shards.py"),
         "tests/train/test_trainer",

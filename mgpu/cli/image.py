@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from mgpu import paths
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.errors import ImageError, InputError
@@ -71,15 +72,50 @@ def push(run_file: Path, as_json: bool) -> None:
 
     What is there is neither built nor pushed, and needs no Docker engine.
     """
+    _push(Console(as_json=as_json), *_described(run_file))
+
+
+@image.command()
+@click.argument("repository")
+@click.option(
+    "--platform", type=click.Choice(get_args(Platform)), default=get_args(Platform)[0], show_default=True,
+    help="What it runs on.",
+)  # fmt: skip
+@click.option("--ca-file", type=click.Path(path_type=Path, dir_okay=False), help="As `image.ca_file` of a run file.")
+@click.option("--secret", "secrets", multiple=True, metavar="NAME", help="As `image.secrets`; PIP_INDEX_URL, say.")
+@common.json_option
+def operator(repository: str, platform: str, ca_file: Path | None, secrets: tuple[str, ...], as_json: bool) -> None:
+    """Make sure that an image with mgpu itself, as it is installed here, is in REPOSITORY, and print it by its digest.
+
+    It is what `mgpu schedule install --kubernetes` takes. What is there is neither built nor pushed.
+    """
+    from pydantic import ValidationError
+
+    from mgpu.image.build import shipped
+    from mgpu.image.publish import Site
+    from mgpu.spec.image import ImageSpec
+    from mgpu.spec.values import refusal
+
+    given = {"repository": repository, "platform": platform, "ca_file": ca_file and str(ca_file), "secrets": secrets}
+    with common.writing(paths.cache_dir()):
+        context = shipped.operator_context()
+    try:
+        spec = ImageSpec.model_validate({**given, "context": str(context)})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        what, why = f"{wrong['loc'][0]} {wrong['input']}", f"It {refusal(wrong, str(wrong['input']))}."
+        raise InputError(what, why, "Mend that: `mgpu image operator --help`.") from error
+    _push(Console(as_json=as_json), spec, Site(Path.cwd(), None, os.environ))
+
+
+def _push(console: Console, spec: ImageSpec, site: Site) -> None:
     from mgpu.image import cancellable
     from mgpu.run.job.images import cancelling, told
 
-    console = Console(as_json=as_json)
-    spec, site = _described(run_file)
     with cancelling() as cancelled:
         published = cancellable.ensure(spec, site, console.emit, cancelled)
     console.done()
-    if as_json:
+    if console.as_json:
         from mgpu.cli import results
 
         console.result(results.Pushed(**asdict(published)))

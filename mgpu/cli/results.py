@@ -142,7 +142,7 @@ class Schedules(Result):
 class Installed(Result):
     """`mgpu schedule install` and `uninstall`."""
 
-    way: str = Field(description="systemd, cron, github or gitlab")
+    way: str = Field(description="systemd, cron, github, gitlab or kubernetes")
     files: dict[str, str] = Field(description="that were written, or removed: what is in each, by path")
     commands: list[list[str]] = Field(description="that were run")
     by_hand: list[str] = Field(description="what is left to the user")
@@ -394,7 +394,7 @@ class Built(Result):
 
 
 class Pushed(Result):
-    """`mgpu image push`."""
+    """`mgpu image push` and `operator`."""
 
     reference: str = Field(description="repository@sha256:...")
     tag: str

@@ -35,8 +35,9 @@ _WAYS = {
     "cron": "A line of this user's crontab.",
     "github": "A workflow in .github/workflows/ of this folder.",
     "gitlab": "A job in .gitlab/ of this folder, for a pipeline schedule.",
+    "kubernetes": "A CronJob of a cluster; its manifest is in kubernetes/ of this folder.",
 }
-_EVERY_S = {"systemd": 300.0, "cron": 300.0, "github": 1800.0, "gitlab": 1800.0}
+_EVERY_S = {"systemd": 300.0, "cron": 300.0, "github": 1800.0, "gitlab": 1800.0, "kubernetes": 300.0}
 _SHOWN = 20  # due times
 _NEXT = 5
 _LOOKED_AT = 100  # coming times, for how close two of them come
@@ -282,6 +283,7 @@ def _code_of(spec: RunSpec, code_from: str | None) -> GitCode | None:
 
 def _way(command: F) -> F:
     """--systemd, --cron, ...: one of them."""
+    command = click.option("--namespace", help="With --kubernetes: where the CronJob is (default: default).")(command)
     for way, words in reversed(_WAYS.items()):
         command = click.option(f"--{way}", "way", flag_value=way, help=words)(command)
     return command
@@ -290,15 +292,31 @@ def _way(command: F) -> F:
 @schedule.command()
 @_way
 @click.option("--every", type=common.Span(), help="How often (default: 5m; in CI 30m).")
+@click.option("--image", help="With --kubernetes: the image that has mgpu, as `mgpu image operator` prints it.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be written and done.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; what is written is still shown.")
 @common.json_option
-def install(way: str | None, every: float | None, dry_run: bool, yes: bool, as_json: bool) -> int:
-    """Have `mgpu reconcile` called again and again, for this folder's backend: by a timer of yours, or by a CI.
+def install(
+    way: str | None,
+    every: float | None,
+    namespace: str | None,
+    image: str | None,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Have `mgpu reconcile` called again and again, for this folder's backend: by a timer of yours, a CI or a cluster.
 
     All that is written and done is shown first.
     """
-    console, found = Console(as_json=as_json), _caller(way, every)
+    from mgpu.schedule import kubernetes
+
+    _require_sense(way, namespace=namespace, image=image)
+    console = Console(as_json=as_json)
+    if way == "kubernetes":
+        found = kubernetes.caller(every or _EVERY_S[way], namespace, kubernetes.require(image))
+    else:
+        found = _caller(way, every)
     files = {**found.files, **{path: text for path, text in found.own.items() if not path.exists()}}
     if not as_json:
         _show(console, found, files)
@@ -308,7 +326,7 @@ def install(way: str | None, every: float | None, dry_run: bool, yes: bool, as_j
         with common.writing(next(iter(found.files)).parent):
             found.install()
         console.say("installed")
-    _tell(console, way, found, files, found.begin, dry_run=dry_run)
+    _tell(console, way, files, found.begin, found.by_hand, dry_run=dry_run)
     console.next(*found.by_hand)
     return 0
 
@@ -316,13 +334,18 @@ def install(way: str | None, every: float | None, dry_run: bool, yes: bool, as_j
 @schedule.command()
 @_way
 @common.json_option
-def uninstall(way: str | None, as_json: bool) -> int:
-    """Take back what `install` has done; the file with your secrets stays."""
-    console, found = Console(as_json=as_json), _caller(way, None)
+def uninstall(way: str | None, namespace: str | None, as_json: bool) -> int:
+    """Take back what `install` has done; the file or the Secret with your secrets stays."""
+    from mgpu.schedule import kubernetes
+
+    _require_sense(way, namespace=namespace)
+    console = Console(as_json=as_json)
+    found = kubernetes.installed(namespace) if way == "kubernetes" else _caller(way, None)
     with common.writing(next(iter(found.files)).parent):
         found.remove()
     console.say(f"removed: {', '.join(map(str, found.files))}")
-    _tell(console, way, found, found.files, found.end, dry_run=False)
+    _tell(console, way, found.files, found.end, found.by_hand_after, dry_run=False)
+    console.next(*found.by_hand_after)
     return 0
 
 
@@ -338,9 +361,9 @@ def _show(console: Console, found: Caller, files: Mapping[Path, str]) -> None:
 def _tell(
     console: Console,
     way: str | None,
-    found: Caller,
     files: Mapping[Path, str],
     commands: Iterable[Command],
+    by_hand: Iterable[str],
     *,
     dry_run: bool,
 ) -> None:
@@ -351,7 +374,14 @@ def _tell(
             "files": {str(path): text for path, text in files.items()},
             "commands": [[*each.argv] for each in commands],
         }
-        console.result(Installed(way=way or "", **said, by_hand=[*found.by_hand], dry_run=dry_run))
+        console.result(Installed(way=way or "", **said, by_hand=[*by_hand], dry_run=dry_run))
+
+
+def _require_sense(way: str | None, **given: str | None) -> None:
+    for option, value in given.items():
+        if value is not None and way != "kubernetes":
+            why = "Nothing else has one."
+            raise InputError(f"--{option} belongs to --kubernetes", why, f"Leave --{option} out, or take that way.")
 
 
 def _caller(way: str | None, every: float | None) -> Caller:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -61,13 +62,14 @@ class Command:
 @dataclass(frozen=True)
 class Caller:
     """One way. `files`: by path, what is in them; `own`: those that are the user's once they are there; `begin` and
-    `end`: what puts it to work, and ends it; `by_hand`: what is left to the user."""
+    `end`: what puts it to work, and ends it; `by_hand`, `by_hand_after`: what is left to the user."""
 
     files: Mapping[Path, str]
     own: Mapping[Path, str] = field(default_factory=dict)
     begin: tuple[Command, ...] = ()
     end: tuple[Command, ...] = ()
     by_hand: tuple[str, ...] = ()
+    by_hand_after: tuple[str, ...] = ()
 
     def install(self) -> None:
         """Writes the files, for this user alone, and puts it to work. Raises OSError, StackError."""
@@ -89,7 +91,7 @@ class Caller:
 
 def systemd(every_s: float) -> Caller:
     """A timer of this user's. The next pass begins so long after the one before it has ended."""
-    script, name = _script(), _name()
+    script, name = _script(), caller_name()
     units = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
     service = f"""\
 # Written by `mgpu schedule install --systemd`.
@@ -132,9 +134,9 @@ WantedBy=timers.target
 
 def cron(every_s: float) -> Caller:
     """A line of this user's crontab."""
-    script, mark = _script(), f"# {_name()}"
-    log = paths.state_dir() / f"{_name()}.log"
-    line = f"{_fields(every_s)} /bin/sh {shlex.quote(str(script.path))} >> {shlex.quote(str(log))} 2>&1 {mark}"
+    script, mark = _script(), f"# {caller_name()}"
+    log = paths.state_dir() / f"{caller_name()}.log"
+    line = f"{fields(every_s)} /bin/sh {shlex.quote(str(script.path))} >> {shlex.quote(str(log))} 2>&1 {mark}"
     others = [each for each in _crontab() if not each.endswith(mark)]
     return Caller(
         files={script.path: script.text},
@@ -147,59 +149,59 @@ def cron(every_s: float) -> Caller:
 
 def github(every_s: float) -> Caller:
     """A workflow of the repository in the present folder."""
-    _require_bucket("--github")
+    require_bucket("--github")
     steps: list[Mapping[str, object]] = [{"uses": "actions/setup-python@v6", "with": {"python-version": "3.12"}}]
-    if _at_aws():
-        role = {"role-to-assume": "${{ vars.MGPU_AWS_ROLE }}", "aws-region": _region()}
+    if at_aws():
+        role = {"role-to-assume": "${{ vars.MGPU_AWS_ROLE }}", "aws-region": region()}
         steps.append({"uses": "aws-actions/configure-aws-credentials@v5", "with": role})
     passphrase = {"MGPU_PASSPHRASE": "${{ secrets.MGPU_PASSPHRASE }}"}
     needs = {_THE_PASSPHRASE: {"env": passphrase}}
     steps += [{"name": name, "run": run, **needs.get(name, {})} for name, run in _SET_UP.items()]
     steps.append(
-        {"name": "One pass", "run": "mgpu reconcile", "env": {n: f"${{{{ secrets.{n} }}}}" for n in _secrets()}}
+        {"name": "One pass", "run": "mgpu reconcile", "env": {n: f"${{{{ secrets.{n} }}}}" for n in secret_names()}}
     )
     workflow = {
         "name": "mgpu",
-        "on": {"schedule": [{"cron": _fields(every_s)}], "workflow_dispatch": {}},
+        "on": {"schedule": [{"cron": fields(every_s)}], "workflow_dispatch": {}},
         "permissions": {"contents": "read", "id-token": "write"},
         "jobs": {
             "reconcile": {
                 "runs-on": "ubuntu-latest",
                 "timeout-minutes": 60,
-                "env": {location.VARIABLE: location.current().url},
+                "env": {location.VARIABLE: url_elsewhere()},
                 "steps": steps,
             }
         },
     }
     aws = ("MGPU_AWS_ROLE: a variable of the repository, the role that its workflows take by OpenID Connect",)
     return Caller(
-        files={Path(".github/workflows/mgpu.yml"): _yaml("--github", workflow)},
+        files={Path(".github/workflows/mgpu.yml"): as_yaml("--github", workflow)},
         by_hand=(
             "commit the file to the default branch, and push: GitHub calls it from then on",
-            *(aws if _at_aws() else ()),
-            f"secrets of the repository: {', '.join(['MGPU_PASSPHRASE', *_secrets()])}",
+            *(aws if at_aws() else ()),
+            f"secrets of the repository: {', '.join(['MGPU_PASSPHRASE', *secret_names()])}",
         ),
     )
 
 
 def gitlab(every_s: float) -> Caller:
     """A job of the repository in the present folder, for a pipeline schedule."""
-    _require_bucket("--gitlab")
+    require_bucket("--gitlab")
     job = {
-        _name(): {
+        caller_name(): {
             "image": "python:3.12-slim",
             "rules": [{"if": '$CI_PIPELINE_SOURCE == "schedule"'}],
             "timeout": "1h",
-            "variables": {location.VARIABLE: location.current().url},
+            "variables": {location.VARIABLE: url_elsewhere()},
             "script": [*_SET_UP.values(), "mgpu reconcile"],
         }
     }
     return Caller(
-        files={Path(".gitlab/mgpu.yml"): _yaml("--gitlab", job)},
+        files={Path(".gitlab/mgpu.yml"): as_yaml("--gitlab", job)},
         by_hand=(
             "in .gitlab-ci.yml: include: [{local: .gitlab/mgpu.yml}]",
-            f"a pipeline schedule of the project: `{_fields(every_s)}`",
-            f"variables of the project, masked: {', '.join(['MGPU_PASSPHRASE', *_secrets()])}, and the credentials",
+            f"a pipeline schedule of the project: `{fields(every_s)}`",
+            f"variables of the project, masked: {', '.join(['MGPU_PASSPHRASE', *secret_names()])}, and the credentials",
         ),
     )
 
@@ -207,12 +209,17 @@ def gitlab(every_s: float) -> Caller:
 WAYS = {"systemd": systemd, "cron": cron, "github": github, "gitlab": gitlab}
 
 _THE_PASSPHRASE = "The passphrase of the backend"  # noqa: S105  the name of a step
+PASSPHRASE = "MGPU_PASSPHRASE"  # noqa: S105  the name of a secret; empty where a key encrypts instead
+PUT_IN_PLACE = (
+    "umask 077 && mkdir -p ~/.config/mgpu && "
+    'if [ -n "$MGPU_PASSPHRASE" ]; then printf %s "$MGPU_PASSPHRASE" > ~/.config/mgpu/passphrase; fi'
+)
+"""A command of a shell that puts it where mgpu looks for it."""
 # steps of a CI's job, by what they do
 _SET_UP = {
     "mgpu": f"pip install --quiet mgpu=={__version__}",
     "The Pulumi engine": "python -m mgpu.iac.engine.install",
-    _THE_PASSPHRASE: "umask 077 && mkdir -p ~/.config/mgpu && "
-    'if [ -n "$MGPU_PASSPHRASE" ]; then printf %s "$MGPU_PASSPHRASE" > ~/.config/mgpu/passphrase; fi',
+    _THE_PASSPHRASE: PUT_IN_PLACE,
 }
 
 
@@ -225,7 +232,7 @@ class _Script:
 
 def _script() -> _Script:
     """One pass, with the environment of this command."""
-    path = paths.config_dir() / f"{_name()}.sh"
+    path = paths.config_dir() / f"{caller_name()}.sh"
     secrets = path.with_suffix(".env")
     given = {name: os.environ[name] for name in (*_KEPT, *_KEPT_TOO) if os.environ.get(name)}
     given |= {"HOME": str(Path.home()), location.VARIABLE: location.current().url}
@@ -240,11 +247,11 @@ def _script() -> _Script:
 
 
 def _empty(path: Path) -> str:
-    names = "".join(f"#{name}=\n" for name in _secrets())
+    names = "".join(f"#{name}=\n" for name in secret_names())
     return f"# {path.name}: what a pass has in its environment, NAME='value' a line. Nobody else can read it.\n{names}"
 
 
-def _name() -> str:
+def caller_name() -> str:
     """Of what is installed for this backend; several backends do not meet."""
     here = location.current()
     if here.folder is not None and here.folder == paths.state_dir() / "pulumi":
@@ -252,7 +259,7 @@ def _name() -> str:
     return f"mgpu-reconcile-{hashlib.sha256(here.address.encode()).hexdigest()[:8]}"
 
 
-def _secrets() -> list[str]:
+def secret_names() -> list[str]:
     """Names that the run files of all schedules have under `secrets`."""
     found = set[str]()
     for schedule in kept.every().schedules.values():
@@ -268,7 +275,7 @@ def _secrets_of(schedule: Schedule) -> Iterable[str]:
     return loads(path.read_text(), str(path)).secrets
 
 
-def _fields(every_s: float) -> str:
+def fields(every_s: float) -> str:
     """A period as cron's five fields. Raises InputError: they cannot say it."""
     minutes = every_s / 60
     if minutes in (1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30):
@@ -288,26 +295,43 @@ def _crontab() -> list[str]:
         raise
 
 
-def _require_bucket(option: str) -> None:
+def require_bucket(option: str) -> None:
+    """Raises InputError where nobody else can see the backend."""
     if location.current().folder is not None:
         raise InputError(
             f"{option}: the backend is a folder of this machine",
-            "A CI job has another machine each time, and would find nothing.",
+            "A CI job or a pod has another machine each time, and would find nothing.",
             "Move it to a bucket first: `mgpu backend move s3://bucket/prefix`.",
         )
 
 
-def _at_aws() -> bool:
+def url_elsewhere() -> str:
+    """The backend's address for a machine that has none of this one's AWS profiles."""
+    return re.sub(r"(?<=[?&])profile=[^&]*&?", "", location.current().url).rstrip("?&")
+
+
+def at_aws() -> bool:
+    """Whether the backend is at AWS itself."""
     return "endpoint=" not in location.current().url
 
 
-def _region() -> str:
+def region() -> str:
+    """The backend's, at AWS."""
     given = dict(parse_qsl(urlsplit(location.current().url).query))
     return given.get("region") or os.environ.get("AWS_REGION") or "us-east-1"
 
 
-def _yaml(option: str, data: object) -> str:
-    return f"# Written by `mgpu schedule install {option}`.\n" + yaml.safe_dump(data, sort_keys=False, width=1000)
+def as_yaml(option: str, *documents: object) -> str:
+    """What `install` with this option writes."""
+    text = yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=1000)
+    return f"# Written by `mgpu schedule install {option}`.\n{text}"
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes what is there twice out twice."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
 
 
 def _lines(lines: Iterable[str]) -> str:

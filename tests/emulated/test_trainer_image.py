@@ -5,59 +5,35 @@ Torch is not built in: this is the variant that has it mounted, read-only, from 
 
 from __future__ import annotations
 
-import functools
-import http.server
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from fakes import trainer
 from fakes.engine import Engine
-from fakes.trainer import ARGS
+from fakes.trainer import ARGS, BUILD_S, Index, build
 from mgpu_train.agent.machine import facts as module
 
 from mgpu.image import compat
 from mgpu.image.build import shipped
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD_S = 240
 CANARY = "canary-5ecret-of-the-build"
 CERTIFICATE = "canary-certificate"
 INSTALLED = ("install.sh", "labels.py", "requirements.lock", "torch.lock", "ca.pem")
 
 
-@dataclass(frozen=True)
-class Index:
-    """Wheels on loopback."""
-
-    url: str
-    asked: list[str]
-
-
 @pytest.fixture(scope="module")
 def index(require) -> Iterator[Index]:
-    wheels = trainer.wheels(require)
-    asked: list[str] = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-            asked.append(str(args[0]))
-
-    handler = functools.partial(Handler, directory=str(wheels))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield Index(f"http://127.0.0.1:{server.server_address[1]}/", asked)
-        server.shutdown()
+    with trainer.serving(trainer.wheels(require)) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +52,8 @@ def image(builder: Engine, index: Index, tmp_path_factory: pytest.TempPathFactor
 
 
 def context(folder: Path, index: Index) -> Path:
-    """The shipped one, and what is for the build alone, as mgpu.image.build.archive packs it."""
-    shutil.copytree(shipped.trainer_context(), folder, dirs_exist_ok=True)
-    secrets = folder / ".build" / "secrets"
-    secrets.mkdir(parents=True)
-    (folder / ".build" / "ca.pem").write_text(CERTIFICATE)
-    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": index.url, "PRIVATE_TOKEN": CANARY}.items():
-        (secrets / name).write_text(value)
-    return folder
-
-
-def build(engine: Engine, folder: Path, tag: str, **args: str) -> subprocess.CompletedProcess[str]:
-    options = [part for name, value in (ARGS | args).items() for part in ("--build-arg", f"{name}={value}")]
-    environment = {**os.environ, **engine.env, "DOCKER_BUILDKIT": "0"}
-    command = ["docker", "build", "--network", "host", "--tag", tag, *options, str(folder)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BUILD_S, check=False)
+    more = {"PRIVATE_TOKEN": CANARY}
+    return trainer.context(shipped.trainer_context(), folder, index, more, certificate=CERTIFICATE)
 
 
 def files(engine: Engine, image: str) -> Iterator[tuple[str, bytes]]:

@@ -1,4 +1,6 @@
-"""The trainer's context, images/trainer/ with mgpu-train's own sources in it: as mgpu ships it, or the user's copy."""
+"""What mgpu's own images are built from, with its own sources in it: images/trainer/, as mgpu ships it or as the user's
+copy, and images/operator/.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import hashlib
 import os
 import shutil
 import stat
+from importlib.metadata import distribution
 from pathlib import Path
 
 import mgpu_train
@@ -13,10 +16,13 @@ import mgpu_train
 import mgpu
 from mgpu import paths
 
-_CARRIED = Path(mgpu.__file__).parent / "_data"
-_CHECKOUT = Path(mgpu.__file__).parent.parent
+_OPERATOR = Path(mgpu.__file__).parent
+_CARRIED = _OPERATOR / "_data"
+_CHECKOUT = _OPERATOR.parent
 _TRAIN = Path(mgpu_train.__file__).parent
 _OWN = Path("images", "trainer")
+_CARRIES = ("images", "infra")  # what a wheel has in `_data`
+_METADATA = ("METADATA", "entry_points.txt")  # what an installed package is found by
 _SOURCES = (".py", ".pyi", ".sh", ".txt", ".typed")  # what of mgpu-train is part of it
 
 
@@ -46,8 +52,29 @@ def trainer_context(source: Path | None = None) -> Path:
     Raises:
         OSError: the cache cannot be written.
     """
-    files, programs = _files(source), _programs(source)
-    folder = paths.cache_dir() / "images" / f"trainer-{_digest(files, programs)}"
+    return _folder("trainer", _files(source), _programs(source))
+
+
+def operator_context() -> Path:
+    """The folder that the image with mgpu itself is built from, as `trainer_context`: what is installed here, with the
+    packages' metadata.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    site = _below("mgpu", _kept(_OPERATOR)) | _below("mgpu_train", _kept(_TRAIN))
+    for name in () if _CARRIED.is_dir() else _CARRIES:
+        site |= _below(f"mgpu/_data/{name}", _kept(_CHECKOUT / name))
+    for name in ("mgpu", "mgpu-train"):
+        found = distribution(name)
+        kept = {each: (found.read_text(each) or "").encode() for each in _METADATA}
+        site |= _below(f"{name.replace('-', '_')}-{found.version}.dist-info", kept)
+    files = _kept(_shipped("operator")) | _below("site", site)
+    return _folder("operator", files, {name for name in files if name.endswith(".sh")})
+
+
+def _folder(name: str, files: dict[str, bytes], programs: set[str]) -> Path:
+    folder = paths.cache_dir() / "images" / f"{name}-{_digest(files, programs)}"
     if not folder.is_dir() or _kept(folder) != files:
         _write(folder, files, programs)
     return folder
@@ -79,16 +106,19 @@ def _put(aside: Path, folder: Path) -> None:
             raise
 
 
-def _shipped() -> Path:
+def _shipped(name: str = "trainer") -> Path:
     """A wheel carries it as package data; in a checkout it lies beside the package."""
-    carried = _CARRIED / _OWN
-    return carried if carried.is_dir() else _CHECKOUT / _OWN
+    own = Path("images", name)
+    carried = _CARRIED / own
+    return carried if carried.is_dir() else _CHECKOUT / own
 
 
 def _files(source: Path | None) -> dict[str, bytes]:
-    return _kept(source or _shipped()) | {
-        f"mgpu_train/{name}": content for name, content in _kept(_TRAIN, _SOURCES).items()
-    }
+    return _kept(source or _shipped()) | _below("mgpu_train", _kept(_TRAIN, _SOURCES))
+
+
+def _below(folder: str, files: dict[str, bytes]) -> dict[str, bytes]:
+    return {f"{folder}/{name}": content for name, content in files.items()}
 
 
 def _programs(source: Path | None) -> set[str]:
@@ -107,6 +137,6 @@ def _kept(folder: Path, suffixes: tuple[str, ...] = ()) -> dict[str, bytes]:
 
 def _digest(files: dict[str, bytes], programs: set[str]) -> str:
     whole = hashlib.sha256()
-    for name, content in files.items():
+    for name, content in sorted(files.items()):
         whole.update(f"{name}\0{'x' * (name in programs)}{len(content)}\0".encode() + content)
     return whole.hexdigest()[:16]

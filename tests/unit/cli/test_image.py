@@ -107,6 +107,20 @@ def test_push_after_a_change_moves_the_last_layer_alone(mgpu, at):
     assert done.out.startswith(f"{repository(at)}@sha256:")
 
 
+def test_the_image_with_mgpu_itself_is_pushed_once_and_needs_no_run_file(mgpu, at, monkeypatch):
+    context, where = at / "docker", f"{repository(at)}/operator"
+    monkeypatch.setattr(shipped, "operator_context", lambda: context)
+    (at / "mgpu.yaml").unlink()
+    first = mgpu("image", "operator", where, "--json")
+    assert (first.code, first.json["pushed"]) == (0, True), first.err
+    assert first.json["reference"].startswith(f"{where}@sha256:")
+    no_engine(monkeypatch, at)
+    assert mgpu("image", "operator", where).out == f"{first.json['reference']}\n"
+    for wrong, told in (((f"{where}:1",), "without tag"), ((where, "--secret", "a b"), "secrets a b")):
+        done = mgpu("image", "operator", *wrong)
+        assert (done.code, told in done.err) == (2, True), done.err
+
+
 def test_a_build_that_fails_shows_the_step_and_its_last_lines(mgpu, at):
     (at / "docker" / "Dockerfile").write_text(BROKEN)
     for command in ("build", "push"):

@@ -111,6 +111,7 @@ COMMANDS = (
     ("schedule", "add", "--cron", "0 2 * *"),
     ("schedule", "run-now", "nightly"),
     ("schedule", "rm", "weekly"),
+    ("schedule", "install", "--kubernetes"),
     ("reconcile", "--dry-run"),
     ("submit",),
     ("queue", "ls"),

@@ -1,9 +1,10 @@
-"""The training image's files: nothing stale, nothing for one builder alone, the same context everywhere."""
+"""The files of mgpu's images: nothing stale, nothing for one builder alone, the same context everywhere."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ from pathlib import Path
 import mgpu_train
 import pytest
 
+import mgpu
 from mgpu.image import compat
 from mgpu.image.build import bases, context, shipped
 from mgpu.image.compat_table import FAMILIES, TOOLKITS, WHEELS
@@ -20,6 +22,7 @@ from mgpu.spec.image import ImageSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAINER = ROOT / "images" / "trainer"
+OPERATOR = ROOT / "images" / "operator"
 DOCKERFILE = (TRAINER / "Dockerfile").read_text()
 ARGS = dict(re.findall(r"^ARG (\w+)=(.*)$", DOCKERFILE, re.MULTILINE))
 LABELS = dict(re.findall(r'(dev\.mgpu\.\S+)="\$\{(\w+)\}"', DOCKERFILE))  # by the name of the ARG that each repeats
@@ -81,17 +84,20 @@ def test_the_base_is_pinned_by_its_digest():
 
 
 @pytest.mark.parametrize("form", [r"--mount", r"<<\w", r"--chmod", r"--link", r"^# *syntax", r"^ADD "])
-def test_every_builder_understands_the_dockerfile(form: str):
-    instructions = [line for line in DOCKERFILE.splitlines() if not line.startswith("#") or "syntax" in line]
+@pytest.mark.parametrize("folder", [TRAINER, OPERATOR], ids=lambda folder: folder.name)
+def test_every_builder_understands_the_dockerfile(folder: Path, form: str):
+    lines = (folder / "Dockerfile").read_text().splitlines()
+    instructions = [line for line in lines if not line.startswith("#") or "syntax" in line]
     assert not [line for line in instructions if re.search(form, line)]
 
 
-def test_what_is_for_the_build_alone_goes_into_a_stage_that_is_thrown_away():
-    stages = re.split(r"^FROM .* AS (\w+)$", DOCKERFILE, flags=re.MULTILINE)[1:]
+@pytest.mark.parametrize(("folder", "first"), [(TRAINER, "/opt/torch"), (OPERATOR, "/opt/pulumi")])
+def test_what_is_for_the_build_alone_goes_into_a_stage_that_is_thrown_away(folder: Path, first: str):
+    stages = re.split(r"^FROM .* AS (\w+)$", (folder / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
     by_name = dict(zip(stages[::2], stages[1::2], strict=True))
     assert [name for name, body in by_name.items() if ".buil[d]" in body] == ["packages"]
-    assert list(by_name)[-1] == "trainer"
-    assert re.findall(r"^COPY --from=packages (\S+)", by_name["trainer"], re.MULTILINE) == ["/opt/torch", "/opt/mgpu"]
+    assert list(by_name)[-1] == folder.name
+    assert re.findall(r"^COPY --from=packages (\S+)", by_name[folder.name], re.MULTILINE) == [first, "/opt/mgpu"]
 
 
 def test_the_image_says_of_itself_what_the_table_reads():
@@ -124,6 +130,27 @@ def test_the_context_is_whole_and_has_nothing_compiled(cache: Path):
     for path in [*package.rglob("*.py"), *package.rglob("*.txt"), package / "py.typed"]:
         assert found[f"mgpu_train/{path.relative_to(package)}"] == path.read_bytes()
     assert not [name for name in found if "__pycache__" in name or name.endswith(".pyc")]
+
+
+def test_the_operators_context_is_mgpu_as_it_is_installed(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    folder = shipped.operator_context()
+    found = content(folder)
+    assert {name: found[name] for name in content(OPERATOR)} == content(OPERATOR)
+    for package in (mgpu, mgpu_train):
+        source = Path(package.__file__).parent
+        for path in source.rglob("*"):
+            if path.is_file() and path.suffix != ".pyc":
+                assert found[f"site/{package.__name__}/{path.relative_to(source)}"] == path.read_bytes()
+    assert found["site/mgpu/_data/infra/base/__main__.py"] == (ROOT / "infra" / "base" / "__main__.py").read_bytes()
+    assert b"[mgpu.providers]" in found[f"site/mgpu-{mgpu.__version__}.dist-info/entry_points.txt"]
+    assert os.access(folder / "site" / "mgpu" / "iac" / "python.sh", os.X_OK)
+    assert not [name for name in found if "__pycache__" in name or name.endswith(".pyc")]
+    # what is carried in a wheel lies in the package
+    wheel = tmp_path / "wheel" / "mgpu"
+    shutil.copytree(folder / "site" / "mgpu", wheel)
+    for name, value in {"_OPERATOR": wheel, "_CARRIED": wheel / "_data", "_CHECKOUT": tmp_path / "none"}.items():
+        monkeypatch.setattr(shipped, name, value)
+    assert shipped.operator_context() == folder
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077], ids=oct)

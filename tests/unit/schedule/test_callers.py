@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -22,7 +23,7 @@ from mgpu.cli import cli
 from mgpu.context import Context
 from mgpu.errors import InputError, StackError
 from mgpu.run.lifecycle.launch import kept_for_later
-from mgpu.schedule import callers, kept
+from mgpu.schedule import callers, kept, kubernetes
 from mgpu.schedule.model import Schedule
 from mgpu.schedule.reconcile import Reconciler
 from mgpu.spec.load import load
@@ -158,9 +159,9 @@ def test_periods_that_cron_can_say(every: str, fields: str, user: Path):
         assert "is no period of cron" in str(said.exception)
 
 
-@pytest.mark.parametrize("way", ["github", "gitlab"])
-def test_a_ci_needs_a_bucket(user: Path, way: str):
-    assert "is a folder of this machine" in str(mgpu("schedule", "install", f"--{way}", "--yes").exception)
+@pytest.mark.parametrize("way", [["--github"], ["--gitlab"], ["--kubernetes", "--image", "hub/mgpu:1"]])
+def test_other_machines_need_a_bucket(user: Path, way: list[str]):
+    assert "is a folder of this machine" in str(mgpu("schedule", "install", *way, "--yes").exception)
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def bucket(user: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As if the backend were a bucket: what is in it is the folder's."""
     known = replace(location.current(), url=BUCKET)
     monkeypatch.setattr(callers.location, "current", lambda: replace(known, folder=None))
-    monkeypatch.setattr(callers, "_secrets", lambda: ["WANDB_API_KEY"])
+    monkeypatch.setattr(callers, "secret_names", lambda: ["WANDB_API_KEY"])
     monkeypatch.setenv("MGPU_PASSPHRASE", "open sesame")
     (user / "bin" / "python").symlink_to(sys.executable)
     return user
@@ -219,8 +220,136 @@ def test_a_job_of_gitlabs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     steps(Path(".gitlab/mgpu.yml"), job["script"][:-1], bucket)
 
 
+@pytest.fixture
+def cluster(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kubectl that writes down what it was asked, with a current context."""
+    (bucket / "context").write_text("prod")
+    kubectl = bucket / "bin" / "kubectl"
+    kubectl.write_text(
+        f'#!/bin/sh\nif [ "$1" = config ]; then cat {bucket}/context; else echo "$@" >> {bucket}/asked; fi\n'
+    )
+    kubectl.chmod(0o755)
+    monkeypatch.setattr(kubernetes.settings, "secrets_provider", lambda: "passphrase")
+    return bucket
+
+
+IMAGE = "hub.example/mgpu@sha256:" + "0" * 64
+IN_KUBERNETES = ("--kubernetes", "--namespace", "ml")
+MANIFEST = Path("kubernetes/mgpu.yaml")
+
+
+def installed(*more: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The account and the job of the manifest that was written."""
+    assert mgpu("schedule", "install", *IN_KUBERNETES, "--image", IMAGE, "--yes", *more).return_value == 0
+    account, job = yaml.safe_load_all(MANIFEST.read_text())
+    for version in ("1.27", "1.37"):
+        for each in (account, job):
+            kubernetes_validate.validate(each, version, strict=True)
+    return account, job
+
+
+def test_a_cron_job_of_a_cluster(cluster: Path):
+    shown = mgpu("schedule", "install", *IN_KUBERNETES, "--image", IMAGE, "--dry-run")
+    assert "$ kubectl --context=prod --request-timeout=20s apply --filename=kubernetes/mgpu.yaml" in shown.stdout
+    assert not MANIFEST.exists(), "it was only shown"
+    account, job = installed("--every", "10m")
+    name = callers.caller_name()
+    assert {(each["metadata"]["name"], each["metadata"]["namespace"]) for each in (account, job)} == {(name, "ml")}
+    spec, each = job["spec"], job["spec"]["jobTemplate"]["spec"]
+    assert (spec["schedule"], spec["timeZone"], spec["concurrencyPolicy"]) == ("*/10 * * * *", "Etc/UTC", "Forbid")
+    assert (spec["startingDeadlineSeconds"], each["activeDeadlineSeconds"], each["backoffLimit"]) == (600, 3600, 0)
+    assert each["template"]["spec"]["containers"][0]["image"] == IMAGE
+    assert (cluster / "asked").read_text().splitlines()[-1].endswith("apply --filename=kubernetes/mgpu.yaml")
+    elsewhere = mgpu("schedule", "install", "--kubernetes", "--image", IMAGE, "--yes").exception
+    assert f"cronjob/{name} in namespace ml, which would go on" in str(elsewhere)
+    (cluster / "context").write_text("another")
+    assert "is of another place" in str(mgpu("schedule", "install", *IN_KUBERNETES, "--image", IMAGE).exception)
+    assert mgpu("schedule", "uninstall", "--kubernetes").return_value == 0
+    assert (cluster / "asked").read_text().splitlines()[-1] == (
+        "--context=prod --request-timeout=20s "
+        f"delete cronjob/{name} serviceaccount/{name} --namespace=ml --ignore-not-found"
+    )
+    assert not MANIFEST.exists()
+    assert mgpu("schedule", "uninstall", *IN_KUBERNETES).return_value == 0, "as often as one likes"
+    assert (cluster / "asked").read_text().splitlines()[-1] == (
+        f"--context=another --request-timeout=20s delete cronjob/{name} serviceaccount/{name} --namespace=ml "
+        "--ignore-not-found"
+    )
+
+
+def test_a_pod_has_no_rights_and_no_value_of_a_secret(cluster: Path, monkeypatch: pytest.MonkeyPatch):
+    account, job = installed()
+    pod = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert [each["automountServiceAccountToken"] for each in (account, pod)] == [False, False]
+    # https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted
+    assert (pod["securityContext"]["runAsNonRoot"], pod["securityContext"]["seccompProfile"]["type"]) == (
+        True,
+        "RuntimeDefault",
+    )
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & {*pod}
+    assert all("emptyDir" in each for each in pod["volumes"])
+    assert {each["mountPath"] for each in container["volumeMounts"]} == {"/home/mgpu", "/tmp"}
+    plain = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    assert plain == {"HOME": "/home/mgpu", location.VARIABLE: BUCKET, "AWS_REGION": "eu-west-1"}
+    keys = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in container["env"] if "valueFrom" in each}
+    assert {name: key["optional"] for name, key in keys.items()} == {
+        "MGPU_PASSPHRASE": False,
+        **dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "WANDB_API_KEY"), True),
+    }
+    assert {(key["name"], key["key"]) for key in keys.values()} == {(callers.caller_name(), name) for name in keys}
+    assert "open sesame" not in MANIFEST.read_text()
+    monkeypatch.setattr(kubernetes.settings, "secrets_provider", lambda: "awskms://alias/x")
+    _, job = installed()
+    assert "valueFrom" in str(job)
+    assert "{'name': 'MGPU_PASSPHRASE'" not in str(job)
+
+
+def test_without_kubectl_its_words_are_told(cluster: Path):
+    (cluster / "context").write_text("")
+    told = mgpu("schedule", "install", *IN_KUBERNETES, "--image", IMAGE, "--yes")
+    assert "kubectl apply --filename=kubernetes/mgpu.yaml" in told.stderr
+    assert f"kubectl create secret generic {callers.caller_name()} --namespace=ml --from-file=MGPU_PASSPHRASE=" in (
+        told.stderr
+    )
+    assert '--from-literal=WANDB_API_KEY="$WANDB_API_KEY"' in told.stderr
+    ended = mgpu("schedule", "uninstall", *IN_KUBERNETES)
+    assert f"kubectl delete cronjob/{callers.caller_name()}" in ended.stderr
+    assert f"kubectl delete secret {callers.caller_name()}" in ended.stderr
+    assert not MANIFEST.exists()
+    assert not (cluster / "asked").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        (("--kubernetes",), "`mgpu image operator registry/name`"),
+        (("--kubernetes", "--image", "hub/mgpu"), "hub/mgpu:TAG"),
+        (("--kubernetes", "--image", "Hub/Mgpu:1 2"), "must be repository:tag or repository@sha256"),
+        (("--kubernetes", "--image", IMAGE, "--every", "7m"), "no period of cron"),
+        (("--cron", "--image", IMAGE), "--image belongs to --kubernetes"),
+        (("--cron", "--namespace", "ml"), "--namespace belongs to --kubernetes"),
+    ],
+)
+def test_what_no_cluster_can_take_is_refused(cluster: Path, args: tuple[str, ...], what: str):
+    assert what in str(mgpu("schedule", "install", *args, "--yes").exception)
+    assert not MANIFEST.exists()
+
+
+def test_an_aws_profile_of_this_machine_goes_nowhere(cluster: Path, monkeypatch: pytest.MonkeyPatch):
+    known = location.current()
+    for given in (f"{BUCKET}&profile=me", BUCKET.replace("?", "?profile=me&")):
+        monkeypatch.setattr(callers.location, "current", lambda given=given: replace(known, url=given))
+        assert callers.url_elsewhere() == BUCKET
+
+
 def test_by_what_it_is_to_be_called_has_to_be_said(user: Path):
-    assert "One of --systemd, --cron, --github, --gitlab" in str(mgpu("schedule", "install").exception)
+    assert "One of --systemd, --cron, --github, --gitlab, --kubernetes" in str(mgpu("schedule", "install").exception)
 
 
 def test_a_signal_ends_the_pass_and_says_so(user: Path, monkeypatch: pytest.MonkeyPatch):
