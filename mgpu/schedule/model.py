@@ -50,7 +50,6 @@ class DueTime:
     outcome: Outcome
     decided_at: float
     run_id: str = ""
-    code: str = ""  # the commit that its run has; empty: that of the schedule, or none yet
     reason: str = ""
     by_hand: bool = False  # `mgpu schedule run-now`
     replaced: bool = False  # its run was asked to end, for a later time
@@ -60,6 +59,7 @@ class DueTime:
     recoveries: int = 0
     step: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
+    code: str = ""  # the commit that its run has; empty: what the schedule has kept, or none yet
 
     @property
     def under_way(self) -> bool:
