@@ -17,11 +17,11 @@ from typing import Protocol
 from mgpu.backend import location
 from mgpu.context import Context
 from mgpu.errors import InputError, MgpuError, StackError
-from mgpu.events import Note, Warned
+from mgpu.events import Note, ScheduleMissed, Warned
 from mgpu.run.record import shared
-from mgpu.run.record.record import Record, State, find, supervised, unsettled
+from mgpu.run.record.record import Record, State, every, find, supervised, unsettled
 from mgpu.schedule import kept
-from mgpu.schedule.decide import Decisions, Need, Seen, advanced, decide, since
+from mgpu.schedule.decide import Decisions, Need, Seen, advanced, decide, since, telling
 from mgpu.schedule.model import DueTime, Outcome, Schedule
 from mgpu.schedule.supervisors import Looked, Supervisors
 
@@ -76,8 +76,10 @@ class Reconciler:
         *,
         supervisors: Looks | None = None,
         clock: Callable[[], float] | None = None,
+        missed: Callable[[Schedule, ScheduleMissed], None] | None = None,
     ) -> None:
-        self._context, self._clock = context, clock or time.time
+        """`missed` is told, once, of times of a schedule that were missed."""
+        self._context, self._clock, self._missed = context, clock or time.time, missed
         self._supervisors = supervisors or Supervisors(context.emit)
         self._until = self._clock() + watch_s
         self._began: dict[str, float] = {}  # runs that were looked after, and when last
@@ -133,6 +135,8 @@ class Reconciler:
             self._write(schedule)
         if todo.schedules:  # from here on by what is written, whoever has written it
             todo = self._decisions()
+        for name in todo.missed:
+            self._tell_of_missed(name)
         for schedule, due in todo.submit:
             self._submit(schedule, due)
         if todo.submit:  # they are queued now
@@ -173,13 +177,27 @@ class Reconciler:
         why = f": {due.reason}" if due.reason else ""
         self._context.emit(Note(f"schedule {schedule.name}, {schedule.times.words(due.at)}: {due.outcome}{run}{why}"))
 
+    def _tell_of_missed(self, name: str) -> None:
+        """Whoever writes down that it tells of them tells: nobody else does, whatever becomes of the answer."""
+        if self._missed is None:
+            return
+        me = secrets.token_hex(8)
+        try:
+            after = kept.change(name, lambda now: telling(now, me, self._clock()))
+        except InputError:  # it was removed
+            return
+        if mine := [due for due in after.history if due.told == me]:
+            newest = max(mine, key=lambda due: due.at)
+            self._missed(after, ScheduleMissed(name, self._clock(), newest.at, len(mine), newest.reason))
+
     def _submit(self, schedule: Schedule, due: DueTime) -> None:
         """The run of a due time that was decided to start; whoever has done it already, there is one."""
         from mgpu.run.lifecycle.submit import submit_kept
+        from mgpu.schedule.nights import compared_with
 
         folder, at = kept.folder(schedule), f"{schedule.submission}/"
-        more = {"schedule": schedule.name, "due_at": due.at}
         try:
+            more = {"schedule": schedule.name, "due_at": due.at, "earlier": compared_with(schedule, every)}
             if self._is_starting(kept.load(schedule.name), due):
                 submit_kept(folder, at, schedule.run, due.run_id, **more)
                 after = kept.change(schedule.name, lambda now: advanced(now, self._find, self._clock()))

@@ -35,9 +35,9 @@ class Expectation(Block):
     )
     better: Better | None = Field(
         None,
-        description="with `median_of`: which value is the better one. It follows from names that end in loss, perplexity, "
-        "error, _s, _usd, recoveries (lower), or accuracy, _per_s, _per_second (higher) (default: by the name, or "
-        "needed)",
+        description="with `median_of`: which value is the better one. It follows from names that end in loss, "
+        "perplexity, error, _s, _usd, recoveries (lower), or accuracy, _per_s, _per_second (higher) (default: by the "
+        "name, or needed)",
     )
 
     def direction(self, metric: str) -> Better | None:

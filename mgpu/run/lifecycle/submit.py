@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,9 +23,9 @@ from mgpu.run.job import images
 from mgpu.run.job.images import Settled
 from mgpu.run.job.request import Request
 from mgpu.run.nodes import code_upload
-from mgpu.run.record import files, shared
+from mgpu.run.record import checks, files, shared
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Record, find, load, of_json, opening, save
+from mgpu.run.record.record import Record, every, find, load, of_json, opening, save
 from mgpu.spec.load import text_of
 
 
@@ -55,7 +55,9 @@ def submit(
         with code_upload.set_aside(request) as code, opening():
             if fleet is not None:
                 refuse_used(fleet)
-            return _submitted(request, run_file, code, _record(request, run_file, stack, fleet, resume, image))
+            record = _record(request, run_file, stack, fleet, resume, image)
+            record.earlier = checks.earlier(record.expect, _alike(record))
+            return _submitted(request, run_file, code, record)
     except BaseException:
         if resume is None:
             shutil.rmtree(folder.root, ignore_errors=True)
@@ -112,6 +114,18 @@ def submit_kept(folder: Path, at: str, fields: dict[str, Any], run_id: str, **mo
     return find(run_id) or record
 
 
+def _alike(record: Record) -> Iterator[dict[str, float]]:
+    """What earlier runs of the same name and project have measured, newest first."""
+    for each in reversed(every()):
+        same = each.name == record.name and _project(each) == _project(record)
+        if same and each.run_id != record.run_id:
+            yield checks.good(each)
+
+
+def _project(record: Record) -> str:
+    return record.fleet_name.removesuffix(record.stack)
+
+
 def _copy(source: Path, target: Path, copy: Callable[[str, str], object]) -> None:
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     for old in (aside, target):
@@ -159,6 +173,7 @@ def _record(
         created_at=resume.created_at if resume else time.time(),
         max_hours=spec.max_hours,
         max_usd=spec.max_usd or 0.0,
+        expect={metric: each.model_dump(exclude_none=True) for metric, each in spec.expect.items()},
         fleet=fleet.model_dump(mode="json") if fleet else None,
     )
     images.remember(record, image)
