@@ -271,12 +271,13 @@ def _outputs(spec: RunSpec) -> Iterator[Mistake]:
 
 
 def _expect(spec: RunSpec) -> Iterator[Mistake]:
-    task = tasks.installed().found.get(spec.train.task) if spec.train else None
+    name = spec.train.task if spec.train else ""
+    task = tasks.installed().found.get(name)
     for metric, each in spec.expect.items():
         at: Where = ("expect", metric)
         if task and task.metrics and metric not in (*task.metrics, *OF_THE_RUN):
             near = get_close_matches(metric, (*task.metrics, *OF_THE_RUN), 1)
-            message = f"task {spec.train.task} reports no such metric; there are {', '.join(task.metrics)}"
+            message = f"task {name} reports no such metric; there are {', '.join(task.metrics)}"
             yield Mistake(at, message, (("train", "task"),), near[0] if near else None)
         if each.max is None and each.min is None and each.median_of is None:
             reads = ((*at, "max"), (*at, "min"), (*at, "median_of"))
