@@ -12,7 +12,7 @@ from difflib import get_close_matches
 
 from mgpu.run.record.record import Check, Record, State
 from mgpu.spec.expect import Expectation
-from mgpu.words import count
+from mgpu.words import count, number
 
 _DIGITS = range(4, 18)  # as many as tell a value from its limit
 
@@ -104,8 +104,3 @@ def _compared(value: float, limit: float, upper: bool, holds: bool) -> str:
     shown = ((number(value, digits), number(limit, digits)) for digits in _DIGITS)
     left, right = next((pair for pair in shown if pair[0] != pair[1]), (number(value), number(limit)))
     return f"{left} {sign} {right}"
-
-
-def number(value: float, digits: int = 4) -> str:
-    """A value for people: so many digits, and all of a whole part."""
-    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
