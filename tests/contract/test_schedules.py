@@ -302,7 +302,7 @@ def test_a_missed_time_is_told_once_however_many_pass(nights: Path, monkeypatch:
         return CliRunner().invoke(cli, ["reconcile"], standalone_mode=False).stderr
 
     kept.change("nightly", lambda found: replace(found, paused=False, start_within_s=60.0))
-    assert "somebody is still to be told" in mgpu_reconcile(7.5)
+    assert "exit status 1" in mgpu_reconcile(7.5)
     (nights / "tell.sh").write_text('echo "$MGPU_EVENT $MGPU_TITLE" > said\n')
     assert "told" not in mgpu_reconcile(7.6)
     title = "schedule nightly missed its time of 2027-01-15 15:00 UTC"
