@@ -148,7 +148,9 @@ class Telling(Sink):
         path = self._waiting / f"{at:015.3f}-{message.id}.json"
         if not path.with_suffix(".told").exists():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.write_text(json.dumps(asdict(message)))
+            aside = path.with_suffix(".new")
+            aside.write_text(json.dumps(asdict(message)))
+            aside.rename(path)  # whole: another process may deliver it at once
 
     def _deliver(self) -> None:
         """In their order: what cannot be delivered holds up what is newer. One process at a time: what another one of
@@ -160,8 +162,8 @@ class Telling(Sink):
             fcntl.flock(lock, fcntl.LOCK_EX)
             for path in sorted(self._waiting.glob("*.json")):
                 self.tell(Message(**json.loads(path.read_text())))
-                path.write_text("")
-                path.rename(path.with_suffix(".told"))
+                done = path.rename(path.with_suffix(".told"))  # first: an empty message could never be delivered
+                done.write_text("")
 
 
 def waiting(homes: Path) -> Iterator[str]:

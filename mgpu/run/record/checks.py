@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 from mgpu.run.record.record import Check, Record, State
 from mgpu.spec.expect import Expectation
@@ -36,19 +37,16 @@ def good(record: Record) -> dict[str, float]:
     return {name: value for name, value in values.items() if name not in bad}
 
 
-def earlier(expect: Mapping[str, Mapping[str, object]], runs: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+def earlier(expect: Mapping[str, Mapping[str, Any]], runs: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     """What a run is compared with: of each metric as many values as are wanted, of `runs`, newest first. No more runs
     than that takes are asked for."""
-    wanted = {metric: each.get("median_of") for metric, each in expect.items()}
-    lacks = {metric: int(str(most)) for metric, most in wanted.items() if most}
-    found: dict[str, list[float]] = {metric: [] for metric in lacks}
-    if not lacks:
-        return {}
-    for run in runs:
+    wanted: dict[str, int] = {metric: most for metric, each in expect.items() if (most := each.get("median_of"))}
+    found: dict[str, list[float]] = {metric: [] for metric in wanted}
+    for run in runs if wanted else ():
         for metric, values in found.items():
-            if metric in run and len(values) < lacks[metric]:
+            if metric in run and len(values) < wanted[metric]:
                 values.append(run[metric])
-        if all(len(values) == lacks[metric] for metric, values in found.items()):
+        if all(len(values) == wanted[metric] for metric, values in found.items()):
             break
     return found
 
@@ -89,7 +87,7 @@ def check(metric: str, wanted: Expectation, values: Mapping[str, float], before:
     return Check(metric, met, "; ".join(words), value, median, min(len(before), wanted.median_of or 0))
 
 
-def _expectation(plain: Mapping[str, object]) -> Expectation:
+def _expectation(plain: Mapping[str, Any]) -> Expectation:
     """As a record keeps it, which may be a newer mgpu's."""
     return Expectation.model_validate({key: value for key, value in plain.items() if key in Expectation.model_fields})
 
