@@ -11,12 +11,12 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.errors import InputError, Interrupted, MgpuError, TeardownIncomplete
+from mgpu.events import Warned
 
 if TYPE_CHECKING:
     from mgpu.cli.results import Reconciled
-    from mgpu.events import ScheduleMissed
     from mgpu.schedule.model import Schedule
-    from mgpu.schedule.reconcile import Report
+    from mgpu.schedule.reconcile import Report, Teller
     from mgpu.sinks.delivery import Makers
 
 _ALWAYS_S = 10 * 365 * 86400.0
@@ -43,10 +43,16 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
     console = Console(as_json=as_json)
     delivery = Delivery(console.emit)
 
-    def missed(schedule: Schedule, event: ScheduleMissed) -> None:
-        delivery.tell(f"schedule {schedule.name}", lambda: _sinks_of(schedule), event)
+    def teller(schedule: Schedule) -> Teller | None:
+        whose = f"schedule {schedule.name}"
+        try:  # all of them: what cannot be told from here is told by a pass that can
+            sinks = {name: make() for name, make in _sinks_of(schedule).items()}
+        except Exception as error:  # noqa: BLE001  no sink is worth a pass
+            console.emit(Warned(f"{whose}: nobody is told from here that it has missed a time: {error}"))
+            return None
+        return lambda event: delivery.tell(whose, lambda: {n: lambda s=s: s for n, s in sinks.items()}, event)
 
-    reconciler = Reconciler(common.context(console), _ALWAYS_S if watch else watch_s or 0.0, missed=missed)
+    reconciler = Reconciler(common.context(console), _ALWAYS_S if watch else watch_s or 0.0, teller=teller)
     try:
         with Interrupts(leave=True).installed():
             report = reconciler.look() if dry_run else reconciler.work()

@@ -45,7 +45,7 @@ class Decisions:
 
     schedules: tuple[Schedule, ...] = ()
     news: tuple[tuple[Schedule, DueTime], ...] = ()
-    missed: tuple[str, ...] = ()
+    missed: tuple[Schedule, ...] = ()
     submit: tuple[tuple[Schedule, DueTime], ...] = ()
     stop: tuple[str, ...] = ()
     needs: tuple[Need, ...] = ()
@@ -62,7 +62,7 @@ def decide(
 
     changed, submit, stop = list[Schedule](), list[tuple[Schedule, DueTime]](), list[str]()
     news = list[tuple[Schedule, DueTime]]()
-    missed = tuple(name for name, schedule in schedules.items() if untold(schedule, now))
+    missed = tuple(schedule for schedule in schedules.values() if untold(schedule, now))
     for schedule in schedules.values():
         after = advanced(schedule, found, now)
         if after != schedule:

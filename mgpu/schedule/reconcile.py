@@ -33,6 +33,9 @@ _OF_A_RUN = re.compile(r"-\d{4}-[a-hjkmnp-z2-9]{5}(-r\d+)?$")  # the name of a f
 _SWEPT = "swept"  # in mgpu's folder of a backend: when, by the backend's own clock, it was looked for machines
 
 
+Teller = Callable[[ScheduleMissed], None]
+
+
 class Looks(Protocol):
     """Who looks after runs: `mgpu.schedule.supervisors`."""
 
@@ -76,10 +79,10 @@ class Reconciler:
         *,
         supervisors: Looks | None = None,
         clock: Callable[[], float] | None = None,
-        missed: Callable[[Schedule, ScheduleMissed], None] | None = None,
+        teller: Callable[[Schedule], Teller | None] = lambda _: None,
     ) -> None:
-        """`missed` is told, once, of times of a schedule that were missed."""
-        self._context, self._clock, self._missed = context, clock or time.time, missed
+        """`teller` gives who tells of a schedule's missed times; None: it cannot be told from here."""
+        self._context, self._clock, self._teller = context, clock or time.time, teller
         self._supervisors = supervisors or Supervisors(context.emit)
         self._until = self._clock() + watch_s
         self._began: dict[str, float] = {}  # runs that were looked after, and when last
@@ -135,8 +138,8 @@ class Reconciler:
             self._write(schedule)
         if todo.schedules:  # from here on by what is written, whoever has written it
             todo = self._decisions()
-        for name in todo.missed:
-            self._tell_of_missed(name)
+        for schedule in todo.missed:
+            self._tell_of_missed(schedule)
         for schedule, due in todo.submit:
             self._submit(schedule, due)
         if todo.submit:  # they are queued now
@@ -177,18 +180,18 @@ class Reconciler:
         why = f": {due.reason}" if due.reason else ""
         self._context.emit(Note(f"schedule {schedule.name}, {schedule.times.words(due.at)}: {due.outcome}{run}{why}"))
 
-    def _tell_of_missed(self, name: str) -> None:
+    def _tell_of_missed(self, schedule: Schedule) -> None:
         """Whoever writes down that it tells of them tells: nobody else does, whatever becomes of the answer."""
-        if self._missed is None:
+        me, tell = secrets.token_hex(8), self._teller(schedule)
+        if tell is None:  # another machine's pass may
             return
-        me = secrets.token_hex(8)
         try:
-            after = kept.change(name, lambda now: telling(now, me, self._clock()))
+            after = kept.change(schedule.name, lambda now: telling(now, me, self._clock()))
         except InputError:  # it was removed
             return
         if mine := [due for due in after.history if due.told == me]:
             newest = max(mine, key=lambda due: due.at)
-            self._missed(after, ScheduleMissed(name, self._clock(), newest.at, len(mine), newest.reason))
+            tell(ScheduleMissed(schedule.name, self._clock(), newest.at, len(mine), newest.reason))
 
     def _submit(self, schedule: Schedule, due: DueTime) -> None:
         """The run of a due time that was decided to start; whoever has done it already, there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -288,9 +289,10 @@ def test_a_missed_time_is_told_once_however_many_pass(nights: Path, monkeypatch:
 
     def one(_: int) -> None:
         gate.wait()
-        missed = lambda _, event: told.append(event)  # noqa: E731
-        Reconciler(CONTEXT, supervisors=Nobody(), clock=lambda: NOW + 6 * HOUR, missed=missed).look()
-        Reconciler(CONTEXT, supervisors=Nobody(), clock=lambda: NOW + 6 * HOUR, missed=missed).work()
+        known = {"supervisors": Nobody(), "clock": lambda: NOW + 6 * HOUR}
+        Reconciler(CONTEXT, **known).work()
+        Reconciler(CONTEXT, teller=lambda _: told.append, **known).look()
+        Reconciler(CONTEXT, teller=lambda _: told.append, **known).work()
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(one, range(8)))
@@ -310,3 +312,18 @@ def test_a_missed_time_is_told_once_however_many_pass(nights: Path, monkeypatch:
     (nights / "said").unlink()
     assert "told" not in mgpu_reconcile(7.7)
     assert not (nights / "said").exists()
+
+
+def test_a_pass_that_cannot_tell_of_a_missed_time_leaves_it_to_one_that_can(nights: Path, monkeypatch):
+    sinks = "sinks: {command: {run: [sh, tell.sh]}, webhook: {url: HOOK}}\n"
+    (nights / "mgpu.yaml").write_text(RUN_FILE + sinks)
+    (nights / "tell.sh").write_text("cat >> said\n")
+    add(nights, start_within_s=60.0)
+    monkeypatch.setattr(time, "time", lambda: NOW + 1.7 * HOUR)
+    for _ in range(2):
+        said = CliRunner().invoke(cli, ["reconcile"], standalone_mode=False).stderr
+        assert "nobody is told from here that it has missed a time: HOOK is not set here" in said
+    assert not (nights / "said").exists()
+    monkeypatch.setenv("HOOK", "http://127.0.0.1:9/nobody")  # it is made; that it does not answer is another matter
+    assert "webhook" in CliRunner().invoke(cli, ["reconcile"], standalone_mode=False).stderr
+    assert json.loads((nights / "said").read_text())["event"] == "missed"

@@ -125,7 +125,7 @@ def test_that_times_were_missed_is_told_by_who_writes_it_down_and_once():
     world = World(schedule())
     world.look(days=2, hours=12)
     assert len(untold(world.schedule, world.now)) == 3
-    assert decide({"nightly": world.schedule}, {}, world.runs.get, world.now).missed == ("nightly",)
+    assert decide({"nightly": world.schedule}, {}, world.runs.get, world.now).missed == (world.schedule,)
     after = telling(world.schedule, "me", world.now)
     assert [due.told for due in after.history] == ["me"] * 3
     assert telling(after, "you", world.now) == after
