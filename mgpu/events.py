@@ -131,9 +131,11 @@ class RunEnded(RunEvent):
 @dataclass(frozen=True, slots=True)
 class RunRegressed(RunEvent):
     """The run has succeeded, and is not as its run file expects. `checks`: what is not, as `mgpu status --json` has it;
-    `schedule`: whose run it is, empty: nobody's."""
+    `schedule`: whose run it is, empty: nobody's; `code`: the commit that it has trained, empty: it was sent from a
+    folder."""
 
     schedule: str
+    code: str
     checks: tuple[dict[str, Any], ...]
 
 

@@ -30,6 +30,7 @@ COMMANDS = {
     "launch": "Rent a fleet, run on it, give it back.",
     "run": "Run on the fleet of a stack that is up.",
     "submit": "Queue a run: the next `mgpu reconcile` begins with it.",
+    "queue": "List queued runs, change their order, take one out.",
     "schedule": "Run files that are due again and again, every night: add, list, show, pause, remove.",
     "reconcile": "Do what is due: start runs, look after those whose supervisor is gone.",
     "status": "Show a run: phase, progress, price.",

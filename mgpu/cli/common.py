@@ -355,6 +355,15 @@ def look_at_image(
 def agreed(console: Console, run_file: Path, spec: RunSpec, yes: bool, before: Record | None = None) -> Machines:
     """Looks at all that can be known before machines are rented, shows the price and asks; `before`: the run that is
     gone on with. Returns what the image has to fit. Raises what it finds, and InputError: nobody agrees."""
+    machines = looked_at(console, run_file, spec)
+    if before is not None:
+        show_changes(console, before, spec)
+    agree(console, yes)
+    return machines
+
+
+def looked_at(console: Console, run_file: Path, spec: RunSpec) -> Machines:
+    """All of `agreed` but its question."""
     from mgpu.run.lifecycle.launch import preflight
 
     with console.waiting(PREFLIGHT):
@@ -369,9 +378,6 @@ def agreed(console: Console, run_file: Path, spec: RunSpec, yes: bool, before: R
     require_begun(plan, spec.recovery.wait_minutes)
     if image is not None:
         console.say(str(image))
-    if before is not None:
-        show_changes(console, before, spec)
-    agree(console, yes)
     return machines
 
 
@@ -495,6 +501,8 @@ def summary(record: Record) -> list[tuple[str, str]]:
     if record.checks:
         rows.append(("expectations", f"{len(record.checks) - len(record.unmet)} of {len(record.checks)} met"))
         rows += [(f"  {each.metric}", ("" if each.met else "NOT MET: ") + each.said) for each in record.checks]
+    if record.setting:
+        rows.append(("setting", ", ".join(f"{key} {value}" for key, value in record.setting.items())))
     if record.step >= 0:
         rows.append(("step", f"{record.step}" + (f" of {record.steps}" if record.steps else "")))
     if (loss := record.metrics.get("validation_loss")) is not None:

@@ -95,7 +95,7 @@ def _tell_schedules_again(console: Console) -> None:
     from mgpu.sinks import delivery, telling
 
     waiting = {*telling.waiting(kept.submissions())}
-    for schedule in kept.every()[0].values() if waiting else ():
+    for schedule in kept.every().schedules.values() if waiting else ():
         if kept.folder(schedule).name in waiting:
             delivery.again(f"schedule {schedule.name}", partial(_sinks_of, schedule), console.emit)
 
@@ -115,6 +115,7 @@ def _show(console: Console, report: Report, *, dry_run: bool) -> None:
     rows = [(f"schedule {s.name}", f"{s.times.words(due.at)}: {due.outcome}", due.reason) for s, due in report.due]
     rows += [(f"run {run}", "asked to end", "a later time of its schedule is due") for run in report.stopped]
     rows += [(f"run {each.run_id}", ends.get(each.run_id, "to be looked after"), each.why) for each in report.needs]
+    rows += [(f"run {each.record.run_id}", "queued", f"waits for {each.waits_for}") for each in report.waiting]
     rows += [(f"fleet {name}", "ended", "nothing stood for it") for name in report.swept]
     if rows:
         console.table(("what", "would be done" if dry_run else "now", "because"), rows)
@@ -136,6 +137,7 @@ def _result(report: Report, *, dry_run: bool) -> Reconciled:
         due=[results.Due.of(schedule.name, due) for schedule, due in report.due],
         stopped=report.stopped,
         runs=runs,
+        queued=[results.QueuedRun.of(each) for each in report.waiting],
         swept=report.swept,
         failures=[each.to_json() for each in report.failures],
     )

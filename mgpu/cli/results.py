@@ -16,6 +16,7 @@ from mgpu.run.view import CheckView, RunView
 
 if TYPE_CHECKING:
     from mgpu.schedule.model import DueTime, Schedule
+    from mgpu.schedule.queue import Queued
 
 VERSION = 1
 
@@ -77,6 +78,7 @@ class Due(Value):
         description="waiting, starting or running; at the end succeeded, failed, stopped, replaced, skipped or missed"
     )
     run_id: str | None
+    code: str | None = Field(description="the commit that its run has; null: what the schedule has kept")
     reason: str | None
     by_hand: bool = Field(description="by `mgpu schedule run-now`")
     ended_at: float | None = Field(description="of its run, as all that follows")
@@ -94,7 +96,9 @@ class Due(Value):
         plain = {name: getattr(due, name, None) for name in cls.model_fields}
         shown = {"schedule": schedule, "due_at": due.at, "outcome": str(due.outcome), "step": known(due.step)}
         shown |= {"as_expected": not due.unmet if due.checks else None, "checks": [*map(CheckView.of, due.checks)]}
-        return cls.model_validate(plain | shown | {"run_id": due.run_id or None, "reason": due.reason or None})
+        return cls.model_validate(
+            plain | shown | {"run_id": due.run_id or None, "reason": due.reason or None, "code": due.code or None}
+        )
 
 
 class ScheduleView(Value):
@@ -106,6 +110,7 @@ class ScheduleView(Value):
     if_running: str = Field(description="skip, queue or replace")
     start_within_s: float = Field(description="of its time; later it is missed")
     jitter_s: float
+    code_from: str | None = Field(description="git+URL@REF whose code each run has; null: what was kept")
     paused: bool
     created_at: float
     created_by: str = Field(description="user and host")
@@ -120,7 +125,11 @@ class ScheduleView(Value):
         plain = {name: getattr(schedule, name, None) for name in cls.model_fields}
         history = [Due.of(schedule.name, due) for due in schedule.history]
         coming = list(islice(schedule.times.after(time.time()), 5))
-        shown = {"if_running": str(schedule.if_running), "run_file": str(schedule.run.get("run_file"))}
+        shown = {
+            "if_running": str(schedule.if_running),
+            "run_file": str(schedule.run.get("run_file")),
+            "code_from": schedule.code_from or None,
+        }
         return cls.model_validate(plain | shown | {"next": coming, "history": history})
 
 
@@ -154,6 +163,45 @@ class LookedAfter(Value):
     error: dict[str, Any] | None = Field(default=None, description="why it could not be done")
 
 
+class QueuedRun(Value):
+    """A run that nobody has begun with."""
+
+    run_id: str
+    waits_for: str | None = Field(description="null: for nothing, the next pass begins with it")
+    priority: int = Field(description="the highest begins first")
+    submitted_by: str | None = Field(description="user and host")
+    submitted_at: float
+    sweep: str | None = Field(description="that it is one run of")
+    setting: dict[str, str] = Field(description="by which it differs from others of its sweep")
+
+    @classmethod
+    def of(cls, queued: Queued) -> QueuedRun:
+        """As it is shown."""
+        record = queued.record
+        return cls(
+            run_id=record.run_id,
+            waits_for=queued.waits_for or None,
+            priority=record.priority,
+            submitted_by=record.submitted_by or None,
+            submitted_at=record.created_at,
+            sweep=record.sweep or None,
+            setting=record.setting,
+        )
+
+
+class Queue(Result):
+    """`mgpu queue ls`."""
+
+    queued: list[QueuedRun] = Field(description="in the order in which they begin")
+
+
+class Submitted(Result):
+    """`mgpu submit` of a sweep."""
+
+    sweep: str
+    runs: list[RunView]
+
+
 class Reconciled(Result):
     """`mgpu reconcile`."""
 
@@ -161,6 +209,7 @@ class Reconciled(Result):
     due: list[Due] = Field(description="times of schedules of which something has become")
     stopped: list[str] = Field(description="runs that were asked to end, to make room for a later time")
     runs: list[LookedAfter]
+    queued: list[QueuedRun] = Field(description="that stay queued, in their order")
     swept: list[str] = Field(description="fleets that nothing stood for: gone, confirmed by their provider")
     failures: list[dict[str, Any]] = Field(description="what could not be done")
 

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,10 +22,12 @@ from mgpu.words import duration
 
 if TYPE_CHECKING:
     from mgpu.cli.results import OneSchedule
+    from mgpu.run.job.git_code import GitCode
     from mgpu.schedule.callers import Caller, Command
     from mgpu.schedule.model import Schedule
     from mgpu.schedule.times import Times
     from mgpu.spec.change import Change
+    from mgpu.spec.model import RunSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 _WAYS = {
@@ -37,6 +39,7 @@ _WAYS = {
 _EVERY_S = {"systemd": 300.0, "cron": 300.0, "github": 1800.0, "gitlab": 1800.0}
 _SHOWN = 20  # due times
 _NEXT = 5
+_LOOKED_AT = 100  # coming times, for how close two of them come
 
 
 @click.group()
@@ -66,6 +69,12 @@ def schedule() -> None:
 @click.option(
     "--jitter", type=common.Span(), default="0", help="Start at some moment within this, the same everywhere."
 )
+@click.option(
+    "--code-from",
+    metavar="GIT",
+    help="Each run has the code as this is then: git+https://host/repository@branch, with #subdirectory=FOLDER where "
+    "the run file's folder is not the repository's own.",
+)
 @common.yes_option
 @common.json_option
 def add(
@@ -77,6 +86,7 @@ def add(
     if_running: str,
     start_within: float,
     jitter: float,
+    code_from: str | None,
     yes: bool,
     as_json: bool,
 ) -> int:
@@ -98,7 +108,12 @@ def add(
     if jitter >= start_within:
         why = f"It would be missed by its own jitter: it starts within {duration(start_within)} of its time."
         raise InputError(f"--jitter {duration(jitter)}", why, "Give a shorter one, or a longer --start-within.")
+    coming = list(islice(times.after(now), _LOOKED_AT))
+    if jitter > (closest := min((b - a for a, b in pairwise(coming)), default=jitter)):
+        why = f"Two of its times are {duration(closest)} apart: the later one could come first."
+        raise InputError(f"--jitter {duration(jitter)}", why, f"Give at most {duration(closest)}.")
     kept.require_free(name)  # before anybody waits for an image
+    source = _code_of(spec, code_from)
     for number, line in enumerate(_coming(times)):
         console.say(f"{'next' if number == 0 else '    '}  {line}")
     machines = common.agreed(console, run_file, spec, yes)
@@ -114,11 +129,13 @@ def add(
         if_running=IfRunning(if_running),
         start_within_s=start_within,
         jitter_s=jitter,
+        code_from=str(source or ""),
     )
     folder, at = kept.folder(made), f"{made.submission}/"
     made.run = runs.kept_for_later(run_file, spec, common.context(console), folder, at, machines)
     kept.add(made)
-    console.say(f"schedule {name}: every run of it begins with the run file, code and image as they are now")
+    code = f"run file and image as they are now, and the code of {source}" if source else "run file, code and image"
+    console.say(f"schedule {name}: every run of it begins with the {code}" + ("" if source else " as they are now"))
     if as_json:
         console.result(_result(made))
     console.next("mgpu reconcile    starts what is due: call it every few minutes", f"mgpu schedule show {name}")
@@ -132,13 +149,14 @@ def ls(as_json: bool) -> int:
     from mgpu.schedule import kept
 
     console = Console(as_json=as_json)
-    found, damaged = kept.every()
+    found = kept.every()
+    schedules, damaged = [*found.schedules.values()], found.damaged
     if as_json:
         from mgpu.cli.results import Schedules, ScheduleView
 
-        console.result(Schedules(schedules=[ScheduleView.of(each) for each in found.values()]))
-    elif found:
-        rows = [(s.name, s.cron, s.timezone, _next(s), _last(s)) for s in found.values()]
+        console.result(Schedules(schedules=[ScheduleView.of(each) for each in schedules]))
+    elif schedules:
+        rows = [(s.name, s.cron, s.timezone, _next(s), _last(s)) for s in schedules]
         console.table(("schedule", "cron", "zone", "next", "last"), rows, spare=("zone", "cron"))
     elif not damaged:
         console.prose("no schedules yet")
@@ -168,6 +186,7 @@ def show(name: str, all_times: bool, as_json: bool) -> int:
         ("starts within", duration(found.start_within_s)),
         *([("jitter", duration(found.jitter_s))] if found.jitter_s else []),
         ("run file", str(found.run["run_file"])),
+        *([("code", found.code_from)] if found.code_from else []),
         ("kept", f"{common.when(found.created_at)} by {found.created_by}"),
     ]
     console.table(("schedule", name), rows)
@@ -180,7 +199,11 @@ def show(name: str, all_times: bool, as_json: bool) -> int:
 @common.json_option
 def pause(name: str, as_json: bool) -> int:
     """Start nothing of a schedule until `resume`; its times are kept as skipped."""
-    return _set(name, as_json, lambda found: _settled(replace(found, paused=True)), "is paused: what runs goes on")
+
+    def paused(found: Schedule, ahead_s: float) -> Schedule:
+        return _settled(replace(found, paused=True), ahead_s)
+
+    return _set(name, as_json, paused, "is paused: what runs goes on")
 
 
 @schedule.command()
@@ -188,7 +211,11 @@ def pause(name: str, as_json: bool) -> int:
 @common.json_option
 def resume(name: str, as_json: bool) -> int:
     """Go on with a schedule that was paused."""
-    return _set(name, as_json, lambda found: replace(_settled(found), paused=False), "goes on")
+
+    def resumed(found: Schedule, ahead_s: float) -> Schedule:
+        return replace(_settled(found, ahead_s), paused=False)
+
+    return _set(name, as_json, resumed, "goes on")
 
 
 @schedule.command(name="run-now")
@@ -196,16 +223,17 @@ def resume(name: str, as_json: bool) -> int:
 @common.json_option
 def run_now(name: str, as_json: bool) -> int:
     """Make this moment a time of a schedule: the next `mgpu reconcile` starts it."""
-    from mgpu.run.record.record import find
+    from mgpu.schedule import kept
     from mgpu.schedule.decide import by_hand
     from mgpu.schedule.model import Outcome
 
-    now = time.time()
+    now, tried = time.time(), set[float]()
 
-    def placed(found: Schedule) -> Schedule:
-        if any(due.at == now for due in found.history):  # written by a try whose answer was lost
+    def placed(found: Schedule, ahead_s: float) -> Schedule:
+        if any(due.at in tried for due in found.history):  # written by a try whose answer was lost
             return found
-        after = by_hand(found, find, now)
+        tried.add(now - ahead_s)
+        after = by_hand(found, kept.run_of, now - ahead_s)
         if after.history[-1].outcome is Outcome.SKIPPED:
             why = f"{after.history[-1].reason[:1].upper()}{after.history[-1].reason[1:]}."
             raise InputError(f"schedule {name} is not started", why, f"Wait for it, or `mgpu stop {_busy(found)}`.")
@@ -222,7 +250,7 @@ def rm(name: str, as_json: bool) -> int:
     from mgpu.schedule import kept
 
     console, found = Console(as_json=as_json), kept.load(name)
-    if run := _busy(_settled(replace(found, paused=True))) or _owing(found):
+    if run := _busy(_settled(replace(found, paused=True), 0.0)) or _owing(found):
         cure = f"End it first: `mgpu stop {run}`; `mgpu schedule pause {name}` starts no other."
         raise InputError(f"schedule {name} is not removed: run {run} is not over", "Its code is kept there.", cure)
     kept.remove(found)
@@ -230,6 +258,23 @@ def rm(name: str, as_json: bool) -> int:
     if as_json:
         console.result(_result(found))
     return 0
+
+
+def _code_of(spec: RunSpec, code_from: str | None) -> GitCode | None:
+    """Where the code of each run comes from, tried once. Raises InputError, SpecError."""
+    if code_from is None:
+        return None
+    from mgpu.run.job.git_code import GitCode
+    from mgpu.run.job.images import in_image
+    from mgpu.spec.load import require_files
+
+    if not spec.own_code or in_image(spec):
+        why = "The code is in the image." if spec.own_code else "The bundled trainer has no code of yours."
+        raise InputError("--code-from has nothing to fetch", why, "Leave it out.")
+    source = GitCode.of(code_from)
+    with source.at(source.commit()) as folder:
+        require_files(spec, folder, str(source))
+    return source
 
 
 def _way(command: F) -> F:
@@ -317,7 +362,7 @@ def _caller(way: str | None, every: float | None) -> Caller:
     return callers.WAYS[way](every or _EVERY_S[way])
 
 
-def _set(name: str, as_json: bool, how: Callable[[Schedule], Schedule], said: str) -> int:
+def _set(name: str, as_json: bool, how: Callable[[Schedule, float], Schedule], said: str) -> int:
     from mgpu.schedule import kept
 
     console = Console(as_json=as_json)
@@ -336,12 +381,12 @@ def _owing(found: Schedule) -> str:
     return next((each.run_id for each in runs if not each.settled or each.teardown == "kept"), "")
 
 
-def _settled(found: Schedule) -> Schedule:
+def _settled(found: Schedule, ahead_s: float) -> Schedule:
     """With what became of its times until now, by the rules that it has had until now."""
-    from mgpu.run.record.record import find
+    from mgpu.schedule import kept
     from mgpu.schedule.decide import advanced
 
-    return advanced(found, find, time.time())
+    return advanced(found, kept.run_of, time.time() - ahead_s)
 
 
 def _busy(found: Schedule) -> str:

@@ -80,6 +80,10 @@ class RunView(Value):
     run_file: str
     schedule: str | None = Field(description="whose due time started it; null: somebody did")
     due_at: float | None = Field(description="that time")
+    code: str | None = Field(description="the commit that its code is of, git+URL@SHA; null: it came from a folder")
+    submitted_by: str | None = Field(description="user and host")
+    sweep: str | None = Field(description="that it is one run of")
+    setting: dict[str, str] = Field(description="by which it differs from others of its sweep")
     stack: str
     own_stack: bool = Field(description="made for this run by `mgpu launch`")
     provider: str
@@ -126,6 +130,9 @@ class RunView(Value):
             "reason": record.reason or None,
             "schedule": record.schedule or None,
             "due_at": record.due_at or None,
+            "code": record.code or None,
+            "submitted_by": record.submitted_by or None,
+            "sweep": record.sweep or None,
             "spent_usd": round(record.spent_usd(time.time()), 4) if record.spending else None,
             "max_usd": record.max_usd or None,
             "price_usd_per_hour": record.price_usd_per_hour or None,

@@ -255,7 +255,7 @@ def _name() -> str:
 def _secrets() -> list[str]:
     """Names that the run files of all schedules have under `secrets`."""
     found = set[str]()
-    for schedule in kept.every()[0].values():
+    for schedule in kept.every().schedules.values():
         found |= {*_secrets_of(schedule)}
     return sorted(found)
 

@@ -7,12 +7,13 @@ again. A run's id follows from its due time: whoever submits it submits the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from mgpu.run.record.record import Record, State
 from mgpu.schedule.model import DueTime, IfRunning, Outcome, Schedule
+from mgpu.schedule.queue import Queued, line_up
 from mgpu.words import duration
 
 NEWS_S = 86400.0  # so long it is told that a time was missed
@@ -26,6 +27,11 @@ class Seen:
 
     record: Record
     supervised: bool
+
+    @property
+    def at_work(self) -> bool:
+        """True from when somebody has begun with it until it is over."""
+        return not self.record.state.final and (self.supervised or self.record.state is not State.QUEUED)
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Need:
 class Decisions:
     """All that is to be done. `schedules`: as they are to be, those that change, `news` what became of which of their
     times; `missed`: schedules with times that were missed and that nobody was told of; `submit`: due times whose runs
-    are not there yet, each with its schedule; `stop`: runs that make room."""
+    are not there yet, each with its schedule; `stop`: runs that make room; `waiting`: those that stay queued."""
 
     schedules: tuple[Schedule, ...] = ()
     news: tuple[tuple[Schedule, DueTime], ...] = ()
@@ -49,6 +55,7 @@ class Decisions:
     submit: tuple[tuple[Schedule, DueTime], ...] = ()
     stop: tuple[str, ...] = ()
     needs: tuple[Need, ...] = ()
+    waiting: tuple[Queued, ...] = ()
 
 
 def decide(
@@ -76,8 +83,16 @@ def decide(
     stop += [
         seen.record.run_id for seen in runs.values() if _is_late(schedules.get(seen.record.schedule), seen.record, now)
     ]
-    needs = tuple(need for seen in runs.values() if (need := needed(seen)) is not None)
-    return Decisions(tuple(changed), tuple(news), missed, tuple(submit), tuple(stop), needs)
+    waiting = tuple(each for each in queue(runs.values(), found) if each.waits_for and each.record.run_id not in stop)
+    left = {each.record.run_id for each in waiting}
+    needs = tuple(need for seen in runs.values() if (need := needed(seen)) is not None and need.run_id not in left)
+    return Decisions(tuple(changed), tuple(news), missed, tuple(submit), tuple(stop), needs, waiting)
+
+
+def queue(runs: Collection[Seen], found: Callable[[str], Record | None]) -> list[Queued]:
+    """The runs that nobody has begun with, in their order. `found`: see `line_up`."""
+    queued = (seen.record for seen in runs if seen.record.state is State.QUEUED and not seen.supervised)
+    return line_up(queued, (seen.record for seen in runs if seen.at_work), found)
 
 
 def since(before: Schedule, after: Schedule) -> list[DueTime]:

@@ -7,41 +7,65 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mgpu.backend import location
 from mgpu.errors import InputError, StackError
 from mgpu.run.record import files, shared
+from mgpu.run.record.record import Record, State, find
 from mgpu.schedule.model import Schedule, parsed
 
 _SCHEDULES = "schedules/"
 _LARGEST = 16 << 20  # bytes of a schedule
 _AT_ONCE = 16  # that are read at the same time
 _TRIES = 50
+_CLOCKS_S = 60.0  # by which two clocks may differ; an answer of a store takes a moment, too
 
 
-def every() -> tuple[dict[str, Schedule], list[InputError]]:
-    """All schedules that can be read, by name; and of the others why not. Raises StackError."""
+@dataclass(frozen=True)
+class Found:
+    """A schedule as it is. `ahead_s`: of the backend's clock, this machine's; 0.0: they agree."""
+
+    schedule: Schedule
+    version: str
+    ahead_s: float
+
+
+@dataclass(frozen=True)
+class All:
+    """All schedules that can be read, by name, and of the others why not; `ahead_s`: see Found."""
+
+    schedules: dict[str, Schedule]
+    damaged: list[InputError]
+    ahead_s: float
+
+
+def every() -> All:
+    """What is kept. Raises StackError."""
     here = location.current()
     with here.asking("asked for its schedules"):
         shared.require_here(here)
         names = [stat.key.removeprefix(_SCHEDULES).removesuffix(".json") for stat in here.ours.list(_SCHEDULES)]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-schedules") as pool:
             found = list(pool.map(_read, names))
-    schedules = {each.name: each for each in found if isinstance(each, Schedule)}
-    return schedules, [each for each in found if isinstance(each, InputError)]
+    read = [each for each in found if isinstance(each, Found)]
+    damaged = [each for each in found if isinstance(each, InputError)]
+    ahead_s = min((each.ahead_s for each in read), key=abs, default=0.0)
+    return All({each.schedule.name: each.schedule for each in read}, damaged, ahead_s)
 
 
 def load(name: str) -> Schedule:
     """One schedule. Raises InputError: there is none, or it cannot be read; StackError."""
     found = _find(name)
     if found is None:
-        known = ", ".join(sorted(every()[0])) or "none yet"
+        known = ", ".join(sorted(every().schedules)) or "none yet"
         raise InputError(f"no schedule `{name}`", f"Schedules: {known}.", "See `mgpu schedule ls`.")
-    return found[0]
+    return found.schedule
 
 
 def add(schedule: Schedule) -> None:
@@ -52,8 +76,12 @@ def add(schedule: Schedule) -> None:
     with here.asking("written"), suppress(Ambiguous):  # whoever reads it back finds out
         here.ours.put_if_absent(_key(schedule.name), schedule.to_json())
     there = _find(schedule.name)
-    if there is None or there[0].uid != schedule.uid:
+    if there is None or there.schedule.uid != schedule.uid:
+        _remove_submission(schedule)
         raise _taken(schedule.name)
+    if there.ahead_s:
+        now = schedule.created_at - there.ahead_s
+        change(schedule.name, lambda found, _: replace(found, created_at=now, decided_until=now))
 
 
 def require_free(name: str) -> None:
@@ -67,8 +95,9 @@ def _taken(name: str) -> InputError:
     return InputError(f"there is a schedule `{name}` already", "", cure)
 
 
-def change(name: str, how: Callable[[Schedule], Schedule]) -> Schedule:
-    """Writes what `how` makes of a schedule as it is; where somebody else is faster, of what that one has made of it.
+def change(name: str, how: Callable[[Schedule, float], Schedule]) -> Schedule:
+    """Writes what `how` makes of a schedule as it is, and of how far this machine's clock is ahead (see Found); where
+    somebody else is faster, of what that one has made of it.
 
     Raises:
         InputError: it is not there any more.
@@ -81,17 +110,26 @@ def change(name: str, how: Callable[[Schedule], Schedule]) -> Schedule:
         found = _find(name)
         if found is None:
             raise InputError(f"no schedule `{name}` any more", "Somebody has removed it.", "See `mgpu schedule ls`.")
-        before, version = found
-        after = how(before)
-        if after == before:
+        after = how(found.schedule, found.ahead_s)
+        if after == found.schedule:
             return after
         with here.asking("written"):
             try:
-                if here.ours.replace(_key(name), after.to_json(), version):
+                if here.ours.replace(_key(name), after.to_json(), found.version):
                     return after
             except Ambiguous:  # it is seen there, or done again
                 continue
     raise StackError(f"schedule {name} could not be written", f"Others have written it {_TRIES} times meanwhile.")
+
+
+def run_of(run_id: str, failed: Callable[[InputError], None] = lambda _: None) -> Record | None:
+    """The record of a run, None: there is none. One that cannot be read goes on, as far as anybody knows; why not is
+    told to `failed`. Raises StackError."""
+    try:
+        return find(run_id)
+    except InputError as error:
+        failed(error)
+        return Record(run_id, *[""] * 5, own_stack=True, fleet_name="", provider="", nodes=0, state=State.RUNNING)
 
 
 def remove(schedule: Schedule) -> None:
@@ -99,6 +137,10 @@ def remove(schedule: Schedule) -> None:
     here = location.current()
     with here.asking("written"):
         here.ours.delete(_key(schedule.name))
+    _remove_submission(schedule)
+
+
+def _remove_submission(schedule: Schedule) -> None:
     files.remove_folder(f"{schedule.submission}/")
     shutil.rmtree(folder(schedule), ignore_errors=True)
 
@@ -117,7 +159,7 @@ def _key(name: str) -> str:
     return f"{_SCHEDULES}{name}.json"
 
 
-def _find(name: str) -> tuple[Schedule, str] | None:
+def _find(name: str) -> Found | None:
     from mgpu_train.store import NotFound
 
     here = location.current()
@@ -126,12 +168,12 @@ def _find(name: str) -> tuple[Schedule, str] | None:
             found = here.ours.read(_key(name), _LARGEST)
     except NotFound:
         return None
-    return parsed(found.data, name), found.version
+    ahead_s = time.time() - found.now
+    return Found(parsed(found.data, name), found.version, ahead_s if abs(ahead_s) > _CLOCKS_S else 0.0)
 
 
-def _read(name: str) -> Schedule | InputError | None:
+def _read(name: str) -> Found | InputError | None:
     try:
-        found = _find(name)
+        return _find(name)
     except InputError as error:  # damaged: it hides no other
         return error
-    return None if found is None else found[0]

@@ -50,6 +50,7 @@ class DueTime:
     outcome: Outcome
     decided_at: float
     run_id: str = ""
+    code: str = ""  # the commit that its run has; empty: that of the schedule, or none yet
     reason: str = ""
     by_hand: bool = False  # `mgpu schedule run-now`
     replaced: bool = False  # its run was asked to end, for a later time
@@ -88,6 +89,7 @@ class Schedule:
     if_running: IfRunning = IfRunning.SKIP
     start_within_s: float = 4 * 3600.0  # of its time; later it is missed
     jitter_s: float = 0.0
+    code_from: str = ""  # git+URL@REF: each run has the code that it names then; empty: that which was kept
     paused: bool = False
     history: list[DueTime] = field(default_factory=list)  # newest last
 

@@ -11,19 +11,24 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 from mgpu.backend import location
 from mgpu.context import Context
 from mgpu.errors import InputError, MgpuError, StackError
 from mgpu.events import Note, ScheduleMissed, Warned
 from mgpu.run.record import shared
-from mgpu.run.record.record import Record, State, every, find, supervised, unsettled
+from mgpu.run.record.record import Record, every, supervised, unsettled
 from mgpu.schedule import kept
 from mgpu.schedule.decide import Decisions, Need, Seen, advanced, decide, since, telling
 from mgpu.schedule.model import DueTime, Outcome, Schedule
+from mgpu.schedule.queue import Queued
 from mgpu.schedule.supervisors import Looked, Supervisors
+from mgpu.words import duration
+
+if TYPE_CHECKING:
+    from mgpu.run.job.git_code import GitCode
 
 SWEEP_EVERY_S = 3600.0  # every provider is asked what is there, which takes seconds
 LOOK_EVERY_S = 15.0  # while it watches
@@ -63,6 +68,7 @@ class Report:
 
     due: list[tuple[Schedule, DueTime]] = field(default_factory=list)  # of which something became
     needs: list[Need] = field(default_factory=list)
+    waiting: list[Queued] = field(default_factory=list)  # of the newest look
     stopped: list[str] = field(default_factory=list)
     looked: list[Looked] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)  # fleets that nothing stood for, and that are gone now
@@ -87,29 +93,29 @@ class Reconciler:
         self._until = self._clock() + watch_s
         self._began: dict[str, float] = {}  # runs that were looked after, and when last
         self._sweep_at = 0.0
+        self._wrong_clock = False  # and it was said
         self.report = Report()
 
     def look(self) -> Report:
         """What there is to do now. Changes nothing. Raises StackError."""
         todo = self._decisions()
         self.report.due, self.report.stopped = [*todo.news], [*todo.stop]
+        self.report.waiting = [*todo.waiting]
         self.report.needs = [*todo.needs, *(Need(due.run_id, "queued") for _, due in todo.submit)]
         return self.report
 
     def _decisions(self) -> Decisions:
-        now = self._clock()
-        schedules, damaged = kept.every()
-        self._fail(damaged)
+        now, found = self._clock(), kept.every()
+        self._fail(found.damaged)
+        if found.ahead_s and not self._wrong_clock:
+            self._wrong_clock, how = True, "ahead of" if found.ahead_s > 0 else "behind"
+            by = duration(abs(found.ahead_s))
+            self._context.emit(Warned(f"this machine's clock is {by} {how} the backend's, which passes go by: set it"))
         runs = {each.run_id: Seen(each, supervised(each.run_id)) for each in unsettled()}
-        return decide(schedules, runs, self._find, now)
+        return decide(found.schedules, runs, self._find, now - found.ahead_s)
 
     def _find(self, run_id: str) -> Record | None:
-        """The record of a run; one that cannot be read goes on, as far as anybody knows."""
-        try:
-            return find(run_id)
-        except InputError as error:
-            self._fail([error])
-            return Record(run_id, *[""] * 5, own_stack=True, fleet_name="", provider="", nodes=0, state=State.RUNNING)
+        return kept.run_of(run_id, lambda error: self._fail([error]))
 
     def work(self) -> Report:
         """Passes until nothing is left to do and the time is over. Raises StackError: the backend does not answer; once
@@ -148,6 +154,7 @@ class Reconciler:
             if run_id not in self.report.stopped:
                 shared.ask_to_stop(run_id)
                 self.report.stopped.append(run_id)
+        self.report.waiting = [*todo.waiting]
         left_s = max(0.0, self._until - self._clock())
         again_s = AGAIN_S if left_s else BUSY_AGAIN_S  # a single pass goes on while one of its runs takes long
         for need in todo.needs:
@@ -157,12 +164,15 @@ class Reconciler:
                 self.report.needs = [each for each in self.report.needs if each.run_id != need.run_id] + [need]
                 self._supervisors.begin(need, left_s)
 
+    def _advanced(self, schedule: Schedule, ahead_s: float) -> Schedule:
+        return advanced(schedule, self._find, self._clock() - ahead_s)
+
     def _write(self, wanted: Schedule) -> None:
         """Computed again from what is there: somebody else may have decided meanwhile."""
         news = list[DueTime]()
 
-        def decided(before: Schedule) -> Schedule:
-            after = advanced(before, self._find, self._clock())
+        def decided(before: Schedule, ahead_s: float) -> Schedule:
+            after = self._advanced(before, ahead_s)
             news[:] = since(before, after)
             return after
 
@@ -186,7 +196,7 @@ class Reconciler:
         if tell is None:  # another machine's pass may
             return
         try:
-            after = kept.change(schedule.name, lambda now: telling(now, me, self._clock()))
+            after = kept.change(schedule.name, lambda now, ahead_s: telling(now, me, self._clock() - ahead_s))
         except InputError:  # it was removed
             return
         if mine := [due for due in after.history if due.told == me]:
@@ -202,8 +212,9 @@ class Reconciler:
         try:
             more = {"schedule": schedule.name, "due_at": due.at, "earlier": compared_with(schedule, every)}
             if self._is_starting(kept.load(schedule.name), due):
-                submit_kept(folder, at, schedule.run, due.run_id, **more)
-                after = kept.change(schedule.name, lambda now: advanced(now, self._find, self._clock()))
+                code = self._code(schedule, due) if schedule.code_from else None
+                submit_kept(folder, at, schedule.run, due.run_id, code, **more)
+                after = kept.change(schedule.name, self._advanced)
                 if not any(each.run_id == due.run_id and each.under_way for each in after.history):
                     shared.ask_to_stop(due.run_id)  # something else became of its time meanwhile
         except (MgpuError, OSError) as error:
@@ -212,13 +223,27 @@ class Reconciler:
             with suppress(MgpuError):
                 self._reason(schedule, due, str(error))
 
+    def _code(self, schedule: Schedule, due: DueTime) -> GitCode:
+        """The commit of a due time: the first one that a pass has found, for all of them."""
+        from mgpu.run.job.git_code import GitCode
+
+        source = GitCode.of(schedule.code_from)
+        commit = due.code or source.commit()
+
+        def decided(now: Schedule, _ahead_s: float) -> Schedule:
+            history = [replace(each, code=each.code or commit) if each.at == due.at else each for each in now.history]
+            return replace(now, history=history)
+
+        after = kept.change(schedule.name, decided)
+        return replace(source, ref=next((each.code for each in after.history if each.at == due.at), commit))
+
     def _is_starting(self, schedule: Schedule, due: DueTime) -> bool:
         same = (each for each in schedule.history if each.at == due.at and each.run_id == due.run_id)
         return any(each.outcome is Outcome.STARTING and not each.replaced for each in same)
 
     def _reason(self, schedule: Schedule, due: DueTime, reason: str) -> None:
-        def said(now: Schedule) -> Schedule:
-            after = advanced(now, self._find, self._clock())
+        def said(now: Schedule, ahead_s: float) -> Schedule:
+            after = self._advanced(now, ahead_s)
             for each in after.history:
                 if each.at == due.at and each.outcome is Outcome.STARTING:
                     each.reason = reason

@@ -12,17 +12,23 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from mgpu.backend import location
-from mgpu.events import Emit, Note
+from mgpu.events import Emit, Note, Warned
 from mgpu.schedule.decide import Need
+from mgpu.words import duration
 
 _AT_ONCE = 8  # each takes about 100 MiB, and an engine of 200 while it works
 _LEAVE_S = 20.0  # to save what is known, before it is killed: which a run survives, too
+# More than to rent, to boot and to start takes. One that waits for capacity may take longer: it leaves the run as it
+# is, and the next pass goes on waiting. What hangs must not hold up all passes that come.
+_LONGEST_S = 2 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,20 @@ class Looked:
         return self.said.get("error") or {**words, "exit_code": self.exit_code or 1}
 
 
-class Supervisors:
-    """The runs that processes of this one look after."""
+@dataclass
+class _AtWork:
+    process: subprocess.Popen[str]
+    ends_at: float  # by the clock of who has begun it
+    told_at: float | None = None  # that it is to leave its run
 
-    def __init__(self, emit: Emit) -> None:
-        self._emit = emit
+
+class Supervisors:
+    """The runs that processes of this one look after. The clock is in seconds."""
+
+    def __init__(self, emit: Emit, clock: Callable[[], float] = time.monotonic) -> None:
+        self._emit, self._clock = emit, clock
         self._waiting = deque[tuple[Need, float]]()
-        self._at_work: dict[str, subprocess.Popen[str]] = {}
+        self._at_work: dict[str, _AtWork] = {}
         self._over = SimpleQueue[Looked]()
 
     @property
@@ -68,7 +81,9 @@ class Supervisors:
             self._fill()
 
     def ended(self, wait_s: float) -> Looked | None:
-        """One that has ended; waits so long for it."""
+        """One that has ended; waits so long for it. One that takes too long is ended."""
+        for run_id, work in self._at_work.items():
+            self._end_late(run_id, work)
         try:
             looked = self._over.get(timeout=wait_s)
         except Empty:
@@ -80,13 +95,22 @@ class Supervisors:
     def leave(self) -> None:
         """Has all of them leave their runs as these are."""
         self._waiting.clear()
-        for process in self._at_work.values():
-            process.send_signal(signal.SIGTERM)
-        for process in self._at_work.values():
+        for work in self._at_work.values():
+            work.process.send_signal(signal.SIGTERM)
+        for work in self._at_work.values():
             try:
-                process.wait(_LEAVE_S)
+                work.process.wait(_LEAVE_S)
             except subprocess.TimeoutExpired:
-                process.kill()
+                work.process.kill()
+
+    def _end_late(self, run_id: str, work: _AtWork) -> None:
+        now = self._clock()
+        if work.told_at is None and now >= work.ends_at:
+            self._emit(Warned(f"{run_id}: it takes more than {duration(_LONGEST_S)}: left to the next pass"))
+            work.told_at = now
+            work.process.send_signal(signal.SIGTERM)
+        elif work.told_at is not None and now >= work.told_at + _LEAVE_S:
+            work.process.kill()
 
     def _fill(self) -> None:
         # one that watches has its run for all the time: none waits for it
@@ -102,7 +126,7 @@ class Supervisors:
                 env={**os.environ, location.VARIABLE: location.current().url},
                 start_new_session=True,  # Ctrl-C is for who has begun it
             )
-            self._at_work[need.run_id] = process
+            self._at_work[need.run_id] = _AtWork(process, self._clock() + watch_s + _LONGEST_S)
             for work in (self._tell, self._wait):
                 threading.Thread(target=work, args=(need, process), name="mgpu-supervisor", daemon=True).start()
 

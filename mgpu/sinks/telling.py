@@ -93,7 +93,7 @@ class Telling(Sink):
         whose = f"schedule {event.schedule}: " if event.schedule else ""
         checks = (f"{each['metric']} {each['said']}" for each in event.checks)
         see = f"mgpu schedule show {event.schedule}" if event.schedule else f"mgpu status {event.run_id}"
-        self._hear("regression", event, f"{whose}run {event.run_id} is not as expected", *checks, see)
+        self._hear("regression", event, f"{whose}run {event.run_id} is not as expected", *checks, event.code, see)
 
     def schedule_missed(self, event: ScheduleMissed) -> None:
         """Times of a schedule were missed."""

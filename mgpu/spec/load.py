@@ -12,7 +12,10 @@ import ast
 import json
 import os
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from difflib import get_close_matches
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from mgpu.spec.wording import where, word
 # for required keys that are missing or wrong, so that the rules can read the others
 _STAND_INS = {"name": "x", "provider": "local", "max_price_usd_per_hour": 1, "max_hours": 1}
 _PROGRAMS = (".py", ".pyc", ".pyz", ".zip")  # whatever they hold, Python says it best
+_MAX_RUNS = 256  # of a sweep
 _PROGRAM_BYTES = 1 << 20  # that are looked at
 
 
@@ -42,13 +46,57 @@ def load(path: Path, changes: Iterable[Change] = ()) -> RunSpec:
         changes: what is otherwise than the file says, in their order.
 
     Raises:
-        InputError: there is no such file, or it cannot be read.
+        InputError: there is no such file, or it cannot be read, or it is a sweep.
         SpecError: the file or a change has mistakes; it holds all of them.
     """
-    document = _read(path)
+    runs = sweep(path, changes)
+    if len(runs) > 1:
+        keys = " ".join(f"--set {key}={value}" for key, value in runs[0][0].items())
+        what, why = f"{path} is a sweep of {len(runs)} runs", "Its `matrix` makes one of each combination."
+        raise InputError(what, why, f"`mgpu submit` queues them all; one of them is `{keys}`.")
+    return runs[0][1]
+
+
+def sweep(path: Path, changes: Iterable[Change] = ()) -> list[tuple[dict[str, str], RunSpec]]:
+    """The runs of a run file, each with the values that make it differ: one, or those that its `matrix` asks for. What
+    `changes` give is no axis of it. Arguments and errors as of `load`."""
+    document, changes = _read(path), [*changes]
     for change in changes:
         change.make(document)
-    return _checked(document, path.parent)
+    axes = _axes(document, {change.at for change in changes})
+    if document.problems or not axes:
+        return [({}, _checked(document, path.parent))]
+    runs = list[tuple[dict[str, str], RunSpec]]()
+    for values in product(*axes):
+        each = deepcopy(document)
+        for value in values:
+            value.make(each)
+        runs.append(({".".join(map(str, value.at)): value.value for value in values}, _checked(each, path.parent)))
+    return runs
+
+
+def _axes(document: Document, given: set[Where]) -> list[list[Change]]:
+    """The changes that a matrix asks for, by key; it is taken out of the document. What is no matrix stays there."""
+    block = document.data.get("matrix") if isinstance(document.data, dict) else None
+    whole = isinstance(block, dict) and all(isinstance(values, list) and values for values in block.values())
+    if not whole or not block or any(isinstance(value, dict | list) for values in block.values() for value in values):
+        return []
+    axes = list[list[Change]]()
+    for key, values in block.items():
+        axis = list[Change]()
+        for number, value in enumerate(values):
+            plain = document.mark(("matrix", key, number)).plain
+            try:
+                axis.append(Change.of("--set", f"{key}={json.dumps(value) if plain is None else plain}"))
+            except ValueError as error:
+                document.problem(("matrix", key), str(error))
+                break
+        if axis and axis[0].at not in given:
+            axes.append(axis)
+    if prod(map(len, axes)) > _MAX_RUNS:
+        document.problem(("matrix",), f"it makes {prod(map(len, axes))} runs; {_MAX_RUNS} at most")
+    del document.data["matrix"]
+    return axes
 
 
 def loads(text: str, path: str) -> RunSpec:
@@ -58,6 +106,16 @@ def loads(text: str, path: str) -> RunSpec:
         SpecError: the text has mistakes; it holds all of them.
     """
     return _checked(read(text, path), None)
+
+
+def require_files(spec: RunSpec, base: Path, path: str) -> None:
+    """Raises SpecError: files that the run file names are not in `base`, the folder that stands for its own. `path` is
+    how messages call it."""
+    document = Document(path)
+    for mistake in _files(spec, base):
+        document.problem(mistake.at, mistake.message, mistake.nearest)
+    if document.problems:
+        raise document.error()
 
 
 def text_of(spec: RunSpec, path: Path) -> str:

@@ -208,6 +208,11 @@ class Keys(MachineKeys, _Named):
         default=True, description="GPUs, and the links between them, are examined before each start of the program"
     )
     timeouts: PhaseTimeouts = Field(PhaseTimeouts(), description="how long the program may be quiet")  # type: ignore[call-arg]
+    matrix: dict[Text, Annotated[tuple[str | int | float | bool, ...], Field(min_length=1, max_length=256)]] = Field(
+        {},
+        description="a sweep, which `mgpu submit` queues: of each key, as `train.lr`, all values that it is to have; "
+        "one run for each combination (default: none)",
+    )
     max_usd: float | None = Field(
         None,
         gt=0,

@@ -141,7 +141,7 @@ def test_what_is_told_can_be_chosen(told, service):
 
 
 REGRESSED = RunRegressed(
-    RUN, 2, 8.9, schedule="nightly",
+    RUN, 2, 8.9, schedule="nightly", code="git+https://host/you/llm@0123abc",
     checks=({"metric": "loss", "met": False, "said": "2.01 > 1.93, the median of 7 runs + 2 %", "value": 2.01},),
 )  # fmt: skip
 MISSED = ScheduleMissed("nightly", 1_800_000_000.0, 1_799_990_000.0, 2, "nobody looked until 7.2 h later")
@@ -152,7 +152,9 @@ def test_a_regression_is_told_with_what_it_was_compared_with(told, service):
     emits(told, block, REGRESSED, replace(ENDED, exit_code=6, reason="loss 2.01"))
     first, last = service.messages
     assert (first["event"], first["title"]) == ("regression", f"schedule nightly: run {RUN} is not as expected")
-    assert first["text"] == "loss 2.01 > 1.93, the median of 7 runs + 2 %\nmgpu schedule show nightly"
+    assert (
+        first["text"] == f"loss 2.01 > 1.93, the median of 7 runs + 2 %\n{REGRESSED.code}\nmgpu schedule show nightly"
+    )
     assert first["data"]["checks"][0]["value"] == 2.01
     assert last["title"] == f"run {RUN} succeeded, but not as expected"
     emits(told, block, REGRESSED)

@@ -23,6 +23,7 @@ from mgpu.run.job.saving import Saving
 from mgpu.run.job.stack_output import handle_of, provider_for, provider_of, targets
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.run.lifecycle.attempt_start import catch_up, start
+from mgpu.run.lifecycle.post_mortem import stalled
 from mgpu.run.nodes import agent_client, code_upload, container_setup, outputs, python_setup
 from mgpu.run.record.record import State, known
 from mgpu.run.record.session import Session
@@ -160,8 +161,8 @@ def watch_again(
     session: Session, fleet: StackOutput, provider: Provider | None, request: Request, keys: StoreKeys | None = None
 ) -> Ended:
     """Takes an attempt over that another supervisor started. A node that does not answer now may do so later; where
-    none does, the run is left as it is, unless it is to end: nothing is known of it from here. The agents are given
-    `keys` anew.
+    none does, the run is left as it is, unless it is to end or its store shows that it has stalled: nothing is known of
+    it from here. The agents are given `keys` anew.
 
     Raises:
         InputError: the key cannot be used.
@@ -171,8 +172,10 @@ def watch_again(
         nodes = NodeSet.reach(targets(fleet), Path(fleet.private_key_file).expanduser(), session.timeouts)
     with nodes:
         if all(node.closed for node in nodes.nodes) and not session.asked_to_end:
-            session.emit(Warned("no node answers over SSH from here: the run is left as it is"))
-            return Ended(False, "no node answers over SSH", left=True)
+            if not stalled(session, request):
+                session.emit(Warned("no node answers over SSH from here: the run is left as it is"))
+                return Ended(False, "no node answers over SSH", left=True)
+            session.emit(Warned("no node answers over SSH, and the run has stopped saving: waiting for them no longer"))
         return _told(session, lambda: watch(session, nodes, fleet, provider, request, keys), begins=False)
 
 

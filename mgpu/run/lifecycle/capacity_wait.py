@@ -24,7 +24,8 @@ SOLD_OUT = (NoCapacity, BidTooLow)
 
 @dataclass(frozen=True)
 class CapacityWait:
-    """How long to wait for capacity. The clock and `sleep` are in seconds; `random` gives a number from 0 to 1."""
+    """How long to wait for capacity, whoever waits: the record says since when. `wall` is UNIX seconds, the clock and
+    `sleep` are in seconds; `random` gives a number from 0 to 1."""
 
     session: Session
     minutes: float
@@ -32,6 +33,7 @@ class CapacityWait:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     random: Callable[[], float] = random.random
+    wall: Callable[[], float] = time.time
 
     def granted(self, ask: Callable[[], T]) -> T:
         """What `ask` returns, as soon as it is not refused.
@@ -40,11 +42,16 @@ class CapacityWait:
             ProviderError: the last refusal, when the time is over; any other error of `ask` at once.
             Interrupted, TakenOver: while it waited.
         """
-        until, pause_s = self.clock() + self.minutes * 60, PAUSE_S
+        record, pause_s = self.session.record, PAUSE_S
+        waited_s = max(0.0, self.wall() - record.sold_out_since) if record.sold_out_since else 0.0
+        until = self.clock() + self.minutes * 60 - waited_s
         while True:
             try:
-                return ask()
+                got = ask()
+                self._remember(0.0)
+                return got
             except self.refusals as refusal:
+                self._remember(record.sold_out_since or self.wall())
                 left_s = until - self.clock()
                 if left_s <= 0 or self.session.asked_to_end:
                     raise
@@ -52,6 +59,11 @@ class CapacityWait:
                 self.session.emit(Note(f"{refusal.what}; asking again in {_span(wait_s)}, for {_span(left_s)} at most"))
                 self._wait(wait_s)
                 pause_s = min(2 * pause_s, PAUSE_MOST_S)
+
+    def _remember(self, since: float) -> None:
+        if self.session.record.sold_out_since != since:
+            self.session.record.sold_out_since = since
+            self.session.save()
 
     def _wait(self, seconds: float) -> None:
         until = self.clock() + seconds

@@ -52,11 +52,12 @@ def launch(
         return supervise(session, context, submitted=True)
 
 
-def submitted(run_file: Path, spec: RunSpec, context: Context, machines: Machines = fit.ANY) -> Record:
-    """A queued run that whoever looks for such runs begins with; its image is in its registry."""
+def submitted(run_file: Path, spec: RunSpec, context: Context, machines: Machines = fit.ANY, **more: Any) -> Record:
+    """A queued run that whoever looks for such runs begins with, with `more` in its record; its image is in its
+    registry."""
     run_id, base = new_run_id(spec.name), run_file.resolve().parent
     request = resolve(spec, run_id, base, timeouts=context.timeouts)
-    return submit(request, run_file, image=images.settle(spec, base, context.emit, machines))
+    return submit(request, run_file, image=images.settle(spec, base, context.emit, machines), **more)
 
 
 def kept_for_later(

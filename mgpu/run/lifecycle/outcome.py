@@ -188,7 +188,7 @@ def endings(record: Record) -> Iterator[RunEvent]:
     at = record.ended_at or time.time()
     if record.unmet:
         unmet = tuple(asdict(each) for each in record.unmet)
-        yield RunRegressed(record.run_id, record.attempt, at, schedule=record.schedule, checks=unmet)
+        yield RunRegressed(record.run_id, record.attempt, at, schedule=record.schedule, code=record.code, checks=unmet)
     yield ended(record)
 
 

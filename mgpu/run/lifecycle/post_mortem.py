@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mgpu_train.agent.status.status import Fault
@@ -21,6 +22,11 @@ from mgpu.run.supervision.supervisor import Ended
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.log.commit_log import CommitLog
+
+
+# An attempt that nobody reaches is taken for stalled after so long without a commit, and so many times as long as it
+# ever took from one to the next; of fewer commits nothing is known.
+_STALLED_S, _STALLED_TIMES, _STALLED_FROM = 900.0, 4, 3
 
 
 def over(session: Session, fleet: StackOutput, provider: Provider | None, request: Request) -> Ended | None:
@@ -95,6 +101,29 @@ def forgotten(record: Record, log: CommitLog) -> str | None:
         f"{record.checkpoint_id} was committed, and is not in the commit log of run {record.run_id} any more: "
         f"objects are gone from {record.store}/{record.run_id}/commits/"
     )
+
+
+def stalled(session: Session, request: Request) -> bool:
+    """True where the store shows that an attempt trains no more, though its machines are there and nobody reaches them:
+    nothing was committed for much longer than between any two checkpoints. False: it may train."""
+    if request.checkpoint is None:
+        return False
+    from mgpu_train.checkpoint.log.commit_log import CommitLog
+    from mgpu_train.checkpoint.log.lines import Commit
+    from mgpu_train.store import StoreError
+
+    attempt = session.record.attempt
+    try:
+        log = CommitLog(operator_store.for_spec(request.checkpoint.to, request.spec), request.run_id)
+        commits = [line for line in log.read() if isinstance(line, Commit) and line.attempt == attempt]
+        if len(commits) < _STALLED_FROM or log.ended(attempt) is not None:
+            return False
+        longest_s = max(after.at - before.at for before, after in pairwise(commits))
+        age_s = log.age_s(commits[-1])
+    except StoreError as error:
+        session.emit(Warned(f"the commit log could not be read: {error}"))
+        return False
+    return age_s > max(_STALLED_S, _STALLED_TIMES * longest_s)
 
 
 def _said(session: Session, reason: str, fault: str | None) -> Ended | None:

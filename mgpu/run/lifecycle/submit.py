@@ -3,14 +3,17 @@ begins with may be set aside, too, and be submitted again and again."""
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from mgpu_train.timeouts import Timeouts
 
 from mgpu.backend import location
 from mgpu.errors import InputError, TakenOver
@@ -20,13 +23,14 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.plan import rank
 from mgpu.run.fleet.stack import project_of, refuse_used
 from mgpu.run.job import images
+from mgpu.run.job.git_code import GitCode
 from mgpu.run.job.images import Settled
-from mgpu.run.job.request import Request
+from mgpu.run.job.request import Request, resolve
 from mgpu.run.nodes import code_upload
 from mgpu.run.record import checks, files, shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, every, find, load, of_json, opening, save
-from mgpu.spec.load import text_of
+from mgpu.spec.load import loads, require_files, text_of
 
 
 def submit(
@@ -37,9 +41,11 @@ def submit(
     fleet: StackOutput | None = None,
     resume: Record | None = None,
     image: Settled | None = None,
+    **more: Any,
 ) -> Record:
-    """A queued run. Whoever supervises it needs nothing more of the folder that it comes from, so what is changed there
-    later does not change the run. `stack` and `fleet`: it runs there; without them it gets a fleet of its own.
+    """A queued run, with `more` in its record. Whoever supervises it needs nothing more of the folder that it comes
+    from, so what is changed there later does not change the run. `stack` and `fleet`: it runs there; without them it
+    gets a fleet of its own.
 
     Raises:
         InputError: the run that is resumed is not over; the code cannot be kept; another run uses the fleet. Nothing
@@ -56,6 +62,7 @@ def submit(
             if fleet is not None:
                 refuse_used(fleet)
             record = _record(request, run_file, stack, fleet, resume, image)
+            record = replace(record, **more)
             record.earlier = checks.earlier(record.expect, _alike(record))
             return _submitted(request, run_file, code, record)
     except BaseException:
@@ -87,12 +94,14 @@ def set_aside(request: Request, run_file: Path, folder: Path, at: str, image: Se
     return asdict(record)
 
 
-def submit_kept(folder: Path, at: str, fields: dict[str, Any], run_id: str, **more: Any) -> Record:
-    """A queued run of what `set_aside` has kept, with an id of its own and `more` in its record. Whoever does it again,
-    on whichever machine, gets the one that is there.
+def submit_kept(
+    folder: Path, at: str, fields: dict[str, Any], run_id: str, code: GitCode | None = None, **more: Any
+) -> Record:
+    """A queued run of what `set_aside` has kept, with an id of its own and `more` in its record; with `code`, a commit,
+    in the place of the code that was kept. Whoever does it again, on whichever machine, gets the one that is there.
 
     Raises:
-        InputError: what was set aside is gone.
+        InputError: what was set aside is gone; the code cannot be fetched, or has no such program.
         StackError: the backend does not answer.
     """
     own = Folder(run_id)
@@ -104,26 +113,45 @@ def submit_kept(folder: Path, at: str, fields: dict[str, Any], run_id: str, **mo
         record = of_json({**fields, "run_id": run_id, "stack": run_id, "created_at": time.time(), **more})
         record.fleet_name = fleet_name(project_name(folder / "program"), run_id)
         own.make()
-        if (folder / "work").is_dir():
+        if code is not None:
+            record.code = str(code)
+            _fetch(code, folder / files.RUN_FILE, run_id)
+        elif (folder / "work").is_dir():
             _copy(folder / "work", own.work, _linked)
         _copy(folder / "program", own.program, shutil.copy2)  # its settings are changed on each machine
         shutil.copyfile(folder / files.RUN_FILE, own.run_file)
-        files.keep_same(run_id, folder)
+        if code is not None:
+            files.keep(run_id)
+        else:
+            files.keep_same(run_id, folder)
         with suppress(TakenOver):  # another machine was faster
             save(record)
     return find(run_id) or record
 
 
 def _alike(record: Record) -> Iterator[dict[str, float]]:
-    """What earlier runs of the same name and project have measured, newest first."""
+    """What earlier runs of the same name and project, and of a sweep with the same setting, have measured, newest
+    first."""
     for each in reversed(every()):
-        same = each.name == record.name and _project(each) == _project(record)
+        same = (each.name, _project(each), each.setting) == (record.name, _project(record), record.setting)
         if same and each.run_id != record.run_id:
             yield checks.good(each)
 
 
 def _project(record: Record) -> str:
     return record.fleet_name.removesuffix(record.stack)
+
+
+def _fetch(code: GitCode, run_file: Path, run_id: str) -> None:
+    """The code of a run as its commit has it."""
+    spec, work = loads(run_file.read_text(), str(run_file)), Folder(run_id).work
+    with code.at(code.ref) as base:
+        require_files(spec, base, str(code))
+        request = resolve(spec, run_id, base, timeouts=Timeouts())  # type: ignore[call-arg]
+        with code_upload.set_aside(request) as found:
+            shutil.rmtree(work, ignore_errors=True)
+            if found is not None:
+                found.replace(work)
 
 
 def _copy(source: Path, target: Path, copy: Callable[[str, str], object]) -> None:
@@ -171,6 +199,7 @@ def _record(
         checkpoint_step=resume.checkpoint_step if resume else -1,
         idle_step=resume.checkpoint_step if resume else -1,
         created_at=resume.created_at if resume else time.time(),
+        submitted_by=f"{getpass.getuser()}@{os.uname().nodename}",
         max_hours=spec.max_hours,
         max_usd=spec.max_usd or 0.0,
         expect={metric: each.model_dump(exclude_none=True) for metric, each in spec.expect.items()},

@@ -149,6 +149,7 @@ class Record:
     max_usd: float = 0.0  # that its machines may cost in all; 0: no limit
     max_usd_told: float = 0.0  # the part of it of which was told that it is spent
     hard_cap_at: float = 0.0
+    sold_out_since: float = 0.0  # there has been no capacity for it since then; 0: there is, or nobody has asked
     lease_until: float = 0.0  # of a fleet that was kept
     store: str | None = None
     store_granted: bool = (
@@ -183,6 +184,13 @@ class Record:
     expect: dict[str, dict[str, Any]] = field(default_factory=dict)  # the run file's, by metric
     earlier: dict[str, list[float]] = field(default_factory=dict)  # what that is compared with, newest first
     checks: list[Check] = field(default_factory=list)  # what came of it, once the run has succeeded
+    code: str = ""  # the commit that its code is of, git+URL@SHA; empty: it was sent from a folder
+    submitted_by: str = ""  # user and host
+    priority: int = 0  # in the queue: the higher, the sooner
+    after: list[str] = field(default_factory=list)  # runs that have to succeed before it begins
+    sweep: str = ""  # that it is one run of
+    setting: dict[str, str] = field(default_factory=dict)  # by which it differs from others of its sweep
+    max_parallel: int = 0  # of its sweep's runs, that may be at work; 0: all
 
     @property
     def settled(self) -> bool:

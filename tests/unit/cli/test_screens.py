@@ -118,6 +118,8 @@ COMMANDS = (
     ("schedule", "rm", "weekly"),
     ("reconcile", "--dry-run"),
     ("submit",),
+    ("queue", "ls"),
+    ("queue", "mv", RUNNING, "--first"),
     ("backend", "show"),
     ("backend", "move", "s3://team/runs"),
 )
@@ -216,11 +218,12 @@ def nightly():
             spent_usd=7.51, checks=[Check("validation_loss", True, "1.298 <= 1.4", 1.298)],
         ),
         DueTime(
-            two - 5 * day, Outcome.SUCCEEDED, NOW, OLD, f"run {OLD} {WORSE}", ended_at=two - 5 * day + 7300,
+            two - 5 * day, Outcome.SUCCEEDED, NOW, OLD, reason=f"run {OLD} {WORSE}", ended_at=two - 5 * day + 7300,
             spent_usd=7.84, exit_code=6, checks=CHECKS,
         ),
         DueTime(
-            two - 4 * day, Outcome.FAILED, NOW, FAILED, "rank 3 on node 1: exit code 1", ended_at=two - 4 * day + 900
+            two - 4 * day, Outcome.FAILED, NOW, FAILED, reason="rank 3 on node 1: exit code 1",
+            ended_at=two - 4 * day + 900,
         ),
         DueTime(two - 3 * day, Outcome.MISSED, NOW, reason="nobody looked until 7.2 h later; it starts within 4 h"),
         DueTime(two - 2 * day, Outcome.SKIPPED, NOW, reason=f"run {FAILED} was not over"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -149,6 +150,42 @@ def test_a_run_begins_with_the_code_and_the_run_file_as_they_were(nights):
     assert len(record.every()) == 2
 
 
+def test_a_run_begins_with_the_code_that_git_has_at_its_time_and_all_passes_take_the_same_commit(nights, tmp_path):
+    repository = tmp_path / "repository"
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+        done = subprocess.run(["git", *who, *words], cwd=repository, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    def commits(text: str) -> str:
+        (repository / "train.py").write_text(f"print('{text}')\n")
+        git("add", ".")
+        git("commit", "--quiet", "-m", text)
+        return git("rev-parse", "HEAD")
+
+    repository.mkdir()
+    git("init", "--quiet", "--initial-branch=main", ".")
+    commits("at first")
+    nights.add(code_from=f"git+file://{repository}@main")
+    second = commits("as it is at its time")
+    slow = nights.reconciler()
+    assert nights.through(hours=1) == ["running", "succeeded"]
+    (run,) = record.every()
+    (due,) = kept.load("nightly").history
+    assert (due.code, run.code) == (second, f"git+file://{repository}@{second}")
+    assert (Folder(run.run_id).work / "train.py").read_text() == "print('as it is at its time')\n"
+    commits("later")
+    late = slow._code(kept.load("nightly"), replace(due, code=""))
+    assert late.ref == second, "whoever looked later goes by what is written"
+    repository.rename(tmp_path / "gone")
+    report = nights.works(hours=1)
+    assert "could not be submitted" in report.failures[0].what
+    assert nights.outcomes == ["succeeded", "starting"]
+    (tmp_path / "gone").rename(repository)
+    assert nights.through() == ["running", "succeeded"]
+
+
 def test_the_bundled_trainer_needs_no_code(nights):
     nights.world.run_file.write_text(RUN_FILE.replace("command: [train.py]", "train: {task: lm, steps: 5}"))
     nights.add()
@@ -257,10 +294,10 @@ def test_who_is_late_with_a_submission_of_a_time_that_was_replaced_submits_nothi
     nights.add(if_running=IfRunning.REPLACE)
     nights.now = NOW - NOW % HOUR + 1.1 * HOUR
     slow = nights.reconciler()
-    kept.change("nightly", lambda found: advanced(found, record.find, nights.now))
+    kept.change("nightly", lambda found, _: advanced(found, record.find, nights.now))
     found = kept.load("nightly")
     nights.now += HOUR
-    kept.change("nightly", lambda now: advanced(now, record.find, nights.now))
+    kept.change("nightly", lambda found, _: advanced(found, record.find, nights.now))
     slow._submit(found, found.history[0])
     assert record.every() == []
 
@@ -356,10 +393,25 @@ def test_a_damaged_schedule_is_told_and_hides_no_other(nights):
     assert nights.outcomes == ["running"]
 
 
+@pytest.mark.parametrize("ahead_h", [30.0, -30.0])
+def test_a_machine_whose_clock_is_wrong_goes_by_the_backends(nights, monkeypatch, ahead_h):
+    """It neither lets times pass that have not come, nor starts some that have not."""
+    wrong = SimpleNamespace(time=lambda: time.time() + ahead_h * HOUR)
+    with monkeypatch.context() as patched:
+        patched.setattr(kept, "time", wrong)
+        nights.now += ahead_h * HOUR + 60.0  # a minute past the hour
+        nights.add()
+        assert nights.works(hours=0.5).due == []
+        said = [event.text for event in nights.world.events if isinstance(event, Warned)]
+        assert f"clock is 30 h {'ahead of' if ahead_h > 0 else 'behind'} the backend's" in said[-1]
+        assert nights.through(hours=0.75) == ["running", "succeeded"]
+    assert nights.outcomes == ["succeeded"]
+
+
 def test_two_who_change_a_schedule_at_once_lose_nothing(nights):
     nights.add()
 
-    def more(found: Schedule) -> Schedule:
+    def more(found: Schedule, _: float) -> Schedule:
         return replace(found, start_within_s=found.start_within_s + 1)
 
     with ThreadPoolExecutor(8) as pool:
@@ -427,6 +479,29 @@ def test_who_leaves_has_all_of_them_leave(commands, tmp_path):
     assert (tmp_path / "left").exists()
 
 
+def test_one_that_takes_too_long_is_asked_to_leave_and_then_killed(commands, tmp_path):
+    commands["obeys"] = f"trap 'exit 9' TERM; touch {tmp_path}/obeys; while :; do sleep 0.05; done"
+    commands["hangs"] = f"trap '' TERM; touch {tmp_path}/hangs; exec sleep 100"
+    now, told = [0.0], []
+    found = Supervisors(told.append, lambda: now[0])
+    for run in ("obeys", "hangs"):
+        found.begin(Need(run, "running"), 60.0)
+    while len([*tmp_path.iterdir()]) < 2:
+        time.sleep(0.01)
+    now[0] = 7259.0
+    assert found.ended(0.0) is None
+    assert told == [], "it may take two hours, and watch a minute"
+    now[0] = 7261.0
+    assert (obeys := found.ended(30.0)).exit_code == 9
+    assert found.ended(0.0) is None
+    now[0] = 7290.0
+    assert (hangs := found.ended(30.0)).exit_code == -signal.SIGKILL
+    assert (obeys.need.run_id, hangs.need.run_id, found.busy) == ("obeys", "hangs", False)
+    assert [event.text for event in told] == [
+        f"{run}: it takes more than 2 h: left to the next pass" for run in ("obeys", "hangs")
+    ]
+
+
 def test_the_commands_that_look_after_a_run():
     assert supervisors._command(Need("a", ""), 90)[1:] == ["-m", "mgpu", "attach", "a", "--for", "90s", "--json"]
     assert supervisors._command(Need("a", "", give_back=True), 90)[1:] == ["-m", "mgpu", "down", "a", "--json"]
@@ -442,7 +517,9 @@ def mgpu(*args: str) -> Any:
 def test_a_schedule_from_the_command_line(nights, monkeypatch):
     monkeypatch.chdir(nights.world.folder)
     assert isinstance(mgpu("schedule", "add", "--cron", "0 2 * * *").exception, InputError), "nobody has agreed"
-    assert kept.every()[0] == {}
+    assert kept.every().schedules == {}
+    refused = mgpu("schedule", "add", "--cron", "0 2 * * *", "--code-from", "https://github.com/a/b", "--yes").exception
+    assert "names no code" in str(refused)
     added = mgpu("schedule", "add", "--cron", "30 2 * * *", "--timezone", "Europe/Berlin", "--yes", "--json")
     made = json.loads(added.stdout)
     assert (made["name"], made["if_running"], made["start_within_s"], len(made["next"])) == ("it", "skip", 14400, 5)
@@ -450,6 +527,8 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert "already" in str(mgpu("schedule", "add", "--cron", "0 2 * * *", "--yes").exception)
     late = mgpu("schedule", "add", "--cron", "0 2 * * *", "--jitter", "2h", "--start-within", "1h", "--yes").exception
     assert "would be missed by its own jitter" in str(late)
+    close = mgpu("schedule", "add", "--cron", "0,10 2 * * *", "--jitter", "20m", "--yes").exception
+    assert "at most 10 min" in str(close)
     assert "it" in mgpu("schedule", "ls").stdout
     assert json.loads(mgpu("schedule", "ls", "--json").stdout)["schedules"][0]["name"] == "it"
     assert json.loads(mgpu("schedule", "pause", "it", "--json").stdout)["paused"]
@@ -469,7 +548,7 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert f"run {run.run_id} is not over" in str(mgpu("schedule", "rm", "it").exception), "its machines may be owed"
     record.write(run)
     assert mgpu("schedule", "rm", "it").return_value == 0
-    assert (kept.every()[0], len(record.every())) == ({}, 1)
+    assert (kept.every().schedules, len(record.every())) == ({}, 1)
     assert "no schedules" in mgpu("schedule", "ls").stdout
     with pytest.raises(InputError, match="no schedule `it`"):
         kept.load("it")
@@ -480,6 +559,49 @@ def test_a_queued_run_waits_for_a_pass(nights, monkeypatch):
     queued = json.loads(mgpu("submit", "--yes", "--json").stdout)
     assert (queued["state"], nights.world.cloud.billed) == ("queued", set())
     assert nights.through() == ["running", "succeeded"]
+
+
+def test_a_sweep_is_queued_as_many_runs_and_begun_with_as_many_as_may_be_at_work(nights, monkeypatch):
+    monkeypatch.chdir(nights.world.folder)
+    with nights.world.run_file.open("a") as file:
+        file.write("matrix: {env.SEED: [1, 2, 3]}\n")
+    told = mgpu("submit", "--yes", "--json", "--max-parallel", "2")
+    made = json.loads(told.stdout)
+    assert [each["setting"] for each in made["runs"]] == [{"env.SEED": str(seed)} for seed in (1, 2, 3)]
+    assert {each["sweep"] for each in made["runs"]} == {made["sweep"]}
+    assert "3 runs, each:" in told.stderr
+    first, second, third = (each["run_id"] for each in made["runs"])
+    shown = json.loads(mgpu("reconcile", "--dry-run", "--json").stdout)
+    assert [each["run_id"] for each in shown["runs"]] == [first, second]
+    assert [(each["run_id"], each["waits_for"]) for each in shown["queued"]] == [
+        (third, "its sweep, which has 2 runs at a time")
+    ]
+    assert "SEED: '3'" in Folder(third).run_file.read_text()
+
+
+def test_the_queue_from_the_command_line(nights, monkeypatch):
+    monkeypatch.chdir(nights.world.folder)
+    first, second, third = (json.loads(mgpu("submit", "--yes", "--json").stdout)["run_id"] for _ in range(3))
+    after = json.loads(mgpu("submit", "--yes", "--json", "--after", first, "--priority", "1").stdout)["run_id"]
+
+    def order() -> list[str]:
+        return [each["run_id"] for each in json.loads(mgpu("queue", "ls", "--json").stdout)["queued"]]
+
+    assert order() == [after, first, second, third]
+    assert f"run {first} to succeed" in mgpu("queue", "ls").stdout
+    assert mgpu("queue", "mv", third, "--first").return_value == 0
+    assert mgpu("queue", "mv", first, "--last").return_value == 0
+    assert order() == [third, after, second, first]
+    assert "one of" in str(mgpu("queue", "mv", first).exception).lower()
+    assert mgpu("queue", "rm", second).return_value == 0
+    assert (str(record.load(second).state), nights.world.cloud.billed) == ("stopped", set())
+    assert f"run {second} is not in the queue" in str(mgpu("queue", "rm", second).exception)
+    with record.supervising(third):
+        assert "has begun" in str(mgpu("queue", "mv", third, "--last").exception)
+    record.write(replace(record.load(first), state=State.FAILED, teardown="confirmed"))
+    assert f"run {first}, which has failed: it may be resumed" in mgpu("reconcile", "--dry-run").stdout
+    refused = mgpu("submit", "--yes", "--max-parallel", "2").exception
+    assert "nothing to limit" in str(refused)
 
 
 @pytest.mark.parametrize("args", [("--for", "soon"), ("--for", "5m", "--watch")])

@@ -74,11 +74,13 @@ class Stat:
 
 @dataclass(frozen=True)
 class Versioned:
-    """An object as it was read. `age_s`: seconds since it was written, by the store's own clock alone."""
+    """An object as it was read. `age_s`: seconds since it was written, by the store's own clock alone; `now`: what that
+    clock showed when it was read, in UNIX seconds."""
 
     data: bytes
     version: str
     age_s: float
+    now: float
 
 
 class Store(Protocol):

@@ -73,7 +73,8 @@ class FileStore:
                 raise Damaged(f"{path} has {found.st_size} bytes where at most {limit} make sense")
             with os.fdopen(source, "rb", closefd=False) as file:
                 data = file.read(limit)
-        return Versioned(data, _version(found), max(0.0, time.time() - found.st_mtime))
+        now = time.time()
+        return Versioned(data, _version(found), max(0.0, now - found.st_mtime), now)
 
     def get_file(self, key: str, path: Path, *, size: int, crc64nvme: str, progress: Progress | None = None) -> None:
         """See Store."""

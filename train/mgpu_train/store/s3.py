@@ -134,7 +134,8 @@ class S3Store:
                     size = answer["ContentLength"]
                     raise Damaged(f"{self.url}: {key} has {size} bytes where at most {limit} make sense")
                 data = self._slowly_read(key, body, answer["ContentLength"])
-            return Versioned(data, answer["ETag"], max(0.0, _date(answer) - answer["LastModified"].timestamp()))
+            now = _date(answer)
+            return Versioned(data, answer["ETag"], max(0.0, now - answer["LastModified"].timestamp()), now)
 
         return self._patiently(f"read {key}", read)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 from mgpu_train.agent.status.status import Fault, Phase
+from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.config import Secrets
+from mgpu_train.store import open_store
 
 from mgpu.errors import CommandFailed, ConnectionFailed, Transient
 from mgpu.events import AttemptEnded
@@ -131,6 +136,25 @@ def test_where_no_node_answers_the_run_is_left_as_it_is(run):
     assert ended.left
     assert [node.stops for node in run.world.nodes] == [0, 0]
     assert run.told == []
+
+
+@pytest.mark.parametrize(
+    ("commits", "newest_s", "left"), [(3, 1200, False), (3, 800, True), (2, 9e5, True), (0, 0, True)]
+)
+def test_where_no_node_answers_and_the_store_shows_that_nothing_is_saved_any_more_they_are_lost(
+    run, tmp_path, commits, newest_s, left
+):
+    """Machines that hang are billed on; but a run that nobody reaches from here may train."""
+    store = tmp_path / "store"
+    writer = CommitLog(open_store(f"file://{store}"), "run-1").begin_attempt(1, "w").writer
+    for step in range(1, commits + 1):
+        run.world.commit(f"file://{store}", "run-1", attempt=1, writer=writer, step=step)
+    for entry in (store / "run-1" / "commits").iterdir():
+        os.utime(entry, (time.time() - newest_s,) * 2)
+    for node in run.world.nodes:
+        node.reachable = False
+    ended = run.watch_again()
+    assert (ended.left, ended.lost) == ((True, ()) if left else (False, (0, 1)))
 
 
 def test_where_no_node_answers_a_run_that_is_to_end_ends_all_the_same(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -173,6 +174,15 @@ def test_no_capacity_is_asked_for_again_until_wait_minutes(world):
     with pytest.raises(NoCapacity):
         hopeless.run()
     assert hopeless.now == pytest.approx(60)
+    assert hopeless.session.record.sold_out_since > script.session.record.sold_out_since == 0.0
+
+
+def test_whoever_goes_on_waiting_for_capacity_does_not_begin_anew(world):
+    script = Script(world, [LOST, DONE], [NoCapacity("none today")], wait_minutes=120)
+    script.session.record.sold_out_since = time.time() - 3600
+    with pytest.raises(NoCapacity):
+        script.run()
+    assert 3500 < script.now <= 3600
 
 
 @pytest.mark.parametrize(("wait_minutes", "stays_s"), [(60, 300), (4, 120)])

@@ -62,6 +62,10 @@ class CommitLog:
         """The committed checkpoints that were not given up, newest first."""
         return lines.standing(self.read())
 
+    def age_s(self, commit: Commit) -> float:
+        """Seconds since it was written, by the store's own clock."""
+        return self._store.read(keys.commit(self._run_id, commit.seq), MAX_DOCUMENT_BYTES).age_s
+
     def manifest(self, commit: Commit) -> Manifest:
         """The list of a committed checkpoint's files.
 

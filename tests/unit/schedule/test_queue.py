@@ -1,0 +1,81 @@
+"""The queue: who begins, who waits for what, and that every machine finds the same order."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from mgpu.run.record.record import Record, State
+from mgpu.schedule.decide import Seen, decide
+from mgpu.schedule.queue import line_up
+
+
+def run(run_id: str, state: State = State.QUEUED, **more: Any) -> Record:
+    return Record(run_id, *[""] * 5, own_stack=True, fleet_name="", provider="", nodes=1, state=state, **more)
+
+
+A_WAITING = {"sweep": "s", "max_parallel": 2}
+CASES = {
+    "the oldest first": ([run("b", created_at=2.0), run("a", created_at=1.0)], [], ["a", "b"], {}),
+    "the higher priority first": ([run("a"), run("b", priority=1), run("c", priority=-1)], [], ["b", "a", "c"], {}),
+    "whoever has less at work first": (
+        [run("a1", submitted_by="a"), run("a2", submitted_by="a"), run("b1", submitted_by="b", created_at=9.0)],
+        [run("a0", State.RUNNING, submitted_by="a")],
+        ["b1", "a1", "a2"],
+        {},
+    ),
+    "owners take turns": (
+        [run(f"{who}{n}", submitted_by=who, created_at=float(n)) for who in "ab" for n in range(2)],
+        [],
+        ["a0", "b0", "a1", "b1"],
+        {},
+    ),
+    "after one that trains": (
+        [run("b", after=["a"])],
+        [run("a", State.RUNNING)],
+        ["b"],
+        {"b": "run a to succeed"},
+    ),
+    "after one that has succeeded": ([run("b", after=["done"])], [], ["b"], {}),
+    "after one that has failed": (
+        [run("b", after=["done", "failed"])],
+        [],
+        ["b"],
+        {"b": "run failed, which has failed: it may be resumed"},
+    ),
+    "after one that is gone": ([run("b", after=["gone"])], [], ["b"], {"b": "run gone, whose record was removed"}),
+    "a chain": ([run("b", after=["a"]), run("a", priority=-1)], [], ["b", "a"], {"b": "run a to succeed"}),
+    "a sweep that has its runs at work": (
+        [run("c", **A_WAITING), run("d", **A_WAITING), run("x")],
+        [run("a", State.RUNNING, **A_WAITING)],
+        ["c", "d", "x"],
+        {"d": "its sweep, which has 2 runs at a time"},
+    ),
+    "one that waits holds up no other": (
+        [run("b", after=["gone"], priority=5, submitted_by="a"), run("c", submitted_by="a")],
+        [],
+        ["b", "c"],
+        {"b": "run gone, whose record was removed"},
+    ),
+}
+OVER = {"done": run("done", State.SUCCEEDED), "failed": run("failed", State.FAILED)}
+
+
+@pytest.mark.parametrize(("queued", "at_work", "order", "waits"), CASES.values(), ids=CASES)
+def test_the_queue(queued, at_work, order, waits):
+    known = {each.run_id: each for each in (*queued, *at_work)} | OVER
+    for _ in range(5):  # in whichever order records are read
+        random.shuffle(queued)
+        line = line_up(queued, at_work, known.get)
+        assert [each.record.run_id for each in line] == order
+        assert {each.record.run_id: each.waits_for for each in line if each.waits_for} == waits
+
+
+def test_a_pass_begins_with_what_nothing_holds_up_and_counts_what_somebody_has_begun_with():
+    runs = [run(name, created_at=float(n), **A_WAITING) for n, name in enumerate("abcd")]
+    seen = {each.run_id: Seen(each, each.run_id == "a") for each in runs}
+    todo = decide({}, seen, lambda _: None, 100.0)
+    assert [need.run_id for need in todo.needs] == ["b"], "a has a supervisor that has not rented yet"
+    assert [each.record.run_id for each in todo.waiting] == ["c", "d"]

@@ -1,0 +1,82 @@
+"""A run file with a `matrix` is many runs, each with its values; mistakes in it are found like all others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mgpu.errors import InputError, SpecError
+from mgpu.spec.change import Change
+from mgpu.spec.load import load, loads, sweep, text_of
+
+BASE = """\
+name: it
+provider: local
+nodes: 1
+max_price_usd_per_hour: 1
+max_hours: 1
+checkpoint: none
+train: {task: lm, steps: 5}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def written(matrix: str) -> Path:
+        path = tmp_path / "mgpu.yaml"
+        path.write_text(BASE + matrix)
+        return path
+
+    return written
+
+
+def test_there_is_a_run_for_each_combination(write):
+    path = write('matrix: {train.lr: [0.1, 1.0e-2], env.SEED: ["1", 2], nodes: [1, 2]}\n')
+    runs = sweep(path)
+    assert [(spec.train.lr, spec.env["SEED"], spec.nodes) for _, spec in runs] == [
+        (lr, seed, nodes) for lr in (0.1, 0.01) for seed in "12" for nodes in (1, 2)
+    ]
+    assert runs[0][0] == {"train.lr": "0.1", "env.SEED": '"1"', "nodes": "1"}
+    assert not any(spec.matrix for _, spec in runs)
+    for _, spec in runs:
+        assert loads(text_of(spec, path), "kept") == spec, "what is kept of it is a run file of this run alone"
+
+
+def test_a_run_file_without_one_is_one_run(write):
+    ((setting, spec),) = sweep(write(""))
+    assert (setting, spec) == ({}, load(write("")))
+
+
+def test_what_the_command_line_gives_is_no_axis(write):
+    path = write("matrix: {train.lr: [0.1, 0.2], train.seed: [1, 2]}\n")
+    given = [Change.of("--set", "train.lr=0.3")]
+    assert [spec.train.lr for _, spec in sweep(path, given)] == [0.3, 0.3]
+    assert load(path, [*given, Change.of("--set", "train.seed=7")]).train.seed == 7
+
+
+def test_what_takes_one_run_refuses_a_sweep_and_says_what_to_do(write):
+    with pytest.raises(InputError, match="is a sweep of 4 runs") as refused:
+        load(write("matrix: {train.lr: [0.1, 0.2], train.seed: [1, 2]}\n"))
+    assert "--set train.lr=0.1 --set train.seed=1" in refused.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("matrix", "field", "words"),
+    [
+        ("matrix: 3", "matrix", ""),
+        ("matrix: {train.lr: 0.1}", "matrix", ""),
+        ("matrix: {train.lr: []}", "matrix", ""),
+        ("matrix: {train.lr: [[1]]}", "matrix", ""),
+        ('matrix: {"train.betas[0]": [1]}', "matrix", "no key of a run file"),
+        ("matrix: {train.larning_rate: [1, 2]}", "train.larning_rate", ""),
+        ("matrix: {train.lr: [0.1, fast]}", "train.lr", ""),
+        ("matrix: {train.steps: [" + ", ".join(map(str, range(1, 258))) + "]}", "matrix", "257 runs; 256 at most"),
+    ],
+)
+def test_what_cannot_be_a_sweep_is_refused_where_it_stands(write, matrix, field, words):
+    with pytest.raises(SpecError) as refused:
+        sweep(write(matrix + "\n"))
+    assert any(words in problem.message and problem.field.startswith(field) for problem in refused.value.problems), (
+        refused.value.problems
+    )
