@@ -24,6 +24,7 @@
     │   ├── ConnectionFailed            no connection, or it was lost, within the deadline
     │   └── CommandFailed               a command on the node ended with a status that is not 0
     ├── TrainingFailed              6   the launcher ended without what was promised
+    ├── NotAsExpected               6   the run succeeded, and a metric is not what its run file expects
     ├── TeardownIncomplete          7   something may still be billed; beats every other code
     ├── Stopped                     8   by budget, hard cap or deadline
     ├── Interrupted               130   by the user or a signal
@@ -212,6 +213,12 @@ class CommandFailed(RemoteError):
 
 class TrainingFailed(MgpuError):
     """The launcher ended without what was promised."""
+
+    exit_code = 6
+
+
+class NotAsExpected(MgpuError):
+    """The run succeeded, and a metric is not what its run file expects."""
 
     exit_code = 6
 

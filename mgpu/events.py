@@ -129,6 +129,17 @@ class RunEnded(RunEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class RunRegressed(RunEvent):
+    """The run has succeeded, and is not as its run file expects. `checks`: what is not, as `mgpu status --json` has it;
+    `schedule`: whose run it is, empty: nobody's; `code`: the commit that it has trained, empty: it was sent from a
+    folder."""
+
+    schedule: str
+    code: str
+    checks: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsSampled(RunEvent):
     """Node 0 says how far it is: the newest value of each metric, by the program's own names."""
 
@@ -152,6 +163,21 @@ class CheckpointCommitted(RunEvent):
 
     checkpoint_id: str
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleMissed(Event):
+    """Times of a schedule were missed: so many, the newest of them `due_at`, for this reason. UNIX seconds."""
+
+    schedule: str
+    at: float
+    due_at: float
+    times: int
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data, with its type under `event` and the version."""
+        return {"version": VERSION, "event": "ScheduleMissed", **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,19 +11,20 @@ _PAIR = 2  # columns of a table of names and values
 
 
 class Table:
-    """Rows of text under the names of their columns."""
+    """Rows of text under the names of their columns. `whole`: columns whose cells are not broken between words."""
 
-    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        self.columns, self.rows = tuple(columns), [tuple(row) for row in rows]
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]], whole: Sequence[str] = ()) -> None:
+        self.columns, self.rows, self._whole = tuple(columns), [tuple(row) for row in rows], whole
 
     def fitting(self, width: int, spare: Sequence[str]) -> Table:
-        """The same, without as many of the `spare` columns as it takes to fit: first those named first."""
+        """The same, without as many of the `spare` columns as it takes to fit: first those named first. Where none of
+        that helps, rows one below the other have room for all."""
         kept = self
         for name in spare:
             if kept.least <= width:
                 break
             kept = kept._without(name)
-        return kept
+        return kept if kept.least <= width else self
 
     def lines(self, width: int | None = None) -> list[str]:
         """The table, with a rule below the names. None: every cell on one line. A table of several columns that does
@@ -41,7 +42,8 @@ class Table:
         return sum(self._longest_words()) + _GAP * (len(self.columns) - 1)
 
     def _longest_words(self) -> list[int]:
-        return [max(len(word) for cell in cells for word in cell.split() or [""]) for cells in self._cells()]
+        parts = [[[cell] if cells[0] in self._whole else cell.split() for cell in cells] for cells in self._cells()]
+        return [max(len(word) for words in cells for word in words or [""]) for cells in parts]
 
     def _cells(self) -> list[tuple[str, ...]]:
         return list(zip(self.columns, *self.rows, strict=True))
@@ -49,7 +51,7 @@ class Table:
     def _without(self, name: str) -> Table:
         place = self.columns.index(name)
         columns, *rows = (row[:place] + row[place + 1 :] for row in (self.columns, *self.rows))
-        return Table(columns, rows)
+        return Table(columns, rows, self._whole)
 
     def _widths(self, width: int | None) -> list[int]:
         """Of each column: what it needs; where there is less room, what is left goes to those that lack most."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import textwrap
 import time
+from collections.abc import Sequence
 
 from mgpu_train.words import count
 
-__all__ = ["amount", "count", "duration", "seconds_of", "utc", "wrapped"]
+__all__ = ["amount", "count", "duration", "number", "seconds_of", "sparkline", "utc", "wrapped"]
 
 _HELD = "\x00"  # a blank at which no line is broken
 
@@ -49,6 +50,21 @@ def seconds_of(text: str) -> float:
 def utc(at: float) -> str:
     """UNIX seconds as `2026-11-03 11:30 UTC`: what a provider sells for a time, the same for everybody."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
+
+
+def number(value: float, digits: int = 4) -> str:
+    """A value in so many digits, but all of a whole part: `1.893`, `51234`."""
+    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+def sparkline(values: Sequence[float | None], *, blocks: bool = True) -> str:
+    """A character for each value, the higher the higher: a block, or a digit from 1 to 8. None is a dot."""
+    levels, gap = ("▁▂▃▄▅▆▇█", "·") if blocks else ("12345678", ".")
+    known = [value for value in values if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    span = high - low or 1.0
+    last = len(levels) - 1
+    return "".join(gap if value is None else levels[round((value - low) / span * last)] for value in values)
 
 
 def wrapped(text: str, width: int) -> list[str]:

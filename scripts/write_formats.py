@@ -17,7 +17,7 @@ from mgpu.cli import results
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan.model import Cost, Headroom, Obstacle, Offer, Refusal, Requirements, Reservation
 from mgpu.providers.base import ReservationOffer
-from mgpu.run.view import InterruptionView, RunView
+from mgpu.run.view import CheckView, InterruptionView, RunView
 from mgpu.spec import schema
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -25,6 +25,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PARTS_OF_RESULTS: dict[type[BaseModel], str] = {
     RunView: "A run",
     InterruptionView: "An interruption",
+    CheckView: "An expectation",
     results.Fleet: "A fleet",
     results.Checkpoint: "A checkpoint",
     Requirements: "Requirements",

@@ -497,7 +497,10 @@ def _outputs_wait(record: Record) -> str:
 def summary(record: Record) -> list[tuple[str, str]]:
     """A run as lines of a table."""
     reason = _reason(record)
-    rows = [("state", str(record.state) + (f": {reason}" if reason else ""))]
+    rows = [("state", str(record.state) + (f"{', ' if record.unmet else ': '}{reason}" if reason else ""))]
+    if record.checks:
+        rows.append(("expectations", f"{len(record.checks) - len(record.unmet)} of {len(record.checks)} met"))
+        rows += [(f"  {each.metric}", ("" if each.met else "NOT MET: ") + each.said) for each in record.checks]
     if record.setting:
         rows.append(("setting", ", ".join(f"{key} {value}" for key, value in record.setting.items())))
     if record.step >= 0:
@@ -581,6 +584,8 @@ def recovery(each: Interruption) -> str:
 
 def _reason(record: Record) -> str:
     """Why the run ended, without what the line says already."""
+    if record.unmet:  # each has its own line
+        return "but not as expected"
     reason = record.reason.removeprefix(f"run {record.run_id} ")
     return "" if reason == "was stopped" else reason.removeprefix("failed: ").removeprefix("stopped ")
 

@@ -78,6 +78,8 @@ def _result(records: list[Record], fleets: Iterable[Fleet]) -> Result:
 
 
 def _state(record: Record) -> str:
+    if record.unmet:
+        return f"{record.state}, not as expected"
     settled = record.state.final or record.state is State.QUEUED
     return record.state if settled or supervised(record.run_id) else f"{record.state}, no supervisor"
 

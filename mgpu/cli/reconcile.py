@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,10 +11,13 @@ import click
 from mgpu.cli import common
 from mgpu.console import Console
 from mgpu.errors import InputError, Interrupted, MgpuError, TeardownIncomplete
+from mgpu.events import Warned
 
 if TYPE_CHECKING:
     from mgpu.cli.results import Reconciled
-    from mgpu.schedule.reconcile import Report
+    from mgpu.schedule.model import Schedule
+    from mgpu.schedule.reconcile import Report, Teller
+    from mgpu.sinks.delivery import Makers
 
 _ALWAYS_S = 10 * 365 * 86400.0
 
@@ -31,21 +36,35 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
     """
     from mgpu.run.record.signals import Interrupts
     from mgpu.schedule.reconcile import Reconciler
-    from mgpu.sinks.delivery import tell_again
+    from mgpu.sinks.delivery import Delivery, tell_again
 
     if watch and watch_s is not None:
         raise InputError("either --for or --watch is given, not both", "", "Give one of them.")
     console = Console(as_json=as_json)
-    reconciler = Reconciler(common.context(console), _ALWAYS_S if watch else watch_s or 0.0)
+    delivery = Delivery(console.emit)
+
+    def teller(schedule: Schedule) -> Teller | None:
+        whose = f"schedule {schedule.name}"
+        try:  # all of them: what cannot be told from here is told by a pass that can
+            sinks = {name: make() for name, make in _sinks_of(schedule).items()}
+        except Exception as error:  # noqa: BLE001  no sink is worth a pass
+            console.emit(Warned(f"{whose}: nobody is told from here that it has missed a time: {error}"))
+            return None
+        return lambda event: delivery.tell(whose, lambda: {n: lambda s=s: s for n, s in sinks.items()}, event)
+
+    reconciler = Reconciler(common.context(console), _ALWAYS_S if watch else watch_s or 0.0, teller=teller)
     try:
         with Interrupts(leave=True).installed():
             report = reconciler.look() if dry_run else reconciler.work()
             if not dry_run:
                 tell_again(console.emit)
+                _tell_schedules_again(console)
     except KeyboardInterrupt:
         console.done()
         console.say("left: runs are as they are", "yellow")
         return Interrupted.exit_code
+    finally:
+        delivery.close()
     console.done()
     if as_json:
         console.result(_result(report, dry_run=dry_run))
@@ -58,6 +77,27 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
         console.next(*(f"mgpu down {run}    give back what may still be billed" for run in left))
         return TeardownIncomplete.exit_code
     return max((error.exit_code for error in errors), default=0)
+
+
+def _sinks_of(schedule: Schedule) -> Makers:
+    """Who hears that a time of a schedule was missed."""
+    from mgpu.run.record import files
+    from mgpu.schedule import kept
+    from mgpu.sinks.delivery import of_submission
+
+    folder = kept.folder(schedule)
+    files.bring_folder(folder, f"{schedule.submission}/")
+    return of_submission(folder, Path(schedule.run["project_base"]))
+
+
+def _tell_schedules_again(console: Console) -> None:
+    from mgpu.schedule import kept
+    from mgpu.sinks import delivery, telling
+
+    waiting = {*telling.waiting(kept.submissions())}
+    for schedule in kept.every().schedules.values() if waiting else ():
+        if kept.folder(schedule).name in waiting:
+            delivery.again(f"schedule {schedule.name}", partial(_sinks_of, schedule), console.emit)
 
 
 class _Told(MgpuError):

@@ -12,7 +12,7 @@ from pydantic import Field
 from mgpu.plan.model import Cost, Offer, Refusal, Requirements, Reservation, Value
 from mgpu.providers.base import ReservationOffer
 from mgpu.run.record.record import known
-from mgpu.run.view import RunView
+from mgpu.run.view import CheckView, RunView
 
 if TYPE_CHECKING:
     from mgpu.schedule.model import DueTime, Schedule
@@ -87,12 +87,15 @@ class Due(Value):
     recoveries: int
     step: int | None
     metrics: dict[str, float]
+    as_expected: bool | None = Field(description="as of a run")
+    checks: list[CheckView]
 
     @classmethod
     def of(cls, schedule: str, due: DueTime) -> Due:
         """As it is shown."""
         plain = {name: getattr(due, name, None) for name in cls.model_fields}
         shown = {"schedule": schedule, "due_at": due.at, "outcome": str(due.outcome), "step": known(due.step)}
+        shown |= {"as_expected": not due.unmet if due.checks else None, "checks": [*map(CheckView.of, due.checks)]}
         return cls.model_validate(
             plain | shown | {"run_id": due.run_id or None, "reason": due.reason or None, "code": due.code or None}
         )
@@ -112,6 +115,7 @@ class ScheduleView(Value):
     created_at: float
     created_by: str = Field(description="user and host")
     run_file: str
+    expect: dict[str, dict[str, Any]] = Field(description="what is expected of each run, by metric: the run file's")
     next: list[float] = Field(description="the next five times")
     history: list[Due] = Field(description="newest last")
 

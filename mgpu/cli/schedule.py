@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mgpu.cli.results import OneSchedule
     from mgpu.run.job.git_code import GitCode
     from mgpu.schedule.callers import Caller, Command
-    from mgpu.schedule.model import DueTime, Schedule
+    from mgpu.schedule.model import Schedule
     from mgpu.schedule.times import Times
     from mgpu.spec.change import Change
     from mgpu.spec.model import RunSpec
@@ -172,7 +172,8 @@ def ls(as_json: bool) -> int:
 @click.option("--all", "all_times", is_flag=True, help=f"All times that are kept, not only the newest {_SHOWN}.")
 @common.json_option
 def show(name: str, all_times: bool, as_json: bool) -> int:
-    """Show a schedule, and what became of each of its times."""
+    """Show a schedule, what became of each of its times, and how what is expected of them has gone over the nights."""
+    from mgpu.cli import nights
     from mgpu.schedule import kept
 
     console, found = Console(as_json=as_json), kept.load(name)
@@ -190,11 +191,7 @@ def show(name: str, all_times: bool, as_json: bool) -> int:
         ("kept", f"{common.when(found.created_at)} by {found.created_by}"),
     ]
     console.table(("schedule", name), rows)
-    times = found.history if all_times else found.history[-_SHOWN:]
-    if times:
-        console.text("")
-        columns = ("due", "outcome", "run", "took", "cost", "because")
-        console.table(columns, [_row(found, due) for due in times], spare=("took", "cost"))
+    nights.show(console, found, found.history if all_times else found.history[-_SHOWN:])
     return 0
 
 
@@ -446,11 +443,4 @@ def _last(found: Schedule) -> str:
     if not found.history:
         return ""
     last = found.history[-1]
-    return f"{last.outcome} {last.run_id}".strip()
-
-
-def _row(found: Schedule, due: DueTime) -> tuple[str, ...]:
-    took = duration(due.ended_at - due.at) if due.ended_at else ""
-    cost = f"${due.spent_usd:.2f}" if due.spent_usd is not None else ""
-    by = "by hand" if due.by_hand and not due.reason else due.reason
-    return found.times.short(due.at), due.outcome, due.run_id, took, cost, by
+    return f"{last.outcome}{', not as expected' if last.unmet else ''} {last.run_id}".strip()

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from mgpu.plan.model import Value
-from mgpu.run.record.record import Interruption, Record, known
+from mgpu.run.record.record import Check, Interruption, Record, known
 
 
 class InterruptionView(Value):
@@ -36,6 +36,22 @@ class InterruptionView(Value):
         return cls.model_validate(plain | {"step": known(each.step), "resumed_step": resumed})
 
 
+class CheckView(Value):
+    """A metric of a run that has succeeded, and whether it is as its run file expects."""
+
+    metric: str
+    met: bool
+    said: str = Field(description="with what it was compared, in words")
+    value: float | None = Field(description="null: the run has never reported it")
+    median: float | None = Field(description="of earlier runs; null: it was not compared with any")
+    runs: int = Field(description="earlier runs that were there to compare it with")
+
+    @classmethod
+    def of(cls, each: Check) -> CheckView:
+        """As it is shown."""
+        return cls.model_validate({name: getattr(each, name) for name in cls.model_fields})
+
+
 class RunView(Value):
     """A run. null: not known, or not reached."""
 
@@ -52,6 +68,11 @@ class RunView(Value):
         "(max_usd), its own deadline"
     )
     exit_code: int | None = Field(description="of the command that supervised its end")
+    as_expected: bool | None = Field(
+        description="whether a run that has succeeded is as its run file expects (`expect`): if not, the exit code is "
+        "6; null: nothing is expected, or it has not succeeded"
+    )
+    checks: list[CheckView] = Field(description="what came of each of these expectations")
     teardown: str = Field(
         description="none, asked (some machines may be billed), confirmed (they are gone), kept, not ours"
     )
@@ -117,6 +138,8 @@ class RunView(Value):
             "price_usd_per_hour": record.price_usd_per_hour or None,
             "hard_cap_at": record.hard_cap_at or None,
             "lease_until": record.lease_until or None,
+            "as_expected": not record.unmet if record.checks else None,
+            "checks": [CheckView.of(each) for each in record.checks],
             "interruptions": [InterruptionView.of(each) for each in record.interruptions],
             "step": known(record.step),
             "metrics": record.metrics | {f"first_{name}": value for name, value in record.first_metrics.items()},

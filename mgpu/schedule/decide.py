@@ -16,6 +16,7 @@ from mgpu.schedule.model import DueTime, IfRunning, Outcome, Schedule
 from mgpu.schedule.queue import Queued, line_up
 from mgpu.words import duration
 
+NEWS_S = 86400.0  # so long it is told that a time was missed
 HISTORY = 400  # due times that are kept: more than a year of nights
 _OF_STATE = {State.SUCCEEDED: Outcome.SUCCEEDED, State.FAILED: Outcome.FAILED, State.STOPPED: Outcome.STOPPED}
 
@@ -45,11 +46,12 @@ class Need:
 @dataclass(frozen=True)
 class Decisions:
     """All that is to be done. `schedules`: as they are to be, those that change, `news` what became of which of their
-    times; `submit`: due times whose runs are not there yet, each with its schedule; `stop`: runs that make room;
-    `waiting`: those that stay queued."""
+    times; `missed`: schedules with times that were missed and that nobody was told of; `submit`: due times whose runs
+    are not there yet, each with its schedule; `stop`: runs that make room; `waiting`: those that stay queued."""
 
     schedules: tuple[Schedule, ...] = ()
     news: tuple[tuple[Schedule, DueTime], ...] = ()
+    missed: tuple[Schedule, ...] = ()
     submit: tuple[tuple[Schedule, DueTime], ...] = ()
     stop: tuple[str, ...] = ()
     needs: tuple[Need, ...] = ()
@@ -67,6 +69,7 @@ def decide(
 
     changed, submit, stop = list[Schedule](), list[tuple[Schedule, DueTime]](), list[str]()
     news = list[tuple[Schedule, DueTime]]()
+    missed = tuple(schedule for schedule in schedules.values() if untold(schedule, now))
     for schedule in schedules.values():
         after = advanced(schedule, found, now)
         if after != schedule:
@@ -83,7 +86,7 @@ def decide(
     waiting = tuple(each for each in queue(runs.values(), found) if each.waits_for and each.record.run_id not in stop)
     left = {each.record.run_id for each in waiting}
     needs = tuple(need for seen in runs.values() if (need := needed(seen)) is not None and need.run_id not in left)
-    return Decisions(tuple(changed), tuple(news), tuple(submit), tuple(stop), needs, waiting)
+    return Decisions(tuple(changed), tuple(news), missed, tuple(submit), tuple(stop), needs, waiting)
 
 
 def queue(runs: Collection[Seen], found: Callable[[str], Record | None]) -> list[Queued]:
@@ -96,6 +99,21 @@ def since(before: Schedule, after: Schedule) -> list[DueTime]:
     """The due times of which something has become."""
     known = {(due.at, due.outcome) for due in before.history}
     return [due for due in after.history if (due.at, due.outcome) not in known]
+
+
+def untold(schedule: Schedule, now: float) -> list[DueTime]:
+    """The times that were missed and that nobody was told of. What is older than a day is no news any more."""
+    return [
+        due
+        for due in schedule.history
+        if due.outcome is Outcome.MISSED and not due.told and now - due.decided_at < NEWS_S
+    ]
+
+
+def telling(schedule: Schedule, by: str, now: float) -> Schedule:
+    """The schedule with these times told `by` whoever writes this, and by nobody else."""
+    new = {due.at for due in untold(schedule, now)}
+    return replace(schedule, history=[replace(due, told=by) if due.at in new else due for due in schedule.history])
 
 
 def _is_late(schedule: Schedule | None, record: Record, now: float) -> bool:
@@ -156,7 +174,7 @@ def _close(schedule: Schedule, due: DueTime, record: Record | None, now: float) 
     due.reason = due.reason if due.replaced else record.reason
     due.ended_at, due.exit_code, due.recoveries = record.ended_at, record.exit_code, record.recoveries
     due.spent_usd = round(record.spent_usd(record.ended_at or now), 4) if record.spending else None
-    due.step, due.metrics = record.step, dict(record.metrics)
+    due.step, due.metrics, due.checks = record.step, dict(record.metrics), list(record.checks)
 
 
 def _arrived(schedule: Schedule, now: float) -> Iterator[DueTime]:
@@ -221,5 +239,6 @@ def _free_one(schedule: Schedule, now: float) -> None:
         elif now - due.at > schedule.start_within_s:
             over = f"run {busy.run_id} was not over" if busy else _late(schedule, now - due.at)
             due.outcome, due.reason, due.run_id = Outcome.MISSED, f"{over} in time", ""
+            due.decided_at = now
         elif busy is None:
             due.outcome, due.reason, busy = Outcome.STARTING, "", due

@@ -145,6 +145,11 @@ def _remove_submission(schedule: Schedule) -> None:
     shutil.rmtree(folder(schedule), ignore_errors=True)
 
 
+def submissions() -> Path:
+    """Where what schedules submit is on this machine, a folder each."""
+    return location.current().root / "submissions"
+
+
 def folder(schedule: Schedule) -> Path:
     """Where what it submits is on this machine."""
     return location.current().root / schedule.submission

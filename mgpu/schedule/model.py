@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from mgpu.errors import InputError
-from mgpu.run.record.record import new_run_id
+from mgpu.run.record.record import Check, new_run_id
 from mgpu.schedule.times import Times
 
 VERSION = 1
@@ -60,6 +60,13 @@ class DueTime:
     step: int = -1
     metrics: dict[str, float] = field(default_factory=dict)
     code: str = ""  # the commit that its run has; empty: what the schedule has kept, or none yet
+    checks: list[Check] = field(default_factory=list)  # whether it is as expected
+    told: str = ""  # that it was missed: which pass has told it
+
+    @property
+    def unmet(self) -> list[Check]:
+        """What was not as expected."""
+        return [each for each in self.checks if not each.met]
 
     @property
     def under_way(self) -> bool:
@@ -90,6 +97,11 @@ class Schedule:
     def times(self) -> Times:
         """Its due times."""
         return Times(self.cron, self.timezone)
+
+    @property
+    def expect(self) -> dict[str, dict[str, Any]]:
+        """What is expected of each run, by metric."""
+        return self.run.get("expect", {})
 
     @property
     def submission(self) -> str:
@@ -123,15 +135,17 @@ def parsed(data: bytes, name: str) -> Schedule:
                 "Use the newest mgpu on every machine that shares a backend.",
             )
         known = {key: value for key, value in whole.items() if key in _FIELDS}
-        history = [
-            DueTime(**{**{k: v for k, v in each.items() if k in _DUE_FIELDS}, "outcome": Outcome(each["outcome"])})
-            for each in known.pop("history")
-        ]
+        history = [_due(each) for each in known.pop("history")]
         return Schedule(**{**known, "if_running": IfRunning(known["if_running"])}, history=history)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise InputError(
             f"schedule {name} cannot be read", str(error), f"Remove it (`mgpu schedule rm {name}`), and add it again."
         ) from error
+
+
+def _due(each: dict[str, Any]) -> DueTime:
+    parts = {"outcome": Outcome(each["outcome"]), "checks": [Check(**check) for check in each.get("checks", ())]}
+    return DueTime(**{**{key: value for key, value in each.items() if key in _DUE_FIELDS}, **parts})
 
 
 _FIELDS = {each.name for each in fields(Schedule)}

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Protocol
 from mgpu.backend import location
 from mgpu.context import Context
 from mgpu.errors import InputError, MgpuError, StackError
-from mgpu.events import Note, Warned
+from mgpu.events import Note, ScheduleMissed, Warned
 from mgpu.run.record import shared
-from mgpu.run.record.record import Record, supervised, unsettled
+from mgpu.run.record.record import Record, every, supervised, unsettled
 from mgpu.schedule import kept
-from mgpu.schedule.decide import Decisions, Need, Seen, advanced, decide, since
+from mgpu.schedule.decide import Decisions, Need, Seen, advanced, decide, since, telling
 from mgpu.schedule.model import DueTime, Outcome, Schedule
 from mgpu.schedule.queue import Queued
 from mgpu.schedule.supervisors import Looked, Supervisors
@@ -36,6 +36,9 @@ BUSY_AGAIN_S = 300.0  # as the next, in a single pass
 AGAIN_S = 60.0  # until a run that was left is looked after again, while it watches
 _OF_A_RUN = re.compile(r"-\d{4}-[a-hjkmnp-z2-9]{5}(-r\d+)?$")  # the name of a fleet that a launch has made
 _SWEPT = "swept"  # in mgpu's folder of a backend: when, by the backend's own clock, it was looked for machines
+
+
+Teller = Callable[[ScheduleMissed], None]
 
 
 class Looks(Protocol):
@@ -82,8 +85,10 @@ class Reconciler:
         *,
         supervisors: Looks | None = None,
         clock: Callable[[], float] | None = None,
+        teller: Callable[[Schedule], Teller | None] = lambda _: None,
     ) -> None:
-        self._context, self._clock = context, clock or time.time
+        """`teller` gives who tells of a schedule's missed times; None: it cannot be told from here."""
+        self._context, self._clock, self._teller = context, clock or time.time, teller
         self._supervisors = supervisors or Supervisors(context.emit)
         self._until = self._clock() + watch_s
         self._began: dict[str, float] = {}  # runs that were looked after, and when last
@@ -139,6 +144,8 @@ class Reconciler:
             self._write(schedule)
         if todo.schedules:  # from here on by what is written, whoever has written it
             todo = self._decisions()
+        for schedule in todo.missed:
+            self._tell_of_missed(schedule)
         for schedule, due in todo.submit:
             self._submit(schedule, due)
         if todo.submit:  # they are queued now
@@ -183,13 +190,27 @@ class Reconciler:
         why = f": {due.reason}" if due.reason else ""
         self._context.emit(Note(f"schedule {schedule.name}, {schedule.times.words(due.at)}: {due.outcome}{run}{why}"))
 
+    def _tell_of_missed(self, schedule: Schedule) -> None:
+        """Whoever writes down that it tells of them tells: nobody else does, whatever becomes of the answer."""
+        me, tell = secrets.token_hex(8), self._teller(schedule)
+        if tell is None:  # another machine's pass may
+            return
+        try:
+            after = kept.change(schedule.name, lambda now, ahead_s: telling(now, me, self._clock() - ahead_s))
+        except InputError:  # it was removed
+            return
+        if mine := [due for due in after.history if due.told == me]:
+            newest = max(mine, key=lambda due: due.at)
+            tell(ScheduleMissed(schedule.name, self._clock(), newest.at, len(mine), newest.reason))
+
     def _submit(self, schedule: Schedule, due: DueTime) -> None:
         """The run of a due time that was decided to start; whoever has done it already, there is one."""
         from mgpu.run.lifecycle.submit import submit_kept
+        from mgpu.schedule.nights import compared_with
 
         folder, at = kept.folder(schedule), f"{schedule.submission}/"
-        more = {"schedule": schedule.name, "due_at": due.at}
         try:
+            more = {"schedule": schedule.name, "due_at": due.at, "earlier": compared_with(schedule, every)}
             if self._is_starting(kept.load(schedule.name), due):
                 code = self._code(schedule, due) if schedule.code_from else None
                 submit_kept(folder, at, schedule.run, due.run_id, code, **more)

@@ -12,17 +12,20 @@ from mgpu.events import (
     MetricsSampled,
     RunEnded,
     RunEvent,
+    RunRegressed,
     RunStateChanged,
+    ScheduleMissed,
     SpendChanged,
 )
 
 
 @dataclass(frozen=True)
 class Heard:
-    """The run whose events these are."""
+    """The run, or the schedule, whose events these are."""
 
-    run_id: str
+    run_id: str  # empty: a schedule's
     folder: Path  # of its run file: what relative paths in options are relative to
+    home: Path  # where a sink may keep what it has not delivered yet
 
 
 class Sink:
@@ -43,6 +46,10 @@ class Sink:
         """The launcher has ended on all nodes, or could not be started."""
         self.event(event)
 
+    def run_regressed(self, event: RunRegressed) -> None:
+        """The run has succeeded, and is not as its run file expects."""
+        self.event(event)
+
     def run_ended(self, event: RunEnded) -> None:
         """The run is over: the last event, but of a run that is resumed."""
         self.event(event)
@@ -59,8 +66,12 @@ class Sink:
         """A checkpoint survives the loss of every node from here on."""
         self.event(event)
 
+    def schedule_missed(self, event: ScheduleMissed) -> None:
+        """Times of a schedule were missed; by default nothing. A sink with a method of its own for it is made for the
+        schedule, which has no run then."""
+
     def event(self, event: RunEvent) -> None:
-        """All events whose own method is not defined; by default nothing."""
+        """All events of runs whose own method is not defined; by default nothing."""
 
     def close(self) -> None:
         """The command is done: nothing follows."""

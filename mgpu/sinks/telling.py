@@ -1,6 +1,8 @@
 """Sinks that tell somebody of what matters. What could not be delivered waits on disk, and is tried again.
 
-    <run>/outbox/<sink>/<id>.json     waits; replaced by <id>.told, which is empty, when it was delivered
+    <home>/outbox/<sink>/<id>.json     waits; replaced by <id>.told, which is empty, when it was delivered
+
+`home` is the record of a run, or what a schedule submits.
 
 A message's id follows from its event: it is told once, whichever command it comes from. One that is cut off between the
 delivery and its mark tells it again, with the same id.
@@ -8,6 +10,7 @@ delivery and its mark tells it again, with the same id.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import time
@@ -24,33 +27,37 @@ from mgpu.events import (
     CheckpointCommitted,
     RunEnded,
     RunEvent,
+    RunRegressed,
     RunStateChanged,
+    ScheduleMissed,
     SpendChanged,
 )
-from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import load
 from mgpu.sinks.base import Heard, Sink
 from mgpu.spec.block import Block
+from mgpu.words import count, utc
 
 _RETRY_S = 30.0  # at most as often; and when the command is done
 ANSWER_S = 10.0  # for whoever is told to answer
 
-What = Literal["ended", "interrupted", "budget", "checkpoint", "state"]
+What = Literal["ended", "interrupted", "budget", "regression", "missed", "checkpoint", "state"]
 
 
 class Options(Block):
     """What every such sink has."""
 
     events: tuple[What, ...] = Field(
-        ("ended", "interrupted", "budget"),
+        ("ended", "interrupted", "budget", "regression", "missed"),
         description="of what is told: ended, interrupted (another attempt follows), budget (50, 80, 100 % of max_usd), "
-        "checkpoint, state (default: the first three)",
+        "regression (it succeeded, and is not as `expect` says), missed (a time of its schedule), checkpoint, state "
+        "(default: the first five)",
     )
 
 
 @dataclass(frozen=True)
 class Message:
-    """What somebody is told. `event`: which of the kinds; `data`: the event as sink `jsonl` writes it."""
+    """What somebody is told. `event`: which of the kinds; `run_id`: empty for a schedule; `data`: the event as sink
+    `jsonl` writes it."""
 
     id: str
     event: str
@@ -66,8 +73,7 @@ class Telling(Sink):
     name: str  # of the sink
 
     def __init__(self, options: Options, heard: Heard) -> None:
-        self._wanted, self._run_id = options.events, heard.run_id
-        self._waiting = Folder(heard.run_id).root / "outbox" / self.name
+        self._wanted, self._waiting = options.events, heard.home / "outbox" / self.name
         self._attempt: AttemptEnded | None = None
         self._tried = float("-inf")
 
@@ -79,7 +85,22 @@ class Telling(Sink):
 
     def run_ended(self, event: RunEnded) -> None:
         """The run is over."""
-        self._hear("ended", event, f"run {event.run_id} {event.state}", *_of_the_end(event))
+        but = ", but not as expected" if event.state == "succeeded" and event.exit_code else ""
+        self._hear("ended", event, f"run {event.run_id} {event.state}{but}", *_of_the_end(event))
+
+    def run_regressed(self, event: RunRegressed) -> None:
+        """The run is not as its run file expects."""
+        whose = f"schedule {event.schedule}: " if event.schedule else ""
+        checks = (f"{each['metric']} {each['said']}" for each in event.checks)
+        see = f"mgpu schedule show {event.schedule}" if event.schedule else f"mgpu status {event.run_id}"
+        self._hear("regression", event, f"{whose}run {event.run_id} is not as expected", *checks, event.code, see)
+
+    def schedule_missed(self, event: ScheduleMissed) -> None:
+        """Times of a schedule were missed."""
+        times = count(event.times, "time")
+        more = f" ({times} in all)" if event.times > 1 else ""
+        title = f"schedule {event.schedule} missed its time of {utc(event.due_at)}{more}"
+        self._hear("missed", event, title, event.reason, f"mgpu schedule show {event.schedule}")
 
     def attempt_ended(self, event: AttemptEnded) -> None:
         """Whether it was an interruption the next state says."""
@@ -114,33 +135,40 @@ class Telling(Sink):
 
     # --- what waits
 
-    def _hear(self, kind: What, event: RunEvent, title: str, *text: str) -> None:
+    def _hear(self, kind: What, event: RunEvent | ScheduleMissed, title: str, *text: str) -> None:
         if kind in self._wanted:
-            data = event.to_json()
+            data, run_id = event.to_json(), event.run_id if isinstance(event, RunEvent) else ""
             known = hashlib.sha256(json.dumps([kind, data]).encode()).hexdigest()[:16]
-            self._keep(Message(known, kind, event.run_id, title, "\n".join(filter(None, text)), data), event.at)
+            self._keep(Message(known, kind, run_id, title, "\n".join(filter(None, text)), data), event.at)
             self._deliver()
-        else:
+        elif isinstance(event, RunEvent):
             self.event(event)
 
     def _keep(self, message: Message, at: float) -> None:
         path = self._waiting / f"{at:015.3f}-{message.id}.json"
         if not path.with_suffix(".told").exists():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.write_text(json.dumps(asdict(message)))
+            aside = path.with_suffix(".new")
+            aside.write_text(json.dumps(asdict(message)))
+            aside.rename(path)  # whole: another process may deliver it at once
 
     def _deliver(self) -> None:
-        """In their order: what cannot be delivered holds up what is newer."""
+        """In their order: what cannot be delivered holds up what is newer. One process at a time: what another one of
+        this machine delivers right now is not told twice."""
         self._tried = time.monotonic()
-        for path in sorted(self._waiting.glob("*.json")):
-            self.tell(Message(**json.loads(path.read_text())))
-            path.write_text("")
-            path.rename(path.with_suffix(".told"))
+        if not self._waiting.is_dir():
+            return
+        with (self._waiting / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for path in sorted(self._waiting.glob("*.json")):
+                self.tell(Message(**json.loads(path.read_text())))
+                done = path.rename(path.with_suffix(".told"))  # first: an empty message could never be delivered
+                done.write_text("")
 
 
-def waiting(runs: Path) -> Iterator[str]:
-    """Runs of which somebody is still to be told."""
-    yield from sorted({path.parents[2].name for path in runs.glob("*/outbox/*/*.json")})
+def waiting(homes: Path) -> Iterator[str]:
+    """The runs, or submissions of schedules, in this folder of which somebody is still to be told."""
+    yield from sorted({path.parents[2].name for path in homes.glob("*/outbox/*/*.json")})
 
 
 def _of_the_end(event: RunEnded) -> Iterator[str]:

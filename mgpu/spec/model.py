@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mgpu_train import launchers
-from mgpu_train.config import DataItem, EnvName, Retention, Text, TrainConfig, Writers
+from mgpu_train.config import DataItem, EnvName, MetricName, Retention, Text, TrainConfig, Writers
 from mgpu_train.strategies import entry as strategies
 from mgpu_train.tasks import entry as tasks
 from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
 
 from mgpu.spec import sink as sinks
 from mgpu.spec.block import Block, MachineKeys, Names, ProviderOptions, Word
+from mgpu.spec.expect import Expectation
 from mgpu.spec.image import ImageSpec
 from mgpu.spec.provider import installed, on_this_machine
 from mgpu.spec.values import form
@@ -217,6 +218,11 @@ class Keys(MachineKeys, _Named):
         gt=0,
         description="dollars that the run's machines may cost in all, also when it is resumed; it stops with a "
         "checkpoint before that, and no machine lives longer than it pays for (default: no limit)",
+    )
+    expect: dict[MetricName, Expectation] = Field(
+        {},
+        description="what metrics of a run that succeeds have to be, by their names in `mgpu status --json`, or "
+        "`cost_usd`, `duration_s`, `recoveries`; if one is not, the exit code is 6 (default: nothing)",
     )
     teardown: Teardown = Field(
         "always", description="always: the machines go when the run ends; keep: they stay under their lease"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from mgpu_train.strategies.entry import Sizes
 from mgpu_train.tasks import entry as tasks
 
 from mgpu.spec import command
+from mgpu.spec.expect import OF_THE_RUN
 from mgpu.spec.image import ImageSpec
 from mgpu.spec.model import Checkpoint, RunSpec
 from mgpu.spec.provider import installed
@@ -268,6 +270,33 @@ def _outputs(spec: RunSpec) -> Iterator[Mistake]:
             yield Mistake(("outputs", index), "is not below the folder of the code: paths are relative to it")
 
 
+def _expect(spec: RunSpec) -> Iterator[Mistake]:
+    name = spec.train.task if spec.train else ""
+    task = tasks.installed().found.get(name)
+    for metric, each in spec.expect.items():
+        at: Where = ("expect", metric)
+        if task and task.metrics and metric not in (*task.metrics, *OF_THE_RUN):
+            near = get_close_matches(metric, (*task.metrics, *OF_THE_RUN), 1)
+            message = f"task {name} reports no such metric; there are {', '.join(task.metrics)}"
+            yield Mistake(at, message, (("train", "task"),), near[0] if near else None)
+        if each.max is None and each.min is None and each.median_of is None:
+            reads = ((*at, "max"), (*at, "min"), (*at, "median_of"))
+            yield Mistake(at, "says nothing: `max`, `min` or `median_of` is needed", reads)
+        if each.max is not None and each.min is not None and each.max < each.min:
+            yield Mistake((*at, "max"), f"{each.max:g} is less than `min`, {each.min:g}", ((*at, "min"),))
+        if each.median_of is None:
+            for key in ("tolerance_percent", "better"):
+                if getattr(each, key) is not None:
+                    yield Mistake((*at, key), "is for `median_of`: how many earlier runs", ((*at, "median_of"),))
+            continue
+        if each.tolerance_percent is None:
+            message = "`tolerance_percent` is needed with it: by how much it may be worse than the median"
+            yield Mistake((*at, "median_of"), message, ((*at, "tolerance_percent"),))
+        if each.direction(metric) is None:
+            message = f"`better: lower` or `better: higher` is needed with it: the name {metric} does not say it"
+            yield Mistake((*at, "median_of"), message, ((*at, "better"),))
+
+
 def _names_of_files(spec: RunSpec) -> Iterator[Mistake]:
     option = (("command", 0), "-c" if spec.shell else "-m")  # what comes next is no file
     for at, name in _files(spec):
@@ -309,5 +338,6 @@ RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _data,
     _setup,
     _outputs,
+    _expect,
     _names_of_files,
 )

@@ -42,7 +42,8 @@ def schema() -> dict[str, Any]:
         train[key] = {"enum": list(names), **field}
     path = {"type": "string", "pattern": ":"}
     train["task"] = {"anyOf": [{"enum": train["task"].pop("enum")}, path], **train["task"]}
-    env["additionalProperties"] = args["additionalProperties"] = False
+    for named in (env, args, generated["properties"]["expect"]):
+        named["additionalProperties"] = False
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "mgpu run file",
@@ -119,6 +120,9 @@ def _blocks(field: dict[str, Any], defs: dict[str, Any]) -> Iterator[tuple[dict[
         inner, dots = (each["items"], "[].") if "items" in each else (each, ".")
         if "properties" in _target(inner, defs):
             yield _target(inner, defs), dots
+        for named in each.get("patternProperties", {}).values():
+            if "properties" in _target(named, defs):
+                yield _target(named, defs), ".NAME."
 
 
 def _target(field: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:

@@ -96,6 +96,8 @@ def _block(at: Where, options: type[BaseModel] | None) -> type[BaseModel] | None
     block: type[BaseModel] | None = RunSpec
     if options is not None and at[:2] == ("train", "options"):
         block, at = options, at[2:]
+    if at[:1] == ("expect",):
+        at = (at[0], *at[2:])  # its blocks have names of the user's
     for part in at:
         if isinstance(part, str) and block is not None:
             info = _fields(block).get(part)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,8 +20,9 @@ from mgpu.backend import location
 from mgpu.cli import cli
 from mgpu.context import Context
 from mgpu.errors import InputError
-from mgpu.events import ignore
+from mgpu.events import ScheduleMissed, ignore
 from mgpu.run.lifecycle.launch import kept_for_later
+from mgpu.run.lifecycle.outcome import judged
 from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State
@@ -220,3 +223,108 @@ def test_a_schedule_that_is_removed_leaves_nothing(team: Team, project: Path):
         assert [each.key for each in location.current().ours.list("submissions/")] == []
         with pytest.raises(InputError, match="no schedule"):
             kept.load("nightly")
+
+
+# --- a folder as the backend: nights that are compared, and times that are missed
+
+
+EXPECTS = """
+expect: {loss: {median_of: 2, tolerance_percent: 2}}
+sinks: {command: {run: [sh, tell.sh]}}
+"""
+
+
+@pytest.fixture
+def nights(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run file whose runs are expected to be something; its backend is a folder, too."""
+    monkeypatch.setenv(location.VARIABLE, f"file://{tmp_path}/backend")
+    monkeypatch.setattr(reconcile, "_claimed", lambda: False)
+    monkeypatch.setattr(kept, "_CLOCKS_S", float("inf"))  # the clock of a test is far from the backend's
+    (tmp_path / "backend").mkdir()
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "Pulumi.yaml").write_text("name: mine\nruntime: python\n")
+    (folder / "mgpu.yaml").write_text(RUN_FILE + EXPECTS)
+    (folder / "train.py").touch()
+    return folder
+
+
+def ends(run: str, loss: float, at: float) -> Record:
+    """The run ends as one does whose machines are gone."""
+    found = record.load(run)
+    found.state, found.teardown, found.metrics, found.ended_at = State.TEARDOWN, "confirmed", {"loss": loss}, at
+    error = judged(found)
+    found.exit_code, found.reason = (error.exit_code, error.what) if error else (0, "")
+    found.to(State.SUCCEEDED)
+    record.save(found)
+    return found
+
+
+def test_each_night_is_compared_with_those_before_also_of_a_schedule_that_was_added_anew(nights: Path):
+    add(nights)
+    said = list[str]()
+    for number, loss in enumerate((1.8, 1.8, 1.9, 1.82)):
+        (run,) = passes(NOW + (number + 1) * HOUR)
+        said.append(ends(run, loss, NOW + (number + 1) * HOUR + 60).checks[0].said)
+    passes(NOW + 4 * HOUR + 120)
+    assert said == [
+        "1.8; not compared yet: 0 of 2 runs",
+        "1.8; not compared yet: 1 of 2 runs",
+        "1.9 > 1.836, the median of 2 runs + 2 %",
+        "1.82 <= 1.836, the median of 2 runs + 2 %",
+    ]
+    history = kept.load("nightly").history
+    assert [(due.outcome, due.exit_code, bool(due.unmet)) for due in history] == [
+        (Outcome.SUCCEEDED, code, code == 6) for code in (0, 0, 6, 0)
+    ]
+    kept.remove(kept.load("nightly"))
+    add(nights, uid="u-new", created_at=NOW + 9 * HOUR, decided_until=NOW + 9 * HOUR)
+    (run,) = passes(NOW + 10 * HOUR)
+    assert record.load(run).earlier == {"loss": [1.82, 1.8]}
+
+
+def test_a_missed_time_is_told_once_however_many_pass(nights: Path, monkeypatch: pytest.MonkeyPatch):
+    add(nights)
+    (nights / "tell.sh").write_text('echo "$MGPU_EVENT $MGPU_TITLE" >> said; exit 1\n')
+    told, gate = list[ScheduleMissed](), threading.Barrier(8, timeout=60)
+
+    def one(_: int) -> None:
+        gate.wait()
+        known = {"supervisors": Nobody(), "clock": lambda: NOW + 6 * HOUR}
+        Reconciler(CONTEXT, **known).work()
+        Reconciler(CONTEXT, teller=lambda _: told.append, **known).look()
+        Reconciler(CONTEXT, teller=lambda _: told.append, **known).work()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(8)))
+    assert [(event.schedule, event.times) for event in told] == [("nightly", 5)], "the sixth was started"
+
+    def mgpu_reconcile(hours: float) -> str:
+        monkeypatch.setattr(time, "time", lambda: NOW + hours * HOUR)
+        monkeypatch.setattr(reconcile, "Supervisors", lambda _: Nobody())
+        return CliRunner().invoke(cli, ["reconcile"], standalone_mode=False).stderr
+
+    kept.change("nightly", lambda found, _: replace(found, paused=False, start_within_s=60.0))
+    assert "exit status 1" in mgpu_reconcile(7.5)
+    (nights / "tell.sh").write_text('echo "$MGPU_EVENT $MGPU_TITLE" > said\n')
+    assert "told" not in mgpu_reconcile(7.6)
+    title = "schedule nightly missed its time of 2027-01-15 15:00 UTC"
+    assert (nights / "said").read_text() == f"missed {title}\n"
+    (nights / "said").unlink()
+    assert "told" not in mgpu_reconcile(7.7)
+    assert not (nights / "said").exists()
+
+
+def test_a_pass_that_cannot_tell_of_a_missed_time_leaves_it_to_one_that_can(nights: Path, monkeypatch):
+    sinks = "sinks: {command: {run: [sh, tell.sh]}, webhook: {url: HOOK}}\n"
+    (nights / "mgpu.yaml").write_text(RUN_FILE + sinks)
+    (nights / "tell.sh").write_text("cat >> said\n")
+    add(nights, start_within_s=60.0)
+    monkeypatch.setattr(time, "time", lambda: NOW + 1.7 * HOUR)
+    for _ in range(2):
+        said = CliRunner().invoke(cli, ["reconcile"], standalone_mode=False).stderr
+        assert "nobody is told from here that it has missed a time: HOOK is not set here" in said
+    assert not (nights / "said").exists()
+    monkeypatch.setenv("HOOK", "http://127.0.0.1:9/nobody")  # it is made; that it does not answer is another matter
+    assert "webhook" in CliRunner().invoke(cli, ["reconcile"], standalone_mode=False).stderr
+    assert json.loads((nights / "said").read_text())["event"] == "missed"

@@ -12,6 +12,8 @@ import mgpu_train
 import pytest
 import ranks
 import torch
+from mgpu_train.agent.status.tail import Progress
+from mgpu_train.tasks.entry import LM
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 STEPS = 6
@@ -122,6 +124,15 @@ def test_resume_at_another_world_size_or_strategy_goes_on_with_the_same_losses(o
     (start,) = lines(out, name, "start")
     assert start["resumed_step"] == 3
     assert [line["step"] for line in lines(out, name, "validation")] == [6]
+
+
+def test_a_run_reports_the_metrics_that_its_task_names(out):
+    progress = Progress()
+    for kind in ("start", "validation", "step"):
+        for line in lines(out, "fsdp", kind):
+            progress.take(line)
+    first = {f"first_{name}" for name in progress.fields["first_metrics"]}
+    assert {*progress.fields["metrics"], *first} == set(LM.metrics)
 
 
 def test_metrics_tell_the_whole_story_on_every_rank(out):

@@ -216,7 +216,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
         (34, ["machine", "RAM", "price", "age"]),
         (33, ["machine", "price", "age"]),
         (26, ["machine", "price"]),
-        (5, ["machine", "price"]),
+        (5, ["machine", "RAM", "price", "age"]),  # below each other
     ],
 )
 def test_a_narrow_terminal_does_without_spare_columns(columns, shown, monkeypatch, capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mgpu import events
-from mgpu.events import Event, RunEvent
+from mgpu.events import Event, RunEvent, ScheduleMissed
 
 SAMPLES = {
     "str": "text",
@@ -19,6 +19,7 @@ SAMPLES = {
     "int | None": 3,
     "tuple[int, ...]": (1, 2),
     "dict[str, float]": {"loss": 0.5},
+    "tuple[dict[str, Any], ...]": ({"metric": "loss", "met": False},),
 }
 KINDS = [each for each in vars(events).values() if isinstance(each, type) and issubclass(each, Event)]
 
@@ -28,7 +29,7 @@ def test_every_event_becomes_json_with_its_type(kind):
     event = kind(**{each.name: SAMPLES[str(each.type)] for each in fields(kind)})
     data = json.loads(json.dumps(event.to_json()))
     assert data["event"] == kind.__name__
-    version = {"version"} if issubclass(kind, RunEvent) else set()
+    version = {"version"} if issubclass(kind, RunEvent | ScheduleMissed) else set()
     assert set(data) == {"event", *version, *(each.name for each in fields(kind))}
 
 

@@ -98,7 +98,7 @@ def test_a_sink_that_is_slow_loses_what_does_not_fit_its_queue_and_says_so(conso
     sink = Keeps(gate)
     made = delivery(console, {"slow": lambda: sink}, queued=3)
     made.emit(sampled(0))
-    until(lambda: made._threads[RUN][0]._queue.qsize() == 0)  # it is at the first one
+    until(lambda: made._threads[f"run {RUN}"][0]._queue.qsize() == 0)  # it is at the first one
     for step in range(1, 8):
         made.emit(sampled(step))
     gate.set()

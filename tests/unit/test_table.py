@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu.table import Table
-from mgpu.words import wrapped
+from mgpu.words import number, sparkline, wrapped
 
 RUNS = Table(
     ("run", "state", "begun"),
@@ -33,7 +33,15 @@ def test_without_a_terminal_a_row_is_a_line():
 def test_columns_that_can_be_spared_go_first():
     assert RUNS.fitting(43, ("begun", "state")).columns == ("run", "state", "begun")
     assert RUNS.fitting(RUNS.least - 1, ("begun", "state")).columns == ("run", "state")
-    assert RUNS.fitting(5, ("begun", "state")).columns == ("run",)
+    assert RUNS.fitting(5, ("begun", "state")).columns == RUNS.columns, "below each other there is room for all"
+
+
+def test_cells_of_a_column_may_stay_whole():
+    whole = Table(RUNS.columns, RUNS.rows, whole=("begun",))
+    assert whole.least == RUNS.least + len("3 d ago") - len("begun")
+    assert RUNS.lines(RUNS.least)[2].endswith("3 d")
+    assert whole.lines(whole.least)[2].endswith("3 d ago")
+    assert whole.fitting(whole.least - 1, ("state",)).least == whole.least - len("supervisor") - 3
 
 
 def test_a_table_that_does_not_fit_has_its_rows_below_each_other():
@@ -45,6 +53,28 @@ def test_names_and_values_stay_beside_each_other_and_a_long_path_goes_over_the_e
     table = Table(("run", "a"), [("checkpoint", f"step 10 in {path}"), ("state", "succeeded")])
     assert table.lines(30)[2:] == ["checkpoint   step 10 in", f"             {path}", "state        succeeded"]
     assert len(table.lines(30)[1]) == 30
+
+
+@pytest.mark.parametrize(
+    ("values", "blocks", "line"),
+    [
+        ([1.0, 1.5, 2.0], True, "▁▅█"),
+        ([2.01, None, 1.9, 1.9, 1.96], False, "8.115"),
+        ([3.0, 3.0], True, "▁▁"),
+        ([None], True, "·"),
+        ([], True, ""),
+        ([-1e300, 1e300], False, "18"),
+    ],
+)
+def test_a_line_of_values(values, blocks, line):
+    assert sparkline(values, blocks=blocks) == line
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(1.89345, "1.893"), (51234.6, "51235"), (0.00001234, "1.234e-05"), (-0.5, "-0.5"), (12, "12")]
+)
+def test_a_number_for_people(value, words):
+    assert number(value) == words
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,30 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
-from mgpu.events import AttemptEnded, CheckpointCommitted, Event, RunEnded, RunStateChanged, SpendChanged, Warned
+from mgpu.events import (
+    AttemptEnded,
+    CheckpointCommitted,
+    Event,
+    RunEnded,
+    RunRegressed,
+    RunStateChanged,
+    ScheduleMissed,
+    SpendChanged,
+    Warned,
+)
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, save
 from mgpu.sinks import command
-from mgpu.sinks.delivery import Delivery, tell_again
+from mgpu.sinks.delivery import Delivery, again, of_submission, tell_again
+from mgpu.sinks.telling import waiting
 from mgpu.spec.load import loads
 
 RUN = "night-1125-abcde"
@@ -125,6 +138,73 @@ def test_what_is_told_can_be_chosen(told, service):
     block = f"  webhook: {{url: '{service.url}', events: [checkpoint, state]}}\n"
     emits(told, block, committed, LOST, REPAIRING, ENDED)
     assert [each["event"] for each in service.messages] == ["checkpoint", "state"]
+
+
+REGRESSED = RunRegressed(
+    RUN, 2, 8.9, schedule="nightly", code="git+https://host/you/llm@0123abc",
+    checks=({"metric": "loss", "met": False, "said": "2.01 > 1.93, the median of 7 runs + 2 %", "value": 2.01},),
+)  # fmt: skip
+MISSED = ScheduleMissed("nightly", 1_800_000_000.0, 1_799_990_000.0, 2, "nobody looked until 7.2 h later")
+
+
+def test_a_regression_is_told_with_what_it_was_compared_with(told, service):
+    block = f"  webhook: {{url: '{service.url}'}}\n"
+    emits(told, block, REGRESSED, replace(ENDED, exit_code=6, reason="loss 2.01"))
+    first, last = service.messages
+    assert (first["event"], first["title"]) == ("regression", f"schedule nightly: run {RUN} is not as expected")
+    assert (
+        first["text"] == f"loss 2.01 > 1.93, the median of 7 runs + 2 %\n{REGRESSED.code}\nmgpu schedule show nightly"
+    )
+    assert first["data"]["checks"][0]["value"] == 2.01
+    assert last["title"] == f"run {RUN} succeeded, but not as expected"
+    emits(told, block, REGRESSED)
+    assert len(service.told) == 2
+    emits(told, block, replace(REGRESSED, schedule="", at=9.5))
+    assert service.messages[2]["text"].endswith(f"mgpu status {RUN}")
+
+
+def missed(told: list[Event], submission: Path, sinks: str, *events: ScheduleMissed) -> None:
+    """What one pass tells of a schedule, whose run file has these sinks."""
+    submission.mkdir(exist_ok=True)
+    (submission / "mgpu.yaml").write_text(f"{FILE}sinks:\n{sinks}")
+    delivery = Delivery(told.append)
+    for event in events:
+        delivery.tell("schedule nightly", lambda: of_submission(submission, submission.parent), event)
+    delivery.close(60)
+
+
+def test_a_missed_time_is_told_of_a_schedule_that_has_no_run_yet(told, service, tmp_path):
+    """Those that only hear runs are not made for it: `jsonl` would open a file of no run."""
+    submission, block = tmp_path / "nightly.u1", f"  webhook: {{url: '{service.url}'}}\n  jsonl: {{}}\n"
+    service.answers = [500] * 2
+    missed(told, submission, block, MISSED)
+    assert (service.told, [*waiting(tmp_path)]) == ([], ["nightly.u1"])
+    again("schedule nightly", lambda: of_submission(submission, tmp_path), told.append)
+    missed(told, submission, block, MISSED)  # by whoever says it again
+    (message,) = service.messages
+    assert (message["event"], message["run_id"]) == ("missed", "")
+    assert message["title"] == "schedule nightly missed its time of 2027-01-15 05:13 UTC (2 times in all)"
+    assert message["text"] == "nobody looked until 7.2 h later\nmgpu schedule show nightly"
+    assert (message["data"]["event"], message["data"]["times"]) == ("ScheduleMissed", 2)
+    assert not (tmp_path / "mgpu-runs").exists()
+    missed(told, submission, f"  webhook: {{url: '{service.url}', events: [ended]}}\n", replace(MISSED, at=2e9))
+    assert len(service.told) == 1
+
+
+def test_two_who_deliver_at_once_tell_once(told, tmp_path):
+    (tmp_path / "tell.sh").write_text("echo told >> said; exit 1\n")
+    missed(told, tmp_path / "nightly.u1", "  command: {run: [sh, tell.sh]}\n", MISSED)
+    (tmp_path / "said").write_text("")
+    (tmp_path / "tell.sh").write_text("echo told >> said; while [ ! -e go ]; do sleep 0.02; done\n")
+    tell = partial(again, "schedule nightly", lambda: of_submission(tmp_path / "nightly.u1", tmp_path), told.append)
+    others = [threading.Thread(target=tell) for _ in range(4)]
+    for each in others:
+        each.start()
+    until(lambda: (tmp_path / "said").read_text())
+    (tmp_path / "go").touch()
+    for each in others:
+        each.join()
+    assert (tmp_path / "said").read_text() == "told\n"
 
 
 def test_what_nobody_took_is_told_again_in_its_order_and_once(told, service):

@@ -17,7 +17,7 @@ from mgpu.providers import registry
 from mgpu.providers.base import Provider
 from mgpu.run.fleet.stack import give_back_fleet, open_stack, refuse_used, require_ours, stack_of
 from mgpu.run.job.stack_output import provider_for
-from mgpu.run.lifecycle.outcome import ended, final_state, remembered, revoke_store
+from mgpu.run.lifecycle.outcome import ended, endings, final_state, judged, remembered, revoke_store
 from mgpu.run.record import files
 from mgpu.run.record.record import Record, State, busy, load, save, supervising, supervisor_of
 from mgpu.run.record.supervisor_lock import Holder
@@ -63,10 +63,17 @@ def _give_back(record: Record, fleet: StackOutput | None, before: Holder | None,
     record.teardown = "confirmed"
     revoke_store(record, context.emit)
     record.costs_no_more(time.time())
-    if not record.state.final:
-        record.exit_code = record.verdict
-    _to(record, record.state if record.state.final else final_state(remembered(record)), context)
-    context.emit(ended(record))  # again for a run that was over: its machines are gone now
+    if record.state.final:
+        _to(record, record.state, context)
+        context.emit(ended(record))  # again: its machines are gone now
+        return
+    error = remembered(record)
+    record.exit_code = record.verdict
+    if error is None and (error := judged(record)) is not None:
+        record.exit_code, record.reason = error.exit_code, error.what
+    _to(record, final_state(error), context)
+    for event in endings(record):
+        context.emit(event)
 
 
 def _to(record: Record, state: State, context: Context) -> None:

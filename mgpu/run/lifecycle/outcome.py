@@ -6,9 +6,9 @@ A bug while nothing trains yet is undone like any other failure; the verdict is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from mgpu_train.agent.status.status import Fault
 
@@ -17,6 +17,7 @@ from mgpu.errors import (
     InputError,
     Interrupted,
     MgpuError,
+    NotAsExpected,
     ProviderError,
     RemoteError,
     StackError,
@@ -25,13 +26,13 @@ from mgpu.errors import (
     TeardownIncomplete,
     TrainingFailed,
 )
-from mgpu.events import Emit, Note, RunEnded, Warned
+from mgpu.events import Emit, Note, RunEnded, RunEvent, RunRegressed, Warned
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.providers.base import StoreRole
 from mgpu.run.fleet.stack import InUse, give_back_fleet
-from mgpu.run.record import shared
+from mgpu.run.record import checks, shared
 from mgpu.run.record.record import Record, State, known
 from mgpu.run.record.session import Session
 from mgpu.run.supervision.limits import StopReason
@@ -132,14 +133,31 @@ def _close(session: Session, stack: Stack, teardown: str, error: MgpuError | Non
     except (MgpuError, OSError) as failure:
         error = _incomplete(record, failure)
     revoke_store(record, session.emit)
+    error = error or judged(record)
     record.exit_code = error.exit_code if error else 0
     record.reason = error.what if error else ""
     session.to(final_state(error))
-    session.emit(ended(record))
+    for event in endings(record):
+        session.emit(event)
     session.journal.close()
     if isinstance(error, _Bug):
         raise error.bug
     return Outcome(record, error)
+
+
+def judged(record: Record) -> NotAsExpected | None:
+    """Whether a run that is about to succeed is as its run file expects; after its teardown, for that costs, too. It
+    succeeds in any case: what it has made is whole, and is kept."""
+    record.checks = checks.judged(record, time.time())
+    if not record.unmet:
+        return None
+    run, others = f"run {record.run_id}", len(record.checks) - len(record.unmet)
+    also = f" Of {len(record.checks)} expectations {others} are met." if others else ""
+    return NotAsExpected(
+        f"{run} succeeded, but not as expected: {'; '.join(f'{each.metric} {each.said}' for each in record.unmet)}",
+        f"Its checkpoints and outputs are kept.{also}",
+        f"See `mgpu status {record.run_id}`, and `expect` in its run file.",
+    )
 
 
 def revoke_store(record: Record, emit: Emit) -> None:
@@ -165,8 +183,17 @@ class _Bug(MgpuError):
         self.bug = bug
 
 
+def endings(record: Record) -> Iterator[RunEvent]:
+    """What is told of a run that is over, for the first time."""
+    at = record.ended_at or time.time()
+    if record.unmet:
+        unmet = tuple(asdict(each) for each in record.unmet)
+        yield RunRegressed(record.run_id, record.attempt, at, schedule=record.schedule, code=record.code, checks=unmet)
+    yield ended(record)
+
+
 def ended(record: Record) -> RunEnded:
-    """What is told of a run that is over."""
+    """How a run has ended."""
     return RunEnded(
         record.run_id,
         record.attempt,
@@ -185,7 +212,7 @@ def ended(record: Record) -> RunEnded:
 
 def final_state(error: MgpuError | None) -> State:
     """The state that a run ends in."""
-    if error is None:
+    if error is None or isinstance(error, NotAsExpected):
         return State.SUCCEEDED
     return State.STOPPED if isinstance(error, Interrupted | Stopped) else State.FAILED
 

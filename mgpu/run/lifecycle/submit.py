@@ -7,7 +7,7 @@ import getpass
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,9 +27,9 @@ from mgpu.run.job.git_code import GitCode
 from mgpu.run.job.images import Settled
 from mgpu.run.job.request import Request, resolve
 from mgpu.run.nodes import code_upload
-from mgpu.run.record import files, shared
+from mgpu.run.record import checks, files, shared
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Record, find, load, of_json, opening, save
+from mgpu.run.record.record import Record, every, find, load, of_json, opening, save
 from mgpu.spec.load import loads, require_files, text_of
 
 
@@ -62,7 +62,9 @@ def submit(
             if fleet is not None:
                 refuse_used(fleet)
             record = _record(request, run_file, stack, fleet, resume, image)
-            return _submitted(request, run_file, code, replace(record, **more))
+            record = replace(record, **more)
+            record.earlier = checks.earlier(record.expect, _alike(record))
+            return _submitted(request, run_file, code, record)
     except BaseException:
         if resume is None:
             shutil.rmtree(folder.root, ignore_errors=True)
@@ -127,6 +129,19 @@ def submit_kept(
     return find(run_id) or record
 
 
+def _alike(record: Record) -> Iterator[dict[str, float]]:
+    """What earlier runs of the same name and project, and of a sweep with the same setting, have measured, newest
+    first."""
+    for each in reversed(every()):
+        same = (each.name, _project(each), each.setting) == (record.name, _project(record), record.setting)
+        if same and each.run_id != record.run_id:
+            yield checks.good(each)
+
+
+def _project(record: Record) -> str:
+    return record.fleet_name.removesuffix(record.stack)
+
+
 def _fetch(code: GitCode, run_file: Path, run_id: str) -> None:
     """The code of a run as its commit has it."""
     spec, work = loads(run_file.read_text(), str(run_file)), Folder(run_id).work
@@ -187,6 +202,7 @@ def _record(
         submitted_by=f"{getpass.getuser()}@{os.uname().nodename}",
         max_hours=spec.max_hours,
         max_usd=spec.max_usd or 0.0,
+        expect={metric: each.model_dump(exclude_none=True) for metric, each in spec.expect.items()},
         fleet=fleet.model_dump(mode="json") if fleet else None,
     )
     images.remember(record, image)

@@ -106,6 +106,18 @@ class Spent:
 
 
 @dataclass
+class Check:
+    """A metric of a run that has succeeded, and whether it is as its run file expects (`expect`)."""
+
+    metric: str
+    met: bool
+    said: str  # with what it was compared, in words
+    value: float | None = None  # None: the run has never reported it
+    median: float | None = None  # of earlier runs; None: it was not compared with any
+    runs: int = 0  # that were there to compare it with
+
+
+@dataclass
 class Record:
     """What is remembered of a run. Times are UNIX seconds, prices US dollars per hour for all nodes."""
 
@@ -169,6 +181,9 @@ class Record:
     supervisor_pid: int = 0
     schedule: str = ""  # that has started it; empty: somebody did
     due_at: float = 0.0  # at which time of the schedule
+    expect: dict[str, dict[str, Any]] = field(default_factory=dict)  # the run file's, by metric
+    earlier: dict[str, list[float]] = field(default_factory=dict)  # what that is compared with, newest first
+    checks: list[Check] = field(default_factory=list)  # what came of it, once the run has succeeded
     code: str = ""  # the commit that its code is of, git+URL@SHA; empty: it was sent from a folder
     submitted_by: str = ""  # user and host
     priority: int = 0  # in the queue: the higher, the sooner
@@ -182,6 +197,11 @@ class Record:
         """True when nothing of it is left to do: it is over, and has left nothing that somebody has to take away."""
         left = self.teardown == "asked" or (self.teardown == "confirmed" and self.store_granted)
         return self.state.final and not left
+
+    @property
+    def unmet(self) -> list[Check]:
+        """What is not as the run file expects."""
+        return [each for each in self.checks if not each.met]
 
     @property
     def file_argument(self) -> str:
@@ -385,7 +405,8 @@ def of_json(whole: dict[str, Any]) -> Record:
     data = _of_0_1(whole) | {key: value for key, value in whole.items() if key in known}
     interruptions = [Interruption(**each) for each in data.get("interruptions", ())]
     spending = [Spent(**each) for each in data.get("spending", ())]
-    parts = {"state": State(data["state"]), "interruptions": interruptions, "spending": spending}
+    checks = [Check(**each) for each in data.get("checks", ())]
+    parts = {"state": State(data["state"]), "interruptions": interruptions, "spending": spending, "checks": checks}
     return Record(**{**data, **parts})
 
 

@@ -27,10 +27,15 @@ from mgpu.plan.model import Reservation
 from mgpu.providers.base import Finding, ReservationOffer, ReservationOffers, Reservations
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Interruption, State
+from mgpu.run.record.record import Check, Interruption, State
 from mgpu.schedule import kept
 from mgpu.schedule.model import DueTime, Outcome, Schedule
 
+CHECKS = [
+    Check("validation_loss", False, "1.346 > 1.321, the median of 7 runs + 2 %", 1.3456, 1.295, 7),
+    Check("recoveries", True, "0 <= 3", 0.0),
+]
+WORSE = f"succeeded, but not as expected: validation_loss {CHECKS[0].said}"
 # tmp_path and /home/you/mine are of one length
 SCREENS = Path(__file__).with_name("screens")
 NOW = 1_790_000_000.0
@@ -169,7 +174,7 @@ def user(world, tmp_path, monkeypatch):
     done = {"ended_at": NOW - 80_000, "teardown": "confirmed", "steps": 30_000}
     metrics = {"loss": 1.2345, "tokens_per_s": 51234.0}
     world.record(
-        *(OLD,), state=State.SUCCEEDED, created_at=NOW - 140_000, step=30_000,
+        *(OLD,), state=State.SUCCEEDED, created_at=NOW - 140_000, step=30_000, checks=CHECKS, exit_code=6,
         metrics=metrics | {"validation_loss": 1.3456}, first_metrics={"validation_loss": 5.6789},
         checkpoint_id="a001-step-30000", checkpoint_step=30_000,
         phase_seconds={"provisioning": 71.3, "connecting": 12.1, "sending": 3.4, "running": 59000.0, "teardown": 44.0},
@@ -209,16 +214,25 @@ def nightly():
     """A schedule with nights of all kinds; the newest still runs."""
     two, day = NOW - NOW % 86400 + 3600, 86400
     history = [
-        DueTime(two - 5 * day, Outcome.SUCCEEDED, NOW, OLD, ended_at=two - 5 * day + 7300, spent_usd=7.84),
         DueTime(
-            two - 4 * day, Outcome.FAILED, NOW, FAILED, "rank 3 on node 1: exit code 1", ended_at=two - 4 * day + 900
+            two - 6 * day, Outcome.SUCCEEDED, NOW, OLD.replace("0918", "0917"), ended_at=two - 6 * day + 7000,
+            spent_usd=7.51, checks=[Check("validation_loss", True, "1.298 <= 1.4", 1.298)],
+        ),
+        DueTime(
+            two - 5 * day, Outcome.SUCCEEDED, NOW, OLD, reason=f"run {OLD} {WORSE}", ended_at=two - 5 * day + 7300,
+            spent_usd=7.84, exit_code=6, checks=CHECKS,
+        ),
+        DueTime(
+            two - 4 * day, Outcome.FAILED, NOW, FAILED, reason="rank 3 on node 1: exit code 1",
+            ended_at=two - 4 * day + 900,
         ),
         DueTime(two - 3 * day, Outcome.MISSED, NOW, reason="nobody looked until 7.2 h later; it starts within 4 h"),
         DueTime(two - 2 * day, Outcome.SKIPPED, NOW, reason=f"run {FAILED} was not over"),
         DueTime(two - day, Outcome.RUNNING, NOW, RUNNING),
-    ]
+    ]  # fmt: skip
     known = {"created_at": NOW - 9 * day, "created_by": "you@laptop", "decided_until": NOW, "history": history}
-    run = {"run_file": "/home/you/llm/mgpu.yaml", "name": "bert-large-finetune"}
+    expect = {"validation_loss": {"max": 1.4, "median_of": 7, "tolerance_percent": 2}}
+    run = {"run_file": "/home/you/llm/mgpu.yaml", "name": "bert-large-finetune", "expect": expect}
     return Schedule("nightly", "u1", "30 2 * * *", "Europe/Berlin", run, **known)
 
 
@@ -228,6 +242,7 @@ def screen(columns, command, monkeypatch):
     terminal = Terminal(shown, encoding="utf-8", write_through=True)
     with monkeypatch.context() as patch:
         patch.setenv("COLUMNS", str(columns))
+        patch.setenv("LC_ALL", "C.UTF-8")
         patch.setattr(sys, "stdout", terminal)
         patch.setattr(sys, "stderr", terminal)
         with pytest.raises(SystemExit) as end:

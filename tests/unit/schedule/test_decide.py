@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 
 import pytest
 
-from mgpu.run.record.record import Record, Spent, State
-from mgpu.schedule.decide import HISTORY, Seen, advanced, by_hand, decide
+from mgpu.run.record.record import Check, Record, Spent, State
+from mgpu.schedule.decide import HISTORY, Seen, advanced, by_hand, decide, telling, untold
 from mgpu.schedule.model import DueTime, IfRunning, Outcome, Schedule, parsed
+from mgpu.schedule.nights import compared_with
 from mgpu.words import seconds_of
 
 HOUR, DAY = 3600.0, 86400.0
@@ -79,6 +80,59 @@ def test_a_night_is_started_once_and_its_end_is_written_down():
     assert parsed(world.schedule.to_json(), "nightly") == world.schedule
 
 
+def test_what_came_of_expectations_is_written_down_too():
+    world = World(schedule())
+    world.look(hours=2)
+    world.ends(checks=[Check("loss", False, "2 > 1", 2.0, 1.0, 7)], exit_code=6, reason="not as expected")
+    world.look(hours=3)
+    (night,) = world.schedule.history
+    assert (night.outcome, night.exit_code, night.reason) == (Outcome.SUCCEEDED, 6, "not as expected")
+    assert [each.said for each in night.unmet] == ["2 > 1"]
+    assert parsed(world.schedule.to_json(), "nightly") == world.schedule
+
+
+def night(days: float, value: float | None, outcome: Outcome = Outcome.SUCCEEDED, *, met: bool = True) -> DueTime:
+    return DueTime(
+        BEGIN + days * DAY,
+        outcome,
+        BEGIN,
+        f"train-{days}",
+        checks=[Check("loss", met, "", value), Check("lr", True, "")],
+    )
+
+
+def test_a_night_is_compared_with_those_before_that_were_as_expected():
+    nights = [night(0, 9.0), night(1, 1.0), night(2, 5.0, Outcome.FAILED), night(3, 4.0, met=False), night(4, 2.0)]
+    found = schedule(history=nights, run={"name": "train", "expect": {"loss": {"median_of": 2}, "lr": {"max": 1}}})
+    assert compared_with(found, lambda: pytest.fail("there are enough")) == {"loss": [2.0, 1.0]}
+    assert compared_with(schedule(), lambda: pytest.fail("nothing is compared")) == {}
+
+
+def test_a_schedule_that_was_added_anew_goes_on_with_its_earlier_runs():
+    found = schedule(history=[night(4, 2.0)], run={"name": "train", "expect": {"loss": {"median_of": 3}}})
+    over = {"state": State.SUCCEEDED, "metrics": {"loss": 3.0}}
+    known = [
+        record("train-old", **over),
+        record("train-other", **over | {"schedule": "weekly"}),
+        record("train-failed", **over | {"state": State.FAILED}),
+        record("train-new", **over | {"metrics": {"loss": 4.0}}),
+        record("train-4", **over),  # that night's
+    ]
+    assert compared_with(found, lambda: known) == {"loss": [2.0, 4.0, 3.0]}
+
+
+def test_that_times_were_missed_is_told_by_who_writes_it_down_and_once():
+    world = World(schedule())
+    world.look(days=2, hours=12)
+    assert len(untold(world.schedule, world.now)) == 3
+    assert decide({"nightly": world.schedule}, {}, world.runs.get, world.now).missed == (world.schedule,)
+    after = telling(world.schedule, "me", world.now)
+    assert [due.told for due in after.history] == ["me"] * 3
+    assert telling(after, "you", world.now) == after
+    assert parsed(after.to_json(), "nightly") == after
+    assert untold(world.schedule, world.now + 2 * DAY) == [], "by then it is no news"
+
+
 @pytest.mark.parametrize(
     ("days", "hours", "outcomes"),
     [
@@ -141,6 +195,7 @@ def test_a_time_that_waits_for_too_long_is_missed(rule: IfRunning):
     world.look(days=1, hours=2)
     assert world.look(days=1, hours=6.5) == ["missed"]
     assert "was not over" in world.told[1][1]
+    assert [due.at for due in untold(world.schedule, world.now)] == [BEGIN + DAY + 2 * HOUR]
     world.ends()
     assert world.look(days=1, hours=7) == ["succeeded"], "asked to end, it may have succeeded all the same"
     assert len(world.runs) == 1

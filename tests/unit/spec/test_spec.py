@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from mgpu.errors import InputError, SpecError
+from mgpu.spec.expect import Expectation
 from mgpu.spec.load import load, loads
 from mgpu.spec.model import Checkpoint
 
@@ -828,3 +829,61 @@ def test_without_libyaml_the_answers_are_the_same(monkeypatch):
     assert loads(AWS, "f").nodes == 2
     assert the_problem(edited(DEMO, "nodes", "010")).line == 11
     assert any("aliases" in each.message for each in problems("a: *b\n"))
+
+
+# --- what is expected of a run
+
+
+@pytest.mark.parametrize(
+    ("expected", "field", "message"),
+    [
+        ("{bleu: {}}", "expect.bleu", "says nothing: `max`, `min` or `median_of` is needed"),
+        ("{bleu: 3}", "expect.bleu", "a block of keys is needed, not `3`"),
+        ("{bleu: {max: high}}", "expect.bleu.max", "a number is needed, not `high`"),
+        ("{bleu: {max: 1, min: 2}}", "expect.bleu.max", "1 is less than `min`, 2"),
+        ("{bleu: {max: 1, better: lower}}", "expect.bleu.better", "is for `median_of`"),
+        ("{bleu: {max: 1, tolerance_percent: 2}}", "expect.bleu.tolerance_percent", "is for `median_of`"),
+        ("{loss: {median_of: 7}}", "expect.loss.median_of", "`tolerance_percent` is needed with it"),
+        (
+            "{bleu: {median_of: 7, tolerance_percent: 2}}",
+            "expect.bleu.median_of",
+            "`better: lower` or `better: higher`",
+        ),
+        ("{loss: {median_of: 0, tolerance_percent: 2}}", "expect.loss.median_of", "at least 1, not `0`"),
+        ('{"a b": {max: 1}}', "expect.a b", "must be letters, digits"),
+    ],
+)
+def test_an_expectation_that_cannot_be_judged(expected, field, message):
+    found = the_problem(edited(OWN, "expect", expected))
+    assert (found.field, message in found.message) == (field, True), found.message
+
+
+@pytest.mark.parametrize(
+    ("expected", "field", "nearest"),
+    [
+        ("{loss: {maximum: 1, max: 1}}", "expect.loss.maximum", "max"),
+        ("{tokens_per_second: {min: 1}}", "expect.tokens_per_second", "tokens_per_s"),
+        ("{cost_us: {max: 1}}", "expect.cost_us", "cost_usd"),
+    ],
+)
+def test_a_name_in_an_expectation_that_is_almost_right(expected, field, nearest):
+    found = the_problem(edited(DEMO, "expect", expected))
+    assert (found.field, found.nearest) == (field, nearest)
+
+
+@pytest.mark.parametrize(
+    ("metric", "better"),
+    [
+        ("validation_loss", "lower"),
+        ("duration_s", "lower"),
+        ("cost_usd", "lower"),
+        ("tokens_per_s", "higher"),
+        ("images_per_second", "higher"),
+        ("validation_accuracy", "higher"),
+        ("bleu", None),
+        ("epochs", None),
+    ],
+)
+def test_whether_lower_is_better_follows_from_names_that_say_it(metric, better):
+    assert Expectation(median_of=7).direction(metric) == better
+    assert Expectation(median_of=7, better="higher").direction(metric) == "higher"

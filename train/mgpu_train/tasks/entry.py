@@ -26,9 +26,17 @@ class TaskEntry:
 
     task: str  # "package.module:Class", a `mgpu_train.tasks.base.Task`; imported on nodes
     options: type[BaseModel]  # what `train.options` may say: the class's own `Options`
+    metrics: tuple[str, ...] = ()  # all names that a run of it reports: a run file expects no other; empty: any
 
 
-LM = TaskEntry("mgpu_train.tasks.lm:ByteLM", LmOptions)
+LM = TaskEntry(
+    "mgpu_train.tasks.lm:ByteLM",
+    LmOptions,
+    metrics=(
+        *("loss", "validation_loss", "first_validation_loss", "validation_step"),
+        *("tokens_per_s", "lr", "grad_norm", "samples", "unigram_entropy", "bigram_entropy"),
+    ),
+)
 
 OURS = {"lm": LM}  # by name, since a node has no entry points of ours
 
