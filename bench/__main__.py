@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import aws_scale, checkpoint, fanout, image, overhead, recovery, size, startup, sync, up
+from bench import aws_scale, checkpoint, fanout, image, overhead, reconcile, recovery, size, startup, sync, up
 
 BENCHES = {
     "startup": startup.main,
     "overhead": overhead.main,
+    "reconcile": reconcile.main,
     "recovery": recovery.main,
     "size": size.main,
     "aws": aws_scale.main,

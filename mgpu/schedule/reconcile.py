@@ -273,7 +273,9 @@ class Reconciler:
         from mgpu.run.lifecycle.gc import end_all
 
         survey = inventory.survey(unsettled)
-        self._fail(survey.failures)
+        for error in survey.unused:  # credentials may be there for something else: for a store that is not the cloud's
+            self._context.emit(Warned(f"it was not looked for machines where no run has any: {error.what}"))
+        self._fail(error for error in survey.failures if error not in survey.unused)
         found = [fleet for fleet in survey.fleets if not fleet.used_by and not fleet.left_by]
         loose = [fleet for fleet in found if _OF_A_RUN.search(fleet.name)]
         for fleet in found:

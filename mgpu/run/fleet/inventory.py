@@ -47,10 +47,12 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Survey:
-    """All that could be seen. `failures`: of who could not be asked; what they have is not among the fleets."""
+    """All that could be seen. `failures`: of who could not be asked; what they have is not among the fleets. `unused`:
+    those of them that no run and no stack names."""
 
     fleets: tuple[Fleet, ...]  # those of one name more than once, where its machines were made one after the other
     failures: tuple[MgpuError, ...] = ()
+    unused: tuple[MgpuError, ...] = ()
 
     @property
     def by_name(self) -> tuple[Fleet, ...]:
@@ -96,18 +98,25 @@ def survey(records: Callable[[], list[Record]] | None = None) -> Survey:
     """All machines of this user at every provider that is set up, or that a run or a stack names, by fleet. One that
     cannot be asked hides nothing of the others. `records`: of all runs that may have machines, oldest first."""
     tag, records = owner(), records or partial(every, fresh=True)
-    accesses, failures = _accesses(_Users(records()[::-1]))
+    before = _Users(records()[::-1])
+    accesses, failures = _accesses(before)
+    used = {provider for provider, _ in before.named}
+    unused = list[MgpuError]()
     found: dict[tuple[str, ...], Fleet] = {}
     with ThreadPoolExecutor(max(1, len(accesses)), thread_name_prefix="mgpu-survey") as pool:
-        for asked in [pool.submit(access.fleets, tag) for access in accesses]:
+        asked_of = [(access.provider, pool.submit(access.fleets, tag)) for access in accesses]
+        for provider, asked in asked_of:
             try:
                 for fleet in asked.result():  # two ways may lead to one account
                     found.setdefault((fleet.provider, fleet.handle.region, fleet.handle.token, *fleet.ids), fleet)
             except MgpuError as error:
                 failures.append(error)
+                if provider not in used:
+                    unused.append(error)
     # anew: whoever has rented meanwhile has said so before
     users = _Users(records()[::-1]) if found else None
-    return Survey(tuple(users.used(fleet) for fleet in found.values()) if users else (), tuple(failures))
+    fleets = tuple(users.used(fleet) for fleet in found.values()) if users else ()
+    return Survey(fleets, tuple(failures), tuple(unused))
 
 
 def _accesses(users: _Users) -> tuple[list[_Access], list[MgpuError]]:

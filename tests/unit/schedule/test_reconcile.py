@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from mgpu.cli import cli
 from mgpu.context import Context
-from mgpu.errors import InputError, MgpuError, StackError
+from mgpu.errors import AuthError, InputError, MgpuError, StackError
 from mgpu.events import Warned
 from mgpu.providers.base import NodePhase
 from mgpu.providers.local.provider import LocalProvider
@@ -73,6 +73,13 @@ class InProcess:
         return self.over.pop(0) if self.over else None
 
     def leave(self) -> None:
+        pass
+
+
+class Idle(InProcess):
+    """Looks after nothing."""
+
+    def begin(self, need: Need, watch_s: float) -> None:
         pass
 
 
@@ -339,6 +346,20 @@ def test_machines_that_nothing_stands_for_are_ended_once_an_hour(nights):
     assert any("fleet theirs: nothing is known" in event.text for event in nights.world.of(Warned))
     nights.world.cloud.rent("mine-it-1125-fghjk", 1)
     assert nights.works().swept == [], "somebody has looked a moment ago"
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_cloud_that_cannot_be_asked_is_a_failure_where_a_run_is_there(nights, used):
+    """Its credentials may be there for a store of somebody else's alone."""
+    nights.world.elsewhere["far"] = far = type(nights.world.cloud)()
+    far.refuses["list_owned"] = [AuthError("far: the credentials have expired")]
+    if used:
+        run = nights.world.record("far-1125-abcde", provider="far", state=State.QUEUED)
+        record.write(run)
+    report = nights.reconciler(supervisors=Idle(nights.context)).work()
+    assert [error.what for error in report.failures] == (["far: the credentials have expired"] if used else [])
+    warned = [event.text for event in nights.world.of(Warned)]
+    assert any("no run has any: far: the credentials" in text for text in warned) is not used
 
 
 def test_what_a_run_that_is_over_has_left_is_given_back(nights):
