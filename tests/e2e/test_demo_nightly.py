@@ -59,7 +59,9 @@ def test_two_nights_one_of_which_loses_its_machine_while_nobody_is_awake(demo, t
     assert left(tmp_path) == []
 
 
-@pytest.mark.parametrize("at", ["▸ provisioning", "now it is killed", "▸ repairing"])
+@pytest.mark.parametrize(
+    "at", ["▸ provisioning", "now it is killed", "▸ repairing"], ids=["renting", "killed", "repairing"]
+)
 def test_whoever_interrupts_it_finds_nothing_left(demo, tmp_path, at):
     for line in demo.stdout:
         if at in line:

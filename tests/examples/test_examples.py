@@ -60,7 +60,7 @@ def start(nodes: list[Node], example: str, steps: int, every_steps: int, **job: 
     for node in nodes:
         node.job(
             launcher=spec.launcher,
-            processes_per_node=spec.processes_per_node,
+            processes_per_node=spec.processes_per_node or 1,
             master_port=port,
             env={"OMP_NUM_THREADS": "1"},  # sums depend on it
             command=[spec.command[0], "--steps", str(steps)],
