@@ -6,7 +6,7 @@ WORKERS ?= 4  # of the tests: most of them wait, and four keep two cores busy
 .PHONY: help setup demo demo-aws demo-nightly test test-all coverage test-localstack check bench bench-checkpoint clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 24
 
 setup:  ## uv, the packages of the lock file, the Pulumi engine, .mgpu/env; again: under a second
 	@sh scripts/setup.sh
