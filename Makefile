@@ -3,16 +3,19 @@ PYTHON := .venv/bin/python
 WORKERS ?= 4  # of the tests: most of them wait, and four keep two cores busy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-aws test test-all coverage test-localstack check bench bench-checkpoint clean
+.PHONY: help setup demo demo-aws demo-nightly test test-all coverage test-localstack check bench bench-checkpoint clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 24
 
 setup:  ## uv, the packages of the lock file, the Pulumi engine, .mgpu/env; again: under a second
 	@sh scripts/setup.sh
 
 demo: setup  ## the main job on real data on this machine: no account, no Docker, no GPU
 	@$(PYTHON) demo.py
+
+demo-nightly: setup  ## two nights of a schedule on this machine; one loses its machine while nobody is awake
+	@$(PYTHON) demo_nightly.py
 
 demo-aws: setup  ## the same on a fake AWS with Linux machines behind it, one taken with a notice; as root
 	@$(PYTHON) demo_aws.py

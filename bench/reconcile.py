@@ -1,4 +1,4 @@
-"""How long a pass with nothing to do takes, and how many requests: with one schedule, and beside 1,000 runs that are over.
+"""How long a pass with nothing to do takes, and how many requests it makes; also beside 1,000 runs that are over.
 
 A pass of every five minutes on a laptop, in a cron line or a CI job should cost nothing that anybody notices.
 """

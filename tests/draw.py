@@ -46,6 +46,8 @@ SERVES = {
     "tests/contract/": ("mgpu/providers", "train/mgpu_train/store"),
     "tests/e2e/test_aws.py": ("mgpu/providers/aws", "mgpu/iac/aws"),
     "tests/e2e/test_demo_aws.py": ("demo_aws.py",),
+    "tests/e2e/test_demo_nightly.py": ("demo_nightly.py", "examples/nightly"),
+    "tests/e2e/test_thirty_nights.py": ("mgpu/schedule",),
     "tests/e2e/test_image": ("mgpu/image", "images"),
     "tests/emulated/": ("mgpu/providers/aws", "mgpu/iac/aws", "tests/fakes/aws"),
     "tests/emulated/test_operator_image.py": ("images/operator", "mgpu/schedule/kubernetes.py"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from fakes.nodes import Node
@@ -17,12 +20,21 @@ from mgpu_train.agent.machine import ports
 from mgpu_train.checkpoint.transfer.fetch import fetch
 from safetensors.torch import load_file
 
+from mgpu.cli import cli
+from mgpu.cli.common import make_plan
 from mgpu.spec.load import load
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+NAMES = sorted(path.relative_to(EXAMPLES).with_suffix("").as_posix() for path in EXAMPLES.rglob("*.yaml"))
 LONG_S = 240  # two processes that import these libraries at once on a busy machine
 RARELY = 1_000_000  # steps: no checkpoint but the last one
+
+
+def program(name: str) -> Path:
+    """What the example's run file runs."""
+    command = load(EXAMPLES / f"{name}.yaml").command
+    assert command
+    return (EXAMPLES / f"{name}.yaml").with_name(command[0])
 
 
 @pytest.fixture
@@ -32,7 +44,7 @@ def fleet(tmp_path: Path, name: str) -> Iterator[list[Node]]:
     (tmp_path / "store").mkdir()
     nodes = [Node(tmp_path / f"home-{rank}", tmp_path / "store", rank, count) for rank in range(count)]
     for node in nodes:
-        shutil.copy(EXAMPLES / f"{name}.py", node.run / "work")
+        shutil.copy(program(name), node.run / "work")
     yield nodes
     for node in nodes:
         node.kill()
@@ -48,7 +60,7 @@ def start(nodes: list[Node], example: str, steps: int, every_steps: int, **job: 
     for node in nodes:
         node.job(
             launcher=spec.launcher,
-            processes_per_node=spec.processes_per_node,
+            processes_per_node=spec.processes_per_node or 1,
             master_port=port,
             env={"OMP_NUM_THREADS": "1"},  # sums depend on it
             command=[spec.command[0], "--steps", str(steps)],
@@ -74,7 +86,7 @@ def uninterrupted(example: str, steps: int, folder: Path) -> Path:
     spec = load(EXAMPLES / f"{example}.yaml")
     processes = spec.nodes * (spec.processes_per_node or 1)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [*(launcher if processes > 1 else []), str(EXAMPLES / f"{example}.py"), "--steps", str(steps)]
+    command = [*(launcher if processes > 1 else []), str(program(example)), "--steps", str(steps)]
     environment = {**os.environ, "MGPU_CHECKPOINT_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *command, "--save-every", str(RARELY)]
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=LONG_S, check=False)
@@ -132,7 +144,7 @@ def test_stopped_and_resumed_it_ends_as_if_uninterrupted(fleet, tmp_path, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_without_mgpu_and_saves_nothing(tmp_path, name):
     known = {key: value for key, value in os.environ.items() if not key.startswith("MGPU_")}
-    command = [sys.executable, EXAMPLES / f"{name}.py", "--steps", "3", "--save-every", "2"]
+    command = [sys.executable, program(name), "--steps", "3", "--save-every", "2"]
     done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("step")] == ["step 2", "step 3"]
@@ -141,12 +153,48 @@ def test_it_runs_without_mgpu_and_saves_nothing(tmp_path, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_run_file_names_what_lies_beside_it(name):
-    spec = load(EXAMPLES / f"{name}.yaml")
-    assert spec.command
-    assert (EXAMPLES / spec.command[0]).is_file()
-    assert spec.command[0] == f"{name}.py"
+    assert program(name).is_file()
+    assert program(name).name in (f"{name}.py", "train.py")
 
 
-def test_there_is_one_for_each_library():
-    assert NAMES == ["accelerate_ddp", "fabric_ddp", "torch_save"]
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NAMES)
+def test_there_is_one_for_each_library_and_one_for_every_night():
+    assert NAMES == ["accelerate_ddp", "fabric_ddp", "nightly/nightly", "torch_save"]
+    assert {*EXAMPLES.rglob("*.py")} == {program(name) for name in NAMES}
+
+
+# --- examples/nightly: what its README says to do -------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder, as a user has copied it, and is in it."""
+    shutil.copytree(EXAMPLES / "nightly", tmp_path / "my-nightly")
+    monkeypatch.chdir(tmp_path / "my-nightly")
+    monkeypatch.delenv("PULUMI_BACKEND_URL", raising=False)
+    return tmp_path / "my-nightly"
+
+
+def test_what_the_readme_says_to_type_can_be_typed(copied):
+    blocks = re.findall(r"(?ms)^```\n(.*?)^```", (copied / "README.md").read_text())
+    typed = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    assert typed.pop(0)[:3] == ["cp", "-r", "examples/nightly"]
+    assert len(typed) >= 10
+    for words in typed:
+        assert words[0] == "mgpu"
+        group, rest = cli, words[1:]
+        while isinstance(group, click.Group):
+            _, group, rest = group.resolve_command(click.Context(group), rest)
+        group.make_context(group.name, rest)
+
+
+def test_the_lines_for_aws_and_for_who_is_told_are_right(copied):
+    run_file = copied / "nightly.yaml"
+    here = load(run_file)
+    assert (here.checkpoint.to, make_plan(here).best.provider) == (None, "local")
+    lines = [line for line in run_file.read_text().splitlines() if "# local: " not in line]
+    assert len(run_file.read_text().splitlines()) - len(lines) == 2
+    run_file.write_text("\n".join(re.sub(r"^# (.*) # (aws|told)\b.*", r"\1", line) for line in lines))
+    there = load(run_file)
+    assert (there.checkpoint.to, there.sinks.apprise.urls) == ("s3://my-bucket/runs", ("SLACK_URL",))
+    best = make_plan(there).best
+    assert (best.provider, best.gpus) == ("aws", 1)
