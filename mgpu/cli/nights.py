@@ -96,7 +96,10 @@ def _row(schedule: Schedule, due: DueTime, metrics: Sequence[str]) -> tuple[str,
     cost = f"${due.spent_usd:.2f}" if due.spent_usd is not None else ""
     cost += f" {_FAILED}" if any(each.metric == "cost_usd" for each in due.unmet) else ""
     by = "by hand" if due.by_hand and not due.reason else due.reason
-    by = by.removeprefix(f"run {due.run_id} succeeded, but ")
+    by = by.removeprefix(f"run {due.run_id} ").removeprefix("succeeded, but ")  # as the row says already
+    if due.recoveries:
+        again = "once" if due.recoveries == 1 else f"{due.recoveries} times"
+        by = "; ".join(filter(None, (by, f"interrupted {again}")))
     cells = [_cell(_check(due, metric)) for metric in metrics]
     return (schedule.times.short(due.at), due.outcome, due.run_id, took, cost, *cells, by)
 
