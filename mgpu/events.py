@@ -140,7 +140,7 @@ class MetricsSampled(RunEvent):
 
 @dataclass(frozen=True, slots=True)
 class SpendChanged(RunEvent):
-    """The run's machines have cost another part of its `max_usd`: half, four fifths, all of it. US dollars."""
+    """The run has spent another part of its `max_usd`: half, four fifths, all of it. US dollars."""
 
     spent_usd: float
     max_usd: float

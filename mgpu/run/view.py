@@ -65,9 +65,11 @@ class RunView(Value):
     nodes: int
     node_phases: list[str] = Field(description="by node_rank")
     price_usd_per_hour: float | None = Field(description="of all nodes")
-    spent_usd: float | None = Field(description="what its machines have cost so far, by the prices of its fleets")
+    spent_usd: float | None = Field(
+        description="on machines, their disks and public addresses so far; null: no price is known"
+    )
     max_hours: float
-    max_usd: float | None = Field(description="that its machines may cost in all; null: no limit")
+    max_usd: float | None = Field(description="that it may spend in all; null: no limit")
     hard_cap_at: float | None = Field(description="when the machines end whatever happens")
     lease_until: float | None = Field(description="of a fleet that was kept")
     created_at: float
@@ -105,7 +107,7 @@ class RunView(Value):
             "reason": record.reason or None,
             "schedule": record.schedule or None,
             "due_at": record.due_at or None,
-            "spent_usd": round(record.spent_usd(time.time()), 4) if record.spending else None,
+            "spent_usd": round(record.spent_usd(time.time()), 4) if record.priced else None,
             "max_usd": record.max_usd or None,
             "price_usd_per_hour": record.price_usd_per_hour or None,
             "hard_cap_at": record.hard_cap_at or None,

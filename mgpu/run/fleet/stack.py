@@ -123,7 +123,7 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> Stac
     record = session.record
     record.fleet = fleet.model_dump(mode="json")
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
-    record.costs(fleet.generation, fleet.price_usd_per_hour, fleet.made_at or time.time())
+    record.costs(fleet.generation, fleet.machines_usd_per_hour, fleet.made_at or time.time(), fleet.other_usd_per_hour)
     if record.under_repair is not None:
         record.under_repair.repaired_at = time.time()  # with the fleet: whoever takes over ends no new machine
     session.save()

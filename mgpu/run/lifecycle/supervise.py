@@ -269,7 +269,8 @@ def _conducted(session: Session, request: Request, fleet: StackOutput, secrets: 
     """One attempt on a fleet that stands. Raises what `conduct` raises."""
     record = session.record
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
-    record.costs(fleet.generation, fleet.price_usd_per_hour, time.time())  # where a stack stood already
+    # where a stack stood already
+    record.costs(fleet.generation, fleet.machines_usd_per_hour, time.time(), fleet.other_usd_per_hour)
     provider = provider_of(fleet)
     request = _with_image(session, request, fleet)
     keys = store_keys(request, os.environ, provider)

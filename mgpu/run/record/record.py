@@ -93,16 +93,23 @@ class Interruption:
 
 @dataclass
 class Spent:
-    """What the machines of one generation cost this run, and how long it has had them. Times are UNIX seconds."""
+    """What the machines of one generation cost this run, and how long it has had them. Times are UNIX seconds, prices
+    US dollars per hour for all nodes."""
 
     generation: int
-    price_usd_per_hour: float  # of all nodes
+    price_usd_per_hour: float | None  # None: not known, of machines that another program has rented
     since: float
     until: float | None = None  # given back, kept, or replaced by the next generation; None: the run has them
+    other_usd_per_hour: float | None = None  # disks and public addresses; None: not known
+
+    @property
+    def usd_per_hour(self) -> float:
+        """All of it, as far as it is known."""
+        return (self.price_usd_per_hour or 0.0) + (self.other_usd_per_hour or 0.0)
 
     def usd(self, now: float) -> float:
         """US dollars until `now`."""
-        return self.price_usd_per_hour * max(0.0, (now if self.until is None else self.until) - self.since) / 3600
+        return self.usd_per_hour * max(0.0, (now if self.until is None else self.until) - self.since) / 3600
 
 
 @dataclass
@@ -134,7 +141,7 @@ class Record:
     price_usd_per_hour: float = 0.0
     spending: list[Spent] = field(default_factory=list)  # by generation, oldest first
     max_hours: float = 0.0
-    max_usd: float = 0.0  # that its machines may cost in all; 0: no limit
+    max_usd: float = 0.0  # that it may spend in all; 0: no limit
     max_usd_told: float = 0.0  # the part of it of which was told that it is spent
     hard_cap_at: float = 0.0
     lease_until: float = 0.0  # of a fleet that was kept
@@ -190,14 +197,15 @@ class Record:
         newest = self.interruptions[-1] if self.interruptions else None
         return newest if newest is not None and newest.repaired_at is None else None
 
-    def costs(self, generation: int, price_usd_per_hour: float, since: float) -> None:
-        """From `since` on the run has the machines of this generation, at this price for all nodes."""
+    def costs(self, generation: int, price: float | None, since: float, other: float | None = None) -> None:
+        """From `since` on the run has the machines of this generation, at this price for all nodes, and `other` for
+        what they have beside them."""
         newest = self.spending[-1] if self.spending else None
         if newest is not None and newest.until is None:
             if newest.generation == generation:
                 return
             newest.until = since
-        self.spending.append(Spent(generation, price_usd_per_hour, since))
+        self.spending.append(Spent(generation, price, since, None, other))
 
     def costs_no_more(self, now: float) -> None:
         """The run has no machines from now on."""
@@ -205,8 +213,14 @@ class Record:
             self.spending[-1].until = now
 
     def spent_usd(self, now: float) -> float:
-        """What the run's machines have cost until `now`, in US dollars, by the prices that its fleets were told."""
+        """What the run has spent until `now`, in US dollars, by the prices that its fleets were told: on machines, and
+        on their disks and public addresses."""
         return sum(each.usd(now) for each in self.spending)
+
+    @property
+    def priced(self) -> bool:
+        """True when a price of it is known: what `spent_usd` says means something."""
+        return any(each.price_usd_per_hour is not None for each in self.spending)
 
     def to(self, state: State) -> None:
         """Moves on to `state`.

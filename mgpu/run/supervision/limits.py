@@ -24,7 +24,7 @@ class StopReason(StrEnum):
 
     USER = "user"  # `mgpu stop`, or a signal
     HARD_CAP = "hard_cap"  # of the fleet: its machines end then, whatever happens
-    BUDGET = "budget"  # max_usd, by the price of its machines
+    BUDGET = "budget"  # max_usd, by the prices of what it has rented
     DEADLINE = "deadline"  # of the run, on machines that may live longer
 
     @property
@@ -74,7 +74,7 @@ class HardCap:
 
 @dataclass(frozen=True)
 class Budget:
-    """What the machines may cost in all, early enough that a last save and its upload fit."""
+    """What the run may spend in all, early enough that a last save and its upload fit."""
 
     room_s: float
 

@@ -80,6 +80,18 @@ def test_a_budget_ends_a_run_with_room_for_its_last_save(xdg: Path):
     assert reached(record(max_hours=10, spending=spending), NOW + 9000) == set(), "without one, none"
 
 
+def test_disks_and_addresses_are_spent_too_and_what_is_not_known_is_not(xdg: Path):
+    run = record(spending=[Spent(1, None, NOW - 7200, NOW - 3600)])
+    assert not run.priced
+    run.costs(2, 30.0, NOW, 6.0)
+    run.costs(2, 99.0, NOW + 9)  # the same machines
+    run.costs(3, 72.0, NOW + 3600, None)
+    assert run.priced
+    assert run.spent_usd(NOW + 5400) == 36.0 + 36.0
+    run.costs_no_more(NOW + 5400)
+    assert run.spent_usd(NOW + 9000) == 72.0
+
+
 @pytest.mark.parametrize(
     ("max_usd", "reason"), [(36.0, "budget"), (36.5, "budget"), (40.0, "hard_cap"), (0.0, "hard_cap")]
 )
