@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -131,10 +131,16 @@ class Console:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], spare: Sequence[str] = ()) -> None:
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        spare: Sequence[str] = (),
+        numbers: Collection[str] = (),
+    ) -> None:
         """A result as a table; away from a terminal it is as wide as it needs. `spare`: columns that a narrow terminal
-        does without, first those named first."""
-        table = Table(columns, [[neutral(str(cell)) for cell in row] for row in rows])
+        does without, first those named first; `numbers`: those that end below each other."""
+        table = Table(columns, [[neutral(str(cell)) for cell in row] for row in rows], numbers)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         if width is not None:
             table = table.fitting(width, spare)

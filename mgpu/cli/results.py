@@ -15,6 +15,7 @@ from mgpu.run.record.record import known
 from mgpu.run.view import RunView
 
 if TYPE_CHECKING:
+    from mgpu.run.budget.costs import Sum
     from mgpu.schedule.model import DueTime, Schedule
 
 VERSION = 1
@@ -177,6 +178,36 @@ class Runs(Result):
 
     runs: list[RunView] = Field(description="newest last")
     fleets: list[Fleet]
+
+
+class CostView(Value):
+    """What belongs together. Dollars are those whose price is known."""
+
+    key: str = Field(description="the project, run, provider, owner or month")
+    runs: int
+    hours: float = Field(description="in which a run had machines")
+    machines_usd: float
+    other_usd: float = Field(description="disks and public addresses")
+    usd: float = Field(description="all of it")
+    unpriced: list[str] = Field(description="runs on machines whose price is not known")
+    other_unpriced: list[str] = Field(description="runs of which it is not known what their disks and addresses cost")
+
+    @classmethod
+    def of(cls, found: Sum) -> CostView:
+        """As it is shown."""
+        dollars = {name: round(getattr(found, name), 4) for name in ("hours", "machines_usd", "other_usd", "usd")}
+        unknown = {name: sorted(getattr(found, name)) for name in ("unpriced", "other_unpriced")}
+        return cls.model_validate({"key": found.key, "runs": len(found.runs), **dollars, **unknown})
+
+
+class Costs(Result):
+    """`mgpu costs`."""
+
+    by: str = Field(description="project, run, provider, owner or month")
+    since: float | None = Field(description="UNIX seconds; null: all that is known")
+    until: float
+    rows: list[CostView]
+    total: CostView
 
 
 class Fleets(Result):

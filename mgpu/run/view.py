@@ -73,6 +73,7 @@ class RunView(Value):
     hard_cap_at: float | None = Field(description="when the machines end whatever happens")
     lease_until: float | None = Field(description="of a fleet that was kept")
     created_at: float
+    created_by: str | None = Field(description="user and host; of a schedule's, who has added it; null: not known")
     updated_at: float
     ended_at: float | None
     phase_seconds: dict[str, float] = Field(description="seconds of wall time in each state")
@@ -105,6 +106,7 @@ class RunView(Value):
         shown = {
             "state": str(record.state),
             "reason": record.reason or None,
+            "created_by": record.created_by or None,
             "schedule": record.schedule or None,
             "due_at": record.due_at or None,
             "spent_usd": round(record.spent_usd(time.time()), 4) if record.priced else None,

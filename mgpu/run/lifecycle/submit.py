@@ -3,6 +3,7 @@ begins with may be set aside, too, and be submitted again and again."""
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
 import time
@@ -157,12 +158,22 @@ def _record(
         checkpoint_step=resume.checkpoint_step if resume else -1,
         idle_step=resume.checkpoint_step if resume else -1,
         created_at=resume.created_at if resume else time.time(),
+        created_by=_user(),
         max_hours=spec.max_hours,
         max_usd=spec.max_usd or 0.0,
         fleet=fleet.model_dump(mode="json") if fleet else None,
     )
     images.remember(record, image)
     return record
+
+
+def _user() -> str:
+    """Who begins the run, as this machine names them."""
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        name = str(os.getuid())
+    return f"{name}@{os.uname().nodename}"
 
 
 def _submitted(request: Request, run_file: Path, code: Path | None, record: Record) -> Record:

@@ -136,6 +136,7 @@ class Record:
     writer: str = ""
     supervisor: str = ""  # token of the supervising process in the commit log
     created_at: float = 0.0
+    created_by: str = ""  # user and host
     updated_at: float = 0.0
     ended_at: float | None = None
     price_usd_per_hour: float = 0.0
@@ -212,10 +213,14 @@ class Record:
         if self.spending and self.spending[-1].until is None:
             self.spending[-1].until = now
 
+    def billed_until(self, now: float) -> float:
+        """Until when machines are billed that nobody is known to have given back: their hard cap ends them."""
+        return min(now, self.hard_cap_at or now)
+
     def spent_usd(self, now: float) -> float:
         """What the run has spent until `now`, in US dollars, by the prices that its fleets were told: on machines, and
         on their disks and public addresses."""
-        return sum(each.usd(now) for each in self.spending)
+        return sum(each.usd(self.billed_until(now)) for each in self.spending)
 
     @property
     def priced(self) -> bool:
