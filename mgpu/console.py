@@ -316,7 +316,7 @@ class Console:
         self.say(f"  checkpoint of step {event.step} committed ({event.checkpoint_id})", "green")
 
     def _spend(self, event: events.SpendChanged) -> None:
-        self.say(f"  spent ${event.spent_usd:.2f} of ${event.max_usd:.2f} (max_usd)", "yellow")
+        self.say(f"  spent ${event.spent_usd:.2f} of ${event.max_usd:.2f} ({event.limit})", "yellow")
 
     def _recovered(self, event: events.Recovered) -> None:
         took = event.detected_s + event.stopped_s + event.repaired_s + event.resumed_s

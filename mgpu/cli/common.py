@@ -356,9 +356,19 @@ def look_at_image(
     return looked, plan
 
 
-def agreed(console: Console, run_file: Path, spec: RunSpec, yes: bool, before: Record | None = None) -> Machines:
+def agreed(
+    console: Console,
+    run_file: Path,
+    spec: RunSpec,
+    yes: bool,
+    before: Record | None = None,
+    *,
+    begins: bool = False,
+) -> Machines:
     """Looks at all that can be known before machines are rented, shows the price and asks; `before`: the run that is
-    gone on with. Returns what the image has to fit. Raises what it finds, and InputError: nobody agrees."""
+    gone on with, `begins`: it is not queued. Returns what the image has to fit. Raises what it finds, and InputError:
+    nobody agrees, or a limit leaves no room for it now."""
+    from mgpu.run.budget import account
     from mgpu.run.lifecycle.launch import preflight
 
     with console.waiting(PREFLIGHT):
@@ -372,6 +382,8 @@ def agreed(console: Console, run_file: Path, spec: RunSpec, yes: bool, before: R
         show_plan(console, plan, costs, spec.max_usd)
     require_paid(plan, spec.max_usd, costs)
     require_begun(plan, spec.recovery.wait_minutes)
+    if begins:
+        account.require_room(plan.price_usd_per_hour + _hourly(costs))
     if image is not None:
         console.say(str(image))
     if before is not None:
@@ -432,6 +444,10 @@ def finish(console: Console, outcome: Outcome) -> int:
     record = outcome.record
     if outcome.left:
         tell_as_json(console, record)
+        if record.state is State.QUEUED:
+            console.say(f"run {record.run_id} stays queued: {record.reason}", "yellow")
+            console.next("mgpu limits show    what all runs may spend", f"mgpu stop {record.run_id}    give it up")
+            return outcome.exit_code
         if outcome.error is not None:  # another supervisor has it
             console.error(outcome.error)
         else:

@@ -210,6 +210,19 @@ class Costs(Result):
     total: CostView
 
 
+class Limits(Result):
+    """`mgpu limits set`, `show` and `unset`."""
+
+    usd_per_month: float | None = Field(description="that all runs may spend in a month of UTC; null: no limit")
+    usd_per_hour: float | None
+    runs: int | None = Field(description="at once")
+    month: str = Field(description="2026-11")
+    spent_usd: float = Field(description="in this month")
+    in_use_usd_per_hour: float
+    running: list[str] = Field(description="the runs that count")
+    unpriced: list[str] = Field(description="those of them whose price is not known")
+
+
 class Fleets(Result):
     """`mgpu gc`."""
 

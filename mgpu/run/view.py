@@ -49,7 +49,7 @@ class RunView(Value):
     fault: str | None = Field(description="whose: user, infrastructure, provider or stopped")
     stop_reason: str | None = Field(
         description="the limit that ended it: user (`mgpu stop`, a signal), hard_cap of its machines, its budget "
-        "(max_usd), its own deadline"
+        "(max_usd), the month's (`mgpu limits`), its own deadline"
     )
     exit_code: int | None = Field(description="of the command that supervised its end")
     teardown: str = Field(

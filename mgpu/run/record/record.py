@@ -143,7 +143,8 @@ class Record:
     spending: list[Spent] = field(default_factory=list)  # by generation, oldest first
     max_hours: float = 0.0
     max_usd: float = 0.0  # that it may spend in all; 0: no limit
-    max_usd_told: float = 0.0  # the part of it of which was told that it is spent
+    month_usd: float = 0.0  # that the month's budget left it in all when its machines were made; 0: no limit
+    told_of: dict[str, float] = field(default_factory=dict)  # of each budget the part that was told to be spent
     hard_cap_at: float = 0.0
     lease_until: float = 0.0  # of a fleet that was kept
     store: str | None = None

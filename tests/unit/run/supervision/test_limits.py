@@ -10,7 +10,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, Spent
-from mgpu.run.supervision.limits import Asked, Budget, Deadline, HardCap, StopReason, cap_reason, limits
+from mgpu.run.supervision.limits import Asked, Budget, Deadline, HardCap, MonthBudget, StopReason, cap_reason, limits
 
 NOW = 1_000_000.0
 TIMES = Timeouts(stop_grace_s=60)  # type: ignore[call-arg]
@@ -63,7 +63,8 @@ def test_on_machines_that_live_longer_a_run_has_a_deadline_of_its_own(xdg: Path,
 
 
 def test_the_list_is_whole(xdg: Path):
-    assert [type(limit) for limit in limits(record(max_hours=1), TIMES, NOW)] == [Asked, Budget, HardCap, Deadline]
+    found = [type(limit) for limit in limits(record(max_hours=1), TIMES, NOW)]
+    assert found == [Asked, Budget, MonthBudget, HardCap, Deadline]
 
 
 @pytest.mark.parametrize("reason", list(StopReason))
