@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -137,10 +137,12 @@ class Console:
         rows: Sequence[Sequence[object]],
         spare: Sequence[str] = (),
         whole: Sequence[str] = (),
+        numbers: Collection[str] = (),
     ) -> None:
         """A result as a table; away from a terminal it is as wide as it needs. `spare`: columns that a narrow terminal
-        does without, first those named first; `whole`: those whose cells stay on one line."""
-        table = Table(columns, [[neutral(str(cell)) for cell in row] for row in rows], whole)
+        does without, first those named first; `whole`: those whose cells stay on one line; `numbers`: those that end
+        below each other."""
+        table = Table(columns, [[neutral(str(cell)) for cell in row] for row in rows], whole, numbers)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         if width is not None:
             table = table.fitting(width, spare)
@@ -316,7 +318,7 @@ class Console:
         self.say(f"  checkpoint of step {event.step} committed ({event.checkpoint_id})", "green")
 
     def _spend(self, event: events.SpendChanged) -> None:
-        self.say(f"  spent ${event.spent_usd:.2f} of ${event.max_usd:.2f} (max_usd)", "yellow")
+        self.say(f"  spent ${event.spent_usd:.2f} of ${event.max_usd:.2f} ({event.limit})", "yellow")
 
     def _recovered(self, event: events.Recovered) -> None:
         took = event.detected_s + event.stopped_s + event.repaired_s + event.resumed_s

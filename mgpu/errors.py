@@ -2,7 +2,8 @@
 
     MgpuError                       1   a bug, unless a subclass says otherwise
     ├── InputError                  2   the user's request cannot be carried out as written
-    │   └── SpecError               2   the run file has mistakes (all of them at once)
+    │   ├── SpecError               2   the run file has mistakes (all of them at once)
+    │   └── OverLimit               2   a limit of `mgpu limits` leaves no room for it now
     ├── ProviderError               3   the provider refused or did not answer
     │   ├── AuthError                   credentials are missing, wrong or expired
     │   ├── PermissionDenied            credentials are good, the action is not allowed
@@ -35,6 +36,7 @@ An error is three lines for the user: what is wrong and where, why, and what to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 Scope = Literal["offer", "zone", "region", "provider", "account"]
@@ -85,6 +87,14 @@ class SpecError(InputError):
     def to_json(self) -> dict[str, object]:
         """Beside the words: each problem with its line and field."""
         return {**super().to_json(), "problems": [vars(problem) for problem in self.problems]}
+
+
+class OverLimit(InputError):
+    """A limit that was set for all runs leaves no room for one more now; `over` says of each limit by how much."""
+
+    def __init__(self, what: str, why: str = "", next_step: str = "", *, over: Sequence[str] = ()) -> None:
+        super().__init__(what, why, next_step)
+        self.over = tuple(over)
 
 
 class Problem:

@@ -115,7 +115,7 @@ class AttemptEnded(RunEvent):
 @dataclass(frozen=True, slots=True)
 class RunEnded(RunEvent):
     """The run is over, and its machines are gone or kept: what `mgpu status` says of it from here on. `stop_reason`:
-    the limit that has ended it (`user`, `hard_cap`, `deadline`); null: none."""
+    the limit that has ended it (`user`, `hard_cap`, `budget`, `month`, `deadline`); null: none."""
 
     state: str
     reason: str
@@ -151,10 +151,12 @@ class MetricsSampled(RunEvent):
 
 @dataclass(frozen=True, slots=True)
 class SpendChanged(RunEvent):
-    """The run's machines have cost another part of its `max_usd`: half, four fifths, all of it. US dollars."""
+    """Another part of a budget is spent: half, four fifths, all of it. US dollars. `limit`: the run's own `max_usd`, or
+    `usd_per_month`, which all runs of the backend spend together (`mgpu limits`)."""
 
     spent_usd: float
     max_usd: float
+    limit: str = "max_usd"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mgpu.words import wrapped
 
@@ -13,8 +13,16 @@ _PAIR = 2  # columns of a table of names and values
 class Table:
     """Rows of text under the names of their columns. `whole`: columns whose cells are not broken between words."""
 
-    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]], whole: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        whole: Collection[str] = (),
+        numbers: Collection[str] = (),
+    ) -> None:
+        """`numbers`: columns whose cells end below each other."""
         self.columns, self.rows, self._whole = tuple(columns), [tuple(row) for row in rows], whole
+        self.numbers = numbers
 
     def fitting(self, width: int, spare: Sequence[str]) -> Table:
         """The same, without as many of the `spare` columns as it takes to fit: first those named first. Where none of
@@ -51,7 +59,7 @@ class Table:
     def _without(self, name: str) -> Table:
         place = self.columns.index(name)
         columns, *rows = (row[:place] + row[place + 1 :] for row in (self.columns, *self.rows))
-        return Table(columns, rows, self._whole)
+        return Table(columns, rows, self._whole, self.numbers)
 
     def _widths(self, width: int | None) -> list[int]:
         """Of each column: what it needs; where there is less room, what is left goes to those that lack most."""
@@ -72,7 +80,8 @@ class Table:
         lines = []
         for number in range(max(map(len, cells))):
             parts = [cell[number] if number < len(cell) else "" for cell in cells]
-            padded = (f"{part:{width}}" for part, width in zip(parts, widths, strict=True))
+            sides = (">" if name in self.numbers else "<" for name in self.columns)
+            padded = (f"{part:{side}{width}}" for part, side, width in zip(parts, sides, widths, strict=True))
             lines.append((" " * _GAP).join(padded).rstrip())
         return lines
 

@@ -42,6 +42,7 @@ from mgpu.providers.base import (
     NodeState,
     Provider,
     create_token,
+    other_usd_per_hour,
 )
 
 _TRIES = 3  # of one offer whose nodes were lost while they started
@@ -150,8 +151,9 @@ class Search:
         return self.request.model_copy(update={"hard_cap_s": hard_cap_s})
 
     def _paid_for_s(self, offer: Offer) -> float:
-        """Seconds that the fleet may cost at this offer's price."""
-        usd_per_hour = offer.price_usd_per_hour * self.request.requirements.nodes
+        """Seconds that `max_usd` pays for at this offer's price, with what is billed beside its machines."""
+        needed = self.request.requirements
+        usd_per_hour = offer.price_usd_per_hour * needed.nodes + other_usd_per_hour(self.provider, needed, offer)
         return self.max_usd / usd_per_hour * 3600 if self.max_usd and usd_per_hour else math.inf
 
     def _left_s(self) -> float:

@@ -39,6 +39,8 @@ COMMANDS = {
     "stop": "Save a checkpoint and end a run.",
     "down": "Give a fleet back now.",
     "ls": "List runs and what is billed.",
+    "limits": "Limit what all runs may spend, and how many there may be: set, show, unset.",
+    "costs": "Show what runs have spent: by project, run, provider, owner or month.",
     "ssh": "Log in on a node, or run a command there.",
     "exec": "Run a command on the nodes of a run or a stack.",
     "checkpoints": "List, verify, download, export or prune a run's checkpoints.",

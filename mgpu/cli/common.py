@@ -259,15 +259,14 @@ def other_costs(spec: RunSpec, plan: Plan) -> tuple[Cost, ...]:
 
 def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), max_usd: float | None = None) -> None:
     """The price of all nodes, before anything is rented; `max_usd`: the run's own limit."""
-    need, best = plan.requirements, plan.best
+    need, best, costs = plan.requirements, plan.best, tuple(costs)
     price, dearest = (f"${usd:.2f}" for usd in (plan.best_price_usd_per_hour, plan.price_usd_per_hour))
     instead = "" if price == dearest else f", up to {dearest} if another offer has to be taken"
     console.say(
         f"{need.nodes} x {best.instance_type} ({best.market}) at {best.provider} {best.place}: "
         f"{price} per hour for all nodes{instead}; "
-        f"{_at_most(plan, max_usd)}"
+        f"{_at_most(plan, max_usd, _hourly(costs))}"
     )
-    costs = tuple(costs)
     for line in _beside(costs):
         console.say(line)
     for cost in costs:
@@ -278,19 +277,20 @@ def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), max_usd:
             console.say(note, "yellow")
 
 
-def _at_most(plan: Plan, max_usd: float | None) -> str:
-    if max_usd is None or max_usd >= plan.max_cost_usd:
+def _at_most(plan: Plan, max_usd: float | None, beside: float) -> str:
+    if max_usd is None or max_usd >= plan.max_cost_usd + beside * plan.hours:
         return f"at most ${plan.max_cost_usd:.2f} until the hard cap of {plan.hours:.4g} h"
-    last_s = max_usd / plan.best_price_usd_per_hour * 3600
+    last_s = max_usd / (plan.best_price_usd_per_hour + beside) * 3600
     return f"at most ${max_usd:.2f} (max_usd), which pays for {duration(last_s)} of them"
 
 
-def require_paid(plan: Plan, max_usd: float | None) -> None:
-    """Raises InputError: what the run may spend pays for no training."""
-    paid_s = max_usd / plan.price_usd_per_hour * 3600 if max_usd and plan.price_usd_per_hour else _LEAST_S
+def require_paid(plan: Plan, max_usd: float | None, costs: Iterable[Cost] = ()) -> None:
+    """Raises InputError: what the run may spend pays for no training. `costs`: beside the machines."""
+    usd_per_hour = plan.price_usd_per_hour + _hourly(costs)
+    paid_s = max_usd / usd_per_hour * 3600 if max_usd and usd_per_hour else _LEAST_S
     if paid_s < _LEAST_S:
         what = f"max_usd: ${max_usd:.2f} pays for {duration(paid_s)} of these machines"
-        why = f"They cost ${plan.price_usd_per_hour:.2f} per hour, and take minutes to come, to save and to go."
+        why = f"They cost ${usd_per_hour:.2f} per hour, and take minutes to come, to save and to go."
         raise InputError(what, why, "Raise it, or ask for cheaper machines. Nothing was rented.")
 
 
@@ -312,6 +312,10 @@ def _beside(costs: tuple[Cost, ...]) -> Iterator[str]:
         about = "about " if any(cost.estimate for cost in hourly) else ""
         yield f"beside the machines {about}{_usd(sum(cost.usd for cost in hourly))} per hour ({parts})"
     yield from (f"{cost.what}: {_price_of(cost)}" for cost in costs if cost.per != "hour" and not cost.avoidable)
+
+
+def _hourly(costs: Iterable[Cost]) -> float:
+    return sum(cost.usd for cost in costs if cost.per == "hour")
 
 
 def _price_of(cost: Cost) -> str:
@@ -352,30 +356,43 @@ def look_at_image(
     return looked, plan
 
 
-def agreed(console: Console, run_file: Path, spec: RunSpec, yes: bool, before: Record | None = None) -> Machines:
+def agreed(
+    console: Console,
+    run_file: Path,
+    spec: RunSpec,
+    yes: bool,
+    before: Record | None = None,
+    *,
+    begins: bool = False,
+) -> Machines:
     """Looks at all that can be known before machines are rented, shows the price and asks; `before`: the run that is
-    gone on with. Returns what the image has to fit. Raises what it finds, and InputError: nobody agrees."""
-    machines = looked_at(console, run_file, spec)
+    gone on with, `begins`: it is not queued. Returns what the image has to fit. Raises what it finds, and InputError:
+    nobody agrees, or a limit leaves no room for it now."""
+    machines = looked_at(console, run_file, spec, begins=begins)
     if before is not None:
         show_changes(console, before, spec)
     agree(console, yes)
     return machines
 
 
-def looked_at(console: Console, run_file: Path, spec: RunSpec) -> Machines:
+def looked_at(console: Console, run_file: Path, spec: RunSpec, *, begins: bool = False) -> Machines:
     """All of `agreed` but its question."""
+    from mgpu.run.budget import account
     from mgpu.run.lifecycle.launch import preflight
 
     with console.waiting(PREFLIGHT):
         preflight(run_file, spec, console.emit)
-    plan = make_plan(spec)
+    plan, costs = make_plan(spec), ()
     machines = machines_of(spec, plan)
     try:
         image, plan = look_at_image(console, spec, run_file, plan, machines)
     finally:  # the price is known all the same
-        show_plan(console, plan, other_costs(spec, plan), spec.max_usd)
-    require_paid(plan, spec.max_usd)
+        costs = other_costs(spec, plan)
+        show_plan(console, plan, costs, spec.max_usd)
+    require_paid(plan, spec.max_usd, costs)
     require_begun(plan, spec.recovery.wait_minutes)
+    if begins:
+        account.require_room(plan.price_usd_per_hour + _hourly(costs))
     if image is not None:
         console.say(str(image))
     return machines
@@ -433,6 +450,10 @@ def finish(console: Console, outcome: Outcome) -> int:
     record = outcome.record
     if outcome.left:
         tell_as_json(console, record)
+        if record.state is State.QUEUED:
+            console.say(f"run {record.run_id} stays queued: {record.reason}", "yellow")
+            console.next("mgpu limits show    what all runs may spend", f"mgpu stop {record.run_id}    give it up")
+            return outcome.exit_code
         if outcome.error is not None:  # another supervisor has it
             console.error(outcome.error)
         else:
@@ -519,13 +540,21 @@ def summary(record: Record) -> list[tuple[str, str]]:
     by_phase = phases(record)
     rows.append(("wall time", _seconds(seconds) + (f": {by_phase}" if by_phase else "")))
     if record.price_usd_per_hour:
-        spent = f"; spent ${record.spent_usd(time.time()):.2f}" if record.spending else ""
-        spent += f" of ${record.max_usd:.2f} (max_usd)" if record.spending and record.max_usd else ""
-        rows.append(("price", f"${record.price_usd_per_hour:.2f} per hour, all nodes{spent}"))
+        rows.append(("price", f"${record.price_usd_per_hour:.2f} per hour, all nodes{_spent(record)}"))
     rows.append(("machines", machines(record)))
     if record.image:
         rows.append(("image", record.image))
     return rows
+
+
+def _spent(record: Record) -> str:
+    """What it has beside its machines, by the hour, and what all of it has cost."""
+    other = record.spending[-1].other_usd_per_hour if record.spending else None
+    beside = f"; {_usd(other)} beside them" if other else ""
+    if not record.spending:
+        return beside
+    most = f" of ${record.max_usd:.2f} (max_usd)" if record.max_usd else ""
+    return f"{beside}; spent ${record.spent_usd(time.time()):.2f}{most}"
 
 
 def _seconds(seconds: float) -> str:

@@ -30,6 +30,6 @@ def launch(run_file: Path, changes: list[Change], yes: bool, as_json: bool, resu
     spec = load(run_file, changes=changes)
     console = Console(as_json=as_json, show_logs=spec.command is not None)
     before = resumed(resume, run_file, spec)
-    machines = common.agreed(console, run_file, spec, yes, before)
+    machines = common.agreed(console, run_file, spec, yes, before, begins=True)
     context = common.context(console, watch_s=0.0 if detach else None)
     return common.finish(console, runs.launch(run_file, spec, context, resume=before, machines=machines))

@@ -80,8 +80,9 @@ def _result(records: list[Record], fleets: Iterable[Fleet]) -> Result:
 def _state(record: Record) -> str:
     if record.unmet:
         return f"{record.state}, not as expected"
-    settled = record.state.final or record.state is State.QUEUED
-    return record.state if settled or supervised(record.run_id) else f"{record.state}, no supervisor"
+    if record.state is State.QUEUED:
+        return f"queued, {record.reason}" if record.reason else record.state
+    return record.state if record.state.final or supervised(record.run_id) else f"{record.state}, no supervisor"
 
 
 def _machines(record: Record, billed: set[str] | None) -> str:

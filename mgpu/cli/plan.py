@@ -47,12 +47,12 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
         doubts += _doubts(spec, run_file)
     except InputError as error:
         problem = problem or error
+    costs = common.other_costs(spec, decided)
     if as_json:
         from mgpu.cli.results import Planned
 
-        costs = [each.model_dump() for each in common.other_costs(spec, decided)]
         prices = {
-            "costs": costs,
+            "costs": [each.model_dump() for each in costs],
             "price_usd_per_hour": decided.price_usd_per_hour,
             "max_cost_usd": min(decided.max_cost_usd, spec.max_usd or math.inf),
             "hours": decided.hours,
@@ -68,8 +68,8 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     hidden = len(decided.offers) + len(decided.refused) - len(rows)
     if hidden:
         console.prose(f"and {hidden} more: `mgpu plan --json`")
-    common.show_plan(console, decided, common.other_costs(spec, decided), spec.max_usd)
-    common.require_paid(decided, spec.max_usd)
+    common.show_plan(console, decided, costs, spec.max_usd)
+    common.require_paid(decided, spec.max_usd, costs)
     for doubt in doubts:
         console.say(f"warning: {doubt}", "yellow")
     if problem:  # the price is known all the same

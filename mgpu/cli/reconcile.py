@@ -112,9 +112,13 @@ def _of(error: dict[str, Any]) -> MgpuError:
 
 def _show(console: Console, report: Report, *, dry_run: bool) -> None:
     ends = {each.need.run_id: each.state or "not looked after" for each in report.looked}
+    waits = {each.need.run_id: each.said.get("reason") for each in report.looked if each.state == "queued"}
     rows = [(f"schedule {s.name}", f"{s.times.words(due.at)}: {due.outcome}", due.reason) for s, due in report.due]
     rows += [(f"run {run}", "asked to end", "a later time of its schedule is due") for run in report.stopped]
-    rows += [(f"run {each.run_id}", ends.get(each.run_id, "to be looked after"), each.why) for each in report.needs]
+    rows += [
+        (f"run {each.run_id}", ends.get(each.run_id, "to be looked after"), waits.get(each.run_id) or each.why)
+        for each in report.needs
+    ]
     rows += [(f"run {each.record.run_id}", "queued", f"waits for {each.waits_for}") for each in report.waiting]
     rows += [(f"fleet {name}", "ended", "nothing stood for it") for name in report.swept]
     if rows:

@@ -15,6 +15,7 @@ from mgpu.run.record.record import known
 from mgpu.run.view import CheckView, RunView
 
 if TYPE_CHECKING:
+    from mgpu.run.budget.costs import Sum
     from mgpu.schedule.model import DueTime, Schedule
     from mgpu.schedule.queue import Queued
 
@@ -169,7 +170,7 @@ class QueuedRun(Value):
     run_id: str
     waits_for: str | None = Field(description="null: for nothing, the next pass begins with it")
     priority: int = Field(description="the highest begins first")
-    submitted_by: str | None = Field(description="user and host")
+    created_by: str | None = Field(description="user and host")
     submitted_at: float
     sweep: str | None = Field(description="that it is one run of")
     setting: dict[str, str] = Field(description="by which it differs from others of its sweep")
@@ -182,7 +183,7 @@ class QueuedRun(Value):
             run_id=record.run_id,
             waits_for=queued.waits_for or None,
             priority=record.priority,
-            submitted_by=record.submitted_by or None,
+            created_by=record.created_by or None,
             submitted_at=record.created_at,
             sweep=record.sweep or None,
             setting=record.setting,
@@ -230,6 +231,49 @@ class Runs(Result):
 
     runs: list[RunView] = Field(description="newest last")
     fleets: list[Fleet]
+
+
+class CostView(Value):
+    """What belongs together. Dollars are those whose price is known."""
+
+    key: str = Field(description="the project, run, provider, owner or month")
+    runs: int
+    hours: float = Field(description="in which a run had machines")
+    machines_usd: float
+    other_usd: float = Field(description="disks and public addresses")
+    usd: float = Field(description="all of it")
+    unpriced: list[str] = Field(description="runs on machines whose price is not known")
+    other_unpriced: list[str] = Field(description="runs of which it is not known what their disks and addresses cost")
+
+    @classmethod
+    def of(cls, found: Sum) -> CostView:
+        """As it is shown."""
+        dollars = {name: round(getattr(found, name), 4) for name in ("hours", "machines_usd", "other_usd", "usd")}
+        unknown = {name: sorted(getattr(found, name)) for name in ("unpriced", "other_unpriced")}
+        return cls.model_validate({"key": found.key, "runs": len(found.runs), **dollars, **unknown})
+
+
+class Costs(Result):
+    """`mgpu costs`."""
+
+    by: str = Field(description="project, run, provider, owner or month")
+    since: float | None = Field(description="UNIX seconds; null: all that is known")
+    until: float
+    rows: list[CostView]
+    total: CostView
+
+
+class Limits(Result):
+    """`mgpu limits set`, `show` and `unset`."""
+
+    usd_per_month: float | None = Field(description="that all runs may spend in a month of UTC; null: no limit")
+    usd_per_hour: float | None
+    runs: int | None = Field(description="at once")
+    month: str = Field(description="2026-11")
+    spent_usd: float = Field(description="in this month")
+    in_use_usd_per_hour: float
+    running: list[str] = Field(description="the runs that count")
+    unpriced: list[str] = Field(description="those of them whose price is not known")
 
 
 class Fleets(Result):

@@ -71,11 +71,19 @@ class StackOutput(_Output):
     processes_per_node: int = 1
     market: Literal["spot", "on-demand"] = "on-demand"
     price_usd_per_hour: float = Field(0, ge=0, description="of the whole fleet")
+    other_usd_per_hour: float | None = Field(
+        None, ge=0, description="of what it has beside its machines: disks, addresses; null: not known"
+    )
     private_key_file: str = Field(description="0600 file with the OpenSSH private key that logs in")
     store: str | None = Field(None, description="default of checkpoint.to")
     image: str | None = Field(None, description="digest reference of the container image; none: native")
     lease_minutes: float = Field(60, description="minutes the fleet lives without a run")
     hard_cap_at: float = Field(0, description="UNIX seconds; no machine lives longer; 0: not known")
+
+    @property
+    def machines_usd_per_hour(self) -> float | None:
+        """Its price; None: not known. Machines that mgpu has made cost nothing only where they were paid for before."""
+        return self.price_usd_per_hour if self.price_usd_per_hour or self.owner else None
 
 
 def validated(value: Any, stack: str) -> StackOutput:

@@ -28,7 +28,7 @@ from mgpu.spec.model import RunSpec
 
 FLEET_OUTPUTS = (
     *("generation", "handle", "machines", "offer", "offers_considered", "bought_as", "region"),
-    *("price_usd_per_hour", "hard_cap_at"),
+    *("price_usd_per_hour", "other_usd_per_hour", "hard_cap_at"),
 )
 """What a Fleet knows beyond its inputs."""
 
@@ -246,6 +246,7 @@ class Fleet(_Resource):
     bought_as: Output[str]
     region: Output[str]
     price_usd_per_hour: Output[float]
+    other_usd_per_hour: Output[float]
     hard_cap_at: Output[float]
     output: Output[dict[str, Any]]
 
@@ -290,7 +291,7 @@ _EXPORTED = (
         "gpus_per_node",
         "processes_per_node",
     ),
-    *("handle", "offer", "bought_as", "price_usd_per_hour", "lease_minutes", "hard_cap_at"),
+    *("handle", "offer", "bought_as", "price_usd_per_hour", "other_usd_per_hour", "lease_minutes", "hard_cap_at"),
 )
 
 

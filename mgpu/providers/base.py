@@ -401,6 +401,14 @@ class DriverFacts(Protocol):
         ...
 
 
+def other_usd_per_hour(provider: Provider, requirements: Requirements, offer: Offer) -> float:
+    """What is billed by the hour beside these machines of this offer, all nodes, in US dollars. Raises InputError."""
+    if not isinstance(provider, OtherCosts):
+        return 0.0
+    alone = requirements.model_copy(update={"stores": ()})  # traffic has no hours, and stores would be asked for theirs
+    return sum(cost.usd for cost in provider.other_costs(alone, offer, None) if cost.per == "hour")
+
+
 def create_token(owner: str, fleet: str, generation: int, offer: Offer, attempt: int) -> str:
     """The idempotency token of one try: at most one gang is ever made from it. 40 hexadecimal characters."""
     place = (offer.provider, offer.instance_type, offer.market, offer.region, offer.zone or "")

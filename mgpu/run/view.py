@@ -65,7 +65,7 @@ class RunView(Value):
     fault: str | None = Field(description="whose: user, infrastructure, provider or stopped")
     stop_reason: str | None = Field(
         description="the limit that ended it: user (`mgpu stop`, a signal), hard_cap of its machines, its budget "
-        "(max_usd), its own deadline"
+        "(max_usd), the month's (`mgpu limits`), its own deadline"
     )
     exit_code: int | None = Field(description="of the command that supervised its end")
     as_expected: bool | None = Field(
@@ -81,7 +81,6 @@ class RunView(Value):
     schedule: str | None = Field(description="whose due time started it; null: somebody did")
     due_at: float | None = Field(description="that time")
     code: str | None = Field(description="the commit that its code is of, git+URL@SHA; null: it came from a folder")
-    submitted_by: str | None = Field(description="user and host")
     sweep: str | None = Field(description="that it is one run of")
     setting: dict[str, str] = Field(description="by which it differs from others of its sweep")
     stack: str
@@ -90,12 +89,15 @@ class RunView(Value):
     nodes: int
     node_phases: list[str] = Field(description="by node_rank")
     price_usd_per_hour: float | None = Field(description="of all nodes")
-    spent_usd: float | None = Field(description="what its machines have cost so far, by the prices of its fleets")
+    spent_usd: float | None = Field(
+        description="on machines, their disks and public addresses so far; null: no price is known"
+    )
     max_hours: float
-    max_usd: float | None = Field(description="that its machines may cost in all; null: no limit")
+    max_usd: float | None = Field(description="that it may spend in all; null: no limit")
     hard_cap_at: float | None = Field(description="when the machines end whatever happens")
     lease_until: float | None = Field(description="of a fleet that was kept")
     created_at: float
+    created_by: str | None = Field(description="user and host; of a schedule's, who has added it; null: not known")
     updated_at: float
     ended_at: float | None
     phase_seconds: dict[str, float] = Field(description="seconds of wall time in each state")
@@ -128,12 +130,12 @@ class RunView(Value):
         shown = {
             "state": str(record.state),
             "reason": record.reason or None,
+            "created_by": record.created_by or None,
             "schedule": record.schedule or None,
             "due_at": record.due_at or None,
             "code": record.code or None,
-            "submitted_by": record.submitted_by or None,
             "sweep": record.sweep or None,
-            "spent_usd": round(record.spent_usd(time.time()), 4) if record.spending else None,
+            "spent_usd": round(record.spent_usd(time.time()), 4) if record.priced else None,
             "max_usd": record.max_usd or None,
             "price_usd_per_hour": record.price_usd_per_hour or None,
             "hard_cap_at": record.hard_cap_at or None,

@@ -28,14 +28,14 @@ def line_up(queued: Iterable[Record], at_work: Iterable[Record], known: Callable
     by_owner, by_sweep = Counter[str](), Counter[str]()
 
     def begins(record: Record) -> None:
-        by_owner[record.submitted_by] += 1
+        by_owner[record.created_by] += 1
         by_sweep[record.sweep] += 1
 
     for record in at_work:
         begins(record)
     left, line = list(queued), list[Queued]()
     while left:
-        first = min(left, key=lambda each: (-each.priority, by_owner[each.submitted_by], each.created_at, each.run_id))
+        first = min(left, key=lambda each: (-each.priority, by_owner[each.created_by], each.created_at, each.run_id))
         left.remove(first)
         line.append(Queued(first, _before(first, known) or _of_its_sweep(first, by_sweep)))
         if not line[-1].waits_for:

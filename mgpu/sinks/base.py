@@ -59,7 +59,7 @@ class Sink:
         self.event(event)
 
     def spend_changed(self, event: SpendChanged) -> None:
-        """Another part of the run's `max_usd` is spent."""
+        """Another part of a budget is spent: the run's `max_usd`, or the month's."""
         self.event(event)
 
     def checkpoint_committed(self, event: CheckpointCommitted) -> None:

@@ -48,9 +48,9 @@ class Options(Block):
 
     events: tuple[What, ...] = Field(
         ("ended", "interrupted", "budget", "regression", "missed"),
-        description="of what is told: ended, interrupted (another attempt follows), budget (50, 80, 100 % of max_usd), "
-        "regression (it succeeded, and is not as `expect` says), missed (a time of its schedule), checkpoint, state "
-        "(default: the first five)",
+        description="of what is told: ended, interrupted (another attempt follows), budget (50, 80, 100 % of max_usd, "
+        "and of a month's), regression (it succeeded, and is not as `expect` says), missed (a time of its schedule), "
+        "checkpoint, state (default: the first five)",
     )
 
 
@@ -117,8 +117,9 @@ class Telling(Sink):
             )
 
     def spend_changed(self, event: SpendChanged) -> None:
-        """Another part of the run's budget is spent."""
-        self._hear("budget", event, f"run {event.run_id}: ${event.spent_usd:.2f} of ${event.max_usd:.2f} are spent")
+        """Another part of a budget is spent."""
+        whose = f"run {event.run_id}" if event.limit == "max_usd" else "all runs of this month"
+        self._hear("budget", event, f"{whose}: ${event.spent_usd:.2f} of ${event.max_usd:.2f} are spent")
 
     def checkpoint_committed(self, event: CheckpointCommitted) -> None:
         """A checkpoint is safe."""

@@ -216,7 +216,8 @@ class Keys(MachineKeys, _Named):
     max_usd: float | None = Field(
         None,
         gt=0,
-        description="dollars that the run's machines may cost in all, also when it is resumed; it stops with a "
+        description="dollars that the run may spend in all on machines, their disks and public addresses, as far as "
+        "their prices are known, also when it is resumed; it stops with a "
         "checkpoint before that, and no machine lives longer than it pays for (default: no limit)",
     )
     expect: dict[MetricName, Expectation] = Field(

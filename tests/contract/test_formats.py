@@ -48,6 +48,7 @@ STACK: dict[str, Any] = {
     "processes_per_node": 8,
     "market": "spot",
     "price_usd_per_hour": 0.2,
+    "other_usd_per_hour": 0.05,
     "private_key_file": "/home/u/.ssh/key",
     "store": "s3://bucket/runs",
     "image": "registry/image@sha256:00",

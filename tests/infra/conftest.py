@@ -31,7 +31,7 @@ from mgpu.iac.engine.state_file import state_key
 from mgpu.iac.protocol import servicer
 from mgpu.iac.protocol.handler import Handler
 from mgpu.iac.protocol.wire import from_struct, to_struct
-from mgpu.plan.model import Offer, Requirements
+from mgpu.plan.model import Cost, Offer, Requirements, Saves
 from mgpu.providers import registry
 from mgpu.providers.base import (
     FleetRequest,
@@ -233,6 +233,9 @@ class FakeProvider(Provider):
         self.phases |= dict.fromkeys(fresh.values(), NodePhase.RUNNING)
         self.on_create(tuple(fresh.values()))
         return handle
+
+    def other_costs(self, requirements: Requirements, offer: Offer, saves: Saves | None) -> tuple[Cost, ...]:
+        return (Cost(what="disks", usd=requirements.nodes * self.price / 5, per="hour"),)
 
     def _node(self, rank: int, name: str) -> NodeState:
         phase = self.phases.get(name, NodePhase.TERMINATED)

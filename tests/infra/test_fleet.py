@@ -124,6 +124,7 @@ def test_create_rents_the_gang_and_says_what_was_bought(made, fake):
     assert outputs["offer"]["instance_type"] == "m1"
     assert outputs["boughtAs"] == "spot"
     assert outputs["priceUsdPerHour"] == pytest.approx(0.1)
+    assert outputs["otherUsdPerHour"] == pytest.approx(0.02)
     assert outputs["offersConsidered"]
 
 
@@ -241,7 +242,8 @@ def test_every_call_of_the_provider_has_the_settings_of_the_fleet(wire, here, fa
         fake.options.clear()
         answer = call()
         state = from_struct(answer.properties) if name == "create" else state
-        assert fake.options == [options], name
+        assert fake.options, name
+        assert all(each == options for each in fake.options), name
 
 
 VIA = [JumpHost(address="192.0.2.9", user="j", host_key="ssh-ed25519 J"), ProxyCommand(command=("{python}", "-m", "x"))]
@@ -260,7 +262,7 @@ def test_what_the_provider_says_of_a_machine_reaches_the_state(wire, here, fake,
 
 def test_a_state_of_an_earlier_version_can_be_read(wire, here, made):
     resource_id, inputs, outputs = made
-    old = {key: value for key, value in outputs.items() if key != "sshPrivateKeyFile"}
+    old = {key: value for key, value in outputs.items() if key not in ("sshPrivateKeyFile", "otherUsdPerHour")}
     old["machines"] = [{k: v for k, v in m.items() if k not in ("python", "via")} for m in outputs["machines"]]
     old["handle"] = {key: value for key, value in outputs["handle"].items() if key != "made_at"}
     assert from_struct(wire.read(here, resource_id, old, inputs).properties) == outputs
@@ -372,6 +374,7 @@ def test_a_lost_node_shows_and_is_replaced_alone(wire, here, made, fake):
     seen_inputs, seen = from_struct(found.inputs), from_struct(found.properties)
     assert seen_inputs["nodes"] == seen["nodes"] == 1
     assert seen["priceUsdPerHour"] == pytest.approx(0.05)
+    assert seen["otherUsdPerHour"] == pytest.approx(0.01)
     diff = wire.diff(here, seen_inputs, seen, inputs)
     assert dict(diff.detailedDiff).keys() == {"nodes"}
     assert not diff.replaces

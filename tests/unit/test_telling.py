@@ -118,15 +118,17 @@ def test_a_webhook_is_told_signed_of_what_matters(told, service, monkeypatch):
     budget = SpendChanged(RUN, 1, 4.0, spent_usd=5.0, max_usd=10.0)
     committed = CheckpointCommitted(RUN, 1, 4.5, checkpoint_id="a001-step-40", step=40)
     block = f"  webhook: {{url: '{service.url}', secret: HOOK_SECRET}}\n"
-    emits(told, block, budget, committed, LOST, REPAIRING, ENDED)
+    month = SpendChanged(RUN, 1, 4.2, spent_usd=1600.0, max_usd=2000.0, limit="usd_per_month")
+    emits(told, block, budget, month, committed, LOST, REPAIRING, ENDED)
     assert [(each["event"], each["title"]) for each in service.messages] == [
         ("budget", f"run {RUN}: $5.00 of $10.00 are spent"),
+        ("budget", "all runs of this month: $1600.00 of $2000.00 are spent"),
         ("interrupted", f"run {RUN} was interrupted"),
         ("ended", f"run {RUN} succeeded"),
     ]
-    assert service.messages[1]["text"].startswith("node 1 is gone")
-    assert service.messages[2]["text"] == f"step 300, validation_loss 1.91, $4.20, 1 recoveries\nmgpu status {RUN}"
-    assert service.messages[2]["data"]["event"] == "RunEnded"
+    assert service.messages[2]["text"].startswith("node 1 is gone")
+    assert service.messages[3]["text"] == f"step 300, validation_loss 1.91, $4.20, 1 recoveries\nmgpu status {RUN}"
+    assert service.messages[3]["data"]["event"] == "RunEnded"
     for headers, body in service.told:
         assert headers["X-Mgpu-Signature"] == "sha256=" + hmac.new(b"canary-5ecret", body, hashlib.sha256).hexdigest()
         assert headers["X-Mgpu-Id"] == json.loads(body)["id"]

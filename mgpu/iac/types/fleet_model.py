@@ -11,7 +11,16 @@ from pydantic.alias_generators import to_camel
 from mgpu.acquire import Acquired
 from mgpu.plan.model import BoughtAs, Offer, Requirements
 from mgpu.providers import registry
-from mgpu.providers.base import FleetRequest, FleetState, Handle, JumpHost, NodeState, Provider, ProxyCommand
+from mgpu.providers.base import (
+    FleetRequest,
+    FleetState,
+    Handle,
+    JumpHost,
+    NodeState,
+    Provider,
+    ProxyCommand,
+    other_usd_per_hour,
+)
 from mgpu.spec.block import MachineKeys
 from mgpu.spec.provider import installed
 
@@ -125,6 +134,9 @@ class FleetOutputs(FleetInputs):
     bought_as: BoughtAs = Field(description="spot or on-demand")
     region: str = Field(description="where the machines are")
     price_usd_per_hour: float = Field(description="dollars per hour of the machines that live")
+    other_usd_per_hour: float | None = Field(
+        None, description="dollars per hour of what they have beside them: disks, addresses"
+    )
     hard_cap_at: float = Field(description="UNIX seconds; no machine lives longer")
 
     @property
@@ -146,6 +158,7 @@ class FleetOutputs(FleetInputs):
                 "machines": machines,
                 "nodes": len(machines),
                 "price_usd_per_hour": sum(machine.price_usd_per_hour for machine in machines),
+                "other_usd_per_hour": _beside(self, offer, len(machines)),
             }
         )
 
@@ -156,6 +169,11 @@ def live_machines(state: FleetState, offer: Offer, pinned: Mapping[str, Machine]
     return tuple(
         Machine.of(node, offer.price_usd_per_hour, pinned.get(node.id)) for node in state.nodes if node.rank not in lost
     )
+
+
+def _beside(inputs: FleetInputs, offer: Offer, machines: int) -> float:
+    one = inputs.requirements().model_copy(update={"nodes": 1})
+    return machines * other_usd_per_hour(inputs.rented_from(), one, offer)
 
 
 def bought(inputs: FleetInputs, made: Acquired, considered: tuple[Offer, ...], now: float) -> FleetOutputs:
@@ -177,6 +195,7 @@ def bought(inputs: FleetInputs, made: Acquired, considered: tuple[Offer, ...], n
         bought_as=made.offer.market,
         region=made.handle.region or made.offer.region,
         price_usd_per_hour=sum(machine.price_usd_per_hour for machine in machines),
+        other_usd_per_hour=_beside(inputs, made.offer, len(machines)),
         hard_cap_at=min(caps, default=now + inputs.max_hours * 3600),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mgpu.iac.naming import RUNS_PROJECT
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
+from mgpu.run.budget import account
 from mgpu.run.fleet.teardown import give_back
 from mgpu.run.job.stack_output import handle_of
 from mgpu.run.record import files
@@ -99,20 +101,23 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> Stac
     Raises:
         StackError, ProviderError: it could not be made.
         Interrupted: the end was asked for; what was begun is undone.
-        Stopped: the hard cap of the fleet that the run had is too near, or nothing is left of `max_usd`.
+        Stopped: the hard cap of the fleet that the run had is too near, or nothing is left of `max_usd`, or of the
+            month's budget.
         TakenOver: another process supervises the run now.
         OSError: the intent could not be journalled; nothing was asked for.
     """
     session.check()
     _require_time(session.record)
     left_usd = _require_money(session.record)
+    month_usd = _require_months_money(session)
     session.journal.append("up", stack=stack.name, lost=lost)  # the undo is known before the machines are asked for
     if lost:
         _end_lost(session, lost)
     with session.undoing(stack.interrupt):
         stack.init()
         files.send(session.record.run_id, small=True)  # before there is anything to be ended with it
-        stack.up(session.record.hard_cap_at, session.record.image or "", left_usd)
+        most_usd = min(filter(None, (left_usd, month_usd)), default=0.0)
+        stack.up(session.record.hard_cap_at, session.record.image or "", most_usd)
     fleet = stack.outputs()
     if fleet is None:
         raise StackError(
@@ -122,8 +127,10 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> Stac
         )
     record = session.record
     record.fleet = fleet.model_dump(mode="json")
+    if record.hard_cap_at != fleet.hard_cap_at:
+        record.month_usd = month_usd and record.spent_usd(time.time()) + month_usd
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
-    record.costs(fleet.generation, fleet.price_usd_per_hour, fleet.made_at or time.time())
+    record.costs(fleet.generation, fleet.machines_usd_per_hour, fleet.made_at or time.time(), fleet.other_usd_per_hour)
     if record.under_repair is not None:
         record.under_repair.repaired_at = time.time()  # with the fleet: whoever takes over ends no new machine
     session.save()
@@ -145,6 +152,28 @@ def _require_money(record: Record) -> float:
         what = f"run {record.run_id} stopped at its budget: ${spent:.2f} of ${record.max_usd:.2f} (max_usd) are spent"
         raise Stopped(what, "No machine is rented for it any more.", "Raise `max_usd` to go on with it.")
     return record.max_usd - spent
+
+
+def _require_months_money(session: Session) -> float:
+    """What the month's budget leaves for this run beside the others, US dollars; 0: no limit, or none that would be
+    reached in this month. A backend that does not answer is told, and ends no run. Raises Stopped: nothing is left."""
+    record, now = session.record, time.time()
+    try:
+        month = account.of_month(record.run_id, now)
+        claimed = account.claimed_usd_per_hour(record.run_id) if month else None
+    except (StackError, InputError) as error:
+        session.emit(Warned(f"the limits are not known ({error.what}): the month's budget is not looked at"))
+        return 0.0
+    if month is None:
+        return 0.0
+    newest = record.spending[-1] if record.spending else None
+    left = month.left_usd(record, newest.usd_per_hour if newest and newest.until is None else claimed, now)
+    if left <= 0:
+        spent = f"${month.spent_usd(record, now):.2f} of ${month.most_usd:.2f}"
+        what = f"run {record.run_id} stopped at the month's budget: {spent} (usd_per_month) are spent by all runs"
+        cure = "Raise it (`mgpu limits set --usd-per-month`), or go on with it next month."
+        raise Stopped(what, "No machine is rented for it any more.", cure)
+    return 0.0 if left == math.inf else left
 
 
 def _end_lost(session: Session, lost: tuple[int, ...]) -> None:

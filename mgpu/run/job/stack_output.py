@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from mgpu.errors import ProviderError
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan import rank
 from mgpu.providers import registry
-from mgpu.providers.base import Handle, Provider
+from mgpu.providers.base import Handle, Provider, other_usd_per_hour
 from mgpu.remote.targets import Target, hop
 from mgpu.spec.model import RunSpec
 
@@ -43,6 +44,24 @@ def handle_of(fleet: StackOutput) -> Handle:
 def provider_of(fleet: StackOutput) -> Provider | None:
     """Who describes the machines; None for a fleet that a program of the user's own made."""
     return registry.get(fleet.provider, fleet.options) if fleet.owner else None
+
+
+def usd_per_hour(fleet: StackOutput) -> float | None:
+    """What a fleet costs, with what it has beside its machines; None: not known."""
+    machines = fleet.machines_usd_per_hour
+    return None if machines is None else machines + (fleet.other_usd_per_hour or 0.0)
+
+
+def dearest_usd_per_hour(spec: RunSpec) -> float | None:
+    """The most that a run file's fleet may cost by the hour, with what it has beside its machines; None: nothing can be
+    rented for it now, as whoever tries is told."""
+    needed, provider = rank.requirements(spec), provider_for(spec)
+    try:
+        offers = rank.plan(needed, provider.offers(needed).offers).offers
+    except ProviderError:
+        return None
+    dearest = max(offers, key=lambda offer: offer.price_usd_per_hour)
+    return dearest.price_usd_per_hour * needed.nodes + other_usd_per_hour(provider, needed, dearest)
 
 
 def provider_for(spec: RunSpec) -> Provider:

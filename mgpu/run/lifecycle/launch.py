@@ -14,10 +14,11 @@ from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
 from mgpu.context import Context
 from mgpu.events import Emit, Note, RunStateChanged
+from mgpu.run.budget import account
 from mgpu.run.fleet.stack import open_stack, project_of, standing
 from mgpu.run.job import images
 from mgpu.run.job.request import build_secrets, require_secrets, resolve
-from mgpu.run.job.stack_output import provider_for, provider_of
+from mgpu.run.job.stack_output import dearest_usd_per_hour, provider_for, provider_of, usd_per_hour
 from mgpu.run.lifecycle.attempt_start import require_data, require_store
 from mgpu.run.lifecycle.outcome import Outcome
 from mgpu.run.lifecycle.submit import set_aside, submit
@@ -38,7 +39,7 @@ def launch(
     machines: Machines = fit.ANY,
 ) -> Outcome:
     """Makes a stack of its own, runs on it, and gives the fleet back (or keeps it: `teardown: keep`). The image is in
-    its registry before anything is rented, and fits `machines`."""
+    its registry before anything is rented, and fits `machines`. Raises OverLimit: there is no room for it now."""
     run_id = resume.run_id if resume else new_run_id(spec.name)
     base = run_file.resolve().parent
     request = resolve(spec, run_id, base, timeouts=context.timeouts)
@@ -48,7 +49,7 @@ def launch(
     def made() -> Record:
         return submit(request, run_file, resume=resume, image=image)
 
-    with _opened(run_id, context, made) as session:
+    with account.place(run_id, lambda: dearest_usd_per_hour(spec)), _opened(run_id, context, made) as session:
         return supervise(session, context, submitted=True)
 
 
@@ -71,7 +72,7 @@ def kept_for_later(
 
 
 def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, resume: Record | None = None) -> Outcome:
-    """Runs on the fleet of a stack that stands."""
+    """Runs on the fleet of a stack that stands. Raises OverLimit: there is no room for it now."""
     run_id = resume.run_id if resume else new_run_id(spec.name)
     stack = open_stack(project_of(run_file), stack_name, run_file, None, context)
     fleet = standing(stack, spec)
@@ -84,7 +85,7 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
 
     price = f"${fleet.price_usd_per_hour:.2f} per hour, all nodes"
     context.emit(Note(f"fleet {fleet.fleet}: {count(len(fleet.nodes), 'node')}, {price}, rented already"))
-    with _opened(run_id, context, made) as session:
+    with account.place(run_id, lambda: usd_per_hour(fleet)), _opened(run_id, context, made) as session:
         return supervise(session, context, submitted=True)
 
 

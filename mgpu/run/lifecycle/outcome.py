@@ -264,6 +264,10 @@ def _error(record: Record, result: Result) -> MgpuError | None:
         spent = f"${record.spent_usd(time.time()):.2f} of ${record.max_usd:.2f}"
         more = f"Raise `max_usd` to go on from it: `{_command(record)}`." if record.checkpoint_id else ""
         return Stopped(f"{run} stopped at its budget: {spent} (max_usd)", safe, more)
+    if result.stopped_by is StopReason.MONTH:
+        more = f" to go on from it: `{_command(record)}`" if record.checkpoint_id else ""
+        cure = f"`mgpu limits show` has it. Raise it (`mgpu limits set --usd-per-month`), or wait for the next{more}."
+        return Stopped(f"{run} stopped at the month's budget, which all runs spend (usd_per_month)", safe, cure)
     if result.stopped_by is not None:
         of_machines = result.stopped_by is StopReason.HARD_CAP
         # machines may end before: those of a reservation, or of a fleet that stood already

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu.errors import InputError
+from mgpu.run.budget import costs
 from mgpu.run.nodes import code_upload
 from mgpu.run.record import files, shared
 from mgpu.run.record.folder import Folder
@@ -41,8 +42,10 @@ def remove(records: Sequence[Record]) -> int:
 
     Raises:
         InputError: one of them may not go any more; those before it are gone.
+        StackError: the backend does not answer.
     """
     freed = 0
+    costs.remember(records)  # before they go: what was spent stays known
     for record in records:
         root = Folder(record.run_id).root
         with supervising(record.run_id) as mine:

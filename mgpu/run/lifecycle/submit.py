@@ -199,7 +199,7 @@ def _record(
         checkpoint_step=resume.checkpoint_step if resume else -1,
         idle_step=resume.checkpoint_step if resume else -1,
         created_at=resume.created_at if resume else time.time(),
-        submitted_by=f"{getpass.getuser()}@{os.uname().nodename}",
+        created_by=_user(),
         max_hours=spec.max_hours,
         max_usd=spec.max_usd or 0.0,
         expect={metric: each.model_dump(exclude_none=True) for metric, each in spec.expect.items()},
@@ -207,6 +207,15 @@ def _record(
     )
     images.remember(record, image)
     return record
+
+
+def _user() -> str:
+    """Who begins the run, as this machine names them."""
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        name = str(os.getuid())
+    return f"{name}@{os.uname().nodename}"
 
 
 def _submitted(request: Request, run_file: Path, code: Path | None, record: Record) -> Record:

@@ -21,7 +21,7 @@ from mgpu_train.config import Secrets
 from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
 from mgpu.context import Context
-from mgpu.errors import InputError, MgpuError, ProviderError, RemoteError
+from mgpu.errors import InputError, MgpuError, OverLimit, ProviderError, RemoteError
 from mgpu.events import Warned
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.outputs import StackOutput
@@ -29,11 +29,12 @@ from mgpu.plan import rank
 from mgpu.providers.base import Provider
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
+from mgpu.run.budget import account
 from mgpu.run.fleet import key
 from mgpu.run.fleet.stack import bring_up, move, refuse_used, stack_of, standing
 from mgpu.run.job import images, operator_store
 from mgpu.run.job.request import Request, resolve, secrets_of, store_keys
-from mgpu.run.job.stack_output import provider_for, provider_of, targets
+from mgpu.run.job.stack_output import dearest_usd_per_hour, provider_for, provider_of, targets, usd_per_hour
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.run.lifecycle.attempt import conduct, watch_again
 from mgpu.run.lifecycle.capacity_wait import CapacityWait
@@ -96,10 +97,15 @@ class _Run:
         key.bring(self.record, context)
 
     def conclude(self) -> Outcome:
-        """Goes on with the run until it is over."""
+        """Goes on with the run until it is over. One that is queued stays so where a limit leaves no room for it."""
         state, end = self.record.state, self.spec.teardown
         self.session.save()  # whose it is from here on
         if state is State.QUEUED:
+            if (full := self._no_room()) is not None:
+                self.record.reason = f"waits: {'; '.join(full.over)}"
+                self.session.save()
+                return Outcome(self.record, left=True, detached=True)
+            self.record.reason = ""
             body = self._undone if self._to_end else self._begin if self._submitted else self._made()
             self.session.to(State.PROVISIONING)
             return conclude(self.session, self.stack, end, body)
@@ -108,6 +114,18 @@ class _Run:
         if state in (State.PROVISIONING, State.REPAIRING):
             return conclude(self.session, self.stack, end, self._undone if self._to_end else self._made())
         return conclude(self.session, self.stack, end, self._watched())
+
+    def _no_room(self) -> OverLimit | None:
+        """Why a queued run stays so; None: it has its place from here on, or is to end. Raises StackError."""
+        if self._submitted or self._to_end:
+            return None
+        fleet = StackOutput.model_validate(self.record.fleet) if self.record.fleet else None
+        price = partial(usd_per_hour, fleet) if fleet else partial(dearest_usd_per_hour, self.spec)
+        try:
+            account.claim(self.record.run_id, price)
+        except OverLimit as full:
+            return full
+        return None
 
     def _begin(self) -> Ended:
         return self._made()()
@@ -269,7 +287,8 @@ def _conducted(session: Session, request: Request, fleet: StackOutput, secrets: 
     """One attempt on a fleet that stands. Raises what `conduct` raises."""
     record = session.record
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
-    record.costs(fleet.generation, fleet.price_usd_per_hour, time.time())  # where a stack stood already
+    # where a stack stood already
+    record.costs(fleet.generation, fleet.machines_usd_per_hour, time.time(), fleet.other_usd_per_hour)
     provider = provider_of(fleet)
     request = _with_image(session, request, fleet)
     keys = store_keys(request, os.environ, provider)

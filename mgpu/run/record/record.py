@@ -93,16 +93,23 @@ class Interruption:
 
 @dataclass
 class Spent:
-    """What the machines of one generation cost this run, and how long it has had them. Times are UNIX seconds."""
+    """What the machines of one generation cost this run, and how long it has had them. Times are UNIX seconds, prices
+    US dollars per hour for all nodes."""
 
     generation: int
-    price_usd_per_hour: float  # of all nodes
+    price_usd_per_hour: float | None  # None: not known, of machines that another program has rented
     since: float
     until: float | None = None  # given back, kept, or replaced by the next generation; None: the run has them
+    other_usd_per_hour: float | None = None  # disks and public addresses; None: not known
+
+    @property
+    def usd_per_hour(self) -> float:
+        """All of it, as far as it is known."""
+        return (self.price_usd_per_hour or 0.0) + (self.other_usd_per_hour or 0.0)
 
     def usd(self, now: float) -> float:
         """US dollars until `now`."""
-        return self.price_usd_per_hour * max(0.0, (now if self.until is None else self.until) - self.since) / 3600
+        return self.usd_per_hour * max(0.0, (now if self.until is None else self.until) - self.since) / 3600
 
 
 @dataclass
@@ -141,13 +148,15 @@ class Record:
     writer: str = ""
     supervisor: str = ""  # token of the supervising process in the commit log
     created_at: float = 0.0
+    created_by: str = ""  # user and host
     updated_at: float = 0.0
     ended_at: float | None = None
     price_usd_per_hour: float = 0.0
     spending: list[Spent] = field(default_factory=list)  # by generation, oldest first
     max_hours: float = 0.0
-    max_usd: float = 0.0  # that its machines may cost in all; 0: no limit
-    max_usd_told: float = 0.0  # the part of it of which was told that it is spent
+    max_usd: float = 0.0  # that it may spend in all; 0: no limit
+    month_usd: float = 0.0  # that the month's budget left it in all when its machines were made; 0: no limit
+    told_of: dict[str, float] = field(default_factory=dict)  # of each budget the part that was told to be spent
     hard_cap_at: float = 0.0
     sold_out_since: float = 0.0  # there has been no capacity for it since then; 0: there is, or nobody has asked
     lease_until: float = 0.0  # of a fleet that was kept
@@ -185,7 +194,6 @@ class Record:
     earlier: dict[str, list[float]] = field(default_factory=dict)  # what that is compared with, newest first
     checks: list[Check] = field(default_factory=list)  # what came of it, once the run has succeeded
     code: str = ""  # the commit that its code is of, git+URL@SHA; empty: it was sent from a folder
-    submitted_by: str = ""  # user and host
     priority: int = 0  # in the queue: the higher, the sooner
     after: list[str] = field(default_factory=list)  # runs that have to succeed before it begins
     sweep: str = ""  # that it is one run of
@@ -218,23 +226,34 @@ class Record:
         newest = self.interruptions[-1] if self.interruptions else None
         return newest if newest is not None and newest.repaired_at is None else None
 
-    def costs(self, generation: int, price_usd_per_hour: float, since: float) -> None:
-        """From `since` on the run has the machines of this generation, at this price for all nodes."""
+    def costs(self, generation: int, price: float | None, since: float, other: float | None = None) -> None:
+        """From `since` on the run has the machines of this generation, at this price for all nodes, and `other` for
+        what they have beside them."""
         newest = self.spending[-1] if self.spending else None
         if newest is not None and newest.until is None:
             if newest.generation == generation:
                 return
             newest.until = since
-        self.spending.append(Spent(generation, price_usd_per_hour, since))
+        self.spending.append(Spent(generation, price, since, None, other))
 
     def costs_no_more(self, now: float) -> None:
         """The run has no machines from now on."""
         if self.spending and self.spending[-1].until is None:
             self.spending[-1].until = now
 
+    def billed_until(self, now: float) -> float:
+        """Until when machines are billed that nobody is known to have given back: their hard cap ends them."""
+        return min(now, self.hard_cap_at or now)
+
     def spent_usd(self, now: float) -> float:
-        """What the run's machines have cost until `now`, in US dollars, by the prices that its fleets were told."""
-        return sum(each.usd(now) for each in self.spending)
+        """What the run has spent until `now`, in US dollars, by the prices that its fleets were told: on machines, and
+        on their disks and public addresses."""
+        return sum(each.usd(self.billed_until(now)) for each in self.spending)
+
+    @property
+    def priced(self) -> bool:
+        """True when a price of it is known: what `spent_usd` says means something."""
+        return any(each.price_usd_per_hour is not None for each in self.spending)
 
     def to(self, state: State) -> None:
         """Moves on to `state`.

@@ -24,6 +24,7 @@ from mgpu.run.record.record import ids, load, supervised
 
 _LARGEST = 1 << 30  # bytes of an object
 _SCHEDULES, _SUBMISSIONS = "schedules/", "submissions/"
+_ALONE = ("limits.json", "removed.json")
 _NOT_MOVED = ("lock", "ssh_config", "known_hosts")  # of a run's folder: they are this machine's
 
 
@@ -58,6 +59,8 @@ def move(source_url: str, target_url: str, tell: Callable[[str], None]) -> Moved
             tell(f"moving run {run}")
             _move_run(source, target, run)
         _move_schedules(source, target)
+        for key in _ALONE:
+            _move_object(source, target, key)
     return Moved(stacks, len(runs))
 
 
@@ -178,11 +181,19 @@ def _move_schedules(source: Backend, target: Backend) -> None:
         with location.using(target.url):
             files.keep_folder(target.root / at, f"{at}/")
     for key in found:  # last: one that is there is whole
-        data = source.ours.get(key, _LARGEST)
-        with target.asking("written"):
-            target.ours.put_if_absent(key, data)
-            if target.ours.get(key, _LARGEST) != data:
-                raise _another(target, f"schedule {key.removeprefix(_SCHEDULES).removesuffix('.json')}")
+        _move_object(source, target, key)
+
+
+def _move_object(source: Backend, target: Backend, key: str) -> None:
+    with source.asking("read"):
+        try:
+            data = source.ours.get(key, _LARGEST)
+        except NotFound:
+            return
+    with target.asking("written"):
+        target.ours.put_if_absent(key, data)
+        if target.ours.get(key, _LARGEST) != data:
+            raise _another(target, key)
 
 
 def _move_settings(source: Backend, target: Backend) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -11,11 +13,17 @@ from typing import Protocol
 from mgpu_train.agent.attempt.save_budget import need
 from mgpu_train.timeouts import Timeouts
 
+from mgpu.errors import InputError, StackError
+from mgpu.run.budget.account import Month, of_month
+from mgpu.run.budget.costs import month as month_of
+from mgpu.run.budget.costs import month_ends
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record
 
+_TOLD_OF = (0.5, 0.8, 1.0)  # of a budget
+_LOOK_EVERY_S = 240.0  # what the other runs have spent
 _ROOM_S = 30.0  # for the upload of the last save, beside the grace of the stop
-_NEARLY = 0.98  # of max_usd: a fleet's clock begins with its search, what it costs with its machines
+_NEARLY = 0.98  # of a budget: a fleet's clock begins with its search, what it costs with its machines
 _ROOM, _MOST_ROOM = 0.1, 0.5  # of max_hours: a short run is not all room
 
 
@@ -24,7 +32,8 @@ class StopReason(StrEnum):
 
     USER = "user"  # `mgpu stop`, or a signal
     HARD_CAP = "hard_cap"  # of the fleet: its machines end then, whatever happens
-    BUDGET = "budget"  # max_usd, by the price of its machines
+    BUDGET = "budget"  # max_usd, by the prices of what it has rented
+    MONTH = "month"  # what all runs of the backend may spend in a month
     DEADLINE = "deadline"  # of the run, on machines that may live longer
 
     @property
@@ -34,8 +43,26 @@ class StopReason(StrEnum):
             StopReason.USER: "`mgpu stop` asked for the end",
             StopReason.HARD_CAP: "the hard cap is reached",
             StopReason.BUDGET: "max_usd is spent but for the last save",
+            StopReason.MONTH: "the month's budget is spent but for the last save",
             StopReason.DEADLINE: "max_hours are over",
         }[self]
+
+
+@dataclass(frozen=True)
+class Spending:
+    """What of a budget is spent, US dollars. `key`: by which it is remembered what was told of it."""
+
+    limit: str
+    key: str
+    spent_usd: float
+    max_usd: float
+
+    def news(self, record: Record) -> bool:
+        """Whether another part of it is spent of which nobody was told; from here on somebody was."""
+        parts = [part for part in _TOLD_OF if record.told_of.get(self.key, 0.0) < part <= self.spent_usd / self.max_usd]
+        if parts:
+            record.told_of[self.key] = parts[-1]
+        return bool(parts)
 
 
 class Limit(Protocol):
@@ -74,13 +101,47 @@ class HardCap:
 
 @dataclass(frozen=True)
 class Budget:
-    """What the machines may cost in all, early enough that a last save and its upload fit."""
+    """What the run may spend in all, early enough that a last save and its upload fit."""
 
     room_s: float
 
     def check(self, now: float, record: Record) -> StopReason | None:
         """Whether it is nearly spent."""
         return StopReason.BUDGET if record.max_usd and record.spent_usd(now + self.room_s) >= record.max_usd else None
+
+    def spent(self, now: float, record: Record) -> Spending | None:
+        """What of it is spent."""
+        return Spending("max_usd", "max_usd", record.spent_usd(now), record.max_usd) if record.max_usd else None
+
+
+@dataclass
+class MonthBudget:
+    """What all runs of the backend may spend in a month. What the others have spent is looked up now and then, and goes
+    on by their prices in between. A backend that does not answer ends no run."""
+
+    room_s: float
+    look: Callable[[str, float], Month | None] = of_month
+    _known: Month | None = field(default=None, init=False)
+    _look_at: float = field(default=0.0, init=False)
+
+    def check(self, now: float, record: Record) -> StopReason | None:
+        """Whether it is nearly spent."""
+        month = self._month(now, record)
+        by = min(now + self.room_s, month_ends(now))  # then there is another one
+        return StopReason.MONTH if month and month.spent_usd(record, by) >= month.most_usd else None
+
+    def spent(self, now: float, record: Record) -> Spending | None:
+        """What of it is spent."""
+        month = self._month(now, record)
+        key = f"usd_per_month {month_of(now)}"
+        return Spending("usd_per_month", key, month.spent_usd(record, now), month.most_usd) if month else None
+
+    def _month(self, now: float, record: Record) -> Month | None:
+        if now >= self._look_at or (self._known and month_of(now) != month_of(self._known.others.at)):
+            self._look_at, self._known = now + _LOOK_EVERY_S, None
+            with suppress(StackError, InputError):  # a file that somebody has damaged ends none either
+                self._known = self.look(record.run_id, now)
+        return self._known
 
 
 @dataclass(frozen=True)
@@ -100,13 +161,16 @@ def limits(record: Record, timeouts: Timeouts, begun_at: float | None = None) ->
     room_s = min(timeouts.stop_grace_s + _ROOM_S, most_s * _ROOM)
     begun_at = time.time() if begun_at is None else begun_at
     cap, deadline = HardCap(room_s, most_s * _MOST_ROOM), Deadline(begun_at + most_s - room_s)
-    return Asked(Folder(record.run_id).stop), Budget(room_s), cap, deadline
+    return Asked(Folder(record.run_id).stop), Budget(room_s), MonthBudget(room_s), cap, deadline
 
 
 def cap_reason(record: Record) -> StopReason:
-    """What has set the hard cap of the run's machines: their hours, or what `max_usd` pays for."""
-    bought = record.max_usd and record.spent_usd(record.hard_cap_at) >= record.max_usd * _NEARLY
-    return StopReason.BUDGET if bought else StopReason.HARD_CAP
+    """What has set the hard cap of the run's machines: their hours, or what a budget pays for."""
+    spent_usd = record.spent_usd(record.hard_cap_at)
+    for paid, reason in ((record.max_usd, StopReason.BUDGET), (record.month_usd, StopReason.MONTH)):
+        if paid and spent_usd >= paid * _NEARLY:
+            return reason
+    return StopReason.HARD_CAP
 
 
 def last_save_s(record: Record) -> float:

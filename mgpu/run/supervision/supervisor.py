@@ -25,10 +25,9 @@ from mgpu.run.record.session import Session
 from mgpu.run.supervision.credential_renewal import CredentialRenewal
 from mgpu.run.supervision.fleet_monitor import HURRY, NOW, SAVE, FleetMonitor
 from mgpu.run.supervision.health import Action, Verdict, decide
-from mgpu.run.supervision.limits import Limit, StopReason, last_save_s
+from mgpu.run.supervision.limits import Budget, Limit, MonthBudget, StopReason, last_save_s
 from mgpu.words import duration
 
-_TOLD_OF = (0.5, 0.8, 1.0)  # of max_usd
 SETTLE_S = 5.0  # for the provider's word on a node that does not answer, before a program is blamed
 
 
@@ -133,13 +132,12 @@ class Supervisor:
         self._tell_of_spending()
 
     def _tell_of_spending(self) -> None:
-        """Once, whoever supervises, for each part of the budget that is spent."""
-        record = self._session.record
-        spent_usd = record.spent_usd(self._wall()) if record.max_usd else 0.0
-        parts = [part for part in _TOLD_OF if record.max_usd_told < part <= spent_usd / (record.max_usd or 1)]
-        if parts:
-            record.max_usd_told = parts[-1]
-            self._session.tell(SpendChanged, spent_usd=round(spent_usd, 4), max_usd=record.max_usd)
+        """Once, whoever supervises, for each part of a budget that is spent."""
+        record, now = self._session.record, self._wall()
+        for budget in (limit for limit in self._limits if isinstance(limit, Budget | MonthBudget)):
+            if (found := budget.spent(now, record)) is not None and found.news(record):
+                spent_usd = round(found.spent_usd, 4)
+                self._session.tell(SpendChanged, spent_usd=spent_usd, max_usd=found.max_usd, limit=found.limit)
 
     def _look(self, logs_s: float) -> None:
         began = self._clock()

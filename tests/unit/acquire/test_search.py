@@ -33,7 +33,7 @@ from mgpu.errors import (
 )
 from mgpu.events import Event, OfferTried, Warned
 from mgpu.journal import Journal
-from mgpu.plan.model import Offer, Requirements
+from mgpu.plan.model import Cost, Offer, Requirements, Saves
 from mgpu.providers.base import (
     FleetRequest,
     FleetState,
@@ -942,10 +942,17 @@ def test_no_replacement_outlives_its_fleet_however_long_it_was_searched_for(benc
     assert fresh.born + asked.hard_cap_s <= bench.hard_cap_at
 
 
-def test_a_fleet_lives_no_longer_than_is_paid_for(bench: Bench):
-    """By its own clock, whoever has died: of a cheaper offer, longer."""
-    usd_per_hour = offer().price_usd_per_hour * 2  # both nodes
-    bench.max_usd = usd_per_hour / 4
+class WithDisks(Double):
+    def other_costs(self, requirements: Requirements, offer: Offer, saves: Saves | None) -> tuple[Cost, ...]:
+        assert not requirements.stores, "where they are takes a call, and traffic has no hours"
+        return Cost(what="disks", usd=offer.price_usd_per_hour, per="hour"), Cost(what="traffic", usd=1e6, per="GiB")
+
+
+@pytest.mark.parametrize(("provider", "shares"), [(Double, 2), (WithDisks, 3)])
+def test_a_fleet_lives_no_longer_than_is_paid_for(bench: Bench, provider: type[Double], shares: int):
+    """By its own clock, whoever has died; what is billed by the hour beside its two machines counts, too."""
+    bench.double = provider(bench.clock)
+    bench.max_usd = offer().price_usd_per_hour * shares / 4
     bench.acquire(offer())
     ((asked, _),) = bench.double.asked.values()
     assert asked.hard_cap_s == pytest.approx(900)

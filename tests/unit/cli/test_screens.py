@@ -27,7 +27,7 @@ from mgpu.plan.model import Reservation
 from mgpu.providers.base import Finding, ReservationOffer, ReservationOffers, Reservations
 from mgpu.providers.local.provider import LocalProvider
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Check, Interruption, State
+from mgpu.run.record.record import Check, Interruption, Spent, State
 from mgpu.schedule import kept
 from mgpu.schedule.model import DueTime, Outcome, Schedule
 
@@ -69,6 +69,15 @@ COMMANDS = (
     ("plan", "--set", "nodes=none", "--set", "max_hour=3", "--set", "checkpoint.keep_last=0"),
     ("ls",),
     ("gc",),
+    ("limits", "show"),
+    ("limits", "set"),
+    ("limits", "set", "--usd-per-month", "2000", "--usd-per-hour", "60", "--runs", "1"),
+    ("limits", "show"),
+    ("launch", "--yes"),
+    ("limits", "unset"),
+    ("costs",),
+    ("costs", "--by", "run", "--since", "2026-09-01"),
+    ("costs", "--by", "month", "--since", "2027"),
     ("status", OLD),
     ("status", FAILED),
     ("status", RUNNING),
@@ -178,6 +187,7 @@ def user(world, tmp_path, monkeypatch):
         metrics=metrics | {"validation_loss": 1.3456}, first_metrics={"validation_loss": 5.6789},
         checkpoint_id="a001-step-30000", checkpoint_step=30_000,
         phase_seconds={"provisioning": 71.3, "connecting": 12.1, "sending": 3.4, "running": 59000.0, "teardown": 44.0},
+        spending=[Spent(1, 3.92, NOW - 139_900, NOW - 80_000, 0.041)],
         outputs={"folder": f"mgpu-runs/{OLD}/outputs", "files": 12, "bytes": 3 << 20, "missing": 0}, **known | done,
     )  # fmt: skip
     CommitLog(open_store(url), OLD).begin_attempt(1, "w")
@@ -189,6 +199,7 @@ def user(world, tmp_path, monkeypatch):
     )  # fmt: skip
     reason = "rank 3 on node 1: exit code 1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
     more = known | done | {"state": State.FAILED, "fault": "user", "exit_code": 6, "recoveries": 1, "attempt": 2}
+    more["spending"] = [Spent(1, 3.92, NOW - 99_000, NOW - 90_000), Spent(2, None, NOW - 89_900, NOW - 80_000)]
     world.record(FAILED, created_at=NOW - 100_000, step=2345, reason=reason, interruptions=[lost], **more)
     fleet = world.output(world.cloud.rent(f"mine-{RUNNING}", 2)).model_dump(mode="json")
     more = known | {"fleet": fleet, "state": State.RUNNING, "node_phases": ["training", "training"], "writer": "w"}

@@ -201,8 +201,13 @@ def test_a_plan_says_what_a_budget_pays_for_and_refuses_one_that_pays_for_nothin
     assert "at most $5.00 (max_usd), which pays for 2.5 h of them" in " ".join(capsys.readouterr().err.split())
     common.show_plan(Console(), plan, max_usd=50)
     assert "at most $20.00 until the hard cap of 10 h" in " ".join(capsys.readouterr().err.split())
+    disks = (Cost(what="disks", usd=2.0, per="hour"), Cost(what="traffic", usd=9.0, per="GiB"))
+    common.show_plan(Console(), plan, disks, max_usd=30)
+    assert "at most $30.00 (max_usd), which pays for 7.5 h of them" in " ".join(capsys.readouterr().err.split())
     for enough in (None, 5.0):
         common.require_paid(plan, enough)
+    with pytest.raises(InputError, match=r"\$0.30 pays for 4.5 min of these machines"):
+        common.require_paid(plan, 0.3, disks)
     with pytest.raises(InputError, match=r"\$0.10 pays for 3 min of these machines"):
         common.require_paid(plan, 0.1)
 

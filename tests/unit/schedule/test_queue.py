@@ -21,13 +21,13 @@ CASES = {
     "the oldest first": ([run("b", created_at=2.0), run("a", created_at=1.0)], [], ["a", "b"], {}),
     "the higher priority first": ([run("a"), run("b", priority=1), run("c", priority=-1)], [], ["b", "a", "c"], {}),
     "whoever has less at work first": (
-        [run("a1", submitted_by="a"), run("a2", submitted_by="a"), run("b1", submitted_by="b", created_at=9.0)],
-        [run("a0", State.RUNNING, submitted_by="a")],
+        [run("a1", created_by="a"), run("a2", created_by="a"), run("b1", created_by="b", created_at=9.0)],
+        [run("a0", State.RUNNING, created_by="a")],
         ["b1", "a1", "a2"],
         {},
     ),
     "owners take turns": (
-        [run(f"{who}{n}", submitted_by=who, created_at=float(n)) for who in "ab" for n in range(2)],
+        [run(f"{who}{n}", created_by=who, created_at=float(n)) for who in "ab" for n in range(2)],
         [],
         ["a0", "b0", "a1", "b1"],
         {},
@@ -54,7 +54,7 @@ CASES = {
         {"d": "its sweep, which has 2 runs at a time"},
     ),
     "one that waits holds up no other": (
-        [run("b", after=["gone"], priority=5, submitted_by="a"), run("c", submitted_by="a")],
+        [run("b", after=["gone"], priority=5, created_by="a"), run("c", created_by="a")],
         [],
         ["b", "c"],
         {"b": "run gone, whose record was removed"},

@@ -22,6 +22,7 @@ from mgpu.errors import AuthError, InputError, MgpuError, StackError
 from mgpu.events import Warned
 from mgpu.providers.base import NodePhase
 from mgpu.providers.local.provider import LocalProvider
+from mgpu.run.budget import account
 from mgpu.run.lifecycle import attach, down, submit
 from mgpu.run.lifecycle import launch as runs
 from mgpu.run.record import record
@@ -64,7 +65,8 @@ class InProcess:
                 said = {"state": str(down.down(known, self.context).state)}
             else:
                 outcome = attach.attach(known, replace(self.context, watch_s=watch_s))
-                said = {"state": str(outcome.record.state if outcome else known.state)}
+                found = outcome.record if outcome else known
+                said = {"state": str(found.state), "reason": found.reason}
             self.over.append(Looked(need, 0, said))
         except MgpuError as error:
             self.over.append(Looked(need, error.exit_code, {"error": error.to_json()}))
@@ -623,6 +625,27 @@ def test_the_queue_from_the_command_line(nights, monkeypatch):
     assert f"run {first}, which has failed: it may be resumed" in mgpu("reconcile", "--dry-run").stdout
     refused = mgpu("submit", "--yes", "--max-parallel", "2").exception
     assert "nothing to limit" in str(refused)
+
+
+def test_a_queued_run_for_which_there_is_no_room_waits_and_everybody_can_see_for_what(nights, monkeypatch):
+    monkeypatch.chdir(nights.world.folder)
+    account.change(usd_per_hour=0.05)
+    run = json.loads(mgpu("submit", "--yes", "--json").stdout)["run_id"]
+    report = nights.works()
+    assert [each.state for each in report.looked] == ["queued"]
+    found = record.load(run)
+    assert (found.state, nights.world.cloud.billed) == (State.QUEUED, set())
+    why = "waits: dollars per hour: $0.00 are in use, and up to $0.10 would come, of $0.05: $0.05 too much"
+    assert found.reason == why
+    assert f"queued, {why}" in " ".join(mgpu("ls").stdout.split())
+    assert json.loads(mgpu("status", run, "--json").stdout)["reason"] == why
+    with monkeypatch.context() as patch:
+        patch.setattr(Reconciler, "work", lambda _: report)
+        assert why in " ".join(mgpu("reconcile").stdout.split())
+    attached = mgpu("attach", run)
+    assert (attached.return_value, f"stays queued: {why}" in " ".join(attached.stderr.split())) == (0, True)
+    account.change(usd_per_hour=0.1)
+    assert nights.through() == ["running", "succeeded"]
 
 
 @pytest.mark.parametrize("args", [("--for", "soon"), ("--for", "5m", "--watch")])

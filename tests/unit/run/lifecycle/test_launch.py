@@ -28,6 +28,7 @@ from mgpu.errors import (
     Interrupted,
     NoCapacity,
     NoOffer,
+    OverLimit,
     PermissionDenied,
     QuotaExceeded,
     RemoteError,
@@ -37,9 +38,11 @@ from mgpu.errors import (
     TrainingFailed,
     Transient,
 )
-from mgpu.events import Note, RunStateChanged, Warned
+from mgpu.events import Note, RunStateChanged, SpendChanged, Warned
 from mgpu.iac.engine.project import project_name
 from mgpu.providers.base import NodePhase
+from mgpu.providers.local.provider import LocalProvider
+from mgpu.run.budget import account
 from mgpu.run.job.request import resolve
 from mgpu.run.lifecycle import attach, attempt_start, gc, supervise
 from mgpu.run.lifecycle import down as downs
@@ -371,6 +374,88 @@ def test_a_run_that_has_come_to_its_budget_says_what_to_do(project):
     assert "stopped at its budget" in outcome.error.what
     assert record.load("last").stop_reason == "budget"
     project.nothing_is_left()
+
+
+# --- what all runs may spend ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def others(project, monkeypatch):
+    """Another run that trains, at 0.50 USD per hour, and a price list."""
+    monkeypatch.setattr(project.world.cloud, "offers", LocalProvider().offers, raising=False)
+    project.world.record("others", state=State.RUNNING, spending=[Spent(1, 0.5, time.time() - 3600, None, 0.0)])
+    return project
+
+
+@pytest.mark.parametrize("limits", [{"runs": 1}, {"usd_per_hour": 0.51}, {"usd_per_month": 0.5}])
+@pytest.mark.parametrize("way", ["launch", "run", "resume"])
+def test_a_run_over_a_limit_is_refused_before_anything_is_made(others, limits, way):
+    world, before = others.world, None
+    if way == "resume":
+        before = world.record("before", state=State.FAILED, teardown="confirmed", created_at=2.0)
+    if way == "run":
+        others.stands()
+    begin = others.run if way == "run" else lambda: others.launch(resume=before)
+    known, billed = set(record.ids()), set(world.cloud.billed)
+    account.change(**limits)
+    with pytest.raises(OverLimit) as refused:
+        begin()
+    assert refused.value.exit_code == 2
+    assert (set(record.ids()), world.cloud.billed, world.calls.count("up")) == (known, billed, 0)
+    assert {path.name for path in Folder("x").root.parent.glob("*")} - {".opening"} == known
+    account.change(**dict.fromkeys(limits, 99))
+    assert begin().exit_code == 0
+    assert account.in_use(time.time()).runs == ("others",)
+
+
+def test_new_machines_live_no_longer_than_the_rest_of_the_month_pays_for_beside_the_others(others):
+    account.change(usd_per_month=1.0)
+    others.launch("max_usd: 10\n")
+    (paid,) = others.world.paid
+    assert 0 < paid < 0.5, "not 10: what is left of the month is shared with what runs"
+
+
+def test_a_month_that_is_spent_ends_a_run_with_its_checkpoint_and_exit_code_8(others, monkeypatch):
+    monkeypatch.setattr(account, "claim", lambda *_: False)  # it has begun before
+    others.world.program = others.world.train_on
+    account.change(usd_per_month=record.load("others").spent_usd(time.time()) + 0.001)
+    outcome = others.launch()
+    assert isinstance(outcome.error, Stopped)
+    assert (outcome.exit_code, outcome.record.stop_reason) == (8, "month")
+    assert "month's budget" in outcome.error.what
+    assert "mgpu limits" in outcome.error.next_step
+    told = [event for event in others.world.events if isinstance(event, SpendChanged)]
+    assert [event.limit for event in told] == ["usd_per_month"]
+
+
+def test_in_a_month_that_is_spent_no_machine_is_rented_for_a_run_that_has_begun(others, monkeypatch):
+    monkeypatch.setattr(account, "claim", lambda *_: False)
+    account.change(usd_per_month=0.1)
+    outcome = others.launch()
+    assert isinstance(outcome.error, Stopped)
+    assert "of $0.10 (usd_per_month) are spent by all runs" in outcome.error.what
+    assert others.world.paid == []
+
+
+def test_limits_that_cannot_be_read_end_no_run_that_has_begun(others, monkeypatch):
+    def away(*_):
+        raise StackError("the backend does not answer")
+
+    account.change(usd_per_month=99)
+    monkeypatch.setattr(account, "of_month", away)
+    assert others.launch().exit_code == 0
+    assert any("limits are not known" in str(event) for event in others.world.events)
+
+
+def test_a_queued_run_waits_until_there_is_room_and_says_for_what(others, queued):
+    account.change(runs=1)
+    outcome = attach.attach(queued, others.context)
+    assert (outcome.exit_code, outcome.left, others.world.calls) == (0, True, [])
+    waits = record.load("run-1")
+    assert (waits.state, waits.reason) == (State.QUEUED, "waits: runs at once: 1 run of 1 (others)")
+    account.change(runs=2)
+    outcome = attach.attach(waits, others.context)
+    assert (outcome.exit_code, outcome.record.state, outcome.record.reason) == (0, State.SUCCEEDED, "")
 
 
 @pytest.mark.parametrize(("signals", "asked"), [(2, True), (0, False)])

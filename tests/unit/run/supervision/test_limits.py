@@ -10,7 +10,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, Spent
-from mgpu.run.supervision.limits import Asked, Budget, Deadline, HardCap, StopReason, cap_reason, limits
+from mgpu.run.supervision.limits import Asked, Budget, Deadline, HardCap, MonthBudget, StopReason, cap_reason, limits
 
 NOW = 1_000_000.0
 TIMES = Timeouts(stop_grace_s=60)  # type: ignore[call-arg]
@@ -63,7 +63,8 @@ def test_on_machines_that_live_longer_a_run_has_a_deadline_of_its_own(xdg: Path,
 
 
 def test_the_list_is_whole(xdg: Path):
-    assert [type(limit) for limit in limits(record(max_hours=1), TIMES, NOW)] == [Asked, Budget, HardCap, Deadline]
+    found = [type(limit) for limit in limits(record(max_hours=1), TIMES, NOW)]
+    assert found == [Asked, Budget, MonthBudget, HardCap, Deadline]
 
 
 @pytest.mark.parametrize("reason", list(StopReason))
@@ -78,6 +79,18 @@ def test_a_budget_ends_a_run_with_room_for_its_last_save(xdg: Path):
     assert reached(run, NOW + 400 - 91) == set()
     assert reached(run, NOW + 400 - 89) == {StopReason.BUDGET}
     assert reached(record(max_hours=10, spending=spending), NOW + 9000) == set(), "without one, none"
+
+
+def test_disks_and_addresses_are_spent_too_and_what_is_not_known_is_not(xdg: Path):
+    run = record(spending=[Spent(1, None, NOW - 7200, NOW - 3600)])
+    assert not run.priced
+    run.costs(2, 30.0, NOW, 6.0)
+    run.costs(2, 99.0, NOW + 9)  # the same machines
+    run.costs(3, 72.0, NOW + 3600, None)
+    assert run.priced
+    assert run.spent_usd(NOW + 5400) == 36.0 + 36.0
+    run.costs_no_more(NOW + 5400)
+    assert run.spent_usd(NOW + 9000) == 72.0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from dataclasses import replace
@@ -21,7 +22,7 @@ from mgpu.run.record.record import Interruption, Spent, State
 from mgpu.run.record.session import Session
 from mgpu.run.supervision import remote_tail
 from mgpu.run.supervision.fleet_monitor import FleetMonitor
-from mgpu.run.supervision.limits import Asked, Deadline, HardCap
+from mgpu.run.supervision.limits import Asked, Budget, Deadline, HardCap
 from mgpu.run.supervision.metrics import collect
 from mgpu.run.supervision.node_monitor import BEAT_S, NodeMonitor
 from mgpu.run.supervision.supervisor import SETTLE_S, Supervisor
@@ -61,7 +62,8 @@ class Watch:
             self.nodeset,
             provider=self.world.cloud if cloud else None,
             handle=handle or self.handle,
-            limits=[Asked(Folder("run-1").stop), HardCap(0), Deadline(BEGIN + deadline_s)],
+            # a budget that is told of, and ends nothing
+            limits=[Asked(Folder("run-1").stop), Budget(-math.inf), HardCap(0), Deadline(BEGIN + deadline_s)],
             clock=lambda: self.now,
             wall=lambda: self.now,
             sleep=self._sleep,

@@ -1,0 +1,1 @@
+"""What runs have spent, and what an account may spend."""
