@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import random
 import socket
 import ssl
 import struct
@@ -331,8 +332,67 @@ def _forward(netloc: str, call: Call) -> None:
 @pytest.fixture
 def team(versitygw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gateway.Team:
     """Machines whose backend is a bucket of versitygw."""
-    for name, value in versitygw.env.items():
+    return _team(versitygw, versitygw.env, tmp_path, monkeypatch)
+
+
+def _team(server: Server, env: Mapping[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> gateway.Team:
+    for name, value in env.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(location.VARIABLE, gateway.backend(versitygw.env, versitygw.bucket(), "team"))
+    monkeypatch.setenv(location.VARIABLE, gateway.backend(env, server.bucket(), "team"))
     monkeypatch.setattr(shared, "_LOOK_S", 0.01)
-    return gateway.Team(tmp_path, monkeypatch.setenv)
+    return gateway.Team(folder, monkeypatch.setenv)
+
+
+class Storm:
+    """What becomes of requests on their way to a bucket, by a seed, while it blows: one in six is refused (503, 409),
+    or its answer is lost, before it was done or after; and one listing in three is that of a while ago."""
+
+    def __init__(self, seed: int) -> None:
+        self.blows, self._lock = False, threading.Lock()
+        self._random, self._listed = random.Random(seed), dict[str, tuple[bytes, Any]]()
+
+    def _falls(self, share: float) -> bool:
+        with self._lock:
+            return self.blows and self._random.random() < share
+
+    def before(self, call: Call) -> None:
+        if self._falls(1 / 18):
+            raise Lost
+        if self._falls(1 / 18):
+            busy = call.method != "PUT" or self._falls(0.5)
+            call.status, code = (503, "SlowDown") if busy else (409, "ConditionalRequestConflict")
+            call.answer = f"<Error><Code>{code}</Code><Message>told by a test</Message></Error>".encode()
+
+    def after(self, call: Call) -> None:
+        if "list-type=2" in call.path and call.status == 200:
+            then = self._listed.get(call.path)
+            self._listed[call.path] = (call.answer, call.answer_headers)
+            if then is not None and self._falls(1 / 3):
+                call.answer, call.answer_headers = then
+        if self._falls(1 / 18):
+            raise Lost
+
+
+@pytest.fixture
+def storm(request: pytest.FixtureRequest) -> Storm:
+    """By the test's own seed."""
+    return Storm(request.param)
+
+
+@pytest.fixture
+def team_in_a_storm(versitygw, storm: Storm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[gateway.Team]:
+    """Machines whose bucket lies behind one. Nothing waits between two tries."""
+    from mgpu_train import store
+
+    def opened(*args: Any, real: Any = store.open_store, **more: Any) -> Store:
+        made = real(*args, **more)
+        monkeypatch.setattr(made, "_sleep", lambda _seconds: None)
+        return made
+
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _seconds: None))  # botocore's alone
+    monkeypatch.setattr(store, "open_store", opened)
+    proxy = Proxy(versitygw, storm.before, storm.after)
+    try:
+        yield _team(versitygw, {**versitygw.env, "AWS_ENDPOINT_URL": proxy.endpoint}, tmp_path, monkeypatch)
+    finally:
+        proxy.close()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.backend import location
 from mgpu.cli import cli
 from mgpu.context import Context
-from mgpu.errors import InputError
+from mgpu.errors import InputError, StackError
 from mgpu.events import ScheduleMissed, ignore
 from mgpu.run.lifecycle.launch import kept_for_later
 from mgpu.run.lifecycle.outcome import judged
@@ -64,7 +65,7 @@ class Nobody:
 
 
 @pytest.fixture
-def project(tmp_path: Path, team: Team, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a run file, its code and a Pulumi program."""
     monkeypatch.setattr(reconcile, "_claimed", lambda: False)  # what stands for S3 here is no AWS
     folder = tmp_path / "project"
@@ -151,6 +152,31 @@ def test_an_answer_that_is_lost_starts_nothing_twice(
         assert record.ids() == [run]
         assert [due.outcome for due in kept.load("nightly").history] == [Outcome.RUNNING]
         assert told
+
+
+@pytest.mark.drawn("seeds of storms", "mgpu/schedule", "mgpu/backend", "mgpu/run/record")
+@pytest.mark.parametrize("storm", range(8), indirect=True)
+def test_whatever_happens_to_requests_each_time_has_one_run(storm, team_in_a_storm: Team, project: Path):
+    team, machines = team_in_a_storm, "abc"
+    with team.on("a"):
+        add(project)
+    for hour in range(1, 4):
+        now = NOW + hour * HOUR
+        storm.blows = True
+        for machine in (*machines, *machines):
+            with team.on(machine), suppress(StackError):  # what it cannot do is done by the next one
+                Reconciler(CONTEXT, supervisors=Nobody(), clock=lambda now=now: now).work()
+        storm.blows = False
+        with team.on("d"):
+            (run,) = passes(now)
+            assert len(record.ids()) == hour
+            assert [due.run_id for due in kept.load("nightly").history][-1] == run
+            record.shared.files.bring(run)
+            assert (Folder(run).work / "train.py").exists(), "whoever submitted it has kept its code"
+            record.write(replace(record.load(run), state=State.SUCCEEDED, teardown="confirmed"))
+    with team.on("e"):
+        assert passes(NOW + 3.5 * HOUR) == []
+        assert [due.outcome for due in kept.load("nightly").history] == [Outcome.SUCCEEDED] * 3
 
 
 @pytest.fixture
