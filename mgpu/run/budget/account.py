@@ -183,8 +183,13 @@ def place(run_id: str, usd_per_hour: Callable[[], float | None]) -> Iterator[Non
     try:
         yield
     finally:
-        with suppress(StackError):  # it lapses
-            objects.change(_CLAIMS, lambda kept: _but(kept, run_id))
+        let_go(run_id)
+
+
+def let_go(run_id: str) -> None:
+    """Gives the run's place up; where the backend does not answer, it lapses."""
+    with suppress(StackError):
+        objects.change(_CLAIMS, lambda kept: _but(kept, run_id))
 
 
 def claim(run_id: str, usd_per_hour: Callable[[], float | None]) -> bool:
