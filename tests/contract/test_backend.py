@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +20,15 @@ from waiting import until
 import mgpu.cli
 from mgpu.backend import lease, location, owner, settings
 from mgpu.backend.lease import Lease
-from mgpu.errors import InputError, StackError, TakenOver
+from mgpu.errors import InputError, OverLimit, StackError, TakenOver
 from mgpu.iac.engine import state_file
+from mgpu.run.budget import account
+from mgpu.run.budget.costs import all_records, remember, stretches, total
 from mgpu.run.lifecycle import removal
 from mgpu.run.record import record as records
 from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Record, State, supervised, supervising, supervisor_of
+from mgpu.run.record.record import Record, Spent, State, supervised, supervising, supervisor_of
 from mgpu.run.record.supervisor_lock import me
 
 
@@ -34,6 +38,34 @@ def run(run_id: str = "first-1", **changes: object) -> Record:
         fleet_name="f", provider="local", nodes=1, created_at=1.0,
     )  # fmt: skip
     return replace(known, **changes)
+
+
+def test_a_limit_holds_on_all_machines_and_what_was_spent_is_known_on_all(team: Team):
+    spent = [Spent(1, 5.0, 3600.0, 7200.0, 0.5)]
+    with team.on("a"):
+        records.save(run("gone-1", state=State.FAILED, ended_at=7200.0, teardown="confirmed", spending=spent))
+        removal.remove(records.every())
+        account.change(runs=1)
+        account.change(usd_per_hour=60.0)
+
+        def claimed(number: int) -> bool:
+            with suppress(OverLimit):
+                return account.claim(f"run-{number}", lambda: 20.0)
+            return False
+
+        with ThreadPoolExecutor(8) as pool:
+            assert sum(pool.map(claimed, range(8))) == 1
+        (first,) = account.in_use(time.time()).runs
+        records.save(run(first, state=State.PROVISIONING))
+    with team.on("b"):
+        assert total(stretches(all_records(), 9e9)).usd == 5.5
+        with pytest.raises(OverLimit, match="over a limit") as refused:
+            account.claim("other-1", lambda: 50.0)
+        assert [each.partition(":")[0] for each in refused.value.over] == ["runs at once", "dollars per hour"]
+        there = records.load(first)
+        there.to(State.STOPPED)
+        records.save(there)
+        assert account.claim("other-1", lambda: 50.0)
 
 
 def too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +265,8 @@ def test_all_of_a_folder_moves_to_a_bucket_and_back(team: Team, monkeypatch: pyt
     monkeypatch.delenv(location.VARIABLE)
     with team.on("a"):
         filled(team.folder)
+        account.change(runs=7)
+        remember([run("old-1", spending=[Spent(1, 5.0, 0.0, 3600.0)])])
         tag, before, home = owner.owner(), files("first-1"), location.current().url
         moved = json.loads(cli("backend", "move", bucket, "--yes", "--json"))
         assert (moved["runs"], moved["stacks"], moved["owner"], moved["shared"]) == (1, 1, tag, True)
@@ -252,6 +286,8 @@ def test_all_of_a_folder_moves_to_a_bucket_and_back(team: Team, monkeypatch: pyt
     with team.on("c"):
         assert files("first-1").items() >= {name: text for name, text in before.items() if name != "lock"}.items()
         assert owner.owner() == tag
+        assert account.limits().runs == 7
+        assert total(stretches(all_records(), 9e9)).runs == {"old-1"}
     with team.on("a"):
         cli("backend", "move", home, "--yes")
         monkeypatch.delenv(location.VARIABLE)

@@ -97,12 +97,13 @@ def _in_use(
     lapsed."""
     records = {record.run_id: record for record in all_records(fresh=True)}
     lives = _living(claims, records, now)
-    alive = {run: each for run, each in records.items() if not each.state.final and each.state is not State.QUEUED}
+    billed = {run: each for run, each in records.items() if _within_cap(each, now)}
+    alive = {run: each for run, each in billed.items() if not each.state.final and each.state is not State.QUEUED}
     rates = {run: _rate(each, lives.get(run)) for run, each in alive.items()}
     rates |= {run: each["usd_per_hour"] for run, each in lives.items() if run not in alive}
     runs = tuple(sorted(run for run in rates if run != but))
     # over, and perhaps not given back
-    rates |= {run: _rate(each, None) for run, each in records.items() if each.state.final and each.teardown == "asked"}
+    rates |= {run: _rate(each, None) for run, each in billed.items() if each.state.final and each.teardown == "asked"}
     rates.pop(but, None)
     spenders = (record for run, record in records.items() if run != but or not spent_too)
     spent = total(stretches(spenders, now, month_began(now))).usd
@@ -115,11 +116,16 @@ def _living(claims: Mapping[str, Claim], records: Mapping[str, Record], now: flo
     def lives(run: str, at: float) -> bool:
         record = records.get(run)
         if record is not None and not record.state.final:
-            return True
+            return _within_cap(record, now)
         ended_since = record is not None and (record.ended_at or 0.0) >= at
         return not ended_since and now - at < _SUBMITTED_S
 
     return {run: each for run, each in claims.items() if lives(run, each["at"])}
+
+
+def _within_cap(record: Record, now: float) -> bool:
+    """Past its hard cap a run has no machines, whoever has forgotten it."""
+    return now < record.hard_cap_at or not record.hard_cap_at
 
 
 def _rate(record: Record, claim: Claim | None) -> float | None:
@@ -183,8 +189,13 @@ def place(run_id: str, usd_per_hour: Callable[[], float | None]) -> Iterator[Non
     try:
         yield
     finally:
-        with suppress(StackError):  # it lapses
-            objects.change(_CLAIMS, lambda kept: _but(kept, run_id))
+        let_go(run_id)
+
+
+def let_go(run_id: str) -> None:
+    """Gives the run's place up; where the backend does not answer, it lapses."""
+    with suppress(StackError):
+        objects.change(_CLAIMS, lambda kept: _but(kept, run_id))
 
 
 def claim(run_id: str, usd_per_hour: Callable[[], float | None]) -> bool:

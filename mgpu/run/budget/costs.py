@@ -8,6 +8,7 @@ A month is one of UTC, as providers bill. Plain dataclasses and JSON: `mgpu cost
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -165,7 +166,11 @@ def all_records(*, fresh: bool = False) -> list[Record]:
 
 def _removed() -> list[Record]:
     found = objects.read(_REMOVED)
-    return [] if found is None else [of_json(each) for each in found["runs"].values()]
+    records = list[Record]()
+    for each in found["runs"].values() if found else ():
+        with suppress(ValueError, TypeError, LookupError, AttributeError):  # one that is damaged hides no other
+            records.append(of_json(each))
+    return records
 
 
 def remember(records: Iterable[Record]) -> None:

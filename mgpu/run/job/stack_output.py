@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mgpu.errors import ProviderError
+from mgpu.errors import NoOffer
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan import rank
 from mgpu.providers import registry
@@ -53,12 +53,12 @@ def usd_per_hour(fleet: StackOutput) -> float | None:
 
 
 def dearest_usd_per_hour(spec: RunSpec) -> float | None:
-    """The most that a run file's fleet may cost by the hour, with what it has beside its machines; None: nothing can be
-    rented for it now, as whoever tries is told."""
+    """The most that a run file's fleet may cost by the hour, with what it has beside its machines; None: nothing is on
+    sale for it, as whoever tries to rent it is told. Raises ProviderError: the provider does not say."""
     needed, provider = rank.requirements(spec), provider_for(spec)
     try:
         offers = rank.plan(needed, provider.offers(needed).offers).offers
-    except ProviderError:
+    except NoOffer:
         return None
     dearest = max(offers, key=lambda offer: offer.price_usd_per_hour)
     return dearest.price_usd_per_hour * needed.nodes + other_usd_per_hour(provider, needed, dearest)

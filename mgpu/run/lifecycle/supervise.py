@@ -105,8 +105,12 @@ class _Run:
                 self.record.reason = f"waits: {'; '.join(full.over)}"
                 self.session.save()
                 return Outcome(self.record, left=True, detached=True)
+            try:
+                body = self._undone if self._to_end else self._begin if self._submitted else self._made()
+            except BaseException:  # it stays queued: others may begin meanwhile
+                account.let_go(self.record.run_id)
+                raise
             self.record.reason = ""
-            body = self._undone if self._to_end else self._begin if self._submitted else self._made()
             self.session.to(State.PROVISIONING)
             return conclude(self.session, self.stack, end, body)
         if state is State.TEARDOWN:

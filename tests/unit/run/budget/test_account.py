@@ -108,6 +108,8 @@ def test_of_twenty_at_once_no_more_are_let_in_than_there_is_room_for(limits: dic
         (None, 601.0, False),  # nothing came of it
         ({"state": State.QUEUED, "spending": []}, 1e6, True),
         ({}, 1e6, True),
+        ({"hard_cap_at": NOW + 60}, 59.0, True),
+        ({"hard_cap_at": NOW + 60}, 60.0, False),  # nobody has closed it, and its machines are gone
         ({"state": State.SUCCEEDED, "ended_at": NOW + 5}, 6.0, False),
         ({"state": State.SUCCEEDED, "ended_at": NOW - 5}, 6.0, True),  # it is resumed
         ({"state": State.SUCCEEDED, "ended_at": NOW - 5}, 601.0, False),
@@ -136,6 +138,7 @@ def test_runs_that_were_begun_without_limits_count_and_what_is_over_does_not():
         run("trains", 5.0),
         run("theirs", None),
         run("begins", spending=[], state=State.PROVISIONING),
+        run("forgotten", 2.0, NOW - 2 * HOUR, hard_cap_at=NOW - HOUR),
         run("queued", spending=[], state=State.QUEUED),
         run("over", 7.0, **over | {"spending": [Spent(1, 7.0, NOW - 2 * HOUR, NOW - HOUR, 0.0)]}),
         run("stuck", 3.0, teardown="asked", **over),
@@ -143,7 +146,7 @@ def test_runs_that_were_begun_without_limits_count_and_what_is_over_does_not():
         records.save(each)
     used = account.in_use(NOW)
     assert (used.runs, used.usd_per_hour) == (("begins", "theirs", "trains"), 8.0)
-    assert (used.unpriced, used.month_usd) == (["begins", "theirs"], 5.0 + 7.0 + 3.0)
+    assert (used.unpriced, used.month_usd) == (["begins", "theirs"], 5.0 + 2.0 + 7.0 + 3.0)
 
 
 def test_a_place_is_let_go_at_the_end_whatever_ends_it():

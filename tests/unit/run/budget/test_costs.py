@@ -103,9 +103,10 @@ def test_the_table_has_a_total_and_says_what_is_not_known(mgpu, monkeypatch: pyt
     ]
 
 
-def test_costs_imports_nothing_heavy_and_is_fast(xdg: Path):
-    code = "import sys; from mgpu.cli import main\ntry: main(['costs', '--json'])\nfinally: print(sorted(sys.modules))"
+def test_costs_imports_nothing_heavy(xdg: Path):
+    code = "import sys; from mgpu.cli import main\ntry: main(['costs'])\nfinally: print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     said, modules = done.stdout.strip().rsplit("\n", 1)
-    assert json.loads(said)["total"]["usd"] == 0
-    assert not {"torch", "boto3", "botocore", "pulumi", "grpc", "paramiko"} & set(json.loads(modules.replace("'", '"')))
+    assert said == "nothing was spent yet"
+    heavy = {"torch", "boto3", "botocore", "pulumi", "grpc", "paramiko", "awscrt", "pydantic"}
+    assert not heavy & set(json.loads(modules.replace("'", '"')))

@@ -447,13 +447,18 @@ def test_limits_that_cannot_be_read_end_no_run_that_has_begun(others, monkeypatc
     assert any("limits are not known" in str(event) for event in others.world.events)
 
 
-def test_a_queued_run_waits_until_there_is_room_and_says_for_what(others, queued):
+def test_a_queued_run_waits_until_there_is_room_and_says_for_what(others, queued, monkeypatch):
     account.change(runs=1)
     outcome = attach.attach(queued, others.context)
     assert (outcome.exit_code, outcome.left, others.world.calls) == (0, True, [])
     waits = record.load("run-1")
     assert (waits.state, waits.reason) == (State.QUEUED, "waits: runs at once: 1 run of 1 (others)")
     account.change(runs=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(supervise, "secrets_of", lambda *_: (_ for _ in ()).throw(InputError("a secret is missing")))
+        with pytest.raises(InputError, match="secret"):
+            attach.attach(waits, others.context)
+    assert account.in_use(time.time()).runs == ("others",), "it holds no place that it cannot take"
     outcome = attach.attach(waits, others.context)
     assert (outcome.exit_code, outcome.record.state, outcome.record.reason) == (0, State.SUCCEEDED, "")
 
