@@ -1,10 +1,10 @@
-"""JSON objects in mgpu's folder of the backend, one key each, changed only by who has read what is there."""
+"""Objects in mgpu's folder of the backend, one key each, changed only by who has read what is there."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from mgpu.backend import location
 from mgpu.errors import InputError, StackError
@@ -13,6 +13,7 @@ _LARGEST = 64 << 20  # bytes
 _TRIES = 100
 
 Plain = dict[str, Any]
+T = TypeVar("T")
 
 
 def read(key: str) -> Plain | None:
@@ -35,23 +36,39 @@ def change(key: str, how: Callable[[Plain | None], Plain]) -> Plain:
         StackError: the backend does not answer, or others never stop writing.
         InputError: as `read` does.
     """
+    return write(key, f"{key} of the backend", _TRIES, lambda: _read(key), how, _data)
+
+
+def write(
+    key: str,
+    what: str,
+    tries: int,
+    look: Callable[[], tuple[T, str] | None],
+    how: Callable[[T | None], T],
+    data: Callable[[T], bytes],
+) -> T:
+    """As `change`, for whatever `look` reads there, with its version, and `data` writes; `what` it is, in words."""
     from mgpu_train.store import Ambiguous
 
     here = location.current()
-    for _ in range(_TRIES):
-        found = _read(key)
+    for _ in range(tries):
+        found = look()
         before, version = found or (None, "")
         after = how(before)
         if after == before:
             return after
-        data = json.dumps(after, indent=1).encode()
         with here.asking("written"):
             try:
-                if here.ours.put_if_absent(key, data) if found is None else here.ours.replace(key, data, version):
+                store = here.ours
+                if store.put_if_absent(key, data(after)) if found is None else store.replace(key, data(after), version):
                     return after
             except Ambiguous:  # it is seen there, or done again
                 continue
-    raise StackError(f"{key} of the backend could not be written", f"Others have written it {_TRIES} times meanwhile.")
+    raise StackError(f"{what} could not be written", f"Others have written it {tries} times meanwhile.")
+
+
+def _data(plain: Plain) -> bytes:
+    return json.dumps(plain, indent=1).encode()
 
 
 def _read(key: str) -> tuple[Plain, str] | None:

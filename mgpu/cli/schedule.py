@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import os
 import re
 import secrets
 import time
@@ -96,6 +94,7 @@ def add(
     The price of one run is shown and agreed to now.
     """
     from mgpu.run.lifecycle import launch as runs
+    from mgpu.run.lifecycle.submit import user
     from mgpu.schedule import kept
     from mgpu.schedule.model import IfRunning, Schedule
     from mgpu.schedule.times import Times
@@ -125,7 +124,7 @@ def add(
         timezone=timezone,
         run={},
         created_at=now,
-        created_by=f"{getpass.getuser()}@{os.uname().nodename}",
+        created_by=user(),
         decided_until=now,
         if_running=IfRunning(if_running),
         start_within_s=start_within,

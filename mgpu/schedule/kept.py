@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
-from mgpu.backend import location
-from mgpu.errors import InputError, StackError
+from mgpu.backend import location, objects
+from mgpu.errors import InputError
 from mgpu.run.record import files, shared
 from mgpu.run.record.record import Record, State, find
 from mgpu.schedule.model import Schedule, parsed
@@ -103,23 +104,20 @@ def change(name: str, how: Callable[[Schedule, float], Schedule]) -> Schedule:
         InputError: it is not there any more.
         StackError: the backend does not answer, or others never stop writing.
     """
-    from mgpu_train.store import Ambiguous
+    ahead_s = 0.0
 
-    here = location.current()
-    for _ in range(_TRIES):
+    def look() -> tuple[Schedule, str]:
+        nonlocal ahead_s
         found = _find(name)
         if found is None:
             raise InputError(f"no schedule `{name}` any more", "Somebody has removed it.", "See `mgpu schedule ls`.")
-        after = how(found.schedule, found.ahead_s)
-        if after == found.schedule:
-            return after
-        with here.asking("written"):
-            try:
-                if here.ours.replace(_key(name), after.to_json(), found.version):
-                    return after
-            except Ambiguous:  # it is seen there, or done again
-                continue
-    raise StackError(f"schedule {name} could not be written", f"Others have written it {_TRIES} times meanwhile.")
+        ahead_s = found.ahead_s
+        return found.schedule, found.version
+
+    def changed(before: Schedule | None) -> Schedule:
+        return how(cast(Schedule, before), ahead_s)  # `look` finds one
+
+    return objects.write(_key(name), f"schedule {name}", _TRIES, look, changed, Schedule.to_json)
 
 
 def run_of(run_id: str, failed: Callable[[InputError], None] = lambda _: None) -> Record | None:

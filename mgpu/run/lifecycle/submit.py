@@ -199,7 +199,7 @@ def _record(
         checkpoint_step=resume.checkpoint_step if resume else -1,
         idle_step=resume.checkpoint_step if resume else -1,
         created_at=resume.created_at if resume else time.time(),
-        created_by=_user(),
+        created_by=user(),
         max_hours=spec.max_hours,
         max_usd=spec.max_usd or 0.0,
         expect={metric: each.model_dump(exclude_none=True) for metric, each in spec.expect.items()},
@@ -209,7 +209,7 @@ def _record(
     return record
 
 
-def _user() -> str:
+def user() -> str:
     """Who begins the run, as this machine names them."""
     try:
         name = getpass.getuser()
