@@ -20,7 +20,8 @@ from mgpu_train import parallel
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress
 from mgpu_train.checkpoint.distributed.saver import Saver
 from mgpu_train.config import LmOptions, ModelConfig, TrainConfig
-from mgpu_train.loop import make_optimizer
+from mgpu_train.optim import adamw
+from mgpu_train.state import ModelPart, OptimizerPart
 from mgpu_train.strategies import initial
 from mgpu_train.tasks.lm import ByteLM
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -46,7 +47,7 @@ class Training:
         self.place = parallel.join(DEADLINE_S, DEADLINE_S)
         self.task = ByteLM(LmOptions(model=MODEL, seq_len=SEQ_LEN))
         self.model = initial.whole(self.task, 0)
-        self.optimizer = make_optimizer(self.model, TrainConfig())
+        self.optimizer = adamw.make(self.model, TrainConfig())
         self.step()
 
     def step(self, settle: Between | None = None) -> None:
@@ -119,9 +120,11 @@ def dcp(training: Training, stager: DefaultStager | None) -> Save:
 def ours(training: Training, *, outside: bool) -> Save:
     """The trainer's own; `outside`: written by a process of its own, as beside a GPU."""
     folder = training.folder / "ours"
-    checkpointer = Checkpointer(
-        training.model, training.optimizer, training.place, "all", {}, outside_s=DEADLINE_S if outside else None
-    )
+    parts = {
+        "model": ModelPart(training.model),
+        "optimizer": OptimizerPart(training.model, training.optimizer),
+    }
+    checkpointer = Checkpointer(parts, training.place, "all", {}, outside_s=DEADLINE_S if outside else None)
     saver = Saver(checkpointer, folder, DEADLINE_S)
 
     def save() -> tuple[float, float]:

@@ -139,7 +139,7 @@ def _training(spec: RunSpec) -> Iterator[Mistake]:
     if spec.train is None:
         return
     sizes: tuple[Where, ...] = (("nodes",), ("gpus_per_node",), ("processes_per_node",))
-    world, batch, micro = spec.world_size, spec.train.global_batch, spec.train.micro_batch
+    world, batch = spec.world_size, spec.train.global_batch
     launcher = launchers.installed().found.get(spec.launcher)
     if spec.shell:
         message = f"{spec.launcher} is for a `command`; the trainer is started by torchrun"
@@ -154,11 +154,8 @@ def _training(spec: RunSpec) -> Iterator[Mistake]:
     elif why := strategy.refuse(Sizes(world)):
         yield Mistake(("train", "strategy"), why, sizes)
     at: Where = ("train", "global_batch")
-    if batch % world:
-        yield Mistake(at, f"{batch} samples cannot be shared out evenly among {world} processes", sizes)
-    elif micro and batch // world % micro:
-        message = f"{batch // world} samples a process cannot be cut into passes of {micro} (`micro_batch`)"
-        yield Mistake(at, message, (*sizes, ("train", "micro_batch")))
+    if batch < world:
+        yield Mistake(at, f"{batch} samples are not one for each of {world} processes", sizes)
 
 
 def _task(spec: RunSpec) -> Iterator[Mistake]:

@@ -18,6 +18,7 @@ from mgpu_train.config import LmOptions, ModelConfig
 from mgpu_train.errors import TrainError
 from mgpu_train.strategies import initial
 from mgpu_train.strategies.fsdp import Shards
+from mgpu_train.strategies.precision import Policy
 from mgpu_train.tasks.base import Layout, Task
 from mgpu_train.tasks.lm import ByteLM
 from torch import nn
@@ -116,7 +117,7 @@ def compared(task: Task, place: parallel.Place) -> dict[str, Any]:
     """Names of what differs between the two ways, and whether generators stand at one place after them."""
     whole = dict(initial._values(initial.whole(task, SEED)))
     after = torch.get_rng_state()
-    model = initial.spread(Shards(place, "fp32"), task, SEED)
+    model = initial.spread(Shards(place, Policy()), task, SEED)
     spread = dict(initial._values(model))
     sharded = [name for name, value in spread.items() if isinstance(value, DTensor)]
     gathered = {name: spread[name].full_tensor() if name in sharded else spread[name] for name in spread}
@@ -132,7 +133,7 @@ def peak(place: parallel.Place) -> float:
     task = Modules(*[linear(4096, 4096)] * 4)
     Path("/proc/self/clear_refs").write_text("5")
     before = _kib("VmHWM")
-    model = initial.spread(Shards(place, "fp32"), task, SEED)
+    model = initial.spread(Shards(place, Policy()), task, SEED)
     kept = sum(initial._local(value).nbytes for value in model.parameters())
     return (_kib("VmHWM") - before) / 1024 - kept / (1 << 20)
 

@@ -30,7 +30,8 @@ from mgpu_train.checkpoint.transfer import pack
 from mgpu_train.checkpoint.transfer.fetch import fetch
 from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.errors import TrainError
-from mgpu_train.loop import Folders, StopRequest, Trainer
+from mgpu_train.loop import Folders, Trainer
+from mgpu_train.signals import StopRequest
 from mgpu_train.store import Store, open_store
 from mgpu_train.timeouts import Timeouts
 from scenarios import Patient, Signal, job

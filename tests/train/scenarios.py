@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,9 @@ from mgpu_train.checkpoint.distributed import dcp
 from mgpu_train.checkpoint.distributed.staging import Staging
 from mgpu_train.config import Job
 from mgpu_train.errors import TrainError
-from mgpu_train.loop import Folders, StopRequest, Trainer
+from mgpu_train.loop import Folders, Trainer
+from mgpu_train.signals import StopRequest
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
@@ -56,7 +59,7 @@ class Signal(StopRequest):
     @property
     def asked(self) -> bool:  # type: ignore[override] - counted instead of set
         """True once, in the given step."""
-        torch.rand(self._draws)  # each rank has a random state of its own, which a resumed run has to find again
+        torch.rand(self._draws)  # what the steps before have drawn is nothing to a resumed run
         self._left -= 1
         return self._left == 0
 
@@ -64,8 +67,8 @@ class Signal(StopRequest):
 class Patient(Trainer):
     """Waits in every step for the save that the last one began, so that none is skipped because a disk is slow."""
 
-    def _backward(self, samples: list[int]) -> Any:
-        sums = super()._backward(samples)
+    def _gradients(self) -> Any:
+        sums = super()._gradients()
         if self.saver is not None:
             self._tell(self.saver.wait())
         return sums
@@ -81,14 +84,14 @@ class Held(Patient):
         super().__init__(*given, **named)
         self.released, self.passed, self.stepped = threading.Event(), threading.Event(), threading.Event()
 
-    def _backward(self, samples: list[int]) -> Any:
+    def _gradients(self) -> Any:
         step = self.progress.step + 1
         if step == 5 and self.place.rank == 1:
             assert self.folders.save_request is not None
             self.folders.save_request.touch()
         if step == 8:
             self.released.set()
-        sums = (super() if step >= 8 else super(Patient, self))._backward(samples)
+        sums = (super() if step >= 8 else super(Patient, self))._gradients()
         if step >= 4:
             self.passed.set()
         return sums
@@ -144,13 +147,58 @@ class Gathered(Patient):
         def compare() -> None:
             weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
             assert staging.size >= 3 * weights or self.place.rank != 0
-            assert elsewhere[0] <= torch.get_rng_state().nbytes
+            assert elsewhere[0] <= 8
 
         held = ExitStack()
         held.callback(compare)
         held.enter_context(patch.object(DTensor, "full_tensor", one_by_one))
         held.enter_context(patch.object(dcp._Planner, "lookup_object", looked))
         return held
+
+
+class Dropout(Patient):
+    """Every tenth value of the embedding is dropped; what each step draws is written down."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.drawn: list[float] = []
+        self.model.get_submodule(self._embedding).register_forward_hook(self._drop)
+
+    @property
+    def _embedding(self) -> str:
+        return next(name for name, _ in self.model.named_modules() if name.endswith("embed"))
+
+    def _drop(self, module: nn.Module, _given: Any, out: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(out, 0.1, training=module.training)
+
+    def _gradients(self) -> Any:
+        state = torch.get_rng_state()
+        self.drawn.append(torch.rand(()).item())
+        torch.set_rng_state(state)
+        return super()._gradients()
+
+    def run(self) -> Any:
+        """And then what was drawn."""
+        done = super().run()
+        assert self.folders.metrics is not None
+        (self.folders.metrics.parent / f"drawn-{self.place.rank}.json").write_text(json.dumps(self.drawn))
+        return done
+
+
+class NoNumber(Patient):
+    """The third step's loss is none on rank 1."""
+
+    def _gradients(self) -> Any:
+        if self.progress.step == 2 and self.place.rank == 1:
+            loss, self.task.loss = self.task.loss, self._bad  # type: ignore[method-assign]
+            sums = super()._gradients()
+            self.task.loss = loss  # type: ignore[method-assign]
+            return sums
+        return super()._gradients()
+
+    def _bad(self, model: nn.Module, batch: Any) -> Any:
+        loss = type(self.task).loss(self.task, model, batch)
+        return replace(loss, total=loss.total * float("nan"))
 
 
 class Runner:
@@ -166,6 +214,7 @@ class Runner:
         resume: str | None = None,
         stop: StopRequest | None = None,
         outside: bool | None = None,
+        late: bool | None = None,
         kind: type[Trainer] = Patient,
         **settings: Any,
     ) -> None:
@@ -174,7 +223,9 @@ class Runner:
         asked = self.out / "asked" / f"rank-{self.place.rank}"  # nobody asks for a save but where a test did
         folders = Folders(home / "checkpoints", home / "metrics", self.out / resume if resume else None, asked)
         try:
-            made = kind(job(self.out, **settings), folders, self.place, stop or Signal(self.place), outside=outside)
+            made = kind(
+                job(self.out, **settings), folders, self.place, stop or Signal(self.place), outside=outside, late=late
+            )
             with made.hold() if isinstance(made, Held | Gathered) else nullcontext():
                 made.run()
         except TrainError as error:
@@ -191,7 +242,16 @@ def two_ranks(runner: Runner) -> None:
         runner.train(f"{strategy}-resumed", strategy=strategy, resume=f"{strategy}-cut/checkpoints/step-4")
         runner.train(f"{strategy}-micro-1", strategy=strategy, every_steps=None, micro_batch=1)
         runner.train(f"{strategy}-micro-3", strategy=strategy, every_steps=None, micro_batch=3)
-        runner.train(f"{strategy}-bf16", strategy=strategy, every_steps=None, precision="bf16")
+        for precision in ("bf16", "fp16"):
+            runner.train(f"{strategy}-{precision}", strategy=strategy, every_steps=None, precision=precision)
+        for micro in (None, 1):
+            name = f"{strategy}-odd" + ("-micro" if micro else "")
+            runner.train(name, strategy=strategy, every_steps=None, global_batch=7, micro_batch=micro)
+        no_number(runner, strategy)
+        dropout = f"{strategy}-dropout"
+        runner.train(dropout, strategy=strategy, kind=Dropout)
+        runner.train(f"{dropout}-resumed", strategy=strategy, kind=Dropout, resume=f"{dropout}/checkpoints/step-3")
+    no_number(runner, "ddp", precision="fp16")
     runner.train("fsdp-from-ddp", strategy="fsdp", resume="ddp/checkpoints/step-3")
     runner.train("ddp-from-one-rank", strategy="ddp", resume="single/checkpoints/step-3")
     runner.train("fsdp-rank0", strategy="fsdp", writers="rank0", kind=Gathered)
@@ -203,6 +263,7 @@ def two_ranks(runner: Runner) -> None:
         runner.train(f"minutes-of-rank-{clock}", strategy="ddp", every_steps=None, minutes=minutes)
     ask(runner)
     runner.train("early", strategy="ddp", every_steps=100)
+    runner.train("late-early", strategy="ddp", every_steps=100, late=True)
     shutil.rmtree(runner.out / "asked", ignore_errors=True)
     for strategy in ("ddp", "fsdp"):
         runner.train(f"{strategy}-long", strategy=strategy, steps=9)
@@ -217,9 +278,21 @@ def two_ranks(runner: Runner) -> None:
     runner.train("not-single", strategy="single")
     with patch.object(dcp, "free_bytes", lambda: 1 << 16):
         runner.train("no-memory", strategy="fsdp", writers="rank0")
-    runner.train("odd-batch", global_batch=7)
-    runner.train("diverged", strategy="fsdp", lr=1e30, every_steps=1)
+    runner.train("no-batch", global_batch=1)
+    runner.train("diverged", strategy="fsdp", lr=1e30, every_steps=1, max_skipped=2)
+    runner.train("late", strategy="ddp", late=True)
+    runner.train("late-cut", strategy="ddp", stop=Signal(runner.place, 4, 1), every_steps=100, late=True)
+    runner.train("late-minutes", strategy="ddp", every_steps=None, minutes=1e-9, late=True)
     break_disk(runner)
+
+
+def no_number(runner: Runner, strategy: str, **settings: Any) -> None:
+    """A step that is no number, in the end; and what comes after it."""
+    name = "-".join((strategy, *settings.values(), "nan"))
+    # the schedule is that of all steps
+    runner.train(name, strategy=strategy, kind=NoNumber, every_steps=2, stop=Signal(runner.place, 3), **settings)
+    resume = f"{name}/checkpoints/step-3"
+    runner.train(f"{name}-on", strategy=strategy, every_steps=None, resume=resume, **settings)
 
 
 def ask(runner: Runner) -> None:
@@ -233,6 +306,7 @@ def one_rank(runner: Runner) -> None:
     """The scenarios of one process, before and after those of two."""
     if not (runner.out / "fsdp").exists():
         runner.train("single", strategy="single")
+        runner.train("single-odd", strategy="single", every_steps=None, global_batch=7)
     else:
         runner.train("single-from-fsdp", strategy="single", resume="fsdp/checkpoints/step-3")
         runner.train("fsdp-on-one-rank", strategy="fsdp", resume="fsdp/checkpoints/step-3")

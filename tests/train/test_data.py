@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mgpu_train.data.order import Order
+import torch
+from mgpu_train.data.loader import Loader
+from mgpu_train.data.order import Order, Slices
 from mgpu_train.data.text import Text, TextFile, open_split
 from mgpu_train.errors import TrainError
 
@@ -48,18 +50,64 @@ class TestOrder:
     def test_a_huge_text_costs_no_table(self):
         assert 0 <= Order(10**12, seed=1)[10**15] < 10**12
 
-    @pytest.mark.parametrize("world_size", [2, 4, 8])
-    def test_global_batches_are_the_same_at_any_world_size(self, world_size):
-        order = Order(100, seed=1)
-        for consumed in range(0, 240, 24):  # over the end of an epoch too
-            parts = [order.batch(consumed, 24, rank, world_size) for rank in range(world_size)]
-            assert [sample for part in parts for sample in part] == order.batch(consumed, 24)
 
-    def test_a_change_of_the_world_size_skips_and_repeats_nothing(self):
-        order = Order(96, seed=1)
-        before = [s for step in range(2) for rank in range(4) for s in order.batch(step * 24, 24, rank, 4)]
-        after = [s for step in range(2, 4) for rank in range(2) for s in order.batch(step * 24, 24, rank, 2)]
-        assert sorted(before + after) == list(range(96))
+class TestSlices:
+    @pytest.mark.parametrize("micro", [None, 1, 3, 100])
+    @pytest.mark.parametrize("replicas", [1, 2, 3, 5, 8, 24])
+    def test_replicas_share_out_each_global_batch_in_its_order(self, replicas, micro):
+        """At any number of them, also where they do not divide it; all make as many micro-batches."""
+        slices = [Slices(24, micro, rank, replicas) for rank in range(replicas)]
+        for consumed in (0, 24, 240):
+            cut = [list(each.of(consumed)) for each in slices]
+            assert [position for parts in cut for part in parts for position in part] == [
+                *range(consumed, consumed + 24)
+            ]
+            assert {len(parts) for parts in cut} == {slices[0].count}
+            assert all(parts[0] for parts in cut)  # only the last ones may be empty
+            assert max(len(part) for parts in cut for part in parts) <= min(slices[0].size, micro or 24)
+
+
+class Numbers:
+    """Each sample is its own number and seed."""
+
+    fingerprint = "numbers"
+
+    def __len__(self) -> int:
+        return 100
+
+    def batch(self, samples, seeds):
+        if 13 in samples:
+            raise TrainError("cannot read sample 13")
+        return {"samples": torch.tensor(samples), "seeds": torch.tensor([seed >> 1 for seed in seeds])}
+
+
+class TestLoader:
+    @pytest.mark.parametrize("threads", [1, 4])
+    def test_batches_come_in_their_order_whoever_makes_them(self, threads):
+        loader = Loader(torch.device("cpu"), 1, threads)
+        wanted = [range(2), range(2, 2), range(2, 5), *(range(each, each + 1) for each in range(5, 40))]
+        found = list(loader.read(Numbers(), lambda position: 99 - position, wanted))
+        assert [batch and batch["samples"].tolist() for batch in found] == [
+            [99 - position for position in positions] or None for positions in wanted
+        ]
+        loader.close()
+
+    def test_a_sample_has_the_seed_of_its_position_whoever_reads_it_with_whatever(self):
+        def seeds(positions, *, seed=1, threads=1):
+            loader = Loader(torch.device("cpu"), seed, threads)
+            found = [batch["seeds"].tolist() for batch in loader.read(Numbers(), lambda each: each, positions)]
+            loader.close()
+            return [each for batch in found for each in batch]
+
+        whole = seeds([range(8)])
+        assert seeds([range(3), range(3, 8)], threads=3) == whole
+        assert len({*whole, *seeds([range(8)], seed=2)}) == 16
+
+    def test_what_the_data_raises_comes_where_its_batch_would(self):
+        batches = Loader(torch.device("cpu"), 1).read(Numbers(), lambda each: each, [range(12, 13), range(13, 14)])
+        assert next(batches) is not None
+        with pytest.raises(TrainError, match="sample 13"):
+            next(batches)
 
 
 class TestText:

@@ -10,8 +10,11 @@ import torch
 from mgpu_train.checkpoint.distributed.dcp import differences
 from mgpu_train.config import CheckpointTarget, Job, ModelConfig, TrainConfig
 from mgpu_train.errors import TrainError
-from mgpu_train.loop import SaveClock, learning_rate, make_optimizer, read_job
+from mgpu_train.loop import read_job
 from mgpu_train.metrics.lines import MetricLines
+from mgpu_train.optim import adamw
+from mgpu_train.optim.schedule import learning_rate
+from mgpu_train.signals import SaveClock
 from mgpu_train.tasks.lm import ByteGPT
 from torch import nn
 
@@ -141,7 +144,7 @@ class TestByteGPT:
 
     def test_decay_is_for_matrices_only(self):
         model = ByteGPT(TINY, seq_len=16)
-        decayed, plain = make_optimizer(model, TrainConfig(weight_decay=0.3)).param_groups
+        decayed, plain = adamw.make(model, TrainConfig(weight_decay=0.3)).param_groups
         assert {p.ndim for p in decayed["params"]} == {2}
         assert {p.ndim for p in plain["params"]} == {1}
         assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)

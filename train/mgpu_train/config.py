@@ -24,7 +24,7 @@ Brought = Annotated[
     str,
     StringConstraints(pattern=r"^([a-z][a-z0-9_-]*|[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)$", max_length=256),
 ]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 Writers = Literal["rank0", "all"]
 MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}$")]
 BestMode = Literal["min", "max"]
@@ -83,7 +83,11 @@ class Training(Model):
         ge=1,
         description="samples per forward pass of one rank; the rest is accumulated (default: no accumulation)",
     )
-    precision: Precision = Field("fp32", description="fp32, or bf16 for the forward and backward pass")
+    precision: Precision = Field(
+        "auto",
+        description="what is computed in: fp32, tf32, bf16, or fp16 with a scaled loss; auto: bf16 on GPUs that have "
+        "it, fp16 on older ones, fp32 on a CPU. Parameters and their moments are fp32",
+    )
     seed: int = Field(1, ge=0, description="of weights and of the data order")
     lr: float = Field(6e-3, gt=0, description="peak learning rate (AdamW)")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the cosine schedule ends at this share of lr")
@@ -94,6 +98,15 @@ class Training(Model):
     validate_batches: int = Field(8, ge=1, description="global batches per validation, always the same ones")
     log_every: int = Field(1, ge=1, description="optimizer steps between two lines of metrics")
     threads: int | None = Field(None, ge=1, description="CPU threads per process (default: the cores shared out)")
+    loader_threads: int | None = Field(
+        None, ge=1, description="threads per process that make batches (default: the cores that are left, at most 8)"
+    )
+    max_skipped: int = Field(
+        5,
+        ge=0,
+        description="steps in a row whose loss or gradient is no finite number, and that change nothing: one more ends "
+        "the run",
+    )
     options: dict[str, JsonValue] = Field({}, description="options of the task, by its own names (default: none)")
 
 

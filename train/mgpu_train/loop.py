@@ -24,37 +24,42 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import nn
 
 import mgpu_train
-from mgpu_train import parallel, stacks
+from mgpu_train import parallel, seeds, stacks
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, differences
 from mgpu_train.checkpoint.distributed.saver import Outcome, Saver
-from mgpu_train.config import CheckpointTarget, Job, TrainConfig
-from mgpu_train.data.order import Order
+from mgpu_train.config import Job, TrainConfig
+from mgpu_train.data.loader import Loader
+from mgpu_train.data.order import Order, Slices
+from mgpu_train.engines.plain import Plain
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.metrics.pulse import Pulse
 from mgpu_train.metrics.sums import Sums
+from mgpu_train.optim import adamw
+from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.parallel import Place
+from mgpu_train.signals import SaveClock, StopRequest, Stopwatch, Wishes
+from mgpu_train.step import Heard, Pending, exchange
 from mgpu_train.strategies import base as strategies
-from mgpu_train.strategies import initial
+from mgpu_train.strategies import initial, precision
 from mgpu_train.tasks import base as tasks
-from mgpu_train.tasks.base import Batch, Data
+from mgpu_train.tasks.base import Batch
 
 log = logging.getLogger("mgpu_train")
 
@@ -80,56 +85,6 @@ class Folders:
         return cls(*(Path(os.environ[name]).absolute() if os.environ.get(name) else None for name in names))
 
 
-class StopRequest:
-    """Set by SIGTERM, read at step boundaries: a handler must not save or talk to other ranks itself."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
-        """The signal handler."""
-        self.asked = True
-
-
-class SaveClock:
-    """When the next checkpoint is due, by steps and by minutes; `now` is in seconds."""
-
-    def __init__(self, target: CheckpointTarget | None, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._steps = target.every_steps if target else None
-        self._seconds = target.every_minutes * 60 if target and target.every_minutes else math.inf
-        self.restart()
-
-    def restart(self) -> None:
-        """Count the minutes from now."""
-        self._since = self._now()
-
-    def overdue(self) -> bool:
-        """True when the minutes are over by this rank's clock; rank 0's answer is everybody's."""
-        return self._now() - self._since >= self._seconds
-
-    def due(self, step: int) -> bool:
-        """True when a checkpoint is due after this step, by count."""
-        return self._steps is not None and step % self._steps == 0
-
-
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Of the update that makes step `step` (from 1): linear warm-up, then a cosine down to `min_lr_ratio`."""
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    share = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * share))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
-
-
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only, never on the gains of norms."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-
-
 class Trainer:
     """One training run on one rank. All ranks make one each and call the same methods together."""
 
@@ -142,15 +97,20 @@ class Trainer:
         *,
         pulse: Pulse | None = None,
         outside: bool | None = None,
+        late: bool | None = None,
     ) -> None:
-        """`pulse` says where this rank is (default: its changes alone); `outside`: shards are written by a process of
-        their own (default: where there is a GPU)."""
+        """`pulse` says where this rank is (default: its changes alone). Default where there is a GPU, and only there:
+        `outside`, shards are written by a process of their own; `late`, what comes of a step is read a step later."""
+        gpu = place.device.type == "cuda"
         self.pulse = pulse or Pulse(MetricLines(folders.metrics, place.rank))
         self.metrics = self.pulse.metrics
         self.pulse.enter("building")
         self.config = config = trainable(job, folders, place)
-        self.task, self.strategy = tasks.load(config), strategies.load(config.strategy, place, config.precision)
+        self.policy = precision.policy(config.precision, place.device)
+        precision.allow(self.policy, place.device)
+        self.task, self.strategy = tasks.load(config), strategies.load(config.strategy, place, self.policy)
         self.job, self.folders, self.place, self.stop = job, folders, place, stop
+        self.late = int(gpu if late is None else late)
         self.threads = parallel.pin_threads(place, config.threads)
 
         # Data: which samples come next depends on how many were consumed, and on nothing else.
@@ -160,31 +120,43 @@ class Trainer:
         if len(set(place.gather(self.data.fingerprint))) > 1:
             raise TrainError("the nodes hold different data: give all of them the same files, and the same Python")
         self.order = Order(len(self.data), config.seed)
+        self.slices = Slices(config.global_batch, config.micro_batch, place.dp_rank, place.dp_size)
+        self.loader = Loader(place.device, config.seed, config.loader_threads or self._loader_threads())
 
         # Model: the seed is the same on all ranks, so that replicas begin equal.
         self.model = initial.spread(self.strategy, self.task, config.seed)
-        self.optimizer = make_optimizer(self.model, config)
+        self.engine = Plain(
+            self.task,
+            self.model,
+            self.strategy,
+            adamw.make(self.model, config),
+            clip_norm=config.clip_norm,
+            micro_batches=self.slices.count,
+            did=self.pulse.did,
+        )
 
         # From zero, or from the one checkpoint that all nodes were given. Beside a GPU another process writes.
         self.save_clock = SaveClock(job.checkpoint)
-        writers = job.checkpoint.writers if job.checkpoint else "all"
-        save_s = job.timeouts.save_s
-        outside = job.checkpoint is not None and (place.device.type == "cuda" if outside is None else outside)
+        writers, save_s = job.checkpoint.writers if job.checkpoint else "all", job.timeouts.save_s
+        outside = job.checkpoint is not None and (gpu if outside is None else outside)
         self.checkpointer = Checkpointer(
-            self.model, self.optimizer, place, writers, self._meta(), outside_s=save_s if outside else None
+            self.engine.parts(), place, writers, self._meta(), outside_s=save_s if outside else None
         )
         if job.checkpoint is not None:
-            self.checkpointer.require_memory(moments=2)  # AdamW's
+            weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+            self.checkpointer.require_memory((1 + adamw.MOMENTS) * weights)
         self.progress = self.checkpointer.load(folders.resume) if folders.resume else Progress()
         self.saver = (
             Saver(self.checkpointer, folders.checkpoints, save_s) if job.checkpoint and folders.checkpoints else None
         )
         self.saved: Progress | None = None  # what stands on disk, on every node
-        self.busy_saving = False  # any rank, as all agreed on in the step under way
-        self.loss: float | None = None  # of the newest step
-        self.validation: tuple[int, dict[str, float]] | None = None  # step and means
+        self.heard: Heard | None = None  # the newest step that the device is through with
+        self.pending: deque[Pending] = deque()  # those after it
+        self.skipped = 0  # steps in a row that changed nothing
+        self.stopping = self.wanted = False  # all ranks stop; all make a checkpoint, whatever the step is
         self.early = True  # one checkpoint ahead of time may be asked for
-        self.busy_s, self.units = 0.0, 0.0  # spent in steps, and trained on, since the last line of metrics
+        self.validation: tuple[int, dict[str, float]] | None = None  # step and means
+        self.watch, self.busy_s, self.units = Stopwatch(), 0.0, 0.0  # in steps, since the last line of metrics
         self.pulse.stepped(self.progress.step)
 
     def run(self) -> Progress:
@@ -210,107 +182,125 @@ class Trainer:
         return self.progress
 
     def _train(self) -> None:
-        stopping = False
-        while self.progress.step < self.config.steps and not stopping:
-            stopping, wanted = self._step()
-            step = self.progress.step
+        self.batches = self._batches()
+        self.watch.lap()
+        while self.progress.step < self.config.steps and not self.stopping:
+            self.pending.append(self._step())
+            self._hear(behind=self.late)
             if self.pulse.phase != "training":
                 self.pulse.enter("training")
-            if step == self.config.steps or (step % self.config.validate_every == 0 and not stopping):
+            step = self.progress.step
+            last, due = step == self.config.steps, self.wanted or self.save_clock.due(step)
+            if last or self.stopping or due or step % self.config.validate_every == 0:
+                self._hear(behind=0)
+            if last or (step % self.config.validate_every == 0 and not self.stopping):
                 self._validate()
                 self.pulse.enter("training")
-            self._hear()
-            if (wanted or self.save_clock.due(step)) and step < self.config.steps and not stopping:
+            if self.saver is not None:
+                self._tell(self.saver.poll())
+            if due and not last and not self.stopping and not self.skipped:  # what changed nothing is not worth a save
                 self._save()
+            self.watch.lap()
 
-    def _step(self) -> tuple[bool, bool]:
-        """One optimizer step. Returns what all ranks agreed on: to stop now, and to save, whatever the step is."""
-        began = time.perf_counter()
+    def _step(self) -> Pending:
+        """One optimizer step, as far as the host has a part in it."""
         step = self.progress.step + 1
         lr = learning_rate(step, self.config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        sums = self._backward(self.order.batch(self.progress.samples, *self._slice()))
-        # One exchange a step carries all that needs agreement: the loss, a signal or a request to save anywhere, the
-        # minutes since a save.
-        overdue = self.place.rank == 0 and self.save_clock.overdue()
-        saving = self.saver is not None and self.saver.busy
-        lost = self.saver is not None and self.saver.lost
-        signals, overdue, early, saving, lost = sums.reduce(
-            self.place, self.stop.asked, overdue, self._asked_early(), saving, lost
-        )
-        if lost:  # an attempt that starts anew loses less than one that trains on and keeps nothing
-            raise TrainError(
-                "no checkpoint can be made any more: a rank is gone, or did not write its part in "
-                f"{self.job.timeouts.save_s:g} s (save_s)"
-            )
-        self.busy_saving = saving > 0
-        early *= not self.busy_saving  # what is wanted ahead of time is not skipped, it is made as soon as it can be
-        self.early = self.early and early == 0
-        # the strategy has left the mean over ranks of the gradients of sums
-        share = self.place.world_size / (sums.weight or math.nan)
-        norm = parallel.mean_gradients(self.model, share, self.config.clip_norm)
-        self.loss = loss = sums.means["loss"]
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise TrainError(
-                f"training has diverged at step {step}: loss {loss}, gradient norm {norm}. "
-                "Nothing of this step was kept. Lower `train.lr`, or take `precision: fp32`."
-            )
-        waited = self.saver.settle() if self.saver else 0.0
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        seeds.set_streams(self.config.seed, step, self.place.dp_rank)
+        totals = exchange(self.place, self._gradients(), self._wishes())
+        if self.saver is not None:
+            self.watch.leave_out(self.saver.settle())
+        update = self.engine.update(lr, totals)
         self.progress = Progress(step, self.progress.samples + self.config.global_batch)
-        self.busy_s += time.perf_counter() - began - waited
-        self.units += sums.weight
         self.pulse.stepped(step)
-        self._report(sums.means, lr, norm)
-        return signals > 0, overdue + early > 0
+        return Pending(self.progress, lr, totals, update)
 
-    def _asked_early(self) -> bool:
-        request = self.folders.save_request
-        return self.early and request is not None and request.exists()
+    def _gradients(self) -> Sums:
+        return self.engine.gradients(islice(self.batches, self.slices.count))
 
-    def _slice(self) -> tuple[int, int, int]:
-        return self.config.global_batch, self.place.rank, self.place.world_size
+    def _loader_threads(self) -> int:
+        """Beside a GPU half of this process's cores, which it does not compute on; 8 at most."""
+        return min(8, max(1, self.threads // 2)) if self.place.device.type == "cuda" else 1
 
-    def _backward(self, samples: list[int]) -> Sums:
-        """Accumulate the gradient of the loss of this rank's samples, micro-batch by micro-batch."""
-        size = self.config.micro_batch or len(samples)
-        sums = Sums()
-        for first in range(0, len(samples), size):
-            last = first + size >= len(samples)
-            batch = self._batch(self.data, samples[first : first + size])
-            with self.strategy.forward_pass(self.model, reduce=last):
-                loss = self.task.loss(self.model, batch)
-                loss.total.backward()
-            sums.add(loss)
-            self.pulse.did()
-        return sums
+    def _wishes(self) -> Wishes:
+        request, saver = self.folders.save_request, self.saver
+        return Wishes(
+            stop=self.stop.asked,
+            save=self.early and request is not None and request.exists(),
+            overdue=self.place.rank == 0 and self.save_clock.overdue(),
+            saving=saver is not None and saver.busy,
+            lost=saver is not None and saver.lost,
+        )
 
-    def _batch(self, data: Data, samples: list[int]) -> Batch:
-        return {name: values.to(self.place.device) for name, values in data.batch(samples).items()}
+    def _hear(self, behind: int) -> None:
+        """What the device is through with, but for the newest `behind` steps. Raises TrainError: it was in vain."""
+        while True:
+            waits = len(self.pending) > behind
+            heard = self.pending.popleft().heard() if waits else None
+            self.busy_s += self.watch.lap()
+            if heard is None:
+                return
+            self.heard = heard
+            self.units += heard.weight
+            wishes = heard.wishes
+            if wishes.lost:  # an attempt that starts anew loses less than one that trains on and keeps nothing
+                raise TrainError(
+                    "no checkpoint can be made any more: a rank is gone, or did not write its part in "
+                    f"{self.job.timeouts.save_s:g} s (save_s)"
+                )
+            self.stopping |= wishes.stop
+            # what is wanted ahead of time is not skipped, it is made as soon as it can be
+            early = self.early and wishes.save and not wishes.saving
+            self.early &= not early
+            self.wanted |= early or wishes.overdue
+            self._judge(heard)
+
+    def _judge(self, heard: Heard) -> None:
+        """Tells of a step. Raises TrainError after too many that changed nothing."""
+        if not heard.skipped:
+            self.skipped = 0
+            self._report(heard)
+            return
+        self.skipped += 1
+        loss = heard.means["loss"]
+        words = f"loss {loss}, gradient norm {heard.norm}"
+        self.metrics.write("step_skipped", step=heard.step, reason=words)
+        if self.skipped > self.config.max_skipped:
+            raise TrainError(
+                f"training has diverged at step {heard.step - self.config.max_skipped}: {words}, and no step since "
+                "then has changed anything (`train.max_skipped`). Lower `train.lr`, or take `precision: fp32`."
+            )
+        log.warning("step %d: skipped, it would have changed all to no numbers: %s", heard.step, words)
+
+    def _batches(self) -> Iterator[Batch | None]:
+        """The micro-batches of all steps to come."""
+        size = self.config.global_batch
+        rest = size * (self.config.steps - self.progress.step)
+        steps = range(self.progress.samples, self.progress.samples + rest, size)
+        wanted = (positions for consumed in steps for positions in self.slices.of(consumed))
+        return self.loader.read(self.data, self.order.__getitem__, wanted)
 
     @torch.no_grad()
     def _validate(self) -> None:
         """Mean loss over all ranks, on the same samples every time, spread evenly over the validation data. No forward
         pass is larger than one of training: it would not fit into the memory of a GPU that training fills."""
         self.pulse.enter("validation")
-        config, data = self.config, self.validation_data
+        config, samples = self.config, len(self.validation_data)
+        seeds.set_streams(config.seed, 0, self.place.dp_rank)
         wanted = config.validate_batches * config.global_batch
-        local = config.global_batch // self.place.world_size
-        size = config.micro_batch or local
-        sums = Sums()
+        positions = (each for first in range(0, wanted, config.global_batch) for each in self.slices.of(first))
+        sums, newest = Sums(), None
         self.model.eval()
-        for first in range(self.place.rank * local, wanted, config.global_batch):
-            for begin in range(first, first + local, size):
-                numbers = range(begin, min(begin + size, first + local))
-                batch = self._batch(data, [number * len(data) // wanted for number in numbers])
-                with self.strategy.forward_pass(self.model, reduce=False):
-                    sums.add(self.task.evaluate(self.model, batch))
-                self.pulse.did()
+        for batch in self.loader.read(self.validation_data, lambda number: number * samples // wanted, positions):
+            newest = newest if batch is None else batch
+            assert newest is not None  # noqa: S101 - each replica has a sample at least
+            with self.strategy.forward_pass(self.model, reduce=False):
+                loss = self.task.evaluate(self.model, newest)
+            sums.add(loss.nothing if batch is None else loss)
+            self.pulse.did()
         self.model.train()
-        sums.reduce(self.place)
-        means = sums.means
+        totals = exchange(self.place, sums, Wishes())
+        means = totals.means(totals.vector.tolist())
         self.validation = (self.progress.step, means)
         self.metrics.write("validation", **means, step=self.progress.step)
         told = "".join(f", {name} {value:.4f}" for name, value in means.items() if name != "loss")
@@ -321,7 +311,8 @@ class Trainer:
         if self.saver is None:
             return
         self.save_clock.restart()
-        if self.busy_saving:
+        self.wanted = False
+        if self.heard is not None and self.heard.wishes.saving:
             self.metrics.write("save_skipped", step=self.progress.step)
             log.warning("step %d: no checkpoint, the one before is still being written", self.progress.step)
             return
@@ -346,11 +337,6 @@ class Trainer:
                 raise TrainError(last.reason)
         self.saver.close()
 
-    def _hear(self) -> None:
-        """What has become of the save in the background, if it has ended."""
-        if self.saver is not None:
-            self._tell(self.saver.poll())
-
     def _tell(self, save: Outcome | None) -> None:
         if save is None:
             return
@@ -373,7 +359,7 @@ class Trainer:
         place, model = self.place, self.model
         parameters = sum(parameter.numel() for parameter in model.parameters())
         kind = f"{self.config.strategy} on {place.world_size} x {place.device.type}"
-        log.info("%s, %d threads each, %s", kind, self.threads, self.config.precision)
+        log.info("%s, %d threads each, %s", kind, self.threads, self.policy.name)
         log.info("%d parameters, %d + %d samples", parameters, len(self.data), len(self.validation_data))
         if facts:
             log.info("%s", ", ".join(f"{name} {value:g}" for name, value in facts.items()))
@@ -382,15 +368,16 @@ class Trainer:
             for change in differences(self.folders.resume, self.checkpointer.meta):
                 log.warning("changed since the checkpoint was saved: %s", change)
 
-    def _report(self, means: dict[str, float], lr: float, norm: float) -> None:
-        step = self.progress.step
+    def _report(self, heard: Heard) -> None:
+        step = heard.step
         if step % self.config.log_every and step != self.config.steps:
             return
         speed, unit = self.units / self.busy_s, self.task.unit
         self.busy_s, self.units = 0.0, 0.0
-        own = {"lr": lr, "grad_norm": norm, f"{unit}_per_s": round(speed, 1), "samples": self.progress.samples}
-        self.metrics.write("step", **{**means, **own, "step": step, "steps": self.config.steps})
-        log.info("step %d/%d: loss %.4f, lr %.2e, %d %s/s", step, self.config.steps, means["loss"], lr, speed, unit)
+        own = {"lr": heard.lr, "grad_norm": heard.norm, f"{unit}_per_s": round(speed, 1), "samples": heard.samples}
+        self.metrics.write("step", **{**heard.means, **own, "step": step, "steps": self.config.steps})
+        loss, steps = heard.means["loss"], self.config.steps
+        log.info("step %d/%d: loss %.4f, lr %.2e, %d %s/s", step, steps, loss, heard.lr, speed, unit)
 
     def _meta(self) -> dict[str, Any]:
         """What `meta.json` says of all checkpoints of this attempt."""
@@ -410,7 +397,9 @@ class Trainer:
 
     def _meta_of_step(self) -> dict[str, Any]:
         """What it says of this step alone; a loss only where it was measured at this very step."""
-        losses: dict[str, Any] = {} if self.loss is None else {"loss": self.loss}
+        losses: dict[str, Any] = {}
+        if self.heard is not None and not self.heard.skipped:
+            losses = {"loss": self.heard.means["loss"]}
         if self.validation is not None and self.validation[0] == self.progress.step:
             losses |= {f"validation_{name}": value for name, value in self.validation[1].items()}
         return losses
@@ -421,10 +410,10 @@ def trainable(job: Job, folders: Folders, place: Place) -> TrainConfig:
     config = job.train
     if config is None:
         raise TrainError("job.json has no `train` section: the bundled trainer has nothing to do")
-    if config.global_batch % place.world_size:
+    if config.global_batch < place.dp_size:
         raise TrainError(
-            f"`train.global_batch` is {config.global_batch}, which {place.world_size} processes cannot share evenly: "
-            f"take a multiple of {place.world_size}"
+            f"`train.global_batch` is {config.global_batch}, of which {place.dp_size} processes cannot have a sample "
+            f"each: take {place.dp_size} or more"
         )
     if job.checkpoint is not None and folders.checkpoints is None:
         raise TrainError("job.json asks for checkpoints, but MGPU_CHECKPOINT_DIR does not say where to put them")

@@ -15,8 +15,6 @@ from typing import TypeVar
 
 import torch
 from torch import distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from mgpu_train import cores
 from mgpu_train.errors import MachineError, TrainError
@@ -30,6 +28,7 @@ class Place:
     """One process among all. `control` is a gloo group of its own: decisions and checkpoint work never share NCCL's.
 
     `saving` is another one, for saves in the background: two threads in one group would take each other's messages.
+    `dp_rank` numbers the copies of the model: ranks that have parts of the same one share it, and its data.
     """
 
     rank: int
@@ -38,6 +37,21 @@ class Place:
     device: torch.device
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of `dp_size` copies of the model, each with data of its own, this rank has a part of."""
+        return self.rank
+
+    @property
+    def dp_size(self) -> int:
+        """How many copies of the model learn from data of their own."""
+        return self.world_size
+
+    @property
+    def data(self) -> dist.ProcessGroup | None:
+        """What tensors of the device are exchanged by: NCCL's group, or gloo's of decisions."""
+        return self.control if self.device.type == "cpu" else None
 
     @property
     def background(self) -> Place:
@@ -53,12 +67,6 @@ class Place:
         values = [value] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
-
-    def sum(self, *values: float) -> list[float]:
-        """The sum of each value over all ranks; the same bits on all of them."""
-        total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.control)
-        return total.tolist()
 
 
 def join(timeout_s: float, save_s: float, gpus: Demand | None = None) -> Place:
@@ -131,14 +139,3 @@ def machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
         return platform.node()
-
-
-def mean_gradients(model: nn.Module, share: float, limit: float) -> float:
-    """Makes gradients of sums those of a mean, `share` of them, and clips them: their global norm is `limit` at most.
-    Returns the norm before clipping."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    norm = share * float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    factor = share * min(1.0, limit / (norm + 1e-6))
-    torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage] - as torch's own clipping does
-    return norm

@@ -1,1 +1,1 @@
-"""Text as samples: which bytes, and in which order."""
+"""Data as samples: which ones, in which order, and how they come beside training."""

@@ -1,6 +1,6 @@
-"""The order in which samples are seen: a pure function of the seed and of how many were consumed before.
+"""Which samples a rank sees, and when: a pure function of the seed and of how many were consumed before.
 
-The world size does not enter: all ranks compute the same global batch and each takes its slice, so 8 ranks and 4 see
+The world size does not enter: all ranks compute the same global batch and each takes its slice, so 8 ranks, 4 and 3 see
 the same data, and the whole state of the data loader is one number. A keyed Feistel network permutes the samples of an
 epoch one by one, without a table, so it costs the same for a thousand samples and for 10^12. It is written out here,
 since NumPy and torch may change what their generators draw between versions.
@@ -8,7 +8,11 @@ since NumPy and torch may change what their generators draw between versions.
 
 from __future__ import annotations
 
-_MASK = (1 << 64) - 1
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mgpu_train.seeds import splitmix
+
 _ROUNDS = 6
 
 
@@ -19,36 +23,57 @@ class Order:
         if samples < 1:
             raise ValueError("an order needs at least one sample")
         self.samples = samples
-        self._seed = _mix(seed)
+        self._seed = splitmix(seed)
         # the network permutes 2^(2 * half) numbers, the next power of four that holds all samples
         self._half = max(1, ((samples - 1).bit_length() + 1) // 2)
 
     def __getitem__(self, position: int) -> int:
         """The sample at `position`, counted from the start of training over all ranks."""
         epoch, number = divmod(position, self.samples)
-        key = _mix(self._seed + epoch)
+        key = splitmix(self._seed + epoch)
         number = self._permute(number, key)
         while number >= self.samples:  # walk the cycle back into range: it stays a permutation
             number = self._permute(number, key)
         return number
 
-    def batch(self, consumed: int, size: int, rank: int = 0, world_size: int = 1) -> list[int]:
-        """A rank's slice of the global batch of `size` samples that follows `consumed` samples."""
-        local = size // world_size
-        first = consumed + rank * local
-        return [self[position] for position in range(first, first + local)]
-
     def _permute(self, number: int, key: int) -> int:
         low_bits = (1 << self._half) - 1
         left, right = number >> self._half, number & low_bits
         for turn in range(_ROUNDS):
-            left, right = right, left ^ (_mix(key + turn * 0x9E3779B97F4A7C15 + right) & low_bits)
+            left, right = right, left ^ (splitmix(key + turn * 0x9E3779B97F4A7C15 + right) & low_bits)
         return left << self._half | right
 
 
-def _mix(value: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014): every bit of the result depends on every bit of `value`."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-    return value ^ value >> 31
+@dataclass(frozen=True)
+class Slices:
+    """A rank's part of each global batch, cut into micro-batches.
+
+    Replicas need not divide the batch: their parts differ by one sample at most. Each of them makes as many
+    micro-batches as the one with the largest part, since they reduce and gather together; what is missing is empty.
+    """
+
+    global_batch: int  # samples
+    micro_batch: int | None  # samples at most; None: all at once
+    rank: int  # among the replicas
+    replicas: int
+
+    @property
+    def size(self) -> int:
+        """The most samples of a micro-batch."""
+        return min(self.micro_batch or self._largest, self._largest)
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of a global batch, on every replica."""
+        return -(-self._largest // self.size)
+
+    @property
+    def _largest(self) -> int:
+        return -(-self.global_batch // self.replicas)
+
+    def of(self, consumed: int) -> Iterator[range]:
+        """The positions of the micro-batches of the global batch that follows `consumed` samples."""
+        first, last = (consumed + self.global_batch * rank // self.replicas for rank in (self.rank, self.rank + 1))
+        for number in range(self.count):
+            begin = min(first + number * self.size, last)
+            yield range(begin, min(begin + self.size, last))

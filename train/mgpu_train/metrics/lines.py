@@ -14,7 +14,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["start", "phase", "alive", "step", "validation", "checkpoint", "save_failed", "save_skipped", "end"]
+Kind = Literal[
+    "start", "phase", "alive", "step", "validation", "checkpoint", "save_failed", "save_skipped", "step_skipped", "end"
+]
 Value = str | int | float | None
 _KEPT = 1 << 20  # bytes of lines that a disk did not take
 

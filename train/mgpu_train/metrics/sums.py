@@ -1,37 +1,80 @@
-"""Losses of several batches and ranks, added up."""
+"""Losses of several batches and ranks, added up where they are: a GPU is not waited for until somebody reads them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from mgpu_train.parallel import Place
 from mgpu_train.tasks.base import Loss
 
+WEIGHT = "weight"
+
 
 class Sums:
-    """What was added: totals by name, and the weight that all of them are divided by."""
+    """What one rank has added: totals by name, and the weight that all of them are divided by."""
 
     def __init__(self) -> None:
-        self.weight = 0.0
-        self.totals: dict[str, float] = {}
+        self._host: dict[str, float] = {}
+        self._device: dict[str, Tensor] = {}
 
     def add(self, loss: Loss) -> None:
-        """One batch more. On a GPU it is waited for."""
-        self.weight += float(loss.weight)
-        for name, value in {**loss.values, "loss": loss.total}.items():
-            number = value.item() if isinstance(value, Tensor) else value  # float() of what has a gradient warns
-            self.totals[name] = self.totals.get(name, 0.0) + number
+        """One batch more."""
+        for name, value in {**loss.values, "loss": loss.total, WEIGHT: loss.weight}.items():
+            if isinstance(value, Tensor):
+                value = value.detach().double()
+                self._device[name] = self._device[name] + value if name in self._device else value
+            else:
+                self._host[name] = self._host.get(name, 0.0) + value
 
-    def reduce(self, place: Place, *others: float) -> list[float]:
-        """Adds up what all ranks have, in one exchange; it also carries `others`, whose sums it returns."""
-        names = sorted(self.totals)
-        self.weight, *sums = place.sum(self.weight, *(self.totals[name] for name in names), *others)
-        self.totals = dict(zip(names, sums, strict=False))
-        return sums[len(names) :]
+    def reduce(self, place: Place, *others: float) -> Totals:
+        """Adds up what all ranks have, in one exchange; it also carries `others`. All ranks call it together, with the
+        same names."""
+        names = (*sorted(self._device), *sorted(self._host))
+        numbers = [*(self._host[name] for name in names[len(self._device) :]), *others]
+        gpu = place.device.type == "cuda"
+        vector = torch.tensor(numbers, dtype=torch.float64, pin_memory=gpu).to(place.device, non_blocking=gpu)
+        if self._device:
+            vector = torch.cat((torch.stack([self._device[name] for name in sorted(self._device)]), vector))
+        if place.world_size > 1:
+            dist.all_reduce(vector, group=place.data)
+        return Totals(names, vector)
 
-    @property
-    def means(self) -> dict[str, float]:
-        """By name; of nothing they are no numbers."""
-        return {name: total / (self.weight or math.nan) for name, total in self.totals.items()}
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over all ranks, on the device: float64, those of `names` first."""
+
+    names: tuple[str, ...]
+    vector: Tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The sum of this name, of no dimension."""
+        return self.vector[self.names.index(name)]
+
+    def means(self, numbers: list[float]) -> dict[str, float]:
+        """By name, of what was read of the vector; of nothing they are no numbers."""
+        sums: Mapping[str, float] = dict(zip(self.names, numbers, strict=False))
+        return {name: total / (sums[WEIGHT] or math.nan) for name, total in sums.items() if name != WEIGHT}
+
+
+class Reading:
+    """Numbers on their way from the device to the host. On a CPU they are there."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._host, self._there = numbers, None
+        if numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._there = torch.cuda.current_stream().record_event()
+
+    def wait(self) -> list[float]:
+        """The numbers, once the device is through with them."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._host.tolist()

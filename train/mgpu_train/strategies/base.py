@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from mgpu_train import entries
-from mgpu_train.config import Precision
 from mgpu_train.errors import TrainError
 from mgpu_train.parallel import Place
 from mgpu_train.strategies import entry
 from mgpu_train.strategies.entry import Sizes
+from mgpu_train.strategies.precision import Policy
 from mgpu_train.tasks.base import Layout
 
 
@@ -24,8 +24,8 @@ class Strategy(ABC):
 
     shards: ClassVar[bool] = False
 
-    def __init__(self, place: Place, precision: Precision) -> None:
-        self.place, self.precision = place, precision
+    def __init__(self, place: Place, policy: Policy) -> None:
+        self.place, self.policy = place, policy
 
     @abstractmethod
     def apply(self, model: nn.Module, layout: Layout) -> nn.Module:
@@ -36,10 +36,10 @@ class Strategy(ABC):
         """Around forward and backward of one micro-batch of the spread model, and around a forward pass alone. With
         `reduce`, its end leaves the mean of all ranks' gradients on each. Here: the precision alone."""
         _ = model, reduce
-        return torch.autocast(self.place.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        return torch.autocast(self.place.device.type, self.policy.low, enabled=self.policy.low is not None)
 
 
-def load(name: str, place: Place, precision: Precision) -> Strategy:
+def load(name: str, place: Place, policy: Policy) -> Strategy:
     """The strategy of this name, or at this path.
 
     Raises:
@@ -49,4 +49,4 @@ def load(name: str, place: Place, precision: Precision) -> Strategy:
     if why := ours and ours.refuse(Sizes(place.world_size)):
         raise TrainError(f"`train.strategy`: {why}")
     kind: type[Strategy] = entries.load(ours.strategy if ours else entry.told(name), Strategy, "train.strategy")
-    return kind(place, precision)
+    return kind(place, policy)

@@ -18,7 +18,12 @@ class Replicas(Strategy):
     def apply(self, model: nn.Module, layout: Layout) -> nn.Module:
         """The model in a wrapper that averages gradients."""
         devices = [self.place.local_rank] if self.place.device.type == "cuda" else None
-        return DistributedDataParallel(model.to(self.place.device), device_ids=devices)
+        return DistributedDataParallel(
+            model.to(self.place.device),
+            device_ids=devices,
+            broadcast_buffers=False,  # they begin alike
+            gradient_as_bucket_view=True,  # gradients are reduced where they are, not copied there and back
+        )
 
     @contextmanager
     def forward_pass(self, model: nn.Module, *, reduce: bool) -> Iterator[None]:

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
 
 from mgpu_train import entries
 from mgpu_train.config import TrainConfig
+from mgpu_train.data.base import Batch, Data
 from mgpu_train.errors import TrainError
 from mgpu_train.tasks import entry
 
+__all__ = ["Batch", "Data", "Layout", "Loss", "Split", "Task", "load"]
+
 Split = Literal["train", "validation"]
-Batch = Mapping[str, Tensor]
-
-
-class Data(Protocol):
-    """Samples by number; their order, each rank's share and the resume are the trainer's."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Two nodes with the same one see the same samples."""
-        ...
-
-    def __len__(self) -> int:
-        """How many samples there are."""
-        ...
-
-    def batch(self, samples: Sequence[int]) -> Batch:
-        """These samples, as tensors in the memory of the host."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -43,6 +28,11 @@ class Loss:
     total: Tensor  # its gradient is what is trained by
     weight: Tensor | float  # how many tokens or samples are in it: what the task's `unit` says
     values: Mapping[str, Tensor | float] = field(default_factory=dict)  # other sums, told as means by their names
+
+    @property
+    def nothing(self) -> Loss:
+        """Of no sample: no gradient, no weight."""
+        return Loss(0 * self.total, 0 * self.weight, {name: 0 * value for name, value in self.values.items()})
 
 
 @dataclass(frozen=True)

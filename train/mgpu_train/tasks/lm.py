@@ -76,7 +76,7 @@ class Sequences:
         """How many there are."""
         return self.text.samples(self.seq_len)
 
-    def batch(self, samples: Sequence[int]) -> Batch:
+    def batch(self, samples: Sequence[int], seeds: Sequence[int]) -> Batch:
         """Sequences with the byte that follows each: int64, shape (samples, seq_len + 1)."""
         return {"bytes": self.text.tensor(samples, self.seq_len)}
 

@@ -22,7 +22,7 @@ class Numbers:
     def __len__(self) -> int:
         return self._copies << self.bits
 
-    def batch(self, samples: Sequence[int]) -> Batch:
+    def batch(self, samples: Sequence[int], seeds: Sequence[int]) -> Batch:
         """The bits as numbers, and the class; every third number counts three times."""
         numbers = torch.tensor(samples) % (1 << self.bits)
         bits = numbers.unsqueeze(1) >> torch.arange(self.bits) & 1

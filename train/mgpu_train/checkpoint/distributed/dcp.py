@@ -7,34 +7,35 @@ beside it, flushed, and renamed by one rank of each node when every rank is thro
 
 from __future__ import annotations
 
-import hashlib
 import json
+import logging
 import os
 import shutil
-from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from mgpu_train.checkpoint.distributed.plain import PlainLoadPlanner, PlainReader
-from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, free_bytes, gathered, local
+from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, gathered, local
 from mgpu_train.checkpoint.distributed.writer_process import Outside, OutsideWriter, ShardWriter
 from mgpu_train.checkpoint.local import discard, publish
 from mgpu_train.config import Writers
 from mgpu_train.errors import TrainError
+from mgpu_train.memory import free_bytes
 from mgpu_train.parallel import Place, machine
+from mgpu_train.state import Part
+
+log = logging.getLogger("mgpu_train")
 
 _DERIVED = ("config", "config_sha256", "mesh")  # what follows from other keys of `meta`
 
@@ -58,16 +59,14 @@ class Capture:
     progress: Progress
     meta: dict[str, Any]
     snapshot: Snapshot
-    random: dict[str, torch.Tensor]  # this rank's generators
 
 
 class Checkpointer:
-    """Saves and loads one model and its optimizer. `meta` goes into `meta.json`, for people and for `differences`."""
+    """Saves and loads named parts. `meta` goes into `meta.json`, for people and for `differences`."""
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        parts: Mapping[str, Part],
         place: Place,
         writers: Writers,
         meta: dict[str, Any],
@@ -75,7 +74,7 @@ class Checkpointer:
         outside_s: float | None = None,
     ) -> None:
         """With `outside_s` a process of its own writes this rank's shards, in at most so many seconds."""
-        self.model, self.optimizer, self.place, self.writers, self.meta = model, optimizer, place, writers, meta
+        self.parts, self.place, self.writers, self.meta = parts, place, writers, meta
         self._staging = Staging(place.device, shared=outside_s is not None)
         self._outside = Outside(self._staging, outside_s) if outside_s is not None and self._writes else None
 
@@ -83,12 +82,11 @@ class Checkpointer:
     def _writes(self) -> bool:
         return self.writers == "all" or self.place.rank == 0
 
-    def require_memory(self, moments: int) -> None:
-        """The copy of a save has room beside what is there; `moments`: what the optimizer keeps of each parameter.
+    def require_memory(self, state: float) -> None:
+        """The copy of a save has room beside what is there; `state`: bytes of the whole one.
 
         All ranks call it together. Raises TrainError, on all of them, where one's machine has too little memory.
         """
-        state = (1 + moments) * sum(each.numel() * each.element_size() for each in self.model.parameters())
         part = state / self.place.world_size if self.writers == "all" else state * self._writes
         needs = self.place.gather((machine(), part))
         needed, free = sum(need for name, need in needs if name == machine()), free_bytes()
@@ -105,16 +103,16 @@ class Checkpointer:
 
         Until `snapshot.filled` is set nobody may change a parameter or the optimizer's state.
         """
-        held = [*self.model.parameters(), *(each for kept in self.optimizer.state.values() for each in kept.values())]
-        unchanged = {local(each).untyped_storage().data_ptr() for each in held if isinstance(each, torch.Tensor)}
+        steady = [local(each) for part in self.parts.values() for each in part.steady()]
+        unchanged = {each.untyped_storage().data_ptr() for each in steady}
         if self.writers == "all":
             state = _share(self._state(), self.place)
-        elif any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+        elif any(isinstance(each, DTensor) for part in self.parts.values() for each in part.steady()):
             # what a step changes is copied now: the memory holds what is gathered, and is not laid out anew
             state, unchanged = gathered(self._state(), self._staging if self._writes else None), set[int]()
         else:
             state = self._state() if self._writes else {}
-        return Capture(progress, meta or {}, Snapshot(state, unchanged, self._staging), self._random())
+        return Capture(progress, meta or {}, Snapshot(state, unchanged, self._staging))
 
     def write(self, capture: Capture, folder: Path) -> None:
         """Make `folder/step-<n>`; returns when it stands on every node. All ranks call it together, in any thread.
@@ -130,12 +128,11 @@ class Checkpointer:
                 capture.snapshot.fill()
                 if publishes:
                     _make_room(folder, aside)
-            everyones = dict(ChainMap(*place.gather(capture.random)))
             with _together(place):
-                self._shards(capture, everyones, aside, place)
+                self._shards(capture, aside, place)
             with _together(place):
                 if place.rank == 0:
-                    _write(aside / "meta.json", self._describe(capture, everyones))
+                    _write(aside / "meta.json", self._describe(capture))
             _publish(place, aside if publishes else None, target)
         except (TrainError, RuntimeError) as error:
             if publishes:
@@ -156,18 +153,19 @@ class Checkpointer:
         reader = PlainReader(folder)
         try:
             saved = reader.read_metadata()
-            state = {**self._state(), "progress": asdict(Progress())}
-            _require_same_model(saved, state["model"])
-            # a rank that the saving run did not have keeps the random state that its seed gave it
-            known, random = saved.state_dict_metadata, self._random()
-            state["random"] = {name: value for name, value in random.items() if f"random.{name}" in known}
+            known = {name.partition(".")[0] for name in saved.state_dict_metadata}
+            parts = {name: part for name, part in self.parts.items() if name in known or name == "model"}
+            state = {name: part.state_dict() for name, part in parts.items()} | {"progress": asdict(Progress())}
+            _require_same(saved, state)
             load(state, storage_reader=reader, planner=PlainLoadPlanner(), process_group=self.place.control)
         except TrainError as error:
             raise TrainError(f"cannot resume from {folder}: {error}") from error
         except (OSError, CheckpointException) as error:
             raise TrainError(f"cannot resume from {folder}: {_cause(error, self.place.rank)}") from error
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        self._restore_random(state["random"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        for name in self.parts.keys() - parts.keys():
+            log.warning("nothing of %s is in the checkpoint: it begins anew", name)
         return Progress(**state["progress"])
 
     def close(self) -> None:
@@ -177,27 +175,12 @@ class Checkpointer:
         self._staging.close()
 
     def _state(self) -> dict[str, Any]:
-        """Model and optimizer, as this rank holds them."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        """All parts, as this rank holds them."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
 
-    def _random(self) -> dict[str, torch.Tensor]:
-        random = {f"cpu-{self.place.rank}": torch.get_rng_state()}
-        if self.place.device.type == "cuda":
-            random[f"cuda-{self.place.rank}"] = torch.cuda.get_rng_state()
-        return random
-
-    def _restore_random(self, random: dict[str, torch.Tensor]) -> None:
-        rank = self.place.rank
-        if f"cpu-{rank}" in random:
-            torch.set_rng_state(random[f"cpu-{rank}"])
-        if f"cuda-{rank}" in random:
-            torch.cuda.set_rng_state(random[f"cuda-{rank}"])
-
-    def _shards(self, capture: Capture, everyones: dict[str, torch.Tensor], aside: Path, place: Place) -> None:
+    def _shards(self, capture: Capture, aside: Path, place: Place) -> None:
         """Each rank writes and flushes its part, and rank 0 what says where all of it lies."""
-        random = capture.random if self.writers == "all" else everyones
-        state = {**capture.snapshot.state, "progress": asdict(capture.progress), "random": random}
+        state = {**capture.snapshot.state, "progress": asdict(capture.progress)}
         writer = OutsideWriter(aside, self._staging, self._outside) if self._outside else ShardWriter(aside)
         planner = _Planner(capture.snapshot)
         if self.writers == "all":
@@ -205,11 +188,9 @@ class Checkpointer:
         elif place.rank == 0:
             save(state, storage_writer=writer, planner=planner, no_dist=True)
 
-    def _describe(self, capture: Capture, everyones: dict[str, torch.Tensor]) -> str:
+    def _describe(self, capture: Capture) -> str:
         """`meta.json`."""
-        generators = hashlib.sha256(b"".join(everyones[name].numpy().tobytes() for name in sorted(everyones)))
-        of_step = {**asdict(capture.progress), **capture.meta, "rng_sha256": generators.hexdigest()}
-        return json.dumps({**of_step, **self.meta}, indent=2) + "\n"
+        return json.dumps({**asdict(capture.progress), **capture.meta, **self.meta}, indent=2) + "\n"
 
 
 class _Planner(DefaultSavePlanner):
@@ -307,16 +288,26 @@ def _pick(value: dict[str, Any], wanted: set[str], path: str = "") -> dict[str, 
     return picked
 
 
-def _require_same_model(saved: Metadata, model: dict[str, torch.Tensor]) -> None:
+def _require_same(saved: Metadata, state: dict[str, Any]) -> None:
     """Raises TrainError with the first tensor that a checkpoint holds in no, or in another, shape."""
-    for name, tensor in model.items():
-        found = saved.state_dict_metadata.get(f"model.{name}")
+    for name, tensor in _tensors(state):
+        found = saved.state_dict_metadata.get(name)
         there = tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
         if there != tuple(tensor.shape):
+            part, _, short = name.partition(".")
             raise TrainError(
-                f"it is of another model: `{name}` is {there or 'absent'} there and {tuple(tensor.shape)} here. "
+                f"it is of another {part}: `{short}` is {there or 'absent'} there and {tuple(tensor.shape)} here. "
                 "Give the task and its options as they were, or begin a new run."
             )
+
+
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of nested dictionaries, by the names that a checkpoint gives them."""
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _tensors(inner, f"{path}{name}.")
+        elif isinstance(inner, torch.Tensor):
+            yield f"{path}{name}", inner
 
 
 def _cause(error: BaseException, rank: int) -> str:

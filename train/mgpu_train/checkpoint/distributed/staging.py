@@ -13,9 +13,8 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -170,17 +169,6 @@ def gathered(state: dict[str, Any], staging: Staging | None) -> dict[str, Any]:
             staging.copy([whole], [places[number]], after=_computed([whole]))
         del whole  # before the next one
     return _replaced(state, dict(zip(map(id, sharded), places, strict=True))) if staging else {}
-
-
-def free_bytes() -> float:
-    """Of host memory, what processes of this machine, or of this container, can still have; infinite: not known."""
-    free = math.inf
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
-    with suppress(OSError, ValueError):  # "max": none
-        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return free
 
 
 def _computed(tensors: Iterable[torch.Tensor]) -> Any:

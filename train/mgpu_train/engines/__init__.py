@@ -1,0 +1,1 @@
+"""How a step's gradients are made and applied."""

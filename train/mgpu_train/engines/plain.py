@@ -1,0 +1,83 @@
+"""Forward and backward, micro-batch by micro-batch, and one step of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mgpu_train.engines.base import Engine, Update
+from mgpu_train.engines.scale import LossScale
+from mgpu_train.metrics.sums import WEIGHT, Sums, Totals
+from mgpu_train.state import ModelPart, OptimizerPart, Part
+from mgpu_train.strategies.base import Strategy
+from mgpu_train.tasks.base import Batch, Task
+
+
+class Plain(Engine):
+    """For every strategy that leaves a model which can be called."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        strategy: Strategy,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float,
+        micro_batches: int,
+        did: Callable[[], None],
+    ) -> None:
+        """`micro_batches` of each step; `did` is called after each. The optimizer takes `grad_scale` and `found_inf`,
+        as torch's fused ones do."""
+        self.task, self.model, self.strategy, self.optimizer = task, model, strategy, optimizer
+        self._clip_norm, self._count, self._did = clip_norm, micro_batches, did
+        self._scale = LossScale(strategy.place.device) if strategy.policy.scaled else None
+
+    def gradients(self, batches: Iterable[Batch | None]) -> Sums:
+        """The strategy exchanges them with the last one's."""
+        sums, before = Sums(), None
+        for number, batch in enumerate(batches, 1):
+            before = before if batch is None else batch
+            assert before is not None  # noqa: S101 - each replica has a sample at least
+            with self.strategy.forward_pass(self.model, reduce=number == self._count):
+                loss = self.task.loss(self.model, before)
+                if batch is None:  # the other ranks wait for this one's part, which is nothing
+                    loss = loss.nothing
+                (self._scale.up(loss.total, loss.weight) if self._scale else loss.total).backward()
+            sums.add(loss)
+            self._did()
+        return sums
+
+    def update(self, lr: float, totals: Totals) -> Update:
+        """Mean, clipping and the loss's scale are one factor, which the optimizer applies as it reads the gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        # the strategy has left the mean over replicas of the gradients of sums
+        share = self.strategy.place.dp_size / totals[WEIGHT] / (1.0 if self._scale is None else self._scale.value)
+        norm = share * _norm(self.model)
+        factor = share * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        finite = torch.isfinite(norm) & torch.isfinite(totals["loss"])
+        skipped = (~finite).float()
+        self.optimizer.grad_scale, self.optimizer.found_inf = (1 / factor).float(), skipped  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self._scale is not None:
+            self._scale.update(skipped)
+        return Update(norm, skipped)
+
+    def parts(self) -> Mapping[str, Part]:
+        """Model and optimizer, and the loss's scale where there is one."""
+        parts: dict[str, Part] = {
+            "model": ModelPart(self.model),
+            "optimizer": OptimizerPart(self.model, self.optimizer),
+        }
+        return parts if self._scale is None else {**parts, "scale": self._scale}
+
+
+def _norm(model: nn.Module) -> Tensor:
+    """Of all gradients, over all ranks: float64, of no dimension."""
+    norm = nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()

@@ -1,0 +1,1 @@
+"""How parameters are changed: optimizers, and the learning rate of each step."""
