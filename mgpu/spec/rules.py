@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from mgpu_train import launchers
 from mgpu_train.config import LmOptions
+from mgpu_train.data.order import Slices
 from mgpu_train.strategies import entry as strategies
 from mgpu_train.strategies.entry import Sizes
 from mgpu_train.tasks import entry as tasks
@@ -139,7 +140,8 @@ def _training(spec: RunSpec) -> Iterator[Mistake]:
     if spec.train is None:
         return
     sizes: tuple[Where, ...] = (("nodes",), ("gpus_per_node",), ("processes_per_node",))
-    world, batch = spec.world_size, spec.train.global_batch
+    train, world = spec.train, spec.world_size
+    parts = Sizes(world, spec.nodes, train.tensor_parallel, train.pipeline_parallel, train.replicas)
     launcher = launchers.installed().found.get(spec.launcher)
     if spec.shell:
         message = f"{spec.launcher} is for a `command`; the trainer is started by torchrun"
@@ -151,11 +153,10 @@ def _training(spec: RunSpec) -> Iterator[Mistake]:
     if strategy is None:
         why, nearest = strategies.installed().complaint(spec.train.strategy)
         yield Mistake(("train", "strategy"), why, (), nearest)
-    elif why := strategy.refuse(Sizes(world)):
+    elif why := parts.refuse() or strategy.refuse(parts):
         yield Mistake(("train", "strategy"), why, sizes)
-    at: Where = ("train", "global_batch")
-    if batch < world:
-        yield Mistake(at, f"{batch} samples are not one for each of {world} processes", sizes)
+    elif why := Slices(train.global_batch, train.micro_batch, 0, parts.data).refuse(parts.pipeline):
+        yield Mistake(("train", "global_batch"), why, sizes)
 
 
 def _task(spec: RunSpec) -> Iterator[Mistake]:
@@ -220,6 +221,9 @@ def _checkpoint(spec: RunSpec) -> Iterator[Mistake]:
         yield from _url(spec, ("checkpoint", "to"), to)
     name = spec.train.strategy if spec.train else ""
     strategy = strategies.installed().found.get(name) if name else None
+    if spec.train is not None and spec.train.pipeline_parallel > 1 and spec.checkpoint.writers == "rank0":
+        message = "rank 0 has one stage of the pipeline alone: each node has to write its own part (`writers: all`)"
+        yield Mistake(("checkpoint", "writers"), message, (("train", "pipeline_parallel"),))
     if spec.checkpoint.writers == "rank0" and strategy is not None and strategy.sharded and spec.nodes > 1:
         message = f"rank0 would lose the other nodes' shards with strategy {name}: use all"
         yield Mistake(("checkpoint", "writers"), message, (("train", "strategy"), ("nodes",)))

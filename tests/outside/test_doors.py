@@ -128,7 +128,7 @@ def test_mistakes_in_what_is_trained_are_told_like_any_other(beside):
         assert words in said, said
     (beside.folder / "mgpu.yaml").write_text(TRAINED.replace("parity", "party").replace("byhand", "byhnad"))
     said = beside.mgpu("plan", code=2)
-    for words in ("`party` is not one of lm, parity", "`byhnad` is not one of byhand, ddp, fsdp, single"):
+    for words in ("`party` is not one of lm, parity", "`byhnad` is not one of byhand, ddp, fsdp, hsdp, single"):
         assert words in said, said
 
 

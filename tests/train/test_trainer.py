@@ -291,7 +291,7 @@ def test_a_rank_that_cannot_write_leaves_no_checkpoint_anywhere(out):
         ("other-model", "it is of another model: `embed.weight` is (256, 32) there and (256, 16) here"),
         ("not-single", "`train.strategy`: single is for one process, and 2 are asked for: use ddp or fsdp"),
         ("no-memory", "rank 0: a save takes 0.0 GiB of this machine's memory, of which 0.0 GiB are free"),
-        ("no-batch", "`train.global_batch` is 1, of which 2 processes cannot have a sample each: take 2 or more"),
+        ("no-batch", "`train.global_batch`: 1 samples are not one for each of 2 processes"),
         ("diverged", "training has diverged at step"),
     ],
 )

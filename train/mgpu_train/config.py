@@ -25,6 +25,7 @@ Brought = Annotated[
     StringConstraints(pattern=r"^([a-z][a-z0-9_-]*|[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)$", max_length=256),
 ]
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
+ActivationCheckpointing = Literal["none", "selective", "full"]
 Writers = Literal["rank0", "all"]
 MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}$")]
 BestMode = Literal["min", "max"]
@@ -75,7 +76,21 @@ class Training(Model):
     task: Brought = Field(
         "lm", description="what is trained; lm: byte-level language model on text files; package.module:Class: yours"
     )
-    strategy: Brought = Field("ddp", description="single: one process; ddp: replicas; fsdp: sharded (FSDP2)")
+    strategy: Brought = Field(
+        "ddp",
+        description="single: one copy of the model; ddp: replicas; fsdp: sharded (FSDP2); hsdp: replicas of shards",
+    )
+    tensor_parallel: int = Field(1, ge=1, description="ranks that share each layer; neighbours of one node")
+    pipeline_parallel: int = Field(1, ge=1, description="stages that the model's blocks are cut into (1F1B)")
+    replicas: int | None = Field(
+        None, ge=2, description="strategy hsdp: groups of ranks that have a copy of the model each (default: nodes)"
+    )
+    activation_checkpointing: ActivationCheckpointing = Field(
+        "none",
+        description="what each block keeps for its backward pass; none: all; selective: its input and what matrix "
+        "products gave; full: its input",
+    )
+    compile: bool = Field(False, description="compiles the model, block by block (torch.compile)")
     steps: int = Field(300, ge=1, description="optimizer steps in all")
     global_batch: int = Field(32, ge=1, description="samples (lm: sequences) per optimizer step, over all ranks")
     micro_batch: int | None = Field(

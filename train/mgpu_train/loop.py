@@ -40,12 +40,13 @@ import torch
 from pydantic import ValidationError
 
 import mgpu_train
-from mgpu_train import parallel, seeds, stacks
+from mgpu_train import parallel, stacks
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, differences
 from mgpu_train.checkpoint.distributed.saver import Outcome, Saver
 from mgpu_train.config import Job, TrainConfig
 from mgpu_train.data.loader import Loader
 from mgpu_train.data.order import Order, Slices
+from mgpu_train.engines.pipelined import Pipelined
 from mgpu_train.engines.plain import Plain
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
@@ -55,9 +56,10 @@ from mgpu_train.optim import adamw
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.parallel import Place
 from mgpu_train.signals import SaveClock, StopRequest, Stopwatch, Wishes
-from mgpu_train.step import Heard, Pending, exchange
+from mgpu_train.step import Heard, Pending, exchange, set_streams
 from mgpu_train.strategies import base as strategies
 from mgpu_train.strategies import initial, precision
+from mgpu_train.strategies.entry import Sizes
 from mgpu_train.tasks import base as tasks
 from mgpu_train.tasks.base import Batch
 
@@ -105,11 +107,14 @@ class Trainer:
         self.pulse = pulse or Pulse(MetricLines(folders.metrics, place.rank))
         self.metrics = self.pulse.metrics
         self.pulse.enter("building")
-        self.config = config = trainable(job, folders, place)
+        self.config = config = trainable(job, folders)
         self.policy = precision.policy(config.precision, place.device)
         precision.allow(self.policy, place.device)
-        self.task, self.strategy = tasks.load(config), strategies.load(config.strategy, place, self.policy)
-        self.job, self.folders, self.place, self.stop = job, folders, place, stop
+        self.task = tasks.load(config)
+        sizes = Sizes(place.world_size, job.nodes, config.tensor_parallel, config.pipeline_parallel, config.replicas)
+        self.strategy = strategies.load(config.strategy, place, sizes, self.policy)
+        self.place = place = self.strategy.place
+        self.job, self.folders, self.stop = job, folders, stop
         self.late = int(gpu if late is None else late)
         self.threads = parallel.pin_threads(place, config.threads)
 
@@ -121,11 +126,13 @@ class Trainer:
             raise TrainError("the nodes hold different data: give all of them the same files, and the same Python")
         self.order = Order(len(self.data), config.seed)
         self.slices = Slices(config.global_batch, config.micro_batch, place.dp_rank, place.dp_size)
+        if why := self.slices.refuse(place.pipeline):
+            raise TrainError(f"`train.global_batch`: {why}")
         self.loader = Loader(place.device, config.seed, config.loader_threads or self._loader_threads())
 
         # Model: the seed is the same on all ranks, so that replicas begin equal.
-        self.model = initial.spread(self.strategy, self.task, config.seed)
-        self.engine = Plain(
+        self.model = initial.spread(self.strategy, self.task, config)
+        self.engine = (Pipelined if place.pipeline > 1 else Plain)(
             self.task,
             self.model,
             self.strategy,
@@ -206,7 +213,7 @@ class Trainer:
         """One optimizer step, as far as the host has a part in it."""
         step = self.progress.step + 1
         lr = learning_rate(step, self.config)
-        seeds.set_streams(self.config.seed, step, self.place.dp_rank)
+        set_streams(self.config.seed, step, self.place.dp_rank)
         totals = exchange(self.place, self._gradients(), self._wishes())
         if self.saver is not None:
             self.watch.leave_out(self.saver.settle())
@@ -280,26 +287,18 @@ class Trainer:
         wanted = (positions for consumed in steps for positions in self.slices.of(consumed))
         return self.loader.read(self.data, self.order.__getitem__, wanted)
 
-    @torch.no_grad()
     def _validate(self) -> None:
         """Mean loss over all ranks, on the same samples every time, spread evenly over the validation data. No forward
         pass is larger than one of training: it would not fit into the memory of a GPU that training fills."""
         self.pulse.enter("validation")
         config, samples = self.config, len(self.validation_data)
-        seeds.set_streams(config.seed, 0, self.place.dp_rank)
+        set_streams(config.seed, 0, self.place.dp_rank)
         wanted = config.validate_batches * config.global_batch
         positions = (each for first in range(0, wanted, config.global_batch) for each in self.slices.of(first))
-        sums, newest = Sums(), None
+        batches = self.loader.read(self.validation_data, lambda number: number * samples // wanted, positions)
         self.model.eval()
-        for batch in self.loader.read(self.validation_data, lambda number: number * samples // wanted, positions):
-            newest = newest if batch is None else batch
-            assert newest is not None  # noqa: S101 - each replica has a sample at least
-            with self.strategy.forward_pass(self.model, reduce=False):
-                loss = self.task.evaluate(self.model, newest)
-            sums.add(loss.nothing if batch is None else loss)
-            self.pulse.did()
+        totals = exchange(self.place, self.engine.evaluate(batches), Wishes())
         self.model.train()
-        totals = exchange(self.place, sums, Wishes())
         means = totals.means(totals.vector.tolist())
         self.validation = (self.progress.step, means)
         self.metrics.write("validation", **means, step=self.progress.step)
@@ -381,12 +380,12 @@ class Trainer:
 
     def _meta(self) -> dict[str, Any]:
         """What `meta.json` says of all checkpoints of this attempt."""
-        config = self.config.model_dump()
+        config, place = self.config.model_dump(), self.place
         return {
             "seed": self.config.seed,
             "world_size": self.place.world_size,
             "strategy": self.config.strategy,
-            "mesh": f"dp={self.place.world_size}",
+            "mesh": f"dp={place.dp_size}" + (f",tp={place.tensor},pp={place.pipeline}" if place.parted else ""),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "mgpu_train": mgpu_train.__version__,
@@ -405,16 +404,11 @@ class Trainer:
         return losses
 
 
-def trainable(job: Job, folders: Folders, place: Place) -> TrainConfig:
+def trainable(job: Job, folders: Folders) -> TrainConfig:
     """The `train` section; raises TrainError for a request that cannot be carried out here."""
     config = job.train
     if config is None:
         raise TrainError("job.json has no `train` section: the bundled trainer has nothing to do")
-    if config.global_batch < place.dp_size:
-        raise TrainError(
-            f"`train.global_batch` is {config.global_batch}, of which {place.dp_size} processes cannot have a sample "
-            f"each: take {place.dp_size} or more"
-        )
     if job.checkpoint is not None and folders.checkpoints is None:
         raise TrainError("job.json asks for checkpoints, but MGPU_CHECKPOINT_DIR does not say where to put them")
     return config

@@ -15,12 +15,14 @@ from typing import TypeVar
 
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from mgpu_train import cores
 from mgpu_train.errors import MachineError, TrainError
 from mgpu_train.health.gpus import Demand
 
 T = TypeVar("T")
+DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")  # of a mesh, from the furthest ranks to neighbours
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,39 @@ class Place:
     device: torch.device
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
+    tensor: int = 1  # ranks that share each layer; neighbours
+    pipeline: int = 1  # stages, each of so many blocks; furthest from one another
+    mesh: DeviceMesh | None = None  # where ranks are parted by more than their data: DIMENSIONS
 
     @property
     def dp_rank(self) -> int:
         """Which of `dp_size` copies of the model, each with data of its own, this rank has a part of."""
-        return self.rank
+        return self.rank // self.tensor % self.dp_size
 
     @property
     def dp_size(self) -> int:
         """How many copies of the model learn from data of their own."""
-        return self.world_size
+        return self.world_size // (self.tensor * self.pipeline)
+
+    @property
+    def parted(self) -> bool:
+        """Whether this rank has but a part of each copy of the model, whatever the strategy."""
+        return self.tensor * self.pipeline > 1
+
+    @property
+    def stage(self) -> int:
+        """Which of the pipeline's stages this rank belongs to."""
+        return self.rank // self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one stage, which hold alike what none of them shards."""
+        return self.world_size // self.pipeline
+
+    @property
+    def tells(self) -> bool:
+        """Whether this rank's losses count: one rank of each copy of the model has them all."""
+        return self.rank % self.tensor == 0 and self.stage == self.pipeline - 1
 
     @property
     def data(self) -> dist.ProcessGroup | None:

@@ -7,11 +7,6 @@ would have drawn.
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
-import torch
-
 MASK = (1 << 64) - 1
 
 
@@ -29,11 +24,3 @@ def splitmix(value: int) -> int:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
     return value ^ value >> 31
-
-
-def set_streams(seed: int, step: int, dp_rank: int) -> None:
-    """What torch (on every device), NumPy and `random` draw in this step, on this replica."""
-    number = mix(seed, step, dp_rank)
-    torch.manual_seed(number >> 1)  # it takes 63 bits on a GPU
-    random.seed(number)
-    np.random.seed(number & 0xFFFFFFFF)  # what most programs draw from

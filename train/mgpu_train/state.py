@@ -60,12 +60,13 @@ class OptimizerPart:
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """`state` by name, and `param_groups`."""
-        return get_optimizer_state_dict(self._model, self._optimizer)
+        """By name. What it is set to (rate, decay) is not kept: that follows from the run file."""
+        return {"state": get_optimizer_state_dict(self._model, self._optimizer)["state"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """On this rank's device."""
-        set_optimizer_state_dict(self._model, self._optimizer, state)
+        now = get_optimizer_state_dict(self._model, self._optimizer)
+        set_optimizer_state_dict(self._model, self._optimizer, {**now, **state})
 
     def steady(self) -> Iterable[torch.Tensor]:
         """All of it."""

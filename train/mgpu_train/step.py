@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import astuple, dataclass, fields
 
+import numpy as np
 import torch
 
 from mgpu_train.checkpoint.distributed.dcp import Progress
 from mgpu_train.engines.base import Update
 from mgpu_train.metrics.sums import WEIGHT, Reading, Sums, Totals
 from mgpu_train.parallel import Place
+from mgpu_train.seeds import mix
 from mgpu_train.signals import Wishes
 
 WISHES = len(fields(Wishes))
@@ -49,3 +52,11 @@ class Pending:
 def exchange(place: Place, sums: Sums, wishes: Wishes) -> Totals:
     """One exchange a step carries all that needs agreement: the losses, and what ranks wish."""
     return sums.reduce(place, *astuple(wishes))
+
+
+def set_streams(seed: int, step: int, dp_rank: int) -> None:
+    """What torch (on every device), NumPy and `random` draw in this step, on this replica."""
+    number = mix(seed, step, dp_rank)
+    torch.manual_seed(number >> 1)  # it takes 63 bits on a GPU
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)  # what most programs draw from

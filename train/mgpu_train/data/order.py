@@ -57,6 +57,18 @@ class Slices:
     rank: int  # among the replicas
     replicas: int
 
+    def refuse(self, stages: int) -> str | None:
+        """Why it cannot be trained on by a pipeline of so many stages."""
+        batch, replicas, size = self.global_batch, self.replicas, self.micro_batch
+        if batch < replicas:
+            return f"{batch} samples are not one for each of {replicas} processes"
+        if stages > 1 and (batch % (replicas * (size or 1)) or self.count < stages):
+            return (
+                f"a pipeline of {stages} stages takes {stages} micro-batches or more, all of the same size, in each "
+                f"step: {batch} samples for {replicas} replicas, {size or 'all'} at a time, are not that"
+            )
+        return None
+
     @property
     def size(self) -> int:
         """The most samples of a micro-batch."""

@@ -29,6 +29,10 @@ class Engine(ABC):
         """Adds up the gradients of this rank's micro-batches, and its losses; None: it has no samples in that one."""
 
     @abstractmethod
+    def evaluate(self, batches: Iterable[Batch | None]) -> Sums:
+        """Adds up losses alone, as many micro-batches of each global batch as in a step."""
+
+    @abstractmethod
     def update(self, lr: float, totals: Totals) -> Update:
         """Changes the parameters by the mean gradient of all ranks, whose losses `totals` are. Where the loss or the
         gradient is no finite number, nothing is changed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,13 +52,26 @@ class Plain(Engine):
             self._did()
         return sums
 
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch | None]) -> Sums:
+        """Forward passes alone."""
+        sums, before = Sums(), None
+        for batch in batches:
+            before = before if batch is None else batch
+            assert before is not None  # noqa: S101 - each replica has a sample at least
+            with self.strategy.forward_pass(self.model, reduce=False):
+                loss = self.task.evaluate(self.model, before)
+            sums.add(loss.nothing if batch is None else loss)
+            self._did()
+        return sums
+
     def update(self, lr: float, totals: Totals) -> Update:
         """Mean, clipping and the loss's scale are one factor, which the optimizer applies as it reads the gradients."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # the strategy has left the mean over replicas of the gradients of sums
         share = self.strategy.place.dp_size / totals[WEIGHT] / (1.0 if self._scale is None else self._scale.value)
-        norm = share * _norm(self.model)
+        norm = share * self._norm()
         factor = share * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         finite = torch.isfinite(norm) & torch.isfinite(totals["loss"])
         skipped = (~finite).float()
@@ -68,6 +82,10 @@ class Plain(Engine):
             self._scale.update(skipped)
         return Update(norm, skipped)
 
+    def _norm(self) -> Tensor:
+        """Of the sum of all gradients, scaled as they are."""
+        return norm_of(self.model)
+
     def parts(self) -> Mapping[str, Part]:
         """Model and optimizer, and the loss's scale where there is one."""
         parts: dict[str, Part] = {
@@ -77,7 +95,12 @@ class Plain(Engine):
         return parts if self._scale is None else {**parts, "scale": self._scale}
 
 
-def _norm(model: nn.Module) -> Tensor:
-    """Of all gradients, over all ranks: float64, of no dimension."""
-    norm = nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()
+def norm_of(model: nn.Module) -> Tensor:
+    """Of all gradients that this rank has a part of, over the ranks that have the others: float64, of no dimension."""
+    meshes: dict[Any, list[Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+    norms = [nn.utils.get_total_norm(gradients) for gradients in meshes.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack([norm.double() for norm in whole]))

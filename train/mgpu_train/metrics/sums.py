@@ -14,6 +14,7 @@ from mgpu_train.parallel import Place
 from mgpu_train.tasks.base import Loss
 
 WEIGHT = "weight"
+Names = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class Sums:
@@ -25,22 +26,44 @@ class Sums:
 
     def add(self, loss: Loss) -> None:
         """One batch more."""
-        for name, value in {**loss.values, "loss": loss.total, WEIGHT: loss.weight}.items():
+        self._add({**loss.values, "loss": loss.total, WEIGHT: loss.weight})
+
+    def include(self, other: Sums) -> None:
+        """What another one has added."""
+        self._add({**other._device, **other._host})
+
+    def _add(self, values: Mapping[str, Tensor | float]) -> None:
+        for name, value in values.items():
             if isinstance(value, Tensor):
                 value = value.detach().double()
                 self._device[name] = self._device[name] + value if name in self._device else value
             else:
                 self._host[name] = self._host.get(name, 0.0) + value
 
+    @property
+    def names(self) -> Names:
+        """Of what lies on the device, and of what lies on the host."""
+        return tuple(sorted(self._device)), tuple(sorted(self._host))
+
+    def named(self, names: Names, device: torch.device) -> Sums:
+        """With nothing of these names, where they are missing."""
+        for name in names[0]:
+            self._device.setdefault(name, torch.zeros((), dtype=torch.float64, device=device))
+        for name in names[1]:
+            self._host.setdefault(name, 0.0)
+        return self
+
     def reduce(self, place: Place, *others: float) -> Totals:
         """Adds up what all ranks have, in one exchange; it also carries `others`. All ranks call it together, with the
         same names."""
-        names = (*sorted(self._device), *sorted(self._host))
-        numbers = [*(self._host[name] for name in names[len(self._device) :]), *others]
+        on_device, on_host = self.names
+        names, numbers = on_device + on_host, [*(self._host[name] for name in on_host), *others]
         gpu = place.device.type == "cuda"
         vector = torch.tensor(numbers, dtype=torch.float64, pin_memory=gpu).to(place.device, non_blocking=gpu)
         if self._device:
-            vector = torch.cat((torch.stack([self._device[name] for name in sorted(self._device)]), vector))
+            vector = torch.cat((torch.stack([self._device[name] for name in on_device]), vector))
+        if not place.tells:  # another rank has the same
+            vector[: len(names)].zero_()
         if place.world_size > 1:
             dist.all_reduce(vector, group=place.data)
         return Totals(names, vector)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -12,9 +14,10 @@ MOMENTS = 2  # values that it keeps of each parameter
 
 def make(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """Weight decay on matrices only, never on the gains of norms."""
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in learned if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # a kernel takes parameters of one mesh at a time
+            groups.setdefault((parameter.ndim >= 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    decay = {True: config.weight_decay, False: 0.0}
+    given = [{"params": each, "weight_decay": decay[matrices]} for (matrices, _), each in groups.items()]
+    return torch.optim.AdamW(given, lr=config.lr, betas=(0.9, 0.95), fused=True)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_train.strategies.base import Strategy
+from mgpu_train.strategies.fsdp import Sharding
 from mgpu_train.tasks.base import Layout
 
 
-class Replicas(Strategy):
-    """torch's DistributedDataParallel."""
+class Replicas(Sharding):
+    """torch's DistributedDataParallel; shards of one rank each where other ranks have parts of the model."""
+
+    @property
+    def shards(self) -> bool:  # type: ignore[override]
+        """Where others have parts of the model."""
+        return self.place.parted
 
     def apply(self, model: nn.Module, layout: Layout) -> nn.Module:
         """The model in a wrapper that averages gradients."""
+        if self.shards:
+            return super().apply(model, layout)
         devices = [self.place.local_rank] if self.place.device.type == "cuda" else None
         return DistributedDataParallel(
             model.to(self.place.device),
@@ -25,9 +31,10 @@ class Replicas(Strategy):
             gradient_as_bucket_view=True,  # gradients are reduced where they are, not copied there and back
         )
 
-    @contextmanager
-    def forward_pass(self, model: nn.Module, *, reduce: bool) -> Iterator[None]:
+    def forward_pass(self, model: nn.Module, *, reduce: bool) -> AbstractContextManager[object]:
         """Gradients are exchanged while the last micro-batch's are made."""
-        assert isinstance(model, DistributedDataParallel)  # noqa: S101
-        with nullcontext() if reduce else model.no_sync(), super().forward_pass(model, reduce=reduce):
-            yield
+        around = ExitStack()
+        if isinstance(model, DistributedDataParallel) and not reduce:
+            around.enter_context(model.no_sync())
+        around.enter_context(super().forward_pass(model, reduce=reduce))
+        return around

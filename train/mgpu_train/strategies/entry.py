@@ -23,6 +23,32 @@ class Sizes:
     """What is known of the ranks before there are any."""
 
     world_size: int
+    nodes: int = 1
+    tensor: int = 1  # ranks that share each layer
+    pipeline: int = 1  # stages of blocks
+    replicas: int | None = None  # of strategy hsdp; None: one a node
+
+    @property
+    def data(self) -> int:
+        """Copies of the model that learn from data of their own, sharded or not."""
+        return self.world_size // (self.tensor * self.pipeline)
+
+    @property
+    def groups(self) -> int:
+        """Groups of ranks that share one copy of the model, under hsdp."""
+        return self.replicas or self.nodes
+
+    def refuse(self) -> str | None:
+        """Why no strategy can take them."""
+        parts = self.tensor * self.pipeline
+        if self.world_size % parts:
+            return (
+                f"{self.world_size} processes cannot be parted by {self.tensor} (tensor_parallel) x {self.pipeline} "
+                "(pipeline_parallel)"
+            )
+        if (self.world_size // self.nodes) % self.tensor:
+            return f"the {self.world_size // self.nodes} processes of a node are not a multiple of tensor_parallel"
+        return None
 
 
 def _nothing(_: Sizes) -> str | None:
@@ -30,9 +56,17 @@ def _nothing(_: Sizes) -> str | None:
 
 
 def _several(sizes: Sizes) -> str | None:
-    if sizes.world_size == 1:
+    if sizes.data == 1:
         return None
     return f"single is for one process, and {sizes.world_size} are asked for: use ddp or fsdp"
+
+
+def _groups(sizes: Sizes) -> str | None:
+    if sizes.groups > 1 and sizes.data % sizes.groups == 0 and sizes.data > sizes.groups:
+        return None
+    return (
+        f"hsdp needs 2 replicas or more, of 2 ranks or more each: {sizes.data} ranks cannot be {sizes.groups} replicas"
+    )
 
 
 @dataclass(frozen=True)
@@ -47,8 +81,9 @@ class StrategyEntry:
 SINGLE = StrategyEntry("mgpu_train.strategies.single:Single", refuse=_several)
 DDP = StrategyEntry("mgpu_train.strategies.ddp:Replicas")
 FSDP = StrategyEntry("mgpu_train.strategies.fsdp:Shards", sharded=True)
+HSDP = StrategyEntry("mgpu_train.strategies.fsdp:Groups", refuse=_groups, sharded=True)
 
-OURS = {"single": SINGLE, "ddp": DDP, "fsdp": FSDP}  # by name, since a node has no entry points of ours
+OURS = {"single": SINGLE, "ddp": DDP, "fsdp": FSDP, "hsdp": HSDP}  # by name, since a node has no entry points of ours
 
 
 @functools.cache

@@ -10,12 +10,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from mgpu_train.memory import free_bytes
 from mgpu_train.strategies.base import Strategy
+from mgpu_train.strategies.entry import Sizes
 from mgpu_train.tasks.base import Layout
 
 KEPT_SHARE = 0.1  # of the device's memory, for gradients that are not sharded yet
 
 
-class Shards(Strategy):
+class Sharding(Strategy):
     """torch's `fully_shard`, block by block and around the whole."""
 
     shards = True
@@ -23,17 +24,18 @@ class Shards(Strategy):
 
     def apply(self, model: nn.Module, layout: Layout) -> nn.Module:
         """The same model, its parameters shared out."""
-        policy = MixedPrecisionPolicy(param_dtype=self.policy.low, reduce_dtype=torch.float32)
-        for block in (*map(model.get_submodule, layout.blocks), model):
-            fully_shard(block, mp_policy=policy)
         whole = sum(4 * parameter.numel() for parameter in model.parameters())
         self._keeps = all(self.place.gather(whole <= KEPT_SHARE * self._memory()))
+        policy = MixedPrecisionPolicy(param_dtype=self.policy.low, reduce_dtype=torch.float32)
+        mesh = self.place.mesh and self.place.mesh["replicate", "shard"]
+        for block in (*map(model.get_submodule, layout.blocks), model):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
         return model
 
     def forward_pass(self, model: nn.Module, *, reduce: bool) -> AbstractContextManager[object]:
         """Gradients of all micro-batches are exchanged at once only where there is room for whole ones."""
-        assert isinstance(model, FSDPModule)  # noqa: S101
-        model.set_requires_gradient_sync(reduce or not self._keeps)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(reduce or not self._keeps)
         return super().forward_pass(model, reduce=reduce)
 
     def _memory(self) -> float:
@@ -41,3 +43,19 @@ class Shards(Strategy):
         if self.place.device.type == "cuda":
             return torch.cuda.get_device_properties(self.place.device).total_memory
         return free_bytes() / self.place.world_size
+
+
+class Shards(Sharding):
+    """Among all ranks that learn from data of their own."""
+
+    def groups(self, sizes: Sizes) -> tuple[int, int]:
+        """One copy of the model."""
+        return 1, sizes.data
+
+
+class Groups(Sharding):
+    """Among the ranks of a group, a node by default; groups are replicas of each other (HSDP)."""
+
+    def groups(self, sizes: Sizes) -> tuple[int, int]:
+        """A copy of the model each."""
+        return sizes.groups, sizes.data // sizes.groups

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mgpu_train.config import TrainConfig
 from mgpu_train.errors import TrainError
+from mgpu_train.strategies import memory, pipeline, tensor
 from mgpu_train.strategies.base import Strategy
-from mgpu_train.tasks.base import Task
+from mgpu_train.tasks.base import Layout, Task
 
 log = logging.getLogger(__name__)
 
@@ -31,19 +33,30 @@ _DRAWS = {
 }
 
 
-def spread(strategy: Strategy, task: Task, seed: int) -> nn.Module:
-    """The task's model with its first values, spread by the strategy. Raises TrainError for one that has no value
-    somewhere."""
+def spread(strategy: Strategy, task: Task, config: TrainConfig) -> nn.Module:
+    """The task's model with its first values, spread by the strategy: parted by stage, layer and shard, in this order.
+
+    Raises TrainError: it cannot be, or has no value somewhere.
+    """
+    seed = config.seed
     if not strategy.shards:
         model = whole(task, seed)
-        return strategy.apply(model, task.layout(model))
+        layout = task.layout(model)
+        _prepare(model, layout, config)
+        return strategy.apply(model, layout)
     with torch.device("meta"):
-        model = task.model()
-    model = strategy.apply(model, task.layout(model))
-    _make_room(model, strategy.place.device)
+        all_of_it = model = task.model()
+    layout, place = task.layout(model), strategy.place
+    if place.pipeline > 1:  # what other stages have stays on the meta device
+        model, layout = pipeline.cut(model, layout, place)
+    if place.tensor > 1:
+        tensor.share(model, layout, place)
+    _prepare(model, layout, config)
+    model = strategy.apply(model, layout)
+    _make_room(model, place.device)
     try:
         with _Shards():
-            _initialise(model, task, seed)
+            _initialise(model, task, seed, all_of_it)
     except (_NotByShards, RuntimeError, NotImplementedError) as error:
         size = sum(value.numel() * value.element_size() for _, value in _values(model))
         log.warning(
@@ -54,6 +67,12 @@ def spread(strategy: Strategy, task: Task, seed: int) -> nn.Module:
         )
         _copy(whole(task, seed), model)
     return model
+
+
+def _prepare(model: nn.Module, layout: Layout, config: TrainConfig) -> None:
+    memory.save(model, layout, config.activation_checkpointing)
+    if config.compile:
+        memory.compile_blocks(model, layout)
 
 
 def whole(task: Task, seed: int) -> nn.Module:
@@ -77,7 +96,7 @@ def _make_room(model: nn.Module, device: torch.device) -> None:
                 setattr(model.get_submodule(owner), name, kept)
 
 
-def _initialise(model: nn.Module, task: Task, seed: int) -> None:
+def _initialise(model: nn.Module, task: Task, seed: int, all_of_it: nn.Module | None = None) -> None:
     with torch.no_grad():
         for _, value in _values(model):
             if _has_nan(value):
@@ -85,7 +104,7 @@ def _initialise(model: nn.Module, task: Task, seed: int) -> None:
     # whole numbers have no NaN: what was replaced, or changed in place, has a value
     empty = {name: (value, _local(value)._version) for name, value in _values(model) if not _has_nan(value)}
     torch.manual_seed(seed)
-    task.initialise(model)
+    task.initialise(all_of_it or model)
     for name, value in _values(model):
         kept, version = empty.get(name, (None, 0))
         unchanged = kept is value and _local(value)._version == version
@@ -124,8 +143,12 @@ def _copy(source: nn.Module, model: nn.Module) -> None:
             part = values[name]
             if isinstance(value, DTensor):
                 shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-                part = part[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+                part = _part(part, shape, offset)
             _local(value).copy_(part)
+
+
+def _part(whole: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> torch.Tensor:
+    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
 class _NotByShards(Exception):
@@ -138,10 +161,11 @@ class _Shards(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        sharded = args[0] if args and isinstance(args[0], DTensor) else None
-        if sharded is not None and func.overloadpacket in _DRAWS:
-            _draw(func, sharded, args[1:], kwargs or {})
-            return sharded
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        sharded = first if isinstance(first, DTensor) else None
+        if first is not None and func.overloadpacket in _DRAWS and (sharded is not None or first.is_meta):
+            _draw(func, first, args[1:], kwargs or {})
+            return first
         made = func(*args, **kwargs or {})
         if sharded is not None and func.is_view and not _same_memory(sharded, made):
             raise _NotByShards(f"{func} of a shard is a copy")  # and a value that it is given would be lost
@@ -154,13 +178,23 @@ def _same_memory(value: DTensor, view: Any) -> bool:
     )
 
 
-def _draw(func: Any, value: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Draws the whole parameter, chunk by chunk, and keeps the shard's part of it."""
+def _draw(func: Any, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Draws the whole parameter, chunk by chunk, and keeps the shard's part of it; nothing of one on the meta device,
+    which another stage has."""
+    total = value.numel()
+    if not isinstance(value, DTensor):
+        for first, last in _chunks(total):
+            func(torch.empty(last - first, dtype=value.dtype), *args, **kwargs)
+        return
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    if tuple(shape[1:]) != tuple(value.shape[1:]):
-        raise _NotByShards("a parameter is not sharded by its first dimension")
+    if tuple(shape[1:]) != tuple(value.shape[1:]):  # by columns: this one parameter is whole for a moment
+        whole = torch.empty(total, dtype=value.dtype)
+        for first, last in _chunks(total):
+            func(whole[first:last], *args, **kwargs)
+        _local(value).copy_(_part(whole.view(value.shape), shape, offset))
+        return
     local, row = _local(value).view(-1), math.prod(value.shape[1:])
-    begin, total = offset[0] * row, value.numel()
+    begin = offset[0] * row
     for first, last in _chunks(total):
         drawn = func(torch.empty(last - first, dtype=value.dtype), *args, **kwargs)
         low, high = max(first, begin), min(last, begin + local.numel())

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from mgpu_train import entries
 from mgpu_train.config import TrainConfig
@@ -30,6 +31,12 @@ class Loss:
     values: Mapping[str, Tensor | float] = field(default_factory=dict)  # other sums, told as means by their names
 
     @property
+    def detached(self) -> Loss:
+        """The numbers alone."""
+        values = {name: each.detach() if isinstance(each, Tensor) else each for name, each in self.values.items()}
+        return Loss(self.total.detach(), self.weight, values)
+
+    @property
     def nothing(self) -> Loss:
         """Of no sample: no gradient, no weight."""
         return Loss(0 * self.total, 0 * self.weight, {name: 0 * value for name, value in self.values.items()})
@@ -37,9 +44,15 @@ class Loss:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a strategy has to know of a model."""
+    """What a strategy has to know of a model: names of its modules."""
 
-    blocks: tuple[str, ...] = ()  # names of modules that are run one after the other: FSDP gathers one at a time
+    # run one after the other: FSDP gathers one at a time, activations are kept by block, a pipeline is cut between them
+    blocks: tuple[str, ...] = ()
+    # run before the first block and after the last one; each takes what the one before gave as its first argument, as
+    # blocks do: so a stage of a pipeline runs the model's own `forward` without the modules of others
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)  # how ranks share a layer (tensor parallelism)
 
 
 class Task(ABC):

@@ -259,12 +259,12 @@ def _publish(place: Place, aside: Path | None, target: Path) -> None:
 def _share(state: dict[str, Any], place: Place) -> dict[str, Any]:
     """This rank's part of what all ranks hold alike, so that none copies and writes all; what is sharded stays."""
     alike = sorted(_alike(state), key=lambda found: -found[1])
-    loads = [0] * place.world_size
+    loads = [0] * place.stage_size
     mine = set()
     for path, size in alike:
         rank = loads.index(min(loads))
         loads[rank] += size
-        if rank == place.rank:
+        if rank == place.rank % place.stage_size:
             mine.add(path)
     return _pick(state, mine)
 

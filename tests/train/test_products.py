@@ -1,0 +1,99 @@
+"""Every strategy and product of strategies trains alike, and goes on from any other's checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+
+PROGRAM = Path(__file__).with_name("products.py")
+STEPS = 5
+Losses = Callable[..., list[list[float]]]
+# name: ranks, and what the run file says of them. Losses are those of "single", whose batches are the same
+PRODUCTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {"strategy": "single"}),
+    "ddp": (2, {"strategy": "ddp"}),
+    "ddp-3": (3, {"strategy": "ddp"}),
+    "ddp-cut": (2, {"strategy": "ddp", "micro_batch": 3}),
+    "fsdp": (2, {"strategy": "fsdp"}),
+    "fsdp-3": (3, {"strategy": "fsdp", "micro_batch": 2}),
+    "fsdp-saved": (2, {"strategy": "fsdp", "activation_checkpointing": "full"}),
+    "ddp-saved": (2, {"strategy": "ddp", "activation_checkpointing": "selective", "micro_batch": 4}),
+    "hsdp": (4, {"strategy": "hsdp", "replicas": 2}),
+    "hsdp-cut": (4, {"strategy": "hsdp", "replicas": 2, "micro_batch": 1}),
+    "tensor": (2, {"strategy": "single", "tensor_parallel": 2}),
+    "tensor-4": (4, {"strategy": "single", "tensor_parallel": 4, "micro_batch": 5}),
+    "tensor-ddp": (4, {"strategy": "ddp", "tensor_parallel": 2}),
+    "tensor-fsdp": (4, {"strategy": "fsdp", "tensor_parallel": 2, "micro_batch": 2}),
+    "tensor-saved": (2, {"strategy": "single", "tensor_parallel": 2, "activation_checkpointing": "full"}),
+    "pipeline": (2, {"strategy": "single", "pipeline_parallel": 2, "micro_batch": 3}),
+    "pipeline-4": (4, {"strategy": "single", "pipeline_parallel": 4, "micro_batch": 3}),
+    "pipeline-ddp": (4, {"strategy": "ddp", "pipeline_parallel": 2, "micro_batch": 3}),
+    "pipeline-fsdp": (4, {"strategy": "fsdp", "pipeline_parallel": 2, "micro_batch": 2}),
+    "pipeline-tensor": (4, {"strategy": "single", "pipeline_parallel": 2, "tensor_parallel": 2, "micro_batch": 4}),
+    "pipeline-tensor-fsdp": (
+        8, {"strategy": "fsdp", "pipeline_parallel": 2, "tensor_parallel": 2, "micro_batch": 2},
+    ),
+    "tensor-hsdp": (8, {"strategy": "hsdp", "replicas": 2, "tensor_parallel": 2}),
+}  # fmt: skip
+# goes on from the third step of the first one
+RESUMED = {
+    "single-from-pipeline-tensor": ("pipeline-tensor", "single"),
+    "pipeline-fsdp-from-tensor-fsdp": ("tensor-fsdp", "pipeline-fsdp"),
+    "tensor-fsdp-from-tensor-fsdp": ("tensor-fsdp", "tensor-fsdp"),
+    "pipeline-from-pipeline": ("pipeline", "pipeline"),
+    "hsdp-from-hsdp": ("hsdp", "hsdp"),
+}
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """`lines(name, kind)`: loss, error and norm of each line of this kind, of all ranks."""
+    out = tmp_path_factory.mktemp("products")
+
+    def train(name: str) -> None:
+        if not (out / name).exists():
+            before, of = RESUMED.get(name, ("", name))
+            if before:
+                train(before)
+            count, settings = PRODUCTS[of]
+            given, said = [out, name, count, json.dumps(settings), before], out / f"{name}.said"
+            assert ranks.start(PROGRAM, given, said, os.environ).wait(240) == 0, said.read_text()
+
+    def of(name: str, kind: str = "step") -> list[list[float]]:
+        train(name)
+        found: dict[Path, list[Any]] = {
+            path: [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == kind]
+            for path in (out / name / "metrics").glob("rank-*.jsonl")
+        }
+        keys = ("loss", "error", "grad_norm") if kind == "step" else ("loss", "error")
+        numbers = [[line[key] for line in each for key in keys] for each in found.values()]
+        assert all(each == numbers[0] for each in numbers), "ranks tell the same"
+        return [[line[key] for key in keys] for line in next(iter(found.values()))]
+
+    return of
+
+
+def flat(rows: list[list[float]]) -> list[float]:
+    return [number for row in rows for number in row]
+
+
+@pytest.mark.drawn("strategies and their products", "train/mgpu_train/strategies", "train/mgpu_train/engines")
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "single"])
+def test_every_product_has_the_losses_of_one_process(lines, name):
+    assert len(lines(name)) == STEPS
+    for kind in ("step", "validation"):
+        assert flat(lines(name, kind)) == pytest.approx(flat(lines("single", kind)), rel=1e-5)
+
+
+@pytest.mark.drawn("resumes by other strategies", "train/mgpu_train/strategies", "train/mgpu_train/engines")
+@pytest.mark.parametrize("name", RESUMED)
+def test_every_product_goes_on_from_the_checkpoint_of_another(lines, name):
+    before, now = RESUMED[name]
+    expected, exact = (lines(now)[3:], now == before)
+    assert flat(lines(name)) == (flat(expected) if exact else pytest.approx(flat(expected), rel=1e-5))

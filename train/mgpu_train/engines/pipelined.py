@@ -1,0 +1,116 @@
+"""One forward and one backward pass in turn (1F1B; Narayanan et al. 2021), by torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from mgpu_train.engines.plain import Plain, norm_of
+from mgpu_train.errors import TrainError
+from mgpu_train.metrics.sums import Names, Sums
+from mgpu_train.tasks.base import Batch, Loss, Task
+
+
+class Pipelined(Plain):
+    """For a model of which this rank has one stage. All micro-batches have the same shape."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        place = self.strategy.place
+        assert place.mesh is not None  # noqa: S101 - there is more than one stage
+        self._first, self._last = place.stage == 0, place.stage == place.pipeline - 1
+        self._group = place.mesh["pipeline"].get_group()
+        stage = PipelineStage(self.model, place.stage, place.pipeline, place.device, group=self._group)
+        self._schedule = Schedule1F1B(stage, self._count, self._loss_of, scale_grads=False)
+        self._batches: list[Batch] = []
+        self._losses: dict[int, Loss] = {}  # by micro-batch
+        self._names: Names | None = None
+        self._met = False  # stages have told each other the shapes of what they hand on
+
+    def gradients(self, batches: Iterable[Batch | None]) -> Sums:
+        """Each stage sees all micro-batches; the last one has their losses."""
+        given = list(batches)
+        if not self._met:  # torch runs a micro-batch for it, which draws: what comes after must not depend on that
+            device = self.strategy.place.device
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                self._gradients(given)
+            self.optimizer.zero_grad()
+            self._met = True
+        return self._agreed(self._gradients(given))
+
+    def _gradients(self, batches: Iterable[Batch | None]) -> Sums:
+        with self.strategy.forward_pass(self.model, reduce=True):
+            return self._run(batches, self._schedule.step)
+
+    def evaluate(self, batches: Iterable[Batch | None]) -> Sums:
+        """As many micro-batches at a time as in a step."""
+        sums, rest = Sums(), iter(batches)
+        while some := list(islice(rest, self._count)):
+            with torch.no_grad(), self.strategy.forward_pass(self.model, reduce=False):
+                sums.include(self._run(some, self._schedule.eval))
+        return self._agreed(sums)
+
+    def _run(self, batches: Iterable[Batch | None], schedule: Callable[..., object]) -> Sums:
+        self._batches, self._losses = [batch for batch in batches if batch is not None], {}
+        inputs = [_inputs(self.task, batch) for batch in self._batches] if self._first else None
+        numbers = [torch.tensor(number) for number in range(self._count)] if self._last else None
+        schedule(arg_mbs=inputs, target_mbs=numbers)
+        self._did()
+        sums = Sums()
+        for _, loss in sorted(self._losses.items()):
+            sums.add(loss)
+        return sums
+
+    def _loss_of(self, output: Tensor, number: Tensor) -> Tensor:
+        answers = _Answers(output).train(self.model.training)
+        batch = self._batches[int(number)]
+        loss = (self.task.loss if self.model.training else self.task.evaluate)(answers, batch)
+        self._losses[int(number)] = loss.detached
+        self._did()
+        return self._scale.up(loss.total, loss.weight) if self._scale else loss.total
+
+    def _agreed(self, sums: Sums) -> Sums:
+        """With the names that the last stage has."""
+        place = self.strategy.place
+        if self._names is None:
+            self._names = next(names for names in place.gather(sums.names) if names != ((), ()))
+        return sums.named(self._names, place.device)
+
+    def _norm(self) -> Tensor:
+        """Over all stages."""
+        squared = norm_of(self.model).square()
+        distributed.all_reduce(squared, group=self._group)
+        return squared.sqrt()
+
+
+class _Answers(nn.Module):
+    """A model that has given its answer already."""
+
+    def __init__(self, answer: Tensor) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def forward(self, *_given: Any) -> Tensor:
+        return self._answer
+
+
+class _Asked(Exception):
+    """What a task gives its model."""
+
+
+class _Asks(nn.Module):
+    def forward(self, *given: Any) -> Tensor:
+        raise _Asked(given)
+
+
+def _inputs(task: Task, batch: Batch) -> tuple[Any, ...]:
+    try:
+        task.loss(_Asks(), batch)
+    except _Asked as asked:
+        return asked.args[0]
+    raise TrainError(f"`train.pipeline_parallel`: the loss of {type(task).__name__} does not call its model")
