@@ -20,9 +20,10 @@ from mgpu_train import parallel
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress
 from mgpu_train.checkpoint.distributed.saver import Saver
 from mgpu_train.config import LmOptions, ModelConfig, TrainConfig
-from mgpu_train.optim import adamw
+from mgpu_train.optim import base as optim
 from mgpu_train.state import ModelPart, OptimizerPart
 from mgpu_train.strategies import initial
+from mgpu_train.tasks.base import Layout
 from mgpu_train.tasks.lm import ByteLM
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -47,7 +48,7 @@ class Training:
         self.place = parallel.join(DEADLINE_S, DEADLINE_S)
         self.task = ByteLM(LmOptions(model=MODEL, seq_len=SEQ_LEN))
         self.model = initial.whole(self.task, 0)
-        self.optimizer = adamw.make(self.model, TrainConfig())
+        (self.optimizer,) = optim.make(self.model, Layout(), TrainConfig()).each
         self.step()
 
     def step(self, settle: Between | None = None) -> None:

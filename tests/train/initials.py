@@ -117,7 +117,7 @@ def compared(task: Task, place: parallel.Place) -> dict[str, Any]:
     """Names of what differs between the two ways, and whether generators stand at one place after them."""
     whole = dict(initial._values(initial.whole(task, SEED)))
     after = torch.get_rng_state()
-    model = initial.spread(Shards(place, Policy()), task, TrainConfig(seed=SEED))
+    model, _ = initial.spread(Shards(place, Policy()), task, TrainConfig(seed=SEED))
     spread = dict(initial._values(model))
     sharded = [name for name, value in spread.items() if isinstance(value, DTensor)]
     gathered = {name: spread[name].full_tensor() if name in sharded else spread[name] for name in spread}
@@ -133,7 +133,7 @@ def peak(place: parallel.Place) -> float:
     task = Modules(*[linear(4096, 4096)] * 4)
     Path("/proc/self/clear_refs").write_text("5")
     before = _kib("VmHWM")
-    model = initial.spread(Shards(place, Policy()), task, TrainConfig(seed=SEED))
+    model, _ = initial.spread(Shards(place, Policy()), task, TrainConfig(seed=SEED))
     kept = sum(initial._local(value).nbytes for value in model.parameters())
     return (_kib("VmHWM") - before) / 1024 - kept / (1 << 20)
 

@@ -825,6 +825,7 @@ def test_a_node_resumes_from_what_its_ranks_read_and_says_so(run, tmp_path, monk
         {"train": {"strategy": "ddp"}},
         {"train": {"strategy": "single"}},
         {"train": {"strategy": "mine.strategies:Rows"}},
+        {"train": {"strategy": "fsdp", "tensor_parallel": 2}},
         {"launcher": {"argv": ("mpirun", "{program}")}},
         {"launcher": "bash"},
         {"nodes": 1, "node_rank": 0},

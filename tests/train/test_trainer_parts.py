@@ -8,13 +8,15 @@ from typing import ClassVar
 import pytest
 import torch
 from mgpu_train.checkpoint.distributed.dcp import differences
-from mgpu_train.config import CheckpointTarget, Job, ModelConfig, TrainConfig
+from mgpu_train.config import CheckpointTarget, EarlyStopping, Job, ModelConfig, TrainConfig
 from mgpu_train.errors import TrainError
 from mgpu_train.loop import read_job
 from mgpu_train.metrics.lines import MetricLines
-from mgpu_train.optim import adamw
+from mgpu_train.metrics.patience import Patience
+from mgpu_train.optim import base as optim
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.signals import SaveClock
+from mgpu_train.tasks.base import Layout
 from mgpu_train.tasks.lm import ByteGPT
 from torch import nn
 
@@ -144,11 +146,49 @@ class TestByteGPT:
 
     def test_decay_is_for_matrices_only(self):
         model = ByteGPT(TINY, seq_len=16)
-        decayed, plain = adamw.make(model, TrainConfig(weight_decay=0.3)).param_groups
+        (one,) = optim.make(model, Layout(), TrainConfig(weight_decay=0.3)).each
+        decayed, plain = sorted(one.param_groups, key=lambda group: -group["weight_decay"])
         assert {p.ndim for p in decayed["params"]} == {2}
         assert {p.ndim for p in plain["params"]} == {1}
         assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
         assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+
+    def test_muon_has_the_matrices_of_blocks_alone(self):
+        model = ByteGPT(TINY, seq_len=16)
+        layout = Layout(blocks=("blocks.0", "blocks.1"))
+        made = optim.make(model, layout, TrainConfig(optimizer="muon"))
+        kinds = {
+            type(one).__name__: {id(p) for group in one.param_groups for p in group["params"]} for one in made.each
+        }
+        matrices = {id(p) for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2}
+        assert kinds["Muon"] == matrices
+        assert kinds["AdamW"] == {id(p) for p in model.parameters()} - matrices
+        sizes = [
+            sum(4 * p.numel() for p in model.parameters() if (id(p) in matrices) is muon) for muon in (True, False)
+        ]
+        assert made.state_bytes == sizes[0] + 2 * sizes[1]
+
+
+class TestPatience:
+    def test_training_ends_after_so_many_in_a_row_that_are_no_better(self):
+        watch = Patience(EarlyStopping(patience=2, min_delta=0.1))
+        over = [watch.take({"loss": loss}) and watch.over for loss in (3.0, 2.0, 1.95, 1.8, 1.75, 1.74)]
+        assert over == [False, False, False, False, False, True]
+
+    def test_more_is_better_where_it_says_so(self):
+        watch = Patience(EarlyStopping(metric="accuracy", mode="max", patience=1))
+        assert [watch.take({"accuracy": each}) and watch.over for each in (0.1, 0.2, 0.2)] == [False, False, True]
+
+    def test_it_goes_on_where_it_was(self):
+        watch, other = (Patience(EarlyStopping(patience=2)) for _ in range(2))
+        for loss in (1.0, 2.0):
+            watch.take({"loss": loss})
+        other.load_state_dict(watch.state_dict())
+        other.take({"loss": 1.5})
+        assert other.over
+
+    def test_a_value_that_no_validation_has_is_no_value(self):
+        assert not Patience(EarlyStopping(metric="acuracy")).take({"accuracy": 1.0})
 
 
 class TestReadJob:

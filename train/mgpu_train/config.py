@@ -26,6 +26,7 @@ Brought = Annotated[
 ]
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
+OptimizerName = Literal["adamw", "muon"]
 Writers = Literal["rank0", "all"]
 MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}$")]
 BestMode = Literal["min", "max"]
@@ -70,6 +71,15 @@ class LmOptions(Model):
     model: ModelConfig = Field(default_factory=lambda: ModelConfig())  # type: ignore[call-arg]
 
 
+class EarlyStopping(Model):
+    """When a run ends before its last step."""
+
+    metric: MetricName = Field("loss", description="which value of the validations is watched, by the task's name")
+    patience: int = Field(5, ge=1, description="validations in a row without a better value, after which training ends")
+    min_delta: float = Field(0.0, ge=0, description="what is less than this better is not better")
+    mode: BestMode = Field("min", description="min: smaller is better; max: larger")
+
+
 class Training(Model):
     """What the trainer is told, whatever the task is."""
 
@@ -104,13 +114,25 @@ class Training(Model):
         "it, fp16 on older ones, fp32 on a CPU. Parameters and their moments are fp32",
     )
     seed: int = Field(1, ge=0, description="of weights and of the data order")
-    lr: float = Field(6e-3, gt=0, description="peak learning rate (AdamW)")
+    optimizer: OptimizerName = Field(
+        "adamw", description="adamw; muon: for the matrices of the model's blocks, and adamw for the rest"
+    )
+    lr: float = Field(6e-3, gt=0, description="peak learning rate")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the cosine schedule ends at this share of lr")
     warmup_steps: int = Field(10, ge=0, description="optimizer steps of linear warm-up")
-    weight_decay: float = Field(0.1, ge=0, description="AdamW's, on matrices only")
+    weight_decay: float = Field(0.1, ge=0, description="on matrices only")
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="decay of a moving average of the parameters, validated beside them (default: none)",
+    )
     clip_norm: float = Field(1.0, gt=0, description="largest gradient norm")
     validate_every: int = Field(100, ge=1, description="optimizer steps between validations")
     validate_batches: int = Field(8, ge=1, description="global batches per validation, always the same ones")
+    early_stopping: EarlyStopping | None = Field(
+        None, description="training ends when validation has stopped getting better (default: at the last step)"
+    )
     log_every: int = Field(1, ge=1, description="optimizer steps between two lines of metrics")
     threads: int | None = Field(None, ge=1, description="CPU threads per process (default: the cores shared out)")
     loader_threads: int | None = Field(

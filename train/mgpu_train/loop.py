@@ -50,9 +50,11 @@ from mgpu_train.engines.pipelined import Pipelined
 from mgpu_train.engines.plain import Plain
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
+from mgpu_train.metrics.patience import Patience
 from mgpu_train.metrics.pulse import Pulse
 from mgpu_train.metrics.sums import Sums
-from mgpu_train.optim import adamw
+from mgpu_train.optim import base as optim
+from mgpu_train.optim.ema import Average
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.parallel import Place
 from mgpu_train.signals import SaveClock, StopRequest, Stopwatch, Wishes
@@ -131,27 +133,30 @@ class Trainer:
         self.loader = Loader(place.device, config.seed, config.loader_threads or self._loader_threads())
 
         # Model: the seed is the same on all ranks, so that replicas begin equal.
-        self.model = initial.spread(self.strategy, self.task, config)
+        self.model, layout = initial.spread(self.strategy, self.task, config)
+        optimizers = optim.make(self.model, layout, config)
         self.engine = (Pipelined if place.pipeline > 1 else Plain)(
             self.task,
             self.model,
             self.strategy,
-            adamw.make(self.model, config),
+            optimizers,
             clip_norm=config.clip_norm,
             micro_batches=self.slices.count,
             did=self.pulse.did,
         )
+        self.ema = Average(self.model, config.ema) if config.ema else None
+        self.patience = Patience(config.early_stopping) if config.early_stopping else None
 
         # From zero, or from the one checkpoint that all nodes were given. Beside a GPU another process writes.
         self.save_clock = SaveClock(job.checkpoint)
         writers, save_s = job.checkpoint.writers if job.checkpoint else "all", job.timeouts.save_s
         outside = job.checkpoint is not None and (gpu if outside is None else outside)
-        self.checkpointer = Checkpointer(
-            self.engine.parts(), place, writers, self._meta(), outside_s=save_s if outside else None
-        )
+        others = {"ema": self.ema, "patience": self.patience}
+        parts = {**self.engine.parts(), **{name: part for name, part in others.items() if part is not None}}
+        self.checkpointer = Checkpointer(parts, place, writers, self._meta(), outside_s=save_s if outside else None)
         if job.checkpoint is not None:
             weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
-            self.checkpointer.require_memory((1 + adamw.MOMENTS) * weights)
+            self.checkpointer.require_memory(weights + optimizers.state_bytes + (self.ema.nbytes if self.ema else 0))
         self.progress = self.checkpointer.load(folders.resume) if folders.resume else Progress()
         self.saver = (
             Saver(self.checkpointer, folders.checkpoints, save_s) if job.checkpoint and folders.checkpoints else None
@@ -183,7 +188,7 @@ class Trainer:
             raise
         self._save_last()
         self.pulse.enter("finishing")
-        reason = "done" if self.progress.step == self.config.steps else "stopped"
+        reason = "done" if self._over() else "stopped"
         self.metrics.write("end", step=self.progress.step, reason=reason)
         log.info("step %d: %s", self.progress.step, reason)
         return self.progress
@@ -191,7 +196,7 @@ class Trainer:
     def _train(self) -> None:
         self.batches = self._batches()
         self.watch.lap()
-        while self.progress.step < self.config.steps and not self.stopping:
+        while not self._over() and not self.stopping:
             self.pending.append(self._step())
             self._hear(behind=self.late)
             if self.pulse.phase != "training":
@@ -205,9 +210,13 @@ class Trainer:
                 self.pulse.enter("training")
             if self.saver is not None:
                 self._tell(self.saver.poll())
-            if due and not last and not self.stopping and not self.skipped:  # what changed nothing is not worth a save
+            if due and not (self._over() or self.stopping or self.skipped):  # what changed nothing is not worth a save
                 self._save()
             self.watch.lap()
+
+    def _over(self) -> bool:
+        patient = self.patience is None or not self.patience.over
+        return self.progress.step == self.config.steps or not patient
 
     def _step(self) -> Pending:
         """One optimizer step, as far as the host has a part in it."""
@@ -218,6 +227,8 @@ class Trainer:
         if self.saver is not None:
             self.watch.leave_out(self.saver.settle())
         update = self.engine.update(lr, totals)
+        if self.ema is not None:
+            self.ema.update(step, update.skipped)
         self.progress = Progress(step, self.progress.samples + self.config.global_batch)
         self.pulse.stepped(step)
         return Pending(self.progress, lr, totals, update)
@@ -291,19 +302,33 @@ class Trainer:
         """Mean loss over all ranks, on the same samples every time, spread evenly over the validation data. No forward
         pass is larger than one of training: it would not fit into the memory of a GPU that training fills."""
         self.pulse.enter("validation")
+        self.model.eval()
+        means = self._means()
+        if self.ema is not None:
+            with self.ema.in_place():
+                means |= {f"ema_{name}": value for name, value in self._means().items()}
+        self.model.train()
+        if self.patience is not None and not self.patience.take(means):
+            known = ", ".join(sorted(means))
+            raise TrainError(f"`train.early_stopping`: no validation has a `{self.patience.metric}`, only {known}")
+        if self.patience is not None and self.patience.over:
+            log.info(
+                "step %d: validation is no better than %d validations before", self.progress.step, self.patience.worse
+            )
+        self.validation = (self.progress.step, means)
+        self.metrics.write("validation", **means, step=self.progress.step)
+        told = "".join(f", {name} {value:.4f}" for name, value in means.items() if name != "loss")
+        log.info("step %d: validation loss %.4f%s", self.progress.step, means["loss"], told)
+
+    def _means(self) -> dict[str, float]:
+        """Of the model as it is."""
         config, samples = self.config, len(self.validation_data)
         set_streams(config.seed, 0, self.place.dp_rank)
         wanted = config.validate_batches * config.global_batch
         positions = (each for first in range(0, wanted, config.global_batch) for each in self.slices.of(first))
         batches = self.loader.read(self.validation_data, lambda number: number * samples // wanted, positions)
-        self.model.eval()
         totals = exchange(self.place, self.engine.evaluate(batches), Wishes())
-        self.model.train()
-        means = totals.means(totals.vector.tolist())
-        self.validation = (self.progress.step, means)
-        self.metrics.write("validation", **means, step=self.progress.step)
-        told = "".join(f", {name} {value:.4f}" for name, value in means.items() if name != "loss")
-        log.info("step %d: validation loss %.4f%s", self.progress.step, means["loss"], told)
+        return totals.means(totals.vector.tolist())
 
     def _save(self) -> None:
         """Begin a save; training goes on while it is made. One that is still under way is not joined by another."""

@@ -54,21 +54,21 @@ class ModelPart:
 
 
 class OptimizerPart:
-    """What an optimizer keeps of each parameter, by the parameter's name."""
+    """What optimizers keep of each parameter, by the parameter's name."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        self._model, self._optimizers = model, optimizers
 
     def state_dict(self) -> dict[str, Any]:
         """By name. What it is set to (rate, decay) is not kept: that follows from the run file."""
-        return {"state": get_optimizer_state_dict(self._model, self._optimizer)["state"]}
+        return {"state": get_optimizer_state_dict(self._model, self._optimizers)["state"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """On this rank's device."""
-        now = get_optimizer_state_dict(self._model, self._optimizer)
-        set_optimizer_state_dict(self._model, self._optimizer, {**now, **state})
+        now = get_optimizer_state_dict(self._model, self._optimizers)
+        set_optimizer_state_dict(self._model, self._optimizers, {**now, **state})
 
     def steady(self) -> Iterable[torch.Tensor]:
         """All of it."""
-        kept = (each for values in self._optimizer.state.values() for each in values.values())
+        kept = (each for one in self._optimizers for values in one.state.values() for each in values.values())
         return (each for each in kept if isinstance(each, torch.Tensor))

@@ -39,7 +39,7 @@ class Pipelined(Plain):
             device = self.strategy.place.device
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 self._gradients(given)
-            self.optimizer.zero_grad()
+            self.optimizers.zero_grad()
             self._met = True
         return self._agreed(self._gradients(given))
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from mgpu_train.engines.base import Engine, Update
 from mgpu_train.engines.scale import LossScale
 from mgpu_train.metrics.sums import WEIGHT, Sums, Totals
+from mgpu_train.optim.base import Optimizers
 from mgpu_train.state import ModelPart, OptimizerPart, Part
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.tasks.base import Batch, Task
@@ -25,15 +26,14 @@ class Plain(Engine):
         task: Task,
         model: nn.Module,
         strategy: Strategy,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Optimizers,
         *,
         clip_norm: float,
         micro_batches: int,
         did: Callable[[], None],
     ) -> None:
-        """`micro_batches` of each step; `did` is called after each. The optimizer takes `grad_scale` and `found_inf`,
-        as torch's fused ones do."""
-        self.task, self.model, self.strategy, self.optimizer = task, model, strategy, optimizer
+        """`micro_batches` of each step; `did` is called after each."""
+        self.task, self.model, self.strategy, self.optimizers = task, model, strategy, optimizers
         self._clip_norm, self._count, self._did = clip_norm, micro_batches, did
         self._scale = LossScale(strategy.place.device) if strategy.policy.scaled else None
 
@@ -66,18 +66,15 @@ class Plain(Engine):
         return sums
 
     def update(self, lr: float, totals: Totals) -> Update:
-        """Mean, clipping and the loss's scale are one factor, which the optimizer applies as it reads the gradients."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        """Mean, clipping and the loss's scale are one factor, which optimizers apply as they read the gradients."""
         # the strategy has left the mean over replicas of the gradients of sums
         share = self.strategy.place.dp_size / totals[WEIGHT] / (1.0 if self._scale is None else self._scale.value)
         norm = share * self._norm()
         factor = share * (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         finite = torch.isfinite(norm) & torch.isfinite(totals["loss"])
         skipped = (~finite).float()
-        self.optimizer.grad_scale, self.optimizer.found_inf = (1 / factor).float(), skipped  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizers.step(lr, factor, skipped)
+        self.optimizers.zero_grad()
         if self._scale is not None:
             self._scale.update(skipped)
         return Update(norm, skipped)
@@ -90,7 +87,7 @@ class Plain(Engine):
         """Model and optimizer, and the loss's scale where there is one."""
         parts: dict[str, Part] = {
             "model": ModelPart(self.model),
-            "optimizer": OptimizerPart(self.model, self.optimizer),
+            "optimizer": OptimizerPart(self.model, *self.optimizers.each),
         }
         return parts if self._scale is None else {**parts, "scale": self._scale}
 

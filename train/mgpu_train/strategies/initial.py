@@ -33,8 +33,9 @@ _DRAWS = {
 }
 
 
-def spread(strategy: Strategy, task: Task, config: TrainConfig) -> nn.Module:
-    """The task's model with its first values, spread by the strategy: parted by stage, layer and shard, in this order.
+def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Module, Layout]:
+    """The task's model with its first values, spread by the strategy: parted by stage, layer and shard, in this order;
+    and the layout of what this rank has of it.
 
     Raises TrainError: it cannot be, or has no value somewhere.
     """
@@ -43,7 +44,7 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> nn.Module:
         model = whole(task, seed)
         layout = task.layout(model)
         _prepare(model, layout, config)
-        return strategy.apply(model, layout)
+        return strategy.apply(model, layout), layout
     with torch.device("meta"):
         all_of_it = model = task.model()
     layout, place = task.layout(model), strategy.place
@@ -66,7 +67,7 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> nn.Module:
             str(error).partition("\n")[0],
         )
         _copy(whole(task, seed), model)
-    return model
+    return model, layout
 
 
 def _prepare(model: nn.Module, layout: Layout, config: TrainConfig) -> None:

@@ -55,7 +55,8 @@ def resume(attempt: Attempt, wanted: Resume) -> int:
 def choice(job: Job, manifest: Manifest) -> Choose | None:
     """Which shards the ranks of this node read; None: all, where that is not known before they run."""
     ours = OURS.get(job.train.strategy) if job.train else None
-    if ours is not FSDP or job.launcher not in (TORCHRUN, PYTHON) or job.nodes == 1:
+    parted = job.train is not None and job.train.tensor_parallel * job.train.pipeline_parallel > 1
+    if ours is not FSDP or parted or job.launcher not in (TORCHRUN, PYTHON) or job.nodes == 1:
         return None
     ranks = rows.Ranks(job.node_rank * job.processes_per_node, job.processes_per_node, job.world_size)
     there = {file.path for file in manifest.files}

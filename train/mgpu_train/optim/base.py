@@ -1,0 +1,82 @@
+"""Optimizers: which one changes which parameter, and how all of them take a step together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mgpu_train.config import TrainConfig
+from mgpu_train.tasks.base import Layout
+
+
+class Optimizers:
+    """Several that are one. `state_bytes`: what they keep of all parameters, whole."""
+
+    def __init__(self, each: Sequence[torch.optim.Optimizer], state_bytes: float) -> None:
+        self.each, self.state_bytes = list(each), state_bytes
+
+    def step(self, lr: float, factor: Tensor, skipped: Tensor) -> None:
+        """Changes parameters by their gradients times `factor`, and nothing where `skipped` is 1.
+
+        Fused ones see to both in their kernels; for any other one a GPU is waited for.
+        """
+        for optimizer in self.each:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer.grad_scale, optimizer.found_inf = (1 / factor).float(), skipped  # type: ignore[attr-defined]
+                optimizer.step()
+            elif not skipped.item():
+                learned = (each for group in optimizer.param_groups for each in group["params"])
+                gradients = [parameter.grad for parameter in learned if parameter.grad is not None]
+                torch._foreach_mul_(gradients, factor.float())  # pyright: ignore[reportPrivateImportUsage] - as clipping
+                optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients."""
+        for optimizer in self.each:
+            optimizer.zero_grad()
+
+
+def make(model: nn.Module, layout: Layout, config: TrainConfig) -> Optimizers:
+    """What `train.optimizer` says: AdamW for all, or Muon for the matrices of blocks and AdamW for the rest."""
+    learned = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    size = {name: each.numel() * each.element_size() for name, each in learned.items()}
+    prefixes = tuple(f"{around}{block}." for block in layout.blocks for around in ("", "module."))
+    muons = [
+        name
+        for name, each in learned.items()
+        if config.optimizer == "muon" and each.ndim == 2 and name.startswith(prefixes)
+    ]
+    rest = learned.keys() - set(muons)
+    each = [_adamw([learned[name] for name in learned if name in rest], config)] if rest else []
+    if muons:
+        each.append(_muon([learned[name] for name in muons], config))
+    return Optimizers(each, 2 * sum(size[name] for name in rest) + sum(size[name] for name in muons))
+
+
+def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov, Hutter 2019), in torch's fused kernel; decay on matrices only, never on the gains of norms."""
+    decay = {True: config.weight_decay, False: 0.0}
+    groups = _groups(parameters, lambda each: each.ndim >= 2)
+    given = [{"params": each, "weight_decay": decay[matrices]} for matrices, each in groups]
+    return torch.optim.AdamW(given, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def _muon(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    """Muon (Jordan 2024), with the updates' size that lets it share AdamW's rate and decay (Liu et al. 2025)."""
+    given = [{"params": each} for _, each in _groups(parameters, lambda _: True)]
+    return torch.optim.Muon(given, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+
+
+def _groups(
+    parameters: Iterable[nn.Parameter], kind: Callable[[nn.Parameter], Any]
+) -> Iterable[tuple[Any, list[nn.Parameter]]]:
+    """Of one kind and one mesh each: a kernel takes no others at a time."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for each in parameters:
+        groups.setdefault((kind(each), getattr(each, "device_mesh", None)), []).append(each)
+    return ((which, each) for (which, _), each in groups.items())
