@@ -201,6 +201,15 @@ class NoNumber(Patient):
         return replace(loss, total=loss.total * float("nan"))
 
 
+class SlowData(Patient):
+    """The loader is waited for, and says for how long."""
+
+    def _gradients(self) -> Any:
+        sums = super()._gradients()
+        self.loader.waited_s += 1000.0
+        return sums
+
+
 class Runner:
     """Trains scenarios and keeps what went wrong by name, so that one failure hides no other."""
 
@@ -280,6 +289,7 @@ def two_ranks(runner: Runner) -> None:
         runner.train("no-memory", strategy="fsdp", writers="rank0")
     runner.train("no-batch", global_batch=1)
     runner.train("diverged", strategy="fsdp", lr=1e30, every_steps=1, max_skipped=2)
+    runner.train("slow-data", strategy="ddp", every_steps=None, kind=SlowData, steps=25)
     runner.train("late", strategy="ddp", late=True)
     runner.train("late-cut", strategy="ddp", stop=Signal(runner.place, 4, 1), every_steps=100, late=True)
     runner.train("late-minutes", strategy="ddp", every_steps=None, minutes=1e-9, late=True)

@@ -332,3 +332,16 @@ def test_what_is_drawn_follows_from_seed_step_and_replica(out, strategy, same_bi
     same_bits(last(out, name), last(out, f"{name}-resumed"))
     drawn = [json.loads((out / name / f"drawn-{rank}.json").read_text()) for rank in (0, 1)]
     assert len({*drawn[0], *drawn[1]}) == 2 * STEPS
+
+
+def test_each_line_says_how_much_of_the_time_nothing_was_computed(out):
+    for line in lines(out, "fsdp", "step"):
+        assert -0.01 <= line["host_share"] < 1
+        assert 0 <= line["data_share"] < 1
+
+
+def test_a_loader_that_training_waits_for_is_told_of_with_numbers(out):
+    assert failures(out, "slow-data") == []
+    said = (out / "said").read_text()
+    assert said.count("training waits for its data") == 2  # ranks, once each
+    assert "`train.loader_threads` is 1" in said

@@ -32,7 +32,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ from mgpu_train.optim.ema import Average
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.parallel import Place
 from mgpu_train.signals import SaveClock, StopRequest, Stopwatch, Wishes
-from mgpu_train.step import Heard, Pending, exchange, set_streams
+from mgpu_train.step import Heard, Pending, Span, exchange, set_streams
 from mgpu_train.strategies import base as strategies
 from mgpu_train.strategies import initial, precision
 from mgpu_train.strategies.entry import Sizes
@@ -66,6 +66,8 @@ from mgpu_train.tasks import base as tasks
 from mgpu_train.tasks.base import Batch
 
 log = logging.getLogger("mgpu_train")
+
+MUCH, LONG = 0.2, 20  # a share of the time in steps that is worth a warning, once so many lines in a row have it
 
 USAGE = (
     "usage: MGPU_JOB=job.json [MGPU_CHECKPOINT_DIR=folder] [MGPU_METRICS_DIR=folder] [MGPU_RESUME_DIR=folder] "
@@ -87,6 +89,15 @@ class Folders:
         """As the variables MGPU_* say."""
         names = ("MGPU_CHECKPOINT_DIR", "MGPU_METRICS_DIR", "MGPU_RESUME_DIR", "MGPU_SAVE_REQUEST")
         return cls(*(Path(os.environ[name]).absolute() if os.environ.get(name) else None for name in names))
+
+
+@dataclass
+class Spent:
+    """Of several steps."""
+
+    busy_s: float = 0.0  # seconds in them
+    idle_s: float = 0.0  # of these, between what the device computed of one and of the next
+    units: float = 0.0  # trained on
 
 
 class Trainer:
@@ -168,7 +179,8 @@ class Trainer:
         self.stopping = self.wanted = False  # all ranks stop; all make a checkpoint, whatever the step is
         self.early = True  # one checkpoint ahead of time may be asked for
         self.validation: tuple[int, dict[str, float]] | None = None  # step and means
-        self.watch, self.busy_s, self.units = Stopwatch(), 0.0, 0.0  # in steps, since the last line of metrics
+        self.watch, self.spent, self.waits = Stopwatch(), Spent(), 0  # since the last line of metrics
+        self.before: Span | None = None  # of the step before, where nothing was in between
         self.pulse.stepped(self.progress.step)
 
     def run(self) -> Progress:
@@ -212,6 +224,8 @@ class Trainer:
                 self._tell(self.saver.poll())
             if due and not (self._over() or self.stopping or self.skipped):  # what changed nothing is not worth a save
                 self._save()
+            if last or due or step % self.config.validate_every == 0:
+                self.before = None
             self.watch.lap()
 
     def _over(self) -> bool:
@@ -229,12 +243,15 @@ class Trainer:
         update = self.engine.update(lr, totals)
         if self.ema is not None:
             self.ema.update(step, update.skipped)
+        self.span.end()
         self.progress = Progress(step, self.progress.samples + self.config.global_batch)
         self.pulse.stepped(step)
-        return Pending(self.progress, lr, totals, update)
+        return Pending(self.progress, lr, totals, update, self.span)
 
     def _gradients(self) -> Sums:
-        return self.engine.gradients(islice(self.batches, self.slices.count))
+        first = next(self.batches)  # what is computed begins once it is there
+        self.span = Span(self.place.device)
+        return self.engine.gradients(chain([first], islice(self.batches, self.slices.count - 1)))
 
     def _loader_threads(self) -> int:
         """Beside a GPU half of this process's cores, which it does not compute on; 8 at most."""
@@ -253,13 +270,16 @@ class Trainer:
     def _hear(self, behind: int) -> None:
         """What the device is through with, but for the newest `behind` steps. Raises TrainError: it was in vain."""
         while True:
-            waits = len(self.pending) > behind
-            heard = self.pending.popleft().heard() if waits else None
-            self.busy_s += self.watch.lap()
-            if heard is None:
+            pending = self.pending.popleft() if len(self.pending) > behind else None
+            heard = pending and pending.heard()
+            self.spent.busy_s += self.watch.lap()
+            if pending is None or heard is None:
                 return
             self.heard = heard
-            self.units += heard.weight
+            self.spent.units += heard.weight
+            if self.before is not None:  # and nothing but steps was in between
+                self.spent.idle_s += pending.span.after(self.before)
+            self.before = pending.span
             wishes = heard.wishes
             if wishes.lost:  # an attempt that starts anew loses less than one that trains on and keeps nothing
                 raise TrainError(
@@ -396,9 +416,24 @@ class Trainer:
         step = heard.step
         if step % self.config.log_every and step != self.config.steps:
             return
-        speed, unit = self.units / self.busy_s, self.task.unit
-        self.busy_s, self.units = 0.0, 0.0
-        own = {"lr": heard.lr, "grad_norm": heard.norm, f"{unit}_per_s": round(speed, 1), "samples": heard.samples}
+        spent, self.spent = self.spent, Spent()
+        waited_s, self.loader.waited_s = self.loader.waited_s, 0.0
+        self.waits = self.waits + 1 if waited_s > MUCH * spent.busy_s else 0
+        if self.waits == LONG:
+            log.warning(
+                "step %d: training waits for its data %d %% of the time, %.3f s of it since the last line "
+                "(`train.loader_threads` is %d, and this process has %d cores)",
+                *(step, 100 * waited_s / spent.busy_s, waited_s, self.loader.threads, self.threads),
+            )
+        speed, unit = spent.units / spent.busy_s, self.task.unit
+        own = {
+            "lr": heard.lr,
+            "grad_norm": heard.norm,
+            f"{unit}_per_s": round(speed, 1),
+            "samples": heard.samples,
+            "host_share": round(spent.idle_s / spent.busy_s, 4),
+            "data_share": round(waited_s / spent.busy_s, 4),
+        }
         self.metrics.write("step", **{**heard.means, **own, "step": step, "steps": self.config.steps})
         loss, steps = heard.means["loss"], self.config.steps
         log.info("step %d/%d: loss %.4f, lr %.2e, %d %s/s", step, steps, loss, heard.lr, speed, unit)

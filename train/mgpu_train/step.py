@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,12 +34,39 @@ class Heard:
     wishes: Wishes
 
 
+class Span:
+    """From when until when a device computes a step, on its own clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        """It begins now: on a GPU once it is through with what it was given before."""
+        self._gpu = device.type == "cuda"
+        self._began, self._ended = self._now(), None
+
+    def end(self) -> None:
+        """It ends now, in the same sense."""
+        self._ended = self._now()
+
+    def after(self, before: Span) -> float:
+        """Seconds from the end of another one, of which both are over, in which nothing was computed."""
+        ended = before._ended
+        if isinstance(self._began, float):
+            return self._began - ended if isinstance(ended, float) else 0.0
+        return 0.0 if ended is None else ended.elapsed_time(self._began) / 1000
+
+    def _now(self) -> Any:
+        if not self._gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 class Pending:
     """A step that a GPU may still compute."""
 
-    def __init__(self, progress: Progress, lr: float, totals: Totals, update: Update) -> None:
+    def __init__(self, progress: Progress, lr: float, totals: Totals, update: Update, span: Span) -> None:
         """`progress`: after it."""
-        self._progress, self._lr, self._totals = progress, lr, totals
+        self._progress, self._lr, self._totals, self.span = progress, lr, totals, span
         self._reading = Reading(torch.cat((totals.vector, torch.stack((update.norm, update.skipped.double())))))
 
     def heard(self) -> Heard:

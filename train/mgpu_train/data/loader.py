@@ -21,7 +21,7 @@ class Loader:
 
     def __init__(self, device: torch.device, seed: int, threads: int = 1) -> None:
         self.waited_s = 0.0
-        self._device, self._seed, self._threads = device, seed, threads
+        self._device, self._seed, self.threads = device, seed, threads
         self._pinned = device.type == "cuda"
         self._pool = ThreadPoolExecutor(threads, "loader")
 
@@ -35,7 +35,7 @@ class Loader:
         def begin(count: int) -> Iterator[Future[Batch | None]]:
             return (self._pool.submit(self._make, data, pick, positions) for positions in islice(rest, count))
 
-        begun = deque(begin(AHEAD + self._threads))
+        begun = deque(begin(AHEAD + self.threads))
         while begun:
             began = time.perf_counter()
             batch = begun.popleft().result()

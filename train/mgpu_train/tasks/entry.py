@@ -29,12 +29,18 @@ class TaskEntry:
     metrics: tuple[str, ...] = ()  # all names that a run of it reports: a run file expects no other; empty: any
 
 
+# of every task, beside its loss, values and speed
+COMMON = (
+    *("loss", "validation_loss", "first_validation_loss", "validation_step", "lr", "grad_norm", "samples"),
+    *("host_share", "data_share"),
+)
+
 LM = TaskEntry(
     "mgpu_train.tasks.lm:ByteLM",
     LmOptions,
     metrics=(
-        *("loss", "validation_loss", "first_validation_loss", "validation_step"),
-        *("tokens_per_s", "lr", "grad_norm", "samples", "unigram_entropy", "bigram_entropy"),
+        *COMMON,
+        *("tokens_per_s", "unigram_entropy", "bigram_entropy"),
     ),
 )
 
