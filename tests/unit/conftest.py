@@ -424,7 +424,8 @@ class World:
         self.calls.append("connect")
         if self.connect_error:
             raise self.connect_error
-        (self.run_id,) = record.ids()[-1:]
+        newest = record.ids()[::-1]
+        self.run_id = next(filter(record.supervised, newest), *newest[:1])
         for node in self.nodes:
             node.closed = False
         return NodeSet(self.nodes)

@@ -212,10 +212,12 @@ def watch(
         metrics.collect(session, nodes, handle_of(fleet), fleet.processes_per_node, ended.lost)
         if not ended.succeeded:
             catch_up(session, request)
-        if request.spec.teardown == "keep" or not fleet.owner:
+        borrowed = bool(session.record.kept_by)  # it is kept as it was, whatever the run file says
+        kept = borrowed or request.spec.teardown == "keep"
+        if kept or not fleet.owner:
             _leave_clean(session, nodes, fleet)
-        if request.spec.teardown == "keep":
-            _keep(session, nodes, request.spec.lease_minutes)
+        if kept:
+            _keep(session, nodes, fleet.lease_minutes if borrowed else request.spec.lease_minutes)
     if ended.succeeded and request.checkpoint is not None:
         return _judge(session, request.checkpoint, ended)
     return ended

@@ -60,7 +60,8 @@ class State(StrEnum):
 # what may follow what; a final state is never left, but `--resume` opens the run again
 _NEXT = {
     State.QUEUED: {State.PROVISIONING, State.TEARDOWN},
-    State.PROVISIONING: {State.RUNNING, State.REPAIRING, State.TEARDOWN, State.FAILED, State.STOPPED},
+    # back: the kept fleet that it was to begin on is gone
+    State.PROVISIONING: {State.QUEUED, State.RUNNING, State.REPAIRING, State.TEARDOWN, State.FAILED, State.STOPPED},
     State.RUNNING: {State.REPAIRING, State.STOPPING, State.TEARDOWN, State.SUCCEEDED, State.FAILED, State.STOPPED},
     State.REPAIRING: {State.RUNNING, State.STOPPING, State.TEARDOWN, State.FAILED, State.STOPPED},
     State.STOPPING: {State.REPAIRING, State.TEARDOWN, State.FAILED, State.STOPPED, State.SUCCEEDED},
@@ -199,6 +200,10 @@ class Record:
     sweep: str = ""  # that it is one run of
     setting: dict[str, str] = field(default_factory=dict)  # by which it differs from others of its sweep
     max_parallel: int = 0  # of its sweep's runs, that may be at work; 0: all
+    needs: dict[str, Any] = field(default_factory=dict)  # what it asks of machines: `mgpu.plan.model.Requirements`
+    machines: str = "any"  # a queued run's, see `mgpu.run.fleet.reuse`: any | kept | new
+    kept_by: str = ""  # the run whose kept fleet it was put on; empty: it was put on none
+    avoid: list[str] = field(default_factory=list)  # kept fleets that were gone when it was to begin on them
 
     @property
     def settled(self) -> bool:
