@@ -713,8 +713,7 @@ def test_where_the_kept_fleet_is_in_use_others_rent(nights, kept_fleet):
 
 
 def test_a_run_on_a_kept_fleet_has_its_store_where_it_would_have_it_anywhere(nights, kept_fleet):
-    stands = nights.world.stacks[kept_fleet.stack]
-    nights.world.stacks[kept_fleet.stack] = stands.model_copy(update={"store": "s3://theirs/runs"})
+    record.write(replace(kept_fleet, fleet={**kept_fleet.fleet, "store": "s3://theirs/runs"}))
     nights.world.run_file.write_text(RUN_FILE.replace("checkpoint: none\n", ""))
     run = submitted()
     nights.through()
@@ -818,6 +817,10 @@ def test_twenty_at_once_put_one_run_on_a_kept_fleet(nights, kept_fleet):
         runs.run(nights.world.run_file, load(nights.world.run_file), kept_fleet.stack, nights.context)
     with pytest.raises(InputError, match=f"used by run {first}"):
         down.down(kept_fleet, nights.context)
+    reuse.let_go(first)
+    by_hand = runs.run(nights.world.run_file, load(nights.world.run_file), kept_fleet.stack, nights.context)
+    claims = json.loads((location.current().root / "fleets.json").read_text())["claims"]
+    assert [each["run"] for each in claims.values()] == [by_hand.record.run_id], "a pass would have seen it"
 
 
 @pytest.mark.parametrize("args", [("--for", "soon"), ("--for", "5m", "--watch")])

@@ -9,10 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from mgpu_train.timeouts import Timeouts
 
+from mgpu.context import Context
+from mgpu.events import ignore
 from mgpu.plan.model import Requirements
-from mgpu.run.fleet import reuse
+from mgpu.run.fleet import reuse, stack
 from mgpu.run.record import record
+from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State
 
 NOW, HOUR = 1_800_000_000.0, 3600.0
@@ -188,3 +192,12 @@ def test_of_many_at_once_one_run_is_put_on_a_fleet(fleets: list[Record]):
     assert (reuse.claimed_by(fleet, but=run), reuse.take(fleet, run)) == ("", "")
     reuse.let_go(run)
     assert (reuse.take(fleet, "mgpu-run-by-hand"), reuse.claimed_by(fleet)) == ("", "mgpu-run-by-hand")
+
+
+def test_the_stack_is_worked_on_as_the_run_that_has_kept_it_says(xdg, monkeypatch: pytest.MonkeyPatch):
+    opened = list[tuple[Any, ...]]()
+    monkeypatch.setattr(stack, "open_stack", lambda *args: opened.append(args))
+    record.save(KEEPER)
+    stack.stack_of(BORROWER, Context(ignore, Timeouts()))
+    ((_, name, run_file, log_dir, *_),) = opened
+    assert (name, run_file, log_dir) == ("the-stack", Folder("keeper").run_file, Folder("keeper").pulumi)
