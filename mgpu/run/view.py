@@ -86,6 +86,9 @@ class RunView(Value):
     stack: str
     own_stack: bool = Field(description="made for this run by `mgpu launch`")
     kept_by: str | None = Field(description="the run whose kept fleet this one was put on; null: on none")
+    slots: list[int] = Field(
+        description="of each node of a kept fleet that it shares: numbers of GPUs, or of places; empty: it has all"
+    )
     provider: str
     nodes: int
     node_phases: list[str] = Field(description="by node_rank")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mgpu.run.fleet import reuse
 from mgpu.run.fleet.reuse import Kept
@@ -55,7 +55,7 @@ def line_up(
             waits = reuse.waits_for(kept.values(), first, now)
         line.append(Queued(first, waits, fleet.stack if fleet else ""))
         if fleet is not None:
-            kept[fleet.name] = replace(fleet, used_by=first.run_id)
+            kept[fleet.name] = fleet  # with this run on it
         if not waits:
             begins(first)
     return line

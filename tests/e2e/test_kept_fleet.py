@@ -10,16 +10,17 @@ from contextlib import suppress
 
 import pytest
 
-from mgpu.paths import state_dir
+from mgpu.paths import data_dir, state_dir
 from mgpu.providers.local import bill
 from mgpu.providers.local.procs import marked
 
 
 @pytest.fixture
-def keeper(project) -> dict:
+def keeper(project, request) -> dict:
     """A run that is over; its fleet of one machine stands."""
     project.write(["train.py", "10", "0.01"])
-    done = project.mgpu("launch", "--yes", "--json", "--set", "teardown=keep", "--set", "max_hours=0.5")
+    keeps = ("teardown=keep", "max_hours=0.5", *getattr(request, "param", ()))
+    done = project.mgpu("launch", "--yes", "--json", *(word for each in keeps for word in ("--set", each)))
     assert done.returncode == 0, done.stderr
     assert project.billed() == 1
     return project.result(done)
@@ -81,3 +82,37 @@ def test_a_run_whose_kept_fleet_has_died_meanwhile_rents(project, keeper):
         "succeeded", None, 0, "confirmed",
     )  # fmt: skip
     assert (found["stack"], project.billed()) == (run, 0)
+
+
+@pytest.mark.parametrize("keeper", [("share=true", "processes_per_node=2")], indirect=True)
+def test_two_queued_runs_share_the_node_of_a_kept_fleet(project, keeper):
+    with (project.folder / "train.py").open("a") as program:
+        program.write("\nprint('cores', sorted(os.sched_getaffinity(0)))\n")
+    project.write(["train.py", "60", "0.1"], more="share: true\n")
+    both = submit(project), submit(project)
+    waits = submit(project, "--machines", "kept")
+    report = passes(project)
+    assert {each["run_id"]: each["state"] for each in report["runs"]} == dict.fromkeys(both, "running")
+    assert [each["run_id"] for each in report["queued"]] == [waits]
+    at_work = [json.loads(project.mgpu("status", run, "--json").stdout) for run in both]
+    assert [run["slots"] for run in at_work] == [[0], [1]]
+    assert len({run["fleet"]["nodes"][0]["id"] for run in at_work}) == 1
+    for run in ends(project, *both, waits):
+        assert (run["state"], run["attempt"], run["recoveries"]) == ("succeeded", 1, 0), run
+    cores = [
+        json.loads(line.partition("cores ")[2])
+        for run in both
+        for line in project.mgpu("logs", run).stdout.splitlines()
+        if "cores [" in line
+    ]
+    assert len(cores) == 2
+    assert len(os.sched_getaffinity(0)) == 1 or {*cores[0]}.isdisjoint(cores[1])
+    first, second = (sorted(checkpoints(run)) for run in both)
+    assert first, "each has its own folders and checkpoints"
+    assert first == second
+    assert len(bill.read(state_dir() / "local").nodes) == 1, "one machine was ever rented"
+    assert (project.mgpu("down", keeper["run_id"]).returncode, project.billed()) == (0, 0)
+
+
+def checkpoints(run: str) -> list[str]:
+    return [path.name for path in (data_dir() / "checkpoints" / run / "commits").glob("*.json")]

@@ -467,8 +467,8 @@ class World:
         meta: Mapping[str, Any] | None = None,
     ) -> Commit:
         """One whole committed checkpoint of one node."""
-        store, name, part = open_store(url), checkpoint_id(attempt, step), self.folder / f"step-{step}"
-        part.mkdir()
+        store, name, part = open_store(url), checkpoint_id(attempt, step), self.folder / run_id / f"step-{step}"
+        part.mkdir(parents=True)
         for path, data in (files or {"weights": f"weights of step {step}".encode()}).items():
             (part / path).write_bytes(data)
         upload_part(

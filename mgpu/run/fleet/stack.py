@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_train.timeouts import Timeouts
@@ -256,16 +257,18 @@ def require_ours(stack: str, fleet: StackOutput) -> None:
         raise InputError(f"stack {stack} is not made by mgpu", "Its output names no owner.", "Use `pulumi destroy`.")
 
 
-def refuse_used(fleet: StackOutput, but: str = "") -> None:
-    """Raises InUse when a run that is not over uses machines of this fleet, or was put on it; `but` is a run that may.
-    Those of other backends are seen on the nodes alone (`agent_client.Used`)."""
+def refuse_used(fleet: StackOutput, but: str = "", slots: Sequence[int] = ()) -> None:
+    """Raises InUse when a run that is not over uses machines of this fleet, or was put on it; `but` is a run that may,
+    and where it has `slots` of them, others may have other ones. Runs of other backends are seen on the nodes alone
+    (`agent_client.Used`)."""
     ids = {node.id for node in fleet.nodes}
     for record in every():
         theirs = record.fleet or {}
         same = ids & {node.get("id") for node in theirs.get("nodes", ())}
-        if not record.state.final and record.run_id != but and (same or _is(fleet, theirs.get("fleet"))):
+        ends = record.state.final or record.run_id == but or not reuse.collide(tuple(slots), tuple(record.slots))
+        if not ends and (same or _is(fleet, theirs.get("fleet"))):
             raise _used(fleet, record.run_id, str(record.state))
-    if fleet.owner and (run := reuse.claimed_by(fleet.fleet, but)):
+    if fleet.owner and (run := reuse.claimed_by(fleet.fleet, but, tuple(slots))):
         raise _used(fleet, run, "about to begin there")
 
 

@@ -115,7 +115,7 @@ def _begun(session: Session, request: Request, fleet: StackOutput, secrets: Secr
         with session.phase("sending"):
             agent_client.send_library(nodes)
             if image is None:
-                claim = agent_client.claim(request.run_id, fleet)
+                claim = agent_client.claim(request.run_id, fleet, session.record.slots)
                 python_setup.equip(nodes, request.spec, session.timeouts, session.emit, claim)
             code_upload.send(session, request, nodes)
         if image is not None:
@@ -201,7 +201,7 @@ def watch(
             provider=provider,
             handle=handle_of(fleet),
             limits=limits(session.record, session.timeouts),
-            processes_per_node=fleet.processes_per_node,
+            processes_per_node=request.spec.processes,
             keys=keys,
             sent=sent,
             saving=Saving.of(request),
@@ -209,7 +209,7 @@ def watch(
         ended = supervisor.watch()
     if not ended.left:
         outputs.collect(session, request, nodes, ended.lost)
-        metrics.collect(session, nodes, handle_of(fleet), fleet.processes_per_node, ended.lost)
+        metrics.collect(session, nodes, handle_of(fleet), request.spec.processes, ended.lost)
         if not ended.succeeded:
             catch_up(session, request)
         borrowed = bool(session.record.kept_by)  # it is kept as it was, whatever the run file says

@@ -206,6 +206,7 @@ def _record(
         expect={metric: each.model_dump(exclude_none=True) for metric, each in spec.expect.items()},
         fleet=fleet.model_dump(mode="json") if fleet else None,
         needs=needed.model_dump(mode="json"),
+        share=spec.share,
     )
     images.remember(record, image)
     return record

@@ -42,7 +42,7 @@ from mgpu.run.lifecycle.outcome import Outcome, conclude, remembered
 from mgpu.run.lifecycle.post_mortem import of_the_store, over
 from mgpu.run.lifecycle.recovery import Attempts
 from mgpu.run.nodes import agent_client, outputs
-from mgpu.run.record import files
+from mgpu.run.record import files, interruptions
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State, supervising
 from mgpu.run.record.session import Session
@@ -143,7 +143,7 @@ class _Run:
             now = time.time()
             return reuse.waits_for(reuse.standing(now), self.record, now)
         fleet = StackOutput.model_validate(self.record.fleet) if self.record.fleet else None
-        price = partial(usd_per_hour, fleet) if fleet else partial(dearest_usd_per_hour, self.spec)
+        price = partial(usd_per_hour, fleet, self.record.part) if fleet else partial(dearest_usd_per_hour, self.spec)
         try:
             account.claim(self.record.run_id, price)
         except OverLimit as full:
@@ -158,13 +158,15 @@ class _Run:
         while (found := reuse.claim(record)) is not None:
             record.kept_by, record.stack, record.own_stack = found.keeper.run_id, found.stack, False
             record.fleet, record.fleet_name = dict(found.output), found.newest.fleet_name
+            record.slots, record.slots_of = [*found.uses[record.run_id]], found.slots
             try:
                 self.stack = stack_of(record, self._context)
                 key.bring(record, self._context)
             except (InputError, StackError) as error:
                 self._leave_kept(error.what)
                 continue
-            self.session.emit(Note(f"kept fleet {found.stack} fits: nothing is rented"))
+            part = f", {len(record.slots)} of {record.slots_of} places on each node" if record.slots else ""
+            self.session.emit(Note(f"kept fleet {found.stack} fits{part}: nothing is rented"))
             return
 
     def _leave_kept(self, why: str = "") -> None:
@@ -174,8 +176,11 @@ class _Run:
             record.avoid.append(str(fleet["fleet"]))
             self.session.emit(Warned(f"kept fleet {record.stack} cannot be begun on, the run goes elsewhere: {why}"))
         record.kept_by, record.stack, record.own_stack, record.fleet = "", record.run_id, True, None
-        record.price_usd_per_hour = record.hard_cap_at = 0.0
-        record.spending = [each for each in record.spending if each.until is not None]
+        record.slots, record.price_usd_per_hour = [], 0.0
+        if record.attempt:  # the hard cap is the run's from then on, wherever it goes
+            record.costs_no_more(time.time())
+        else:
+            record.hard_cap_at, record.spending = 0.0, []
         self.stack = stack_of(record, self._context)
         record.fleet_name = self.stack.fleet
         reuse.let_go(record.run_id)
@@ -234,25 +239,38 @@ class _Run:
         return _used(self.session, self.stack, request, secrets, fleet)
 
     def _on_kept(self, request: Request, secrets: Secrets) -> Ended:
-        """The run on the kept fleet that it was put on. Where that is gone, or somebody has come there, before anything
-        of the run has begun, it is no failure of the run's: it is queued again, and goes elsewhere."""
+        """The run on the kept fleet that it was put on. Where that is gone, or somebody has come there, before this
+        attempt has begun, it is no failure of the run's: it is queued again, and goes elsewhere."""
+        before = self.record.attempt
         try:
             fleet = self._standing()
         except (InputError, StackError) as error:
-            if self.record.attempt:
-                raise
             return self._not_there(error.what)
+        interruptions.repaired(self.record)
 
         def first() -> Ended:
             try:
                 ended = _conducted(self.session, request, fleet, secrets)
             except (InUse, ConnectionFailed) as error:
-                if self.record.attempt:
+                if self.record.attempt != before:
                     raise
                 return self._not_there(error.what)
-            return self._not_there(ended.reason) if ended.lost and not self.record.attempt else ended
+            return self._not_there(ended.reason) if ended.lost and self.record.attempt == before else ended
 
-        return _attempts(self.session, self.stack, request, secrets).run(first)
+        return self._tried(request, secrets, first)
+
+    def _tried(self, request: Request, secrets: Secrets, first: Callable[[], Ended]) -> Ended:
+        """The attempts of the run. A fleet that others may use, too, is not repaired under them: where a machine of it
+        is at fault, the run is queued again, and goes on elsewhere from its newest checkpoint."""
+        plan = _attempts(self.session, self.stack, request, secrets)
+        if not self.record.slots:
+            return plan.run(first)
+        ended = replace(plan, recovery=plan.recovery.model_copy(update={"attempts": 1})).run(first)
+        if not plan.goes_on(ended):
+            return ended
+        plan.interrupted(ended)
+        self.record.writer = ""  # how its attempt has ended is known
+        return self._not_there(ended.reason)
 
     def _not_there(self, why: str) -> Ended:
         self._leave_kept(why)
@@ -296,7 +314,7 @@ class _Run:
 
     def _standing(self) -> StackOutput:
         fleet = standing(self.stack, self.spec)
-        refuse_used(fleet, but=self.record.run_id)
+        refuse_used(fleet, self.record.run_id, self.record.slots)
         return fleet
 
     # --- while it trains ----------------------------------------------------------------------------------------
@@ -322,7 +340,7 @@ class _Run:
 
         if secrets is None:
             return lambda: _last(watch())
-        return lambda: _attempts(self.session, self.stack, request, secrets).run(watch)
+        return lambda: self._tried(request, secrets, watch)
 
     def _claim(self, request: Request) -> None:
         """In the store, too. One that does not answer is no reason to leave a run unwatched: it is said later."""
@@ -371,7 +389,8 @@ def _conducted(session: Session, request: Request, fleet: StackOutput, secrets: 
     record = session.record
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
     # where a stack stood already
-    record.costs(fleet.generation, fleet.machines_usd_per_hour, time.time(), fleet.other_usd_per_hour)
+    machines, other = (each and each * record.part for each in (fleet.machines_usd_per_hour, fleet.other_usd_per_hour))
+    record.costs(fleet.generation, machines, time.time(), other)
     provider = provider_of(fleet)
     request = _with_image(session, request, fleet)
     keys = store_keys(request, os.environ, provider)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from mgpu_train.agent.host.python_env import PROBLEM
+from mgpu_train.config import Job, Share
 
 from mgpu.backend import location
 from mgpu.cli import cli
@@ -801,6 +802,81 @@ def test_a_limit_that_leaves_no_room_leaves_the_kept_fleet_to_others(nights, kep
     assert reuse.claimed_by(kept_fleet.fleet["fleet"]) == ""
 
 
+@pytest.fixture
+def shared_fleet(nights, monkeypatch) -> Record:
+    """With two places on its node, for runs that share it."""
+    monkeypatch.chdir(nights.world.folder)
+    changes = ("teardown=keep", "share=true", "processes_per_node=2")
+    runs.launch(
+        nights.world.run_file,
+        load(nights.world.run_file, changes=[Change.of("--set", each) for each in changes]),
+        nights.context,
+    )
+    nights.now = time.time()
+    nights.world.calls.clear()
+    nights.world.program = nights.world.train_on
+    nights.world.run_file.write_text(RUN_FILE.replace("checkpoint: none", "recovery: {attempts: 2}"))
+    (made,) = record.every()
+    return made
+
+
+SHARES = ("--set", "share=true")
+
+
+def test_two_runs_share_a_fleet_and_its_cost_and_whoever_needs_all_of_it_waits(nights, shared_fleet):
+    jobs, start = list[Job](), nights.world.train_on
+    nights.world.program = lambda node, job: jobs.append(job) or start(node, job)
+    first, second = submitted(*SHARES), submitted(*SHARES)
+    third, whole = submitted(*SHARES, "--machines", "kept"), submitted("--machines", "kept")
+    report = nights.works()
+    assert [(each.need.run_id, each.state) for each in report.looked] == [(first, "running"), (second, "running")]
+    both = ", ".join(sorted((first, second)))
+    assert {each.record.run_id: each.waits_for for each in report.waiting} == dict.fromkeys(
+        (third, whole), f"kept fleet {shared_fleet.stack}, which runs {both} use"
+    )
+    assert {job.run_id: job.share and job.share.slots for job in jobs} == {first: (0,), second: (1,)}
+    assert all(job.share == Share(slots=job.share.slots, of=2, gpus=False) for job in jobs)
+    for run in (first, second):
+        (spent,) = record.load(run).spending
+        assert spent.price_usd_per_hour == 0.25, "half of what the fleet costs"
+    for run in (shared_fleet.run_id, first):  # of one that trains, its own supervisor may
+        with pytest.raises(InputError, match="is used by run"):
+            down.down(record.load(run), nights.context)
+    nights.world.program = nights.world.succeed
+    for run in (first, second):
+        nights.world.run_id = run
+        nights.world.succeed(nights.world.nodes[0], next(job for job in jobs if job.run_id == run))
+    assert nights.through().count("succeeded") == 4
+    assert [record.load(run).slots for run in (third, whole)] == [[0], []]
+    assert ("up" in nights.world.calls, len(nights.world.cloud.billed)) == (False, 1)
+
+
+def test_a_machine_that_two_runs_share_is_lost_to_both_and_each_goes_on_elsewhere(nights, shared_fleet):
+    world, both = nights.world, (submitted(*SHARES), submitted(*SHARES))
+    nights.works()
+    world.cloud.phases |= dict.fromkeys(world.cloud.billed, NodePhase.TERMINATED)
+    world.nodes[0].reachable = False
+    world.hooks["up"] = lambda: setattr(world.nodes[0], "reachable", True)
+    world.program = world.succeed
+    assert nights.through().count("succeeded") == 2
+    for run in map(record.load, both):
+        assert (run.recoveries, len(run.interruptions), run.attempt, run.teardown) == (1, 1, 2, "confirmed"), run
+        assert (run.kept_by, run.slots, run.stack, run.avoid) == ("", [], run.run_id, [shared_fleet.fleet["fleet"]])
+        assert run.interruptions[0].repaired_at is not None
+        assert [each.price_usd_per_hour for each in run.spending] == [0.25, 0.5]
+    assert world.cloud.billed == set()
+
+
+def test_a_run_that_shares_and_may_not_try_again_fails_with_its_machine(nights, shared_fleet):
+    nights.world.run_file.write_text(RUN_FILE)
+    run = submitted(*SHARES)
+    nights.works()
+    nights.world.cloud.phases |= dict.fromkeys(nights.world.cloud.billed, NodePhase.TERMINATED)
+    nights.world.nodes[0].reachable = False
+    assert nights.through() == ["failed"]
+    assert record.load(run).teardown == "kept"
+
+
 def test_twenty_at_once_put_one_run_on_a_kept_fleet(nights, kept_fleet):
     first, _ = submitted("--priority", "1"), submitted()
     gate = threading.Barrier(20, timeout=60)
@@ -812,7 +888,9 @@ def test_twenty_at_once_put_one_run_on_a_kept_fleet(nights, kept_fleet):
     with ThreadPoolExecutor(20) as pool:
         list(pool.map(one, range(20)))
     claims = json.loads((location.current().root / "fleets.json").read_text())["claims"]
-    assert {name: each["run"] for name, each in claims.items()} == {kept_fleet.fleet["fleet"]: first}
+    assert {name: [each["run"] for each in those] for name, those in claims.items()} == {
+        kept_fleet.fleet["fleet"]: [first]
+    }
     with pytest.raises(InputError, match=f"used by run {first}"):
         runs.run(nights.world.run_file, load(nights.world.run_file), kept_fleet.stack, nights.context)
     with pytest.raises(InputError, match=f"used by run {first}"):
@@ -820,7 +898,9 @@ def test_twenty_at_once_put_one_run_on_a_kept_fleet(nights, kept_fleet):
     reuse.let_go(first)
     by_hand = runs.run(nights.world.run_file, load(nights.world.run_file), kept_fleet.stack, nights.context)
     claims = json.loads((location.current().root / "fleets.json").read_text())["claims"]
-    assert [each["run"] for each in claims.values()] == [by_hand.record.run_id], "a pass would have seen it"
+    assert [each["run"] for those in claims.values() for each in those] == [by_hand.record.run_id], (
+        "a pass would have seen it"
+    )
 
 
 @pytest.mark.parametrize("args", [("--for", "soon"), ("--for", "5m", "--watch")])

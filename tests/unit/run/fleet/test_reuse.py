@@ -71,7 +71,28 @@ FITS = {
     "its image": (output(image="r@sha256:1"), replace(QUEUED, image="r@sha256:1")),
     "a name of a GPU, however it is spelt": (KEEPER, needs(gpu=["a100-80gb"])),
 }
+SHARED = replace(KEEPER, share=True)
+
+
+def sharing(gpus: int = 4, **more: Any) -> Record:
+    return replace(needs(gpus_per_node=gpus, **more), share=True)
+
+
+FITS |= {
+    "a part, where both share": (SHARED, sharing()),
+    "all of one that shares": (SHARED, sharing(8)),
+    "the price of its part": (SHARED, sharing(max_price_usd_per_hour=10)),
+}
 REFUSED = {
+    "a part, where the run alone shares": (KEEPER, sharing(), "its number of GPUs a node is 8, not 4"),
+    "a part, where the fleet alone does": (SHARED, needs(gpus_per_node=4), "its number of GPUs a node is 8, not 4"),
+    "more than it has": (SHARED, sharing(16), "it has 8 GPUs a node, not 16"),
+    "no GPUs, where it has some": (SHARED, sharing(0), "its number of GPUs a node is 8, not none"),
+    "the price of its part is too high": (
+        SHARED,
+        sharing(max_price_usd_per_hour=9),
+        "it costs $10.00 per hour, above the cap of $9.00",
+    ),
     "another user's": (KEEPER, replace(QUEUED, created_by="you@one"), "its owner is me, not you"),
     "new machines": (KEEPER, replace(QUEUED, machines="new"), "the run asks for new machines"),
     "gone": (KEEPER, replace(QUEUED, avoid=["f"]), "the run could not begin on it"),
@@ -110,14 +131,18 @@ def test_what_fits(keeper: Record, run: Record, why: str | None):
 BORROWER = replace(
     KEEPER, run_id="b", kept_by="keeper", needs=NEEDS | {"disk_gib": 1}, ended_at=NOW + 9, own_stack=False
 )
-CLAIM = {"f": {"run": "other", "at": NOW - 5}}
+CLAIM = {"f": [{"run": "other", "at": NOW - 5, "slots": []}]}
 OTHER = replace(QUEUED, run_id="other")
 STANDS = {
     "nobody uses it": ([KEEPER], {}, ""),
     "a run trains on it": ([KEEPER, replace(OTHER, state=State.RUNNING, fleet=OUTPUT)], {}, "other"),
     "a run was put on it": ([KEEPER, OTHER], CLAIM, "other"),
     "a run whose record is about to be written": ([KEEPER], CLAIM, "other"),
-    "of a run that has not begun for too long": ([KEEPER, OTHER], {"f": {"run": "other", "at": NOW - 601}}, ""),
+    "of a run that has not begun for too long": (
+        [KEEPER, OTHER],
+        {"f": [{"run": "other", "at": NOW - 601, "slots": []}]},
+        "",
+    ),
     "of a run that is over": ([KEEPER, replace(OTHER, state=State.FAILED, ended_at=NOW - 1)], CLAIM, ""),
     "of a run that is begun again": ([KEEPER, replace(OTHER, state=State.FAILED, ended_at=NOW - 9)], CLAIM, "other"),
     "kept once more by a run that was put there": ([KEEPER, BORROWER], {}, ""),
@@ -135,19 +160,67 @@ STANDS = {
 @pytest.mark.parametrize(("records", "claims", "used_by"), STANDS.values(), ids=STANDS)
 def test_what_stands(records: list[Record], claims: dict[str, Any], used_by: str | None):
     found = reuse.kept(records, claims, NOW)
-    assert [each.used_by for each in found] == ([] if used_by is None else [used_by])
+    assert ["".join(each.uses) for each in found] == ([] if used_by is None else [used_by])
     assert all((each.keeper.run_id, each.name, each.stack) == ("keeper", "f", "the-stack") for each in found)
 
 
 def test_the_cheapest_that_is_free_is_taken():
     names = {"dear": (20.0, ""), "cheap": (10.0, ""), "cheaper": (5.0, "other")}
     fleets = [
-        replace(reuse.kept([output(fleet=name, price_usd_per_hour=price)], {}, NOW)[0], used_by=used)
+        replace(reuse.kept([output(fleet=name, price_usd_per_hour=price)], {}, NOW)[0], uses={used: ()} if used else {})
         for name, (price, used) in names.items()
     ]
     taken = reuse.choice(fleets, QUEUED, NOW)
     assert taken is not None
     assert taken.name == "cheap"
+
+
+ROOM: dict[str, tuple[dict[str, reuse.Slots], Record, reuse.Slots | None]] = {
+    "the first": ({}, sharing(), (0, 1, 2, 3)),
+    "beside another": ({"other": (0, 1, 2, 3)}, sharing(), (4, 5, 6, 7)),
+    "where it was": ({"queued": (4, 5), "other": (0, 1)}, sharing(2), (4, 5)),
+    "between others": ({"other": (0, 1), "third": (4, 5, 6, 7)}, sharing(2), (2, 3)),
+    "not enough": ({"other": (0, 1), "third": (4, 5, 6, 7)}, sharing(), None),
+    "all, beside another": ({"other": (0,)}, sharing(8), None),
+    "beside one that has all": ({"other": ()}, sharing(), None),
+    "all for one that does not share": ({}, QUEUED, ()),
+    "for one that does not share, beside others": ({"other": (0,)}, QUEUED, None),
+}
+
+
+@pytest.mark.parametrize(("uses", "run", "slots"), ROOM.values(), ids=ROOM)
+def test_which_part_a_run_gets(uses, run, slots):
+    (fleet,) = reuse.kept([SHARED], {}, NOW)
+    found = reuse.choice([replace(fleet, uses=uses)], run, NOW)
+    assert (None if found is None else found.uses["queued"]) == slots
+
+
+def test_a_fleet_that_others_share_is_filled_before_another_is_begun_on():
+    empty, begun = reuse.kept([replace(SHARED, fleet=OUTPUT | {"fleet": name}, run_id=name) for name in "ab"], {}, NOW)
+    found = reuse.choice([empty, replace(begun, uses={"other": (0, 1)})], sharing(2), NOW)
+    assert found is not None
+    assert (found.name, found.uses["queued"]) == ("b", (2, 3))
+
+
+def test_many_at_once_get_each_their_own_part(xdg):
+    now = time.time()
+    record.save(replace(SHARED, fleet=OUTPUT | {"hard_cap_at": now + 2.5 * HOUR}, lease_until=now + HOUR))
+    runs = [replace(sharing(2), run_id=f"q-{number}") for number in range(6)]
+    for each in runs:
+        record.save(each)
+    gate = threading.Barrier(12, timeout=60)
+
+    def one(number: int) -> tuple[str, reuse.Slots] | None:
+        run = runs[number % 6]
+        gate.wait()
+        found = reuse.claim(run)
+        return (run.run_id, found.uses[run.run_id]) if found else None
+
+    with ThreadPoolExecutor(12) as pool:
+        got = {each for each in pool.map(one, range(12)) if each is not None}
+    assert sorted(slot for _, slots in got for slot in slots) == [*range(8)], got
+    assert len({run for run, _ in got}) == 4
+    assert reuse.take("f", "by-hand") in {run for run, _ in got}, "who takes all of it waits"
 
 
 def test_for_what_a_run_waits_that_takes_kept_fleets_alone():

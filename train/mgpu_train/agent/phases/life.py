@@ -16,6 +16,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from mgpu_train import cores
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import (
     AttemptFailed,
@@ -72,6 +73,8 @@ def _told(failure: AttemptFailed) -> dict[str, Any]:
 
 def _phases(attempt: Attempt) -> AttemptFailed | None:
     job, times = attempt.job, attempt.times
+    if job.share is not None:  # what is started from here on counts, and has, only these
+        os.sched_setaffinity(0, cores.share(job.share.slots, job.share.of))
     environment = launcher_process.environment(job, attempt.secrets.env, attempt.layout, os.environ)
     _end_older(attempt)
     _demand_gpus(attempt)
