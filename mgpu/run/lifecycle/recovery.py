@@ -46,7 +46,7 @@ class Attempts:
         Raises:
             MgpuError: an attempt could not be started, or the fleet not be repaired, for a cause of their own.
         """
-        ended = self._tried(first)
+        ended = self.once(first)
         while self.goes_on(ended):
             record = self.session.record
             moved = record.checkpoint_step > record.idle_step
@@ -85,7 +85,7 @@ class Attempts:
             fleet = self._repaired(lost)
         interruptions.repaired(record)
         self.session.check()
-        return self._tried(lambda: self.conduct(fleet))
+        return self.once(lambda: self.conduct(fleet))
 
     def _repaired(self, lost: tuple[int, ...]) -> StackOutput:
         """The fleet as asked for; where there is no capacity now, it is asked again until `wait_minutes`. A quota is
@@ -108,8 +108,9 @@ class Attempts:
 
         return capacity_wait.granted(ask)
 
-    def _tried(self, attempt: Callable[[], Ended]) -> Ended:
-        """A node that is lost before anything was started is a lost node too, where another attempt is allowed."""
+    def once(self, attempt: Callable[[], Ended]) -> Ended:
+        """One attempt. A node that is lost before anything was started is a lost node too, where another attempt is
+        allowed."""
         try:
             return attempt()
         except ConnectionFailed as error:

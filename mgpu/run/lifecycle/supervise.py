@@ -265,7 +265,7 @@ class _Run:
         plan = _attempts(self.session, self.stack, request, secrets)
         if not self.record.slots:
             return plan.run(first)
-        ended = replace(plan, recovery=plan.recovery.model_copy(update={"attempts": 1})).run(first)
+        ended = plan.once(first)
         if not plan.goes_on(ended):
             return ended
         plan.interrupted(ended)
