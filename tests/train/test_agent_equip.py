@@ -261,6 +261,8 @@ def test_runs_with_other_slots_of_a_node_have_it_at_the_same_time(tmp_path, thei
         if not free:
             with pytest.raises(Problem, match="Run theirs trains there"):
                 claim(tmp_path, Claim("mine", slots=mine))
+            with pytest.raises(Problem, match="Run theirs"), python_env.claimed(tmp_path, "mine", end, mine):
+                pass
             return
         claim(tmp_path, Claim("mine", slots=mine))
         for run, slots in (("mine", mine), ("theirs", theirs)):  # whoever has claimed it last

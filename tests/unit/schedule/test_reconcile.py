@@ -867,6 +867,23 @@ def test_a_machine_that_two_runs_share_is_lost_to_both_and_each_goes_on_elsewher
     assert world.cloud.billed == set()
 
 
+def test_a_run_that_shared_a_machine_goes_on_on_another_kept_fleet(nights, shared_fleet, monkeypatch):
+    world, run, claim = nights.world, submitted(*SHARES), reuse.claim
+    nights.works()
+    other = replace(shared_fleet, run_id="other", stack="other", fleet_name="mine-other", ended_at=time.time())
+    world.stacks["other"] = world.output(world.cloud.rent("mine-other"))
+    record.save(replace(other, fleet=world.stacks["other"].model_dump(mode="json")))
+    world.cloud.phases[shared_fleet.fleet["nodes"][0]["id"]] = NodePhase.TERMINATED
+    world.nodes[0].reachable = False
+    monkeypatch.setattr(reuse, "claim", lambda found: setattr(world.nodes[0], "reachable", True) or claim(found))
+    world.program = world.succeed
+    assert nights.through().count("succeeded") == 1
+    found = record.load(run)
+    assert (found.kept_by, found.slots, found.attempt, found.recoveries) == ("other", [0], 2, 1)
+    assert found.interruptions[0].repaired_at is not None
+    assert ("up" in world.calls, [each.price_usd_per_hour for each in found.spending]) == (False, [0.25, 0.25])
+
+
 def test_a_run_that_shares_and_may_not_try_again_fails_with_its_machine(nights, shared_fleet):
     nights.world.run_file.write_text(RUN_FILE)
     run = submitted(*SHARES)
