@@ -129,7 +129,7 @@ def _still(record: Record | None, run_id: str) -> Record:
 def _row(each: Queued) -> tuple[str, ...]:
     record = each.record
     setting = ", ".join(f"{key} {value}" for key, value in record.setting.items())
-    begins = f"the next pass, on kept fleet {each.starts_on}" if each.starts_on else "the next pass"
-    waits = each.waits_for or record.reason.removeprefix("waits: ") or begins
+    begins = f"the next pass, on kept fleet {each.starts_on}" if each.starts_on else ""
+    waits = each.waits_for or begins or record.reason.removeprefix("waits: ") or "the next pass"
     since = duration(max(0.0, time.time() - record.created_at))
     return record.run_id, str(record.priority), record.created_by, since, setting, waits

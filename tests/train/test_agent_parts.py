@@ -17,7 +17,6 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
 import pytest
-from mgpu_train import cores
 from mgpu_train.__main__ import main
 from mgpu_train.agent import start
 from mgpu_train.agent.attempt.decide import AttemptFailed
@@ -588,8 +587,8 @@ def test_a_run_that_shares_a_node_sees_its_own_gpus_and_counts_its_own_cores():
     ],
 )
 def test_the_cores_that_go_with_a_share(monkeypatch, cores_of_it, slots, of, mine):
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: set(range(cores_of_it)))
-    assert cores.share(slots, of) == mine
+    monkeypatch.setattr(procs.os, "sched_getaffinity", lambda _: set(range(cores_of_it)))
+    assert procs.cores(slots, of) == mine
 
 
 def test_plain_python_gets_the_variables_of_its_one_process():

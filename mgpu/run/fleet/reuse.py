@@ -314,7 +314,6 @@ def _with(claims: Mapping[str, Sequence[Claim]], fleet: str, mine: Claim) -> dic
 
 def let_go(run_id: str) -> None:
     """Gives up what the run has claimed; where the backend does not answer, it lapses."""
-
     with suppress(StackError):
         objects.change(_CLAIMS, lambda found: _plain(_but(_claims(found), run_id)))
 

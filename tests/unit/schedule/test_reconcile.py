@@ -550,7 +550,8 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert kept.every().schedules == {}
     refused = mgpu("schedule", "add", "--cron", "0 2 * * *", "--code-from", "https://github.com/a/b", "--yes").exception
     assert "names no code" in str(refused)
-    added = mgpu("schedule", "add", "--cron", "30 2 * * *", "--timezone", "Europe/Berlin", "--yes", "--json")
+    berlin = ("--cron", "30 2 * * *", "--timezone", "Europe/Berlin", "--machines", "new")
+    added = mgpu("schedule", "add", *berlin, "--yes", "--json")
     made = json.loads(added.stdout)
     assert (made["name"], made["if_running"], made["start_within_s"], len(made["next"])) == ("it", "skip", 14400, 5)
     assert "next  " in added.stderr
@@ -574,6 +575,7 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert nights.through() == ["running", "succeeded"]
     assert "succeeded" in mgpu("schedule", "show", "it").stdout
     (run,) = record.every()
+    assert run.machines == "new"
     record.write(replace(run, teardown="asked"))
     assert f"run {run.run_id} is not over" in str(mgpu("schedule", "rm", "it").exception), "its machines may be owed"
     record.write(run)
