@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from mgpu.paths import data_dir, state_dir
+from mgpu.paths import state_dir
 from mgpu.providers.local import bill
 from mgpu.providers.local.procs import marked
 
@@ -99,6 +99,7 @@ def test_two_queued_runs_share_the_node_of_a_kept_fleet(project, keeper):
     assert len({run["fleet"]["nodes"][0]["id"] for run in at_work}) == 1
     for run in ends(project, *both, waits):
         assert (run["state"], run["attempt"], run["recoveries"]) == ("succeeded", 1, 0), run
+        assert run["checkpoint_step"] == 60, "its own, whatever the others save"
     cores = [
         json.loads(line.partition("cores ")[2])
         for run in both
@@ -107,12 +108,5 @@ def test_two_queued_runs_share_the_node_of_a_kept_fleet(project, keeper):
     ]
     assert len(cores) == 2
     assert len(os.sched_getaffinity(0)) == 1 or {*cores[0]}.isdisjoint(cores[1])
-    first, second = (sorted(checkpoints(run)) for run in both)
-    assert first, "each has its own folders and checkpoints"
-    assert first == second
     assert len(bill.read(state_dir() / "local").nodes) == 1, "one machine was ever rented"
     assert (project.mgpu("down", keeper["run_id"]).returncode, project.billed()) == (0, 0)
-
-
-def checkpoints(run: str) -> list[str]:
-    return [path.name for path in (data_dir() / "checkpoints" / run / "commits").glob("*.json")]
