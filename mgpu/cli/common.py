@@ -138,6 +138,13 @@ def detach_option(command: F) -> F:
     return click.option("--detach", "-d", is_flag=True, help=words)(command)
 
 
+def machines_option(command: F) -> F:
+    """--machines."""
+    words = "A kept fleet that fits and that nobody uses, else new ones; a kept one, which is waited for; or new ones."
+    kinds = click.Choice(["any", "kept", "new"])
+    return click.option("--machines", type=kinds, default="any", show_default=True, help=words)(command)
+
+
 def yes_option(command: F) -> F:
     """--yes."""
     return click.option("--yes", "-y", is_flag=True, help="Do not ask; the price is still shown.")(command)
@@ -452,7 +459,10 @@ def finish(console: Console, outcome: Outcome) -> int:
         tell_as_json(console, record)
         if record.state is State.QUEUED:
             console.say(f"run {record.run_id} stays queued: {record.reason}", "yellow")
-            console.next("mgpu limits show    what all runs may spend", f"mgpu stop {record.run_id}    give it up")
+            why = (
+                "mgpu ls    what stands" if record.machines == "kept" else "mgpu limits show    what all runs may spend"
+            )
+            console.next(why, f"mgpu stop {record.run_id}    give it up")
             return outcome.exit_code
         if outcome.error is not None:  # another supervisor has it
             console.error(outcome.error)

@@ -84,15 +84,18 @@ def rm(context: click.Context, run: str, as_json: bool) -> int:
 
 def _line() -> tuple[list[Queued], int]:
     """The queue, and how many runs are at work."""
+    from mgpu.run.fleet import reuse
     from mgpu.schedule.decide import Seen
     from mgpu.schedule.decide import queue as line_up
 
     seen = {record.run_id: Seen(record, supervised(record.run_id)) for record in unsettled()}
+    now = time.time()
+    fleets = reuse.standing(now) if any(each.in_line for each in seen.values()) else []
 
     def found(run_id: str) -> Record | None:
         return seen[run_id].record if run_id in seen else find(run_id)
 
-    return line_up(seen.values(), found), sum(each.at_work for each in seen.values())
+    return line_up(seen.values(), found, fleets, now), sum(each.at_work for each in seen.values())
 
 
 def _queued(run: str) -> Record:
@@ -126,6 +129,7 @@ def _still(record: Record | None, run_id: str) -> Record:
 def _row(each: Queued) -> tuple[str, ...]:
     record = each.record
     setting = ", ".join(f"{key} {value}" for key, value in record.setting.items())
-    waits = each.waits_for or record.reason.removeprefix("waits: ") or "the next pass"
+    begins = f"the next pass, on kept fleet {each.starts_on}" if each.starts_on else ""
+    waits = each.waits_for or begins or record.reason.removeprefix("waits: ") or "the next pass"
     since = duration(max(0.0, time.time() - record.created_at))
     return record.run_id, str(record.priority), record.created_by, since, setting, waits

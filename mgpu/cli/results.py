@@ -169,6 +169,7 @@ class QueuedRun(Value):
 
     run_id: str
     waits_for: str | None = Field(description="null: for nothing, the next pass begins with it")
+    starts_on: str | None = Field(description="the stack of the kept fleet that it begins on; null: on new machines")
     priority: int = Field(description="the highest begins first")
     created_by: str | None = Field(description="user and host")
     submitted_at: float
@@ -182,6 +183,7 @@ class QueuedRun(Value):
         return cls(
             run_id=record.run_id,
             waits_for=queued.waits_for or None,
+            starts_on=queued.starts_on or None,
             priority=record.priority,
             created_by=record.created_by or None,
             submitted_at=record.created_at,

@@ -74,6 +74,7 @@ def schedule() -> None:
     help="Each run has the code as this is then: git+https://host/repository@branch, with #subdirectory=FOLDER where "
     "the run file's folder is not the repository's own.",
 )
+@common.machines_option
 @common.yes_option
 @common.json_option
 def add(
@@ -86,6 +87,7 @@ def add(
     start_within: float,
     jitter: float,
     code_from: str | None,
+    machines: str,
     yes: bool,
     as_json: bool,
 ) -> int:
@@ -116,7 +118,7 @@ def add(
     source = _code_of(spec, code_from)
     for number, line in enumerate(_coming(times)):
         console.say(f"{'next' if number == 0 else '    '}  {line}")
-    machines = common.agreed(console, run_file, spec, yes)
+    fits = common.agreed(console, run_file, spec, yes)
     made = Schedule(
         name=name,
         uid=secrets.token_hex(4),
@@ -132,7 +134,7 @@ def add(
         code_from=str(source or ""),
     )
     folder, at = kept.folder(made), f"{made.submission}/"
-    made.run = runs.kept_for_later(run_file, spec, common.context(console), folder, at, machines)
+    made.run = runs.kept_for_later(run_file, spec, common.context(console), folder, at, fits) | {"machines": machines}
     kept.add(made)
     code = f"run file and image as they are now, and the code of {source}" if source else "run file, code and image"
     console.say(f"schedule {name}: every run of it begins with the {code}" + ("" if source else " as they are now"))

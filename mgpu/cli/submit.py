@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--priority", type=int, default=0, show_default=True, help="Of the queue, the highest begins first.")
 @click.option("--after", multiple=True, metavar="RUN", help="Begin once RUN has succeeded; several times for several.")
 @click.option("--max-parallel", type=click.IntRange(1), help="Of a sweep, at most so many runs at a time.")
+@common.machines_option
 @common.yes_option
 @common.json_option
 def submit(
@@ -33,11 +34,13 @@ def submit(
     priority: int,
     after: tuple[str, ...],
     max_parallel: int | None,
+    machines: str,
     yes: bool,
     as_json: bool,
 ) -> int:
     """Submit RUN_FILE: it exists from now on, with its code and image as they are. The next `mgpu reconcile` on any
-    machine that shares the backend rents what it asks for, and runs it. With a `matrix` it is a sweep, of many runs.
+    machine that shares the backend begins with it: on a kept fleet that fits, or on new machines. With a `matrix` it
+    is a sweep, of many runs.
     """
     from mgpu.run.lifecycle import launch as runs
     from mgpu.spec.load import sweep
@@ -47,13 +50,13 @@ def submit(
     if max_parallel and len(specs) == 1:
         why = "It limits the runs of a sweep, and the run file has no `matrix`."
         raise InputError("--max-parallel has nothing to limit", why, "Leave it out, or use `--after RUN`.")
-    machines = _agreed(console, run_file, [spec for _, spec in specs], yes)
+    fitting = _agreed(console, run_file, [spec for _, spec in specs], yes)
     whole = new_run_id(specs[0][1].name) if len(specs) > 1 else ""
     made = list[Record]()
-    for (setting, spec), fitting in zip(specs, machines, strict=True):
-        more = {"priority": priority, "after": before, "sweep": whole, "setting": setting}
+    for (setting, spec), fits in zip(specs, fitting, strict=True):
+        more = {"priority": priority, "after": before, "sweep": whole, "setting": setting, "machines": machines}
         limit = {"max_parallel": max_parallel or 0}
-        made.append(runs.submitted(run_file, spec, common.context(console), fitting, **more, **limit))
+        made.append(runs.submitted(run_file, spec, common.context(console), fits, **more, **limit))
         console.say(f"run {made[-1].run_id} is queued" + "".join(f", {key} {setting[key]}" for key in setting))
     if len(made) == 1:
         common.tell_as_json(console, made[0])

@@ -85,6 +85,10 @@ class RunView(Value):
     setting: dict[str, str] = Field(description="by which it differs from others of its sweep")
     stack: str
     own_stack: bool = Field(description="made for this run by `mgpu launch`")
+    kept_by: str | None = Field(description="the run whose kept fleet this one was put on; null: on none")
+    slots: list[int] = Field(
+        description="of each node of a kept fleet that it shares: numbers of GPUs, or of places; empty: it has all"
+    )
     provider: str
     nodes: int
     node_phases: list[str] = Field(description="by node_rank")
@@ -135,6 +139,7 @@ class RunView(Value):
             "due_at": record.due_at or None,
             "code": record.code or None,
             "sweep": record.sweep or None,
+            "kept_by": record.kept_by or None,
             "spent_usd": round(record.spent_usd(time.time()), 4) if record.priced else None,
             "max_usd": record.max_usd or None,
             "price_usd_per_hour": record.price_usd_per_hour or None,

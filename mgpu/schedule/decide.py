@@ -7,10 +7,11 @@ again. A run's id follows from its due time: whoever submits it submits the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from mgpu.run.fleet.reuse import Kept
 from mgpu.run.record.record import Record, State
 from mgpu.schedule.model import DueTime, IfRunning, Outcome, Schedule
 from mgpu.schedule.queue import Queued, line_up
@@ -33,6 +34,11 @@ class Seen:
         """True from when somebody has begun with it until it is over."""
         return not self.record.state.final and (self.supervised or self.record.state is not State.QUEUED)
 
+    @property
+    def in_line(self) -> bool:
+        """True while nobody has begun with it."""
+        return self.record.state is State.QUEUED and not self.supervised
+
 
 @dataclass(frozen=True)
 class Need:
@@ -41,6 +47,7 @@ class Need:
     run_id: str
     why: str
     give_back: bool = False  # it is over, and what it has left is not: only that is to be done
+    on_kept: bool = False  # it begins on a kept fleet
 
 
 @dataclass(frozen=True)
@@ -59,10 +66,14 @@ class Decisions:
 
 
 def decide(
-    schedules: Mapping[str, Schedule], runs: Mapping[str, Seen], ended: Callable[[str], Record | None], now: float
+    schedules: Mapping[str, Schedule],
+    runs: Mapping[str, Seen],
+    ended: Callable[[str], Record | None],
+    now: float,
+    fleets: Sequence[Kept] = (),
 ) -> Decisions:
     """What is to be done at `now`, UNIX seconds. `runs`: all that may need something, by id; `ended`: the record of one
-    that is not among them, None: there is none."""
+    that is not among them, None: there is none; `fleets`: those that are kept."""
 
     def found(run_id: str) -> Record | None:
         return runs[run_id].record if run_id in runs else ended(run_id)
@@ -83,16 +94,26 @@ def decide(
     stop += [
         seen.record.run_id for seen in runs.values() if _is_late(schedules.get(seen.record.schedule), seen.record, now)
     ]
-    waiting = tuple(each for each in queue(runs.values(), found) if each.waits_for and each.record.run_id not in stop)
+    line = queue(runs.values(), found, fleets, now)
+    waiting = tuple(each for each in line if each.waits_for and each.record.run_id not in stop)
     left = {each.record.run_id for each in waiting}
-    needs = tuple(need for seen in runs.values() if (need := needed(seen)) is not None and need.run_id not in left)
+    begun = (need for seen in runs.values() if not seen.in_line and (need := needed(seen)) is not None)
+    next_ones = (_begins(each) for each in line if each.record.run_id not in left)
+    needs = (*begun, *next_ones)
     return Decisions(tuple(changed), tuple(news), missed, tuple(submit), tuple(stop), needs, waiting)
 
 
-def queue(runs: Collection[Seen], found: Callable[[str], Record | None]) -> list[Queued]:
-    """The runs that nobody has begun with, in their order. `found`: see `line_up`."""
-    queued = (seen.record for seen in runs if seen.record.state is State.QUEUED and not seen.supervised)
-    return line_up(queued, (seen.record for seen in runs if seen.at_work), found)
+def _begins(queued: Queued) -> Need:
+    why = f"queued: starts on kept fleet {queued.starts_on}" if queued.starts_on else "queued"
+    return Need(queued.record.run_id, why, on_kept=bool(queued.starts_on))
+
+
+def queue(
+    runs: Collection[Seen], found: Callable[[str], Record | None], fleets: Sequence[Kept] = (), now: float = 0.0
+) -> list[Queued]:
+    """The runs that nobody has begun with, in their order. `found`, `fleets`, `now`: see `line_up`."""
+    queued = (seen.record for seen in runs if seen.in_line)
+    return line_up(queued, (seen.record for seen in runs if seen.at_work), found, fleets, now)
 
 
 def since(before: Schedule, after: Schedule) -> list[DueTime]:
@@ -127,14 +148,12 @@ def _is_late(schedule: Schedule | None, record: Record, now: float) -> bool:
 
 
 def needed(seen: Seen) -> Need | None:
-    """What a run needs that nobody looks after; None: nothing."""
+    """What a run needs that was begun and that nobody looks after; None: nothing."""
     record = seen.record
     if seen.supervised or record.settled:
         return None
     if record.state.final:
         return Need(record.run_id, "it is over, and has left something", give_back=True)
-    if record.state is State.QUEUED:
-        return Need(record.run_id, "queued")
     return Need(record.run_id, f"{record.state}, no supervisor")
 
 

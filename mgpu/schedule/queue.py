@@ -1,30 +1,42 @@
 """Which of the queued runs begin now, and what the others wait for. Pure: every pass, on whichever machine, finds the
 same.
 
-Order: the higher priority; of one priority the run of who has the fewest at work; of these the oldest.
+Order: the higher priority; of one priority the run of who has the fewest at work; of these the oldest. In that order
+they get the kept fleets that fit and that nobody uses; the others get new machines.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from mgpu.run.fleet import reuse
+from mgpu.run.fleet.reuse import Kept
 from mgpu.run.record.record import Record, State
 from mgpu.words import count
 
 
 @dataclass(frozen=True)
 class Queued:
-    """A queued run. `waits_for`: in words; empty: for nothing, a pass begins with it."""
+    """A queued run. `waits_for`: in words; empty: for nothing, a pass begins with it. `starts_on`: the stack of a kept
+    fleet; empty: on new machines."""
 
     record: Record
     waits_for: str = ""
+    starts_on: str = ""
 
 
-def line_up(queued: Iterable[Record], at_work: Iterable[Record], known: Callable[[str], Record | None]) -> list[Queued]:
+def line_up(
+    queued: Iterable[Record],
+    at_work: Iterable[Record],
+    known: Callable[[str], Record | None],
+    fleets: Sequence[Kept] = (),
+    now: float = 0.0,
+) -> list[Queued]:
     """The queued runs in their order. `at_work`: those that have begun and are not over; `known`: the record of a run,
-    None: there is none."""
+    None: there is none; `fleets`: those that are kept at `now`, UNIX seconds."""
+    kept = {each.name: each for each in fleets}
     by_owner, by_sweep = Counter[str](), Counter[str]()
 
     def begins(record: Record) -> None:
@@ -37,8 +49,14 @@ def line_up(queued: Iterable[Record], at_work: Iterable[Record], known: Callable
     while left:
         first = min(left, key=lambda each: (-each.priority, by_owner[each.created_by], each.created_at, each.run_id))
         left.remove(first)
-        line.append(Queued(first, _before(first, known) or _of_its_sweep(first, by_sweep)))
-        if not line[-1].waits_for:
+        waits = _before(first, known) or _of_its_sweep(first, by_sweep)
+        fleet = None if waits else reuse.choice(kept.values(), first, now)
+        if not waits and fleet is None and first.machines == "kept":
+            waits = reuse.waits_for(kept.values(), first, now)
+        line.append(Queued(first, waits, fleet.stack if fleet else ""))
+        if fleet is not None:
+            kept[fleet.name] = fleet  # with this run on it
+        if not waits:
             begins(first)
     return line
 

@@ -18,8 +18,10 @@ from mgpu.backend import location
 from mgpu.context import Context
 from mgpu.errors import InputError, MgpuError, StackError
 from mgpu.events import Note, ScheduleMissed, Warned
+from mgpu.run.fleet import reuse
+from mgpu.run.fleet.reuse import Kept
 from mgpu.run.record import shared
-from mgpu.run.record.record import Record, every, supervised, unsettled
+from mgpu.run.record.record import Record, every, find, supervised, unsettled
 from mgpu.schedule import kept
 from mgpu.schedule.decide import Decisions, Need, Seen, advanced, decide, since, telling
 from mgpu.schedule.model import DueTime, Outcome, Schedule
@@ -112,7 +114,16 @@ class Reconciler:
             by = duration(abs(found.ahead_s))
             self._context.emit(Warned(f"this machine's clock is {by} {how} the backend's, which passes go by: set it"))
         runs = {each.run_id: Seen(each, supervised(each.run_id)) for each in unsettled()}
-        return decide(found.schedules, runs, self._find, now - found.ahead_s)
+        now -= found.ahead_s
+        fleets = self._kept_fleets(now) if any(seen.in_line for seen in runs.values()) else []
+        return decide(found.schedules, runs, self._find, now, fleets)
+
+    def _kept_fleets(self, now: float) -> list[Kept]:
+        try:
+            return reuse.standing(now)
+        except InputError as error:
+            self._fail([error])
+            return []
 
     def _find(self, run_id: str) -> Record | None:
         return kept.run_of(run_id, lambda error: self._fail([error]))
@@ -162,7 +173,15 @@ class Reconciler:
             if last is None or self._clock() - last >= again_s:
                 self._began[need.run_id] = self._clock()
                 self.report.needs = [each for each in self.report.needs if each.run_id != need.run_id] + [need]
+                if need.on_kept:
+                    self._claim(need.run_id)
                 self._supervisors.begin(need, left_s)
+
+    def _claim(self, run_id: str) -> None:
+        """Its fleet is its own before the next in the line begins; where that cannot be said now, it says so itself."""
+        with suppress(InputError, StackError):
+            if (record := find(run_id)) is not None:
+                reuse.claim(record)
 
     def _advanced(self, schedule: Schedule, ahead_s: float) -> Schedule:
         return advanced(schedule, self._find, self._clock() - ahead_s)

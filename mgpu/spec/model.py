@@ -225,6 +225,11 @@ class Keys(MachineKeys, _Named):
         description="what metrics of a run that succeeds have to be, by their names in `mgpu status --json`, or "
         "`cost_usd`, `duration_s`, `recoveries`; if one is not, the exit code is 6 (default: nothing)",
     )
+    share: bool = Field(
+        default=False,
+        description="a queued run may have a part of a kept fleet's nodes, so many GPUs (or processes) as it asks for, "
+        "beside others; with `teardown: keep`, others may on its fleet; both say it",
+    )
     teardown: Teardown = Field(
         "always", description="always: the machines go when the run ends; keep: they stay under their lease"
     )

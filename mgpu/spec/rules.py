@@ -85,6 +85,16 @@ def _processes(spec: RunSpec) -> Iterator[Mistake]:
         yield Mistake(("gpu",), message, (("gpus_per_node",),))
 
 
+def _share(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.share and spec.image is not None:
+        yield Mistake(
+            ("share",), "is for runs without `image`: a node has one run's container at a time", (("image",),)
+        )
+    if spec.share and "CUDA_VISIBLE_DEVICES" in spec.env:
+        message = "says which GPUs the run has, and with `share` mgpu does"
+        yield Mistake(("env", "CUDA_VISIBLE_DEVICES"), message, (("share",),))
+
+
 def _code(spec: RunSpec) -> Iterator[Mistake]:
     if spec.code is not None and not spec.own_code:
         yield Mistake(
@@ -327,6 +337,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _one_program,
     _provider,
     _processes,
+    _share,
     _code,
     _image,
     _training,

@@ -22,6 +22,9 @@ from mgpu.cli import cli
 from mgpu.context import Context
 from mgpu.errors import InputError, StackError
 from mgpu.events import ScheduleMissed, ignore
+from mgpu.iac.outputs import NodeOutput, StackOutput
+from mgpu.plan.model import Requirements
+from mgpu.run.fleet import reuse
 from mgpu.run.lifecycle.launch import kept_for_later
 from mgpu.run.lifecycle.outcome import judged
 from mgpu.run.record import record
@@ -239,6 +242,29 @@ def test_schedules_move_with_all_that_they_submit(team: Team, project: Path, mon
     with team.on("c"):
         (second,) = passes(NOW + 2 * HOUR)
         assert (Folder(second).work / "train.py").read_text() == "print('as it was')\n"
+
+
+def test_a_kept_fleet_is_had_by_one_run_whichever_machine_looks(team: Team):
+    needs = Requirements(provider="local", max_price_usd_per_hour=1, max_hours=1).model_dump(mode="json")
+    known = Record(
+        run_id="q1", name="it", project="p", project_base="/", run_file="/mgpu.yaml", stack="q1", own_stack=True,
+        fleet_name="f", provider="local", nodes=1, needs=needs,
+    )  # fmt: skip
+    node = NodeOutput(rank=0, id="i", address="127.0.0.1", user="u", host_key="k")
+    output = StackOutput(version=1, fleet="f", owner="o", provider="local", private_key_file="k", nodes=(node,))
+    over = {"state": State.SUCCEEDED, "teardown": "kept", "lease_until": time.time() + HOUR}
+    with team.on("a"):
+        record.save(replace(known, run_id="keeper", fleet=output.model_dump(mode="json"), **over))
+        record.save(known)
+        record.save(replace(known, run_id="q2"))
+    with team.on("b"):
+        assert (found := reuse.claim(known)) is not None
+        assert (found.name, found.keeper.run_id) == ("f", "keeper")
+    with team.on("c"):
+        assert (reuse.claim(replace(known, run_id="q2")), reuse.claimed_by("f")) == (None, "q1")
+    with team.on("d"):
+        reuse.let_go("q1")
+        assert reuse.take("f", "q2") == ""
 
 
 def test_a_schedule_that_is_removed_leaves_nothing(team: Team, project: Path):

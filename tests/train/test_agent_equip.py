@@ -243,6 +243,35 @@ def test_a_node_on_which_another_run_trains_is_left_as_it_is(machine):
     assert program.read_text() != "theirs", "its agent is dead"
 
 
+@pytest.mark.parametrize(
+    ("theirs", "mine", "free"),
+    [
+        ([0, 1], (2, 3), True),
+        ([0, 1], (1, 2), False),
+        ([0, 1], (), False),
+        ([], (0, 1), False),
+    ],
+)
+def test_runs_with_other_slots_of_a_node_have_it_at_the_same_time(tmp_path, theirs, mine, free):
+    claim(tmp_path, Claim("theirs", slots=tuple(theirs)))
+    end = time.monotonic() + 60
+    with living(tmp_path, "theirs"):
+        share = {"slots": theirs, "of": 4, "gpus": True} if theirs else None
+        (tmp_path / "runs/theirs/job.json").write_text(json.dumps({"share": share}))
+        if not free:
+            with pytest.raises(Problem, match="Run theirs trains there"):
+                claim(tmp_path, Claim("mine", slots=mine))
+            with pytest.raises(Problem, match="Run theirs"), python_env.claimed(tmp_path, "mine", end, mine):
+                pass
+            return
+        claim(tmp_path, Claim("mine", slots=mine))
+        for run, slots in (("mine", mine), ("theirs", theirs)):  # whoever has claimed it last
+            with python_env.claimed(tmp_path, run, end, slots):
+                pass
+        with pytest.raises(Problem, match="Run mine has come"), python_env.claimed(tmp_path, "theirs", end, ()):
+            pass
+
+
 def test_a_run_is_not_in_its_own_way(tmp_path):
     with living(tmp_path, CLAIM.run):
         claim(tmp_path)
@@ -293,7 +322,7 @@ def test_a_claim_that_a_machine_has_torn_as_it_went_down_is_nobodys(tmp_path, to
 def test_an_agent_does_not_start_where_another_run_has_claimed_the_node(tmp_path):
     layout = RunLayout("mine", tmp_path)
     claim(tmp_path, Claim("theirs"))
-    job = SimpleNamespace(run_id="mine", secrets=(), timeouts=SimpleNamespace(command_s=5))
+    job = SimpleNamespace(run_id="mine", secrets=(), share=None, timeouts=SimpleNamespace(command_s=5))
     with pytest.raises(Problem) as caught:
         start.start(job, SimpleNamespace(env={}), layout)
     assert caught.value.run == "theirs"

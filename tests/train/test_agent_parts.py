@@ -567,6 +567,30 @@ def test_a_program_is_told_how_often_the_run_file_wants_a_checkpoint():
     assert not [name for name in without if "EVERY" in name]
 
 
+def test_a_run_that_shares_a_node_sees_its_own_gpus_and_counts_its_own_cores():
+    share = {"slots": (2, 3), "of": 4, "gpus": True}
+    made = launcher_process.environment(job(share=share), {}, HERE, {"CUDA_VISIBLE_DEVICES": "0"})
+    assert (made["CUDA_VISIBLE_DEVICES"], made["CUDA_DEVICE_ORDER"]) == ("2,3", "PCI_BUS_ID")
+    for other in (None, {**share, "gpus": False}):
+        assert "CUDA_VISIBLE_DEVICES" not in launcher_process.environment(job(share=other), {}, HERE, {})
+
+
+@pytest.mark.parametrize(
+    ("cores_of_it", "slots", "of", "mine"),
+    [
+        (8, (0,), 4, {0, 1}),
+        (8, (2, 3), 4, {4, 5, 6, 7}),
+        (7, (0, 1), 2, {0, 1, 2, 3, 4, 5, 6}),
+        (2, (0,), 4, {0}),
+        (2, (3,), 4, {1}),
+        (1, (7,), 8, {0}),
+    ],
+)
+def test_the_cores_that_go_with_a_share(monkeypatch, cores_of_it, slots, of, mine):
+    monkeypatch.setattr(procs.os, "sched_getaffinity", lambda _: set(range(cores_of_it)))
+    assert procs.cores(slots, of) == mine
+
+
 def test_plain_python_gets_the_variables_of_its_one_process():
     made = launcher_process.environment(job(launcher="python"), {}, HERE, {})
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")

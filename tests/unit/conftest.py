@@ -424,7 +424,8 @@ class World:
         self.calls.append("connect")
         if self.connect_error:
             raise self.connect_error
-        (self.run_id,) = record.ids()[-1:]
+        newest = record.ids()[::-1]
+        self.run_id = next(filter(record.supervised, newest), *newest[:1])
         for node in self.nodes:
             node.closed = False
         return NodeSet(self.nodes)
@@ -466,8 +467,8 @@ class World:
         meta: Mapping[str, Any] | None = None,
     ) -> Commit:
         """One whole committed checkpoint of one node."""
-        store, name, part = open_store(url), checkpoint_id(attempt, step), self.folder / f"step-{step}"
-        part.mkdir()
+        store, name, part = open_store(url), checkpoint_id(attempt, step), self.folder / run_id / f"step-{step}"
+        part.mkdir(parents=True)
         for path, data in (files or {"weights": f"weights of step {step}".encode()}).items():
             (part / path).write_bytes(data)
         upload_part(

@@ -210,6 +210,14 @@ class DataItem(Model):
     )
 
 
+class Share(Model):
+    """The part of each node that a run has beside others."""
+
+    slots: tuple[int, ...] = Field(min_length=1, description="numbers of GPUs; of places, where there are none")
+    of: int = Field(ge=1, description="so many the node has")
+    gpus: bool = Field(description="whether they are GPUs")
+
+
 class Job(Model):
     """`job.json`: one node's part in one attempt. Holds nothing secret."""
 
@@ -221,6 +229,7 @@ class Job(Model):
     nodes: int = Field(ge=1)
     processes_per_node: int = Field(ge=1)
     gpus: int = Field(default=0, ge=0, description="that the node has to have: with fewer nothing is started")
+    share: Share | None = Field(default=None, description="what it has of the node; None: all")
     master_addr: Text = Field(description="node 0, as the other nodes reach it")
     master_port: int = Field(ge=1, le=65535)
     peer_port: int | None = Field(

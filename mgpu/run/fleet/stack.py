@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_train.timeouts import Timeouts
@@ -20,11 +21,12 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
 from mgpu.run.budget import account
+from mgpu.run.fleet import reuse
 from mgpu.run.fleet.teardown import give_back
 from mgpu.run.job.stack_output import handle_of
 from mgpu.run.record import files
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Record, every, write
+from mgpu.run.record.record import Record, every, find, write
 from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
 from mgpu.spec.provider import installed
@@ -40,7 +42,8 @@ def project_of(run_file: Path) -> Path:
 
 
 def stack_of(record: Record, context: Context) -> Stack:
-    """The stack of a run."""
+    """The stack of a run; of one that was put on a kept fleet, that of the run that has kept it."""
+    record = keeper(record)
     folder, project = Folder(record.run_id), Path(record.project)
     log_dir = folder.pulumi if record.own_stack else None
     if folder.program.is_dir():  # it was kept when the run was submitted, perhaps by another machine
@@ -48,6 +51,14 @@ def stack_of(record: Record, context: Context) -> Stack:
         settle(project)
     base = Path(record.project_base)
     return open_stack(project, record.stack, folder.run_file, log_dir, context, base, record.provider)
+
+
+def keeper(record: Record) -> Record:
+    """The run whose stack a run is on: its own record, or that of the run that has kept the fleet."""
+    if not record.kept_by:
+        return record
+    files.bring(record.kept_by)
+    return find(record.kept_by) or record
 
 
 def open_stack(
@@ -246,18 +257,37 @@ def require_ours(stack: str, fleet: StackOutput) -> None:
         raise InputError(f"stack {stack} is not made by mgpu", "Its output names no owner.", "Use `pulumi destroy`.")
 
 
-def refuse_used(fleet: StackOutput, but: str = "") -> None:
-    """Raises InUse when a run of this machine that is not over uses machines of this fleet; `but` is a run that may.
-    Those of other machines are seen on the nodes alone (`agents.Used`)."""
+def refuse_used(fleet: StackOutput, but: str = "", slots: Sequence[int] = ()) -> None:
+    """Raises InUse when a run that is not over uses machines of this fleet, or was put on it; `but` is a run that may,
+    and where it has `slots` of them, others may have other ones. Runs of other backends are seen on the nodes alone
+    (`agent_client.Used`)."""
     ids = {node.id for node in fleet.nodes}
     for record in every():
-        theirs = {node.get("id") for node in (record.fleet or {}).get("nodes", ())}
-        if not record.state.final and record.run_id != but and ids & theirs:
-            raise InUse(
-                f"fleet {fleet.fleet} is used by run {record.run_id}",
-                f"That run is not over: {record.state}.",
-                f"Follow it with `mgpu attach {record.run_id}`, or end it with `mgpu stop {record.run_id}`.",
-            )
+        theirs = record.fleet or {}
+        same = ids & {node.get("id") for node in theirs.get("nodes", ())}
+        ends = record.state.final or record.run_id == but or not reuse.collide(tuple(slots), tuple(record.slots))
+        if not ends and (same or _is(fleet, theirs.get("fleet"))):
+            raise _used(fleet, record.run_id, str(record.state))
+    if fleet.owner and (run := reuse.claimed_by(fleet.fleet, but, tuple(slots))):
+        raise _used(fleet, run, "about to begin there")
+
+
+def take(fleet: StackOutput, run_id: str) -> None:
+    """Puts a run on this fleet in the eyes of all others, before its record says so. Raises InUse: another one was."""
+    if fleet.owner and (run := reuse.take(fleet.fleet, run_id)):  # of a program not mgpu's, names may not be unique
+        raise _used(fleet, run, "about to begin there")
+
+
+def _is(fleet: StackOutput, name: str | None) -> bool:
+    return bool(fleet.owner) and fleet.fleet == name
+
+
+def _used(fleet: StackOutput, run_id: str, how: str) -> InUse:
+    return InUse(
+        f"fleet {fleet.fleet} is used by run {run_id}",
+        f"That run is not over: {how}.",
+        f"Follow it with `mgpu attach {run_id}`, or end it with `mgpu stop {run_id}`.",
+    )
 
 
 def give_back_fleet(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mgpu_train import launchers
 from mgpu_train.agent.host.layout import LEASE, NOTICE, RunLayout
-from mgpu_train.config import CheckpointTarget, Job, Resume, Secrets, TrainConfig
+from mgpu_train.config import CheckpointTarget, Job, Resume, Secrets, Share, TrainConfig
 from mgpu_train.strategies import entry as strategies
 from mgpu_train.tasks import entry as tasks
 from mgpu_train.timeouts import Timeouts
@@ -54,10 +54,17 @@ class Request:
         return tuple(url.removeprefix("file://") for url in urls if url.startswith("file://"))
 
     def jobs(
-        self, fleet: StackOutput, *, attempt: int, writer: str, ports: Sequence[int], resume: Resume | None
+        self,
+        fleet: StackOutput,
+        *,
+        attempt: int,
+        writer: str,
+        ports: Sequence[int],
+        resume: Resume | None,
+        share: Share | None = None,
     ) -> tuple[Job, ...]:
         """One job a node, in rank order. `ports` are free on node 0: for the launchers, the agents
-        and what is measured before."""
+        and what is measured before; `share`: what the run has of each node."""
         spec, first, provider = self.spec, fleet.nodes[0], provider_of(fleet)
         notices = provider.capabilities.notices if provider else "file"
         return tuple(
@@ -68,7 +75,8 @@ class Request:
                 node_rank=node.rank,
                 nodes=len(fleet.nodes),
                 processes_per_node=spec.processes,
-                gpus=_gpus(spec, fleet),
+                gpus=_gpus(spec.gpus_per_node if share else max(spec.gpus_per_node, fleet.gpus_per_node)),
+                share=share,
                 master_addr=first.private_address or first.address,
                 master_port=ports[0],
                 peer_port=ports[1] if len(fleet.nodes) > 1 else None,
@@ -95,9 +103,9 @@ class Request:
         )
 
 
-def _gpus(spec: RunSpec, fleet: StackOutput) -> int:
+def _gpus(wanted: int) -> int:
     """How many GPUs a node has to have: what was rented, or is asked for. Emulated ones are demanded of nobody."""
-    return 0 if os.environ.get(EMULATED) else max(spec.gpus_per_node, fleet.gpus_per_node)
+    return 0 if os.environ.get(EMULATED) else wanted
 
 
 def _told(spec: RunSpec) -> TrainConfig | None:

@@ -46,10 +46,10 @@ def provider_of(fleet: StackOutput) -> Provider | None:
     return registry.get(fleet.provider, fleet.options) if fleet.owner else None
 
 
-def usd_per_hour(fleet: StackOutput) -> float | None:
-    """What a fleet costs, with what it has beside its machines; None: not known."""
+def usd_per_hour(fleet: StackOutput, part: float = 1.0) -> float | None:
+    """What a fleet, or a part of it, costs, with what it has beside its machines; None: not known."""
     machines = fleet.machines_usd_per_hour
-    return None if machines is None else machines + (fleet.other_usd_per_hour or 0.0)
+    return None if machines is None else part * (machines + (fleet.other_usd_per_hour or 0.0))
 
 
 def dearest_usd_per_hour(spec: RunSpec) -> float | None:

@@ -115,7 +115,7 @@ def _begun(session: Session, request: Request, fleet: StackOutput, secrets: Secr
         with session.phase("sending"):
             agent_client.send_library(nodes)
             if image is None:
-                claim = agent_client.claim(request.run_id, fleet)
+                claim = agent_client.claim(request.run_id, fleet, session.record.slots)
                 python_setup.equip(nodes, request.spec, session.timeouts, session.emit, claim)
             code_upload.send(session, request, nodes)
         if image is not None:
@@ -201,7 +201,7 @@ def watch(
             provider=provider,
             handle=handle_of(fleet),
             limits=limits(session.record, session.timeouts),
-            processes_per_node=fleet.processes_per_node,
+            processes_per_node=request.spec.processes,
             keys=keys,
             sent=sent,
             saving=Saving.of(request),
@@ -209,13 +209,15 @@ def watch(
         ended = supervisor.watch()
     if not ended.left:
         outputs.collect(session, request, nodes, ended.lost)
-        metrics.collect(session, nodes, handle_of(fleet), fleet.processes_per_node, ended.lost)
+        metrics.collect(session, nodes, handle_of(fleet), request.spec.processes, ended.lost)
         if not ended.succeeded:
             catch_up(session, request)
-        if request.spec.teardown == "keep" or not fleet.owner:
+        borrowed = bool(session.record.kept_by)  # it is kept as it was, whatever the run file says
+        kept = borrowed or request.spec.teardown == "keep"
+        if kept or not fleet.owner:
             _leave_clean(session, nodes, fleet)
-        if request.spec.teardown == "keep":
-            _keep(session, nodes, request.spec.lease_minutes)
+        if kept:
+            _keep(session, nodes, fleet.lease_minutes if borrowed else request.spec.lease_minutes)
     if ended.succeeded and request.checkpoint is not None:
         return _judge(session, request.checkpoint, ended)
     return ended

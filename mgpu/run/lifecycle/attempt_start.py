@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mgpu_train.config import CheckpointTarget, Resume, Secrets
+from mgpu_train.config import CheckpointTarget, Resume, Secrets, Share
 
 from mgpu.errors import InputError, MgpuError, RemoteError, TakenOver, TrainingFailed
 from mgpu.events import Emit, Note, Warned
@@ -40,7 +40,11 @@ def start(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet
     record.attempt, record.writer, resume = _begin(session, request)
     session.save()
     ports = agent_client.free_ports(nodes.nodes[0], PORTS, session.timeouts)
-    jobs = request.jobs(fleet, attempt=record.attempt, writer=record.writer, ports=ports, resume=resume)
+    share = None
+    if record.slots:
+        share = Share(slots=tuple(record.slots), of=record.slots_of, gpus=request.spec.gpus_per_node > 0)
+    known = {"attempt": record.attempt, "writer": record.writer, "ports": ports, "resume": resume}
+    jobs = request.jobs(fleet, share=share, **known)
     session.journal.append("start", attempt=record.attempt, resume=resume.checkpoint_id if resume else None)
 
     def begin(node: Node) -> None:

@@ -15,7 +15,8 @@ from mgpu.acquire.fit import Machines
 from mgpu.context import Context
 from mgpu.events import Emit, Note, RunStateChanged
 from mgpu.run.budget import account
-from mgpu.run.fleet.stack import open_stack, project_of, standing
+from mgpu.run.fleet import reuse
+from mgpu.run.fleet.stack import open_stack, project_of, standing, take
 from mgpu.run.job import images
 from mgpu.run.job.request import build_secrets, require_secrets, resolve
 from mgpu.run.job.stack_output import dearest_usd_per_hour, provider_for, provider_of, usd_per_hour
@@ -53,12 +54,12 @@ def launch(
         return supervise(session, context, submitted=True)
 
 
-def submitted(run_file: Path, spec: RunSpec, context: Context, machines: Machines = fit.ANY, **more: Any) -> Record:
+def submitted(run_file: Path, spec: RunSpec, context: Context, fits: Machines = fit.ANY, **more: Any) -> Record:
     """A queued run that whoever looks for such runs begins with, with `more` in its record; its image is in its
-    registry."""
+    registry, and fits these machines."""
     run_id, base = new_run_id(spec.name), run_file.resolve().parent
     request = resolve(spec, run_id, base, timeouts=context.timeouts)
-    return submit(request, run_file, image=images.settle(spec, base, context.emit, machines), **more)
+    return submit(request, run_file, image=images.settle(spec, base, context.emit, fits), **more)
 
 
 def kept_for_later(
@@ -81,7 +82,12 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
     image = images.for_stack(spec, request.base, fleet, context.emit)
 
     def made() -> Record:
-        return submit(request, run_file, stack=stack_name, fleet=fleet, resume=resume, image=image)
+        take(fleet, run_id)
+        try:
+            return submit(request, run_file, stack=stack_name, fleet=fleet, resume=resume, image=image)
+        except BaseException:
+            reuse.let_go(run_id)
+            raise
 
     price = f"${fleet.price_usd_per_hour:.2f} per hour, all nodes"
     context.emit(Note(f"fleet {fleet.fleet}: {count(len(fleet.nodes), 'node')}, {price}, rented already"))

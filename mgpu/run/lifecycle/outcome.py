@@ -109,6 +109,8 @@ def _guarded(session: Session, body: Callable[[], Result]) -> Result:
 def _finish(session: Session, stack: Stack, teardown: str, result: Result) -> Outcome:
     record = session.record
     if isinstance(result, Ended) and result.left:
+        if record.state is State.QUEUED:  # again: nothing of it has begun
+            return Outcome(record, left=True, detached=True)
         session.emit(Note("left running"))
         session.save()
         return Outcome(record, left=True, detached=session.may_leave and not session.asked_to_end)

@@ -46,8 +46,8 @@ class Attempts:
         Raises:
             MgpuError: an attempt could not be started, or the fleet not be repaired, for a cause of their own.
         """
-        ended = self._tried(first)
-        while self._goes_on(ended):
+        ended = self.once(first)
+        while self.goes_on(ended):
             record = self.session.record
             moved = record.checkpoint_step > record.idle_step
             record.idle = 0 if moved else record.idle + 1
@@ -57,16 +57,22 @@ class Attempts:
             ended = self._again(ended)
         return ended
 
-    def _goes_on(self, ended: Ended) -> bool:
+    def goes_on(self, ended: Ended) -> bool:
+        """Whether another attempt follows this one."""
         if ended.succeeded or ended.left or ended.stopped_by or ended.fault not in MENDED:
             return False
         return self.session.record.recoveries < self.recovery.attempts - 1 and not self.session.asked_to_end
 
-    def _again(self, ended: Ended) -> Ended:
+    def interrupted(self, ended: Ended) -> None:
+        """Writes down that the attempt has ended, and that another one follows."""
         record = self.session.record
         record.recoveries += 1
         record.interruptions.append(ended.interruption or _unwatched(ended, record))
         self.session.emit(Warned(f"attempt {record.attempt} ended: {ended.reason}"))
+
+    def _again(self, ended: Ended) -> Ended:
+        record = self.session.record
+        self.interrupted(ended)
         self.session.to(State.REPAIRING)
         shared.send_soon(record.run_id)  # what led to it, for whoever looks from elsewhere
         return self.mended(ended.lost)
@@ -79,7 +85,7 @@ class Attempts:
             fleet = self._repaired(lost)
         interruptions.repaired(record)
         self.session.check()
-        return self._tried(lambda: self.conduct(fleet))
+        return self.once(lambda: self.conduct(fleet))
 
     def _repaired(self, lost: tuple[int, ...]) -> StackOutput:
         """The fleet as asked for; where there is no capacity now, it is asked again until `wait_minutes`. A quota is
@@ -102,13 +108,14 @@ class Attempts:
 
         return capacity_wait.granted(ask)
 
-    def _tried(self, attempt: Callable[[], Ended]) -> Ended:
-        """A node that is lost before anything was started is a lost node too, where another attempt is allowed."""
+    def once(self, attempt: Callable[[], Ended]) -> Ended:
+        """One attempt. A node that is lost before anything was started is a lost node too, where another attempt is
+        allowed."""
         try:
             return attempt()
         except ConnectionFailed as error:
             lost = Ended(False, error.what, Fault.INFRASTRUCTURE, lost=error.ranks)
-            if not self._goes_on(lost):
+            if not self.goes_on(lost):
                 raise
             self.session.save()
             return lost

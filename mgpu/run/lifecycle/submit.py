@@ -60,7 +60,7 @@ def submit(
     try:
         with code_upload.set_aside(request) as code, opening():
             if fleet is not None:
-                refuse_used(fleet)
+                refuse_used(fleet, but=run_id)
             record = _record(request, run_file, stack, fleet, resume, image)
             record = replace(record, **more)
             record.earlier = checks.earlier(record.expect, _alike(record))
@@ -178,6 +178,7 @@ def _record(
     image: Settled | None,
 ) -> Record:
     spec, run_id = request.spec, request.run_id
+    needed = rank.requirements(spec)
     stack_name = stack or new_stack_name(run_id, resume)
     project = project_of(run_file)
     record = Record(
@@ -190,7 +191,7 @@ def _record(
         own_stack=stack is None,
         fleet_name=fleet_name(project_name(project), stack_name),
         provider=spec.provider,
-        options=dict(fleet.options if fleet else rank.requirements(spec).provider_options),
+        options=dict(fleet.options if fleet else needed.provider_options),
         nodes=spec.nodes,
         attempt=resume.attempt if resume else 0,
         spending=resume.spending if resume else [],
@@ -204,6 +205,8 @@ def _record(
         max_usd=spec.max_usd or 0.0,
         expect={metric: each.model_dump(exclude_none=True) for metric, each in spec.expect.items()},
         fleet=fleet.model_dump(mode="json") if fleet else None,
+        needs=needed.model_dump(mode="json"),
+        share=spec.share,
     )
     images.remember(record, image)
     return record

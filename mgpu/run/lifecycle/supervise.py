@@ -21,8 +21,8 @@ from mgpu_train.config import Secrets
 from mgpu.acquire import fit
 from mgpu.acquire.fit import Machines
 from mgpu.context import Context
-from mgpu.errors import InputError, MgpuError, OverLimit, ProviderError, RemoteError
-from mgpu.events import Warned
+from mgpu.errors import ConnectionFailed, InputError, MgpuError, OverLimit, ProviderError, RemoteError, StackError
+from mgpu.events import Note, Warned
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan import rank
@@ -30,8 +30,8 @@ from mgpu.providers.base import Provider
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.budget import account
-from mgpu.run.fleet import key
-from mgpu.run.fleet.stack import bring_up, move, refuse_used, stack_of, standing
+from mgpu.run.fleet import key, reuse
+from mgpu.run.fleet.stack import InUse, bring_up, move, refuse_used, stack_of, standing
 from mgpu.run.job import images, operator_store
 from mgpu.run.job.request import Request, resolve, secrets_of, store_keys
 from mgpu.run.job.stack_output import dearest_usd_per_hour, provider_for, provider_of, targets, usd_per_hour
@@ -42,7 +42,7 @@ from mgpu.run.lifecycle.outcome import Outcome, conclude, remembered
 from mgpu.run.lifecycle.post_mortem import of_the_store, over
 from mgpu.run.lifecycle.recovery import Attempts
 from mgpu.run.nodes import agent_client, outputs
-from mgpu.run.record import files
+from mgpu.run.record import files, interruptions
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State, supervising
 from mgpu.run.record.session import Session
@@ -87,6 +87,7 @@ class _Run:
 
     def __init__(self, session: Session, context: Context, before: Holder | None, *, submitted: bool) -> None:
         self.session, self.record, self._submitted = session, session.record, submitted
+        self._context, self._queued_again = context, False
         path = Folder(self.record.run_id).run_file
         self.spec: RunSpec = loads(
             path.read_text(), str(path)
@@ -97,39 +98,92 @@ class _Run:
         key.bring(self.record, context)
 
     def conclude(self) -> Outcome:
-        """Goes on with the run until it is over. One that is queued stays so where a limit leaves no room for it."""
-        state, end = self.record.state, self.spec.teardown
+        """Goes on with the run until it is over. One that is queued stays so where nothing is free for it, or a limit
+        leaves no room."""
+        outcome = self._gone_on_with()
+        if self._queued_again:
+            self._queued_again = False
+            return self.conclude()
+        return outcome
+
+    def _gone_on_with(self) -> Outcome:
+        state = self.record.state
         self.session.save()  # whose it is from here on
         if state is State.QUEUED:
-            if (full := self._no_room()) is not None:
-                self.record.reason = f"waits: {'; '.join(full.over)}"
+            if held_up := self._held_up():
+                self.record.reason = f"waits: {held_up}"
                 self.session.save()
                 return Outcome(self.record, left=True, detached=True)
             try:
                 body = self._undone if self._to_end else self._begin if self._submitted else self._made()
             except BaseException:  # it stays queued: others may begin meanwhile
                 account.let_go(self.record.run_id)
+                reuse.let_go(self.record.run_id)
                 raise
             self.record.reason = ""
             self.session.to(State.PROVISIONING)
-            return conclude(self.session, self.stack, end, body)
+            return self._concluded(body)
         if state is State.TEARDOWN:
-            return conclude(self.session, self.stack, end, lambda: remembered(self.record))
+            return self._concluded(lambda: remembered(self.record))
         if state in (State.PROVISIONING, State.REPAIRING):
-            return conclude(self.session, self.stack, end, self._undone if self._to_end else self._made())
-        return conclude(self.session, self.stack, end, self._watched())
+            return self._concluded(self._undone if self._to_end else self._made())
+        return self._concluded(self._watched())
 
-    def _no_room(self) -> OverLimit | None:
-        """Why a queued run stays so; None: it has its place from here on, or is to end. Raises StackError."""
+    def _concluded(self, body: Callable[[], Ended | MgpuError | None]) -> Outcome:
+        return conclude(self.session, self.stack, "keep" if self.record.kept_by else self.spec.teardown, body)
+
+    # --- before it begins ---------------------------------------------------------------------------------------
+
+    def _held_up(self) -> str:
+        """Why a queued run stays so; empty: it has its place from here on, or is to end. Raises StackError."""
         if self._submitted or self._to_end:
-            return None
+            return ""
+        self._take_kept()
+        if self.record.machines == "kept" and not self.record.kept_by:
+            now = time.time()
+            return reuse.waits_for(reuse.standing(now), self.record, now)
         fleet = StackOutput.model_validate(self.record.fleet) if self.record.fleet else None
-        price = partial(usd_per_hour, fleet) if fleet else partial(dearest_usd_per_hour, self.spec)
+        price = partial(usd_per_hour, fleet, self.record.part) if fleet else partial(dearest_usd_per_hour, self.spec)
         try:
             account.claim(self.record.run_id, price)
         except OverLimit as full:
-            return full
-        return None
+            if self.record.kept_by:  # others may begin there
+                self._leave_kept()
+            return "; ".join(full.over)
+        return ""
+
+    def _take_kept(self) -> None:
+        """Puts the run on a kept fleet, where one is free that fits."""
+        record = self.record
+        while (found := reuse.claim(record)) is not None:
+            record.kept_by, record.stack, record.own_stack = found.keeper.run_id, found.stack, False
+            record.fleet, record.fleet_name = dict(found.output), found.newest.fleet_name
+            record.slots, record.slots_of = [*found.uses[record.run_id]], found.slots
+            try:
+                self.stack = stack_of(record, self._context)
+                key.bring(record, self._context)
+            except (InputError, StackError) as error:
+                self._leave_kept(error.what)
+                continue
+            part = f", {len(record.slots)} of {record.slots_of} places on each node" if record.slots else ""
+            self.session.emit(Note(f"kept fleet {found.stack} fits{part}: nothing is rented"))
+            return
+
+    def _leave_kept(self, why: str = "") -> None:
+        """The run is queued as it was before; `why` it could not begin on the kept fleet, which it avoids then."""
+        record, fleet = self.record, self.record.fleet or {}
+        if why:
+            record.avoid.append(str(fleet["fleet"]))
+            self.session.emit(Warned(f"kept fleet {record.stack} cannot be begun on, the run goes elsewhere: {why}"))
+        record.kept_by, record.stack, record.own_stack, record.fleet = "", record.run_id, True, None
+        record.slots, record.price_usd_per_hour = [], 0.0
+        if record.attempt:  # the hard cap is the run's from then on, wherever it goes
+            record.costs_no_more(time.time())
+        else:
+            record.hard_cap_at, record.spending = 0.0, []
+        self.stack = stack_of(record, self._context)
+        record.fleet_name = self.stack.fleet
+        reuse.let_go(record.run_id)
 
     def _begin(self) -> Ended:
         return self._made()()
@@ -179,8 +233,50 @@ class _Run:
             self.record.recoveries += 1  # it was one of those that the run file allows
         if self.record.own_stack:
             return _rented(self.session, self.stack, request, secrets)
+        if self.record.kept_by:
+            return self._on_kept(request, secrets)
         fleet = StackOutput.model_validate(self.record.fleet) if self._submitted else self._standing()
         return _used(self.session, self.stack, request, secrets, fleet)
+
+    def _on_kept(self, request: Request, secrets: Secrets) -> Ended:
+        """The run on the kept fleet that it was put on. Where that is gone, or somebody has come there, before this
+        attempt has begun, it is no failure of the run's: it is queued again, and goes elsewhere."""
+        before = self.record.attempt
+        try:
+            fleet = self._standing()
+        except (InputError, StackError) as error:
+            return self._not_there(error.what)
+        interruptions.repaired(self.record)
+
+        def first() -> Ended:
+            try:
+                ended = _conducted(self.session, request, fleet, secrets)
+            except (InUse, ConnectionFailed) as error:
+                if self.record.attempt != before:
+                    raise
+                return self._not_there(error.what)
+            return self._not_there(ended.reason) if ended.lost and self.record.attempt == before else ended
+
+        return self._tried(request, secrets, first)
+
+    def _tried(self, request: Request, secrets: Secrets, first: Callable[[], Ended]) -> Ended:
+        """The attempts of the run. A fleet that others may use, too, is not repaired under them: where a machine of it
+        is at fault, the run is queued again, and goes on elsewhere from its newest checkpoint."""
+        plan = _attempts(self.session, self.stack, request, secrets)
+        if not self.record.slots:
+            return plan.run(first)
+        ended = plan.once(first)
+        if not plan.goes_on(ended):
+            return ended
+        plan.interrupted(ended)
+        self.record.writer = ""  # how its attempt has ended is known
+        return self._not_there(ended.reason)
+
+    def _not_there(self, why: str) -> Ended:
+        self._leave_kept(why)
+        self.session.to(State.QUEUED)
+        self._queued_again = True
+        return Ended(False, why, left=True)
 
     def _repaired(self, request: Request, secrets: Secrets) -> Ended:
         lost = self.record.under_repair  # what the dead supervisor was about to replace
@@ -218,7 +314,7 @@ class _Run:
 
     def _standing(self) -> StackOutput:
         fleet = standing(self.stack, self.spec)
-        refuse_used(fleet, but=self.record.run_id)
+        refuse_used(fleet, self.record.run_id, self.record.slots)
         return fleet
 
     # --- while it trains ----------------------------------------------------------------------------------------
@@ -244,7 +340,7 @@ class _Run:
 
         if secrets is None:
             return lambda: _last(watch())
-        return lambda: _attempts(self.session, self.stack, request, secrets).run(watch)
+        return lambda: self._tried(request, secrets, watch)
 
     def _claim(self, request: Request) -> None:
         """In the store, too. One that does not answer is no reason to leave a run unwatched: it is said later."""
@@ -260,7 +356,8 @@ class _Run:
 
     def _request(self, fleet: StackOutput | None) -> Request:
         record = self.record
-        theirs = fleet.store if fleet and not record.own_stack else None
+        # a run that was put on a kept fleet has its store where it would have it on any other
+        theirs = fleet.store if fleet and not (record.own_stack or record.kept_by) else None
         store = theirs if record.state is State.PROVISIONING else record.store or theirs
         base = Path(record.project_base)
         return resolve(self.spec, record.run_id, base, store=store, timeouts=self.session.timeouts)
@@ -292,7 +389,8 @@ def _conducted(session: Session, request: Request, fleet: StackOutput, secrets: 
     record = session.record
     record.price_usd_per_hour, record.hard_cap_at = fleet.price_usd_per_hour, fleet.hard_cap_at
     # where a stack stood already
-    record.costs(fleet.generation, fleet.machines_usd_per_hour, time.time(), fleet.other_usd_per_hour)
+    machines, other = (each and each * record.part for each in (fleet.machines_usd_per_hour, fleet.other_usd_per_hour))
+    record.costs(fleet.generation, machines, time.time(), other)
     provider = provider_of(fleet)
     request = _with_image(session, request, fleet)
     keys = store_keys(request, os.environ, provider)

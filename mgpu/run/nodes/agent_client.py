@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ class Used(RemoteError):
     """Another run has the node: nothing of it was touched."""
 
 
-def claim(run_id: str, fleet: StackOutput) -> dict[str, str]:
+def claim(run_id: str, fleet: StackOutput, slots: Sequence[int] = ()) -> dict[str, Any]:
     """What a run says of itself on its nodes (`mgpu_train.agent.host.python_env.Claim`); nothing secret."""
     # machines that are not mgpu's have no owner: their fleet has its name
-    return {"run": run_id, "owner": fleet.owner or fleet.fleet, "host": os.uname().nodename}
+    said = {"run": run_id, "owner": fleet.owner or fleet.fleet, "host": os.uname().nodename}
+    return {**said, "slots": [*slots]} if slots else said
 
 
 def used(node: Node, answer: dict[str, Any]) -> Used:

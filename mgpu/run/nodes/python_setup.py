@@ -20,11 +20,11 @@ from mgpu.spec.model import RunSpec
 from mgpu.spec.provider import installed, on_this_machine
 
 _BASE = ".mgpu/base"  # where `python_env.py ready` makes environments, too
-_NOBODY: Mapping[str, str] = {}  # the agent of any run may start
+_NOBODY: Mapping[str, Any] = {}  # the agent of any run may start
 _SPARE_S = 10.0  # for the node's answer to arrive, once it has given up by itself
 
 
-def equip(nodes: NodeSet, spec: RunSpec, timeouts: Timeouts, emit: Emit, claim: Mapping[str, str] = _NOBODY) -> None:
+def equip(nodes: NodeSet, spec: RunSpec, timeouts: Timeouts, emit: Emit, claim: Mapping[str, Any] = _NOBODY) -> None:
     """Makes every node able to run the agent that `agents.send_library` has sent; quick where nothing is missing.
     `claim`: for whom (`agents.claim`).
 
@@ -53,7 +53,7 @@ def find(node: Node, provider: str, timeouts: Timeouts) -> str:
     return str(_ask(node, provider, ["find", f"{seconds:g}", _BASE], seconds)["python"])
 
 
-def _equip(node: Node, spec: RunSpec, timeouts: Timeouts, claim: Mapping[str, str]) -> bool:
+def _equip(node: Node, spec: RunSpec, timeouts: Timeouts, claim: Mapping[str, Any]) -> bool:
     """True when packages were installed."""
     seconds = timeouts.prepare_s
     torch = ["torch"] if needs_torch(spec) else []

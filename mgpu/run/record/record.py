@@ -60,8 +60,17 @@ class State(StrEnum):
 # what may follow what; a final state is never left, but `--resume` opens the run again
 _NEXT = {
     State.QUEUED: {State.PROVISIONING, State.TEARDOWN},
-    State.PROVISIONING: {State.RUNNING, State.REPAIRING, State.TEARDOWN, State.FAILED, State.STOPPED},
-    State.RUNNING: {State.REPAIRING, State.STOPPING, State.TEARDOWN, State.SUCCEEDED, State.FAILED, State.STOPPED},
+    # back to the queue: the kept fleet that it was put on is gone
+    State.PROVISIONING: {State.QUEUED, State.RUNNING, State.REPAIRING, State.TEARDOWN, State.FAILED, State.STOPPED},
+    State.RUNNING: {
+        State.QUEUED,
+        State.REPAIRING,
+        State.STOPPING,
+        State.TEARDOWN,
+        State.SUCCEEDED,
+        State.FAILED,
+        State.STOPPED,
+    },
     State.REPAIRING: {State.RUNNING, State.STOPPING, State.TEARDOWN, State.FAILED, State.STOPPED},
     State.STOPPING: {State.REPAIRING, State.TEARDOWN, State.FAILED, State.STOPPED, State.SUCCEEDED},
     State.TEARDOWN: {State.SUCCEEDED, State.FAILED, State.STOPPED},
@@ -199,12 +208,24 @@ class Record:
     sweep: str = ""  # that it is one run of
     setting: dict[str, str] = field(default_factory=dict)  # by which it differs from others of its sweep
     max_parallel: int = 0  # of its sweep's runs, that may be at work; 0: all
+    needs: dict[str, Any] = field(default_factory=dict)  # what it asks of machines: `mgpu.plan.model.Requirements`
+    machines: str = "any"  # a queued run's, see `mgpu.run.fleet.reuse`: any | kept | new
+    kept_by: str = ""  # the run whose kept fleet it was put on; empty: it was put on none
+    share: bool = False  # it may have a part of each node, beside others that may
+    slots: list[int] = field(default_factory=list)  # that part: numbers of GPUs, or of places; empty: all
+    slots_of: int = 0  # of so many
+    avoid: list[str] = field(default_factory=list)  # kept fleets that were gone when it was to begin on them
 
     @property
     def settled(self) -> bool:
         """True when nothing of it is left to do: it is over, and has left nothing that somebody has to take away."""
         left = self.teardown == "asked" or (self.teardown == "confirmed" and self.store_granted)
         return self.state.final and not left
+
+    @property
+    def part(self) -> float:
+        """How much of its fleet's nodes it has: 1, but where it shares them."""
+        return len(self.slots) / self.slots_of if self.slots else 1.0
 
     @property
     def unmet(self) -> list[Check]:

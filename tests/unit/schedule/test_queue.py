@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from mgpu.plan.model import Requirements
+from mgpu.run.fleet import reuse
 from mgpu.run.record.record import Record, State
 from mgpu.schedule.decide import Seen, decide
 from mgpu.schedule.queue import line_up
@@ -71,6 +74,49 @@ def test_the_queue(queued, at_work, order, waits):
         line = line_up(queued, at_work, known.get)
         assert [each.record.run_id for each in line] == order
         assert {each.record.run_id: each.waits_for for each in line if each.waits_for} == waits
+
+
+NEEDS = Requirements(provider="local", max_price_usd_per_hour=1, max_hours=1).model_dump(mode="json")
+OUTPUT = {
+    "provider": "local", "region": "here", "nodes": [{"id": "i"}], "gpu": None, "gpus_per_node": 0,
+    "market": "on-demand", "price_usd_per_hour": 0.1, "image": None, "hard_cap_at": 0,
+}  # fmt: skip
+
+
+def kept(*names: str) -> list[Record]:
+    more = {"needs": NEEDS, "lease_until": 200.0, "teardown": "kept", "ended_at": 90.0}
+    return [
+        replace(run(f"{name}-run", State.SUCCEEDED, **more), stack=name, fleet=OUTPUT | {"fleet": name})
+        for name in names
+    ]
+
+
+ON_KEPT = {
+    "the first in line gets it": ({"a": {}, "b": {}}, {"a": "f"}, {}),
+    "each gets one": ({"a": {}, "b": {}}, {"a": "e", "b": "f"}, {}),
+    "the higher priority gets it": ({"a": {}, "b": {"priority": 1}}, {"b": "f"}, {}),
+    "one that needs others leaves it": ({"a": {"needs": NEEDS | {"nodes": 2}}, "b": {}}, {"b": "f"}, {}),
+    "one that wants new ones leaves it": ({"a": {"machines": "new"}, "b": {}}, {"b": "f"}, {}),
+    "one that waits leaves it": (
+        {"a": {"after": ["gone"]}, "b": {}}, {"b": "f"}, {"a": "run gone, whose record was removed"},
+    ),
+    "one that takes kept ones alone waits for it": (
+        {"a": {}, "b": {"machines": "kept"}}, {"a": "f"}, {"b": "kept fleet f, which run a uses"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("runs", "on", "waits"), ON_KEPT.values(), ids=ON_KEPT)
+def test_kept_fleets_go_to_those_who_are_first_in_line(runs, on, waits):
+    queued = [run(name, created_at=float(n), **{"needs": NEEDS} | more) for n, (name, more) in enumerate(runs.items())]
+    fleets = reuse.kept(kept(*on.values()), {}, 100.0)
+    seen = {each.run_id: Seen(each, supervised=False) for each in random.sample(queued, len(queued))}
+    todo = decide({}, seen, lambda _: None, 100.0, fleets)
+    assert {each.run_id: each.why for each in todo.needs if each.on_kept} == {
+        name: f"queued: starts on kept fleet {stack}" for name, stack in on.items()
+    }
+    assert {each.record.run_id: each.waits_for for each in todo.waiting} == waits
+    assert len(todo.needs) + len(todo.waiting) == len(runs)
 
 
 def test_a_pass_begins_with_what_nothing_holds_up_and_counts_what_somebody_has_begun_with():

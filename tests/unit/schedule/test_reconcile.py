@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,25 +16,31 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from mgpu_train.agent.host.python_env import PROBLEM
+from mgpu_train.config import Job, Share
 
+from mgpu.backend import location
 from mgpu.cli import cli
 from mgpu.context import Context
-from mgpu.errors import AuthError, InputError, MgpuError, StackError
+from mgpu.errors import AuthError, ConnectionFailed, InputError, MgpuError, StackError
 from mgpu.events import Warned
 from mgpu.providers.base import NodePhase
 from mgpu.providers.local.provider import LocalProvider
+from mgpu.remote.targets import Result
 from mgpu.run.budget import account
-from mgpu.run.lifecycle import attach, down, submit
+from mgpu.run.fleet import reuse
+from mgpu.run.lifecycle import attach, down, submit, supervise
 from mgpu.run.lifecycle import launch as runs
 from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import State
+from mgpu.run.record.record import Record, State
 from mgpu.run.record.signals import Interrupts
 from mgpu.schedule import kept, reconcile, supervisors
 from mgpu.schedule.decide import Need, advanced
 from mgpu.schedule.model import IfRunning, Outcome, Schedule
 from mgpu.schedule.reconcile import Reconciler
 from mgpu.schedule.supervisors import Looked, Supervisors
+from mgpu.spec.change import Change
 from mgpu.spec.load import load
 
 RUN_FILE = """
@@ -543,7 +550,8 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert kept.every().schedules == {}
     refused = mgpu("schedule", "add", "--cron", "0 2 * * *", "--code-from", "https://github.com/a/b", "--yes").exception
     assert "names no code" in str(refused)
-    added = mgpu("schedule", "add", "--cron", "30 2 * * *", "--timezone", "Europe/Berlin", "--yes", "--json")
+    berlin = ("--cron", "30 2 * * *", "--timezone", "Europe/Berlin", "--machines", "new")
+    added = mgpu("schedule", "add", *berlin, "--yes", "--json")
     made = json.loads(added.stdout)
     assert (made["name"], made["if_running"], made["start_within_s"], len(made["next"])) == ("it", "skip", 14400, 5)
     assert "next  " in added.stderr
@@ -567,6 +575,7 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert nights.through() == ["running", "succeeded"]
     assert "succeeded" in mgpu("schedule", "show", "it").stdout
     (run,) = record.every()
+    assert run.machines == "new"
     record.write(replace(run, teardown="asked"))
     assert f"run {run.run_id} is not over" in str(mgpu("schedule", "rm", "it").exception), "its machines may be owed"
     record.write(run)
@@ -646,6 +655,271 @@ def test_a_queued_run_for_which_there_is_no_room_waits_and_everybody_can_see_for
     assert (attached.return_value, f"stays queued: {why}" in " ".join(attached.stderr.split())) == (0, True)
     account.change(usd_per_hour=0.1)
     assert nights.through() == ["running", "succeeded"]
+
+
+# --- kept fleets
+
+
+@pytest.fixture
+def kept_fleet(nights, monkeypatch) -> Record:
+    """Of a run that is over; the cloud has nothing else."""
+    monkeypatch.chdir(nights.world.folder)
+    keeps = load(nights.world.run_file, changes=[Change.of("--set", "teardown=keep")])
+    runs.launch(nights.world.run_file, keeps, nights.context)
+    nights.world.calls.clear()
+    nights.now = time.time()  # by which leases go
+    (made,) = record.every()
+    return made
+
+
+def submitted(*args: str) -> str:
+    return json.loads(mgpu("submit", "--yes", "--json", *args).stdout)["run_id"]
+
+
+def test_a_queued_run_begins_on_a_kept_fleet_and_one_that_takes_no_other_waits_for_it(nights, kept_fleet):
+    billed, first, second = nights.world.cloud.billed, submitted(), submitted("--machines", "kept")
+    stack, name = kept_fleet.stack, kept_fleet.fleet["fleet"]
+    waits = f"kept fleet {stack}, which run {first} uses"
+    shown = json.loads(mgpu("reconcile", "--dry-run", "--json").stdout)
+    assert [(each["run_id"], each["why"]) for each in shown["runs"]] == [
+        (first, f"queued: starts on kept fleet {stack}")
+    ]
+    assert [(each["run_id"], each["waits_for"]) for each in shown["queued"]] == [(second, waits)]
+    assert f"the next pass, on kept fleet {stack}" in " ".join(mgpu("queue", "ls").stdout.split())
+    listed = json.loads(mgpu("queue", "ls", "--json").stdout)["queued"]
+    assert [each["starts_on"] for each in listed] == [stack, None]
+    assert [each.state for each in nights.works().looked] == ["running"]
+    with pytest.raises(InputError, match=f"used by run {first}"):
+        down.down(kept_fleet, nights.context)
+    assert nights.through() == ["succeeded", "running", "succeeded"]
+    assert ("up" in nights.world.calls, nights.world.cloud.billed) == (False, billed), "nothing was rented or ended"
+    for run in map(record.load, (first, second)):
+        assert (run.state, run.teardown, run.kept_by, run.recoveries) == (
+            State.SUCCEEDED, "kept", kept_fleet.run_id, 0,
+        )  # fmt: skip
+        assert run.fleet["fleet"] == name
+        assert run.lease_until == pytest.approx(time.time() + 3600, abs=60), "the fleet's own lease again"
+        (spent,) = run.spending
+        assert (spent.price_usd_per_hour, spent.until is not None) == (0.5, True), "its hours are the run's"
+    down.down(record.load(second), nights.context)
+    assert nights.world.cloud.billed == set()
+    assert {each.teardown for each in record.every()} == {"confirmed"}
+    assert f"remove {stack}" in nights.world.calls, "the stack goes with its last machine"
+
+
+def test_where_the_kept_fleet_is_in_use_others_rent(nights, kept_fleet):
+    first, second, third = submitted(), submitted(), submitted("--machines", "new")
+    report = nights.works()
+    assert [each.state for each in report.looked] == ["running"] * 3
+    assert [record.load(run).kept_by for run in (first, second, third)] == [kept_fleet.run_id, "", ""]
+    assert len(nights.world.cloud.billed) == 3
+
+
+def test_a_run_on_a_kept_fleet_has_its_store_where_it_would_have_it_anywhere(nights, kept_fleet):
+    record.write(replace(kept_fleet, fleet={**kept_fleet.fleet, "store": "s3://theirs/runs"}))
+    nights.world.run_file.write_text(RUN_FILE.replace("checkpoint: none\n", ""))
+    run = submitted()
+    nights.through()
+    assert record.load(run).kept_by
+    assert record.load(run).store.startswith("file://")
+
+
+@pytest.mark.parametrize("how", ["terminated", "destroyed", "changed", "unreachable", "used"])
+@pytest.mark.parametrize("machines", ["any", "kept"])
+def test_a_kept_fleet_that_vanished_between_decision_and_start_is_no_failure_of_the_run(
+    nights, kept_fleet, monkeypatch, how, machines
+):
+    world, run, claim = nights.world, submitted("--machines", machines), reuse.claim
+    stands = world.stacks[kept_fleet.stack]
+
+    def vanishes() -> None:
+        if how in ("terminated", "destroyed"):
+            world.cloud.phases |= dict.fromkeys(world.cloud.billed, NodePhase.TERMINATED)
+        if how == "destroyed":
+            world.stacks[kept_fleet.stack] = None
+        if how == "changed":
+            world.stacks[kept_fleet.stack] = stands.model_copy(update={"nodes": stands.nodes * 2})
+        if how == "unreachable":
+            world.connect_error = ConnectionFailed("no route")
+        if how == "used":
+            answer = b'{"problem": "used", "why": "Run theirs trains there.", "run": "theirs"}'
+            world.nodes[0].equipped = Result(PROBLEM, answer, b"")
+
+    def decided(record):
+        found = claim(record)
+        if found is not None:
+            vanishes()
+        else:
+            world.connect_error, world.nodes[0].equipped = None, type(world.nodes[0])(world, 0).equipped
+        return found
+
+    monkeypatch.setattr(reuse, "claim", decided)
+    states = nights.through() if machines == "any" else [each.state for each in nights.works().looked]
+    found = record.load(run)
+    assert (found.avoid, found.recoveries, found.interruptions) == ([kept_fleet.fleet["fleet"]], 0, [])
+    assert (found.kept_by, found.stack, found.own_stack, found.fleet_name) == ("", run, True, f"mine-{run}")
+    assert json.loads((location.current().root / "fleets.json").read_text())["claims"] == {}
+    if machines == "any":
+        assert (states, found.state) == (["running", "succeeded"], State.SUCCEEDED)
+        assert found.teardown == "confirmed"
+    else:
+        assert (states, found.state, found.fleet) == (["queued"], State.QUEUED, None)
+        assert found.reason.startswith("waits: a kept fleet that fits")
+    assert len(found.spending) == (machines == "any")
+
+
+def test_a_run_that_was_put_on_a_kept_fleet_and_left_there_is_gone_on_with(nights, kept_fleet, monkeypatch):
+    """Its supervisor died before anything of it had begun."""
+    run, there = submitted(), []
+    with monkeypatch.context() as dies:
+        dies.setattr(supervise, "_conducted", lambda *_: there.append(record.load(run)) or sys.exit())
+        with pytest.raises(SystemExit):
+            nights.works()
+    assert [(each.state, each.kept_by) for each in there] == [(State.PROVISIONING, kept_fleet.run_id)]
+    assert nights.through() == ["running", "succeeded"]
+    assert (record.load(run).teardown, "up" in nights.world.calls) == ("kept", False)
+
+
+def test_a_machine_of_a_kept_fleet_that_is_lost_later_is_replaced_as_any(nights, kept_fleet):
+    nights.world.run_file.write_text(RUN_FILE.replace("checkpoint: none", "recovery: {attempts: 2}"))
+    nights.world.program = nights.world.train_on
+    run = submitted()
+    nights.works()
+    nights.world.cloud.phases |= dict.fromkeys(nights.world.cloud.billed, NodePhase.TERMINATED)
+    nights.world.nodes[0].reachable = False
+    nights.world.hooks["up"] = lambda: setattr(nights.world.nodes[0], "reachable", True)
+    nights.world.program = nights.world.succeed
+    assert nights.through() == ["running", "succeeded"]
+    found = record.load(run)
+    assert (found.kept_by, found.recoveries, found.teardown) == (kept_fleet.run_id, 1, "kept")
+    assert len(nights.world.cloud.billed) == 1
+
+
+def test_a_limit_that_leaves_no_room_leaves_the_kept_fleet_to_others(nights, kept_fleet):
+    run = submitted()
+    account.change(usd_per_hour=0.05)
+    assert [each.state for each in nights.works().looked] == ["queued"]
+    found = record.load(run)
+    assert (found.kept_by, found.avoid, found.stack) == ("", [], run)
+    assert reuse.claimed_by(kept_fleet.fleet["fleet"]) == ""
+
+
+@pytest.fixture
+def shared_fleet(nights, monkeypatch) -> Record:
+    """With two places on its node, for runs that share it."""
+    monkeypatch.chdir(nights.world.folder)
+    changes = ("teardown=keep", "share=true", "processes_per_node=2")
+    runs.launch(
+        nights.world.run_file,
+        load(nights.world.run_file, changes=[Change.of("--set", each) for each in changes]),
+        nights.context,
+    )
+    nights.now = time.time()
+    nights.world.calls.clear()
+    nights.world.program = nights.world.train_on
+    nights.world.run_file.write_text(RUN_FILE.replace("checkpoint: none", "recovery: {attempts: 2}"))
+    (made,) = record.every()
+    return made
+
+
+SHARES = ("--set", "share=true")
+
+
+def test_two_runs_share_a_fleet_and_its_cost_and_whoever_needs_all_of_it_waits(nights, shared_fleet):
+    jobs, start = list[Job](), nights.world.train_on
+    nights.world.program = lambda node, job: jobs.append(job) or start(node, job)
+    first, second = submitted(*SHARES), submitted(*SHARES)
+    third, whole = submitted(*SHARES, "--machines", "kept"), submitted("--machines", "kept")
+    report = nights.works()
+    assert [(each.need.run_id, each.state) for each in report.looked] == [(first, "running"), (second, "running")]
+    both = ", ".join(sorted((first, second)))
+    assert {each.record.run_id: each.waits_for for each in report.waiting} == dict.fromkeys(
+        (third, whole), f"kept fleet {shared_fleet.stack}, which runs {both} use"
+    )
+    assert {job.run_id: job.share and job.share.slots for job in jobs} == {first: (0,), second: (1,)}
+    assert all(job.share == Share(slots=job.share.slots, of=2, gpus=False) for job in jobs)
+    for run in (first, second):
+        (spent,) = record.load(run).spending
+        assert spent.price_usd_per_hour == 0.25, "half of what the fleet costs"
+    for run in (shared_fleet.run_id, first):  # of one that trains, its own supervisor may
+        with pytest.raises(InputError, match="is used by run"):
+            down.down(record.load(run), nights.context)
+    nights.world.program = nights.world.succeed
+    for run in (first, second):
+        nights.world.run_id = run
+        nights.world.succeed(nights.world.nodes[0], next(job for job in jobs if job.run_id == run))
+    assert nights.through().count("succeeded") == 4
+    assert [record.load(run).slots for run in (third, whole)] == [[0], []]
+    assert ("up" in nights.world.calls, len(nights.world.cloud.billed)) == (False, 1)
+
+
+def test_a_machine_that_two_runs_share_is_lost_to_both_and_each_goes_on_elsewhere(nights, shared_fleet):
+    world, both = nights.world, (submitted(*SHARES), submitted(*SHARES))
+    nights.works()
+    world.cloud.phases |= dict.fromkeys(world.cloud.billed, NodePhase.TERMINATED)
+    world.nodes[0].reachable = False
+    world.hooks["up"] = lambda: setattr(world.nodes[0], "reachable", True)
+    world.program = world.succeed
+    assert nights.through().count("succeeded") == 2
+    for run in map(record.load, both):
+        assert (run.recoveries, len(run.interruptions), run.attempt, run.teardown) == (1, 1, 2, "confirmed"), run
+        assert (run.kept_by, run.slots, run.stack, run.avoid) == ("", [], run.run_id, [shared_fleet.fleet["fleet"]])
+        assert run.interruptions[0].repaired_at is not None
+        assert [each.price_usd_per_hour for each in run.spending] == [0.25, 0.5]
+    assert world.cloud.billed == set()
+
+
+def test_a_run_that_shared_a_machine_goes_on_on_another_kept_fleet(nights, shared_fleet, monkeypatch):
+    world, run, claim = nights.world, submitted(*SHARES), reuse.claim
+    nights.works()
+    other = replace(shared_fleet, run_id="other", stack="other", fleet_name="mine-other", ended_at=time.time())
+    world.stacks["other"] = world.output(world.cloud.rent("mine-other"))
+    record.save(replace(other, fleet=world.stacks["other"].model_dump(mode="json")))
+    world.cloud.phases[shared_fleet.fleet["nodes"][0]["id"]] = NodePhase.TERMINATED
+    world.nodes[0].reachable = False
+    monkeypatch.setattr(reuse, "claim", lambda found: setattr(world.nodes[0], "reachable", True) or claim(found))
+    world.program = world.succeed
+    assert nights.through().count("succeeded") == 1
+    found = record.load(run)
+    assert (found.kept_by, found.slots, found.attempt, found.recoveries) == ("other", [0], 2, 1)
+    assert found.interruptions[0].repaired_at is not None
+    assert ("up" in world.calls, [each.price_usd_per_hour for each in found.spending]) == (False, [0.25, 0.25])
+
+
+def test_a_run_that_shares_and_may_not_try_again_fails_with_its_machine(nights, shared_fleet):
+    nights.world.run_file.write_text(RUN_FILE)
+    run = submitted(*SHARES)
+    nights.works()
+    nights.world.cloud.phases |= dict.fromkeys(nights.world.cloud.billed, NodePhase.TERMINATED)
+    nights.world.nodes[0].reachable = False
+    assert nights.through() == ["failed"]
+    assert record.load(run).teardown == "kept"
+
+
+def test_twenty_at_once_put_one_run_on_a_kept_fleet(nights, kept_fleet):
+    first, _ = submitted("--priority", "1"), submitted()
+    gate = threading.Barrier(20, timeout=60)
+
+    def one(_: int) -> None:
+        gate.wait()
+        nights.reconciler(supervisors=Idle(nights.context)).work()
+
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(one, range(20)))
+    claims = json.loads((location.current().root / "fleets.json").read_text())["claims"]
+    assert {name: [each["run"] for each in those] for name, those in claims.items()} == {
+        kept_fleet.fleet["fleet"]: [first]
+    }
+    with pytest.raises(InputError, match=f"used by run {first}"):
+        runs.run(nights.world.run_file, load(nights.world.run_file), kept_fleet.stack, nights.context)
+    with pytest.raises(InputError, match=f"used by run {first}"):
+        down.down(kept_fleet, nights.context)
+    reuse.let_go(first)
+    by_hand = runs.run(nights.world.run_file, load(nights.world.run_file), kept_fleet.stack, nights.context)
+    claims = json.loads((location.current().root / "fleets.json").read_text())["claims"]
+    assert [each["run"] for those in claims.values() for each in those] == [by_hand.record.run_id], (
+        "a pass would have seen it"
+    )
 
 
 @pytest.mark.parametrize("args", [("--for", "soon"), ("--for", "5m", "--watch")])

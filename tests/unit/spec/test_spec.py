@@ -389,6 +389,12 @@ def test_messages_speak_no_pydantic():
     [
         (edited(DEMO, "command", "[a.py]"), "command", "either `train` or `command`"),
         (without(DEMO, "train"), "train", "needed: `train`"),
+        (edited(DEMO, "share", "true") + "image: {reference: a/b:1}\n", "share", "is for runs without `image`"),
+        (
+            edited(DEMO, "share", "true") + "env: {CUDA_VISIBLE_DEVICES: '0'}\n",
+            "env.CUDA_VISIBLE_DEVICES",
+            "says which GPUs the run has",
+        ),
         (edited(DEMO, "gpus_per_node", "1"), "processes_per_node", "either `gpus_per_node`"),
         (edited(DEMO, "gpu", "H100"), "gpu", "`gpus_per_node` is needed"),
         (edited(DEMO, "aws", "{}"), "aws", "settings of another provider"),

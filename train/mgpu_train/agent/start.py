@@ -41,7 +41,8 @@ def start(job: Job, secrets: Secrets, layout: RunLayout) -> dict[str, Any]:
     if missing:
         raise Refused(f"no value came for the secrets {', '.join(missing)}; set them where `mgpu` runs")
     try:
-        with python_env.claimed(Path(layout.home), job.run_id, time.monotonic() + job.timeouts.command_s) as claim:
+        until, slots = time.monotonic() + job.timeouts.command_s, job.share.slots if job.share else ()
+        with python_env.claimed(Path(layout.home), job.run_id, until, slots) as claim:
             return _started(claim, job, secrets, layout)
     except python_env.Problem as problem:
         if problem.kind == "used":

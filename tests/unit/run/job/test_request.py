@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from mgpu_train.config import Share
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import InputError
@@ -69,6 +70,10 @@ def test_the_gpus_that_were_rented_are_demanded_and_no_others(monkeypatch):
     assert request.jobs(rented, **told)[0].gpus == 8, "a machine that lacks one of those that were paid for is broken"
     monkeypatch.setenv("MGPU_EMULATED_GPUS", "1")
     assert request.jobs(rented, **told)[0].gpus == 0
+    monkeypatch.delenv("MGPU_EMULATED_GPUS")
+    half = Share(slots=(4, 5, 6, 7), of=8, gpus=True)
+    (shared,) = request.jobs(rented, **told, share=half)
+    assert (shared.gpus, shared.share) == (4, half), "of a node that it shares it demands its own"
 
 
 def test_what_is_measured_before_the_program_has_a_port_of_its_own_and_can_be_left_out():

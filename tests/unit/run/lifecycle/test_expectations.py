@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 from click.testing import CliRunner
@@ -45,7 +44,6 @@ class Nights:
 
         def program(node, job) -> None:
             world.succeed(node, job)
-            shutil.rmtree(world.folder / "step-10")  # it is in the store
             node.says(Phase.DONE, attempt=job.attempt, step=10, metrics=metrics)
 
         world.program = program

@@ -6,9 +6,9 @@ environment is made in `~/.mgpu/base`, once for each interpreter and list of pac
 beside the package, a program of two lines, starts the one that was found: whoever comes later need not know which.
 `find` is for inside a container: the environment is made in another folder, and `container.py` writes the program.
 
-A node trains for one run at a time. A run claims the node before it changes anything there, and its agent starts only
-while nobody else has claimed it since. While an agent lives, which its lock says in whatever container it is, nobody
-else can.
+A node trains for one run at a time, or for several that have other slots of it. A run claims the node before it changes
+anything there, and its agent starts only while nobody else has claimed it since. While an agent lives, which its lock
+says in whatever container it is, nobody else can.
 
 A result is one line of JSON. So is a problem, {"problem": the kind of it, "why": ...}, with exit status 3.
 """
@@ -30,7 +30,7 @@ import time
 import venv
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, List, NamedTuple, Optional  # noqa: UP035 - for the Python 3.8 of older images
+from typing import Any, Iterator, List, NamedTuple, Optional, Tuple  # noqa: UP035 - for the Python 3.8 of older images
 
 NEEDS = {"awscrt": (0, 27), "boto3": (1, 40), "pydantic": (2, 11)}
 OLDEST = (3, 11)
@@ -65,6 +65,7 @@ class Claim(NamedTuple):
     run: str = ""
     owner: str = ""
     host: str = ""  # where the run is supervised
+    slots: Tuple[int, ...] = ()  # noqa: UP006 - of the node that the run has, beside others; empty: all of it
 
 
 def lacking() -> List[str]:  # noqa: UP006
@@ -86,7 +87,7 @@ def ready(seconds: float, mine: Claim, *, torch: bool) -> Any:
     until, home = time.monotonic() + seconds, LIBRARY.parents[2]
     answer = find(seconds, home / ".mgpu" / "base", torch=torch)
     claim(home, mine, until)
-    with claimed(home, mine.run, until):
+    with claimed(home, mine.run, until, mine.slots):
         write_program(f'exec {shlex.quote(answer["python"])} "$@"')
     return answer
 
@@ -177,7 +178,7 @@ def claim(home: Path, mine: Claim, until: float) -> None:
     end = min(until, time.monotonic() + _ENDING_S)
     with locked(home / _CLAIM_LOCK, until):
         while True:
-            other = _living(home, mine.run)
+            other = _living(home, mine.run, mine.slots)
             if other is None:
                 break
             if not _ending(other) or time.monotonic() > end:
@@ -189,15 +190,16 @@ def claim(home: Path, mine: Claim, until: float) -> None:
 
 
 @contextmanager
-def claimed(home: Path, run: str, until: float) -> Iterator[int]:
+def claimed(home: Path, run: str, until: float, slots: Any = ()) -> Iterator[int]:
     """While the block runs nobody else claims the node. What nobody has claimed is anybody's. Yields the lock's fd.
+    `slots`: of the node, that the run has; others may have other ones.
 
     Raises:
         Problem: used, by a run that has claimed it after this one; or busy.
     """
     with locked(home / _CLAIM_LOCK, until) as lock:
         holder = _claim(home)
-        if holder.run not in ("", run):
+        if holder.run not in ("", run) and collide(slots, holder.slots):
             raise _used(holder.run, holder, "has come there since this run began")
         yield lock
 
@@ -209,12 +211,25 @@ def _claim(home: Path) -> Claim:
         return Claim()
 
 
-def _living(home: Path, but: str) -> Optional[Path]:  # noqa: UP045
-    """The folder of another run whose agent lives, or is being started."""
+def _living(home: Path, but: str, slots: Any) -> Optional[Path]:  # noqa: UP045
+    """The folder of another run whose agent lives, or is being started, and that has some of these slots."""
     for lock in sorted((home / "runs").glob(_LIVES)):
-        if lock.parent.name != but and _held(lock):
+        if lock.parent.name != but and _held(lock) and collide(slots, _slots(lock.parent)):
             return lock.parent
     return None
+
+
+def collide(some: Any, others: Any) -> bool:
+    """Whether two runs cannot have these slots of a node at once; empty: all of it."""
+    return not some or not others or not set(some).isdisjoint(others)
+
+
+def _slots(folder: Path) -> Any:
+    """Of the node, that a run has, by its job."""
+    try:
+        return (json.loads((folder / "job.json").read_text()).get("share") or {})["slots"]
+    except (OSError, ValueError, LookupError, AttributeError):  # all of it
+        return ()
 
 
 def _held(path: Path) -> bool:

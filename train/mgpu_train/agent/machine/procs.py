@@ -83,6 +83,14 @@ def of(pid: int) -> Process | None:
     return Process(pid, stat[2], boot_id()) if stat else None
 
 
+def cores(slots: tuple[int, ...], of: int) -> set[int]:
+    """Of the cores that this thread may run on, those that go with these of so many slots: others than with other
+    slots, where there are enough of them."""
+    mine = sorted(os.sched_getaffinity(0))
+    bounds = ((len(mine) * slot // of, len(mine) * (slot + 1) // of) for slot in slots)
+    return {core for first, end in bounds for core in mine[first : max(end, first + 1)]}
+
+
 def catches(pid: int, signum: int) -> bool:
     """True where the process has a handler of its own for a signal: it does not end by it."""
     try:

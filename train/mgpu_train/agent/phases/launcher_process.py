@@ -121,6 +121,9 @@ def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: M
         # the agent's own grace is to end first: torchrun's 30 s would cut off a save
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(job.timeouts.grace_s(math.inf)) + 10),
     }
+    if job.share is not None and job.share.gpus:  # numbered as nvidia-smi does, the same for all runs of the node
+        numbers = ",".join(map(str, job.share.slots))
+        given |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": numbers}
     given = {**collectives(job, layout), **given}
     if given.get("NCCL_NET") == network.EFA:
         given |= network.efa_plugin(given)

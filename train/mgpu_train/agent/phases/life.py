@@ -72,6 +72,8 @@ def _told(failure: AttemptFailed) -> dict[str, Any]:
 
 def _phases(attempt: Attempt) -> AttemptFailed | None:
     job, times = attempt.job, attempt.times
+    if job.share is not None:  # what is started from here on counts, and has, only these
+        os.sched_setaffinity(0, procs.cores(job.share.slots, job.share.of))
     environment = launcher_process.environment(job, attempt.secrets.env, attempt.layout, os.environ)
     _end_older(attempt)
     _demand_gpus(attempt)
