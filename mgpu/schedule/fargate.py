@@ -20,7 +20,7 @@ from mgpu.iac.aws import bootstrap
 from mgpu.iac.aws.passes import PassesStack
 from mgpu.providers.aws import names
 from mgpu.providers.aws.bootstrap.resource import Site
-from mgpu.providers.aws.failures import calling
+from mgpu.providers.aws.failures import calling, unless
 from mgpu.providers.aws.iam import policies, run_role
 from mgpu.providers.aws.instances import network
 from mgpu.providers.aws.passes.documents import CPU_UNITS, MEMORY_MIB
@@ -159,12 +159,10 @@ def _require_image(account: Account, region: str, image: str | None) -> None:
         raise InputError(f"--image {image}", why, cure)
     whose, where, repository, digest = found.groups()
     if (whose, where) != (account.id(), region):
-        why = (
-            f"The backend is in {region} of account {account.id()}; each pass pulls its image, from there for nothing."
-        )
+        why = f"The backend is in {region} of account {account.id()}; from there each pass pulls its image for nothing."
         raise InputError(f"--image {image} is in {where} of account {whose}", why, cure)
+    asked = {"repositoryName": repository, "imageIds": [{"imageDigest": digest}]}
     with calling(f"looking for the image {repository}", region):
-        ecr = account.client("ecr", region)
-        there = ecr.batch_get_image(repositoryName=repository, imageIds=[{"imageDigest": digest}])["images"]
-    if not there:
+        there = unless(("RepositoryNotFoundException",), account.client("ecr", region).batch_get_image, **asked)
+    if not (there and there["images"]):
         raise InputError(f"--image {image} is not there", f"{repository} has no image of that digest.", cure)

@@ -1,4 +1,7 @@
-"""The SDK of what mgpu makes at AWS: what `infra/base` and `infra/passes` import. Every property is documented in the plugin's schema."""
+"""The SDK of what mgpu makes at AWS: what `infra/base` and `infra/passes` import.
+
+Every property is documented in the plugin's schema.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@
 
 One managed policy has no room for the first two. `base` and `passes` are apart because they write policies into roles:
 who may do that may do everything these roles could ever do, which is everything, unless a boundary that somebody else
-keeps is demanded of each role. `machines` writes into roles of runs alone, which have such a boundary: `mgpu-run`, made by `base`.
+keeps is demanded of each role. `machines` writes into roles of runs alone, which have such a boundary: `mgpu-run`, made
+by `base`.
 What ends, deletes or changes something asks for a tag or a name of ours. What only looks has `*` for its resource,
 because EC2's Describe calls, prices and quotas know no narrower one.
 """

@@ -72,8 +72,7 @@ class _Roles(RoleManager[Role]):
         """As it should be."""
         trust = policies.service_trust(self.service, place.account)
         policy = documents.policy(place, passes, self._which)
-        found = {"trust": policies.canonical(trust), "policy": policies.canonical(policy)}
-        return Role(boundary=passes.boundary, **found)
+        return Role(boundary=passes.boundary, trust=policies.canonical(trust), policy=policies.canonical(policy))
 
     def _refuse_used(self) -> None:
         """No machine needs it."""
