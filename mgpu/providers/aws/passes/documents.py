@@ -43,8 +43,8 @@ def role_name(name: str, which: str) -> str:
     return f"{name}-{which}"
 
 
-def parameter(name: str, secret: str = "") -> str:
-    """The name of the parameter that holds a secret; without one, the path of all of them."""
+def parameter(name: str, secret: str) -> str:
+    """The name of the parameter that holds a secret."""
     return f"/{name}/{secret}"
 
 
@@ -136,7 +136,7 @@ def _execution(place: Place, wanted: Passes) -> Iterator[Document]:
     yield _allow("PullToken", ["ecr:GetAuthorizationToken"], ["*"])  # AWS knows no narrower resource for it
     log = place.arn("logs", f"log-group:{wanted.name}:*")
     yield _allow("Log", ["logs:CreateLogStream", "logs:PutLogEvents"], [log])
-    yield _allow("Secrets", ["ssm:GetParameters"], [place.arn("ssm", f"parameter{parameter(wanted.name)}*")])
+    yield _allow("Secrets", ["ssm:GetParameters"], [place.arn("ssm", f"parameter{parameter(wanted.name, '*')}")])
 
 
 def _scheduler(place: Place, wanted: Passes) -> Iterator[Document]:

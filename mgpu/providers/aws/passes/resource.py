@@ -168,9 +168,8 @@ class PassesManager:
 
     def secrets(self, name: str) -> frozenset[str]:
         """The variables that Parameter Store has a value for."""
-        path = documents.parameter(name)
-        found = self.site.account.pages(self._ssm, "get_parameters_by_path", "Parameters", Path=path)
-        return frozenset(each["Name"].removeprefix(path) for each in found)
+        found = self.site.account.pages(self._ssm, "get_parameters_by_path", "Parameters", Path=f"/{name}")
+        return frozenset(each["Name"].rpartition("/")[2] for each in found)
 
     def keep_secret(self, name: str, variable: str, value: str) -> None:
         """Writes one, encrypted, over what is there."""
