@@ -189,3 +189,48 @@ def test_it_is_made_changed_in_place_from_any_machine_and_taken_back(aws, laptop
     laptop.mgpu("schedule", "uninstall", "--aws")
     assert stands(aws) == before
     laptop.mgpu("schedule", "uninstall", "--aws")  # as often as one likes
+
+
+def container_of(aws: FakeAws, home: Path) -> tuple[list[str], dict[str, str]]:
+    """The task's command, and the environment that ECS would give it: with the secrets' values, and nothing of this
+    machine's but its programs; with keys of the task's role."""
+    task = task_of(aws)
+    (container,) = task["containerDefinitions"]
+    session = aws.client("sts").assume_role(RoleArn=task["taskRoleArn"], RoleSessionName="task")["Credentials"]
+    cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # the image has the engine
+    environ = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(home), "XDG_CACHE_HOME": cache}
+    environ |= {key: value for key, value in aws.env.items() if key == "AWS_ENDPOINT_URL"}
+    environ |= {each["name"]: each["value"] for each in container["environment"]}
+    for each in container["secrets"]:
+        name = each["valueFrom"].partition(":parameter")[2]
+        found = aws.client("ssm").get_parameter(Name=name, WithDecryption=True)
+        environ[each["name"]] = found["Parameter"]["Value"]
+    keys = {"AccessKeyId": "ACCESS_KEY_ID", "SecretAccessKey": "SECRET_ACCESS_KEY", "SessionToken": "SESSION_TOKEN"}
+    environ |= {f"AWS_{ours}": session[theirs] for theirs, ours in keys.items()}
+    return [*container["entryPoint"], *container["command"]], environ
+
+
+@pytest.mark.timeout(400)
+def test_a_pass_of_the_task_begins_with_what_is_due_and_has_no_more_than_its_role(aws, laptop, image, tmp_path):
+    scheduled(laptop)
+    (due,) = laptop.mgpu("schedule", "run-now", "it")["history"]
+    bare = {name: value for name, value in laptop.env.items() if name != "TOKEN"}
+    words = ("schedule", "install", "--aws", "--image", image, "--yes")
+    assert "export TOKEN=..." in laptop.mgpu(*words, env=bare)["by_hand"][1]
+    laptop.mgpu(*words)
+    assert len(laptop.mgpu(*words, env=bare)["by_hand"]) == 1  # it is there
+    (home := tmp_path / "home").mkdir()
+    command, environ = container_of(aws, home)
+    aws.enforce()
+    how = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    done = subprocess.run(command, env=environ, cwd=home, timeout=200, check=False, **how)
+    aws.enforce(False)
+    try:
+        assert done.returncode == 0, done.stderr
+        assert laptop.mgpu("status", due["run_id"])["state"] == "running", done.stderr
+        assert "t0k" not in done.stdout + done.stderr
+    finally:
+        laptop.mgpu("down", due["run_id"], env=environ)  # its nodes are processes here
+    (laptop.folder / "mgpu.yaml").unlink()
+    laptop.mgpu("schedule", "uninstall", "--aws")
+    assert not any(stands(aws).values())
