@@ -15,9 +15,15 @@ from typing import Any
 import pytest
 from fakes.aws import FakeAws
 
+from mgpu.backend import location, settings
+from mgpu.cli import main
+from mgpu.errors import InputError
 from mgpu.iac.engine import install
 from mgpu.providers.aws.iam import policies
+from mgpu.providers.aws.passes import documents
 from mgpu.providers.aws.passes.documents import ROLES
+from mgpu.providers.aws.passes.resource import Passes
+from mgpu.schedule import fargate
 
 ACCOUNT, HERE = "123456789012", "us-east-1"
 BUCKET = f"mgpu-{ACCOUNT}-{HERE}"
@@ -234,3 +240,83 @@ def test_a_pass_of_the_task_begins_with_what_is_due_and_has_no_more_than_its_rol
     (laptop.folder / "mgpu.yaml").unlink()
     laptop.mgpu("schedule", "uninstall", "--aws")
     assert not any(stands(aws).values())
+
+
+ECR = f"{ACCOUNT}.dkr.ecr.{HERE}.amazonaws.com"
+SOME = "@sha256:" + "1" * 64
+BAD = {
+    "too often": (["--every", "30s"], "whole minutes"),
+    "no whole minutes": (["--every", "90s"], "whole minutes"),
+    "no image": ([], f"mgpu image operator {ECR}/mgpu/trainer"),
+    "an image of another registry": (["--image", f"hub.example/mgpu{SOME}"], "has to be in ECR"),
+    "an image by its tag": (["--image", f"{ECR}/mgpu/trainer:operator"], "by its digest"),
+    "an image of another region": (["--image", f"{ECR.replace(HERE, 'us-west-2')}/mgpu{SOME}"], "is in us-west-2"),
+    "an image of another account": (["--image", f"{ECR.replace(ACCOUNT, '9' * 12)}/mgpu{SOME}"], "of account 9999"),
+    "an image that is not there": (["--image", f"{ECR}/mgpu/trainer{SOME}"], "no image of that digest"),
+    "a repository that is not there": (["--image", f"{ECR}/mgpu/none{SOME}"], "is not there"),
+}
+
+
+@pytest.fixture
+def told(aws: FakeAws, xdg: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The command in this very process: its exit code, what it says, and what it has changed in the account."""
+    aws.client("s3").create_bucket(Bucket=BUCKET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(location.VARIABLE, f"s3://{BUCKET}/backend?region={HERE}")
+
+    def call(*words: str) -> tuple[int, str, list[str]]:
+        before = len(aws.calls())
+        with pytest.raises(SystemExit) as ended:
+            main(["schedule", "install", "--aws", "--yes", *words])
+        called = [call.action for call in aws.calls()[before:]]
+        reads = ("Describe", "Get", "List", "Head", "Batch")
+        return int(ended.value.code or 0), capsys.readouterr().err, [a for a in called if not a.startswith(reads)]
+
+    return call
+
+
+@pytest.mark.parametrize(("words", "says"), BAD.values(), ids=BAD)
+def test_what_cannot_work_is_told_before_anything_is_made(told, image, words, says):
+    code, said, changed = told(*words)
+    assert (code, changed) == (2, [])
+    assert says in said
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "says"),
+    [
+        (f"s3://{BUCKET}/backend?region={HERE}", 3, "Run `mgpu bootstrap aws --region us-east-1` once"),
+        (f"s3://{BUCKET}/backend?region=us-est-1", 2, "Did you mean us-east-1?"),
+        ("s3://b/x?endpoint=http://127.0.0.1:9&region=us-east-1", 2, "the backend is not at AWS"),
+        ("file:///tmp/nowhere", 2, "is a folder of this machine"),
+    ],
+)
+def test_where_no_task_could_be_is_told_too(told, image, monkeypatch, url, code, says):
+    monkeypatch.setenv(location.VARIABLE, url)
+    found, said, changed = told("--image", image)
+    assert (found, changed) == (code, [])
+    assert says in said
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [
+        ("awskms://1234-ab?region=us-east-1", f"arn:aws:kms:*:{ACCOUNT}:key/1234-ab"),
+        ("awskms://alias/mine?region=us-east-1", "kms:ResourceAliases"),
+        (f"awskms:///arn:aws:kms:{HERE}:{ACCOUNT}:key/1234-ab", f"arn:aws:kms:{HERE}:{ACCOUNT}:key/1234-ab"),
+        (f"awskms:///arn:aws:kms:{HERE}:{ACCOUNT}:alias/mine", "kms:ResourceAliases"),
+    ],
+)
+def test_with_a_key_of_kms_a_pass_needs_no_passphrase(aws, image, told, monkeypatch, key, allowed):
+    aws.base()
+    monkeypatch.setattr(settings, "secrets_provider", lambda: key)
+    plan = fargate.plan(600, image, "")
+    assert (plan.asked["secrets"], plan.secrets) == ([], {})
+    passes = Passes.model_validate({"name": "mgpu-reconcile-1", **plan.asked})
+    document = documents.policy(documents.Place(ACCOUNT, HERE), passes, "task")
+    (statement,) = [each for each in document["Statement"] if each["Sid"] == "Key"]
+    assert allowed in json.dumps(statement)
+    assert len(json.dumps(document, separators=(",", ":"))) < 10240  # characters of all that is in one role
+    monkeypatch.setattr(settings, "secrets_provider", lambda: "gcpkms://x")
+    with pytest.raises(InputError, match="a role of AWS's alone"):
+        fargate.plan(600, image, "")
