@@ -24,7 +24,7 @@ from mgpu.providers.aws.failures import calling, unless
 from mgpu.providers.aws.iam import policies, run_role
 from mgpu.providers.aws.instances import network
 from mgpu.providers.aws.passes.documents import CPU_UNITS, MEMORY_MIB
-from mgpu.providers.aws.passes.resource import PassesManager
+from mgpu.providers.aws.passes.manager import PassesManager
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import NETWORK
 from mgpu.schedule import callers

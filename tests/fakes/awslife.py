@@ -33,7 +33,8 @@ from mgpu.providers.aws.catalog.refresh import refresh
 from mgpu.providers.aws.iam import policies
 from mgpu.providers.aws.instances import disk_key, machines, network, reaper
 from mgpu.providers.aws.options import Options
-from mgpu.providers.aws.passes.resource import Passes, PassesManager
+from mgpu.providers.aws.passes.manager import PassesManager
+from mgpu.providers.aws.passes.resource import Passes
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import FleetRequest, Handle, Intent, ReservationRequest

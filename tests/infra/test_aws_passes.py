@@ -21,8 +21,7 @@ from mgpu.errors import InputError
 from mgpu.iac.engine import install
 from mgpu.providers.aws.iam import policies
 from mgpu.providers.aws.passes import documents
-from mgpu.providers.aws.passes.documents import ROLES
-from mgpu.providers.aws.passes.resource import Passes
+from mgpu.providers.aws.passes.resource import ROLES, Passes
 from mgpu.schedule import fargate
 
 ACCOUNT, HERE = "123456789012", "us-east-1"

@@ -10,7 +10,7 @@ from mgpu.providers.aws.bootstrap.repository import RepositoryManager
 from mgpu.providers.aws.bootstrap.resource import Manager
 from mgpu.providers.aws.bootstrap.roles import NodeRoleManager, ReaperRoleManager
 from mgpu.providers.aws.bootstrap.security_group import SecurityGroupManager
-from mgpu.providers.aws.passes.resource import PassesManager
+from mgpu.providers.aws.passes.manager import PassesManager
 
 MANAGERS: dict[str, type[Manager[Any]]] = {
     BUCKET: BucketManager,

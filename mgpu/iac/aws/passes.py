@@ -14,7 +14,8 @@ from mgpu.iac.naming import PASSES_PROJECT
 from mgpu.providers.aws.bootstrap import resource
 from mgpu.providers.aws.bootstrap.resource import Site
 from mgpu.providers.aws.failures import calling
-from mgpu.providers.aws.passes.resource import Passes, PassesManager
+from mgpu.providers.aws.passes.manager import PassesManager
+from mgpu.providers.aws.passes.resource import Passes
 from mgpu.providers.aws.session import Account
 
 

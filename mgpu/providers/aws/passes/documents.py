@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mgpu.providers.aws.iam import operator_policies, policies
 from mgpu.providers.aws.iam.policies import VERSION, Document
-
-if TYPE_CHECKING:
-    from mgpu.providers.aws.passes.resource import Passes
+from mgpu.providers.aws.passes.resource import ROLES, TASKS, Passes
 
 CPU_UNITS, MEMORY_MIB = 256, 2048  # a quarter of a vCPU; memory for a pass, and some supervisors with an engine each
-LOG_DAYS = 30
-TASKS, SCHEDULER = "ecs-tasks.amazonaws.com", "scheduler.amazonaws.com"
-ROLES = {"task": TASKS, "execution": TASKS, "scheduler": SCHEDULER}
-"""The three roles, and which service takes each on."""
 _STOP_S = 60  # supervisors take 20 s of it to save what they know
 _MINUTE_S = 60  # the least age that Scheduler takes for a call which it could not make
 _CONTAINER = "mgpu"
