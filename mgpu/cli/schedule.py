@@ -34,7 +34,7 @@ _WAYS = {
     "github": "A workflow in .github/workflows/ of this folder.",
     "gitlab": "A job in .gitlab/ of this folder, for a pipeline schedule.",
     "kubernetes": "A CronJob of a cluster; its manifest is in kubernetes/ of this folder.",
-    "aws": "A schedule in the backend's AWS account, which starts a task of Fargate's; about two dollars a month.",
+    "aws": "A schedule in the backend's AWS account, which starts a task of Fargate's; about three dollars a month.",
 }
 _EVERY_S = {"systemd": 300.0, "cron": 300.0, "github": 1800.0, "gitlab": 1800.0, "kubernetes": 300.0, "aws": 600.0}
 _OF = {"namespace": ("kubernetes",), "image": ("kubernetes", "aws"), "permissions-boundary": ("aws",)}

@@ -8,7 +8,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +137,7 @@ def test_it_is_made_changed_in_place_from_any_machine_and_taken_back(aws, laptop
     name = f"mgpu-reconcile-{hashlib.sha256(f's3://{BUCKET}/backend'.encode()).hexdigest()[:8]}"
     before = stands(aws)
     said = laptop.mgpu(*words, code=2)  # nobody agreed
-    assert "$1.75 a month" in said
+    assert "$2.82 a month" in said
     assert "MGPU_PASSPHRASE" in said
     assert laptop.mgpu(*words, "--dry-run")["changes"]
     assert stands(aws) == before == before | NOTHING
@@ -196,12 +199,32 @@ def test_it_is_made_changed_in_place_from_any_machine_and_taken_back(aws, laptop
     laptop.mgpu("schedule", "uninstall", "--aws")  # as often as one likes
 
 
+@contextmanager
+def credentials(aws: FakeAws, role: str) -> Iterator[str]:
+    """Where a container finds keys of this role while it runs, as ECS has it."""
+    session = aws.client("sts").assume_role(RoleArn=role, RoleSessionName="task")["Credentials"]
+    keys = {"RoleArn": role, "AccessKeyId": session["AccessKeyId"], "SecretAccessKey": session["SecretAccessKey"]}
+    body = json.dumps({**keys, "Token": session["SessionToken"], "Expiration": f"{session['Expiration']:%FT%TZ}"})
+
+    class Keys(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Keys) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/keys"
+        server.shutdown()
+
+
 def container_of(aws: FakeAws, home: Path) -> tuple[list[str], dict[str, str]]:
     """The task's command, and the environment that ECS would give it: with the secrets' values, and nothing of this
-    machine's but its programs; with keys of the task's role."""
-    task = task_of(aws)
-    (container,) = task["containerDefinitions"]
-    session = aws.client("sts").assume_role(RoleArn=task["taskRoleArn"], RoleSessionName="task")["Credentials"]
+    machine's but its programs."""
+    (container,) = task_of(aws)["containerDefinitions"]
     cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # the image has the engine
     environ = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(home), "XDG_CACHE_HOME": cache}
     environ |= {key: value for key, value in aws.env.items() if key == "AWS_ENDPOINT_URL"}
@@ -210,8 +233,6 @@ def container_of(aws: FakeAws, home: Path) -> tuple[list[str], dict[str, str]]:
         name = each["valueFrom"].partition(":parameter")[2]
         found = aws.client("ssm").get_parameter(Name=name, WithDecryption=True)
         environ[each["name"]] = found["Parameter"]["Value"]
-    keys = {"AccessKeyId": "ACCESS_KEY_ID", "SecretAccessKey": "SECRET_ACCESS_KEY", "SessionToken": "SESSION_TOKEN"}
-    environ |= {f"AWS_{ours}": session[theirs] for theirs, ours in keys.items()}
     return [*container["entryPoint"], *container["command"]], environ
 
 
@@ -226,17 +247,17 @@ def test_a_pass_of_the_task_begins_with_what_is_due_and_has_no_more_than_its_rol
     assert len(laptop.mgpu(*words, env=bare)["by_hand"]) == 1  # it is there
     (home := tmp_path / "home").mkdir()
     command, environ = container_of(aws, home)
-    aws.enforce()
-    how = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
-    done = subprocess.run(command, env=environ, cwd=home, timeout=200, check=False, **how)
-    aws.enforce(False)
+    how = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 200, "check": False}
+    with credentials(aws, task_of(aws)["taskRoleArn"]) as url:
+        aws.enforce()
+        done = subprocess.run(command, env={**environ, "AWS_CONTAINER_CREDENTIALS_FULL_URI": url}, cwd=home, **how)
+        aws.enforce(False)
     try:
         assert done.returncode == 0, done.stderr
         assert laptop.mgpu("status", due["run_id"])["state"] == "running", done.stderr
         assert "t0k" not in done.stdout + done.stderr
     finally:
-        laptop.mgpu("down", due["run_id"], env=environ)  # its nodes are processes here
-    (laptop.folder / "mgpu.yaml").unlink()
+        laptop.mgpu("down", due["run_id"], env=environ | aws.env)  # its nodes are processes here
     laptop.mgpu("schedule", "uninstall", "--aws")
     assert not any(stands(aws).values())
 

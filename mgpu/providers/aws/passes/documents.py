@@ -10,7 +10,7 @@ from mgpu.providers.aws.iam import operator_policies, policies
 from mgpu.providers.aws.iam.policies import VERSION, Document
 from mgpu.providers.aws.passes.resource import ROLES, TASKS, Passes
 
-CPU_UNITS, MEMORY_MIB = 256, 2048  # a quarter of a vCPU; memory for a pass, and some supervisors with an engine each
+CPU_UNITS, MEMORY_MIB = 512, 3072  # half a vCPU; memory for a pass, and eight supervisors with an engine each
 _STOP_S = 60  # supervisors take 20 s of it to save what they know
 _MINUTE_S = 60  # the least age that Scheduler takes for a call which it could not make
 _CONTAINER = "mgpu"
