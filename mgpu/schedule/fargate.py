@@ -18,6 +18,7 @@ from mgpu.errors import InputError
 from mgpu.iac import environment
 from mgpu.iac.aws import bootstrap
 from mgpu.iac.aws.passes import PassesStack
+from mgpu.iac.engine import state_file
 from mgpu.providers.aws import names
 from mgpu.providers.aws.bootstrap.resource import Site
 from mgpu.providers.aws.failures import calling, unless
@@ -89,7 +90,7 @@ def plan(every_s: float, image: str | None, boundary: str) -> Plan:
     wanted = callers.secret_names()
     secrets = {name: os.environ[name] for name in wanted if os.environ.get(name)}
     if not key:
-        secrets[callers.PASSPHRASE] = environment.make_passphrase().read_text().strip()
+        secrets[callers.PASSPHRASE] = _passphrase()
     kept = (known & {*wanted}) - {*secrets}
     variables = {location.VARIABLE: callers.url_elsewhere(), "AWS_REGION": region, NETWORK: vpc}
     asked = {
@@ -145,6 +146,15 @@ def _key() -> str:
         why = "A task has the rights of a role of AWS's alone."
         raise InputError(f"--aws: {whose} encrypts the secrets of stacks", why, "Take another way.")
     return whose
+
+
+def _passphrase() -> str:
+    """This machine's. Raises InputError: it has none, and the backend has stacks, which a new one would not open."""
+    path = environment.passphrase_file()
+    if not path.exists() and any(state_file.stacks()):
+        why = f"{path} is not there, and the backend has stacks whose secrets need it."
+        raise InputError("--aws: the backend's passphrase is not on this machine", why, "Copy it from one that has it.")
+    return environment.make_passphrase().read_text().strip()
 
 
 def _require_image(account: Account, region: str, image: str | None) -> None:

@@ -120,6 +120,15 @@ def test_a_pass_at_work_keeps_all_that_it_needs_until_it_ends(aws, manager):
     assert state(manager) is None
 
 
+def test_a_task_definition_that_stays_is_told_and_nothing_is_called_gone(aws, manager, monkeypatch):
+    resource.ensure(manager, WANTED)
+    stays = aws.client("ecs").list_task_definitions()["taskDefinitionArns"]
+    monkeypatch.setattr(manager, "_revisions", lambda _, status: stays if status == "INACTIVE" else [])
+    with pytest.raises(CleanupFailed, match=stays[0]):
+        resource.remove(manager, WANTED)
+    assert state(manager, WANTED)
+
+
 def test_a_secret_that_is_gone_shows_and_is_asked_for(aws, manager):
     resource.ensure(manager, WANTED)
     manager.forget_secrets(NAME, frozenset({"MGPU_PASSPHRASE"}))

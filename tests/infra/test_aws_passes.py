@@ -318,6 +318,14 @@ def test_where_no_task_could_be_is_told_too(told, image, monkeypatch, url, code,
     assert says in said
 
 
+def test_a_machine_without_the_teams_passphrase_writes_none_of_its_own(told, aws, image, xdg):
+    aws.base()
+    aws.client("s3").put_object(Bucket=BUCKET, Key="backend/.pulumi/stacks/mgpu-runs/it.json", Body=b"{}")
+    code, said, changed = told("--image", image)
+    assert (code, changed, (xdg / "config" / "mgpu" / "passphrase").exists()) == (2, [], False)
+    assert "passphrase is not on this machine" in said
+
+
 @pytest.mark.parametrize(
     ("key", "allowed"),
     [

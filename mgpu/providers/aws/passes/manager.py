@@ -18,6 +18,7 @@ from mgpu.providers.aws.passes import documents
 from mgpu.providers.aws.passes.documents import Place
 from mgpu.providers.aws.passes.resource import ROLES, Passes
 
+_LOOK_S = 2.0
 _SETTLE_S = 30.0  # until other services know a role that was just made
 _NOT_YET = ("ClientException", "ValidationException")  # what they say until then
 _NO_CLUSTER = ("ClusterNotFoundException",)
@@ -122,12 +123,12 @@ class PassesManager:
         """The schedule first; then a pass that is at work comes to its end; the task's role last.
 
         Raises:
-            CleanupFailed: a pass is at work.
+            CleanupFailed: a pass is at work; or a task definition is still there.
         """
         name = wanted.name
         unless(_ABSENT, self._scheduler.delete_schedule, Name=name)
         self._delete_cluster(name)
-        self._delete_tasks(wanted, keep=0)
+        self._end_tasks(wanted)
         self.forget_secrets(name, self.secrets(name))
         unless(_ABSENT, self._logs_client.delete_log_group, logGroupName=name)
         for which in reversed(ROLES):
@@ -235,6 +236,18 @@ class PassesManager:
             self._ecs.deregister_task_definition(taskDefinition=each)
         for some in _several(self._revisions(wanted, "INACTIVE")):
             self._ecs.delete_task_definitions(taskDefinitions=some)
+
+    def _end_tasks(self, wanted: Passes) -> None:
+        """All revisions, until ECS lists none."""
+        deadline = self.site.clock() + self.site.limit_s
+        while True:
+            self._delete_tasks(wanted, keep=0)
+            left = self._revisions(wanted, "INACTIVE")
+            if not left:
+                return
+            if self.site.clock() >= deadline:
+                raise CleanupFailed("task definitions are still there", ", ".join(left), "Run the same again later.")
+            self.site.sleep(_LOOK_S)
 
     def _schedule_in_line(self, wanted: Passes) -> bool:
         found = unless(_ABSENT, self._scheduler.get_schedule, Name=wanted.name)
