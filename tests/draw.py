@@ -53,6 +53,7 @@ SERVES = {
     "tests/emulated/test_operator_image.py": ("images/operator", "mgpu/schedule/kubernetes.py"),
     "tests/failure/test_operator_gone.py": ("mgpu/providers/lease.sh",),
     "tests/infra/": ("mgpu/iac", "infra"),
+    "tests/infra/test_aws_passes.py": ("mgpu/iac", "infra", "mgpu/providers/aws", "mgpu/schedule/fargate.py"),
     "tests/remote/": ("mgpu/remote",),
     "tests/unit/image/": ("mgpu/image",),
     "tests/unit/cli/test_image.py": ("mgpu/image", "mgpu/cli/image.py"),

@@ -87,7 +87,7 @@ def push(run_file: Path, as_json: bool) -> None:
 def operator(repository: str, platform: str, ca_file: Path | None, secrets: tuple[str, ...], as_json: bool) -> None:
     """Make sure that an image with mgpu itself, as it is installed here, is in REPOSITORY, and print it by its digest.
 
-    It is what `mgpu schedule install --kubernetes` takes. What is there is neither built nor pushed.
+    It is what `mgpu schedule install --kubernetes` and `--aws` take. What is there is neither built nor pushed.
     """
     from pydantic import ValidationError
 

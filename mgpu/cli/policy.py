@@ -19,11 +19,12 @@ def policy() -> None:
 @click.option("--bootstrap", is_flag=True, help="What `mgpu bootstrap aws` needs beyond that, for whoever runs it.")
 @click.option("--ssm", is_flag=True, help="What `aws: {address: ssm}` needs, beyond that.")
 @click.option("--reservations", is_flag=True, help="What `mgpu reservations buy` needs beyond that.")
+@click.option("--passes", is_flag=True, help="What `mgpu schedule install --aws` needs beyond that.")
 @click.option(
     "--permissions-boundary",
     default="",
     metavar="ARN",
-    help="With --bootstrap: a policy of yours that every role has to be bounded by.",
+    help="With --bootstrap or --passes: a policy of yours that every role has to be bounded by.",
 )
 @click.option("--profile", default="", help="Profile of ~/.aws.")
 @click.option("--endpoint-url", default="", help="Address of all AWS services, for a VPC endpoint or a fake.")
@@ -33,6 +34,7 @@ def aws(
     bootstrap: bool,
     ssm: bool,
     reservations: bool,
+    passes: bool,
     permissions_boundary: str,
     profile: str,
     endpoint_url: str,
@@ -48,13 +50,18 @@ def aws(
     for region in regions:
         if not operator_policies.is_region(region):
             raise InputError(f"--region: {region!r} is no region", "", "Name it as AWS does: us-east-1.")
-    if permissions_boundary and not bootstrap:
+    if permissions_boundary and not (bootstrap or passes):
         why = "The roles that `mgpu launch` makes are bounded already, by the policy mgpu-run of base."
-        raise InputError("--permissions-boundary belongs to --bootstrap", why, "Add `--bootstrap`, or leave it out.")
-    asked = [name for name, given in (("base", bootstrap), ("sessions", ssm), ("reservations", reservations)) if given]
+        raise InputError(
+            "--permissions-boundary belongs to --bootstrap and --passes", why, "Add one of them, or leave it out."
+        )
+    flags = {"base": bootstrap, "sessions": ssm, "reservations": reservations, "passes": passes}
+    asked = [name for name, given in flags.items() if given]
     if len(asked) > 1:
         why = "Each document fits into one managed policy, two do not."
-        raise InputError("--bootstrap, --ssm and --reservations exclude each other", why, "Print one after the other.")
+        raise InputError(
+            "--bootstrap, --ssm, --reservations and --passes exclude each other", why, "Print one after the other."
+        )
     options = Options.of({"account": account, "profile": profile, "endpoint_url": endpoint_url})
     whose = account or Account(options).id()
     made = operator_policies.documents(whose, regions, permissions_boundary)

@@ -147,9 +147,10 @@ class Schedules(Result):
 class Installed(Result):
     """`mgpu schedule install` and `uninstall`."""
 
-    way: str = Field(description="systemd, cron, github, gitlab or kubernetes")
+    way: str = Field(description="systemd, cron, github, gitlab, kubernetes or aws")
     files: dict[str, str] = Field(description="that were written, or removed: what is in each, by path")
     commands: list[list[str]] = Field(description="that were run")
+    changes: list[str] = Field(description="with --aws: what was changed in the account")
     by_hand: list[str] = Field(description="what is left to the user")
     dry_run: bool
 

@@ -34,8 +34,10 @@ _WAYS = {
     "github": "A workflow in .github/workflows/ of this folder.",
     "gitlab": "A job in .gitlab/ of this folder, for a pipeline schedule.",
     "kubernetes": "A CronJob of a cluster; its manifest is in kubernetes/ of this folder.",
+    "aws": "A schedule in the backend's AWS account, which starts a task of Fargate's; about three dollars a month.",
 }
-_EVERY_S = {"systemd": 300.0, "cron": 300.0, "github": 1800.0, "gitlab": 1800.0, "kubernetes": 300.0}
+_EVERY_S = {"systemd": 300.0, "cron": 300.0, "github": 1800.0, "gitlab": 1800.0, "kubernetes": 300.0, "aws": 600.0}
+_OF = {"namespace": ("kubernetes",), "image": ("kubernetes", "aws"), "permissions-boundary": ("aws",)}
 _SHOWN = 20  # due times
 _NEXT = 5
 _LOOKED_AT = 100  # coming times, for how close two of them come
@@ -289,8 +291,11 @@ def _way(command: F) -> F:
 
 @schedule.command()
 @_way
-@click.option("--every", type=common.Span(), help="How often (default: 5m; in CI 30m).")
-@click.option("--image", help="With --kubernetes: the image that has mgpu, as `mgpu image operator` prints it.")
+@click.option("--every", type=common.Span(), help="How often (default: 5m; in CI 30m, at AWS 10m).")
+@click.option("--image", help="With --kubernetes or --aws: the image with mgpu, as `mgpu image operator` prints it.")
+@click.option(
+    "--permissions-boundary", metavar="ARN", help="With --aws: a policy of yours that bounds the roles that are made."
+)
 @click.option("--dry-run", is_flag=True, help="Only show what would be written and done.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; what is written is still shown.")
 @common.json_option
@@ -299,18 +304,22 @@ def install(
     every: float | None,
     namespace: str | None,
     image: str | None,
+    permissions_boundary: str | None,
     dry_run: bool,
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Have `mgpu reconcile` called again and again, for this folder's backend: by a timer of yours, a CI or a cluster.
+    """Have `mgpu reconcile` called again and again, for this folder's backend: by a timer of yours, a CI, a cluster
+    or AWS.
 
     All that is written and done is shown first.
     """
     from mgpu.schedule import kubernetes
 
-    _require_sense(way, namespace=namespace, image=image)
+    _require_sense(way, namespace=namespace, image=image, permissions_boundary=permissions_boundary)
     console = Console(as_json=as_json)
+    if way == "aws":
+        return _install_at_aws(console, every or _EVERY_S[way], image, permissions_boundary or "", dry_run, yes)
     if way == "kubernetes":
         found = kubernetes.caller(every or _EVERY_S[way], namespace, kubernetes.require(image))
     else:
@@ -333,17 +342,68 @@ def install(
 @_way
 @common.json_option
 def uninstall(way: str | None, namespace: str | None, as_json: bool) -> int:
-    """Take back what `install` has done; the file or the Secret with your secrets stays."""
+    """Take back what `install` has done; the file or the Secret with your secrets stays, at AWS nothing."""
     from mgpu.schedule import kubernetes
 
     _require_sense(way, namespace=namespace)
     console = Console(as_json=as_json)
+    if way == "aws":
+        return _uninstall_at_aws(console)
     found = kubernetes.installed(namespace) if way == "kubernetes" else _caller(way, None)
     with common.writing(next(iter(found.files)).parent):
         found.remove()
     console.say(f"removed: {', '.join(map(str, found.files))}")
     _tell(console, way, found.files, found.end, found.by_hand_after, dry_run=False)
     console.next(*found.by_hand_after)
+    return 0
+
+
+def _install_at_aws(console: Console, every: float, image: str | None, boundary: str, dry_run: bool, yes: bool) -> int:
+    from mgpu.schedule import fargate
+
+    with console.waiting("asking AWS what there is"):
+        found = fargate.plan(every, image, boundary)
+    stack = found.stack(common.context(console))
+    with console.waiting(f"looking at what would change in {found.region}"):
+        changes = stack.preview()
+    lines = [" ".join((each.op, stack.name, *each.properties)) for each in changes]
+    console.say(f"account {found.account.id()}, {found.region}:" + ("" if changes else " nothing to change"), "bold")
+    for line in lines:
+        console.say(f"  {line}")
+    every_text, usd = duration(found.every_minutes * 60), found.usd_per_month
+    console.say(
+        f"a cluster, a task, its log, its schedule and three roles; every {every_text} a pass of {found.image}: about "
+        f"${usd:.2f} a month where it takes a minute, by the list prices of us-east-1"
+    )
+    if found.secrets:
+        console.say(f"written to Parameter Store, encrypted: {', '.join(sorted(found.secrets))}")
+    agreed = not dry_run and (yes or console.confirm("make it so?"))
+    if not agreed:
+        stack.forget()
+    if not (agreed or dry_run):
+        raise InputError("not agreed", "Nothing was made or changed.", "Add `--yes` to agree.")
+    if agreed:
+        stack.up(found.secrets, found.kept)
+        console.done()
+        console.say("installed")
+    by_hand = [
+        f"aws logs tail {stack.name} --follow --region {found.region}    what the passes said",
+        *(f"export {name}=..., and this again: its runs wait for it" for name in found.missing),
+    ]
+    _tell(console, "aws", {}, (), by_hand, dry_run=dry_run, changes=lines)
+    console.next(*by_hand)
+    return 0
+
+
+def _uninstall_at_aws(console: Console) -> int:
+    from mgpu.schedule import fargate
+
+    with console.waiting("asking AWS what there is"):
+        stack = fargate.installed(common.context(console))
+    stack.down()
+    console.done()
+    console.say(f"removed, confirmed by AWS: {stack.name}, with its cluster, task, log, secrets and roles")
+    _tell(console, "aws", {}, (), (), dry_run=False, changes=[f"delete {stack.name}"])
     return 0
 
 
@@ -364,6 +424,7 @@ def _tell(
     by_hand: Iterable[str],
     *,
     dry_run: bool,
+    changes: Iterable[str] = (),
 ) -> None:
     if console.as_json:
         from mgpu.cli.results import Installed
@@ -372,14 +433,16 @@ def _tell(
             "files": {str(path): text for path, text in files.items()},
             "commands": [[*each.argv] for each in commands],
         }
-        console.result(Installed(way=way or "", **said, by_hand=[*by_hand], dry_run=dry_run))
+        console.result(Installed(way=way or "", **said, changes=[*changes], by_hand=[*by_hand], dry_run=dry_run))
 
 
 def _require_sense(way: str | None, **given: str | None) -> None:
     for option, value in given.items():
-        if value is not None and way != "kubernetes":
+        name = option.replace("_", "-")
+        if value is not None and way not in _OF[name]:
+            ways = " and ".join(f"--{each}" for each in _OF[name])
             why = "Nothing else has one."
-            raise InputError(f"--{option} belongs to --kubernetes", why, f"Leave --{option} out, or take that way.")
+            raise InputError(f"--{name} belongs to {ways}", why, f"Leave --{name} out, or take that way.")
 
 
 def _caller(way: str | None, every: float | None) -> Caller:

@@ -8,6 +8,9 @@ PROJECT = "mgpu"
 BASE_PROJECT = "mgpu-base"
 """The project of what machines stand on. One for all folders: its stacks are named by account and region."""
 
+PASSES_PROJECT = "mgpu-passes"
+"""The project of what calls `mgpu reconcile` in an AWS account. One stack for each backend, which is kept there."""
+
 RUNS_PROJECT = "mgpu-runs"
 """The project of runs whose folder has no Pulumi program of its own. Its stacks are named by run."""
 

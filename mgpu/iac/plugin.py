@@ -32,7 +32,7 @@ class Handlers(Mapping[str, Handler]):
             tokens.IMAGE: self._image_handler,
             tokens.FLEET_GUARD: self._guard,
             tokens.FLEET: self._fleet,
-            **{token: functools.partial(self._base, token) for token in tokens.BASE},
+            **{token: functools.partial(self._aws, token) for token in tokens.AWS},
         }
         self._made: dict[str, Handler] = {}
         self._lock = threading.Lock()
@@ -73,11 +73,11 @@ class Handlers(Mapping[str, Handler]):
 
         return FleetHandler(self._timeouts, self._hard_cap_at, self._max_usd)
 
-    def _base(self, token: str) -> Handler:
-        from mgpu.iac.aws.handler import BaseHandler
+    def _aws(self, token: str) -> Handler:
+        from mgpu.iac.aws.handler import AwsHandler
         from mgpu.iac.aws.kinds import MANAGERS
 
-        return BaseHandler(MANAGERS[token], self._timeouts.destroy_s)
+        return AwsHandler(MANAGERS[token], self._timeouts.destroy_s)
 
 
 def _schema() -> str:

@@ -14,3 +14,7 @@ NODE_ROLE = "mgpu:aws:NodeRole"
 REAPER_ROLE = "mgpu:aws:ReaperRole"
 SECURITY_GROUP = "mgpu:aws:SecurityGroup"
 BASE = (BUCKET, REPOSITORY, NODE_ROLE, REAPER_ROLE, SECURITY_GROUP)
+
+# of a stack of its own
+PASSES = "mgpu:aws:Passes"
+AWS = (*BASE, PASSES)

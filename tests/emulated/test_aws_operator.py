@@ -64,21 +64,21 @@ def lived(aws_server: FakeAws, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def part(step: str) -> str:
-    return {"base": "base", "reached": "sessions", "bought": "reservations"}.get(step.split()[0], "machines")
+    parts = {"base": "base", "reached": "sessions", "bought": "reservations", "passes": "passes"}
+    return parts.get(step.split()[0], "machines")
 
 
 def may(name: str) -> set[str]:
-    """By that policy; who reaches machines through sessions, or buys, has that of who rents them, too."""
-    allowed = operator_policies.actions(DOCUMENTS[name])
-    return (
-        allowed | operator_policies.actions(DOCUMENTS["machines"]) if name in ("sessions", "reservations") else allowed
-    )
+    """By that policy; who reaches machines through sessions, or buys, or installs a caller, has that of who rents them,
+    too."""
+    beyond = {name, "base" if name == "base" else "machines"}
+    return {action for each in beyond for action in operator_policies.actions(DOCUMENTS[each])}
 
 
 # --- what is granted is what is called --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["machines", "sessions", "base", "reservations"])
+@pytest.mark.parametrize("name", ["machines", "sessions", "base", "reservations", "passes"])
 def test_everything_that_is_called_is_granted_and_nothing_else(lived, name: str):
     called = {needed(call) for step, calls in lived.items() if part(step) == name for call in calls} - {FREE}
     granted = operator_policies.actions(DOCUMENTS[name])
@@ -93,14 +93,16 @@ def _also(action: str) -> set[str]:
     """Other calls at which AWS asks for it."""
     more = {
         "iam:PassRole": {"iam:AddRoleToInstanceProfile"},
+        "iam:CreateServiceLinkedRole": {"ecs:CreateCluster"},
         "ec2:CreateTags": {"ec2:CreateSecurityGroup", "ec2:PurchaseCapacityBlock"},
     }
     return more.get(action, set())
 
 
-@pytest.mark.parametrize("name", ["machines", "sessions", "base"])
+@pytest.mark.parametrize("name", ["machines", "sessions", "base", "passes"])
 def test_the_things_that_are_called_for_are_among_those_granted(lived, name: str):
-    statements = [each for one in {name, name.replace("sessions", "machines")} for each in DOCUMENTS[one]["Statement"]]
+    beyond = {name, "base" if name == "base" else "machines"}
+    statements = [each for one in beyond for each in DOCUMENTS[one]["Statement"]]
     judged = 0
     for call in [call for step, calls in lived.items() if part(step) == name for call in calls]:
         for thing in things(call):
@@ -133,7 +135,13 @@ NAMED = {
     "repositoryName": ("ecr", "arn:aws:ecr:{where}:repository/{name}"),
     "resourceArn": ("ecr", "{name}"),
     "Name": ("scheduler", "arn:aws:scheduler:{where}:schedule/default/{name}"),
-    "Names": ("ssm", "arn:aws:ssm:{region}::parameter/{name}"),
+    "Names": ("ssm", "arn:aws:ssm:{region}::parameter/{name}", "DeleteParameters"),
+    "Path": ("ssm", "arn:aws:ssm:{where}:parameter/{name}"),
+    "cluster": ("ecs", "arn:aws:ecs:{where}:cluster/{name}"),
+    "clusterName": ("ecs", "arn:aws:ecs:{where}:cluster/{name}"),
+    "clusters": ("ecs", "arn:aws:ecs:{where}:cluster/{name}"),
+    "taskDefinitions": ("ecs", "{name}"),
+    "logGroupName": ("logs", "arn:aws:logs:{where}:log-group:{name}"),
     "Target": ("ssm", "arn:aws:ec2:{where}:instance/{name}"),
     "DocumentName": ("ssm", "arn:aws:ssm:{region}::document/{name}"),
     "InstanceIds": ("ec2", "arn:aws:ec2:{where}:instance/{name}"),

@@ -14,6 +14,7 @@ from mgpu.providers.aws import names
 from mgpu.providers.aws.instances import network
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
+from mgpu.providers.base import NETWORK
 
 REGION = "us-east-1"
 
@@ -50,6 +51,17 @@ def test_a_base_and_the_default_vpc_are_enough(aws: FakeAws):
     assert group["GroupName"] == names.SECURITY_GROUP
     (subnet,) = ec2.describe_subnets(SubnetIds=[found.subnet_id])["Subnets"]
     assert subnet["AvailabilityZone"] == "us-east-1a"
+
+
+def test_from_within_a_network_nothing_is_rented_in_another_one(aws: FakeAws, monkeypatch: pytest.MonkeyPatch):
+    aws.base(REGION)
+    subnet = aws.client("ec2").describe_subnets(SubnetIds=[find(aws, offer()).subnet_id])["Subnets"][0]
+    monkeypatch.setenv(NETWORK, "vpc-other")
+    said = missing(aws, offer())
+    assert ("nobody could log in" in said.what, subnet["VpcId"] in said.why) == (True, True)
+    assert "Systems Manager" in missing(aws, offer(), address="ssm").what  # which needs no way there
+    monkeypatch.setenv(NETWORK, subnet["VpcId"])
+    assert find(aws, offer()).subnet_id == subnet["SubnetId"]
 
 
 def test_a_zone_may_be_told_by_its_id_which_is_the_same_for_all_accounts(aws: FakeAws):

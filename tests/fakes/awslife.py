@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,9 +33,12 @@ from mgpu.providers.aws.catalog.refresh import refresh
 from mgpu.providers.aws.iam import policies
 from mgpu.providers.aws.instances import disk_key, machines, network, reaper
 from mgpu.providers.aws.options import Options
+from mgpu.providers.aws.passes.manager import PassesManager
+from mgpu.providers.aws.passes.resource import Passes
 from mgpu.providers.aws.provider import AwsProvider
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import FleetRequest, Handle, Intent, ReservationRequest
+from mgpu.schedule import callers, fargate
 
 HERE, ACCOUNT = "us-east-1", "123456789012"
 BUCKET = names.bucket(ACCOUNT, HERE)
@@ -47,6 +51,7 @@ OFFER = Offer(
     zone="us-east-1a", fetched_at=1,
 )  # fmt: skip
 ON_SALE = ReservationRequest(nodes=2, hours=24, regions=(HERE,))
+MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 _PATIENCE_S = 20.0
 
 
@@ -66,6 +71,7 @@ class Life:
     provider: AwsProvider = field(default_factory=AwsProvider)
     token: str = TOKENS[0]
     asides: list[range] = field(default_factory=list)
+    passes: Passes | None = None
 
     def __post_init__(self) -> None:
         self.account = self.provider._account = Here(Options.of({}), attempts=1)
@@ -82,7 +88,7 @@ class Life:
         ]
 
     def steps(self) -> dict[str, Callable[[], object]]:
-        """By name. Those of the base begin with `base`."""
+        """By name. Those of the base begin with `base`, those of `mgpu schedule install --aws` with `passes`."""
         return {
             "base made": self.base_made,
             "base mended": self.base_mended,
@@ -99,6 +105,9 @@ class Life:
             "listed": lambda: self.provider.list_owned("me"),
             "granted": self.granted,
             "shared": self.shared,
+            "passes made": self.passes_made,
+            "passes mended": self.passes_mended,
+            "passes deleted": lambda: resource.remove(PassesManager(self.site), self.passes),
             "stored": self.stored,
             "revoked": lambda: self.provider.revoke_store("demo-1"),
             "logged in": lambda: auth.EcrAuth("", lambda: self.provider.registry_client(HERE))(),
@@ -147,14 +156,18 @@ class Life:
         world = {"IpProtocol": "tcp", "FromPort": 80, "ToPort": 80, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
         ec2.authorize_security_group_ingress(GroupId=found["GroupId"], IpPermissions=[world])
         ec2.revoke_security_group_egress(GroupId=found["GroupId"], IpPermissions=found["IpPermissionsEgress"])
-        may = {"Effect": "Allow", "Action": "s3:ListAllMyBuckets", "Resource": "*"}
-        document = json.dumps({"Version": "2012-10-17", "Statement": [may]})
-        arn = iam.create_policy(PolicyName="more", PolicyDocument=document)["Policy"]["Arn"]
+        document, arn = self._more()
         iam.attach_role_policy(RoleName=names.NODE_ROLE, PolicyArn=arn)
         bound = f"arn:aws:iam::{ACCOUNT}:policy/{names.RUN_BOUNDARY}"
         for _ in range(4):  # IAM keeps five
             iam.create_policy_version(PolicyArn=bound, PolicyDocument=document, SetAsDefault=True)
         iam.put_role_policy(RoleName=names.REAPER_ROLE, PolicyName="more", PolicyDocument=document)
+
+    def _more(self) -> tuple[str, str]:
+        """A policy that no role of mgpu's should have: its document, and the ARN of one that can be attached."""
+        may = {"Effect": "Allow", "Action": "s3:ListAllMyBuckets", "Resource": "*"}
+        document, name = json.dumps({"Version": "2012-10-17", "Statement": [may]}), f"more-{len(self.asides)}"
+        return document, self.aws.client("iam").create_policy(PolicyName=name, PolicyDocument=document)["Policy"]["Arn"]
 
     def base_deleted(self) -> None:
         """Something depends on the group at first."""
@@ -242,6 +255,37 @@ class Life:
             assert here.shared.replace("a", b"2", here.shared.read("a", 9).version)
             assert [found.key for found in here.state.list("")] == ["mgpu/a"]
             here.shared.delete("a")
+
+    def passes_made(self) -> None:
+        """As the command does, but for the engine."""
+        with self.aside():
+            manifest = json.dumps({"schemaVersion": 2, "mediaType": MANIFEST, "layers": []})
+            ecr = self.aws.client("ecr")
+            ecr.put_image(repositoryName=names.REPOSITORY, imageManifest=manifest, imageTag="operator")
+            (found,) = ecr.list_images(repositoryName=names.REPOSITORY)["imageIds"]
+        image = f"{ACCOUNT}.dkr.ecr.{HERE}.amazonaws.com/{names.REPOSITORY}@{found['imageDigest']}"
+        manager = PassesManager(self.site)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.dict(os.environ, {"XDG_CONFIG_HOME": folder}),
+            location.using(f"s3://{BUCKET}/{policies.BACKEND}"),
+        ):
+            plan = fargate.plan(600, image, "")
+            self.passes = Passes.model_validate({"name": callers.caller_name(), **plan.asked})
+        for name, value in plan.secrets.items():
+            manager.keep_secret(self.passes.name, name, value)
+        resource.ensure(manager, self.passes)
+
+    def passes_mended(self) -> None:
+        """Another period, and another task; somebody has given a role more than it had."""
+        assert self.passes
+        with self.aside():
+            iam, role = self.aws.client("iam"), f"{self.passes.name}-task"
+            document, arn = self._more()
+            iam.attach_role_policy(RoleName=role, PolicyArn=arn)
+            iam.put_role_policy(RoleName=role, PolicyName="more", PolicyDocument=document)
+        self.passes = self.passes.model_copy(update={"every_minutes": 5, "command": "true"})
+        resource.ensure(PassesManager(self.site), self.passes)
 
     def stored(self) -> None:
         """What the operator itself does in the store: its entries of the commit log."""

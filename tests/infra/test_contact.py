@@ -15,7 +15,7 @@ from mgpu.acquire import Lost
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, InputError, RemoteError
 from mgpu.iac.types import contact as contacts
 from mgpu.iac.types.contact import Contact
-from mgpu.providers.base import FleetState, Handle, JumpHost, NodePhase, NodeState, ProxyCommand
+from mgpu.providers.base import NETWORK, FleetState, Handle, JumpHost, NodePhase, NodeState, ProxyCommand
 from mgpu.remote import rekey, targets
 from mgpu.remote.targets import Target
 
@@ -40,6 +40,7 @@ class Machines:
         self.dialled: list[Target] = []
         self.broken = False
         self.via: JumpHost | ProxyCommand | None = None
+        self.outside = ""  # the address of all of them, beside a private one each
 
     def state(self) -> FleetState:
         return FleetState(nodes=tuple(self._node(rank, address) for rank, address in enumerate(self.first)))
@@ -49,7 +50,8 @@ class Machines:
             rank=rank,
             id=f"i-{rank}",
             phase=NodePhase.RUNNING,
-            address=address,
+            address=self.outside or address,
+            private_address=address,
             user="ubuntu",
             host_key=self.noted.get(f"i-{rank}", self.first[address]),
             one_use_key=self.first[address],
@@ -145,6 +147,18 @@ def test_it_goes_through_the_jump_host(bench: Bench):
     bench.machines.via = JumpHost(address="jump", user="j", host_key=key)
     bench.meet()
     assert {target.via for target in bench.machines.dialled} == {targets.Jump("jump", 22, "j", key)}
+
+
+def test_from_within_their_network_machines_are_met_at_their_private_addresses(bench: Bench, monkeypatch):
+    bench.machines.outside = "198.51.100.1"
+    monkeypatch.setenv(NETWORK, "vpc-1")
+    bench.machines.silent = {"10.0.0.1"}
+    assert "i-1 at 10.0.0.1" in bench.meet()[1].reason
+    assert {target.address for target in bench.machines.dialled} == {"10.0.0.0", "10.0.0.1"}
+    bench.machines.via = ProxyCommand(command=("carry", "i-0"))
+    bench.machines.shown |= {"198.51.100.1": ""}
+    bench.meet()
+    assert bench.machines.dialled[-1].address == "198.51.100.1"
 
 
 def test_it_goes_by_the_proxy_command_and_blames_no_port(bench: Bench):

@@ -1,1 +1,1 @@
-"""The Pulumi half of stack `base`: one handler for all its kinds, their schema, and the SDK that a program imports."""
+"""The Pulumi half of what mgpu makes at AWS: one handler for all kinds, their schema, the SDK that programs import."""

@@ -14,7 +14,7 @@ from mgpu import paths
 from mgpu.context import Context
 from mgpu.errors import InputError
 from mgpu.iac.engine.event_log import Change
-from mgpu.iac.engine.project import base_program
+from mgpu.iac.engine.project import program_apart
 from mgpu.iac.engine.stack import Stack
 from mgpu.iac.naming import BASE_PROJECT
 from mgpu.providers.aws.bootstrap import resource, role
@@ -85,7 +85,7 @@ class Base:
         name = f"{account.id()}-{region}"
         log_dir = paths.state_dir() / "base" / name
         self.stack = Stack(
-            base_program(Path.cwd()),
+            program_apart("base", Path.cwd()),
             name,
             log_dir / "none",
             log_dir=log_dir,

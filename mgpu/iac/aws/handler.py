@@ -1,4 +1,4 @@
-"""Handles every kind of stack `base`: the engine's calls, put to the kind's manager.
+"""Handles every kind of resource at AWS: the engine's calls, put to the kind's manager.
 
 What a resource is and what it should be are values of one type, and both are inputs: so a refresh writes what it finds
 into the inputs, and every property that differs shows by its name, old and new. Each `up` refreshes first.
@@ -25,7 +25,7 @@ from mgpu.providers.aws.session import Account
 _OPTIONS = {"account": "account", "profile": "profile", "endpointUrl": "endpoint_url"}
 
 
-class BaseHandler:
+class AwsHandler:
     """Handles the kind that `manager` keeps. The id is AWS's own; `limit_s`: seconds for something to be gone."""
 
     secret: frozenset[str] = frozenset()
@@ -76,7 +76,7 @@ class BaseHandler:
             InputError: an import was asked for.
         """
         if not inputs:
-            why = "`mgpu bootstrap aws` takes what is there and tagged as ours, by its name."
+            why = "`mgpu bootstrap aws`, or `mgpu schedule install --aws`, takes what is there and tagged as ours."
             raise InputError(
                 f"{self._resource.__name__} cannot be imported", why, "Give it as `existing`, or run that."
             )
@@ -103,7 +103,7 @@ class BaseHandler:
     def _manager(self, call: Call) -> Manager[Any]:
         def sleep(seconds: float) -> None:
             if call.cancelled.wait(seconds):
-                raise Interrupted(f"waiting for the {self._make_manager.kind} of base was cancelled")
+                raise Interrupted(f"waiting for the {self._make_manager.kind} was cancelled")
 
         aws = call.settings.aws
         account = _account(*(aws.get(wire, "") for wire in _OPTIONS))

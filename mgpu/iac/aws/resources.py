@@ -1,4 +1,7 @@
-"""The SDK of stack `base`: what `infra/base` imports. Every property is documented in the plugin's schema."""
+"""The SDK of what mgpu makes at AWS: what `infra/base` and `infra/passes` import.
+
+Every property is documented in the plugin's schema.
+"""
 
 from __future__ import annotations
 
@@ -216,3 +219,64 @@ class SecurityGroup(_Thing):
             "tags": tags,
         }
         super().__init__(tokens.SECURITY_GROUP, resource_name, given, opts)
+
+
+class Passes(_Thing):
+    """What calls `mgpu reconcile` every few minutes: a schedule of EventBridge's that starts a task of Fargate's."""
+
+    existing: Output[str | None]
+    lacks: Output[list[str]]
+    tags: Output[list[str]]
+    name: Output[str]
+    image: Output[str]
+    every_minutes: Output[int]
+    command: Output[str]
+    environment: Output[list[str]]
+    secrets: Output[list[str]]
+    backend: Output[str]
+    buckets: Output[list[str]]
+    key: Output[str]
+    subnets: Output[list[str]]
+    security_group: Output[str]
+    boundary: Output[str]
+    cluster_there: Output[bool]
+    log_days: Output[int]
+    roles: Output[list[str]]
+    task: Output[bool]
+    scheduled: Output[bool]
+    schedule: Output[str]
+    cluster: Output[str]
+
+    def __init__(
+        self,
+        resource_name: str,
+        *,
+        name: Input[str],
+        image: Input[str],
+        command: Input[str],
+        backend: Input[str],
+        subnets: Input[Sequence[Input[str]]],
+        security_group: Input[str],
+        every_minutes: Input[int] | None = None,
+        environment: Input[Sequence[Input[str]]] | None = None,
+        secrets: Input[Sequence[Input[str]]] | None = None,
+        buckets: Input[Sequence[Input[str]]] | None = None,
+        key: Input[str] | None = None,
+        boundary: Input[str] | None = None,
+        opts: ResourceOptions | None = None,
+    ) -> None:
+        given = {
+            "name": name,
+            "image": image,
+            "every_minutes": every_minutes,
+            "command": command,
+            "environment": environment,
+            "secrets": secrets,
+            "backend": backend,
+            "buckets": buckets,
+            "key": key,
+            "subnets": subnets,
+            "security_group": security_group,
+            "boundary": boundary,
+        }
+        super().__init__(tokens.PASSES, resource_name, given, opts)

@@ -1,4 +1,4 @@
-"""The schema of the kinds of stack `base`, derived from the values that say what they should be."""
+"""The schema of the kinds of what mgpu makes at AWS, derived from the values that say what they should be."""
 
 from __future__ import annotations
 

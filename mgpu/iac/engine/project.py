@@ -15,11 +15,15 @@ import mgpu
 from mgpu import paths
 from mgpu.errors import InputError, StackError
 from mgpu.iac.engine import state_file
-from mgpu.iac.naming import BASE_PROJECT, PROJECT, RUNS_PROJECT
+from mgpu.iac.naming import BASE_PROJECT, PASSES_PROJECT, PROJECT, RUNS_PROJECT
 
-OURS = (PROJECT, BASE_PROJECT, RUNS_PROJECT)
+OURS = (PROJECT, BASE_PROJECT, PASSES_PROJECT, RUNS_PROJECT)
 _PLUGIN = "mgpu"
-_BASE = "base"  # the folder of stack base in infra/
+# by their folder in infra/: programs of projects of their own
+_APART = {
+    "base": (BASE_PROJECT, "What machines at AWS stand on, one stack for each account and region"),
+    "passes": (PASSES_PROJECT, "What calls mgpu reconcile in an AWS account, one stack for each backend"),
+}
 _CARRIED = Path(mgpu.__file__).parent / "_data"
 _CHECKOUT = Path(mgpu.__file__).parent.parent
 
@@ -39,17 +43,18 @@ def project_files(dest: Path, *, overwrite: bool = False) -> tuple[Path, ...]:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(_source(), infra, dirs_exist_ok=True, ignore=ignored)
     settings.write_text(_settings(_new_name(dest), "Machines for distributed training, one fleet a stack", "infra/"))
-    (infra / _BASE / "Pulumi.yaml").write_text(_base_settings())
+    for name, settings_of in _APART.items():
+        (infra / name / "Pulumi.yaml").write_text(_settings(*settings_of))
     return settings, infra
 
 
-def base_program(start: Path) -> Path:
-    """The Pulumi program of stack `base`: the user's own, in the nearest folder above `start` that has one; else a copy
-    of the one that mgpu carries, in the state folder."""
+def program_apart(name: str, start: Path) -> Path:
+    """The Pulumi program `infra/<name>`, `base` or `passes`: the user's own, in the nearest folder above `start` that
+    has one; else a copy of the one that mgpu carries, in the state folder."""
     for folder in (start.resolve(), *start.resolve().parents):
-        if (folder / "infra" / _BASE / "Pulumi.yaml").is_file():
-            return folder / "infra" / _BASE
-    return _copied(_source() / _BASE, paths.state_dir() / "base" / "program", _base_settings())
+        if (folder / "infra" / name / "Pulumi.yaml").is_file():
+            return folder / "infra" / name
+    return _copied(_source() / name, paths.state_dir() / name / "program", _settings(*_APART[name]))
 
 
 def program(start: Path) -> Path:
@@ -151,10 +156,6 @@ def _new_name(dest: Path) -> str:
     taken = {project for project, _, _ in state_file.stacks()}
     names = (base if n == 1 else f"{base}-{n}" for n in count(1))
     return next(name for name in names if name not in OURS and name not in taken)
-
-
-def _base_settings() -> str:
-    return _settings(BASE_PROJECT, "What machines at AWS stand on, one stack for each account and region")
 
 
 def _scripts() -> str:

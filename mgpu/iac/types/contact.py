@@ -24,7 +24,7 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.acquire import GANGS, Lost
 from mgpu.errors import ConnectionFailed, HostKeyMismatch, RemoteError
 from mgpu.events import Emit, Note, ignore
-from mgpu.providers.base import FleetState, Handle, NodeState, ProxyCommand, Rekeys
+from mgpu.providers.base import FleetState, Handle, NodeState, ProxyCommand, Rekeys, dialled
 from mgpu.remote import rekey
 from mgpu.remote.connection import load_key
 from mgpu.remote.node import Node
@@ -115,7 +115,8 @@ class Contact:
 
     def _connected(self, node: NodeState, key: str) -> Node:
         via = hop(node.via.model_dump() if node.via else None)
-        return Node(Target(node.rank, node.address, node.port, node.user, key, via), self._key, self._timeouts)
+        address = dialled(node.address, node.private_address, node.via)
+        return Node(Target(node.rank, address, node.port, node.user, key, via), self._key, self._timeouts)
 
     def _judge(self, waited_s: float, new: Iterable[NodeState], troubles: _Troubles) -> None:
         """Raises what the troubles are worth, once the time is over."""
@@ -138,9 +139,10 @@ class Contact:
 
 def _complaint(node: NodeState, error: RemoteError) -> str:
     cause = (error.why or error.what).splitlines()[0].rstrip(".")
-    dialled = isinstance(error, ConnectionFailed) and not isinstance(node.via, ProxyCommand)
-    hint = f"; is port {node.port} open from here?" if dialled else ""
-    return f"node {node.rank} ({node.id} at {node.address}): no first contact by SSH ({cause}{hint})"
+    by_tcp = isinstance(error, ConnectionFailed) and not isinstance(node.via, ProxyCommand)
+    hint = f"; is port {node.port} open from here?" if by_tcp else ""
+    address = dialled(node.address, node.private_address, node.via)
+    return f"node {node.rank} ({node.id} at {address}): no first contact by SSH ({cause}{hint})"
 
 
 def _line(key: str) -> str:

@@ -230,6 +230,7 @@ def _denied(why: str, message: str, place: str) -> PermissionDenied:
         step = "Ask who keeps the organization's policies; where they demand tags: `aws: {tags: {KEY: VALUE}}`."
         return PermissionDenied(f"{place}: the organization forbids {action}", why, step, scope="account")
     flag = " --ssm" if action in (*names.SESSION_LOOKS, names.START_SESSION) else ""
+    flag = " --passes" if action.startswith(("ecs:", "logs:")) else flag
     step = f"Allow {action} to whom these credentials belong; `mgpu policy aws{flag}` prints all that is needed."
     return PermissionDenied(f"{place}: not allowed: {action}", why, step, scope="account")
 

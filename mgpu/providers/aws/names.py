@@ -44,6 +44,7 @@ RUN_BOUNDARY = "mgpu-run"  # the policy that bounds them
 REAPER_ROLE = "mgpu-reaper"  # EventBridge Scheduler takes it on, to end machines at their hard cap
 SECURITY_GROUP = "mgpu-nodes"
 REPOSITORY = "mgpu/trainer"
+CALLER = "mgpu-reconcile-"  # what the names of all begin with that calls `mgpu reconcile` (of a backend in a bucket)
 
 
 def template(token: str) -> str:

@@ -6,7 +6,7 @@ from mgpu.errors import NoOffer
 from mgpu.iac.outputs import StackOutput
 from mgpu.plan import rank
 from mgpu.providers import registry
-from mgpu.providers.base import Handle, Provider, other_usd_per_hour
+from mgpu.providers.base import Handle, Provider, dialled, other_usd_per_hour
 from mgpu.remote.targets import Target, hop
 from mgpu.spec.model import RunSpec
 
@@ -16,7 +16,7 @@ def targets(fleet: StackOutput) -> tuple[Target, ...]:
     return tuple(
         Target(
             node.rank,
-            node.address,
+            dialled(node.address, node.private_address, node.via),
             node.port,
             node.user,
             node.host_key,

@@ -25,6 +25,7 @@ from fakes.aws import (
     reservations,
     schedules,
     sessions,
+    tasks,
     world,
 )
 from fakes.aws.backing import Backing
@@ -54,6 +55,7 @@ def main() -> None:
     prices.install(cloud)
     permissions.install(cloud)
     schedules.install(cloud)
+    tasks.install()
     streams = sessions.install(cloud, world.GATEWAY if machines else "127.0.0.1")
     if machines:
         engines = "--engines" in sys.argv

@@ -159,7 +159,7 @@ def test_periods_that_cron_can_say(every: str, fields: str, user: Path):
         assert "is no period of cron" in str(said.exception)
 
 
-@pytest.mark.parametrize("way", [["--github"], ["--gitlab"], ["--kubernetes", "--image", "hub/mgpu:1"]])
+@pytest.mark.parametrize("way", [["--github"], ["--gitlab"], ["--kubernetes", "--image", "hub/mgpu:1"], ["--aws"]])
 def test_other_machines_need_a_bucket(user: Path, way: list[str]):
     assert "is a folder of this machine" in str(mgpu("schedule", "install", *way, "--yes").exception)
 
@@ -334,6 +334,7 @@ def test_without_kubectl_its_words_are_told(cluster: Path):
         (("--kubernetes", "--image", IMAGE, "--every", "7m"), "no period of cron"),
         (("--cron", "--image", IMAGE), "--image belongs to --kubernetes"),
         (("--cron", "--namespace", "ml"), "--namespace belongs to --kubernetes"),
+        (("--cron", "--permissions-boundary", "arn:x"), "--permissions-boundary belongs to --aws"),
     ],
 )
 def test_what_no_cluster_can_take_is_refused(cluster: Path, args: tuple[str, ...], what: str):

@@ -148,7 +148,7 @@ class Manager(Protocol[T]):
 
 def look(manager: Manager[T], wanted: T) -> Found[T] | None:
     """The resource as it is now; None: AWS says that it is not there. Raises ProviderError where AWS says nothing."""
-    with calling(f"looking at the {manager.kind} of base", manager.site.region):
+    with calling(f"looking at the {manager.kind}", manager.site.region):
         return manager.look(wanted)
 
 
@@ -159,7 +159,7 @@ def remove(manager: Manager[T], wanted: T) -> None:
         CleanupFailed: it is still there.
     """
     if not wanted.stays:
-        with calling(f"deleting the {manager.kind} of base", manager.site.region):
+        with calling(f"deleting the {manager.kind}", manager.site.region):
             manager.delete(wanted)
 
 
@@ -185,7 +185,7 @@ def ensure(manager: Manager[T], wanted: T) -> Found[T]:
     """The resource as it should be: found or made, and brought in line. Raises what `examined` raises."""
     found = examined(manager, wanted)
     if found is None or found.state != wanted:
-        with calling(f"making the {manager.kind} of base", manager.site.region):
+        with calling(f"making the {manager.kind}", manager.site.region):
             found = found or manager.make(wanted)
             manager.align(found, wanted)
     return Found(found.id, wanted, found.facts)

@@ -46,8 +46,8 @@ class RoleManager(Generic[R]):
     """Asks IAM for a role named `name`, which `service` may take on."""
 
     kind: ClassVar[str]
-    name: ClassVar[str]
-    service: ClassVar[str]
+    name: str
+    service: str
     description: ClassVar[str] = "made by `mgpu bootstrap aws`"
 
     def __init__(self, site: Site) -> None:

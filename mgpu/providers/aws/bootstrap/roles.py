@@ -62,8 +62,8 @@ class ReaperRoleManager(RoleManager[ReaperRole]):
 
     kind: ClassVar[str] = "reaper's role"
     resource: ClassVar[type[Resource]] = ReaperRole
-    name: ClassVar[str] = names.REAPER_ROLE
-    service: ClassVar[str] = "scheduler.amazonaws.com"
+    name = names.REAPER_ROLE
+    service = "scheduler.amazonaws.com"
 
     def complete(self, wanted: ReaperRole) -> ReaperRole:
         """With its documents."""
@@ -80,8 +80,8 @@ class NodeRoleManager(RoleManager[NodeRole]):
 
     kind: ClassVar[str] = "nodes' role"
     resource: ClassVar[type[Resource]] = NodeRole
-    name: ClassVar[str] = names.NODE_ROLE
-    service: ClassVar[str] = "ec2.amazonaws.com"
+    name = names.NODE_ROLE
+    service = "ec2.amazonaws.com"
 
     def complete(self, wanted: NodeRole) -> NodeRole:
         """With its documents."""

@@ -4,10 +4,12 @@
     sessions       beyond that, reaches them through Session Manager (`aws: {address: ssm}`)
     base           makes what machines stand on, once for each account and region (`mgpu bootstrap aws`)
     reservations   beyond machines: buys Capacity Blocks (`mgpu reservations buy`), which nobody can give back
+    passes         beyond machines: has `mgpu reconcile` called in the account (`mgpu schedule install --aws`)
 
-One managed policy has no room for the first two. `base` is apart because it writes policies into roles: who may do that
-may do everything these roles could ever do, which is everything, unless a boundary that somebody else keeps is demanded
-of each role. `machines` writes into roles of runs alone, which have such a boundary: `mgpu-run`, made by `base`.
+One managed policy has no room for the first two. `base` and `passes` are apart because they write policies into roles:
+who may do that may do everything these roles could ever do, which is everything, unless a boundary that somebody else
+keeps is demanded of each role. `machines` writes into roles of runs alone, which have such a boundary: `mgpu-run`, made
+by `base`.
 What ends, deletes or changes something asks for a tag or a name of ours. What only looks has `*` for its resource,
 because EC2's Describe calls, prices and quotas know no narrower one.
 """
@@ -94,6 +96,7 @@ def documents(account: str, regions: Iterable[str] = (), boundary: str = "") -> 
         "sessions": sessions(where),
         "base": base(where, boundary),
         "reservations": reservations(where),
+        "passes": passes(where, boundary),
     }
     return {name: {"Version": VERSION, "Statement": list(statements)} for name, statements in made.items()}
 
@@ -213,12 +216,7 @@ def base(where: Where, boundary: str = "") -> Iterator[Document]:
     yield _allow("Look", _BASE_LOOKS, ["*"])
     yield _allow("Bucket", _BUCKET, [where.s3("")])
     yield _allow("Repository", _REPOSITORY, [where.arn("ecr", f"repository/{names.REPOSITORY}")])
-    if boundary:
-        bounded = {"StringEquals": {"iam:PermissionsBoundary": boundary}}
-        yield _allow("BoundedRoles", [*_GIVING, "iam:PutRolePermissionsBoundary"], roles, bounded)
-        yield _allow("Roles", [each for each in _ROLES if each not in _GIVING], roles)
-    else:
-        yield _allow("Roles", _ROLES, roles)
+    yield from _roles(roles, boundary)
     yield _allow("Profile", _PROFILE, [profile])
     yield _allow("RunRolesMost", _BOUNDARY, [where.iam(f"policy/{names.RUN_BOUNDARY}")])
     passed = {names.NODE_ROLE: _PASSED[names.NODE_ROLE]}
@@ -230,7 +228,45 @@ def base(where: Where, boundary: str = "") -> Iterator[Document]:
     yield _allow("Group", _GROUP, [groups], _BASES)
 
 
+def passes(where: Where, boundary: str = "") -> Iterator[Document]:
+    """What it takes to have `mgpu reconcile` called in the account, to change that, and to take it back."""
+    named = f"{names.CALLER}*"
+    clusters, roles = where.arn("ecs", f"cluster/{named}"), [where.iam(f"role/{named}")]
+    yield _allow("Tasks", _TASKS, ["*"], where.within({}))  # ECS knows no narrower resource for these
+    yield _allow("TasksEnd", ["ecs:DeleteTaskDefinitions"], [where.arn("ecs", f"task-definition/{named}")])
+    yield _allow("Cluster", ["ecs:CreateCluster", "ecs:DeleteCluster", "ecs:DescribeClusters"], [clusters])
+    yield _allow("Image", ["ecr:BatchGetImage"], [where.arn("ecr", "repository/*")])
+    yield _allow("LogLook", ["logs:DescribeLogGroups"], [where.arn("logs", "log-group:*")])
+    logs = ["logs:CreateLogGroup", "logs:DeleteLogGroup", "logs:PutRetentionPolicy"]
+    yield _allow("Log", logs, [where.arn("logs", f"log-group:{named}")])
+    secrets = ["ssm:DeleteParameters", "ssm:GetParametersByPath", "ssm:PutParameter"]
+    yield _allow("Secrets", secrets, [where.arn("ssm", f"parameter/{named}")])
+    calls = [f"scheduler:{call}Schedule" for call in ("Create", "Delete", "Get", "Update")]
+    yield _allow("Schedule", calls, [where.arn("scheduler", f"schedule/default/{named}")])
+    yield from _roles(roles, boundary)
+    yield _allow("Pass", ["iam:PassRole"], roles, _passed_to(_OF_PASSES))
+    linked = where.iam("role/aws-service-role/ecs.amazonaws.com/AWSServiceRoleForECS")  # at an account's first cluster
+    first = {"StringEquals": {"iam:AWSServiceName": "ecs.amazonaws.com"}}
+    yield _allow("FirstCluster", ["iam:CreateServiceLinkedRole"], [linked], first)
+
+
+def _roles(roles: list[str], boundary: str) -> Iterator[Document]:
+    """Making, mending and deleting these roles; with a boundary they have to have that one."""
+    if boundary:
+        bounded = {"StringEquals": {"iam:PermissionsBoundary": boundary}}
+        yield _allow("BoundedRoles", [*_GIVING, "iam:PutRolePermissionsBoundary"], roles, bounded)
+        yield _allow("Roles", [each for each in _ROLES if each not in _GIVING], roles)
+    else:
+        yield _allow("Roles", _ROLES, roles)
+
+
 _PASSED = {names.NODE_ROLE: "ec2.amazonaws.com", names.REAPER_ROLE: "scheduler.amazonaws.com"}
+_OF_PASSES = {"tasks": "ecs-tasks.amazonaws.com", "schedule": "scheduler.amazonaws.com"}
+_TASKS = [
+    f"ecs:{call}" for call in (
+        "DeregisterTaskDefinition", "DescribeTaskDefinition", "ListTaskDefinitions", "RegisterTaskDefinition",
+    )
+]  # fmt: skip
 # a spot request is made by EC2 itself on the way, and has no tags
 _TAKEN = (
     "capacity-reservation", "launch-template", "network-interface", "placement-group", "security-group",

@@ -61,10 +61,15 @@ def node_trust() -> Document:
 
 def reaper_trust(account: str) -> Document:
     """EventBridge Scheduler may take the reaper's role on, for schedules of this account alone."""
+    return service_trust("scheduler.amazonaws.com", account)
+
+
+def service_trust(service: str, account: str) -> Document:
+    """A service of AWS's may take the role on, for what is this account's alone."""
     return _document(
         {
             "Effect": "Allow",
-            "Principal": {"Service": "scheduler.amazonaws.com"},
+            "Principal": {"Service": service},
             "Action": "sts:AssumeRole",
             "Condition": {"StringEquals": {"aws:SourceAccount": account}},
         }

@@ -3,6 +3,7 @@ made here; what is missing rules out the zone or the region, and the reason name
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from mgpu.providers.aws.instances import session_manager
 from mgpu.providers.aws.instances.listing import is_absent, tags_of
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
+from mgpu.providers.base import NETWORK
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ def find(account: Account, options: Options, offer: Offer, nodes: int) -> Place:
     if region not in account.once("regions", account.regions):
         raise _missing(f"region {region}", "it is not enabled for this account", "Enable it in the AWS console.")
     subnet = _subnet(account, options, offer, nodes)
+    _require_dialled(options, subnet)
     group = group_of(account, options, region, subnet["VpcId"])
     profile = require_roles(account, options, region)
     if options.address == "ssm":
@@ -179,6 +182,15 @@ def _require_role(account: Account, region: str, what: str, name: str) -> None:
                     f"{what} {name}", "", f"Mend `aws.{key}`, or leave it out: then it is base's."
                 ) from error
             raise _no_base(region, f"{what} {name}", key) from error
+
+
+def _require_dialled(options: Options, subnet: dict[str, Any]) -> None:
+    """Raises NoOffer where this machine dials private addresses of another network than the subnet's."""
+    here = os.environ.get(NETWORK)
+    if here and options.address != "ssm" and options.via is None and subnet["VpcId"] != here:
+        why = f"This machine is in {here} and dials private addresses; {subnet['SubnetId']} is in {subnet['VpcId']}."
+        cure = "Launch from elsewhere, or set `regions` or `aws.subnet_ids` to that network, or `aws: {address: ssm}`."
+        raise NoOffer("aws: nobody could log in to machines there", why, cure, scope="zone")
 
 
 def _no_base(region: str, missing: str, key: str) -> NoOffer:

@@ -16,7 +16,7 @@ ACCOUNT = "123456789012"
 REGIONS = [(), ("us-east-1",), ("us-east-1", "us-west-2", "eu-west-1", "ap-northeast-1")]
 LOOKS = re.compile(
     r"(ec2|ssm):Describe\w+|ec2:GetEbsDefaultKmsKeyId|pricing:GetProducts|servicequotas:ListServiceQuotas|"
-    r"ecr:GetAuthorizationToken"
+    r"ecr:GetAuthorizationToken|ecs:((De)?[Rr]egister|Describe|List)TaskDefinitions?"  # the last know no narrower one
 )
 # what ends or changes a thing that is there; a name or a tag of ours has to say that it is ours
 ON_THINGS = re.compile(
@@ -26,7 +26,7 @@ BY_NAME = re.compile(r"mgpu|repository/mgpu/|document/AWS-StartSSHSession$")  # 
 
 documents = pytest.mark.parametrize(
     ("name", "regions"),
-    [(name, regions) for name in ("machines", "sessions", "base", "reservations") for regions in REGIONS],
+    [(name, regions) for name in ("machines", "sessions", "base", "reservations", "passes") for regions in REGIONS],
 )
 
 

@@ -10,6 +10,7 @@ from mgpu_train.agent.host.python_env import PROBLEM
 from mgpu.errors import RemoteError
 from mgpu.events import Note
 from mgpu.iac.outputs import NodeOutput, StackOutput
+from mgpu.providers.base import NETWORK
 from mgpu.remote.targets import Result, Target
 from mgpu.run.job.stack_output import targets
 from mgpu.run.nodes import python_setup
@@ -84,3 +85,11 @@ def test_the_nodes_interpreter_is_that_of_the_stack_output():
     node = NodeOutput(rank=0, id="i", address="h", user="u", host_key=KEY, python="/opt/pytorch/bin/python")
     fleet = StackOutput(version=1, fleet="f", provider="aws", private_key_file="/k", nodes=(node,))
     assert targets(fleet)[0].python == "/opt/pytorch/bin/python"
+
+
+def test_from_within_their_network_nodes_are_reached_at_their_private_addresses(monkeypatch):
+    node = NodeOutput(rank=0, id="i", address="198.51.100.1", private_address="10.0.0.1", user="u", host_key=KEY)
+    fleet = StackOutput(version=1, fleet="f", provider="aws", private_key_file="/k", nodes=(node,))
+    assert targets(fleet)[0].address == "198.51.100.1"
+    monkeypatch.setenv(NETWORK, "vpc-1")
+    assert targets(fleet)[0].address == "10.0.0.1"
