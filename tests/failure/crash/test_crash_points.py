@@ -15,20 +15,33 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Semaphore
+from typing import Any
 
 import pytest
+from fakes import gateway
 
-OPERATOR, KNOWN = (Path(__file__).with_name(name) for name in ("operator.py", "points.txt"))
+OPERATOR, ELSEWHERE, KNOWN, KNOWN_ELSEWHERE = (
+    Path(__file__).with_name(name) for name in ("operator.py", "elsewhere.py", "points.txt", "points-elsewhere.txt")
+)
 LEASE_S, RUN_LEASE_S = 24, 12
 NODES, STEPS = 1, 20
 LEFT_S = LEASE_S + 60  # I1: within the lease and a minute
 AT_ONCE = 3  # that work; any number waits for its machines to end
 FEWEST = 25
-TIMEOUTS = json.dumps({"lease_s": RUN_LEASE_S, "lease_renew_s": 2, "silence_s": 20})
+SHARED = {"lease_s": RUN_LEASE_S, "lease_renew_s": 2, "silence_s": 20}
+TIMEOUTS = json.dumps(SHARED)
+LOCK_S = 2  # then another machine may take the run
+# another host without the first one's own files: its state but the rented machines, its project, its configuration
+ANOTHER_HOST = (
+    *("unshare", "--mount", "--uts", "/bin/sh", "-c"),
+    """hostname elsewhere && for own in mine config state/mgpu/backends; do
+    [ ! -d "$0/$own" ] || mount -t tmpfs tmpfs "$0/$own" || exit; done; exec "$@" """,
+)
 
 
 @dataclass
@@ -51,8 +64,8 @@ class Story:
         return f"alone {self.left_s:5.1f} s  again: exit {self.code}  {told}\n        {self.names[0]}{same}"
 
 
-def world_of(new_world, name):
-    world = new_world(name, MGPU_TIMEOUTS=TIMEOUTS)
+def world_of(new_world, name, **variables):
+    world = new_world(name, **{"MGPU_TIMEOUTS": TIMEOUTS, **variables})
     world.write(
         name="crash",
         nodes=NODES,
@@ -74,9 +87,8 @@ def launch(world, option, value):
     return process.returncode, err
 
 
-def moments_of_launch(new_world) -> list[list[str]]:
+def moments_of_launch(world) -> list[list[str]]:
     """The points of a launch by moment, in order: of each one the names, the first of which is the one to die at."""
-    world = world_of(new_world, "recorded")
     path = world.root / "points.jsonl"
     code, err = launch(world, "--points", path)
     assert code == 0, err
@@ -91,7 +103,7 @@ def test_killed_anywhere_it_ends_alone_and_converges_when_it_is_gone_on_with(
     new_world, tmp_path, record_property, share
 ):
     began = time.monotonic()
-    moments = moments_of_launch(new_world)
+    moments = moments_of_launch(world_of(new_world, "recorded"))
     points = sum(map(len, moments))
     assert len(moments) >= FEWEST
     wanted = [names for names in moments if re.search(os.environ.get("MGPU_CRASH_POINTS", ""), " ".join(names))]
@@ -166,3 +178,111 @@ def nothing_left(world, story: Story) -> None:
         world.wait(lambda: not world.processes(), 10)
     except AssertionError:
         story.problems.append(f"processes are left: {world.processes()}")
+
+
+# --- on another machine
+
+
+@dataclass
+class Bucket:
+    """The backend of all worlds, each with a prefix of its own; the bucket is a folder."""
+
+    folder: Path
+    env: Mapping[str, str]
+
+    def variables(self, name: str) -> dict[str, str]:
+        """What a world's machines share."""
+        url = gateway.backend(self.env, self.folder.name, name)
+        return {**self.env, "PULUMI_BACKEND_URL": url, "MGPU_TIMEOUTS": json.dumps({**SHARED, "lock_s": LOCK_S})}
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in (self.folder / name / "mgpu" / "records").glob("*.json")]
+
+    def stacks(self, name: str) -> list[str]:
+        there = self.folder / name / ".pulumi"
+        return [path.name for kind in ("stacks/*/*.json*", "locks/**/*.json") for path in there.glob(kind)]
+
+
+@pytest.fixture
+def bucket(namespaces, require, tmp_path) -> Iterator[Bucket]:
+    program = gateway.program()
+    require("versitygw", program is not None, "it is not built: scripts/setup-go-tools.sh versitygw")
+    folder = tmp_path / "buckets"
+    folder.mkdir()
+    with gateway.serving(str(program), folder) as env:
+        yield Bucket(folder / gateway.make_bucket(env), env)
+
+
+@pytest.mark.timeout(1800)
+def test_killed_anywhere_another_machine_brings_it_to_its_end(new_world, bucket, tmp_path, record_property, share):
+    """It has the bucket and the passphrase: of the first machine it sees neither the files nor the processes."""
+    began = time.monotonic()
+    moments = moments_of_launch(world_of(new_world, "recorded", **bucket.variables("recorded")))
+    wanted = [names for names in moments if re.search(os.environ.get("MGPU_CRASH_POINTS", ""), " ".join(names))]
+    if "MGPU_CRASH_POINTS" not in os.environ:
+        named = {names[0]: names for names in moments}
+        label = "moments to kill a launch at that another machine goes on with"
+        drawn = share.of(label, named, known=KNOWN_ELSEWHERE, sources=[OPERATOR, ELSEWHERE])
+        wanted = [named[name] for name in drawn]
+
+    def story(number: int) -> Story:
+        name = f"p{number:03d}"
+        return taken_on(world_of(new_world, name, **bucket.variables(name)), Story(wanted[number]), bucket)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        stories = list(pool.map(story, range(len(wanted))))
+    table = "\n".join(map(str, stories))
+    (tmp_path / "points.txt").write_text(table)
+    sys.stdout.write(table)
+    told = f"{sum(map(len, moments))} crash points of launch at {len(moments)} moments; killed at {len(stories)}"
+    record_property("counted", f"{told}; {time.monotonic() - began:.0f} s in all")
+    wrong = [str(story) for story in stories if story.problems]
+    assert not wrong, "\n".join(wrong)
+    share.know()
+
+
+def taken_on(world, story: Story, bucket: Bucket) -> Story:
+    """The operator dies; the other machine passes until nothing is left to do."""
+    name, there = world.root.name, second_machine(world)
+    code, err = launch(world, "--die-at", story.names[0])
+    story.demand(code == -signal.SIGKILL, f"it was not passed: exit {code}: {err[-500:]}")
+    began, over = time.monotonic(), False
+    while not over and not story.problems and time.monotonic() - began < LEFT_S:
+        done = subprocess.run(
+            [*ANOTHER_HOST, str(world.root), sys.executable, "-P", str(ELSEWHERE), "reconcile", "--json"],
+            cwd=there, env=world.env | {"XDG_STATE_HOME": str(there / "state"), "XDG_CONFIG_HOME": str(there / "config")},
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        story.code = done.returncode
+        story.demand(done.returncode == 0, f"reconcile: exit {done.returncode}: {done.stderr[-700:]}{done.stdout[-700:]}")
+        over = all(each["teardown"] == "confirmed" for each in bucket.records(name)) and not json.loads(done.stdout or "{}").get("runs")
+    story.left_s = time.monotonic() - began
+    records = bucket.records(name)
+    if not records:  # nobody was promised anything yet
+        story.demand(not world.bill().nodes, "rented without a record")
+        return story
+    (run,) = records
+    story.demand((run["state"], run["teardown"]) == ("succeeded", "confirmed"), f"{run['state']}: {run['reason']}")
+    steps = world.steps(run["run_id"])
+    story.demand(steps == sorted(steps) and steps[-1:] == [STEPS], f"I5, or not trained to its end: {steps}")
+    story.demand(len(world.bill().nodes) == NODES, f"I2: rented {len(world.bill().nodes)} in all")
+    story.demand(world.alive() == 0, "I1: billed at the end")
+    story.demand(not bucket.stacks(name), f"the engine keeps {bucket.stacks(name)}")
+    try:
+        world.wait(lambda: not world.processes(), 10)
+    except AssertionError:
+        story.problems.append(f"processes are left: {world.processes()}")
+    return story
+
+
+def second_machine(world) -> Path:
+    """Its folders. The machines of provider `local`, which belong to no operator, and their bill are where they are."""
+    there = world.root / "second"
+    (there / "state" / "mgpu").mkdir(parents=True)
+    rented = world.state / "local"
+    rented.mkdir(parents=True, exist_ok=True)
+    (there / "state" / "mgpu" / "local").symlink_to(rented)
+    for root in (world.root, there):
+        (root / "config" / "mgpu").mkdir(parents=True)
+        (root / "config" / "mgpu" / "passphrase").write_text("between the two\n")
+    return there
