@@ -364,24 +364,27 @@ def agreed(
     before: Record | None = None,
     *,
     begins: bool = False,
+    code: str = "",
 ) -> Machines:
     """Looks at all that can be known before machines are rented, shows the price and asks; `before`: the run that is
-    gone on with, `begins`: it is not queued. Returns what the image has to fit. Raises what it finds, and InputError:
+    gone on with, `begins`: it is not queued, `code`: see `preflight`. Returns what the image has to fit. Raises what it finds, and InputError:
     nobody agrees, or a limit leaves no room for it now."""
-    machines = looked_at(console, run_file, spec, begins=begins)
+    machines = looked_at(console, run_file, spec, begins=begins, code=code)
     if before is not None:
         show_changes(console, before, spec)
     agree(console, yes)
     return machines
 
 
-def looked_at(console: Console, run_file: Path, spec: RunSpec, *, begins: bool = False) -> Machines:
+def looked_at(
+    console: Console, run_file: Path, spec: RunSpec, *, begins: bool = False, code: str = ""
+) -> Machines:
     """All of `agreed` but its question."""
     from mgpu.run.budget import account
     from mgpu.run.lifecycle.launch import preflight
 
     with console.waiting(PREFLIGHT):
-        preflight(run_file, spec, console.emit)
+        preflight(run_file, spec, console.emit, code)
     plan, costs = make_plan(spec), ()
     machines = machines_of(spec, plan)
     try:
