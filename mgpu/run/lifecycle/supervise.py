@@ -94,7 +94,8 @@ class _Run:
         self.stack: Stack = stack_of(self.record, context)
         if before is not None and before.pid != os.getpid():
             self.stack.oust(before.process, before.host)
-        key.bring(self.record, context)
+        if self.record.state is not State.TEARDOWN:  # nobody logs in any more, and the stack's key may be gone with it
+            key.bring(self.record, context)
 
     def conclude(self) -> Outcome:
         """Goes on with the run until it is over. One that is queued stays so where a limit leaves no room for it."""

@@ -37,14 +37,14 @@ from mgpu.run.record import record
 
 LOOKS = re.compile(
     r"(LocalProvider\.(check|offers|find|describe|list_owned)|FileStore\.(get|list|stat|checksum)"
-    r"|S3Store\.(get|get_file|read|list|stat|checksum)"
+    r"|S#Store\.(get|get_file|read|list|stat|checksum)"
     r"|Node\.(read|read_from|exists|fetch|greet|close)|Node\.run .*(have|free-ports|status)"
     r"|pulumi stack (output|export))\b"
 )
 KEEPER = "mgpu-keeper"  # the thread that keeps a run's lock in a bucket: what it passes when is chance
 _WORD = re.compile(r"\w[\w-]*")
-# what differs from run to run: ids, tokens, numbers
-_VARIES = re.compile(r"[a-z]+-\d{4}-[a-z2-9]{5}|[0-9a-f]{12,}|\d+")
+# what differs from run to run: ids, tokens, numbers; so `S3Store` is `S#Store`
+_VARIES = re.compile(r"(?<=journal/)[^/]+|[a-z]+-\d{4}-[a-z2-9]{5}|[0-9a-f]{12,}|\d+")
 
 
 class Points:
