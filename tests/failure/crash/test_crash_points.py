@@ -35,6 +35,7 @@ AT_ONCE = 3  # that work; any number waits for its machines to end
 FEWEST = 25
 SHARED = {"lease_s": RUN_LEASE_S, "lease_renew_s": 2, "silence_s": 20}
 TIMEOUTS = json.dumps(SHARED)
+DEAR = 32  # one in so many is drawn: each takes two machines and two engines
 LOCK_S = 2  # then another machine may take the run
 # another host without the first one's own files: its state but the rented machines, its project, its configuration
 ANOTHER_HOST = (
@@ -222,7 +223,7 @@ def test_killed_anywhere_another_machine_brings_it_to_its_end(new_world, bucket,
     if "MGPU_CRASH_POINTS" not in os.environ:
         named = {names[0]: names for names in moments}
         label = "moments to kill a launch at that another machine goes on with"
-        drawn = share.of(label, named, known=KNOWN_ELSEWHERE, sources=[OPERATOR, ELSEWHERE])
+        drawn = share.of(label, named, known=KNOWN_ELSEWHERE, sources=[OPERATOR, ELSEWHERE], share=DEAR)
         wanted = [named[name] for name in drawn]
 
     def story(number: int) -> Story:
