@@ -386,8 +386,8 @@ def agreed(
     code: str = "",
 ) -> Machines:
     """Looks at all that can be known before machines are rented, shows the price and asks; `before`: the run that is
-    gone on with, `begins`: it is not queued, `code`: see `preflight`. Returns what the image has to fit. Raises what it finds, and InputError:
-    nobody agrees, or a limit leaves no room for it now."""
+    gone on with, `begins`: it is not queued, `code`: see `preflight`. Returns what the image has to fit. Raises what it
+    finds, and InputError: nobody agrees, or a limit leaves no room for it now."""
     machines = looked_at(console, run_file, spec, begins=begins, code=code)
     if before is not None:
         show_changes(console, before, spec)
@@ -395,9 +395,7 @@ def agreed(
     return machines
 
 
-def looked_at(
-    console: Console, run_file: Path, spec: RunSpec, *, begins: bool = False, code: str = ""
-) -> Machines:
+def looked_at(console: Console, run_file: Path, spec: RunSpec, *, begins: bool = False, code: str = "") -> Machines:
     """All of `agreed` but its question."""
     from mgpu.run.budget import account
     from mgpu.run.lifecycle.launch import preflight

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _STALE = (
-    "the backend does not answer: what this machine knew so many seconds ago; who supervises, and what is billed, is not "
-    "known"
+    "the backend does not answer: what this machine knew so many seconds ago; who supervises, and what is billed, is "
+    "not known"
 )
 
 

@@ -32,7 +32,7 @@ class Options(Block):
     """What both have."""
 
     token: EnvName = Field(description="name of the environment variable with a token that may write statuses")
-    context: Text | None = Field(None, description="what the status is called (default: mgpu/<schedule, or run's name>)")
+    context: Text | None = Field(None, description="what the status is called (default: mgpu/<the schedule's name>)")
     api: Text | None = Field(None, description="https://..., where the API is (default: by the code's host)")
 
 

@@ -37,7 +37,7 @@ def installed() -> Entries[SinkEntry]:
 
 
 def require(sinks: Block, code: str) -> None:
-    """Raises InputError for a sink of `sinks:` that cannot serve runs with this code, git+URL@REF; empty: a folder's."""
+    """Raises InputError for one of `sinks:` that cannot serve runs with this code, git+URL@REF; empty: a folder's."""
     for name, entry in installed().found.items():
         if getattr(sinks, name) is not None and (why := entry.refuse(code)):
             cure = "`mgpu schedule add --code-from git+https://host/you/llm@main` has runs with a commit's code."

@@ -360,8 +360,12 @@ def test_what_runs_already_at_gitlab_is_told(told, service, status):
 @pytest.mark.parametrize(
     ("block", "code", "words"),
     [
-        ("github: {token: T}", "", "sinks.github cannot be used: it tells of a commit, and the code of this run is a fo"),
-        ("gitlab: {token: T}", "git+file:///srv/you/llm@main", "of a repository at a host, and git+file:///srv/you/llm"),
+        ("github: {token: T}", "", "sinks.github cannot be used: it tells of a commit, and the code of"),
+        (
+            "gitlab: {token: T}",
+            "git+file:///srv/you/llm@main",
+            "of a repository at a host, and git+file:///srv/you/llm",
+        ),
         ("github: {token: T}", "git+https://github.com/you/llm@main", ""),
         ("webhook: {url: HOOK}", "", ""),
     ],

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Semaphore
@@ -24,6 +25,8 @@ from typing import Any
 
 import pytest
 from fakes import gateway
+
+from mgpu.iac.engine import operations
 
 OPERATOR, ELSEWHERE, KNOWN, KNOWN_ELSEWHERE = (
     Path(__file__).with_name(name) for name in ("operator.py", "elsewhere.py", "points.txt", "points-elsewhere.txt")
@@ -35,6 +38,8 @@ AT_ONCE = 3  # that work; any number waits for its machines to end
 FEWEST = 25
 SHARED = {"lease_s": RUN_LEASE_S, "lease_renew_s": 2, "silence_s": 20}
 TIMEOUTS = json.dumps(SHARED)
+POWER = ", and its machine loses power"  # else the engine that it had at work goes on
+ENGINE_AT_WORK = re.compile(r"(while it runs:|machines touched by) pulumi (up|destroy|stack rm)")
 DEAR = 32  # one in so many is drawn: each takes two machines and two engines
 LOCK_S = 2  # then another machine may take the run
 # another host without the first one's own files: its state but the rented machines, its project, its configuration
@@ -219,16 +224,19 @@ def test_killed_anywhere_another_machine_brings_it_to_its_end(new_world, bucket,
     """It has the bucket and the passphrase: of the first machine it sees neither the files nor the processes."""
     began = time.monotonic()
     moments = moments_of_launch(world_of(new_world, "recorded", **bucket.variables("recorded")))
-    wanted = [names for names in moments if re.search(os.environ.get("MGPU_CRASH_POINTS", ""), " ".join(names))]
+    named = {names[0]: names for names in moments}
+    named |= {f"{name}{POWER}": names for name, names in named.items() if ENGINE_AT_WORK.search(name)}
+    wanted = [
+        name for name, names in named.items() if re.search(os.environ.get("MGPU_CRASH_POINTS", ""), f"{name} {names}")
+    ]
     if "MGPU_CRASH_POINTS" not in os.environ:
-        named = {names[0]: names for names in moments}
         label = "moments to kill a launch at that another machine goes on with"
-        drawn = share.of(label, named, known=KNOWN_ELSEWHERE, sources=[OPERATOR, ELSEWHERE], share=DEAR)
-        wanted = [named[name] for name in drawn]
+        wanted = share.of(label, named, known=KNOWN_ELSEWHERE, sources=[OPERATOR, ELSEWHERE], share=DEAR)
 
     def story(number: int) -> Story:
-        name = f"p{number:03d}"
-        return taken_on(world_of(new_world, name, **bucket.variables(name)), Story(wanted[number]), bucket)
+        name, point = f"p{number:03d}", wanted[number]
+        world, told = world_of(new_world, name, **bucket.variables(name)), Story([point, *named[point][1:]])
+        return taken_on(world, told, bucket)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         stories = list(pool.map(story, range(len(wanted))))
@@ -245,18 +253,15 @@ def test_killed_anywhere_another_machine_brings_it_to_its_end(new_world, bucket,
 def taken_on(world, story: Story, bucket: Bucket) -> Story:
     """The operator dies; the other machine passes until nothing is left to do."""
     name, there = world.root.name, second_machine(world)
-    code, err = launch(world, "--die-at", story.names[0])
+    code, err = launch(world, "--die-at", story.names[0].removesuffix(POWER))
     story.demand(code == -signal.SIGKILL, f"it was not passed: exit {code}: {err[-500:]}")
+    if story.names[0].endswith(POWER):
+        end_engines(world)
     began, over = time.monotonic(), False
     while not over and not story.problems and time.monotonic() - began < LEFT_S:
-        done = subprocess.run(
-            [*ANOTHER_HOST, str(world.root), sys.executable, "-P", str(ELSEWHERE), "reconcile", "--json"],
-            cwd=there, env=world.env | {"XDG_STATE_HOME": str(there / "state"), "XDG_CONFIG_HOME": str(there / "config")},
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        story.code = done.returncode
-        story.demand(done.returncode == 0, f"reconcile: exit {done.returncode}: {done.stderr[-700:]}{done.stdout[-700:]}")
-        over = all(each["teardown"] == "confirmed" for each in bucket.records(name)) and not json.loads(done.stdout or "{}").get("runs")
+        story.code, found, said = a_pass(world, there)
+        story.demand(story.code == 0, f"reconcile: exit {story.code}: {said}")
+        over = not found.get("runs") and all(each["teardown"] == "confirmed" for each in bucket.records(name))
     story.left_s = time.monotonic() - began
     records = bucket.records(name)
     if not records:  # nobody was promised anything yet
@@ -274,6 +279,28 @@ def taken_on(world, story: Story, bucket: Bucket) -> Story:
     except AssertionError:
         story.problems.append(f"processes are left: {world.processes()}")
     return story
+
+
+def end_engines(world) -> None:
+    """All that the operator had started on its own machine dies with that; what it has rented does not."""
+    for pid in world.processes():
+        with suppress(OSError):
+            if f"{operations.MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+
+
+def a_pass(world, there: Path) -> tuple[int, dict[str, Any], str]:
+    """One of the other machine: its exit code, its result, the end of what it says."""
+    done = subprocess.run(
+        [*ANOTHER_HOST, str(world.root), sys.executable, "-P", str(ELSEWHERE), "reconcile", "--json"],
+        cwd=there,
+        env=world.env | {f"XDG_{kind.upper()}_HOME": str(there / kind) for kind in ("state", "config")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout or "{}"), done.stderr[-700:]
 
 
 def second_machine(world) -> Path:
