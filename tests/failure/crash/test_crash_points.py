@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,12 +40,12 @@ SHARED = {"lease_s": RUN_LEASE_S, "lease_renew_s": 2, "silence_s": 20}
 TIMEOUTS = json.dumps(SHARED)
 POWER = ", and its machine loses power"  # else the engine that it had at work goes on
 ENGINE_AT_WORK = re.compile(r"(while it runs:|machines touched by) pulumi (up|destroy|stack rm)")
-DEAR = 32  # one in so many is drawn: each takes two machines and two engines
+DEAR = 64  # one in so many is drawn: each takes two machines and two engines
 LOCK_S = 2  # then another machine may take the run
 # another host without the first one's own files: its state but the rented machines, its project, its configuration
 ANOTHER_HOST = (
     *("unshare", "--mount", "--uts", "/bin/sh", "-c"),
-    """hostname elsewhere && for own in mine config state/mgpu/backends; do
+    """hostname "$1" && shift && for own in mine config state/mgpu/backends; do
     [ ! -d "$0/$own" ] || mount -t tmpfs tmpfs "$0/$own" || exit; done; exec "$@" """,
 )
 
@@ -250,17 +250,33 @@ def test_killed_anywhere_another_machine_brings_it_to_its_end(new_world, bucket,
     share.know()
 
 
-def taken_on(world, story: Story, bucket: Bucket) -> Story:
-    """The operator dies; the other machine passes until nothing is left to do."""
-    name, there = world.root.name, second_machine(world)
+def test_killed_on_two_machines_the_third_one_brings_it_to_its_end(new_world, bucket):
+    """The second one takes the run, and dies before it has looked what the first one's engine has left."""
+    world = world_of(new_world, "thrice", **bucket.variables("thrice"))
+    story = Story([f"up > machines touched by pulumi up{POWER}"])
+    second = another_machine(world, "second")
+
+    def dies() -> None:
+        code = elsewhere(world, second, "attach", MGPU_DIE_AT="nothing > after record.save").returncode
+        story.demand(code == -signal.SIGKILL, f"the second one did not die: exit {code}")
+
+    taken_on(world, story, bucket, dies)
+    assert not story.problems, str(story)
+
+
+def taken_on(world, story: Story, bucket: Bucket, meanwhile: Callable[[], None] = lambda: None) -> Story:
+    """The operator dies; another machine passes until nothing is left to do."""
+    name, there = world.root.name, another_machine(world, "another")
     code, err = launch(world, "--die-at", story.names[0].removesuffix(POWER))
     story.demand(code == -signal.SIGKILL, f"it was not passed: exit {code}: {err[-500:]}")
     if story.names[0].endswith(POWER):
         end_engines(world)
+    meanwhile()
     began, over = time.monotonic(), False
     while not over and not story.problems and time.monotonic() - began < LEFT_S:
-        story.code, found, said = a_pass(world, there)
-        story.demand(story.code == 0, f"reconcile: exit {story.code}: {said}")
+        done = elsewhere(world, there, "reconcile", "--json")
+        story.code, found = done.returncode, json.loads(done.stdout or "{}")
+        story.demand(story.code == 0, f"reconcile: exit {story.code}: {done.stderr[-700:]}")
         over = not found.get("runs") and all(each["teardown"] == "confirmed" for each in bucket.records(name))
     story.left_s = time.monotonic() - began
     records = bucket.records(name)
@@ -289,28 +305,28 @@ def end_engines(world) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def a_pass(world, there: Path) -> tuple[int, dict[str, Any], str]:
-    """One of the other machine: its exit code, its result, the end of what it says."""
-    done = subprocess.run(
-        [*ANOTHER_HOST, str(world.root), sys.executable, "-P", str(ELSEWHERE), "reconcile", "--json"],
+def elsewhere(world, there: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command on another machine, to its end."""
+    folders = {f"XDG_{kind.upper()}_HOME": str(there / kind) for kind in ("state", "config")}
+    return subprocess.run(
+        [*ANOTHER_HOST, str(world.root), there.name, sys.executable, "-P", str(ELSEWHERE), *words],
         cwd=there,
-        env=world.env | {f"XDG_{kind.upper()}_HOME": str(there / kind) for kind in ("state", "config")},
+        env=world.env | folders | variables,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    return done.returncode, json.loads(done.stdout or "{}"), done.stderr[-700:]
 
 
-def second_machine(world) -> Path:
-    """Its folders. The machines of provider `local`, which belong to no operator, and their bill are where they are."""
-    there = world.root / "second"
+def another_machine(world, name: str) -> Path:
+    """Its folders; its name is the folder's. The machines of provider `local`, which belong to no operator, and their bill are where they are."""
+    there = world.root / name
     (there / "state" / "mgpu").mkdir(parents=True)
     rented = world.state / "local"
     rented.mkdir(parents=True, exist_ok=True)
     (there / "state" / "mgpu" / "local").symlink_to(rented)
     for root in (world.root, there):
-        (root / "config" / "mgpu").mkdir(parents=True)
+        (root / "config" / "mgpu").mkdir(parents=True, exist_ok=True)
         (root / "config" / "mgpu" / "passphrase").write_text("between the two\n")
     return there
