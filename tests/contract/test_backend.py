@@ -109,6 +109,17 @@ def test_one_machine_at_a_time_supervises_and_the_other_is_told_which(team: Team
             assert token
 
 
+def test_who_has_a_run_knows_the_hosts_of_all_before_it_however_they_let_go(team: Team):
+    store, too_old_s = location.current().ours, -1
+    for number, host in enumerate("abbcd"):
+        grip = Lease(store, "lock", {"token": str(number), "host": host}, too_old_s)
+        assert grip.take(lambda _: False) is None
+        assert grip.renew() is None
+        if host == "c":
+            grip.release()
+    assert grip.hosts == {*"abc"}
+
+
 def test_one_whose_lock_ran_out_writes_nothing_more(team: Team, monkeypatch: pytest.MonkeyPatch):
     with team.on("a"), supervising("first-1") as first:
         records.save(run(supervisor=first, step=1))

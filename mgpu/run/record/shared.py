@@ -269,6 +269,12 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
         keeper.end()
 
 
+def earlier_hosts(run_id: str) -> frozenset[str]:
+    """Of all who supervised a run before this process, which does so now: where several died one after the other, what
+    the first one left may still be there."""
+    return _keepers[run_id].hosts if run_id in _keepers else frozenset()
+
+
 def send_soon(run_id: str) -> None:
     """Has logs and metrics of a run that is supervised here sent now, not in some minutes; waits for nothing."""
     if run_id in _keepers:
@@ -283,6 +289,11 @@ class _Keeper:
         self._over, self._lost = threading.Event(), False
         self._renewed = self._sent = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="mgpu-keeper", daemon=True)
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Of those who had the run before."""
+        return self._grip.hosts
 
     def start(self) -> None:
         """Begins."""

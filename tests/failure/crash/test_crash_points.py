@@ -320,7 +320,8 @@ def elsewhere(world, there: Path, *words: str, **variables: str) -> subprocess.C
 
 
 def another_machine(world, name: str) -> Path:
-    """Its folders; its name is the folder's. The machines of provider `local`, which belong to no operator, and their bill are where they are."""
+    """Its folders; its name is the folder's. The machines of provider `local`, and their bill, belong to no operator:
+    they are where they are."""
     there = world.root / name
     (there / "state" / "mgpu").mkdir(parents=True)
     rented = world.state / "local"
