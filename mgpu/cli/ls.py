@@ -84,7 +84,7 @@ def _result(records: list[Record], fleets: Iterable[Fleet], stale_s: float | Non
     return results.Runs(runs=runs, fleets=[results.Fleet(**each.to_json()) for each in fleets], stale_s=stale_s)
 
 
-def _state(record: Record, *, known: bool) -> str:
+def _state(record: Record, *, known: bool = True) -> str:
     """Not `known`: whether it is supervised."""
     if record.unmet:
         return f"{record.state}, not as expected"
