@@ -36,12 +36,13 @@ NODES, STEPS = 1, 20
 LEFT_S = LEASE_S + 60  # I1: within the lease and a minute
 AT_ONCE = 3  # that work; any number waits for its machines to end
 FEWEST = 25
-SHARED = {"lease_s": RUN_LEASE_S, "lease_renew_s": 2, "silence_s": 20}
-TIMEOUTS = json.dumps(SHARED)
+TIMEOUTS = json.dumps({"lease_s": RUN_LEASE_S, "lease_renew_s": 2, "silence_s": 20})
+# of two machines: the second one may take its time until the first one's machines end by themselves
+WITHIN_S, LOCK_S = 240, 2
+SHARED = json.dumps({"lease_s": WITHIN_S, "lock_s": LOCK_S, "silence_s": 20})
 POWER = ", and its machine loses power"  # else the engine that it had at work goes on
 ENGINE_AT_WORK = re.compile(r"(while it runs:|machines touched by) pulumi (up|destroy|stack rm)")
 DEAR = 64  # one in so many is drawn: each takes two machines and two engines
-LOCK_S = 2  # then another machine may take the run
 # another host without the first one's own files: its state but the rented machines, its project, its configuration
 ANOTHER_HOST = (
     *("unshare", "--mount", "--uts", "/bin/sh", "-c"),
@@ -70,12 +71,12 @@ class Story:
         return f"alone {self.left_s:5.1f} s  again: exit {self.code}  {told}\n        {self.names[0]}{same}"
 
 
-def world_of(new_world, name, **variables):
+def world_of(new_world, name, lease_s=LEASE_S, **variables):
     world = new_world(name, **{"MGPU_TIMEOUTS": TIMEOUTS, **variables})
     world.write(
         name="crash",
         nodes=NODES,
-        lease_minutes=LEASE_S / 60,
+        lease_minutes=lease_s / 60,
         command=["train.py", str(STEPS), "0.15"],
         checkpoint={"every_steps": 10, "keep_last": 3},
         recovery={"attempts": 3, "wait_minutes": 1},
@@ -196,10 +197,9 @@ class Bucket:
     folder: Path
     env: Mapping[str, str]
 
-    def variables(self, name: str) -> dict[str, str]:
-        """What a world's machines share."""
+    def world(self, new_world, name: str):
         url = gateway.backend(self.env, self.folder.name, name)
-        return {**self.env, "PULUMI_BACKEND_URL": url, "MGPU_TIMEOUTS": json.dumps({**SHARED, "lock_s": LOCK_S})}
+        return world_of(new_world, name, WITHIN_S, **self.env, PULUMI_BACKEND_URL=url, MGPU_TIMEOUTS=SHARED)
 
     def records(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in (self.folder / name / "mgpu" / "records").glob("*.json")]
@@ -223,7 +223,7 @@ def bucket(namespaces, require, tmp_path) -> Iterator[Bucket]:
 def test_killed_anywhere_another_machine_brings_it_to_its_end(new_world, bucket, tmp_path, record_property, share):
     """It has the bucket and the passphrase: of the first machine it sees neither the files nor the processes."""
     began = time.monotonic()
-    moments = moments_of_launch(world_of(new_world, "recorded", **bucket.variables("recorded")))
+    moments = moments_of_launch(bucket.world(new_world, "recorded"))
     named = {names[0]: names for names in moments}
     named |= {f"{name}{POWER}": names for name, names in named.items() if ENGINE_AT_WORK.search(name)}
     wanted = [
@@ -235,8 +235,7 @@ def test_killed_anywhere_another_machine_brings_it_to_its_end(new_world, bucket,
 
     def story(number: int) -> Story:
         name, point = f"p{number:03d}", wanted[number]
-        world, told = world_of(new_world, name, **bucket.variables(name)), Story([point, *named[point][1:]])
-        return taken_on(world, told, bucket)
+        return taken_on(bucket.world(new_world, name), Story([point, *named[point][1:]]), bucket)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         stories = list(pool.map(story, range(len(wanted))))
@@ -252,7 +251,7 @@ def test_killed_anywhere_another_machine_brings_it_to_its_end(new_world, bucket,
 
 def test_killed_on_two_machines_the_third_one_brings_it_to_its_end(new_world, bucket):
     """The second one takes the run, and dies before it has looked what the first one's engine has left."""
-    world = world_of(new_world, "thrice", **bucket.variables("thrice"))
+    world = bucket.world(new_world, "thrice")
     story = Story([f"up > machines touched by pulumi up{POWER}"])
     second = another_machine(world, "second")
 
@@ -273,7 +272,7 @@ def taken_on(world, story: Story, bucket: Bucket, meanwhile: Callable[[], None] 
         end_engines(world)
     meanwhile()
     began, over = time.monotonic(), False
-    while not over and not story.problems and time.monotonic() - began < LEFT_S:
+    while not over and not story.problems and time.monotonic() - began < WITHIN_S:
         done = elsewhere(world, there, "reconcile", "--json")
         story.code, found = done.returncode, json.loads(done.stdout or "{}")
         story.demand(story.code == 0, f"reconcile: exit {story.code}: {done.stderr[-700:]}")
