@@ -71,8 +71,10 @@ def _hash(text: str | bytes) -> int:
 
 
 def chosen(points: Collection[str], number: int, share: int = SHARE) -> set[str]:
-    """The draw of this number: of each point it matters only how it is named and who else there is."""
-    due = {point for point in points if _hash(point) % ROUND == number % ROUND}
+    """The draw of this number: of each point it matters only how it is named and who else there is. `share`: one in so
+    many; of a share that is smaller than the eighth it takes as many numbers in a row until every point was due."""
+    rounds = max(ROUND, share)
+    due = {point for point in points if _hash(point) % rounds == number % rounds}
     others = sorted(set(points) - due, key=lambda point: _hash(f"{number} {point}"))
     return due | set(others[: max(0, -(-len(set(points)) // share) - len(due))])
 
@@ -85,12 +87,14 @@ class Draw:
     said: str = ""  # why it is this number; of plain runs nothing is said
     changed: tuple[str, ...] = ()  # files of the checkout
 
-    def of(self, points: Iterable[str], sources: Iterable[str] = (), new: Collection[str] = ()) -> list[str]:
+    def of(
+        self, points: Iterable[str], sources: Iterable[str] = (), new: Collection[str] = (), share: int = SHARE
+    ) -> list[str]:
         """Those of the points that are drawn, in their order. A change of a source, a file or a folder, draws all."""
         points = list(points)
         if self.number is None or self.has_changed(*sources):
             return points
-        taken = chosen(points, self.number) | set(new)
+        taken = chosen(points, self.number, share) | set(new)
         return [point for point in points if point in taken]
 
     def has_changed(self, *sources: str) -> bool:
@@ -158,16 +162,17 @@ class Share:
         *,
         known: Path | None = None,
         sources: Iterable[Path] = (),
+        share: int = SHARE,
     ) -> list[str]:
         """Those that are drawn. `known` lists names; a point that it lacks, or a name of which it lacks, is new. A
-        change of the test's file or of another source draws all."""
+        change of the test's file or of another source draws all. `share`: one in so many, where a point is dear."""
         parts = points if isinstance(points, Mapping) else {point: (point,) for point in points}
         old = set(known.read_text().splitlines() if known and known.exists() else ())
         if known:
             self._met[known] = set(itertools.chain.from_iterable(parts.values()))
         new = [point for point, names in parts.items() if known and not old.issuperset(names)]
         files = [source.resolve().relative_to(ROOT).as_posix() for source in (self._file, *sources)]
-        drawn = self._draw.of(parts, files, new)
+        drawn = self._draw.of(parts, files, new, share)
         self._tell(TOLD, [label, len(drawn), len(parts), len(new)])
         return drawn
 

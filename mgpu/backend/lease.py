@@ -32,12 +32,17 @@ class Seen:
 
 
 class Lease:
-    """One holder's grip on one lease. `said`: JSON about the holder, with a `token` that nobody else has. Every method
-    may raise StoreError: then nothing is known."""
+    """One holder's grip on one lease. `said`: JSON about the holder, with a `token` that nobody else has, and its
+    `host`; the hosts of those before it are kept with it. Every method may raise StoreError: then nothing is known."""
 
     def __init__(self, store: Store, key: str, said: Mapping[str, Any], lasts_s: float) -> None:
         self._store, self._key, self._said, self._lasts_s = store, key, dict(said), lasts_s
         self._beat = 0
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Of all who have held it before."""
+        return frozenset(self._said.get("hosts", ()))
 
     def take(self, dead: Callable[[Mapping[str, Any]], bool], *, force: bool = False) -> Seen | None:
         """Takes it where nobody holds it; None: taken, else who holds it. `dead`: whether the holder that said this is
@@ -49,6 +54,7 @@ class Lease:
             elif seen.token == self._said["token"]:
                 return None
             elif force or seen.over or dead(seen.said):
+                self._said["hosts"] = sorted({*seen.said.get("hosts", ()), str(seen.said.get("host", ""))} - {""})
                 self._settle(lambda version=seen.version: self._store.replace(self._key, self._text(), version))
             else:
                 return seen

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,7 +17,8 @@ from mgpu import paths
 from mgpu.backend import location
 from mgpu.cli import complete
 from mgpu.console import Console
-from mgpu.errors import InputError, MgpuError, NoCapacity, ProviderError
+from mgpu.errors import InputError, MgpuError, NoCapacity, ProviderError, StackError
+from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Interruption, Record, State, load
 from mgpu.words import amount, count, duration, seconds_of, utc
@@ -61,6 +62,24 @@ def choose_backend(folder: Path) -> None:
     """Until this command ends its backend is that of the project in `folder`."""
     location.choose(folder)
     click.get_current_context().call_on_close(lambda: location.choose(None))
+
+
+@contextmanager
+def as_known(console: Console) -> Iterator[float | None]:
+    """For commands that only look: where the backend does not answer they see what this machine knows of it, while the
+    block runs. That is said, and how many seconds old it is is yielded; None: it answers. Raises StackError: nothing is
+    known."""
+    age_s = None
+    with ExitStack() as stack:
+        try:
+            shared.pull()
+        except StackError as error:
+            if (age_s := shared.known_s_ago()) is None:
+                raise
+            stack.enter_context(shared.as_known())
+            why = error.why.partition("\n")[0]
+            console.say(f"{error.what} ({why}); this is what this machine knew {duration(age_s)} ago", "yellow")
+        yield age_s
 
 
 def change_options(command: F) -> F:
@@ -371,24 +390,25 @@ def agreed(
     before: Record | None = None,
     *,
     begins: bool = False,
+    code: str = "",
 ) -> Machines:
     """Looks at all that can be known before machines are rented, shows the price and asks; `before`: the run that is
-    gone on with, `begins`: it is not queued. Returns what the image has to fit. Raises what it finds, and InputError:
-    nobody agrees, or a limit leaves no room for it now."""
-    machines = looked_at(console, run_file, spec, begins=begins)
+    gone on with, `begins`: it is not queued, `code`: see `preflight`. Returns what the image has to fit. Raises what it
+    finds, and InputError: nobody agrees, or a limit leaves no room for it now."""
+    machines = looked_at(console, run_file, spec, begins=begins, code=code)
     if before is not None:
         show_changes(console, before, spec)
     agree(console, yes)
     return machines
 
 
-def looked_at(console: Console, run_file: Path, spec: RunSpec, *, begins: bool = False) -> Machines:
+def looked_at(console: Console, run_file: Path, spec: RunSpec, *, begins: bool = False, code: str = "") -> Machines:
     """All of `agreed` but its question."""
     from mgpu.run.budget import account
     from mgpu.run.lifecycle.launch import preflight
 
     with console.waiting(PREFLIGHT):
-        preflight(run_file, spec, console.emit)
+        preflight(run_file, spec, console.emit, code)
     plan, costs = make_plan(spec), ()
     machines = machines_of(spec, plan)
     try:

@@ -33,9 +33,15 @@ def logs(run: str, node: int | None, with_times: bool, follow: bool, as_json: bo
 
     To a file or a pipe with --node, without --times: byte for byte.
     """
-    record = load(run)
-    folder = Folder(record.run_id)
     console = Console(as_json=as_json)
+    with common.as_known(console) as stale_s:
+        _print(console, run, node, with_times=with_times, follow=follow, known=stale_s is None)
+
+
+def _print(console: Console, run: str, node: int | None, *, with_times: bool, follow: bool, known: bool) -> None:
+    """`known`: whether it is supervised is."""
+    record = load(run)
+    folder, as_json = Folder(record.run_id), console.as_json
     if node is not None and not 0 <= node < record.nodes:
         raise InputError(f"--node {node}: the run has nodes 0 to {record.nodes - 1}")
     ranks = [node] if node is not None else list(range(record.nodes))
@@ -43,7 +49,8 @@ def logs(run: str, node: int | None, with_times: bool, follow: bool, as_json: bo
     readers = [_Reader(folder, rank) for rank in ranks]
     seen = False
     while True:
-        files.follow(record.run_id)
+        if known:
+            files.follow(record.run_id)
         watched = supervised(record.run_id)
         over = load(record.run_id).state.final
         ends = over or not follow or not watched
@@ -60,7 +67,7 @@ def logs(run: str, node: int | None, with_times: bool, follow: bool, as_json: bo
         time.sleep(FOLLOW_EVERY_S)
     if not seen:
         console.say("no log was received from the nodes")
-    if not over and not watched and (follow or not seen):
+    if known and not over and not watched and (follow or not seen):
         console.say("nobody receives its logs: no process supervises it", "yellow")
         console.next(f"mgpu attach {record.run_id}    receive them, and look after it")
 

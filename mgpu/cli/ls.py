@@ -27,25 +27,29 @@ _SPARE = ("begun", "checkpoint", "step")  # columns that a narrow terminal does 
 @click.option("--all", "all_runs", is_flag=True, help="All runs, not only the newest 20.")
 def ls(as_json: bool, all_runs: bool) -> int:
     """List runs, newest last, and ask the providers what is billed now."""
-    from mgpu.run.fleet.inventory import survey
-
     console = Console(as_json=as_json)
-    records = every() if all_runs else every()[-20:]
-    with console.waiting(common.ASKING):
-        seen = survey()
+    with common.as_known(console) as stale_s:
+        return _listed(console, every() if all_runs else every()[-20:], stale_s)
+
+
+def _listed(console: Console, records: list[Record], stale_s: float | None) -> int:
+    from mgpu.run.fleet.inventory import Survey, survey
+
+    with console.waiting(common.ASKING):  # what stands for machines, the backend knows
+        seen = survey() if stale_s is None else Survey(())
     fleets = seen.by_name
-    if as_json:
-        console.result(_result(records, fleets))
+    if console.as_json:
+        console.result(_result(records, fleets, stale_s))
         return common.not_asked(console, seen)
     billed = {each for fleet in fleets for each in fleet.ids}
     rows = [
         (
             r.run_id,
-            _state(r),
+            _state(r, known=stale_s is None),
             "" if r.step < 0 else f"{r.step}/{r.steps}" if r.steps else r.step,
             f"step {r.checkpoint_step}" if r.checkpoint_id else "",
             _ago(r.created_at),
-            _machines(r, None if seen.failures else billed),
+            _machines(r, None if seen.failures or stale_s is not None else billed),
         )
         for r in records
     ]
@@ -53,6 +57,9 @@ def ls(as_json: bool, all_runs: bool) -> int:
         console.table(("run", "state", "step", "checkpoint", "begun", "machines"), rows, spare=_SPARE)
     else:
         console.prose("no runs yet")
+    if stale_s is not None:
+        console.prose("billed now: not asked")
+        return 0
     for fleet in fleets:
         console.prose(
             f"fleet {fleet.name}: {count(len(fleet.ids), 'node')} of {fleet.provider}, "
@@ -69,20 +76,23 @@ def ls(as_json: bool, all_runs: bool) -> int:
     return common.not_asked(console, seen)
 
 
-def _result(records: list[Record], fleets: Iterable[Fleet]) -> Result:
+def _result(records: list[Record], fleets: Iterable[Fleet], stale_s: float | None) -> Result:
     from mgpu.cli import results
     from mgpu.run.view import RunView
 
     runs = [RunView.of(each) for each in records]
-    return results.Runs(runs=runs, fleets=[results.Fleet(**each.to_json()) for each in fleets])
+    return results.Runs(runs=runs, fleets=[results.Fleet(**each.to_json()) for each in fleets], stale_s=stale_s)
 
 
-def _state(record: Record) -> str:
+def _state(record: Record, *, known: bool = True) -> str:
+    """Not `known`: whether it is supervised."""
     if record.unmet:
         return f"{record.state}, not as expected"
     if record.state is State.QUEUED:
         return f"queued, {record.reason}" if record.reason else record.state
-    return record.state if record.state.final or supervised(record.run_id) else f"{record.state}, no supervisor"
+    if record.state.final or supervised(record.run_id):
+        return record.state
+    return f"{record.state}, no supervisor" if known else f"{record.state}, as it was"
 
 
 def _machines(record: Record, billed: set[str] | None) -> str:

@@ -85,8 +85,11 @@ def _doubts(spec: RunSpec, run_file: Path) -> list[str]:
     """What a launch would warn of, of the code and of what of the run file is left out of the image.
 
     Raises:
-        InputError: a launch would refuse the code.
+        InputError: a launch would refuse the code, or a sink.
     """
+    from mgpu.spec import sink
+
+    sink.require(spec.sinks, "")
     found = _of_the_code(spec, run_file)
     if spec.image is None:
         return found

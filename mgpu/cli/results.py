@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from mgpu.schedule.queue import Queued
 
 VERSION = 1
+_STALE = (
+    "the backend does not answer: what this machine knew so many seconds ago; who supervises, and what is billed, is "
+    "not known"
+)
 
 
 class Result(Value):
@@ -68,6 +72,7 @@ class Status(Run):
         description="with --live, a node each: `rank`, `id`, `phase` of its machine as the provider says, `agent`: "
         "what it says itself, null where it does not answer"
     )
+    stale_s: float | None = Field(None, description=_STALE)
 
 
 class Due(Value):
@@ -234,6 +239,7 @@ class Runs(Result):
 
     runs: list[RunView] = Field(description="newest last")
     fleets: list[Fleet]
+    stale_s: float | None = Field(None, description=_STALE)
 
 
 class CostView(Value):

@@ -120,7 +120,7 @@ def add(
     source = _code_of(spec, code_from)
     for number, line in enumerate(_coming(times)):
         console.say(f"{'next' if number == 0 else '    '}  {line}")
-    fits = common.agreed(console, run_file, spec, yes)
+    fits = common.agreed(console, run_file, spec, yes, code=str(source or ""))
     made = Schedule(
         name=name,
         uid=secrets.token_hex(4),

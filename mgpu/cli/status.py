@@ -21,24 +21,31 @@ from mgpu.run.record.supervisor_lock import Holder
 def status(run: str, as_json: bool, live: bool) -> int:
     """Show RUN (default: the newest): phase, progress, price, machines."""
     console = Console(as_json=as_json)
+    with common.as_known(console) as stale_s:
+        return _shown(console, run, stale_s, live=live)
+
+
+def _shown(console: Console, run: str, stale_s: float | None, *, live: bool) -> int:
     record = load(run)
     watched = not record.state.final and supervised(record.run_id)
     who = supervisor_of(record.run_id)
     now, problem = _live(record) if live else (None, None)
-    if as_json:
-        console.result(common.result_of(record, supervised=watched, live=now))
+    if console.as_json:
+        console.result(common.result_of(record, supervised=watched, live=now, stale_s=stale_s))
         return common.exit_with(console, problem) if problem else 0
     rows = common.summary(record)
     if not record.state.final:
         age = f"{time.time() - record.updated_at:.0f} s ago"
         rows[0] = (rows[0][0], rows[0][1] + ("" if watched else f", as it was {age}"))
         rows.append(("nodes", ", ".join(record.node_phases) or "none yet"))
-        rows.append(("supervisor", _watching(who) if watched else _unwatched(record)))
+        unwatched = "not known" if stale_s is not None else _unwatched(record)
+        rows.append(("supervisor", _watching(who) if watched else unwatched))
         rows.append(("seen", age))
     for node in now or []:
         rows.append((f"node {node['rank']} now", _words(node, record)))
     console.table(("run", record.run_id), rows)
-    console.next(*_next(record, watched, stuck=who is not None and who.suspended))
+    if watched or stale_s is None:
+        console.next(*_next(record, watched, stuck=who is not None and who.suspended))
     return common.exit_with(console, problem) if problem else 0
 
 

@@ -48,20 +48,26 @@ class WebhookSink(Telling):
 
     def tell(self, message: Message) -> None:
         """Raises OSError: no answer, or another one."""
-        import urllib3
-
         body = json.dumps({"version": VERSION, **asdict(message)}).encode()
         headers = {"Content-Type": "application/json", "X-Mgpu-Id": message.id}
         if self._secret is not None:
             headers["X-Mgpu-Signature"] = f"sha256={hmac.new(self._secret, body, hashlib.sha256).hexdigest()}"
-        try:
-            answer = urllib3.request(
-                "POST", self._url, body=body, headers=headers, timeout=ANSWER_S, retries=False, redirect=False
-            )
-        except urllib3.exceptions.HTTPError as error:  # the address may hold a secret
-            raise OSError(f"no answer: {type(error).__name__}") from None
-        if not 200 <= answer.status < 300:
-            raise OSError(f"it answers {answer.status}")
+        status, _ = post(self._url, body, headers)
+        if not 200 <= status < 300:
+            raise OSError(f"it answers {status}")
+
+
+def post(url: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
+    """POSTs it, and goes nowhere else; the answer's status and text. Raises OSError: there is none."""
+    import urllib3
+
+    try:
+        answer = urllib3.request(
+            "POST", url, body=body, headers=headers, timeout=ANSWER_S, retries=False, redirect=False
+        )
+    except urllib3.exceptions.HTTPError as error:  # the address may hold a secret
+        raise OSError(f"no answer: {type(error).__name__}") from None
+    return answer.status, answer.data.decode(errors="replace")
 
 
 def value_of(variable: str) -> str:

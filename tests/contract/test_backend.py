@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from fakes.gateway import Team
 from mgpu_train.agent.machine import procs
 from mgpu_train.store import Ambiguous
@@ -109,6 +109,17 @@ def test_one_machine_at_a_time_supervises_and_the_other_is_told_which(team: Team
             assert token
 
 
+def test_who_has_a_run_knows_the_hosts_of_all_before_it_however_they_let_go(team: Team):
+    store, too_old_s = location.current().ours, -1
+    for number, host in enumerate("abbcd"):
+        grip = Lease(store, "lock", {"token": str(number), "host": host}, too_old_s)
+        assert grip.take(lambda _: False) is None
+        assert grip.renew() is None
+        if host == "c":
+            grip.release()
+    assert grip.hosts == {*"abc"}
+
+
 def test_one_whose_lock_ran_out_writes_nothing_more(team: Team, monkeypatch: pytest.MonkeyPatch):
     with team.on("a"), supervising("first-1") as first:
         records.save(run(supervisor=first, step=1))
@@ -178,6 +189,45 @@ def test_a_backend_that_does_not_answer_is_named(team: Team, monkeypatch: pytest
         with pytest.raises(StackError, match="s3://team/x"):
             records.save(run())
         assert json.loads(Folder("first-1").record.read_text())["run_id"] == "first-1", "nothing is lost"
+
+
+def test_what_a_machine_knew_is_shown_where_its_backend_does_not_answer(team: Team, monkeypatch: pytest.MonkeyPatch):
+    there = location.current().url
+    with team.on("a"):
+        records.save(run(state=State.RUNNING, step=3, fleet={"nodes": []}))
+        (Folder("first-1").root / "logs").mkdir(exist_ok=True)
+        (Folder("first-1").root / "logs" / "node-0.1.i-1.log").write_bytes(b"step 3\n")
+        shared.files.send("first-1")
+    away = there.replace(there.partition("endpoint=")[2].partition("&")[0], "http://127.0.0.1:9")
+    with team.on("b"):
+        assert "step 3" in cli("logs", "first-1")
+
+    def asked(machine: str, *words: str) -> Result:
+        monkeypatch.setenv(location.VARIABLE, away)
+        with team.on(machine):
+            return CliRunner().invoke(mgpu.cli.cli, words, standalone_mode=False)
+
+    for words, shown in (
+        (("ls",), "first-1"),
+        (("status", "first-1"), "not known"),
+        (("logs", "first-1", "-f"), "step 3"),
+    ):
+        done = asked("b", *words)
+        assert (done.exception, done.return_value or 0) == (None, 0), words
+        assert shown in done.stdout, words
+        assert "no supervisor" not in done.stdout + done.stderr, words
+        assert "mgpu attach" not in done.stdout + done.stderr, words
+        assert done.stderr.count("what this machine knew") == 1, words
+    for words in (("ls", "--json"), ("status", "--json")):
+        assert 0 <= json.loads(asked("b", *words).stdout)["stale_s"] < 600
+    for words in (("stop", "first-1"), ("attach", "first-1"), ("reconcile",), ("rm", "first-1", "--yes")):
+        failed = asked("b", *words)
+        assert isinstance(failed.exception, StackError) or failed.return_value == StackError.exit_code, words
+    for words in (("ls",), ("status",), ("logs",)):
+        assert isinstance(asked("nobody", *words).exception, StackError), "it knows nothing"
+    monkeypatch.setenv(location.VARIABLE, there)
+    with team.on("b"):
+        assert json.loads(cli("status", "--json"))["stale_s"] is None
 
 
 def test_a_run_that_nobody_has_is_said_with_the_backend(team: Team):

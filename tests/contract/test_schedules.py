@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from fakes.gateway import Team
 from mgpu_train.store import Ambiguous
+from mgpu_train.store.s3 import S3Store
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.backend import location
@@ -180,6 +182,62 @@ def test_whatever_happens_to_requests_each_time_has_one_run(storm, team_in_a_sto
     with team.on("e"):
         assert passes(NOW + 3.5 * HOUR) == []
         assert [due.outcome for due in kept.load("nightly").history] == [Outcome.SUCCEEDED] * 3
+
+
+class Dead(BaseException):
+    """A process that is killed: nothing in it hears of it, and it asks the bucket for nothing more."""
+
+
+class Writes:
+    """What a process writes into the bucket, in order; it dies after the one with this number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done, self._last = list[str](), 0
+        for name in ("put_if_absent", "put", "replace", "delete", "put_file"):
+            monkeypatch.setattr(S3Store, name, self._wrapped(name, getattr(S3Store, name)))
+        for name in ("read", "stat", "list", "get_file"):
+            monkeypatch.setattr(S3Store, name, self._wrapped("", getattr(S3Store, name)))
+
+    def begin(self, last: int) -> None:
+        self.done, self._last = [], last
+
+    def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(store: S3Store, key: str, *more: Any, **options: Any) -> Any:
+            if len(self.done) >= self._last:
+                raise Dead
+            found = real(store, key, *more, **options)
+            self.done += [f"{name} {key}"] if name else []
+            return found
+
+        return call
+
+
+def test_wherever_a_pass_dies_another_machine_gives_its_time_one_run(team: Team, project: Path, monkeypatch):
+    """After each write: in between nothing changes that others see. In the end the first machine comes back, too."""
+    writes, bucket, forever = Writes(monkeypatch), location.current().url, 1 << 30
+
+    def one_pass(name: str, last: int) -> list[str]:
+        monkeypatch.setenv(location.VARIABLE, bucket.replace("/team?", f"/{name}?"))
+        with team.on(f"{name}-a"):
+            writes.begin(forever)
+            add(project)
+            writes.begin(last)
+            with suppress(Dead):
+                passes()
+        return writes.done
+
+    whole = one_pass("whole", forever)
+    assert len(whole) >= 5, whole
+    for number in range(len(whole) + 1):
+        assert one_pass(f"p{number}", number) == whole[:number]
+        writes.begin(forever)
+        for machine in ("b", "a"):
+            with team.on(f"p{number}-{machine}"):
+                assert passes() == record.ids(), f"died after {whole[:number]}"
+                (due,) = kept.load("nightly").history
+                assert (due.outcome, [due.run_id]) == (Outcome.RUNNING, record.ids())
+                record.shared.files.bring(due.run_id)
+                assert (Folder(due.run_id).work / ".hidden").exists(), "whoever submitted it has kept its code"
 
 
 @pytest.fixture

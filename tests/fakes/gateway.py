@@ -88,4 +88,5 @@ class Team:
         shared._pulled.clear()
         shared._stays.clear()
         shared._seen.clear()
+        shared.files._followed.clear()
         yield

@@ -383,7 +383,8 @@ def test_an_engine_that_fails_says_why_and_what_helps(stack, engine, script, say
     assert cure in failed.value.next_step
 
 
-def test_a_host_that_has_lost_the_stack_holds_it_no_more(stack, engine, capsys):
+@pytest.mark.parametrize("lost", [("elsewhere",), ("another", ("elsewhere", "another"))], ids=["last", "earlier"])
+def test_a_host_that_has_lost_the_stack_holds_it_no_more(stack, engine, capsys, lost):
     engine("")
     lock = {"pid": 1, "username": "them", "hostname": "elsewhere", "timestamp": "yesterday"}
     held = location.current().folder / state_file.lock_prefix(project.project_name(stack.project), "s") / "a.json"
@@ -391,7 +392,7 @@ def test_a_host_that_has_lost_the_stack_holds_it_no_more(stack, engine, capsys):
     held.write_text(json.dumps(lock))
     with pytest.raises(StackError, match="locked by process 1 of them on elsewhere"):
         stack.up()
-    stack.oust(procs.me(), "elsewhere")
+    stack.oust(procs.me(), *lost)
     stack.up()
     assert not held.exists()
     assert engine.asked() == ["up --stack s"]

@@ -74,7 +74,8 @@ def test_their_keys_are_keys_of_the_run_file(beside):
     train = schema["$defs"]["TrainConfig"]["properties"]
     assert train["task"]["anyOf"][0]["enum"] == ["lm", "parity"]
     assert train["strategy"]["enum"] == ["byhand", "ddp", "fsdp", "single"]
-    assert set(schema["$defs"]["Sinks"]["properties"]) == {"apprise", "bell", "command", "jsonl", "webhook"}
+    ours = {"apprise", "command", "github", "gitlab", "jsonl", "webhook"}
+    assert set(schema["$defs"]["Sinks"]["properties"]) == {*ours, "bell"}
     assert schema["$defs"]["YardOptions"]["properties"]["gate"]["enum"] == ["north", "south"]
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -347,7 +347,7 @@ class Stack:
     def interrupt(self) -> None:
         self.world.calls.append("interrupt")
 
-    def oust(self, driver: Process, host: str) -> None:
+    def oust(self, driver: Process, host: str, others: Collection[str] = ()) -> None:
         self.world.ousted.append(driver)
 
     def _call(self, name: str) -> None:

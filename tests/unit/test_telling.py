@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from waiting import until
 
+from mgpu.errors import InputError
 from mgpu.events import (
     AttemptEnded,
     CheckpointCommitted,
@@ -28,10 +29,11 @@ from mgpu.events import (
     Warned,
 )
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Record, save
+from mgpu.run.record.record import Record, State, load, save
 from mgpu.sinks import command
 from mgpu.sinks.delivery import Delivery, again, of_submission, tell_again
 from mgpu.sinks.telling import waiting
+from mgpu.spec import sink
 from mgpu.spec.load import loads
 
 RUN = "night-1125-abcde"
@@ -55,7 +57,9 @@ class Service:
 
     def __init__(self) -> None:
         self.told: list[tuple[dict[str, str], bytes]] = []
+        self.paths: list[str] = []
         self.answers: list[int] = []
+        self.says = b""
         service = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -64,9 +68,11 @@ class Service:
                 answer = service.answers.pop(0) if service.answers else 200
                 if answer < 300:
                     service.told.append((dict(self.headers), body))
+                    service.paths.append(self.path)
                 self.send_response(answer)
-                self.send_header("Content-Length", "0")
+                self.send_header("Content-Length", str(len(service.says)))
                 self.end_headers()
+                self.wfile.write(service.says)
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -284,3 +290,108 @@ def test_a_delivery_that_hangs_is_cut_off_and_waits(told, tmp_path, monkeypatch)
     emits(told, "  command: {run: [sleep, '60']}\n", ENDED)
     assert "timed out" in warned(told)
     assert len(list((Folder(RUN).root / "outbox" / "command").glob("*.json"))) == 1
+
+
+# --- a status of a commit
+
+
+SHA = "0123abc" + "d" * 33
+BEGINS = RunStateChanged(RUN, 0, 1.0, state="provisioning", before="queued")
+AT_GITHUB, AT_GITLAB = f"/repos/you/llm/statuses/{SHA}", f"/projects/team%2Fnight%2Fllm/statuses/{SHA}"
+
+
+@pytest.fixture
+def status(told, service, monkeypatch):
+    """`status("github", *events)`: what a service is told of a scheduled run whose code is a commit's."""
+    monkeypatch.setenv("TOKEN", "canary-5ecret")
+    urls = {"github": "git+ssh://git@github.com/you/llm.git", "gitlab": "git+https://gitlab.com/team/night/llm"}
+
+    def emitted(host: str, *events: Event, more: str = "") -> list[dict[str, Any]]:
+        save(replace(load(RUN), code=f"{urls[host]}@{SHA}", schedule="nightly"))
+        emits(told, f"  {host}: {{token: TOKEN, api: '{service.url}'{more}}}\n", *events)
+        return service.messages
+
+    return emitted
+
+
+@pytest.mark.parametrize(
+    ("host", "path", "header", "states"),
+    [
+        ("github", AT_GITHUB, ("Authorization", "Bearer canary-5ecret"), ("pending", "success", "failure", "error")),
+        ("gitlab", AT_GITLAB, ("PRIVATE-TOKEN", "canary-5ecret"), ("running", "success", "failed", "canceled")),
+    ],
+)
+def test_a_commit_has_the_status_of_its_run_once(told, service, status, host, path, header, states):
+    unmet = replace(ENDED, at=10.0, exit_code=6, reason="loss 2.01 > 1.93")
+    stopped = replace(ENDED, at=11.0, exit_code=8, state="stopped", reason="x" * 500)
+    events = (BEGINS, LOST, REPAIRING, ENDED, unmet, stopped)
+    messages = status(host, *events)
+    assert [each["state"] for each in messages] == [*states]
+    assert {each["context"] for each in messages} == {"mgpu/nightly"}
+    assert messages[1]["description"].startswith(f"{RUN}; step 300, validation_loss 1.91, $4.20")
+    assert "loss 2.01 > 1.93" in messages[2]["description"]
+    assert len(messages[3]["description"]) == 140, "GitHub refuses more"
+    assert set(service.paths) == {f"/hook{path}"}
+    assert all(headers[header[0]] == header[1] for headers, _ in service.told)
+    assert len(status(host, *events, more=", context: other")) == 4, "as it was told already"
+    written = "".join(path.read_text() for path in Folder(RUN).root.rglob("*") if path.is_file())
+    assert "canary" not in written + warned(told)
+
+
+def test_a_run_that_is_over_is_not_said_to_begin_by_who_could_not_say_so_in_time(told, service, status):
+    service.answers = [503] * 2
+    assert status("github", BEGINS) == []
+    save(replace(load(RUN), state=State.SUCCEEDED))  # by another machine, which has told it
+    tell_again(told.append)
+    assert service.messages == []
+    assert [each["state"] for each in status("github", ENDED)] == ["success"]
+
+
+def test_what_runs_already_at_gitlab_is_told(told, service, status):
+    service.says = b'{"message": "Cannot transition status via :run from :running"}'
+    service.answers = [400]
+    assert [each["state"] for each in status("gitlab", BEGINS, ENDED)] == ["success"]
+    service.says, service.answers = b'{"message": "401 Unauthorized"}', [401] * 2
+    status("gitlab", replace(BEGINS, at=12.0))
+    assert "it answers 401" in warned(told)
+    assert "401 Unauthorized" in warned(told)
+
+
+@pytest.mark.parametrize(
+    ("block", "code", "words"),
+    [
+        ("github: {token: T}", "", "sinks.github cannot be used: it tells of a commit, and the code of"),
+        (
+            "gitlab: {token: T}",
+            "git+file:///srv/you/llm@main",
+            "of a repository at a host, and git+file:///srv/you/llm",
+        ),
+        ("github: {token: T}", "git+https://github.com/you/llm@main", ""),
+        ("webhook: {url: HOOK}", "", ""),
+    ],
+)
+def test_a_sink_of_a_commit_is_refused_where_there_is_none(block, code, words):
+    spec = loads(f"{FILE}sinks: {{{block}}}\n", "mgpu.yaml")
+    if not words:
+        sink.require(spec.sinks, code)
+    else:
+        with pytest.raises(InputError, match="--code-from") as caught:
+            sink.require(spec.sinks, code)
+        assert words in str(caught.value)
+
+
+def test_addresses_are_those_of_the_codes_host(told, status, monkeypatch):
+    asked = []
+    monkeypatch.setattr("mgpu.sinks.commit_status.post", lambda url, *_: asked.append(url) or (201, ""))
+    for host, code in (
+        ("github", "git+ssh://git@github.com/you/llm.git"),
+        ("github", "git+https://me:pw@git.example.com:8443/you/llm"),
+        ("gitlab", "git+https://gitlab.com/team/night/llm"),
+    ):
+        save(replace(load(RUN), code=f"{code}@{SHA}"))
+        emits(told, f"  {host}: {{token: TOKEN}}\n", replace(BEGINS, at=len(asked) + 1.0))
+    assert asked == [
+        f"https://api.github.com{AT_GITHUB}",
+        f"https://git.example.com:8443/api/v3{AT_GITHUB}",
+        f"https://gitlab.com/api/v4{AT_GITLAB}",
+    ]

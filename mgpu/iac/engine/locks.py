@@ -12,6 +12,7 @@ import os
 import pwd
 import shlex
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from mgpu_train.agent.machine import procs
@@ -36,9 +37,9 @@ class Lock:
     timestamp: str
 
 
-def release_dead(prefix: str, place: str, stack: str, emit: Emit, lost_host: str = "") -> None:
+def release_dead(prefix: str, place: str, stack: str, emit: Emit, lost_hosts: Collection[str] = ()) -> None:
     """Deletes the locks below `prefix` of the backend whose holders are dead, or have lost the stack: those of
-    `lost_host`. `place` is the mark of the stack's own operations.
+    `lost_hosts`. `place` is the mark of the stack's own operations.
 
     Raises:
         StackError: another process is at work on the stack, or it cannot be known whether one is.
@@ -51,8 +52,8 @@ def release_dead(prefix: str, place: str, stack: str, emit: Emit, lost_host: str
         if lock is None:
             continue
         what = f"process {lock.pid}, which died at work"
-        if lost_host and lock.hostname == lost_host:
-            what = f"process {lock.pid} on {lost_host}, whose run was taken over"
+        if lock.hostname in lost_hosts:
+            what = f"process {lock.pid} on {lock.hostname}, whose run was taken over"
         else:
             _require_ours(lock, stack)
             if _held(lock, place):

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -73,7 +73,7 @@ class Stack:
         self._values = config
         self._cli = CliProcess(grace_s=timeouts.destroy_s)
         self._ousted: Process | None = None
-        self._lost_host = ""
+        self._lost_hosts = frozenset[str]()
         self._exported: dict[str, Any] | None = None  # by the last `up`, until something else works on the stack
 
     @property
@@ -178,13 +178,14 @@ class Stack:
         """Asks the CLI to cancel: what is under way is undone and saved. Later operations but `destroy` are refused."""
         self._cli.interrupt()
 
-    def oust(self, driver: Process, host: str) -> None:
+    def oust(self, driver: Process, host: str, others: Collection[str] = ()) -> None:
         """From here on, what this driver has at work on the stack is ended as if it had died: it has lost the stack. On
-        another host it cannot be seen from here; its locks count no more."""
-        if host == os.uname().nodename:
+        another host it cannot be seen from here; its locks count no more, nor do those of `others`, hosts that had lost
+        the stack before."""
+        here = os.uname().nodename
+        if host == here:
             self._ousted = driver
-        else:
-            self._lost_host = host
+        self._lost_hosts = frozenset({host, *others} - {here})
 
     # ---- configuration
 
@@ -228,7 +229,7 @@ class Stack:
         operations.end_orphans(self._place, emit=self._emit, save_s=save_s, ousted=ousted, given_up=given_up)
         if not given_up():
             prefix = state_file.lock_prefix(project_name(self.project), self.name)
-            locks.release_dead(prefix, self._place, self.name, self._emit, self._lost_host)
+            locks.release_dead(prefix, self._place, self.name, self._emit, self._lost_hosts)
             state_file.drop_torn_attributes(project_name(self.project), self.name)
 
     def _clear(self) -> None:

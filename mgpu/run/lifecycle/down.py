@@ -18,7 +18,7 @@ from mgpu.providers.base import Provider
 from mgpu.run.fleet.stack import give_back_fleet, keeper, open_stack, refuse_used, require_ours, stack_of
 from mgpu.run.job.stack_output import provider_for
 from mgpu.run.lifecycle.outcome import ended, endings, final_state, judged, remembered, revoke_store
-from mgpu.run.record import files
+from mgpu.run.record import files, shared
 from mgpu.run.record.record import Record, State, busy, load, save, supervising, supervisor_of
 from mgpu.run.record.supervisor_lock import Holder
 from mgpu.spec.load import load as load_spec
@@ -56,8 +56,8 @@ def _give_back(record: Record, fleet: StackOutput | None, before: Holder | None,
         record.reason, record.verdict = "its machines were given back by hand", Interrupted.exit_code
     _to(record, record.state if record.state.final else State.TEARDOWN, context)
     stack = stack_of(record, context)
-    if before is not None and before.host != os.uname().nodename:
-        stack.oust(before.process, before.host)
+    if before is not None and before.pid != os.getpid():
+        stack.oust(before.process, before.host, shared.earlier_hosts(record.run_id))
     provider = registry.get(record.provider, fleet.options if fleet else record.options)
     give_back_fleet(stack, provider, fleet, context, remove=keeper(record).own_stack, name=record.fleet_name)
     record.teardown = "confirmed"

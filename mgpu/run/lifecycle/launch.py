@@ -27,6 +27,7 @@ from mgpu.run.lifecycle.supervise import supervise, supervision
 from mgpu.run.nodes import code_upload
 from mgpu.run.record.record import Record, busy, new_run_id
 from mgpu.run.record.session import Session
+from mgpu.spec import sink as sinks
 from mgpu.spec.model import RunSpec
 from mgpu.words import count
 
@@ -95,14 +96,15 @@ def run(run_file: Path, spec: RunSpec, stack_name: str, context: Context, *, res
         return supervise(session, context, submitted=True)
 
 
-def preflight(run_file: Path, spec: RunSpec, emit: Emit) -> Path:
-    """What can be known before money is spent: project, code, secrets, provider, store. Returns the project's folder.
-    What the user should know of the code is emitted.
+def preflight(run_file: Path, spec: RunSpec, emit: Emit, code: str = "") -> Path:
+    """What can be known before money is spent: project, code, sinks, secrets, provider, store. Returns the project's
+    folder. What the user should know of the code is emitted. `code`: where each run has it from; empty: the folder.
 
     Raises:
         InputError, ProviderError: what is missing.
     """
     project = project_of(run_file)
+    sinks.require(spec.sinks, code)
     request = resolve(spec, spec.name, run_file.resolve().parent, timeouts=Timeouts())  # type: ignore[call-arg]
     told = code_upload.look(request)
     provider = provider_for(spec)

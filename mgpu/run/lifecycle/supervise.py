@@ -42,7 +42,7 @@ from mgpu.run.lifecycle.outcome import Outcome, conclude, remembered
 from mgpu.run.lifecycle.post_mortem import of_the_store, over
 from mgpu.run.lifecycle.recovery import Attempts
 from mgpu.run.nodes import agent_client, outputs
-from mgpu.run.record import files, interruptions
+from mgpu.run.record import files, interruptions, shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State, supervising
 from mgpu.run.record.session import Session
@@ -94,8 +94,9 @@ class _Run:
         )  # as it was; what it names beside itself is on the nodes
         self.stack: Stack = stack_of(self.record, context)
         if before is not None and before.pid != os.getpid():
-            self.stack.oust(before.process, before.host)
-        key.bring(self.record, context)
+            self.stack.oust(before.process, before.host, shared.earlier_hosts(self.record.run_id))
+        if self.record.state is not State.TEARDOWN:  # nobody logs in any more, and the stack's key may be gone with it
+            key.bring(self.record, context)
 
     def conclude(self) -> Outcome:
         """Goes on with the run until it is over. One that is queued stays so where nothing is free for it, or a limit

@@ -36,12 +36,14 @@ if TYPE_CHECKING:
 
 _RECORDS, _UNSETTLED, _LOCKS, _STOPS = "records/", "unsettled/", "locks/", "stops/"
 _LARGEST = 16 << 20  # bytes of a record
+_BROUGHT = "brought"  # in the copy: written when records were brought
 _PULL_EVERY_S = 2.0  # at most: commands that wait look at a record many times a second
 _AT_ONCE = 16  # records that are read at the same time
 _pulled: dict[Path, float] = {}  # by the backend's folder here, when its records were brought last,
 _stays: dict[Path, float] = {}  # and when it was asked last whether all was moved
 _keepers: dict[str, _Keeper] = {}  # of the runs that are supervised here
 _listed: dict[str, bool] = {}  # by store and run: whether this process has put it into the index, or taken it out
+_away = False  # while a command shows what this machine knows of a backend that does not answer
 _seen: dict[
     str, tuple[float, tuple[Holder | None, bool]]
 ] = {}  # by run, when its lock was looked at last, and whose it was
@@ -57,6 +59,8 @@ class Lost(Exception):
 def pull(*, fresh: bool = False) -> None:
     """Brings the copies of all records up to date, but of runs that are supervised here; not where that was done a
     moment ago, unless they are to be `fresh`. Those of runs that were removed elsewhere go. Raises StackError."""
+    if _away:
+        return
     here = location.current()
     store = here.shared
     recent = time.monotonic() - _pulled.get(here.root, -_PULL_EVERY_S) < _PULL_EVERY_S
@@ -74,6 +78,28 @@ def pull(*, fresh: bool = False) -> None:
         if path.parent.name not in there and not held(Folder(path.parent.name).lock):
             shutil.rmtree(path.parent, ignore_errors=True)
     _pulled[here.root] = time.monotonic()
+    files.replace(here.root / _BROUGHT, b"")
+
+
+def known_s_ago() -> float | None:
+    """How old the newest that this machine knows of a bucket's runs is; None: it knows nothing of any."""
+    versions = [path.stat().st_mtime for path in runs().glob("*/.version")]
+    brought = location.current().root / _BROUGHT
+    if not versions:
+        return None
+    return max(0.0, time.time() - max(*versions, brought.stat().st_mtime if brought.exists() else 0.0))
+
+
+@contextmanager
+def as_known() -> Iterator[None]:
+    """While the block runs the backend is not asked for records, supervisors and logs: what looks at them sees what
+    this machine knows."""
+    global _away
+    _away = True
+    try:
+        yield
+    finally:
+        _away = False
 
 
 def require_here(here: Backend) -> None:
@@ -192,6 +218,8 @@ def _keep_version(run_id: str, version: str) -> None:
 def holder(run_id: str) -> tuple[Holder | None, bool]:
     """Who supervises a run by what the backend says, or did last, and whether that is so now; of a folder nothing is
     said. Raises StackError."""
+    if _away:
+        return None, False
     here = location.current()
     if here.shared is None:
         return None, False
@@ -241,6 +269,12 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
         keeper.end()
 
 
+def earlier_hosts(run_id: str) -> frozenset[str]:
+    """Of all who supervised a run before this process, which does so now: where several died one after the other, what
+    the first one left may still be there."""
+    return _keepers[run_id].hosts if run_id in _keepers else frozenset()
+
+
 def send_soon(run_id: str) -> None:
     """Has logs and metrics of a run that is supervised here sent now, not in some minutes; waits for nothing."""
     if run_id in _keepers:
@@ -255,6 +289,11 @@ class _Keeper:
         self._over, self._lost = threading.Event(), False
         self._renewed = self._sent = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="mgpu-keeper", daemon=True)
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """Of those who had the run before."""
+        return self._grip.hosts
 
     def start(self) -> None:
         """Begins."""

@@ -15,20 +15,40 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Semaphore
+from typing import Any
 
 import pytest
+from fakes import gateway
 
-OPERATOR, KNOWN = (Path(__file__).with_name(name) for name in ("operator.py", "points.txt"))
+from mgpu.iac.engine import operations
+
+OPERATOR, ELSEWHERE, KNOWN, KNOWN_ELSEWHERE = (
+    Path(__file__).with_name(name) for name in ("operator.py", "elsewhere.py", "points.txt", "points-elsewhere.txt")
+)
 LEASE_S, RUN_LEASE_S = 24, 12
 NODES, STEPS = 1, 20
 LEFT_S = LEASE_S + 60  # I1: within the lease and a minute
 AT_ONCE = 3  # that work; any number waits for its machines to end
 FEWEST = 25
 TIMEOUTS = json.dumps({"lease_s": RUN_LEASE_S, "lease_renew_s": 2, "silence_s": 20})
+# of two machines: the second one may take its time until the first one's machines end by themselves
+WITHIN_S, LOCK_S = 240, 2
+SHARED = json.dumps({"lease_s": WITHIN_S, "lock_s": LOCK_S, "silence_s": 20})
+POWER = ", and its machine loses power"  # else the engine that it had at work goes on
+ENGINE_AT_WORK = re.compile(r"(while it runs:|machines touched by) pulumi (up|destroy|stack rm)")
+DEAR = 64  # one in so many is drawn: each takes two machines and two engines
+# another host without the first one's own files: its state but the rented machines, its project, its configuration
+ANOTHER_HOST = (
+    *("unshare", "--mount", "--uts", "/bin/sh", "-c"),
+    """hostname "$1" && shift && for own in mine config state/mgpu/backends; do
+    [ ! -d "$0/$own" ] || mount -t tmpfs tmpfs "$0/$own" || exit; done; exec "$@" """,
+)
 
 
 @dataclass
@@ -51,12 +71,12 @@ class Story:
         return f"alone {self.left_s:5.1f} s  again: exit {self.code}  {told}\n        {self.names[0]}{same}"
 
 
-def world_of(new_world, name):
-    world = new_world(name, MGPU_TIMEOUTS=TIMEOUTS)
+def world_of(new_world, name, lease_s=LEASE_S, **variables):
+    world = new_world(name, **{"MGPU_TIMEOUTS": TIMEOUTS, **variables})
     world.write(
         name="crash",
         nodes=NODES,
-        lease_minutes=LEASE_S / 60,
+        lease_minutes=lease_s / 60,
         command=["train.py", str(STEPS), "0.15"],
         checkpoint={"every_steps": 10, "keep_last": 3},
         recovery={"attempts": 3, "wait_minutes": 1},
@@ -74,9 +94,8 @@ def launch(world, option, value):
     return process.returncode, err
 
 
-def moments_of_launch(new_world) -> list[list[str]]:
+def moments_of_launch(world) -> list[list[str]]:
     """The points of a launch by moment, in order: of each one the names, the first of which is the one to die at."""
-    world = world_of(new_world, "recorded")
     path = world.root / "points.jsonl"
     code, err = launch(world, "--points", path)
     assert code == 0, err
@@ -91,7 +110,7 @@ def test_killed_anywhere_it_ends_alone_and_converges_when_it_is_gone_on_with(
     new_world, tmp_path, record_property, share
 ):
     began = time.monotonic()
-    moments = moments_of_launch(new_world)
+    moments = moments_of_launch(world_of(new_world, "recorded"))
     points = sum(map(len, moments))
     assert len(moments) >= FEWEST
     wanted = [names for names in moments if re.search(os.environ.get("MGPU_CRASH_POINTS", ""), " ".join(names))]
@@ -166,3 +185,148 @@ def nothing_left(world, story: Story) -> None:
         world.wait(lambda: not world.processes(), 10)
     except AssertionError:
         story.problems.append(f"processes are left: {world.processes()}")
+
+
+# --- on another machine
+
+
+@dataclass
+class Bucket:
+    """The backend of all worlds, each with a prefix of its own; the bucket is a folder."""
+
+    folder: Path
+    env: Mapping[str, str]
+
+    def world(self, new_world, name: str):
+        url = gateway.backend(self.env, self.folder.name, name)
+        return world_of(new_world, name, WITHIN_S, **self.env, PULUMI_BACKEND_URL=url, MGPU_TIMEOUTS=SHARED)
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in (self.folder / name / "mgpu" / "records").glob("*.json")]
+
+    def stacks(self, name: str) -> list[str]:
+        there = self.folder / name / ".pulumi"
+        return [path.name for kind in ("stacks/*/*.json*", "locks/**/*.json") for path in there.glob(kind)]
+
+
+@pytest.fixture
+def bucket(namespaces, require, tmp_path) -> Iterator[Bucket]:
+    program = gateway.program()
+    require("versitygw", program is not None, "it is not built: scripts/setup-go-tools.sh versitygw")
+    folder = tmp_path / "buckets"
+    folder.mkdir()
+    with gateway.serving(str(program), folder) as env:
+        yield Bucket(folder / gateway.make_bucket(env), env)
+
+
+@pytest.mark.timeout(1800)
+def test_killed_anywhere_another_machine_brings_it_to_its_end(new_world, bucket, tmp_path, record_property, share):
+    """It has the bucket and the passphrase: of the first machine it sees neither the files nor the processes."""
+    began = time.monotonic()
+    moments = moments_of_launch(bucket.world(new_world, "recorded"))
+    named = {names[0]: names for names in moments}
+    named |= {f"{name}{POWER}": names for name, names in named.items() if ENGINE_AT_WORK.search(name)}
+    wanted = [
+        name for name, names in named.items() if re.search(os.environ.get("MGPU_CRASH_POINTS", ""), f"{name} {names}")
+    ]
+    if "MGPU_CRASH_POINTS" not in os.environ:
+        label = "moments to kill a launch at that another machine goes on with"
+        wanted = share.of(label, named, known=KNOWN_ELSEWHERE, sources=[OPERATOR, ELSEWHERE], share=DEAR)
+
+    def story(number: int) -> Story:
+        name, point = f"p{number:03d}", wanted[number]
+        return taken_on(bucket.world(new_world, name), Story([point, *named[point][1:]]), bucket)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        stories = list(pool.map(story, range(len(wanted))))
+    table = "\n".join(map(str, stories))
+    (tmp_path / "points.txt").write_text(table)
+    sys.stdout.write(table)
+    told = f"{sum(map(len, moments))} crash points of launch at {len(moments)} moments; killed at {len(stories)}"
+    record_property("counted", f"{told}; {time.monotonic() - began:.0f} s in all")
+    wrong = [str(story) for story in stories if story.problems]
+    assert not wrong, "\n".join(wrong)
+    share.know()
+
+
+def test_killed_on_two_machines_the_third_one_brings_it_to_its_end(new_world, bucket):
+    """The second one takes the run, and dies before it has looked what the first one's engine has left."""
+    world = bucket.world(new_world, "thrice")
+    story = Story([f"up > machines touched by pulumi up{POWER}"])
+    second = another_machine(world, "second")
+
+    def dies() -> None:
+        code = elsewhere(world, second, "attach", MGPU_DIE_AT="nothing > after record.save").returncode
+        story.demand(code == -signal.SIGKILL, f"the second one did not die: exit {code}")
+
+    taken_on(world, story, bucket, dies)
+    assert not story.problems, str(story)
+
+
+def taken_on(world, story: Story, bucket: Bucket, meanwhile: Callable[[], None] = lambda: None) -> Story:
+    """The operator dies; another machine passes until nothing is left to do."""
+    name, there = world.root.name, another_machine(world, "another")
+    code, err = launch(world, "--die-at", story.names[0].removesuffix(POWER))
+    story.demand(code == -signal.SIGKILL, f"it was not passed: exit {code}: {err[-500:]}")
+    if story.names[0].endswith(POWER):
+        end_engines(world)
+    meanwhile()
+    began, over = time.monotonic(), False
+    while not over and not story.problems and time.monotonic() - began < WITHIN_S:
+        done = elsewhere(world, there, "reconcile", "--json")
+        story.code, found = done.returncode, json.loads(done.stdout or "{}")
+        story.demand(story.code == 0, f"reconcile: exit {story.code}: {done.stderr[-700:]}")
+        over = not found.get("runs") and all(each["teardown"] == "confirmed" for each in bucket.records(name))
+    story.left_s = time.monotonic() - began
+    records = bucket.records(name)
+    if not records:  # nobody was promised anything yet
+        story.demand(not world.bill().nodes, "rented without a record")
+        return story
+    (run,) = records
+    story.demand((run["state"], run["teardown"]) == ("succeeded", "confirmed"), f"{run['state']}: {run['reason']}")
+    steps = world.steps(run["run_id"])
+    story.demand(steps == sorted(steps) and steps[-1:] == [STEPS], f"I5, or not trained to its end: {steps}")
+    story.demand(len(world.bill().nodes) == NODES, f"I2: rented {len(world.bill().nodes)} in all")
+    story.demand(world.alive() == 0, "I1: billed at the end")
+    story.demand(not bucket.stacks(name), f"the engine keeps {bucket.stacks(name)}")
+    try:
+        world.wait(lambda: not world.processes(), 10)
+    except AssertionError:
+        story.problems.append(f"processes are left: {world.processes()}")
+    return story
+
+
+def end_engines(world) -> None:
+    """All that the operator had started on its own machine dies with that; what it has rented does not."""
+    for pid in world.processes():
+        with suppress(OSError):
+            if f"{operations.MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+
+
+def elsewhere(world, there: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command on another machine, to its end."""
+    folders = {f"XDG_{kind.upper()}_HOME": str(there / kind) for kind in ("state", "config")}
+    return subprocess.run(
+        [*ANOTHER_HOST, str(world.root), there.name, sys.executable, "-P", str(ELSEWHERE), *words],
+        cwd=there,
+        env=world.env | folders | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def another_machine(world, name: str) -> Path:
+    """Its folders; its name is the folder's. The machines of provider `local`, and their bill, belong to no operator:
+    they are where they are."""
+    there = world.root / name
+    (there / "state" / "mgpu").mkdir(parents=True)
+    rented = world.state / "local"
+    rented.mkdir(parents=True, exist_ok=True)
+    (there / "state" / "mgpu" / "local").symlink_to(rented)
+    for root in (world.root, there):
+        (root / "config" / "mgpu").mkdir(parents=True, exist_ok=True)
+        (root / "config" / "mgpu" / "passphrase").write_text("between the two\n")
+    return there

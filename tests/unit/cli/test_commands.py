@@ -550,6 +550,12 @@ def test_a_plan_that_a_launch_would_refuse_says_so_after_the_price_and_names_no_
     assert "per hour for all nodes" in done.err
     assert "error: command: train.py would not be sent\n" in done.err
     assert "next: " not in done.err
+    (world.folder / ".mgpuignore").unlink()
+    run_file.write_text(run_file.read_text() + "sinks: {gitlab: {token: T}}\n")
+    refused = mgpu("plan")
+    assert (refused.code, mgpu("launch", "--yes").code) == (2, 2)
+    assert "sinks.gitlab cannot be used" in refused.err
+    assert "--code-from" in refused.err
 
 
 def test_a_run_file_that_is_not_there_rents_nothing(mgpu, world):

@@ -32,6 +32,13 @@ def test_eight_commits_in_a_row_draw_every_point(first, size):
     assert set().union(*drawn) == set(POINTS[:size])
 
 
+def test_of_dear_points_fewer_are_drawn_and_as_many_commits_in_a_row_draw_every_one():
+    drawn = [draw.chosen(POINTS, number, 32) for number in range(7, 39)]
+    assert set().union(*drawn) == set(POINTS)
+    assert {draw.chosen(POINTS, number, 32) == {*draw.Draw(number).of(POINTS, share=32)} for number in (0, 7)} == {True}
+    assert len(POINTS) / 32 <= sum(map(len, drawn)) / 32 <= len(POINTS) / 32 + 3
+
+
 def test_eight_commits_in_a_row_draw_every_point_that_stays_while_others_come_and_go():
     drawn = set[str]()
     for number in range(8):

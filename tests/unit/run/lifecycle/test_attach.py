@@ -96,7 +96,11 @@ def test_a_run_that_ended_meanwhile_is_not_taken_over(project):
 @pytest.mark.parametrize(
     ("verdict", "state"), [(0, State.SUCCEEDED), (6, State.FAILED), (8, State.STOPPED), (130, State.STOPPED)]
 )
-def test_a_teardown_that_was_cut_off_ends_with_the_verdict_it_began_with(project, verdict, state):
+def test_a_teardown_that_was_cut_off_ends_with_the_verdict_it_began_with(project, verdict, state, monkeypatch):
+    def gone_with_the_stack(*_):
+        raise StackError("stack run-1 has no SSH key in its state")
+
+    monkeypatch.setattr(supervise.key, "bring", gone_with_the_stack)
     fleet = project.stands("run-1")
     found = project.left_behind(state=State.TEARDOWN, teardown="asked", fleet=fleet, verdict=verdict, reason="why")
     project.world.connect_error = AssertionError("its machines may be gone: nobody connects")

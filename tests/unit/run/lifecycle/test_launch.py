@@ -870,6 +870,14 @@ def test_preflight_wants_files_that_can_be_sent(project):
     assert runs.preflight(project.world.run_file, spec, project.context.emit)
 
 
+def test_preflight_wants_a_commit_for_a_status_of_one(project):
+    spec = project.spec("sinks: {github: {token: T}}\n")
+    with pytest.raises(InputError, match=r"sinks\.github cannot be used: it tells of a commit"):
+        runs.preflight(project.world.run_file, spec, project.context.emit)
+    nothing_happened(project.world)
+    assert runs.preflight(project.world.run_file, spec, project.context.emit, "git+https://host/you/llm@main")
+
+
 def test_preflight_wants_every_secret(project, monkeypatch):
     monkeypatch.delenv("ONE", raising=False)
     monkeypatch.setenv("TWO", "x")

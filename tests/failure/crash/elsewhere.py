@@ -1,0 +1,51 @@
+"""`mgpu` on another machine than the one it runs on, as far as provider `local` lets it be another: its machines are
+processes of this one, so no namespace may hide processes.
+
+    python elsewhere.py reconcile     and whatever that starts; MGPU_DIE_AT names where it dies (operator.py)
+
+A process of another machine cannot be seen, so nobody here may know that it is dead, and its engine is not found: those
+of this machine have its XDG_STATE_HOME. That the host's name is another one, and that the first machine's files are not
+there, is up to who starts this.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from mgpu_train.agent.machine import procs
+
+from mgpu.iac.engine import operations
+from mgpu.run.record import shared
+from mgpu.schedule import supervisors
+
+
+def _started_here(process: procs.Process) -> bool:
+    try:
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended
+        return False
+    return os.fsencode(f"XDG_STATE_HOME={os.environ['XDG_STATE_HOME']}") in environment
+
+
+def _carriers(mark: str) -> dict[str, list[procs.Process]]:
+    found = _all_carriers(mark)
+    if mark != operations.MARK:  # machines are everybody's
+        return found
+    return {value: [each for each in processes if _started_here(each)] for value, processes in found.items()}
+
+
+_all_carriers, procs.carriers = procs.carriers, _carriers
+shared._space = lambda: "elsewhere"
+_command = supervisors._command
+supervisors._command = lambda *need: [sys.executable, "-P", __file__, *_command(*need)[3:]]
+
+if __name__ == "__main__":
+    if point := os.environ.get("MGPU_DIE_AT"):
+        operator = runpy.run_path(str(Path(__file__).with_name("operator.py")))
+        operator["install"](operator["Points"](None, point))
+    from mgpu.cli import main
+
+    main(sys.argv[1:])
