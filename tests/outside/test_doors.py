@@ -73,7 +73,7 @@ def test_their_keys_are_keys_of_the_run_file(beside):
     assert schema["properties"]["launcher"]["enum"] == ["bash", "envrun", "python", "torchrun"]
     train = schema["$defs"]["TrainConfig"]["properties"]
     assert train["task"]["anyOf"][0]["enum"] == ["lm", "parity"]
-    assert train["strategy"]["enum"] == ["byhand", "ddp", "fsdp", "single"]
+    assert train["strategy"]["enum"] == ["byhand", "ddp", "fsdp", "hsdp", "single"]
     ours = {"apprise", "command", "github", "gitlab", "jsonl", "webhook"}
     assert set(schema["$defs"]["Sinks"]["properties"]) == {*ours, "bell"}
     assert schema["$defs"]["YardOptions"]["properties"]["gate"]["enum"] == ["north", "south"]
