@@ -46,8 +46,7 @@ from mgpu_train.checkpoint.distributed.saver import Outcome, Saver
 from mgpu_train.config import Job, TrainConfig
 from mgpu_train.data.loader import Loader
 from mgpu_train.data.order import Order, Slices
-from mgpu_train.engines.pipelined import Pipelined
-from mgpu_train.engines.plain import Plain
+from mgpu_train.engines import of as engine_of
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.metrics.patience import Patience
@@ -146,7 +145,7 @@ class Trainer:
         # Model: the seed is the same on all ranks, so that replicas begin equal.
         self.model, layout = initial.spread(self.strategy, self.task, config)
         optimizers = optim.make(self.model, layout, config)
-        self.engine = (Pipelined if place.pipeline > 1 else Plain)(
+        self.engine = engine_of(place)(
             self.task,
             self.model,
             self.strategy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
@@ -23,6 +24,8 @@ class Pipelined(Plain):
         super().__init__(*given, **named)
         place = self.strategy.place
         assert place.mesh is not None  # noqa: S101 - there is more than one stage
+        if "arg_mbs" not in inspect.signature(Schedule1F1B.step).parameters:
+            raise TrainError(f"`train.pipeline_parallel` needs PyTorch 2.15, and this is {torch.__version__}")
         self._first, self._last = place.stage == 0, place.stage == place.pipeline - 1
         self._group = place.mesh["pipeline"].get_group()
         stage = PipelineStage(self.model, place.stage, place.pipeline, place.device, group=self._group)

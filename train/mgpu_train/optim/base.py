@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mgpu_train.config import TrainConfig
+from mgpu_train.errors import TrainError
 from mgpu_train.tasks.base import Layout
 
 
@@ -42,7 +43,10 @@ class Optimizers:
 
 
 def make(model: nn.Module, layout: Layout, config: TrainConfig) -> Optimizers:
-    """What `train.optimizer` says: AdamW for all, or Muon for the matrices of blocks and AdamW for the rest."""
+    """What `train.optimizer` says: AdamW for all, or Muon for the matrices of blocks and AdamW for the rest.
+
+    Raises TrainError: this PyTorch does not have it.
+    """
     learned = {name: each for name, each in model.named_parameters() if each.requires_grad}
     size = {name: each.numel() * each.element_size() for name, each in learned.items()}
     prefixes = tuple(f"{around}{block}." for block in layout.blocks for around in ("", "module."))
@@ -68,6 +72,8 @@ def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.opt
 
 def _muon(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
     """Muon (Jordan 2024), with the updates' size that lets it share AdamW's rate and decay (Liu et al. 2025)."""
+    if not hasattr(torch.optim, "Muon"):
+        raise TrainError(f"`train.optimizer`: muon comes with PyTorch 2.9, and this is {torch.__version__}")
     given = [{"params": each} for _, each in _groups(parameters, lambda _: True)]
     return torch.optim.Muon(given, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
 

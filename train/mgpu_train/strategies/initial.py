@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_train.config import TrainConfig
 from mgpu_train.errors import TrainError
-from mgpu_train.strategies import memory, pipeline, tensor
+from mgpu_train.strategies import memory, pipeline
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.tasks.base import Layout, Task
 
@@ -51,6 +51,8 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
     if place.pipeline > 1:  # what other stages have stays on the meta device
         model, layout = pipeline.cut(model, layout, place)
     if place.tensor > 1:
+        from mgpu_train.strategies import tensor  # 0.2 s, which few need
+
         tensor.share(model, layout, place)
     _prepare(model, layout, config)
     model = strategy.apply(model, layout)

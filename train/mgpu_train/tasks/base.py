@@ -5,17 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ValidationError
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from mgpu_train import entries
 from mgpu_train.config import TrainConfig
 from mgpu_train.data.base import Batch, Data
 from mgpu_train.errors import TrainError
 from mgpu_train.tasks import entry
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 __all__ = ["Batch", "Data", "Layout", "Loss", "Split", "Task", "load"]
 
