@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mgpu_train import launchers
-from mgpu_train.config import LmOptions
+from mgpu_train.config import LmOptions, TrainConfig
 from mgpu_train.data.order import Slices
 from mgpu_train.strategies import entry as strategies
 from mgpu_train.strategies.entry import Sizes
 from mgpu_train.tasks import entry as tasks
+from pydantic import BaseModel, ValidationError
 
 from mgpu.spec import command
 from mgpu.spec.expect import OF_THE_RUN
@@ -173,6 +174,9 @@ def _task(spec: RunSpec) -> Iterator[Mistake]:
     if spec.train is None:
         return
     task, options = spec.train.task, spec.train.options
+    entry = tasks.installed().found.get(task)
+    if entry is not None:
+        yield from _parted(spec.train, entry.options, entry.refuse)
     if ":" not in task and task not in tasks.installed().found:
         why, nearest = tasks.installed().complaint(task)
         yield Mistake(("train", "task"), f"{why}; a class of yours is package.module:Class", (), nearest)
@@ -182,6 +186,18 @@ def _task(spec: RunSpec) -> Iterator[Mistake]:
             yield Mistake(("train", key), message, (("train", "task"),))
         elif key in spec.train.model_fields_set and key in options:
             yield Mistake(("train", key), "`train.options` says it, too", (("train", "options"),))
+
+
+def _parted(
+    train: TrainConfig, options: type[BaseModel], refuse: Callable[[Any, int, int], str | None]
+) -> Iterator[Mistake]:
+    try:
+        given = options.model_validate(train.task_options)
+    except ValidationError:  # told of elsewhere, with line and field
+        return
+    if why := refuse(given, train.tensor_parallel, train.pipeline_parallel):
+        at = "tensor_parallel" if refuse(given, train.tensor_parallel, 1) else "pipeline_parallel"
+        yield Mistake(("train", at), why, (("train", "model"), ("train", "options")))
 
 
 def _variables(spec: RunSpec) -> Iterator[Mistake]:

@@ -44,7 +44,20 @@ PRODUCTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "tensor-hsdp": (8, {"strategy": "hsdp", "replicas": 2, "tensor_parallel": 2}),
 }  # fmt: skip
-ALONE = ("single", "muon")
+ALONE = ("single", "muon", "lm")
+GPT = {
+    "task": "lm", "seq_len": 16,
+    "model": {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "mlp": "swiglu", "qk_norm": True},
+}  # fmt: skip
+PRODUCTS |= {
+    "lm": (1, {"strategy": "single", **GPT}),
+    "lm-fsdp": (2, {"strategy": "fsdp", "activation_checkpointing": "selective", **GPT}),
+    "lm-tensor": (2, {"strategy": "single", "tensor_parallel": 2, **GPT}),
+    "lm-pipeline": (2, {"strategy": "single", "pipeline_parallel": 2, "micro_batch": 3, **GPT}),
+    "lm-all": (
+        8, {"strategy": "fsdp", "pipeline_parallel": 2, "tensor_parallel": 2, "micro_batch": 2, **GPT},
+    ),
+}  # fmt: skip
 # goes on from the third step of the first one
 RESUMED = {
     "single-from-pipeline-tensor": ("pipeline-tensor", "single"),
@@ -54,6 +67,7 @@ RESUMED = {
     "hsdp-from-hsdp": ("hsdp", "hsdp"),
     "muon-fsdp-from-muon-fsdp": ("muon-fsdp", "muon-fsdp"),
     "muon-from-muon-fsdp": ("muon-fsdp", "muon"),
+    "lm-tensor-from-lm-all": ("lm-all", "lm-tensor"),
 }
 
 
@@ -77,7 +91,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Losses:
             path: [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == kind]
             for path in (out / name / "metrics").glob("rank-*.jsonl")
         }
-        keys = ["loss", "error", *(["grad_norm"] if kind == "step" else [])]
+        keys = ["loss", *(["grad_norm"] if kind == "step" else []), *([] if name.startswith("lm") else ["error"])]
         if kind == "validation" and "muon" in name:
             keys += ["ema_loss", "ema_error"]
         numbers = [[line[key] for line in each for key in keys] for each in found.values()]
@@ -100,7 +114,7 @@ def flat(rows: list[list[float]]) -> list[float]:
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in ALONE])
 def test_every_product_has_the_losses_of_one_process(lines, name):
     assert len(lines(name)) == STEPS
-    alone = "muon" if name.startswith("muon") else "single"
+    alone = next((each for each in ALONE if name.split("-")[0] == each), "single")
     for kind in ("step", "validation"):
         assert flat(lines(name, kind)) == pytest.approx(flat(lines(alone, kind)), rel=far(name))
 

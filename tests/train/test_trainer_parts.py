@@ -13,11 +13,11 @@ from mgpu_train.errors import TrainError
 from mgpu_train.loop import read_job
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.metrics.patience import Patience
+from mgpu_train.models.gpt import GPT
 from mgpu_train.optim import base as optim
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.signals import SaveClock
 from mgpu_train.tasks.base import Layout
-from mgpu_train.tasks.lm import ByteGPT
 from torch import nn
 
 TINY = ModelConfig(layers=2, dim=32, heads=2)
@@ -113,14 +113,23 @@ class TestDifferences:
         assert differences(tmp_path, {**self.meta, "world_size": 4, "mesh": "dp=4"}) == ["world_size: 2 -> 4"]
 
 
-class TestByteGPT:
-    @pytest.mark.parametrize("shape", [TINY, ModelConfig(layers=3, dim=10, heads=1)])
+class TestGPT:
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            TINY,
+            ModelConfig(layers=3, dim=10, heads=1),
+            ModelConfig(layers=2, dim=48, heads=4, kv_heads=2, mlp="swiglu", qk_norm=True),
+            ModelConfig(layers=1, dim=32, heads=4, kv_heads=1, tied=True),
+        ],
+        ids=str,
+    )
     def test_its_size_is_known_without_torch(self, shape):
-        assert shape.parameters == sum(each.numel() for each in ByteGPT(shape, seq_len=16).parameters())
+        assert shape.parameters == sum(each.numel() for each in GPT(shape, 256, 16).parameters())
 
     def test_a_byte_is_predicted_from_those_before_it_alone(self):
         torch.manual_seed(0)
-        model = ByteGPT(TINY, seq_len=16)
+        model = GPT(TINY, 256, 16)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
         inputs, changed = torch.randint(256, (1, 16)), None
@@ -135,7 +144,7 @@ class TestByteGPT:
 
     def test_positions_matter(self):
         torch.manual_seed(0)
-        model = ByteGPT(TINY, seq_len=16)
+        model = GPT(TINY, 256, 16)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
         logits: list[torch.Tensor] = []
@@ -145,7 +154,7 @@ class TestByteGPT:
         assert not torch.allclose(logits[0][:, 2], logits[1][:, 2])
 
     def test_decay_is_for_matrices_only(self):
-        model = ByteGPT(TINY, seq_len=16)
+        model = GPT(TINY, 256, 16)
         (one,) = optim.make(model, Layout(), TrainConfig(weight_decay=0.3)).each
         decayed, plain = sorted(one.param_groups, key=lambda group: -group["weight_decay"])
         assert {p.ndim for p in decayed["params"]} == {2}
@@ -154,7 +163,7 @@ class TestByteGPT:
         assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
 
     def test_muon_has_the_matrices_of_blocks_alone(self):
-        model = ByteGPT(TINY, seq_len=16)
+        model = GPT(TINY, 256, 16)
         layout = Layout(blocks=("blocks.0", "blocks.1"))
         made = optim.make(model, layout, TrainConfig(optimizer="muon"))
         kinds = {

@@ -40,11 +40,19 @@ class Model(BaseModel):
 
 
 class ModelConfig(Model):
-    """The byte-level GPT's shape."""
+    """The GPT's shape."""
 
     layers: int = Field(2, ge=1, le=200, description="transformer blocks")
     dim: int = Field(128, ge=8, le=65536, description="width of the residual stream")
     heads: int = Field(4, ge=1, le=1024, description="attention heads; divides dim")
+    kv_heads: int | None = Field(
+        None, ge=1, le=1024, description="heads of keys and values, which others share; divides heads (default: heads)"
+    )
+    mlp: Literal["relu2", "swiglu"] = Field(
+        "relu2", description="relu2: squared ReLU, 4 x dim wide; swiglu: gated, 8/3 x dim, as many weights"
+    )
+    qk_norm: bool = Field(False, description="norms of queries and keys, head by head")
+    tied: bool = Field(False, description="the head has the embedding's weights")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
@@ -52,12 +60,33 @@ class ModelConfig(Model):
             raise ValueError(f"heads ({self.heads}) does not divide dim ({self.dim})")
         if self.dim // self.heads % 2:
             raise ValueError(f"dim / heads ({self.dim // self.heads}) is odd: rotary positions turn pairs")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads ({self.kv_heads}) does not divide heads ({self.heads})")
         return self
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.dim // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Width of the perceptron; that of SwiGLU is a multiple of 32."""
+        return 4 * self.dim if self.mlp == "relu2" else -(-8 * self.dim // 96) * 32
 
     @property
     def parameters(self) -> int:
         """How many numbers are learned: blocks, embedding and head of 256 bytes, the last norm."""
-        return self.layers * (12 * self.dim**2 + 2 * self.dim) + (2 * 256 + 1) * self.dim
+        return (
+            self.matrices + (2 * self.layers + 1) * self.dim + (2 * self.head_dim * self.layers if self.qk_norm else 0)
+        )
+
+    @property
+    def matrices(self) -> int:
+        """Of these, those of matrices."""
+        attention = 2 * self.dim**2 + 2 * self.dim * (self.kv_heads or self.heads) * self.head_dim
+        mlp = (2 if self.mlp == "relu2" else 3) * self.dim * self.hidden
+        return self.layers * (attention + mlp) + (1 if self.tied else 2) * 256 * self.dim
 
 
 class LmOptions(Model):

@@ -412,6 +412,33 @@ def test_messages_speak_no_pydantic():
         (edited(DEMO, "launcher", "python"), "launcher", "one process, and 2 are asked for"),
         (edited(DEMO, "train", "{strategy: single}"), "train.strategy", "one process, and 2 are asked for"),
         (edited(DEMO, "train", "{global_batch: 1}"), "train.global_batch", "1 samples are not one for each of 2"),
+        (edited(DEMO, "train", "{tensor_parallel: 2}"), "train.strategy", "1 processes of a node are not a multiple"),
+        (
+            edited(DEMO, "train", "{pipeline_parallel: 3, model: {layers: 3}}"),
+            "train.strategy",
+            "2 processes cannot be parted by 1 (tens",
+        ),
+        (edited(DEMO, "train", "{strategy: hsdp}"), "train.strategy", "hsdp needs 2 replicas or more, of 2 ranks"),
+        (edited(DEMO, "train", "{pipeline_parallel: 2}"), "train.global_batch", "a pipeline of 2 stages takes 2 micro"),
+        (
+            edited(DEMO, "train", "{strategy: single, pipeline_parallel: 2, micro_batch: 8, model: {layers: 1}}"),
+            "train.pipeline_parallel",
+            "1 layers are no 2 stages",
+        ),
+        (
+            edited(DEMO, "train", "{strategy: single, pipeline_parallel: 2, micro_batch: 8, model: {tied: true}}"),
+            "train.pipeline_parallel",
+            "a tied head has the weights of the embedding",
+        ),
+        (
+            edited(
+                edited(DEMO, "processes_per_node", "4"),
+                "train",
+                "{tensor_parallel: 4, model: {heads: 4, kv_heads: 2}}",
+            ),
+            "train.tensor_parallel",
+            "4 ranks cannot share 4 heads (2 of keys and values)",
+        ),
         (edited(DEMO, "secrets", "[A, B, A]"), "secrets", "`A` is given 2 times"),
         (edited(AWS, "regions", "[a, a]"), "regions", "`a` is given 2 times"),
         (edited(DEMO, "env", "{MGPU_RUN_ID: x}"), "env.MGPU_RUN_ID", "reserved"),

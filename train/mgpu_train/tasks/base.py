@@ -54,7 +54,9 @@ class Layout:
     # blocks do: so a stage of a pipeline runs the model's own `forward` without the modules of others
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
-    tensor: Mapping[str, ParallelStyle] = field(default_factory=dict)  # how ranks share a layer (tensor parallelism)
+    # how ranks share a layer (tensor parallelism): by what it gives ("columns"), by what it takes ("rows"), whole for
+    # each of the heads in dimension 1 that a rank has ("heads"), or in a style of torch's; names that are none are left
+    tensor: Mapping[str, str | ParallelStyle] = field(default_factory=dict)
 
 
 class Task(ABC):

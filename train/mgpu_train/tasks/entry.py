@@ -9,7 +9,9 @@ An entry is read without importing the task, which needs torch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -20,12 +22,18 @@ from mgpu_train.entries import Entries
 GROUP = "mgpu_train.tasks"
 
 
+def _never(_options: Any, _tensor: int, _pipeline: int) -> str | None:
+    return None
+
+
 @dataclass(frozen=True)
 class TaskEntry:
     """What an entry of the group names. The entry's own name is what a run file says in `train.task`."""
 
     task: str  # "package.module:Class", a `mgpu_train.tasks.base.Task`; imported on nodes
     options: type[BaseModel]  # what `train.options` may say: the class's own `Options`
+    # why its model cannot be shared by so many ranks a layer and cut into so many stages
+    refuse: Callable[[Any, int, int], str | None] = _never
     metrics: tuple[str, ...] = ()  # all names that a run of it reports: a run file expects no other; empty: any
 
 
@@ -35,9 +43,22 @@ COMMON = (
     *("host_share", "data_share"),
 )
 
+
+def _lm(options: LmOptions, tensor: int, pipeline: int) -> str | None:
+    model = options.model
+    if model.heads % tensor or (model.kv_heads or model.heads) % tensor or model.hidden % tensor:
+        return f"{tensor} ranks cannot share {model.heads} heads ({model.kv_heads or model.heads} of keys and values)"
+    if model.layers < pipeline:
+        return f"{model.layers} layers are no {pipeline} stages"
+    if model.tied and pipeline > 1:
+        return "a tied head has the weights of the embedding, which is on another stage of the pipeline"
+    return None
+
+
 LM = TaskEntry(
     "mgpu_train.tasks.lm:ByteLM",
     LmOptions,
+    refuse=_lm,
     metrics=(
         *COMMON,
         *("tokens_per_s", "unigram_entropy", "bigram_entropy"),

@@ -1,0 +1,118 @@
+"""A decoder-only transformer: rotary positions (Su et al. 2021), RMSNorm before each branch, no biases.
+
+In shapes, B is sequences and T is tokens of each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+from mgpu_train.config import ModelConfig
+
+
+class Attention(nn.Module):
+    """Causal self-attention; several heads may share keys and values (GQA: Ainslie et al. 2023)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim, self.shared = config.head_dim, config.kv_heads is not None
+        width, shared = config.heads * config.head_dim, (config.kv_heads or config.heads) * config.head_dim
+        self.q = nn.Linear(config.dim, width, bias=False)
+        self.k, self.v = (nn.Linear(config.dim, shared, bias=False) for _ in range(2))
+        self.out = nn.Linear(width, config.dim, bias=False)
+        self.norm_q, self.norm_k = (nn.RMSNorm(config.head_dim) if config.qk_norm else nn.Identity() for _ in range(2))
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """(B, T, dim) -> (B, T, dim). Ranks that share this layer have some of the heads each."""
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k = _rotate(self.norm_q(q), rotation), _rotate(self.norm_k(k), rotation)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.shared)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Perceptron(nn.Module):
+    """Squared ReLU (So et al. 2021), or SwiGLU (Shazeer 2020) of two thirds the width, which has as many weights."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.dim, config.hidden, bias=False)
+        self.gate = nn.Linear(config.dim, config.hidden, bias=False) if config.mlp == "swiglu" else None
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, dim) -> (B, T, dim)."""
+        up = self.up(x)
+        return self.down(F.relu(up).square() if self.gate is None else F.silu(self.gate(x)) * up)
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm_attention, self.attention = nn.RMSNorm(config.dim), Attention(config)
+        self.norm_mlp, self.mlp = nn.RMSNorm(config.dim), Perceptron(config)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """(B, T, dim) -> (B, T, dim)."""
+        x = x + self.attention(self.norm_attention(x), rotation)
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class GPT(nn.Module):
+    """Predicts the next token; `initialise` gives it its values."""
+
+    def __init__(self, config: ModelConfig, vocabulary: int, length: int) -> None:
+        """`length`: the most tokens of a sequence."""
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.head = nn.Linear(config.dim, vocabulary, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
+        self.tied = config.tied
+        self.register_buffer("rotation", _rotation(length, config.head_dim), persistent=False)
+
+    def initialise(self) -> None:
+        """Draws the weights by their fan-in, and computes the positions."""
+        rotation = self.get_buffer("rotation")
+        rotation.copy_(_rotation(rotation.shape[1], 2 * rotation.shape[2]))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+            elif isinstance(module, nn.RMSNorm):
+                module.reset_parameters()
+        # a matrix that is read both ways begins as a head does: small beside what the norm before it gives
+        nn.init.normal_(self.embed.weight, std=0.02 if self.tied else 1.0)
+        # every block begins as the identity, and an untied head as "all tokens are equally likely": loss ln(vocabulary)
+        if not self.tied:
+            nn.init.zeros_(self.head.weight)
+        for block in self.blocks:
+            assert isinstance(block, Block)  # noqa: S101 - ModuleList forgets the type
+            nn.init.zeros_(block.attention.out.weight)
+            nn.init.zeros_(block.mlp.down.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(B, T) int64 -> logits of the token that follows each: (B, T, vocabulary) float32."""
+        x = self.embed(inputs)
+        rotation = self.get_buffer("rotation")[:, : inputs.shape[1]].to(x.dtype)
+        for block in self.blocks:
+            x = block(x, rotation)
+        return self.head(self.norm(x)).float()
+
+
+def _rotation(length: int, head_dim: int) -> Tensor:
+    """Cosines and sines of all positions: (2, length, head_dim / 2)."""
+    frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angle = torch.outer(torch.arange(length), frequency)
+    return torch.stack((angle.cos(), angle.sin()))
+
+
+def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn each pair (i, i + half) of the last dimension by its position's angle."""
+    cos, sin = rotation
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1)
