@@ -321,6 +321,7 @@ class Trainer:
         """Mean loss over all ranks, on the same samples every time, spread evenly over the validation data. No forward
         pass is larger than one of training: it would not fit into the memory of a GPU that training fills."""
         self.pulse.enter("validation")
+        parallel.mean_statistics(self.model, self.place)
         self.model.eval()
         means = self._means()
         if self.ema is not None:
@@ -360,6 +361,7 @@ class Trainer:
             log.warning("step %d: no checkpoint, the one before is still being written", self.progress.step)
             return
         self._tell(self.saver.wait())  # it has ended on every rank, since the last step
+        parallel.mean_statistics(self.model, self.place)
         self.saver.begin(self.progress, self._meta_of_step())
 
     def _save_last(self) -> None:
@@ -371,6 +373,7 @@ class Trainer:
         self._tell(self.saver.wait())
         if self.saved != self.progress:
             self.pulse.enter("saving")  # another one: its time begins now
+            parallel.mean_statistics(self.model, self.place)
             waited = time.perf_counter() - began
             self.saver.begin(self.progress, self._meta_of_step())
             last = self.saver.wait()

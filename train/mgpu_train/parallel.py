@@ -15,7 +15,9 @@ from typing import TypeVar
 
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from mgpu_train import cores
 from mgpu_train.errors import MachineError, TrainError
@@ -164,3 +166,20 @@ def machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
         return platform.node()
+
+
+def mean_statistics(model: nn.Module, place: Place) -> None:
+    """Batch norms that see a rank's own batches alone get the mean of what all ranks have seen, so that validation and
+    checkpoints are of one model. All ranks call it together."""
+    kept = [
+        each
+        for module in model.modules()
+        if isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        for each in (module.running_mean, module.running_var)
+        if each is not None
+    ]
+    if not kept or place.dp_size == 1 or place.parted:
+        return
+    for each in kept:
+        dist.all_reduce(each, group=place.data)
+        each /= place.dp_size

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_train.config import TrainConfig
 from mgpu_train.errors import TrainError
+from mgpu_train.parallel import Place
 from mgpu_train.strategies import memory, pipeline
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.tasks.base import Layout, Task
@@ -43,7 +44,7 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
     if not strategy.shards:
         model = whole(task, seed)
         layout = task.layout(model)
-        _prepare(model, layout, config)
+        model = _prepare(model, layout, config, strategy.place)
         return strategy.apply(model, layout), layout
     with torch.device("meta"):
         all_of_it = model = task.model()
@@ -54,7 +55,7 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
         from mgpu_train.strategies import tensor  # 0.2 s, which few need
 
         tensor.share(model, layout, place)
-    _prepare(model, layout, config)
+    model = _prepare(model, layout, config, place)
     model = strategy.apply(model, layout)
     _make_room(model, place.device)
     try:
@@ -72,10 +73,13 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
     return model, layout
 
 
-def _prepare(model: nn.Module, layout: Layout, config: TrainConfig) -> None:
+def _prepare(model: nn.Module, layout: Layout, config: TrainConfig, place: Place) -> nn.Module:
+    if place.device.type == "cuda" and place.dp_size > 1:  # batch norms see the whole batch
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     memory.save(model, layout, config.activation_checkpointing)
     if config.compile:
         memory.compile_blocks(model, layout)
+    return model
 
 
 def whole(task: Task, seed: int) -> nn.Module:

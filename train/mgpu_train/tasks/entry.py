@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from mgpu_train import entries
 from mgpu_train.config import LmOptions
 from mgpu_train.entries import Entries
+from mgpu_train.tasks.vision_config import VisionOptions
 
 GROUP = "mgpu_train.tasks"
 
@@ -65,7 +66,17 @@ LM = TaskEntry(
     ),
 )
 
-OURS = {"lm": LM}  # by name, since a node has no entry points of ours
+VISION = TaskEntry(
+    "mgpu_train.tasks.vision:Vision",
+    VisionOptions,
+    metrics=(
+        *COMMON,
+        *("accuracy", "top5_accuracy", "images_per_s", "classes"),
+        *(f"{first}validation_{name}" for first in ("", "first_") for name in ("accuracy", "top5_accuracy")),
+    ),
+)
+
+OURS = {"lm": LM, "vision": VISION}  # by name, since a node has no entry points of ours
 
 
 @functools.cache
