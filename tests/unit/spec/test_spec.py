@@ -410,6 +410,8 @@ def test_messages_speak_no_pydantic():
         (edited(DEMO, "train", "{seq_len: 64, options: {seq_len: 64}}"), "train.seq_len", "says it, too"),
         (edited(DEMO, "train", "{task: 'a.b:C', text: x}"), "train.text", "is an option of task lm; those of a.b:C"),
         (edited(DEMO, "launcher", "python"), "launcher", "one process, and 2 are asked for"),
+        (edited(DEMO, "launcher", "jax"), "launcher", "jax is for a `command`"),
+        (edited(edited(OWN, "launcher", "jax"), "env", "{JAX_PROCESS_ID: 1}"), "env.JAX_PROCESS_ID", "is reserved"),
         (edited(DEMO, "train", "{strategy: single}"), "train.strategy", "one process, and 2 are asked for"),
         (edited(DEMO, "train", "{global_batch: 1}"), "train.global_batch", "1 samples are not one for each of 2"),
         (edited(DEMO, "secrets", "[A, B, A]"), "secrets", "`A` is given 2 times"),
