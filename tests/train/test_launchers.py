@@ -104,9 +104,10 @@ def test_nodes_of_one_address_have_ports_of_their_own(addresses, workers):
     told = job("tensorflow", addresses=addresses)
     made = launcher_process.environment(told, {}, LAYOUT, {})
     assert json.loads(made["TF_CONFIG"])["cluster"]["worker"] == workers
-    assert launcher_process.environment(job("jax", addresses=addresses), {}, LAYOUT, {})[
-        "JAX_COORDINATOR_ADDRESS"
-    ] == workers[0]
+    assert (
+        launcher_process.environment(job("jax", addresses=addresses), {}, LAYOUT, {})["JAX_COORDINATOR_ADDRESS"]
+        == workers[0]
+    )
 
 
 def test_a_job_that_names_some_of_its_nodes_is_refused():
@@ -120,4 +121,6 @@ def test_a_python_without_accelerate_is_told_in_one_line(tmp_path: Path):
     environment = {**launcher_process.os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
-    assert re.fullmatch(r"`launcher: accelerate` finds no accelerate in .*\(not here\)\. .*`launcher: torchrun`\.\n", done.stderr)
+    assert re.fullmatch(
+        r"`launcher: accelerate` finds no accelerate in .*\(not here\)\. .*`launcher: torchrun`\.\n", done.stderr
+    )
