@@ -190,14 +190,12 @@ def _run(name: str, shape: Shape, precision: str) -> Run:
 def _start(name: str, shape: Shape, precision: str, folder: Path, steps: int | None = None) -> list[Rank]:
     """Runs a program on all ranks to its end; what it says is in the folder."""
     train = _train(shape, precision, steps or STEPS)
-    if name == TORCH:
-        argv = ["-c", TORCH]
-    else:
-        argv = ["-m", *PROGRAMS[name], *([] if name == OURS else [json.dumps(train)])]
+    told = [] if name == OURS else [json.dumps(train)]
+    argv = ["-c", TORCH] if name == TORCH else ["-m", *PROGRAMS[name], *told]
     (folder / "job.json").write_text(_job(train).model_dump_json())
     (folder / "checkpoints").mkdir()
-    told = {"MGPU_JOB": "job.json", "MGPU_CHECKPOINT_DIR": "checkpoints", "MGPU_METRICS_DIR": "metrics"}
-    known = {**os.environ, **{each: str(folder / path) for each, path in told.items()}}
+    folders = {"MGPU_JOB": "job.json", "MGPU_CHECKPOINT_DIR": "checkpoints", "MGPU_METRICS_DIR": "metrics"}
+    known = {**os.environ, **{each: str(folder / path) for each, path in folders.items()}}
     known |= {"OMP_NUM_THREADS": str(shape.threads), "PYTHONPATH": str(ROOT)}
     port, starts = str(ports.free(1)[0]), []
     for rank in range(shape.processes):

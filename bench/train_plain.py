@@ -1,4 +1,4 @@
-"""Task lm trained by a loop as one writes it by hand: `python -m bench.train_plain '{"steps": 40}'`, or torchrun's ranks.
+"""Task lm trained by a loop as one writes it by hand: `python -m bench.train_plain '{"steps": 40}'`, also by torchrun.
 
 It reads what `train:` says of model, data, AdamW, clipping and the learning rate, and does nothing else: it saves
 nothing, validates nothing and hears no signal. The bundled trainer is measured against it, and has its losses.

@@ -1,8 +1,8 @@
 """Tensor parallelism as Megatron-LM does it: each layer's matrices are shared out among all ranks.
 
-The first matrix of a block is cut by columns and the second by rows, so that a block costs one sum over the ranks. What a
-program owes mgpu are three habits, marked (1) to (3) below. It runs without mgpu as well: `python tensor_parallel.py`
-saves nothing and trains to the end.
+The first matrix of a block is cut by columns and the second by rows, so that a block costs one sum over the ranks.
+What a program owes mgpu are three habits, marked (1) to (3) below. It runs without mgpu as well: `python
+tensor_parallel.py` saves nothing and trains to the end.
 """
 
 import argparse

@@ -201,6 +201,9 @@ def _launcher(spec: RunSpec) -> Iterator[Mistake]:
     if spec.launcher not in launchers.installed().found:
         why, nearest = launchers.installed().complaint(spec.launcher)
         yield Mistake(("launcher",), why, (), nearest)
+    elif launchers.installed().found[spec.launcher].one_node and spec.nodes > 1:
+        message = f"{spec.launcher} starts the processes of one node, and {spec.nodes} nodes are asked for"
+        yield Mistake(("launcher",), message, (("nodes",),))
 
 
 def _command(spec: RunSpec) -> Iterator[Mistake]:

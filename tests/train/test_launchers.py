@@ -15,6 +15,7 @@ from mgpu_train import launchers
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.phases import launcher_process
 from mgpu_train.config import Job
+from waiting import until
 
 LAYOUT = RunLayout("r", PurePosixPath("/h"))
 PROGRAM = ("train.py", "--name", "$(id) `x`;")
@@ -33,7 +34,8 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
         FAILURES,
     ),
     "deepspeed": (
-        "/py -m deepspeed.launcher.launch --world_info eyJub2RlLTAiOiBbMCwgMSwgMiwgM10sICJub2RlLTEiOiBbMCwgMSwgMiwgM119 "
+        "/py -m deepspeed.launcher.launch --world_info "
+        "eyJub2RlLTAiOiBbMCwgMSwgMiwgM10sICJub2RlLTEiOiBbMCwgMSwgMiwgM119 "
         "--node_rank 1 --master_addr 10.0.0.1 --master_port 29501",
         {},
     ),
@@ -50,6 +52,13 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
         {
             "TF_CONFIG": '{"cluster": {"worker": ["10.0.0.1:29501", "10.0.0.2:29501"]}, '
             '"task": {"type": "worker", "index": 1}}'
+        },
+    ),
+    "mpi": (
+        "/py -m mgpu_train.mpi -np 4 /py",
+        {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_ALLOW_RUN_AS_ROOT": "1",
+            "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         },
     ),
     "bash": (
@@ -124,3 +133,53 @@ def test_a_python_without_accelerate_is_told_in_one_line(tmp_path: Path):
     assert re.fullmatch(
         r"`launcher: accelerate` finds no accelerate in .*\(not here\)\. .*`launcher: torchrun`\.\n", done.stderr
     )
+
+
+# As Open MPI's: where it is itself asked to end, it kills at once. Each rank has a worker, which is not to be asked.
+MPIRUN = """#!{python}
+import os, signal, subprocess, sys
+assert sys.argv[1:3] == ["-np", "2"], sys.argv
+ranks = [
+    subprocess.Popen(sys.argv[3:], env={{**os.environ, "OMPI_COMM_WORLD_RANK": str(rank)}}) for rank in range(2)
+]
+signal.signal(signal.SIGTERM, lambda *_: [rank.kill() for rank in ranks])
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+RANK = """
+import os, pathlib, signal, subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+pathlib.Path(f"ready-{rank}").touch()
+signal.sigwait({signal.SIGTERM})
+worker.stdin.close()
+pathlib.Path(f"saved-{rank}-{worker.wait()}").touch()
+"""
+
+
+def mpi(folder: Path, *words: str) -> subprocess.Popen[str]:
+    environment = {**launcher_process.os.environ, "PATH": str(folder)}
+    command = [sys.executable, "-m", "mgpu_train.mpi", *words]
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_ranks_of_mpirun_are_asked_to_end_and_it_is_not(tmp_path: Path):
+    (tmp_path / "mpirun").write_text(MPIRUN.format(python=sys.executable))
+    (tmp_path / "mpirun").chmod(0o700)
+    (tmp_path / "rank.py").write_text(RANK)
+    started = mpi(tmp_path, "-np", "2", sys.executable, "rank.py")
+    try:
+        until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 60, lambda: "no ranks")
+        started.terminate()
+        assert (started.wait(60), started.stderr.read()) == (0, "")
+    finally:
+        started.kill()
+    ended = sorted(path.name for path in tmp_path.glob("saved-*"))
+    assert ended == ["saved-0-1", "saved-1-1"], "their workers ended by themselves: EOFError, not SIGTERM"
+
+
+def test_a_node_without_mpirun_is_told_in_one_line(tmp_path: Path):
+    started = mpi(tmp_path, "-np", "2", "train.py")
+    said = started.communicate(timeout=60)[1]
+    assert (started.returncode, said.count("\n")) == (1, 1)
+    assert said.startswith("`launcher: mpi` cannot start mpirun on this node (No such file or directory). Install")

@@ -29,7 +29,7 @@ WORDS = {
     "master_addr": "node 0, as the others reach it",
     "master_port": "free on node 0",
     "coordinator": "node 0, as address:port",
-    "workers": "all nodes, as a JSON list of address:port: the same port, and the next one where nodes share an address",
+    "workers": "all nodes, as a JSON list of address:port; where nodes share an address, each has the next port",
     "world_info": "DeepSpeed's: the local ranks of each node, JSON in base64",
     "rendezvous_s": "whole seconds that the nodes may take to meet",
     "run_id": "the run",
@@ -46,6 +46,7 @@ class Launcher(BaseModel):
     argv: tuple[str, ...] = Field(min_length=1, description="the command; `{program}` is a word of its own")
     environment: dict[str, str] = Field(default={}, description="what the command gets besides")
     one_process: bool = Field(default=False, description="starts one process a node, never more")
+    one_node: bool = Field(default=False, description="starts the processes of one node, and finds no others")
     needs: tuple[Literal["torch"], ...] = Field(default=(), description="what the node's interpreter has to have")
     takes: Literal["python", "shell"] = Field(
         default="python",
@@ -159,6 +160,20 @@ TENSORFLOW = Launcher(
     trainer=False,
 )
 
+# On several nodes it would log in from one to the next, which nodes do not let each other do.
+MPI = Launcher(
+    argv=("{python}", "-m", "mgpu_train.mpi", "-np", "{processes_per_node}", "{python}", PROGRAM),
+    environment={  # Open MPI's, by either name: containers are root's
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    },
+    one_node=True,
+    trainer=False,
+    orphaned="SIGTERM",
+)
+
 # A shell that is asked to end neither passes that on nor waits. This one does both: what it runs has time to save.
 _RUN_AND_WAIT = """\
 trap 'trap "" TERM; kill -TERM 0; wait $!; exit 143' TERM
@@ -201,6 +216,7 @@ _OURS = {
     "accelerate": ACCELERATE,
     "deepspeed": DEEPSPEED,
     "jax": JAX,
+    "mpi": MPI,
     "tensorflow": TENSORFLOW,
 }
 

@@ -411,6 +411,7 @@ def test_messages_speak_no_pydantic():
         (edited(DEMO, "train", "{task: 'a.b:C', text: x}"), "train.text", "is an option of task lm; those of a.b:C"),
         (edited(DEMO, "launcher", "python"), "launcher", "one process, and 2 are asked for"),
         (edited(DEMO, "launcher", "jax"), "launcher", "jax is for a `command`"),
+        (edited(OWN, "launcher", "mpi") + "nodes: 2\n", "launcher", "processes of one node, and 2 nodes"),
         (edited(edited(OWN, "launcher", "jax"), "env", "{JAX_PROCESS_ID: 1}"), "env.JAX_PROCESS_ID", "is reserved"),
         (edited(DEMO, "train", "{strategy: single}"), "train.strategy", "one process, and 2 are asked for"),
         (edited(DEMO, "train", "{global_batch: 1}"), "train.global_batch", "1 samples are not one for each of 2"),
