@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 WORKERS ?= 4  # of the tests: most of them wait, and four keep two cores busy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-aws demo-nightly test test-all coverage test-localstack check bench bench-checkpoint clean
+.PHONY: help setup demo demo-aws demo-nightly test test-all coverage test-localstack check bench bench-checkpoint bench-train clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 24
@@ -48,6 +48,9 @@ bench: setup  ## side by side with named peers; prints ratios
 
 bench-checkpoint: setup  ## checkpoints to S3 and back beside s5cmd and boto3; 15 min, 6 GiB of disk, Go once
 	@$(PYTHON) -m bench checkpoint
+
+bench-train: setup  ## the bundled trainer beside a loop by hand, Accelerate and Lightning Fabric; 15 min
+	@$(PYTHON) -m bench train
 
 clean:  ## .venv and what builds and tools leave behind; runs, stacks and the engine's cache stay
 	rm -rf .venv dist .coverage.d .pytest_cache .ruff_cache .import_linter_cache

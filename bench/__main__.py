@@ -1,6 +1,6 @@
-"""`python -m bench [NAME...]`: prints medians and ratios. Without a name, all but `checkpoint`, which takes long.
+"""`python -m bench [NAME...]`: prints medians and ratios. Without a name, all but those that take long.
 
-`python -m bench checkpoint --only upload` runs one part of it; an unknown one names them all.
+`python -m bench checkpoint --only upload` runs one part of such a one; an unknown part names them all.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import aws_scale, checkpoint, fanout, image, overhead, reconcile, recovery, size, startup, sync, up
+from bench import aws_scale, checkpoint, fanout, image, overhead, reconcile, recovery, size, startup, sync, train, up
 
 BENCHES = {
     "startup": startup.main,
@@ -22,23 +22,23 @@ BENCHES = {
     "up": up.main,
     "fanout": fanout.main,
 }
-CHECKPOINT = "checkpoint"
+LONG = {"checkpoint": checkpoint.main, "train": train.main}  # in parts
 
 
 def main() -> int:
     """Runs the named benches."""
     parser = argparse.ArgumentParser(prog="python -m bench")
-    parser.add_argument("names", nargs="*", help=f"{', '.join(BENCHES)}, {CHECKPOINT}")
-    parser.add_argument("--only", action="append", default=[], help=f"a part of {CHECKPOINT}; may be repeated")
+    parser.add_argument("names", nargs="*", help=", ".join((*BENCHES, *LONG)))
+    parser.add_argument("--only", action="append", default=[], help=f"a part of {' or '.join(LONG)}; may be repeated")
     asked = parser.parse_args()
     wanted = asked.names or list(BENCHES)
-    unknown = [name for name in wanted if name not in (*BENCHES, CHECKPOINT)]
+    unknown = [name for name in wanted if name not in (*BENCHES, *LONG)]
     if unknown:
-        print(f"no bench {', '.join(unknown)}; there are {', '.join(BENCHES)}, {CHECKPOINT}", file=sys.stderr)
+        print(f"no bench {', '.join(unknown)}; there are {', '.join((*BENCHES, *LONG))}", file=sys.stderr)
         return 2
     for name in wanted:
-        if name == CHECKPOINT:
-            checkpoint.main(asked.only)
+        if name in LONG:
+            LONG[name](asked.only)
         else:
             BENCHES[name]()
     return 0

@@ -54,14 +54,14 @@ def run(argv: Sequence[str], env: Mapping[str, str], *, server: int, limit_s: fl
     """
     _settle(server)
     with tempfile.TemporaryFile() as complaints:
-        begin, served, busy = time.perf_counter(), cpu_s(server), _machine_cpu_s()
+        begin, served, busy = time.perf_counter(), cpu_s(server), machine_cpu_s()
         process = subprocess.Popen(argv, env=dict(env), stdout=subprocess.PIPE, stderr=complaints)
         watch = _Watch(process.pid)
         timer = threading.Timer(limit_s, process.kill)
         timer.start()
         said = process.stdout.read().decode() if process.stdout else ""  # until its last process has closed it
         _, status, usage = os.wait4(process.pid, 0)
-        wall_s, served, busy = time.perf_counter() - begin, cpu_s(server) - served, _machine_cpu_s() - busy
+        wall_s, served, busy = time.perf_counter() - begin, cpu_s(server) - served, machine_cpu_s() - busy
         process.returncode = os.waitstatus_to_exitcode(status)
         timer.cancel()
         watch.stop()
@@ -135,7 +135,7 @@ def _settle(server: int) -> None:
         time.sleep(0.3)
 
 
-def _machine_cpu_s() -> float:
+def machine_cpu_s() -> float:
     """CPU seconds of everything on this machine since it started: user, nice, system, interrupts."""
     fields = Path("/proc/stat").read_text().splitlines()[0].split()
     return sum(int(fields[place]) for place in (1, 2, 3, 6, 7)) * _TICK_S

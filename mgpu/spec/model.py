@@ -177,7 +177,7 @@ class Keys(MachineKeys, _Named):
     )
     launcher: Word = Field(
         "torchrun",
-        description="what starts the program on each node: torchrun, plain python, bash, or one that a package brings",
+        description="what starts the program on each node: one of mgpu's, or one that a package brings",
         json_schema_extra={"enum": list(launchers.installed().names)},
     )
     code: Code | None = Field(

@@ -154,7 +154,7 @@ def _training(spec: RunSpec) -> Iterator[Mistake]:
     train, world = spec.train, spec.world_size
     parts = Sizes(world, spec.nodes, train.tensor_parallel, train.pipeline_parallel, train.replicas)
     launcher = launchers.installed().found.get(spec.launcher)
-    if spec.shell:
+    if launcher is not None and not launcher.trainer:
         message = f"{spec.launcher} is for a `command`; the trainer is started by torchrun"
         yield Mistake(("launcher",), message, (("train",),))
     elif launcher is not None and launcher.one_process and world > 1:
@@ -201,9 +201,11 @@ def _parted(
 
 
 def _variables(spec: RunSpec) -> Iterator[Mistake]:
+    launcher = launchers.installed().found.get(spec.launcher)
+    reserved = _RESERVED | set(launcher.environment if launcher else ())
     for at, name in [*((("env", n), n) for n in spec.env), *((("secrets", i), n) for i, n in enumerate(spec.secrets))]:
-        if name in _RESERVED or name.startswith(_RESERVED_PREFIXES):
-            yield Mistake(at, f"`{name}` is reserved: mgpu and torchrun set it themselves")
+        if name in reserved or name.startswith(_RESERVED_PREFIXES):
+            yield Mistake(at, f"`{name}` is reserved: mgpu and its launchers set it themselves")
     for index, name in enumerate(spec.secrets):
         if name in spec.env:
             yield Mistake(
@@ -215,6 +217,9 @@ def _launcher(spec: RunSpec) -> Iterator[Mistake]:
     if spec.launcher not in launchers.installed().found:
         why, nearest = launchers.installed().complaint(spec.launcher)
         yield Mistake(("launcher",), why, (), nearest)
+    elif launchers.installed().found[spec.launcher].one_node and spec.nodes > 1:
+        message = f"{spec.launcher} starts the processes of one node, and {spec.nodes} nodes are asked for"
+        yield Mistake(("launcher",), message, (("nodes",),))
 
 
 def _command(spec: RunSpec) -> Iterator[Mistake]:

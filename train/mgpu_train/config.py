@@ -261,6 +261,9 @@ class Job(Model):
     share: Share | None = Field(default=None, description="what it has of the node; None: all")
     master_addr: Text = Field(description="node 0, as the other nodes reach it")
     master_port: int = Field(ge=1, le=65535)
+    addresses: tuple[Text, ...] = Field(
+        (), description="of all nodes, by rank, as they reach each other (default: all are at `master_addr`)"
+    )
     peer_port: int | None = Field(
         default=None, ge=1, le=65535, description="where node 0's agent hears the others'; None: they do not speak"
     )
@@ -295,6 +298,8 @@ class Job(Model):
             raise ValueError("exactly one of `train` and `command` is given")
         if self.node_rank >= self.nodes:
             raise ValueError(f"node_rank {self.node_rank} of {self.nodes} nodes")
+        if self.addresses and len(self.addresses) != self.nodes:
+            raise ValueError(f"{len(self.addresses)} addresses of {self.nodes} nodes")
         return self
 
     @property

@@ -28,6 +28,9 @@ WORDS = {
     "world_size": "processes of all nodes",
     "master_addr": "node 0, as the others reach it",
     "master_port": "free on node 0",
+    "coordinator": "node 0, as address:port",
+    "workers": "all nodes, as a JSON list of address:port; where nodes share an address, each has the next port",
+    "world_info": "DeepSpeed's: the local ranks of each node, JSON in base64",
     "rendezvous_s": "whole seconds that the nodes may take to meet",
     "run_id": "the run",
     "attempt": "its number, from 1",
@@ -43,12 +46,14 @@ class Launcher(BaseModel):
     argv: tuple[str, ...] = Field(min_length=1, description="the command; `{program}` is a word of its own")
     environment: dict[str, str] = Field(default={}, description="what the command gets besides")
     one_process: bool = Field(default=False, description="starts one process a node, never more")
+    one_node: bool = Field(default=False, description="starts the processes of one node, and finds no others")
     needs: tuple[Literal["torch"], ...] = Field(default=(), description="what the node's interpreter has to have")
     takes: Literal["python", "shell"] = Field(
         default="python",
         description="what a program is: a Python file, or `-m` and a module; or a script, or `-c` and a line, of a "
         "shell, whose PATH begins with the program's Python",
     )
+    trainer: bool = Field(default=True, description="starts the bundled trainer, too: sets torchrun's variables")
     orphaned: Literal["SIGTERM", "SIGKILL"] = Field(
         default="SIGKILL",
         description="what it gets when its agent dies; SIGTERM: it ends processes that are in sessions of their own",
@@ -109,6 +114,66 @@ PYTHON = Launcher(
     one_process=True,
 )
 
+ACCELERATE = Launcher(
+    argv=(
+        *("{python}", "-m", "mgpu_train.torchrun", "accelerate"),
+        *("--num_machines", "{nodes}", "--machine_rank", "{node_rank}", "--num_processes", "{world_size}"),
+        *("--main_process_ip", "{master_addr}", "--main_process_port", "{master_port}", "--same_network"),
+        *("--rdzv_backend", "static", "--rdzv_conf", "timeout={rendezvous_s}", "--max_restarts", "0"),
+        *("--deepspeed_multinode_launcher", "standard"),  # others would dial the nodes themselves
+        PROGRAM,
+    ),
+    environment={FAILURE_FILE: "{failure_file}"},
+    needs=("torch",),
+    trainer=False,
+    orphaned="SIGTERM",
+)
+
+DEEPSPEED = Launcher(  # its part on one node: `deepspeed` itself would dial the others
+    argv=(
+        *("{python}", "-m", "deepspeed.launcher.launch", "--world_info", "{world_info}"),
+        *("--node_rank", "{node_rank}", "--master_addr", "{master_addr}", "--master_port", "{master_port}"),
+        PROGRAM,
+    ),
+    needs=("torch",),
+    trainer=False,
+    orphaned="SIGTERM",
+)
+
+JAX = Launcher(  # of these `jax.distributed.initialize` reads the first; the program hands it the others
+    argv=("{python}", PROGRAM),
+    environment={
+        "JAX_COORDINATOR_ADDRESS": "{coordinator}",
+        "JAX_NUM_PROCESSES": "{nodes}",
+        "JAX_PROCESS_ID": "{node_rank}",
+    },
+    one_process=True,
+    trainer=False,
+)
+
+TENSORFLOW = Launcher(
+    argv=("{python}", PROGRAM),
+    environment={
+        "TF_CONFIG": '{{"cluster": {{"worker": {workers}}}, "task": {{"type": "worker", "index": {node_rank}}}}}',
+    },
+    one_process=True,
+    trainer=False,
+)
+
+# On several nodes it would log in from one to the next, which nodes do not let each other do.
+MPI = Launcher(
+    argv=("{python}", "-m", "mgpu_train.mpi", "-np", "{processes_per_node}", "{python}", PROGRAM),
+    environment={  # Open MPI's, by either name: containers are root's
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    },
+    one_node=True,
+    trainer=False,
+    orphaned="SIGTERM",
+)
+
 # A shell that is asked to end neither passes that on nor waits. This one does both: what it runs has time to save.
 _RUN_AND_WAIT = """\
 trap 'trap "" TERM; kill -TERM 0; wait $!; exit 143' TERM
@@ -139,11 +204,21 @@ BASH = Launcher(
         "PET_RDZV_CONF": "timeout={rendezvous_s}",
     },
     takes="shell",
+    trainer=False,
     orphaned="SIGTERM",
 )
 
 
-_OURS = {"torchrun": TORCHRUN, "python": PYTHON, "bash": BASH}
+_OURS = {
+    "torchrun": TORCHRUN,
+    "python": PYTHON,
+    "bash": BASH,
+    "accelerate": ACCELERATE,
+    "deepspeed": DEEPSPEED,
+    "jax": JAX,
+    "mpi": MPI,
+    "tensorflow": TENSORFLOW,
+}
 
 
 def _named(launcher: Any) -> Any:

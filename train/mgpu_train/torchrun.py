@@ -1,4 +1,5 @@
-"""torchrun, which leaves behind how its ranks ended: `python -m mgpu_train.torchrun` takes torchrun's own arguments.
+"""torchrun, which leaves behind how its ranks ended: `python -m mgpu_train.torchrun` takes torchrun's own arguments,
+and `python -m mgpu_train.torchrun accelerate` those of `accelerate launch`, which starts ranks by torchrun, too.
 
 torchrun prints the exit codes of its ranks and ends with 1, whatever they were. Here the file that MGPU_FAILURE_FILE
 names gets what torchrun itself knows of the rank that failed first, as JSON: {"rank": of the whole run, "exit_code":
@@ -7,7 +8,8 @@ negative for a signal}. A stop that was asked for is no error and prints no stac
 torchrun waits for the other nodes' in C++, at the rendezvous and up to 300 s at its exit barrier, where no handler of
 Python's runs: a peer that is gone would keep it there, whatever it is sent. Here it ends once its ranks have.
 
-It runs in the Python that has the user's requirements: the standard library and torch are all that it needs.
+It runs in the Python that has the user's requirements: the standard library, torch, and what it is to start are all
+that it needs.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from mgpu_train.agent.machine import procs
 from mgpu_train.names import FAILURE_FILE
 
+ACCELERATE = "accelerate"  # the first word
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # torchrun's own
 _LOOK_S = 0.2
 _BY_ITSELF_S = 3.0  # torchrun's own end, after that of its ranks
@@ -31,7 +35,6 @@ _BY_ITSELF_S = 3.0  # torchrun's own end, after that of its ranks
 def main() -> int:
     """Runs torchrun; returns the exit code."""
     target = os.environ.pop(FAILURE_FILE, "")  # ranks are not to have it
-    from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -40,7 +43,7 @@ def main() -> int:
             logging.getLogger(name).setLevel(logging.ERROR)
     _end_when_asked()
     try:
-        run.main(sys.argv[1:])
+        return _run(sys.argv[1:])
     except ChildFailedError as error:
         for rank, failure in sorted(error.failures.items()):
             print(f"torchrun: rank {rank} {procs.ended(failure.exitcode)} (pid {failure.pid})", file=sys.stderr)  # noqa: T201
@@ -50,6 +53,26 @@ def main() -> int:
     except SignalException as stop:
         _say_stopped(stop.sigval)
         return 1
+
+
+def _run(words: Sequence[str]) -> int:
+    """To its end; returns the exit code. Raises ChildFailedError and SignalException."""
+    if words[:1] != [ACCELERATE]:
+        from torch.distributed import run
+
+        run.main(words)
+        return 0
+    try:
+        from accelerate.commands import launch
+    except ImportError as error:
+        print(  # noqa: T201
+            f"`launcher: accelerate` finds no accelerate in {sys.executable} ({error}). "
+            "Name it in the file of `code.requirements`, or take `launcher: torchrun`.",
+            file=sys.stderr,
+        )
+        return 1
+    launch.simple_launcher = launch.multi_gpu_launcher  # torchrun for whatever is not DeepSpeed or a TPU: also on CPUs
+    launch.launch_command(launch.launch_command_parser().parse_args(words[1:]))
     return 0
 
 

@@ -65,7 +65,8 @@ class Request:
     ) -> tuple[Job, ...]:
         """One job a node, in rank order. `ports` are free on node 0: for the launchers, the agents
         and what is measured before; `share`: what the run has of each node."""
-        spec, first, provider = self.spec, fleet.nodes[0], provider_of(fleet)
+        spec, provider = self.spec, provider_of(fleet)
+        addresses = tuple(node.private_address or node.address for node in fleet.nodes)
         notices = provider.capabilities.notices if provider else "file"
         return tuple(
             Job(
@@ -77,8 +78,9 @@ class Request:
                 processes_per_node=spec.processes,
                 gpus=_gpus(spec.gpus_per_node if share else max(spec.gpus_per_node, fleet.gpus_per_node)),
                 share=share,
-                master_addr=first.private_address or first.address,
+                master_addr=addresses[0],
                 master_port=ports[0],
+                addresses=addresses,
                 peer_port=ports[1] if len(fleet.nodes) > 1 else None,
                 preflight=spec.preflight,
                 preflight_port=ports[2],

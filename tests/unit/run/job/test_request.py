@@ -52,7 +52,7 @@ def test_jobs_differ_in_their_node_rank_alone():
     first, second = jobs(spec(train={}, nodes=2))
     assert (first.node_rank, second.node_rank) == (0, 1)
     assert first.model_copy(update={"node_rank": 1}) == second
-    assert first.master_addr == "10.0.0.0"
+    assert (first.master_addr, first.addresses) == ("10.0.0.0", ("10.0.0.0", "10.0.0.1"))
 
 
 def test_the_agents_of_several_nodes_have_a_port_of_their_own():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import math
 import os
 import signal
@@ -52,6 +54,8 @@ def with_python(environment: Mapping[str, str], python: str) -> dict[str, str]:
 
 def _values(job: Job, layout: RunLayout) -> dict[str, object]:
     """What the launcher's words mean on this node: those of `mgpu_train.launchers.WORDS`, but the interpreter."""
+    workers = _workers(job)
+    local_ranks = {f"node-{rank}": list(range(job.processes_per_node)) for rank in range(job.nodes)}
     return {
         "nodes": job.nodes,
         "node_rank": job.node_rank,
@@ -59,11 +63,23 @@ def _values(job: Job, layout: RunLayout) -> dict[str, object]:
         "world_size": job.nodes * job.processes_per_node,
         "master_addr": job.master_addr,
         "master_port": job.master_port,
+        "coordinator": workers[0],
+        "workers": json.dumps(workers),
+        "world_info": base64.urlsafe_b64encode(json.dumps(local_ranks).encode()).decode(),
         "rendezvous_s": math.ceil(job.timeouts.rendezvous_s),
         "run_id": job.run_id,
         "attempt": job.attempt,
         "failure_file": layout.failure(job.attempt),
     }
+
+
+def _workers(job: Job) -> list[str]:
+    """Where a process of each node may listen. Nodes on one machine, as those of provider local, share its ports."""
+    addresses = job.addresses or (job.master_addr,) * job.nodes
+    before = [addresses[:rank].count(address) for rank, address in enumerate(addresses)]
+    ports = [job.master_port + count for count in before]
+    hosts = [f"[{address}]" if ":" in address else address for address in addresses]
+    return [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
 
 
 def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
