@@ -8,6 +8,7 @@ the rounds' ratios.
 The peers are those of the lock file, with its hashes, in the environment of the checkout: another torch is no peer.
 
 - `units/s`: from the 8th step to the last one by the wall clock, saves included, validation left out.
+- `CPU us`: microseconds of CPU a unit in the same steps, of all threads of rank 0: the least disturbed by other work.
 - `MiB`: the peak resident memory, of all ranks together.
 - `start`: from the start of the process until its first step is over.
 - `host`: the share of the time in steps in which nothing is computed: between the end of a step's update and the
@@ -17,14 +18,17 @@ The peers are those of the lock file, with its hashes, in the environment of the
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -33,7 +37,7 @@ from mgpu_train.agent.machine import ports
 from mgpu_train.agent.phases import launcher_process
 from mgpu_train.config import Job
 
-from bench.measure import machine_cpu_s
+from bench import measure
 from bench.report import Report
 from bench.tools import ROOT
 
@@ -41,7 +45,7 @@ ROUNDS, STEPS, WARM = 3, 40, 8
 BATCH, SEQ_LEN = 16, 128
 STARTS = 5  # rounds of what is over in seconds
 OURS, PLAIN, TORCH = "mgpu", "by hand", "import torch"
-LIMIT_S = 600.0
+LIMIT_S, LOOK_S = 600.0, 0.02
 TRAIN: dict[str, Any] = {
     "task": "lm", "steps": STEPS, "global_batch": BATCH, "seq_len": SEQ_LEN,
     "model": {"layers": 4, "dim": 128, "heads": 4}, "validate_every": 20, "validate_batches": 2,
@@ -73,6 +77,7 @@ class Run:
     """What one start of a program came to."""
 
     units_per_s: float
+    cpu_us: float  # of rank 0, per unit that it trains on
     mib: float
     start_s: float
     host_share: float | None  # None: it does not measure it
@@ -83,10 +88,10 @@ def main(only: Sequence[str] = ()) -> None:
     """Runs the named parts, or all of them, and prints every target with its figure."""
     if unknown := set(only) - set(PARTS):
         raise SystemExit(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    report, began, busy = Report(), time.monotonic(), machine_cpu_s()
+    report, began, busy = Report(), time.monotonic(), measure.machine_cpu_s()
     ours = sum(PARTS[name](report) for name in only or PARTS)
     report.summary()
-    strangers = (machine_cpu_s() - busy - ours) / (time.monotonic() - began)
+    strangers = (measure.machine_cpu_s() - busy - ours) / (time.monotonic() - began)
     print(f"beside all that {max(0.0, strangers):.1f} of {os.cpu_count()} cores had other work")
 
 
@@ -170,6 +175,14 @@ class Rank:
     ended: float
     mib: float
     cpu_s: float
+    seen: Sequence[tuple[float, float]]  # when, and how much CPU it had used by then, in seconds
+
+    def cpu_at(self, moment: float) -> float:
+        """CPU seconds that it had used at a moment, between two looks in proportion."""
+        after = bisect(self.seen, (moment, math.inf))
+        (before_s, before), (after_s, used) = self.seen[max(0, after - 1)], self.seen[min(after, len(self.seen) - 1)]
+        share = (moment - before_s) / (after_s - before_s) if after_s > before_s else 0.0
+        return before + share * (used - before)
 
 
 def _run(name: str, shape: Shape, precision: str) -> Run:
@@ -177,14 +190,21 @@ def _run(name: str, shape: Shape, precision: str) -> Run:
         ranks = _start(name, shape, precision, Path(folder))
         times = _times(name, Path(folder))
         shares = [line["host_share"] for line in _lines(Path(folder)) if "host_share" in line and line["step"] > WARM]
+        spans = _validations(Path(folder))
     (first, began), (last, ended) = times[WARM - 1], times[-1]
-    return Run(
-        units_per_s=(last - first) * BATCH * SEQ_LEN / (ended - began - _validating(Path(folder), began, ended)),
+    left_out = [(since, until) for since, until in spans if began <= since and until <= ended]
+    units, cpu_at = (last - first) * BATCH * SEQ_LEN, ranks[0].cpu_at
+    cpu_s = cpu_at(ended) - cpu_at(began) - sum(cpu_at(until) - cpu_at(since) for since, until in left_out)
+    run = Run(
+        units_per_s=units / (ended - began - sum(until - since for since, until in left_out)),
+        cpu_us=1e6 * cpu_s / (units / shape.processes),
         mib=sum(rank.mib for rank in ranks),
         start_s=times[0][1] - ranks[0].began,
         host_share=statistics.mean(shares) if shares else None,
         cpu_s=sum(rank.cpu_s for rank in ranks),
     )
+    print(f"{shape}, {precision}, {name}: {run.units_per_s:.0f} units/s, {run.cpu_us:.0f} us of CPU each", file=sys.stderr, flush=True)
+    return run
 
 
 def _start(name: str, shape: Shape, precision: str, folder: Path, steps: int | None = None) -> list[Rank]:
@@ -226,21 +246,28 @@ def _wait(starts: Sequence[tuple[list[str], dict[str, str], Path, Path]]) -> lis
     for argv, env, cwd, said in starts:
         with said.open("wb") as out, said.with_suffix(".err").open("wb") as err:
             processes.append(subprocess.Popen(argv, env=env, cwd=cwd, stdout=out, stderr=err))
-    ranks, deadline = [], time.monotonic() + LIMIT_S
-    for process, (argv, _, _, said) in zip(processes, starts, strict=True):
-        while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
-            if time.monotonic() > deadline:
-                for each in processes:
-                    each.kill()
-                raise SystemExit(f"{' '.join(argv)} has not ended in {LIMIT_S:g} s")
-            time.sleep(0.005)
-        _, status, usage = ended
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise SystemExit(
-                f"{' '.join(argv)} ended with {process.returncode}:\n{said.with_suffix('.err').read_text()}"
-            )
-        ranks.append(Rank(began, time.time(), usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime))
+    ranks, deadline = list[Rank](), time.monotonic() + LIMIT_S
+    seen: dict[int, list[tuple[float, float]]] = {process.pid: [(began, 0.0)] for process in processes}
+    left = list(zip(processes, starts, strict=True))
+    try:
+        for process, (argv, _, _, said) in left:
+            while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
+                if time.monotonic() > deadline:
+                    raise SystemExit(f"{' '.join(argv)} has not ended in {LIMIT_S:g} s")
+                time.sleep(LOOK_S)
+                for pid, looks in seen.items():
+                    looks.append((time.time(), measure.cpu_s(pid)))
+            process.returncode = os.waitstatus_to_exitcode(ended[1])
+            if process.returncode:
+                why = said.with_suffix(".err").read_text()
+                raise SystemExit(f"{' '.join(argv)} ended with {process.returncode}:\n{why}")
+            used = ended[2].ru_utime + ended[2].ru_stime
+            looks = [look for look in seen.pop(process.pid) if look[1]]  # a zombie has none
+            ranks.append(Rank(began, time.time(), ended[2].ru_maxrss / 1024, used, looks))
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
     return ranks
 
 
@@ -260,19 +287,15 @@ def _trainers(metrics: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["t"]) for line in _lines(metrics.parent) if line["kind"] == "step"]
 
 
-def _validating(folder: Path, began: float, ended: float) -> float:
-    """Seconds between two moments that the trainer spent on validation."""
-    spent, since = 0.0, 0.0
-    for line in _lines(folder):
-        if line["kind"] == "phase":
-            spent += line["t"] - since if since else 0.0
-            since = line["t"] if line["phase"] == "validation" and began <= line["t"] < ended else 0.0
-    return spent
+def _validations(folder: Path) -> list[tuple[float, float]]:
+    """From when until when the trainer validated."""
+    phases = [(line["t"], line["phase"]) for line in _lines(folder) if line["kind"] == "phase"]
+    return [(since, until) for (since, phase), (until, _) in pairwise(phases) if phase == "validation"]
 
 
-def _ratio(some: Iterable[Run], others: Iterable[Run]) -> float:
-    """Of units per second, round by round."""
-    return statistics.median(a.units_per_s / b.units_per_s for a, b in zip(some, others, strict=True))
+def _ratio(some: Iterable[Run], others: Iterable[Run], what: str = "units_per_s") -> float:
+    """Of units per second, or of something else, round by round."""
+    return statistics.median(getattr(a, what) / getattr(b, what) for a, b in zip(some, others, strict=True))
 
 
 def _median(runs: Iterable[Run], what: str) -> float:
@@ -283,7 +306,10 @@ def _table(title: str, runs: Mapping[str, Sequence[Run]]) -> None:
     print(f"\n{title}")
     print(
         f"  {'':<14}"
-        + "".join(f"{column:>12}" for column in ("units/s", "by hand", "MiB", "by hand", "start s", "host"))
+        + "".join(
+            f"{column:>12}"
+            for column in ("units/s", "by hand", "CPU us", "by hand", "MiB", "by hand", "start s", "host")
+        )
     )
     plain = runs[PLAIN]
     for name, each in runs.items():
@@ -291,6 +317,7 @@ def _table(title: str, runs: Mapping[str, Sequence[Run]]) -> None:
         shares = [run.host_share for run in each if run.host_share is not None]
         print(
             f"  {name:<14}{_median(each, 'units_per_s'):12.0f}{_ratio(each, plain):11.2f}x"
+            f"{_median(each, 'cpu_us'):12.1f}{_ratio(each, plain, 'cpu_us'):11.2f}x"
             f"{mib:12.0f}{mib / _median(plain, 'mib'):11.2f}x{_median(each, 'start_s'):12.2f}"
             f"{f'{statistics.median(shares):.1%}' if shares else 'not measured':>14}",
             flush=True,

@@ -14,8 +14,9 @@ import time
 import torch
 from mgpu_train.config import LmOptions, TrainConfig
 from mgpu_train.data.order import Order
+from mgpu_train.models.gpt import GPT
 from mgpu_train.optim.schedule import learning_rate
-from mgpu_train.tasks.lm import ByteGPT, ByteLM, Sequences
+from mgpu_train.tasks.lm import ByteLM, Sequences
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +35,7 @@ class Text:
         return self.data.batch(samples, samples)["bytes"]
 
 
-def make(config: TrainConfig, rank: int, world: int) -> tuple[ByteGPT, torch.optim.AdamW, Text]:
+def make(config: TrainConfig, rank: int, world: int) -> tuple[GPT, torch.optim.AdamW, Text]:
     """The model with its first values, its optimizer, and the text."""
     torch.set_num_threads(config.threads or torch.get_num_threads())
     task = ByteLM(LmOptions.model_validate(config.task_options))

@@ -70,7 +70,9 @@ def files(beside) -> None:
 def test_their_keys_are_keys_of_the_run_file(beside):
     schema = json.loads(beside.mgpu("spec", "--json"))
     assert schema["properties"]["provider"]["enum"] == ["aws", "local", "yard"]
-    assert schema["properties"]["launcher"]["enum"] == ["bash", "envrun", "python", "torchrun"]
+    assert schema["properties"]["launcher"]["enum"] == [
+        *("accelerate", "bash", "deepspeed", "envrun", "jax", "mpi", "python", "tensorflow", "torchrun")
+    ]
     train = schema["$defs"]["TrainConfig"]["properties"]
     assert train["task"]["anyOf"][0]["enum"] == ["lm", "parity", "vision"]
     assert train["strategy"]["enum"] == ["byhand", "ddp", "fsdp", "hsdp", "single"]
@@ -87,7 +89,7 @@ def test_mistakes_in_them_are_told_like_any_other(beside):
     for words in (
         "`east` is not one of: north, south",
         "yard.prise",
-        "`envrum` is not one of bash, envrun, python, torchrun",
+        "`envrum` is not one of accelerate, bash, deepspeed, envrun, jax, mpi, python, tensorflow, torchrun",
         "sinks.bell.strokes: must be at least 1, not `0`",
         "sinks.jsnol: unknown key",
     ):
