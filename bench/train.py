@@ -203,7 +203,11 @@ def _run(name: str, shape: Shape, precision: str) -> Run:
         host_share=statistics.mean(shares) if shares else None,
         cpu_s=sum(rank.cpu_s for rank in ranks),
     )
-    print(f"{shape}, {precision}, {name}: {run.units_per_s:.0f} units/s, {run.cpu_us:.0f} us of CPU each", file=sys.stderr, flush=True)
+    print(
+        f"{shape}, {precision}, {name}: {run.units_per_s:.0f} units/s, {run.cpu_us:.0f} us of CPU each",
+        file=sys.stderr,
+        flush=True,
+    )
     return run
 
 

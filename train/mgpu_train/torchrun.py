@@ -35,6 +35,7 @@ _BY_ITSELF_S = 3.0  # torchrun's own end, after that of its ranks
 def main() -> int:
     """Runs torchrun; returns the exit code."""
     target = os.environ.pop(FAILURE_FILE, "")  # ranks are not to have it
+    from torch.distributed import run  # sets its loggers' levels, which are set after it
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -43,7 +44,10 @@ def main() -> int:
             logging.getLogger(name).setLevel(logging.ERROR)
     _end_when_asked()
     try:
-        return _run(sys.argv[1:])
+        if sys.argv[1:2] == [ACCELERATE]:
+            return _accelerate(sys.argv[2:])
+        run.main(sys.argv[1:])
+        return 0
     except ChildFailedError as error:
         for rank, failure in sorted(error.failures.items()):
             print(f"torchrun: rank {rank} {procs.ended(failure.exitcode)} (pid {failure.pid})", file=sys.stderr)  # noqa: T201
@@ -55,13 +59,8 @@ def main() -> int:
         return 1
 
 
-def _run(words: Sequence[str]) -> int:
+def _accelerate(words: Sequence[str]) -> int:
     """To its end; returns the exit code. Raises ChildFailedError and SignalException."""
-    if words[:1] != [ACCELERATE]:
-        from torch.distributed import run
-
-        run.main(words)
-        return 0
     try:
         from accelerate.commands import launch
     except ImportError as error:
@@ -72,7 +71,7 @@ def _run(words: Sequence[str]) -> int:
         )
         return 1
     launch.simple_launcher = launch.multi_gpu_launcher  # torchrun for whatever is not DeepSpeed or a TPU: also on CPUs
-    launch.launch_command(launch.launch_command_parser().parse_args(words[1:]))
+    launch.launch_command(launch.launch_command_parser().parse_args(words))
     return 0
 
 
