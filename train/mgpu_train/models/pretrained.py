@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from mgpu_train.checkpoint.formats.adapters import BASE, is_lora
 from mgpu_train.errors import TrainError
+from mgpu_train.models.adapters import BASE, is_lora
 
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model")  # of a repository on the hub: all that is needed
 _EVERY, _PIECE = 1 << 20, 4096  # of each tensor so many bytes in so many make the checksum

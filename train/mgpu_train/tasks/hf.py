@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from mgpu_train.checkpoint.formats.adapters import BASE, is_lora
 from mgpu_train.data.documents import Document, Keys, Tokens, encode, read, split
 from mgpu_train.errors import TrainError
+from mgpu_train.models.adapters import BASE, is_lora
 from mgpu_train.tasks.base import Batch, Data, Layout, Loss, Split, Task
 from mgpu_train.tasks.hf_config import HfOptions, on_hub
 

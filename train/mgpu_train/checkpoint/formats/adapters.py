@@ -8,17 +8,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from mgpu_train.checkpoint.formats.archives import Unsupported
+from mgpu_train.models.adapters import is_lora
 from mgpu_train.tasks.hf_config import HfOptions, Lora
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-BASE = "base_checksum"  # a buffer beside adapters: the checksum of the weights that they were learned for
 _TASKS = {"causal": "CAUSAL_LM", "classifier": "SEQ_CLS"}
 _PREFIX = "base_model.model."
-
-
-def is_lora(name: str) -> bool:
-    """Whether it is of an adapter."""
-    return ".lora_" in name
 
 
 def name(name: str) -> str:
@@ -35,7 +30,7 @@ def config(origin: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
         options = HfOptions.model_validate(origin["config"]["options"])
         lora = Lora.model_validate(options.lora)
     except (LookupError, TypeError, ValidationError) as error:
-        raise Unsupported(f"the checkpoint's meta.json does not say how its adapters were learned: {error}") from error
+        raise Unsupported("the checkpoint's meta.json does not say how its adapters were learned") from error
     bare = [each.removeprefix(_PREFIX) for each in names]
     heads = sorted({each.partition(".")[0] for each in bare if not is_lora(each)})
     return {

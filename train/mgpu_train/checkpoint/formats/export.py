@@ -21,6 +21,7 @@ from mgpu_train.checkpoint.formats.archives import ITEM_BYTES, PIECE, Unsupporte
 from mgpu_train.checkpoint.formats.safetensors_file import Item
 from mgpu_train.checkpoint.formats.shards import METADATA, Chunk, Shards, Tensor, open_shards
 from mgpu_train.checkpoint.local import write_aside
+from mgpu_train.models.adapters import BASE, is_lora
 from mgpu_train.store.base import Damaged, NotFound
 from mgpu_train.store.disk import opened, translated, write_all
 
@@ -78,6 +79,8 @@ def export(
     tell = progress or (lambda _: None)
     with translated(f"cannot export to {dest}"):
         if _has_safetensors(folder):
+            if form != "safetensors":
+                raise Unsupported(f"{folder} is no checkpoint of the bundled trainer: nothing is known of its adapters")
             with write_aside(dest) as aside:
                 return _copied(folder, aside, _origin(folder, provenance), tell)
         shards, origin = open_shards(folder), _origin(folder, provenance)
@@ -112,8 +115,8 @@ def _chosen(shards: Shards, keys: str, form: Format) -> list[tuple[Item, Tensor]
         raise Unsupported(f"{shards.folder} has no tensors below {keys!r}; it has some below {', '.join(tops) or '-'}")
     names = {tensor.name.removeprefix(prefix): tensor for tensor in found}
     if form == "peft":
-        names = {adapters.name(name): tensor for name, tensor in names.items() if name != adapters.BASE}
-        if not any(map(adapters.is_lora, names)):
+        names = {adapters.name(name): tensor for name, tensor in names.items() if name != BASE}
+        if not any(map(is_lora, names)):
             raise Unsupported(f"{shards.folder} has no adapters: it was trained without `train.options.lora`")
     return [(_item(tensor, name), tensor) for name, tensor in names.items()]
 
