@@ -165,7 +165,8 @@ class Trainer:
         parts = {**self.engine.parts(), **{name: part for name, part in others.items() if part is not None}}
         self.checkpointer = Checkpointer(parts, place, writers, self._meta(), outside_s=save_s if outside else None)
         if job.checkpoint is not None:
-            weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+            learned = (each for each in self.model.parameters() if each.requires_grad)
+            weights = sum(each.numel() * each.element_size() for each in learned)
             self.checkpointer.require_memory(weights + optimizers.state_bytes + (self.ema.nbytes if self.ema else 0))
         self.progress = self.checkpointer.load(folders.resume) if folders.resume else Progress()
         self.saver = (

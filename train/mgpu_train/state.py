@@ -8,11 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 
 class Part(Protocol):
@@ -35,18 +37,22 @@ class Part(Protocol):
 
 
 class ModelPart:
-    """Parameters and buffers, by the names of the model that is not spread."""
+    """Parameters that are learned, and buffers, by the names of the model that is not spread. What is frozen is as the
+    task begins it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
         """By name."""
-        return get_model_state_dict(self._model)
+        inner = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
+        # torch's `ignore_frozen_params` leaves the second name of one that is tied
+        frozen = {name for name, each in inner.named_parameters(remove_duplicate=False) if not each.requires_grad}
+        return {name: each for name, each in get_model_state_dict(self._model).items() if name not in frozen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """On this rank's device."""
-        set_model_state_dict(self._model, state)
+        set_model_state_dict(self._model, state, options=StateDictOptions(strict=False))
 
     def steady(self) -> Iterable[torch.Tensor]:
         """The parameters; a forward pass may change buffers."""

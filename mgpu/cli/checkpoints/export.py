@@ -19,7 +19,7 @@ from mgpu.errors import InputError
 from mgpu.words import amount, count
 
 if TYPE_CHECKING:
-    from mgpu_train.checkpoint.formats.export import ExportReport
+    from mgpu_train.checkpoint.formats.export import ExportReport, Format
     from mgpu_train.checkpoint.log.manifest import Manifest
 
 
@@ -28,8 +28,16 @@ if TYPE_CHECKING:
 @click.option("--step", type=click.IntRange(min=0), help="Take this step's (default: the newest that verifies).")
 @click.option("--to", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder that is made.")
 @click.option("--keys", default="model", show_default=True, help="What is exported of a program's state; '' is all.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["safetensors", "peft"]),
+    default="safetensors",
+    show_default=True,
+    help="peft: adapters that task hf has learned, as peft loads them.",
+)
 @common.json_option
-def export(run: str, url: str | None, step: int | None, to: Path, keys: str, as_json: bool) -> None:
+def export(run: str, url: str | None, step: int | None, to: Path, keys: str, form: Format, as_json: bool) -> None:
     """Write a checkpoint's weights as safetensors.
 
     DIR gets model.safetensors and a config.json that says where they come from. The checkpoint is downloaded and
@@ -45,7 +53,7 @@ def export(run: str, url: str | None, step: int | None, to: Path, keys: str, as_
             found, found.commits(step), console, lambda _commit: aside / "checkpoint", _refuse_others,
             local=lambda commit: folder_of(found) / f"step-{commit.step}", durable=False,
         )  # fmt: skip
-        report = _convert(found, pulled, keys, to, console)
+        report = _convert(found, pulled, keys, form, to, console)
     if as_json:
         from mgpu.cli import results
 
@@ -86,7 +94,7 @@ def _aside(to: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _convert(found: Source, pulled: Pulled, keys: str, to: Path, console: Console) -> ExportReport:
+def _convert(found: Source, pulled: Pulled, keys: str, form: Format, to: Path, console: Console) -> ExportReport:
     from mgpu_train.checkpoint.formats.archives import Unsupported
     from mgpu_train.checkpoint.formats.export import export as convert
     from mgpu_train.checkpoint.formats.export import size
@@ -95,8 +103,8 @@ def _convert(found: Source, pulled: Pulled, keys: str, to: Path, console: Consol
     commit = pulled.commit
     origin = {"run_id": found.run_id, "checkpoint_id": commit.checkpoint_id, "manifest_sha256": commit.manifest_sha256}
     try:
-        with console.transfer("writing safetensors", size(pulled.folder, keys=keys)) as add:
-            return convert(pulled.folder, to, keys=keys, provenance=origin, progress=add)
+        with console.transfer("writing safetensors", size(pulled.folder, keys=keys, form=form)) as add:
+            return convert(pulled.folder, to, keys=keys, form=form, provenance=origin, progress=add)
     except Unsupported as error:
         raise InputError(
             f"{commit.checkpoint_id} cannot be exported",

@@ -272,6 +272,12 @@ def test_what_cannot_be_exported_is_refused_before_a_byte_of_it_is_read(mgpu, co
     assert not list((world.folder / "out").iterdir())
 
 
+def test_what_the_trainer_did_not_save_is_not_exported_as_adapters(mgpu, portable, world):
+    done = mgpu("checkpoints", "export", "--format", "peft", "--to", "out")
+    assert (done.code, "no checkpoint of the bundled trainer" in done.err) == (2, True)
+    assert not (world.folder / "out").exists()
+
+
 def test_export_writes_over_nothing(mgpu, portable, world):
     for name in ("full", "link"):
         (world.folder / name).mkdir() if name == "full" else (world.folder / name).symlink_to("nowhere")

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from mgpu_train import entries
 from mgpu_train.config import LmOptions
 from mgpu_train.entries import Entries
+from mgpu_train.tasks.hf_config import HfOptions
 from mgpu_train.tasks.vision_config import VisionOptions
 
 GROUP = "mgpu_train.tasks"
@@ -76,7 +77,25 @@ VISION = TaskEntry(
     ),
 )
 
-OURS = {"lm": LM, "vision": VISION}  # by name, since a node has no entry points of ours
+
+def _hf(options: HfOptions, tensor: int, pipeline: int) -> str | None:
+    if tensor * pipeline == 1:
+        return None
+    return "task hf has models that are not written to be shared by a layer or cut into stages: `strategy: fsdp`"
+
+
+HF = TaskEntry(
+    "mgpu_train.tasks.hf:HuggingFace",
+    HfOptions,
+    refuse=_hf,
+    metrics=(
+        *COMMON,
+        *("accuracy", "tokens_per_s", "samples_per_s", "documents", "classes"),
+        *("validation_accuracy", "first_validation_accuracy"),
+    ),
+)
+
+OURS = {"hf": HF, "lm": LM, "vision": VISION}  # by name, since a node has no entry points of ours
 
 
 @functools.cache

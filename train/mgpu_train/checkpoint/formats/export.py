@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mgpu_train.checkpoint.formats import safetensors_file
+from mgpu_train.checkpoint.formats import adapters, safetensors_file
 from mgpu_train.checkpoint.formats.archives import ITEM_BYTES, PIECE, Unsupported
 from mgpu_train.checkpoint.formats.safetensors_file import Item
 from mgpu_train.checkpoint.formats.shards import METADATA, Chunk, Shards, Tensor, open_shards
 from mgpu_train.checkpoint.local import write_aside
+from mgpu_train.models.adapters import BASE, is_lora
 from mgpu_train.store.base import Damaged, NotFound
 from mgpu_train.store.disk import opened, translated, write_all
 
@@ -30,6 +31,7 @@ _LARGEST_META = 1 << 20
 _COPIED = (".json", ".model", ".safetensors", ".txt")  # of a folder of Hugging Face: all that no program runs
 
 Progress = Callable[[int], None]
+Format = Literal["safetensors", "peft"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ def export(
     dest: Path,
     *,
     keys: str = "model",
+    form: Format = "safetensors",
     max_shard_bytes: int = 5 << 30,
     provenance: Mapping[str, str | int | float] | None = None,
     progress: Progress | None = None,
@@ -61,7 +64,8 @@ def export(
     """Write the tensors below `keys` of a verified checkpoint's `folder` into the new folder `dest`, flushed to disk.
 
     Names lose the `keys.` that they begin with; `keys=""` takes everything. A file has at most `max_shard_bytes` bytes
-    of tensors, but where one tensor alone has more. `provenance` (run, checkpoint id) is written beside what the
+    of tensors, but where one tensor alone has more. With `form="peft"` the folder is one that `peft` loads: adapters in
+    one file, by its names, and `adapter_config.json`. `provenance` (run, checkpoint id) is written beside what the
     checkpoint says of itself. `progress` is given bytes that are through; in all they are `size(folder)`.
 
     Raises:
@@ -75,32 +79,46 @@ def export(
     tell = progress or (lambda _: None)
     with translated(f"cannot export to {dest}"):
         if _has_safetensors(folder):
+            if form != "safetensors":
+                raise Unsupported(f"{folder} is no checkpoint of the bundled trainer: nothing is known of its adapters")
             with write_aside(dest) as aside:
                 return _copied(folder, aside, _origin(folder, provenance), tell)
-        shards = open_shards(folder)
-        files = _files(_chosen(shards, keys), max_shard_bytes)
+        shards, origin = open_shards(folder), _origin(folder, provenance)
+        chosen = _chosen(shards, keys, form)
+        if form == "peft":
+            files = [_File(adapters.FILE, tuple(chosen))]
+            config = adapters.CONFIG, adapters.config(origin, [item.name for item, _ in chosen])
+        else:
+            files = _files(chosen, max_shard_bytes)
+            config = CONFIG, _config(origin, _most(item for file in files for item, _ in file.tensors))
         with write_aside(dest) as aside:
-            return _written(shards, files, aside, _origin(folder, provenance), tell)
+            _write_json(aside / config[0], config[1])
+            return _written(shards, files, aside, origin, tell)
 
 
-def size(folder: Path, *, keys: str = "model") -> int:
+def size(folder: Path, *, keys: str = "model", form: Format = "safetensors") -> int:
     """Bytes that `export` will have to move. Raises as it does."""
     if _has_safetensors(folder):
         return sum(path.stat().st_size for path in _safetensors(folder))
-    return sum(item.size for item, _ in _chosen(open_shards(folder), keys))
+    return sum(item.size for item, _ in _chosen(open_shards(folder), keys, form))
 
 
 # --- from the trainer's shards ---
 
 
-def _chosen(shards: Shards, keys: str) -> list[tuple[Item, Tensor]]:
+def _chosen(shards: Shards, keys: str, form: Format) -> list[tuple[Item, Tensor]]:
     """The tensors to export with their new names, in the order of the state."""
     prefix = f"{keys}." if keys else ""
     found = [tensor for name, tensor in shards.tensors.items() if name.startswith(prefix)]
     if not found:
         tops = sorted({name.partition(".")[0] for name in shards.tensors})
         raise Unsupported(f"{shards.folder} has no tensors below {keys!r}; it has some below {', '.join(tops) or '-'}")
-    return [(_item(tensor, tensor.name.removeprefix(prefix)), tensor) for tensor in found]
+    names = {tensor.name.removeprefix(prefix): tensor for tensor in found}
+    if form == "peft":
+        names = {adapters.name(name): tensor for name, tensor in names.items() if name != BASE}
+        if not any(map(is_lora, names)):
+            raise Unsupported(f"{shards.folder} has no adapters: it was trained without `train.options.lora`")
+    return [(_item(tensor, name), tensor) for name, tensor in names.items()]
 
 
 def _item(tensor: Tensor, name: str) -> Item:
@@ -139,11 +157,15 @@ def _written(shards: Shards, files: list[_File], aside: Path, origin: dict[str, 
         places = {item.name: file.name for file in files for item, _ in file.tensors}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         _write_json(aside / "model.safetensors.index.json", index)
+    return ExportReport(_names(aside), len(items), total)
+
+
+def _most(items: Iterable[Item]) -> str:
+    """The type that most bytes are of."""
     by_dtype = Counter[str]()
     for item in items:
         by_dtype[item.dtype] += item.size
-    _write_json(aside / CONFIG, _config(origin, by_dtype.most_common(1)[0][0]))
-    return ExportReport(_names(aside), len(items), total)
+    return by_dtype.most_common(1)[0][0]
 
 
 def _write(shards: Shards, file: _File, path: Path, origin: dict[str, Any], tell: Progress) -> None:
