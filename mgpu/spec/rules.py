@@ -186,7 +186,7 @@ def _trials(spec: RunSpec) -> Iterator[Mistake]:
         try:
             TrainConfig.model_validate({**given, **trial.train})
         except ValidationError as error:
-            if trial.refused is None:
+            if not trial.refused:
                 yield Mistake((*at, "train"), error.errors(include_url=False)[0]["msg"], (("train",),))
 
 

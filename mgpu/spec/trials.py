@@ -87,7 +87,7 @@ def write(run_file: Path, changes: dict[str, Any]) -> None:
 
 def _changed(text: str, changes: dict[str, Any]) -> str:
     """A run file's text with these keys of its `train`, where they stand, or first in it."""
-    root = yaml.compose(text, yaml.SafeLoader)
+    root: Any = yaml.compose(text, yaml.SafeLoader)
     train = next(value for key, value in root.value if key.value == "train")
     there = {key.value: value for key, value in train.value}
     first = train.value[0][0].start_mark
@@ -140,45 +140,42 @@ def _worth_trying(spec: RunSpec, train: TrainConfig) -> dict[str, tuple[Any, ...
     }
 
 
-def _refused(spec: RunSpec, train: TrainConfig, changes: dict[str, Any]) -> str | None:
-    """Why it cannot be, where that is known without a machine."""
+def _refused(spec: RunSpec, train: TrainConfig, changes: dict[str, Any]) -> str:
+    """Why it cannot be, where that is known without a machine; "": it can."""
     try:
         changed = TrainConfig.model_validate({**train.model_dump(exclude_unset=True), **changes})
     except ValidationError as error:
         each = error.errors(include_url=False)[0]
         return f"{'.'.join(map(str, each['loc']))}: {each['msg']}"
     found = next(mistakes(spec.model_copy(update={"train": changed, "matrix": {}})), None)
-    return found and f"{'.'.join(map(str, found.at))}: {found.message}"
+    return f"{'.'.join(map(str, found.at))}: {found.message}" if found else ""
 
 
 def _stage(spec: RunSpec, nodes: int, processes: int) -> Trial:
     """With so many nodes and processes of each. A rank has as much to do as it has in the whole run, as far as that
     can be parted so; where it cannot, the parts that do not fit are left out."""
     assert spec.train is not None  # noqa: S101 - `smoke` has looked
-    name = (
-        "one process" if nodes * processes == 1 else f"{'one node' if nodes == 1 else f'{nodes} nodes'}, {{}} processes"
-    )
-    name = name.format(nodes * processes)
+    where = "one node" if nodes == 1 else count(nodes, "node")
+    name = "one process" if nodes * processes == 1 else f"{where}, {count(nodes * processes, 'process')}"
     if (nodes, processes) == (spec.nodes, spec.processes):
         return Trial(name=name)
     whole = _sizes(spec.train, spec.nodes, spec.processes)
     each = -(-spec.train.global_batch // whole.data)
     kind = strategies.installed().found[spec.train.strategy]
-    for changes in _simpler(spec.train):
-        sizes = _sizes(spec.train.model_copy(update=changes), nodes, processes)
-        strategy = strategies.installed().found[changes.get("strategy", spec.train.strategy)]
-        if not (sizes.refuse() or strategy.refuse(sizes)):
-            break
+    changes, sizes = next(_simpler(spec.train, nodes, processes))
     less = kind.sharded or spec.train.tensor_parallel * spec.train.pipeline_parallel > 1
     train = {**changes, "global_batch": each * sizes.data}
     return Trial(name=name, nodes=nodes, processes_per_node=processes, train=train, may_lack_memory=less)
 
 
-def _simpler(train: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Changes that ask for ever less of the ranks; the last one suits any number of them."""
-    yield {}
-    for strategy in dict.fromkeys((train.strategy, "fsdp", "ddp")):
-        yield {"strategy": strategy, "tensor_parallel": 1, "pipeline_parallel": 1, "replicas": None}
+def _simpler(train: TrainConfig, nodes: int, processes: int) -> Iterator[tuple[dict[str, Any], Sizes]]:
+    """Changes with which so few ranks can be asked, those that change least first; replicas suit any number."""
+    whole = {"tensor_parallel": 1, "pipeline_parallel": 1}
+    for changes in ({}, *({"strategy": each, **whole} for each in dict.fromkeys((train.strategy, "fsdp", "ddp")))):
+        sizes = _sizes(train.model_copy(update=changes), nodes, processes)
+        strategy = strategies.installed().found[changes.get("strategy", train.strategy)]
+        if not (sizes.refuse() or strategy.refuse(sizes)):
+            yield changes, sizes
 
 
 def _sizes(train: TrainConfig, nodes: int, processes: int) -> Sizes:

@@ -45,7 +45,7 @@ class Conductor:
         self._metrics.write("start", attempt=self._job.attempt, steps=len(self._trials.tries))
         why = ""
         for number, trial in enumerate(self._trials.tries):
-            if trial.refused is None:
+            if not trial.refused:
                 part = self._part(number, trial)
                 if self._leads:
                     self._take(trial, part)

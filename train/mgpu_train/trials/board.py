@@ -54,7 +54,7 @@ class Board:
         """Raises what torch raises: node 0 did not answer in `rendezvous_s`."""
         self._store: Store = Alone()
         if job.nodes > 1:
-            from torch.distributed import TCPStore
+            from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
             wait = timedelta(seconds=job.timeouts.rendezvous_s)
             leads = job.node_rank == 0
