@@ -156,7 +156,7 @@ def _stage(spec: RunSpec, nodes: int, processes: int) -> Trial:
     can be parted so; where it cannot, the parts that do not fit are left out."""
     assert spec.train is not None  # noqa: S101 - `smoke` has looked
     where = "one node" if nodes == 1 else count(nodes, "node")
-    name = "one process" if nodes * processes == 1 else f"{where}, {count(nodes * processes, 'process')}"
+    name = "one process" if nodes * processes == 1 else f"{where}, {nodes * processes} processes"
     if (nodes, processes) == (spec.nodes, spec.processes):
         return Trial(name=name)
     whole = _sizes(spec.train, spec.nodes, spec.processes)

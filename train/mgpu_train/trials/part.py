@@ -145,13 +145,13 @@ class Ranks:
         """What their metrics say of the steps that count: the last ones."""
         steps = self._job.trials.steps if self._job.trials else 1
         lines = [line for line in self._metric_lines() if line.get("kind") == "step"]
-        speeds = [{name: v for name, v in line.items() if name.endswith(SPEED)} for line in lines if line["first"]]
-        unit = next(iter(speeds[-1]), "") if speeds else ""
-        known = [line[unit] for line in speeds[-steps:] if unit in line]
-        shares = [line["mfu"] for line in lines[-steps:] if line["first"] and "mfu" in line]
+        counted = [line for line in lines if line["first"]][-steps:]
+        unit = next((name for line in counted for name in line if name.endswith(SPEED)), "")
+        speeds = [line[unit] for line in counted if unit in line]
+        shares = [line["mfu"] for line in counted if "mfu" in line]
         return {
             "unit": unit.removesuffix(SPEED),
-            "units_per_s": statistics.median(known) if known else None,
+            "units_per_s": statistics.median(speeds) if speeds else None,
             "memory_gib": max((line["memory_gib"] for line in lines), default=None),
             "mfu": statistics.median(shares) if shares else None,
         }
