@@ -92,13 +92,13 @@ def _changed(text: str, changes: dict[str, Any]) -> str:
     there = {key.value: value for key, value in train.value}
     first = train.value[0][0].start_mark
     edits = list[tuple[int, int, str]]()
-    for key, value in changes.items():
+    for key, value in reversed(changes.items()):  # those that are new come before each other
         if (old := there.get(key)) is not None:
             edits.append((old.start_mark.index, old.end_mark.index, words({"": value})[2:]))
         else:
             end = ", " if train.flow_style else "\n" + " " * first.column
             edits.append((first.index, first.index, f"{words({key: value})}{end}"))
-    for begin, end, new in sorted(edits, reverse=True):
+    for begin, end, new in sorted(edits, key=lambda edit: edit[0], reverse=True):
         text = text[:begin] + new + text[end:]
     return text
 
