@@ -15,6 +15,7 @@ from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.metrics.patience import Patience
 from mgpu_train.models.gpt import GPT
 from mgpu_train.optim import base as optim
+from mgpu_train.optim.ema import Average
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.signals import SaveClock
 from mgpu_train.tasks.base import Layout
@@ -176,6 +177,26 @@ class TestGPT:
             sum(4 * p.numel() for p in model.parameters() if (id(p) in matrices) is muon) for muon in (True, False)
         ]
         assert made.state_bytes == sizes[0] + 2 * sizes[1]
+
+
+class TestAverage:
+    def test_it_follows_the_parameters_and_a_skipped_step_leaves_it(self):
+        """Of step n the newest ones have a weight of 1 - min(decay, (1 + n) / (10 + n))."""
+        model = nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(0.0)
+        average = Average(model, 0.5)
+        expected = 0.0
+        for step, (value, skipped) in enumerate([(1.0, 0.0), (2.0, 0.0), (9.0, 1.0), *[(4.0, 0.0)] * 12], 1):
+            with torch.no_grad():
+                model.weight.fill_(value)
+            average.update(step, torch.tensor(skipped))
+            weight = (1 - min(0.5, (1 + step) / (10 + step))) * (1 - skipped)
+            expected += weight * (value - expected)
+            assert average.state_dict()["weight"].item() == pytest.approx(expected)
+        with average.in_place():
+            assert model.weight.item() == pytest.approx(expected)
+        assert model.weight.item() == 4.0
 
 
 class TestPatience:

@@ -77,6 +77,7 @@ def test_batch_norms_of_ranks_that_see_other_images_are_one_in_validation_and_ch
     assert of(whole.ranks[0], "validation", "loss") == of(whole.ranks[1], "validation", "loss")
     resumed = train("batch-resumed", 2, resume="batch", options={**OPTIONS, "norm": "batch"})
     assert of(resumed.lines, "step", "loss") == of(whole.lines, "step", "loss")[3:]
+    assert of(resumed.lines, "validation", "loss")[-1] == of(whole.lines, "validation", "loss")[-1]
     same_bits(*(each.home / "checkpoints" / "step-5" for each in (whole, resumed)))
 
 

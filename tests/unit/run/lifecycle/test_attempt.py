@@ -153,7 +153,7 @@ def test_where_no_node_answers_and_the_store_shows_that_nothing_is_saved_any_mor
         os.utime(entry, (time.time() - newest_s,) * 2)
     for node in run.world.nodes:
         node.reachable = False
-    run.session.timeouts = run.session.timeouts.model_copy(update={"silence_s": 0.2})
+    run.world.timeouts = run.world.timeouts.model_copy(update={"silence_s": 0.2})
     ended = run.watch_again()
     assert (ended.left, ended.lost) == ((True, ()) if left else (False, (0, 1)))
 
