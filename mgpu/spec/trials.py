@@ -79,7 +79,7 @@ def write(run_file: Path, changes: dict[str, Any]) -> None:
             aside.write_text(after)
             aside.replace(run_file)
             return
-        why = "Its `train` block is made of others (an alias, a merge)."
+        why = "Its `train` block is written in an unusual way."
     except (OSError, UnicodeDecodeError, InputError, LookupError) as error:
         why = str(error)
     raise InputError(f"{run_file} cannot be changed", why, f"Write it yourself: `train: {{{words(changes)}}}`.")

@@ -125,13 +125,15 @@ def test_the_fastest_is_written_where_it_belongs_and_all_else_stays(tmp_path: Pa
     assert path.read_text() == TEXT.replace(FLOW, after)
 
 
-@pytest.mark.parametrize("block", ["train: &it {<<: {strategy: fsdp}}\n", "train: {}\n"])
+@pytest.mark.parametrize(
+    "block", ["train: &it {seed: 3}\n", "train: {}\n", "train:\n  strategy: >-\n    fsdp\n  seed: 3\n"]
+)
 def test_a_file_that_cannot_be_changed_is_left_and_what_to_write_is_said(tmp_path: Path, block: str):
     path = file(tmp_path, text=TEXT.replace(FLOW, block))
     before = path.read_text()
     with pytest.raises(InputError) as error:
-        trials.write(path, {"micro_batch": 4})
-    assert "`train: {micro_batch: 4}`" in error.value.next_step
+        trials.write(path, {"strategy": "ddp"})
+    assert "`train: {strategy: ddp}`" in error.value.next_step
     assert path.read_text() == before
 
 
