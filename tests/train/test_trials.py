@@ -109,8 +109,9 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, count: 
     monkeypatch.setattr(part.sys, "executable", str(python))
     folder = tmp_path / "trial"
     folder.mkdir()
+    monkeypatch.setenv("TOKEN", "hunter22")
     trials = {"purpose": "tune", "tries": [{"name": "x"}], "steps": 2}
-    return Ranks(Job.model_validate(job(trials, train={}, processes_per_node=count)), 1, folder)
+    return Ranks(Job.model_validate(job(trials, train={}, processes_per_node=count, secrets=["TOKEN"])), 1, folder)
 
 
 SPEEDS = """cd $MGPU_METRICS_DIR/.. && mkdir -p metrics; for speed in 1 1 1 1 50 70; do
@@ -126,6 +127,7 @@ done; exit"""
          "out of memory", "can't allocate memory"),
         ("echo 'TrainError: `train.strategy`: not so'; exit 1", "refused", "not so"),
         ("kill -9 $$", "failed", "was ended by SIGKILL"),
+        ("echo 'ValueError: the token is '$TOKEN; exit 1", "failed", "the token is ***"),
         ("[ $RANK = 1 ] && { sleep 0.2; echo 'ValueError: the cause'; exit 1; }; echo 'gloo: connection lost'; exit 1",
          "failed", "ValueError: the cause"),
     ],

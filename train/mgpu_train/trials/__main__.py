@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from mgpu_train.agent.machine import ports
@@ -133,8 +134,9 @@ class Conductor:
     def _part_from_others(self) -> None:
         """Node 0 has the words of all: it goes last."""
         self._board.put(f"gone/{self._job.node_rank}")
-        for rank in range(self._job.nodes if self._leads else 0):
-            self._board.get(f"gone/{rank}", _PART_S)
+        with suppress(TimeoutError):  # all is known: nothing is lost with the last word of a node
+            for rank in range(self._job.nodes if self._leads else 0):
+                self._board.get(f"gone/{rank}", _PART_S)
 
 
 def _of_all(parts: list[Part]) -> Part:

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from mgpu_train.agent.machine import procs
-from mgpu_train.agent.status.log import last_words, peer_lost
+from mgpu_train.agent.status.log import hide, last_words, peer_lost
 from mgpu_train.config import Job, Model, Outcome
 
 _LOOK_S = 0.05
@@ -132,7 +132,7 @@ class Ranks:
 
     def _words(self, local: int) -> str:
         code = self._processes[local].returncode
-        words = last_words(self._lines(local))
+        words = hide(last_words(self._lines(local)), (os.environ.get(name, "") for name in self._job.secrets))
         return f"{procs.ended(code)}" + (f": {words}" if words else "") if code < 0 or not words else words
 
     def _log(self, local: int) -> Path:
