@@ -15,7 +15,7 @@ import click
 
 from mgpu import paths
 from mgpu.backend import location
-from mgpu.cli import complete
+from mgpu.cli import complete, trials
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, NoCapacity, ProviderError, StackError
 from mgpu.run.record import shared
@@ -493,6 +493,7 @@ def finish(console: Console, outcome: Outcome) -> int:
         console.result(result_of(record))
     else:
         console.table(("run", record.run_id), summary(record))
+        trials.show(console, record)
     if outcome.error is not None:
         console.error(outcome.error)
     said = outcome.error is None or "--resume" in outcome.error.next_step

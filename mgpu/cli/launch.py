@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli import common, trials
 from mgpu.console import Console
 
 if TYPE_CHECKING:
@@ -21,15 +21,26 @@ if TYPE_CHECKING:
 @common.json_option
 @common.resume_option
 @common.detach_option
-def launch(run_file: Path, changes: list[Change], yes: bool, as_json: bool, resume: str | None, detach: bool) -> int:
+@trials.options
+def launch(
+    run_file: Path,
+    changes: list[Change],
+    yes: bool,
+    as_json: bool,
+    resume: str | None,
+    detach: bool,
+    asked: trials.Asked,
+) -> int:
     """Rent what RUN_FILE asks for, run on it, keep the checkpoints, give every machine back."""
     from mgpu.run.lifecycle import launch as runs
     from mgpu.run.lifecycle.resume import before as resumed
-    from mgpu.spec.load import load
 
-    spec = load(run_file, changes=changes)
+    spec = asked.load(run_file, changes, resume, detach=detach)
     console = Console(as_json=as_json, show_logs=spec.command is not None)
     before = resumed(resume, run_file, spec)
     machines = common.agreed(console, run_file, spec, yes, before, begins=True)
     context = common.context(console, watch_s=0.0 if detach else None)
-    return common.finish(console, runs.launch(run_file, spec, context, resume=before, machines=machines))
+    outcome = runs.launch(run_file, spec, context, resume=before, machines=machines)
+    code = common.finish(console, outcome)
+    asked.end(console, run_file, outcome.record)
+    return code

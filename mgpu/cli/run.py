@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli import common, complete
+from mgpu.cli import common, complete, trials
 from mgpu.console import Console
 from mgpu.errors import InputError
 
@@ -23,17 +23,24 @@ if TYPE_CHECKING:
 @click.option("--stack", shell_complete=complete.stacks, help="Stack to run on (default: the selected, $PULUMI_STACK).")
 @common.resume_option
 @common.detach_option
+@trials.options
 def run(
-    run_file: Path, changes: list[Change], yes: bool, as_json: bool, stack: str | None, resume: str | None, detach: bool
+    run_file: Path,
+    changes: list[Change],
+    yes: bool,
+    as_json: bool,
+    stack: str | None,
+    resume: str | None,
+    detach: bool,
+    asked: trials.Asked,
 ) -> int:
     """Run RUN_FILE on machines that `pulumi up` made, or that an earlier run kept."""
     from mgpu.iac.engine.stack import current_stack
     from mgpu.run.fleet.stack import how_to_rent
     from mgpu.run.lifecycle import launch as runs
     from mgpu.run.lifecycle.resume import before as resumed
-    from mgpu.spec.load import load
 
-    spec = load(run_file, changes=changes)
+    spec = asked.load(run_file, changes, resume, detach=detach)
     console = Console(as_json=as_json, show_logs=spec.command is not None)
     before = resumed(resume, run_file, spec)
     project = runs.preflight(run_file, spec, console.emit)
@@ -42,6 +49,8 @@ def run(
         raise InputError("no stack is selected", "`--stack` names one that is up.", how_to_rent(project))
     if before is not None and common.show_changes(console, before, spec) and not yes:
         common.agree_to_changes(console)
-    return common.finish(
-        console, runs.run(run_file, spec, name, common.context(console, watch_s=0.0 if detach else None), resume=before)
-    )
+    context = common.context(console, watch_s=0.0 if detach else None)
+    outcome = runs.run(run_file, spec, name, context, resume=before)
+    code = common.finish(console, outcome)
+    asked.end(console, run_file, outcome.record)
+    return code

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli import common, trials
 from mgpu.console import Console
 from mgpu.errors import MgpuError
 from mgpu.run.record.record import Record, State, load, supervised, supervisor_of
@@ -44,6 +44,7 @@ def _shown(console: Console, run: str, stale_s: float | None, *, live: bool) -> 
     for node in now or []:
         rows.append((f"node {node['rank']} now", _words(node, record)))
     console.table(("run", record.run_id), rows)
+    trials.show(console, record)
     if watched or stale_s is None:
         console.next(*_next(record, watched, stuck=who is not None and who.suspended))
     return common.exit_with(console, problem) if problem else 0

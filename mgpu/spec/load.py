@@ -57,6 +57,14 @@ def load(path: Path, changes: Iterable[Change] = ()) -> RunSpec:
     return runs[0][1]
 
 
+def whole(path: Path, changes: Iterable[Change] = ()) -> RunSpec:
+    """As `load`, but a `matrix` is left in it as it stands."""
+    document = _read(path)
+    for change in changes:
+        change.make(document)
+    return _checked(document, path.parent)
+
+
 def sweep(path: Path, changes: Iterable[Change] = ()) -> list[tuple[dict[str, str], RunSpec]]:
     """The runs of a run file, each with the values that make it differ: one, or those that its `matrix` asks for. What
     `changes` give is no axis of it. Arguments and errors as of `load`."""

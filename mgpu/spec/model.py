@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mgpu_train import launchers
-from mgpu_train.config import DataItem, EnvName, MetricName, Retention, Text, TrainConfig, Writers
+from mgpu_train.config import DataItem, EnvName, MetricName, Retention, Text, TrainConfig, Trials, Writers
 from mgpu_train.strategies import entry as strategies
 from mgpu_train.tasks import entry as tasks
 from pydantic import ConfigDict, Discriminator, Field, Tag, create_model
@@ -169,6 +169,11 @@ class Keys(MachineKeys, _Named):
         None, ge=1, le=256, description="processes of a machine, where there are no GPUs (default: 1)"
     )
     train: TrainConfig | None = Field(None, description="the bundled trainer; or `command` (default: none)")
+    trials: Trials | None = Field(
+        None,
+        description="what `--smoke` and `--tune` make of a run file: short trainings that are tried in the place of "
+        "`train`, with `checkpoint: none` (default: none)",
+    )
     command: tuple[Text, ...] | None = Field(
         None,
         min_length=1,

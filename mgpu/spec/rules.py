@@ -170,6 +170,26 @@ def _training(spec: RunSpec) -> Iterator[Mistake]:
         yield Mistake(("train", "global_batch"), why, sizes)
 
 
+def _trials(spec: RunSpec) -> Iterator[Mistake]:
+    if spec.trials is None:
+        return
+    if spec.train is None:
+        yield Mistake(("trials",), "are of `train`, the bundled trainer", (("train",), ("command",)))
+        return
+    if spec.checkpoint != "none":
+        yield Mistake(("checkpoint",), "trials keep none: `checkpoint: none`", (("trials",),))
+    given = spec.train.model_dump(exclude_unset=True)
+    for index, trial in enumerate(spec.trials.tries):
+        at: Where = ("trials", "tries", index)
+        if (trial.nodes or 1) > spec.nodes or (trial.processes_per_node or 1) > spec.processes:
+            yield Mistake(at, f"the run has {spec.nodes} nodes of {spec.processes} processes", (("nodes",),))
+        try:
+            TrainConfig.model_validate({**given, **trial.train})
+        except ValidationError as error:
+            if not trial.refused:
+                yield Mistake((*at, "train"), error.errors(include_url=False)[0]["msg"], (("train",),))
+
+
 def _task(spec: RunSpec) -> Iterator[Mistake]:
     if spec.train is None:
         return
@@ -293,7 +313,7 @@ def _setup(spec: RunSpec) -> Iterator[Mistake]:
 
 
 def _outputs(spec: RunSpec) -> Iterator[Mistake]:
-    if spec.outputs and spec.command is None:
+    if spec.outputs and spec.command is None and spec.trials is None:
         reads: tuple[Where, ...] = (("train",), ("command",))
         yield Mistake(("outputs",), "are files that a `command` writes; `train` has checkpoints", reads)
     for index, name in enumerate(spec.outputs):
@@ -362,6 +382,7 @@ RULES: tuple[Callable[[RunSpec], Iterator[Mistake]], ...] = (
     _code,
     _image,
     _training,
+    _trials,
     _task,
     _variables,
     _launcher,

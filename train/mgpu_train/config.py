@@ -239,6 +239,59 @@ class DataItem(Model):
     )
 
 
+class Trial(Model):
+    """A short training in fresh processes: so many steps of `train` as it is changed here."""
+
+    name: Text = Field(description="what a row of the table is called")
+    nodes: int | None = Field(default=None, ge=1, description="the first so many nodes (default: all)")
+    processes_per_node: int | None = Field(default=None, ge=1, description="of each of these nodes (default: all)")
+    train: dict[str, JsonValue] = Field(
+        default={}, description="keys of `train` that are otherwise here (default: none)"
+    )
+    refused: Text = Field(default="", description="why it cannot be trained so, known beforehand (default: it can)")
+    may_lack_memory: bool = Field(
+        default=False, description="fewer processes share the model than the run has: without room for it nothing broke"
+    )
+
+
+class Trials(Model):
+    """What is tried, one after the other, on the machines of one attempt."""
+
+    purpose: Literal["smoke", "tune"] = Field(
+        description="smoke: the first that fails ends it, and the run fails; tune: the fastest is looked for"
+    )
+    steps: int = Field(default=8, ge=1, le=1000, description="optimizer steps that are measured of each")
+    tries: tuple[Trial, ...] = Field(min_length=1, max_length=256, description="in their order")
+
+
+Outcome = Literal["ok", "refused", "out of memory", "failed", "too slow"]
+
+
+class Tried(Model):
+    """What became of a trial. None: it did not come so far, or nobody knows."""
+
+    name: Text
+    train: dict[str, JsonValue] = Field(default={}, description="keys of `train` that were otherwise")
+    world_size: int = Field(description="processes")
+    outcome: Outcome
+    said: Text = Field(default="", description="the trainer's own last words; empty: all went well")
+    seconds: float = Field(default=0.0, ge=0, description="of wall time, from the start of its processes to their end")
+    unit: Text = Field(default="", description="what is counted: tokens, images")
+    units_per_s: float | None = Field(default=None, description="of all processes, in the median step")
+    memory_gib: float | None = Field(
+        default=None, description="of the rank that took most: of its GPU, or of its process"
+    )
+    mfu: float | None = Field(default=None, description="share of the GPUs' peak that the model's own arithmetic took")
+
+
+class TrialResults(Model):
+    """`trials.json`: what became of each trial so far."""
+
+    version: Literal[1] = 1
+    purpose: Literal["smoke", "tune"]
+    rows: tuple[Tried, ...] = ()
+
+
 class Share(Model):
     """The part of each node that a run has beside others."""
 
@@ -274,6 +327,7 @@ class Job(Model):
     launcher: LauncherOrName = Field(default=TORCHRUN, description="what starts the program; one of ours is its name")
     train: TrainConfig | None = None
     command: tuple[Text, ...] | None = Field(None, description="the user's program: what the launcher is given")
+    trials: Trials | None = Field(None, description="what is tried of `train`; None: it is trained")
     env: dict[EnvName, Text] = Field(default_factory=dict, description="for the launcher; nothing secret")
     secrets: tuple[EnvName, ...] = Field((), description="names; the values come by standard input, once")
     workdir: Text | None = Field(

@@ -40,7 +40,7 @@ import torch
 from pydantic import ValidationError
 
 import mgpu_train
-from mgpu_train import parallel, stacks
+from mgpu_train import memory, parallel, stacks
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, differences
 from mgpu_train.checkpoint.distributed.saver import Outcome, Saver
 from mgpu_train.config import Job, TrainConfig
@@ -436,6 +436,7 @@ class Trainer:
             "samples": heard.samples,
             "host_share": round(spent.idle_s / spent.busy_s, 4),
             "data_share": round(waited_s / spent.busy_s, 4),
+            "memory_gib": round(memory.peak_bytes(self.place.device) / (1 << 30), 3),
         }
         self.metrics.write("step", **{**heard.means, **own, "step": step, "steps": self.config.steps})
         loss, steps = heard.means["loss"], self.config.steps

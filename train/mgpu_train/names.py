@@ -7,3 +7,6 @@ RUN_ID = r"^[a-z][a-z0-9-]{0,62}$"
 
 FAILURE_FILE = "MGPU_FAILURE_FILE"
 """The variable that tells a launcher where to leave which rank failed first, and how."""
+
+TRIALS = "trials.json"
+"""What became of each trial, in the folder that the launcher is started in."""

@@ -84,9 +84,11 @@ class Request:
                 peer_port=ports[1] if len(fleet.nodes) > 1 else None,
                 preflight=spec.preflight,
                 preflight_port=ports[2],
-                launcher=launchers.installed().found[spec.launcher],
+                # trials start their ranks themselves, once a node
+                launcher=launchers.PYTHON if spec.trials else launchers.installed().found[spec.launcher],
                 train=_told(spec),
                 command=spec.command,
+                trials=spec.trials,
                 env=spec.env,
                 secrets=spec.secrets,
                 workdir=(self.code_folder or str(RunLayout(self.run_id).work)) if spec.own_code else None,

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from mgpu_train.agent.host.layout import RunLayout
-from mgpu_train.config import OutputFile, OutputList
+from mgpu_train.config import OutputFile, OutputList, TrialResults, Tried
+from mgpu_train.names import TRIALS
 from pydantic import ValidationError
 
 from mgpu.errors import InputError, MgpuError, RemoteError
@@ -68,7 +70,24 @@ def collect(session: Session, request: Request, nodes: NodeSet, lost: Iterable[i
         "bytes": sum(each.size for each in parts),
         "missing": sum(each.missing or bool(each.why) for each in parts),
     }
+    if request.spec.trials is not None:
+        session.record.trials = _tried(session.record)
     session.save()
+
+
+def _tried(record: Record) -> list[dict[str, Any]]:
+    """What came home of trials, with what a million units cost; nothing where that is damaged."""
+    try:
+        found = TrialResults.model_validate_json((home(record) / TRIALS).read_bytes())
+    except (OSError, ValidationError):
+        return []
+    usd = 1e6 * record.price_usd_per_hour / 3600
+
+    def shown(row: Tried) -> dict[str, Any]:
+        known = {"purpose": found.purpose, "usd_per_million": usd / row.units_per_s if row.units_per_s else None}
+        return {**row.model_dump(mode="json"), **known}
+
+    return [shown(row) for row in found.rows]
 
 
 def _take_all(session: Session, request: Request, nodes: NodeSet, lost: frozenset[int]) -> dict[int, Came]:

@@ -195,6 +195,9 @@ class Record:
     image_labels: dict[str, str] = field(default_factory=dict)  # those of mgpu's: what it fits
     fleet: dict[str, Any] | None = None  # the stack output `mgpu`, as it was read
     outputs: dict[str, Any] | None = None  # of the newest attempt: `folder`, `files`, `bytes`, how many are `missing`
+    trials: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # rows of `--smoke` or `--tune`: as `mgpu.run.view` has them
     teardown: str = "none"  # none | asked | confirmed | kept | not ours
     supervisor_pid: int = 0
     schedule: str = ""  # that has started it; empty: somebody did

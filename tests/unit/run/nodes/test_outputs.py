@@ -23,7 +23,7 @@ def run(world):
     nodes = world.has_nodes(2)
     world.record("run-1", attempt=1, nodes=2)
     session = Session(load("run-1"), world.events.append, world.timeouts)
-    request = SimpleNamespace(spec=SimpleNamespace(outputs=("runs/",)))
+    request = SimpleNamespace(spec=SimpleNamespace(outputs=("runs/",), trials=None))
     return SimpleNamespace(
         world=world, nodes=nodes, session=session, home=outputs.home(session.record),
         collect=lambda lost=(): outputs.collect(session, request, nodes, lost),

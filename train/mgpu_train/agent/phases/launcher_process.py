@@ -37,7 +37,8 @@ class Launch:
 
 def argv(job: Job, layout: RunLayout, python: str) -> list[str]:
     """The launcher's command line; `python` is the interpreter that has the user's requirements."""
-    program = ("-m", "mgpu_train.loop") if job.train is not None else job.command or ()
+    ours = "mgpu_train.loop" if job.trials is None else "mgpu_train.trials"
+    program = ("-m", ours) if job.train is not None else job.command or ()
     return job.launcher.command(program, {**_values(job, layout), "python": python})
 
 
