@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import json
-import os
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import ranks
 import torch
 from mgpu_train.data.images import open_splits
 from mgpu_train.errors import TrainError
@@ -22,32 +18,8 @@ from mgpu_train.tasks.vision import Vision
 from mgpu_train.tasks.vision_config import VisionOptions
 from PIL import Image
 
-PROGRAM = Path(__file__).with_name("products.py")
 SMALL = {"task": "vision", "lr": 0.01, "global_batch": 32, "validate_batches": 12}
 OPTIONS = {"width": 8, "norm": "group", "crop_padding": 1, "mixup": 0.2, "label_smoothing": 0.1}
-
-
-@pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`train(name, count, resume, **settings)` trains once; the lines of all ranks."""
-    out = tmp_path_factory.mktemp("vision")
-
-    def run(name: str, count: int = 1, resume: str = "", **settings: Any) -> SimpleNamespace:
-        home = out / name
-        if not home.exists():
-            given = {**SMALL, "strategy": "ddp" if count > 1 else "single", **settings}
-            said = out / f"{name}.said"
-            arguments = [out, name, count, json.dumps(given), resume]
-            assert ranks.start(PROGRAM, arguments, said, os.environ).wait(240) == 0, said.read_text()
-        files = sorted((home / "metrics").glob("rank-*.jsonl"))
-        lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
-        return SimpleNamespace(home=home, ranks=lines, lines=lines[0])
-
-    return run
-
-
-def of(lines: list[dict[str, Any]], kind: str, key: str) -> list[float]:
-    return [line[key] for line in lines if line["kind"] == kind]
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -57,10 +29,9 @@ def test_digits_are_told_apart(train):
     """97 of 100 that it has never seen, after seven times the 1,437 it learns from."""
     options = {"width": 16, "crop_padding": 1}
     told = train("digits", steps=160, global_batch=64, validate_every=160, options=options)
-    (accuracy,) = of(told.lines, "validation", "accuracy")[1:]
+    (accuracy,) = told.of("validation", "accuracy")[1:]
     assert accuracy >= 0.97
-    names = {name for line in told.lines for name in line} & set(VISION.metrics)
-    assert {"accuracy", "top5_accuracy", "images_per_s", "classes", "loss"} <= names
+    assert {"accuracy", "top5_accuracy", "images_per_s", "classes", "loss"} <= told.names & set(VISION.metrics)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
@@ -68,16 +39,16 @@ def test_ranks_draw_what_one_process_draws(train, name):
     """Crops and mixed images follow from each sample's seed."""
     alone, both = train("alone", options=OPTIONS), train(name, 2, strategy=name, options=OPTIONS)
     for key in ("loss", "grad_norm"):
-        assert of(both.lines, "step", key) == pytest.approx(of(alone.lines, "step", key), rel=1e-5)
-    assert of(both.lines, "step", "accuracy") == of(alone.lines, "step", "accuracy")
+        assert both.of("step", key) == pytest.approx(alone.of("step", key), rel=1e-5)
+    assert both.of("step", "accuracy") == alone.of("step", "accuracy")
 
 
 def test_batch_norms_of_ranks_that_see_other_images_are_one_in_validation_and_checkpoints(train, same_bits):
     whole = train("batch", 2, options={**OPTIONS, "norm": "batch"})
-    assert of(whole.ranks[0], "validation", "loss") == of(whole.ranks[1], "validation", "loss")
+    assert whole.of("validation", "loss", 0) == whole.of("validation", "loss", 1)
     resumed = train("batch-resumed", 2, resume="batch", options={**OPTIONS, "norm": "batch"})
-    assert of(resumed.lines, "step", "loss") == of(whole.lines, "step", "loss")[3:]
-    assert of(resumed.lines, "validation", "loss")[-1] == of(whole.lines, "validation", "loss")[-1]
+    assert resumed.of("step", "loss") == whole.of("step", "loss")[3:]
+    assert resumed.of("validation", "loss")[-1] == whole.of("validation", "loss")[-1]
     same_bits(*(each.home / "checkpoints" / "step-5" for each in (whole, resumed)))
 
 

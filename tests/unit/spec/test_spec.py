@@ -229,7 +229,7 @@ def test_arguments_and_variables_are_taken_literally(value):
             "train",
             "{task: lmm}",
             "train.task",
-            "`lmm` is not one of hf, lm, vision; a class of yours is package.module:Class",
+            "`lmm` is not one of hf, lm, recommender, vision; a class of yours is package.module:Class",
             "lm",
         ),
         ("train", "{task: a b}", "train.task", "must be a name in lower case, or package.module:Class", None),
