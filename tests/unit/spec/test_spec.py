@@ -442,6 +442,22 @@ def test_messages_speak_no_pydantic():
             "train.tensor_parallel",
             "4 ranks cannot share 4 heads (2 of keys and values)",
         ),
+        (
+            edited(edited(DEMO, "processes_per_node", "2"), "train", "{task: vision, tensor_parallel: 2}"),
+            "train.tensor_parallel",
+            "its layers are not shared, nor cut into stages",
+        ),
+        (
+            edited(DEMO, "train", "{task: recommender, options: {data: x.csv}, pipeline_parallel: 2, micro_batch: 8}"),
+            "train.pipeline_parallel",
+            "tensor_parallel parts its tables",
+        ),
+        (edited(DEMO, "train", "{task: recommender}"), "train.options.data", "is needed"),
+        (
+            edited(DEMO, "train", '{task: vision, options: {model: "timm:vit_tiny_patch16_224", stem: small}}'),
+            "train.options",
+            "stem is of resnet18, resnet34 and resnet50",
+        ),
         (edited(DEMO, "secrets", "[A, B, A]"), "secrets", "`A` is given 2 times"),
         (edited(AWS, "regions", "[a, a]"), "regions", "`a` is given 2 times"),
         (edited(DEMO, "env", "{MGPU_RUN_ID: x}"), "env.MGPU_RUN_ID", "reserved"),
