@@ -452,7 +452,7 @@ def test_messages_speak_no_pydantic():
             "train.pipeline_parallel",
             "tensor_parallel parts its tables",
         ),
-        (edited(DEMO, "train", "{task: recommender}"), "train.options.data", "is needed"),
+        (edited(DEMO, "train", "{task: recommender}"), "train.options.data", "is missing: file on the node"),
         (
             edited(DEMO, "train", '{task: vision, options: {model: "timm:vit_tiny_patch16_224", stem: small}}'),
             "train.options",
