@@ -21,5 +21,7 @@ class RecommenderOptions(Model):
     separator: Text = Field(",", min_length=1, max_length=1, description="between the columns of a CSV file")
     dim: int = Field(32, ge=1, le=4096, description="numbers of the vector that each user and each item has")
     hidden: tuple[Width, ...] = Field(
-        (64, 32), max_length=16, description="widths of the perceptron's layers; []: none, plain matrix factorisation"
+        (64, 32),
+        max_length=16,
+        description="widths of the perceptron's layers; []: none, plain matrix factorisation (default: [64, 32])",
     )
