@@ -135,12 +135,14 @@ def test_every_kind_of_file_has_the_same_ratings(tmp_path, kind):
     assert told <= {(0, 0, 4.5), (1, 1, 1.0), (0, 1, 3.0)}
 
 
-def test_one_pair_in_ten_is_held_out_and_all_its_ratings_with_it(films):
-    training, validation = open_ratings(films["data"], NUMBERS, ",")
-    assert len(validation) == pytest.approx(10_000, rel=0.05)
-    pairs = [set(zip(each.users.tolist(), each.items.tolist(), strict=True)) for each in (training, validation)]
-    assert not pairs[0] & pairs[1]
-    assert training.fingerprint != validation.fingerprint
+def test_one_pair_in_ten_is_held_out_and_all_its_ratings_with_it(tmp_path):
+    pairs = [(user, item) for user in range(100) for item in range(200)] * 2
+    np.save(tmp_path / "r.npy", np.array([(*pair, number % 5) for number, pair in enumerate(pairs)]))
+    splits = open_ratings(str(tmp_path / "r.npy"), NUMBERS, ",")
+    assert len(splits[1]) == pytest.approx(len(pairs) / 10, rel=0.05)
+    training, validation = (set(zip(each.users.tolist(), each.items.tolist(), strict=True)) for each in splits)
+    assert not training & validation
+    assert splits[0].fingerprint != splits[1].fingerprint
 
 
 @pytest.mark.parametrize(
@@ -155,11 +157,15 @@ def test_one_pair_in_ten_is_held_out_and_all_its_ratings_with_it(films):
         ("r.json", "", "is none of the files that are known"),
         ("r.csv", None, "cannot read .*r.csv on this node: No such file"),
         ("r.npy", "x", "is no file of NumPy"),
+        ("r.npy", np.array([["a", 1]], dtype=object), "is no file of NumPy with numbers or text"),
+        ("r.npy", np.array([("a", "b", "good")], dtype=[(name, "U4") for name in NAMES]), "its ratings are no numbers"),
         ("r.parquet", "x", "is no Parquet file"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_said(tmp_path, name, content, message):
-    if content is not None:
+    if isinstance(content, np.ndarray):
+        np.save(tmp_path / name, content)
+    elif content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TrainError, match=message):
         open_ratings(str(tmp_path / name), NAMES, ",")
