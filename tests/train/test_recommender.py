@@ -136,7 +136,7 @@ def test_every_kind_of_file_has_the_same_ratings(tmp_path, kind):
 
 
 def test_one_pair_in_ten_is_held_out_and_all_its_ratings_with_it(tmp_path):
-    pairs = [(user, item) for user in range(100) for item in range(200)] * 2
+    pairs = [(user, item) for user in range(101) for item in range(199)] * 2
     np.save(tmp_path / "r.npy", np.array([(*pair, number % 5) for number, pair in enumerate(pairs)]))
     splits = open_ratings(str(tmp_path / "r.npy"), NUMBERS, ",")
     assert len(splits[1]) == pytest.approx(len(pairs) / 10, rel=0.05)

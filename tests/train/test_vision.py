@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import struct
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,7 @@ def test_values_of_a_file_are_the_first_ones_but_where_there_are_other_classes(t
     [
         (None, "cannot read .*values.pth on this node: No such file"),
         (b"no tensors", "is no file of tensors alone"),
+        ({"conv1.weight": PosixPath("x")}, "is no file of tensors alone"),
         ({"epoch": 3}, "has more in it than tensors by name"),
         ({"conv1.weight": torch.zeros(1)}, "lacks `.*` and [0-9]+ more: its values are of another model"),
     ],
@@ -164,7 +165,8 @@ def cifar(folder: Path, classes: int) -> None:
     head = 1 if classes == 10 else 2
     names = [*(f"data_batch_{each}" for each in range(1, 6)), "test_batch"] if classes == 10 else ["train", "test"]
     for name in names:
-        rows = np.concatenate([np.full((4, head), 7, np.uint8), pixels(4, 3072)], axis=1)
+        labels = np.array([[3, 7]] * 4, np.uint8)[:, -head:]  # of CIFAR-100 a coarse one comes first
+        rows = np.concatenate([labels, pixels(4, 3072)], axis=1)
         (folder / f"{name}.bin").write_bytes(rows.tobytes())
 
 
@@ -231,6 +233,7 @@ def test_what_lies_in_a_folder_is_read(tmp_path, kind):
         assert split.classes == classes
         assert (split.read(0).shape, split.read(0).dtype) == (shape, np.uint8)
         assert 0 <= split.label(len(split) - 1) < classes
+        assert "cifar" not in kind or split.label(0) == 7
     assert splits[0].fingerprint == open_splits(str(tmp_path), 16)[0].fingerprint
 
 
