@@ -239,9 +239,14 @@ class Trained:
         return [line[key] for line in self.ranks[rank] if line["kind"] == kind]
 
     @property
-    def names(self) -> set[str]:
-        """Of all that rank 0 has told."""
-        return {name for line in self.ranks[0] for name in line}
+    def metrics(self) -> set[str]:
+        """Names of all that a run file may expect of it."""
+        of_lines = {"kind", "t", "attempt", "steps", "world_size", "resumed_step", "step"}
+        names = {"validation_step"}
+        for line in self.ranks[0]:
+            first = {"validation": ("validation_", "first_validation_"), "start": ("",), "step": ("",)}
+            names |= {f"{each}{name}" for each in first.get(line["kind"], ()) for name in line.keys() - of_lines}
+        return names
 
 
 @pytest.fixture(scope="module")
