@@ -114,8 +114,8 @@ class Training(Model):
 
     task: Brought = Field(
         "lm",
-        description="what is trained; lm: byte-level language model on text files; vision: classes of images; "
-        "recommender: ratings; package.module:Class: yours",
+        description="what is trained; lm: byte-level language model on text files; hf: models of transformers; vision: "
+        "classes of images; recommender: ratings; package.module:Class: yours",
     )
     strategy: Brought = Field(
         "ddp",
