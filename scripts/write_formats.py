@@ -11,6 +11,7 @@ from typing import Any
 from mgpu_train.agent.status.status import AgentStatus
 from mgpu_train.checkpoint.log.manifest import Manifest, Sidecar
 from mgpu_train.config import Job
+from mgpu_train.tasks import entry as tasks
 from pydantic import BaseModel
 
 from mgpu.cli import results
@@ -51,6 +52,7 @@ def parts() -> dict[str, dict[str, str]]:
     return {
         "formats.md": {
             "run-file": schema.table(schema.keys()),
+            "options-of-tasks": "\n".join(f"#### {name}\n\n{each}" for name, each in _options().items()),
             "stack-output-keys": schema.table(schema.keys(StackOutput.model_json_schema())),
             "stack-output-schema": f"```json\n{stack}\n```\n",
             "job": schema.table(job),
@@ -63,6 +65,12 @@ def parts() -> dict[str, dict[str, str]]:
             "parts-of-results": "\n".join(made_of),
         },
     }
+
+
+def _options() -> dict[str, str]:
+    """A table for each task of ours whose options do not stand in `train` itself."""
+    ours = {name: entry for name, entry in tasks.OURS.items() if name != "lm"}
+    return {name: schema.table(schema.keys(entry.options.model_json_schema())) for name, entry in ours.items()}
 
 
 def _subclasses(model: type[BaseModel]) -> list[type[BaseModel]]:

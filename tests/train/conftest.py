@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 from fakes.nodes import Node
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.log.lines import Commit
@@ -205,7 +207,7 @@ def same_bits(tmp_path: Path) -> Callable[..., None]:
     """`same_bits(one, other)` fails unless two checkpoints of the trainer are equal bit for bit, in all that they hold;
     `but`: not in what begins as this pattern says."""
 
-    def check(one: Path, other: Path, but: str = "") -> None:
+    def check(one: Path, other: Path, but: str = "", more_than: int = 30) -> None:
         import torch
 
         ones, others = (
@@ -217,12 +219,53 @@ def same_bits(tmp_path: Path) -> Callable[..., None]:
             for name, folder in (("a", one), ("b", other))
         )
         assert ones.keys() == others.keys()
-        assert sum(isinstance(value, torch.Tensor) for value in ones.values()) > 30
+        assert sum(isinstance(value, torch.Tensor) for value in ones.values()) > more_than
         for key, value in ones.items():
             same = torch.equal(value, others[key]) if isinstance(value, torch.Tensor) else value == others[key]
             assert same, key
 
     return check
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One training: its folder, and the lines of metrics of its ranks."""
+
+    home: Path
+    ranks: list[list[dict[str, Any]]]
+
+    def of(self, kind: str, key: str, rank: int = 0) -> list[Any]:
+        """What all lines of this kind say."""
+        return [line[key] for line in self.ranks[rank] if line["kind"] == kind]
+
+    @property
+    def metrics(self) -> set[str]:
+        """Names of all that a run file may expect of it."""
+        of_lines = {"kind", "t", "attempt", "steps", "world_size", "resumed_step", "step"}
+        names = {"validation_step"}
+        for line in self.ranks[0]:
+            first = {"validation": ("validation_", "first_validation_"), "start": ("",), "step": ("",)}
+            names |= {f"{each}{name}" for each in first.get(line["kind"], ()) for name in line.keys() - of_lines}
+        return names
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[..., Trained]:
+    """`train(name, count, resume, **settings)` trains once a name, with the module's `SMALL` settings and these, on so
+    many ranks; `resume`: from step 3 of the training of this name."""
+    program, out = Path(__file__).with_name("products.py"), tmp_path_factory.mktemp("trained")
+
+    def run(name: str, count: int = 1, resume: str = "", **settings: Any) -> Trained:
+        home = out / name
+        if not home.exists():
+            given = {**request.module.SMALL, "strategy": "ddp" if count > 1 else "single", **settings}
+            said = out / f"{name}.said"
+            arguments = [out, name, count, json.dumps(given), resume]
+            assert ranks.start(program, arguments, said, os.environ).wait(240) == 0, said.read_text()
+        files = sorted((home / "metrics").glob("rank-*.jsonl"))
+        return Trained(home, [[json.loads(line) for line in path.read_text().splitlines()] for path in files])
+
+    return run
 
 
 # --- nodes with real agents -------------------------------------------------------------------------------------------

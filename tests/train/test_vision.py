@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 import gzip
-import json
-import os
 import struct
-from pathlib import Path
-from types import SimpleNamespace
+from pathlib import Path, PosixPath
 from typing import Any
 
 import numpy as np
 import pytest
-import ranks
+import real_data
 import torch
 from mgpu_train.data.images import open_splits
 from mgpu_train.errors import TrainError
 from mgpu_train.models.resnet import DEPTHS, ResNet
+from mgpu_train.strategies.initial import synchronise, whole
 from mgpu_train.tasks.entry import VISION
 from mgpu_train.tasks.vision import Vision
 from mgpu_train.tasks.vision_config import VisionOptions
 from PIL import Image
+from safetensors.torch import save_file
+from timm.layers import BatchNormAct2d
+from torch import nn
 
-PROGRAM = Path(__file__).with_name("products.py")
 SMALL = {"task": "vision", "lr": 0.01, "global_batch": 32, "validate_batches": 12}
 OPTIONS = {"width": 8, "norm": "group", "crop_padding": 1, "mixup": 0.2, "label_smoothing": 0.1}
-
-
-@pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`train(name, count, resume, **settings)` trains once; the lines of all ranks."""
-    out = tmp_path_factory.mktemp("vision")
-
-    def run(name: str, count: int = 1, resume: str = "", **settings: Any) -> SimpleNamespace:
-        home = out / name
-        if not home.exists():
-            given = {**SMALL, "strategy": "ddp" if count > 1 else "single", **settings}
-            said = out / f"{name}.said"
-            arguments = [out, name, count, json.dumps(given), resume]
-            assert ranks.start(PROGRAM, arguments, said, os.environ).wait(240) == 0, said.read_text()
-        files = sorted((home / "metrics").glob("rank-*.jsonl"))
-        lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
-        return SimpleNamespace(home=home, ranks=lines, lines=lines[0])
-
-    return run
-
-
-def of(lines: list[dict[str, Any]], kind: str, key: str) -> list[float]:
-    return [line[key] for line in lines if line["kind"] == kind]
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -57,10 +34,9 @@ def test_digits_are_told_apart(train):
     """97 of 100 that it has never seen, after seven times the 1,437 it learns from."""
     options = {"width": 16, "crop_padding": 1}
     told = train("digits", steps=160, global_batch=64, validate_every=160, options=options)
-    (accuracy,) = of(told.lines, "validation", "accuracy")[1:]
+    (accuracy,) = told.of("validation", "accuracy")[1:]
     assert accuracy >= 0.97
-    names = {name for line in told.lines for name in line} & set(VISION.metrics)
-    assert {"accuracy", "top5_accuracy", "images_per_s", "classes", "loss"} <= names
+    assert told.metrics == set(VISION.metrics)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
@@ -68,16 +44,35 @@ def test_ranks_draw_what_one_process_draws(train, name):
     """Crops and mixed images follow from each sample's seed."""
     alone, both = train("alone", options=OPTIONS), train(name, 2, strategy=name, options=OPTIONS)
     for key in ("loss", "grad_norm"):
-        assert of(both.lines, "step", key) == pytest.approx(of(alone.lines, "step", key), rel=1e-5)
-    assert of(both.lines, "step", "accuracy") == of(alone.lines, "step", "accuracy")
+        assert both.of("step", key) == pytest.approx(alone.of("step", key), rel=1e-5)
+    assert both.of("step", "accuracy") == alone.of("step", "accuracy")
+
+
+def test_handwritten_digits_are_told_apart(train, tmp_path):
+    """Of 5,000 images of MNIST: 96 of 100 that it has never seen."""
+    images, labels = real_data.mnist()
+    np.save(tmp_path / "images.npy", images)
+    np.save(tmp_path / "labels.npy", labels)
+    options = {"data": str(tmp_path), "width": 16, "stem": "large", "crop_padding": 2}
+    told = train("mnist", steps=300, global_batch=64, validate_every=300, validate_batches=8, options=options)
+    assert told.of("validation", "accuracy")[-1] >= 0.96
+
+
+def test_shards_get_the_values_of_a_file(train, tmp_path):
+    learned = whole(Vision(VisionOptions(width=8, norm="group")), 7)
+    torch.save(learned.state_dict(), tmp_path / "values.pth")
+    options = {"width": 8, "norm": "group", "weights": str(tmp_path / "values.pth")}
+    few = {"options": options, "validate_batches": 1}
+    alone, both = train("first", **few), train("first-fsdp", 2, strategy="fsdp", **few)
+    assert both.of("step", "loss") == pytest.approx(alone.of("step", "loss"), rel=1e-5)
 
 
 def test_batch_norms_of_ranks_that_see_other_images_are_one_in_validation_and_checkpoints(train, same_bits):
     whole = train("batch", 2, options={**OPTIONS, "norm": "batch"})
-    assert of(whole.ranks[0], "validation", "loss") == of(whole.ranks[1], "validation", "loss")
+    assert whole.of("validation", "loss", 0) == whole.of("validation", "loss", 1)
     resumed = train("batch-resumed", 2, resume="batch", options={**OPTIONS, "norm": "batch"})
-    assert of(resumed.lines, "step", "loss") == of(whole.lines, "step", "loss")[3:]
-    assert of(resumed.lines, "validation", "loss")[-1] == of(whole.lines, "validation", "loss")[-1]
+    assert resumed.of("step", "loss") == whole.of("step", "loss")[3:]
+    assert resumed.of("validation", "loss")[-1] == whole.of("validation", "loss")[-1]
     same_bits(*(each.home / "checkpoints" / "step-5" for each in (whole, resumed)))
 
 
@@ -102,6 +97,63 @@ def test_networks_are_those_of_torchvision(name, millions):
     assert network(torch.empty(2, 3, 64, 64, device="meta")).shape == (2, 1000)
 
 
+@pytest.mark.parametrize("name", ["resnet10t", "mobilenetv3_small_050", "vit_tiny_patch16_224"])
+def test_networks_of_timm_get_all_their_values(tmp_path, name):
+    folders(tmp_path, "train", "val")
+    task = Vision(VisionOptions(model=f"timm:{name}", data=str(tmp_path), size=32))
+    network = whole(task, 3)
+    torch.manual_seed(3)
+    theirs = dict(task.model().named_parameters())
+    assert all(torch.equal(value, theirs[each]) for each, value in network.named_parameters())
+    assert len(task.layout(network).blocks) > 3
+    batch = task.data("validation").batch([0, 1], [0, 0])
+    assert task.evaluate(network, batch).total.isfinite()
+
+
+def test_values_of_a_file_are_the_first_ones_but_where_there_are_other_classes(tmp_path, caplog):
+    learned = whole(Vision(VisionOptions(width=8)), 7)
+    values = {**learned.state_dict(), "fc.bias": torch.zeros(3), "fc.weight": torch.zeros(3, 64)}
+    torch.save(values, tmp_path / "values.pth")
+    save_file(values, tmp_path / "values.safetensors")
+    for name in ("values.pth", "values.safetensors"):
+        network = whole(Vision(VisionOptions(width=8, weights=str(tmp_path / name))), 8)
+        other = {each for each, value in network.state_dict().items() if not torch.equal(value, values[each])}
+        assert other == {"fc.bias", "fc.weight"}
+        assert "fc.bias is of another shape, and stays random" in caplog.text
+        caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read .*values.pth on this node: No such file"),
+        (b"no tensors", "is no file of tensors alone"),
+        ({"conv1.weight": PosixPath("x")}, "is no file of tensors alone"),
+        ({"epoch": 3}, "has more in it than tensors by name"),
+        ({"conv1.weight": torch.zeros(1)}, "lacks `.*` and [0-9]+ more: its values are of another model"),
+    ],
+)
+def test_what_is_wrong_with_a_file_of_values_is_said(tmp_path, content, message):
+    path = tmp_path / "values.pth"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(TrainError, match=message):
+        whole(Vision(VisionOptions(width=8, weights=str(path))), 1)
+
+
+def test_a_name_that_timm_lacks_is_said_with_its_neighbours():
+    with pytest.raises(TrainError, match=r"has no resnet51; near it: .*resnet50"):
+        Vision(VisionOptions(model="timm:resnet51")).model()
+
+
+def test_norms_that_do_more_than_torchs_are_not_made_torchs():
+    network = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(BatchNormAct2d(3)))
+    synchronise(network)
+    assert [type(each) for each in (network[0], network[1][0])] == [nn.SyncBatchNorm, BatchNormAct2d]
+
+
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +165,8 @@ def cifar(folder: Path, classes: int) -> None:
     head = 1 if classes == 10 else 2
     names = [*(f"data_batch_{each}" for each in range(1, 6)), "test_batch"] if classes == 10 else ["train", "test"]
     for name in names:
-        rows = np.concatenate([np.full((4, head), 7, np.uint8), pixels(4, 3072)], axis=1)
+        labels = np.array([[3, 7]] * 4, np.uint8)[:, -head:]  # of CIFAR-100 a coarse one comes first
+        rows = np.concatenate([labels, pixels(4, 3072)], axis=1)
         (folder / f"{name}.bin").write_bytes(rows.tobytes())
 
 
@@ -134,9 +187,36 @@ def folders(folder: Path, *parts: str) -> None:
                 Image.fromarray(pixels(1, 20, 30, 3)[0]).save(folder / part / name / f"{number}.png")
 
 
+def pickled(folder: Path, classes: int) -> None:
+    """As Python 2 wrote them: text of bytes, and an array that is made by functions of NumPy."""
+    names = [*(f"data_batch_{each}" for each in range(1, 6)), "test_batch"] if classes == 10 else ["train", "test"]
+    for name in names:
+        raw = pixels(4, 3072).tobytes()
+        key = b"labels" if classes == 10 else b"fine_labels"
+        parts = [
+            b"\x80\x02}(U\x04data",
+            b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n(K\x00tU\x01b\x87R",  # an empty array, and
+            b"(K\x01(M\x04\x00M\x00\x0ctcnumpy\ndtype\n(U\x02u1K\x00K\x01tR",  # what it is then told: 4 x 3072
+            b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89",
+            b"T" + struct.pack("<I", len(raw)) + raw + b"tb",
+            b"U" + bytes([len(key)]) + key + b"](K\x07K\x07K\x07K\x07eu.",
+        ]
+        (folder / name).write_bytes(b"".join(parts))
+
+
+def arrays(folder: Path, *firsts: str, last: bool = False) -> None:
+    for first in firsts:
+        np.save(folder / f"{first}images.npy", pixels(20, *((12, 10, 3) if last else (12, 10))))
+        np.save(folder / f"{first}labels.npy", np.arange(20) % 4)
+
+
 KINDS: dict[str, tuple[Any, tuple[int, int], tuple[int, ...], int]] = {
     "cifar-10": (lambda folder: cifar(folder, 10), (20, 4), (3, 32, 32), 10),
     "cifar-100": (lambda folder: cifar(folder, 100), (4, 4), (3, 32, 32), 100),
+    "cifar-10 for Python": (lambda folder: pickled(folder, 10), (20, 4), (3, 32, 32), 10),
+    "cifar-100 for Python": (lambda folder: pickled(folder, 100), (4, 4), (3, 32, 32), 100),
+    "arrays": (lambda folder: arrays(folder, "train-", "val-", last=True), (20, 20), (3, 12, 10), 4),
+    "gray arrays": (lambda folder: arrays(folder, ""), (18, 2), (1, 12, 10), 4),
     "idx": (lambda folder: idx(folder, "train", "t10k"), (20, 20), (1, 28, 28), 10),
     "idx.gz": (lambda folder: idx(folder, "train", zipped=True), (18, 2), (1, 28, 28), 10),
     "folders": (lambda folder: folders(folder, "train", "val"), (40, 40), (3, 16, 16), 2),
@@ -153,7 +233,28 @@ def test_what_lies_in_a_folder_is_read(tmp_path, kind):
         assert split.classes == classes
         assert (split.read(0).shape, split.read(0).dtype) == (shape, np.uint8)
         assert 0 <= split.label(len(split) - 1) < classes
+        assert "cifar" not in kind or split.label(0) == 7
     assert splits[0].fingerprint == open_splits(str(tmp_path), 16)[0].fingerprint
+
+
+def test_both_versions_of_cifar_are_the_same_images(tmp_path):
+    read = []
+    for make in (cifar, pickled):
+        (folder := tmp_path / make.__name__).mkdir()
+        make(folder, 10)
+        read.append(open_splits(str(folder), None))
+    for one, other in zip(*read, strict=True):
+        assert one.fingerprint == other.fingerprint
+        assert np.array_equal(one.read(3), other.read(3))
+
+
+def test_a_function_that_a_pickle_names_is_not_called(tmp_path):
+    made = str(tmp_path / "made").encode()
+    for name in (*(f"data_batch_{each}" for each in range(1, 6)), "test_batch"):
+        (tmp_path / name).write_bytes(b"cos\nmkdir\n(U" + bytes([len(made)]) + made + b"tR.")
+    with pytest.raises(TrainError, match="is no file of CIFAR-10 for Python"):
+        open_splits(str(tmp_path), None)
+    assert not (tmp_path / "made").exists()
 
 
 def test_class_folders_without_a_validation_set_are_split_by_name(tmp_path):
@@ -169,9 +270,20 @@ def test_class_folders_without_a_validation_set_are_split_by_name(tmp_path):
         (lambda _: None, 8, "holds no images that are known"),
         (folders, None, r"`train\.options\.size` is needed"),
         (lambda folder: (folder / "data_batch_1.bin").write_bytes(b"x"), 8, "cannot read .*data_batch_2"),
+        (lambda folder: (folder / "images.npy").write_bytes(b"x"), 8, "cannot read .*images.npy"),
+        (
+            lambda folder: (arrays(folder, ""), np.save(folder / "labels.npy", np.arange(3))),
+            8,
+            "uint8 of shape .20, 1, 12, 10., and labels are int64 of shape .3,.",
+        ),
+        (
+            lambda folder: (arrays(folder, "train-", "val-"), np.save(folder / "val-images.npy", pixels(20, 8, 8, 3))),
+            8,
+            "both need the same channels",
+        ),
         (lambda folder: [idx(folder, "train"), *(p.write_bytes(b"1") for p in folder.iterdir())], 8, "no IDX file"),
     ],
-    ids=["nothing", "no size", "cifar", "idx"],
+    ids=["nothing", "no size", "cifar", "no array", "other labels", "other channels", "idx"],
 )  # fmt: skip
 def test_what_is_wrong_with_a_folder_is_said(tmp_path, make, size, message):
     make(tmp_path)
@@ -196,3 +308,19 @@ def test_what_is_drawn_for_an_image_follows_from_its_seed_and_validation_draws_n
     assert not torch.equal(one["image"], other["image"])
     assert torch.equal(validation.batch([5], [1])["image"], validation.batch([5], [9])["image"])
     assert set(validation.batch([5], [1])) == {"image", "label"}
+
+
+def test_classes_are_balanced_by_how_rare_they_are_and_a_mixed_image_counts_as_both(tmp_path):
+    np.save(tmp_path / "images.npy", pixels(40, 8, 8))
+    np.save(tmp_path / "labels.npy", (np.arange(40) % 4 == 1).astype(np.int64))  # a fourth of them
+    task = Vision(VisionOptions(data=str(tmp_path), balance=True))
+    data = task.data("train")
+    batch = data.batch(range(len(data)), [0] * len(data))
+    each = {label: batch["share"][batch["label"] == label] for label in (0, 1)}
+    assert each[0].sum().item() == pytest.approx(each[1].sum().item())
+    assert batch["share"].mean().item() == pytest.approx(1)
+    counts = torch.tensor([each[label][0].item() for label in (0, 1)])
+    mixed = Vision(VisionOptions(data=str(tmp_path), balance=True, mixup=0.5)).data("train").batch([0, 1, 2], [5, 6, 7])
+    parts = mixed["share"] / counts[mixed["label"]] + mixed["rest"] / counts[mixed["other"]]
+    assert torch.allclose(parts, torch.ones(3))
+    assert "share" not in task.data("validation").batch([0], [0])

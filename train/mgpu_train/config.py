@@ -113,7 +113,9 @@ class Training(Model):
     """What the trainer is told, whatever the task is."""
 
     task: Brought = Field(
-        "lm", description="what is trained; lm: byte-level language model on text files; package.module:Class: yours"
+        "lm",
+        description="what is trained; lm: byte-level language model on text files; hf: models of transformers; vision: "
+        "classes of images; recommender: ratings; package.module:Class: yours",
     )
     strategy: Brought = Field(
         "ddp",

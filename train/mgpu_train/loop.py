@@ -349,7 +349,8 @@ class Trainer:
         positions = (each for first in range(0, wanted, config.global_batch) for each in self.slices.of(first))
         batches = self.loader.read(self.validation_data, lambda number: number * samples // wanted, positions)
         totals = exchange(self.place, self.engine.evaluate(batches), Wishes())
-        return totals.means(totals.vector.tolist())
+        means = totals.means(totals.vector.tolist())
+        return {**means, **self.task.derived(means)}
 
     def _save(self) -> None:
         """Begin a save; training goes on while it is made. One that is still under way is not joined by another."""
@@ -438,7 +439,9 @@ class Trainer:
             "data_share": round(waited_s / spent.busy_s, 4),
             "memory_gib": round(memory.peak_bytes(self.place.device) / (1 << 30), 3),
         }
-        self.metrics.write("step", **{**heard.means, **own, "step": step, "steps": self.config.steps})
+        self.metrics.write(
+            "step", **{**heard.means, **self.task.derived(heard.means), **own, "step": step, "steps": self.config.steps}
+        )
         loss, steps = heard.means["loss"], self.config.steps
         log.info("step %d/%d: loss %.4f, lr %.2e, %d %s/s", step, steps, loss, heard.lr, speed, unit)
 

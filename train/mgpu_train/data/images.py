@@ -11,10 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
+from mgpu_train.checkpoint.formats import pickles
 from mgpu_train.errors import TrainError
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 _HELD_OUT = 10  # where there is no validation set, one image in so many
+_SUMMED = 1 << 30  # bytes of pixels that a fingerprint is made of, at least
 
 
 class Images(Protocol):
@@ -45,7 +47,7 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class Arrays:
-    """In memory: (count, channels, height, width) and (count,)."""
+    """In memory, or mapped into it: (count, channels, height, width) and (count,)."""
 
     images: np.ndarray
     labels: np.ndarray
@@ -53,8 +55,12 @@ class Arrays:
 
     @property
     def fingerprint(self) -> str:
-        """Of all pixels and labels."""
-        return f"{zlib.crc32(self.labels.tobytes(), zlib.crc32(self.images.tobytes())):08x}"
+        """Of all labels, and of all pixels, or where they are more than a GiB of images at equal distances."""
+        some = self.images[:: 1 + self.images.nbytes // _SUMMED]
+        value = zlib.crc32(repr(self.images.shape).encode() + self.labels.tobytes())
+        for image in some:
+            value = zlib.crc32(image.tobytes(), value)
+        return f"{value:08x}"
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -108,15 +114,27 @@ def open_splits(folder: str | None, size: int | None) -> tuple[Images, Images]:
 
     Raises TrainError: it holds nothing that is known, or what reads it is not installed.
     """
-    if folder is None:
-        return _digits()
-    root = Path(folder)
+    training, validation = _found(Path(folder), size) if folder is not None else _digits()
+    shapes = [each.read(0).shape for each in (training, validation) if len(each)]
+    if len({shape[0] for shape in shapes}) > 1 or validation.classes > training.classes:
+        raise TrainError(
+            f"{folder}: what is validated on has {validation.classes} classes and the shape {shapes[-1]}, and what is "
+            f"learned from {training.classes} and {shapes[0]}: both need the same channels, and no class may be new"
+        )
+    return training, validation
+
+
+def _found(root: Path, size: int | None) -> tuple[Images, Images]:
     if not root.is_dir():
         raise TrainError(f"`train.options.data` names {root}, which is no folder on this node")
-    if (root / "data_batch_1.bin").exists():
-        return _cifar(root, [f"data_batch_{each}.bin" for each in range(1, 6)], "test_batch.bin", 1, 10)
-    if (root / "train.bin").exists() and (root / "test.bin").exists():
-        return _cifar(root, ["train.bin"], "test.bin", 2, 100)
+    for read, end in ((_cifar_rows, ".bin"), (_cifar_pickles, "")):
+        if (root / f"data_batch_1{end}").is_file():
+            training = [root / f"data_batch_{each}{end}" for each in range(1, 6)]
+            return read(training, 10), read([root / f"test_batch{end}"], 10)
+        if (root / f"train{end}").is_file() and (root / f"test{end}").is_file():
+            return read([root / f"train{end}"], 100), read([root / f"test{end}"], 100)
+    if (root / "images.npy").exists() or (root / "train-images.npy").exists():
+        return _numpy(root)
     if training := _idx_files(root, "train"):
         validation = _idx_files(root, "t10k")
         return (_idx(*training), _idx(*validation)) if validation else _parted(_idx(*training), _HELD_OUT)
@@ -144,18 +162,66 @@ def _parted(arrays: Arrays, one_in: int) -> tuple[Images, Images]:
     return training, validation
 
 
-def _cifar(root: Path, training: Sequence[str], validation: str, labels: int, classes: int) -> tuple[Images, Images]:
-    """Rows of `labels` bytes, of which the last one counts, and 3 x 32 x 32 pixels."""
+def _cifar_rows(paths: Sequence[Path], classes: int) -> Arrays:
+    """The binary version: rows of one label, or a coarse and a fine one, and of 3 x 32 x 32 pixels."""
+    labels = 1 if classes == 10 else 2
+    row = labels + 3072
+    data = b"".join(map(_bytes, paths))
+    if not data or len(data) % row:
+        raise TrainError(f"{paths[0]} is no binary file of CIFAR-{classes}: not a multiple of {row} bytes")
+    rows = np.frombuffer(data, np.uint8).reshape(-1, row)
+    return Arrays(rows[:, labels:].reshape(-1, 3, 32, 32), rows[:, labels - 1].astype(np.int64), classes)
 
-    def read(names: Sequence[str]) -> Arrays:
-        row = labels + 3072
-        data = b"".join(_bytes(root / name) for name in names)
-        if not data or len(data) % row:
-            raise TrainError(f"{root / names[0]} is no binary file of CIFAR: not a multiple of {row} bytes")
-        rows = np.frombuffer(data, np.uint8).reshape(-1, row)
-        return Arrays(rows[:, labels:].reshape(-1, 3, 32, 32), rows[:, labels - 1].astype(np.int64), classes)
 
-    return read(training), read([validation])
+def _cifar_pickles(paths: Sequence[Path], classes: int) -> Arrays:
+    """The version for Python, read as data: nothing that a pickle names is called."""
+    pixels: list[np.ndarray] = []
+    labels: list[int] = []
+    for path in paths:
+        try:
+            batch = pickles.loads(_bytes(path))
+            _, (count, size), _, by_columns, raw = batch["data"].state
+            found = batch["labels" if classes == 10 else "fine_labels"]
+            raw = raw if isinstance(raw, bytes) else raw.encode("latin1")
+            if (size, by_columns) != (3072, False) or not count == len(found) == len(raw) / 3072:
+                raise ValueError(f"{len(found)} labels, {len(raw)} bytes of pixels")
+            labels += [range(classes)[label] for label in found]
+        except (pickles.NotPlain, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise TrainError(
+                f"{path} is no file of CIFAR-{classes} for Python ({error}): fetch it anew, or take the binary version"
+            ) from error
+        pixels.append(np.frombuffer(raw, np.uint8).reshape(-1, 3, 32, 32))
+    return Arrays(np.concatenate(pixels), np.array(labels, np.int64), classes)
+
+
+def _numpy(root: Path) -> tuple[Images, Images]:
+    """Pairs of files: bytes of shape (count, height, width), (count, channels, height, width) or with channels last."""
+
+    def read(first: str) -> tuple[np.ndarray, np.ndarray]:
+        found: list[np.ndarray] = []
+        for path in (root / f"{first}images.npy", root / f"{first}labels.npy"):
+            try:
+                found.append(np.load(path, mmap_mode="r", allow_pickle=False))
+            except (OSError, ValueError) as error:
+                raise TrainError(f"cannot read {path}: {error}") from error
+        images, labels = found
+        images = images[:, None] if images.ndim == 3 else images
+        fit = images.ndim == 4 and images.dtype == np.uint8 and labels.shape == images.shape[:1]
+        if not fit or labels.dtype.kind not in "iu":
+            raise TrainError(
+                f"{root}/{first}images.npy has {images.dtype} of shape {images.shape}, and labels are {labels.dtype} "
+                f"of shape {labels.shape}: bytes of so many images, and a whole number for each, are wanted"
+            )
+        last = images.shape[-1] in (1, 3, 4) and images.shape[1] not in (1, 3, 4)
+        return (images.transpose(0, 3, 1, 2) if last else images), np.asarray(labels, np.int64)
+
+    parted = (root / "train-images.npy").exists()
+    pairs = [read("train-"), read("val-")] if parted else [read("")]
+    if min(int(labels.min(initial=0)) for _, labels in pairs) < 0:
+        raise TrainError(f"{root}: labels begin at 0, and some are below")
+    classes = max(int(labels.max(initial=-1)) for _, labels in pairs) + 1
+    made = [Arrays(images, labels, classes) for images, labels in pairs]
+    return (made[0], made[1]) if parted else _parted(made[0], _HELD_OUT)
 
 
 def _idx_files(root: Path, part: str) -> tuple[Path, Path] | None:
@@ -176,8 +242,10 @@ def _idx(images: Path, labels: Path) -> Arrays:
             raise TrainError(f"{path} is no IDX file of {dimensions} dimensions of bytes")
         return np.frombuffer(data, np.uint8, offset=4 * (dimensions + 1)).reshape(*shape.astype(int))
 
-    numbers = read(labels, 1).astype(np.int64)
-    return Arrays(read(images, 3)[:, None], numbers, int(numbers.max(initial=-1)) + 1)
+    pixels, numbers = read(images, 3)[:, None], read(labels, 1).astype(np.int64)
+    if len(pixels) != len(numbers):
+        raise TrainError(f"{images} has {len(pixels)} images, and {labels} has {len(numbers)} labels")
+    return Arrays(pixels, numbers, int(numbers.max(initial=-1)) + 1)
 
 
 def _folders(root: Path, size: int | None) -> tuple[Images, Images]:
@@ -187,8 +255,8 @@ def _folders(root: Path, size: int | None) -> tuple[Images, Images]:
     found = _listed(top, names)
     if not found:
         raise TrainError(
-            f"{root} holds no images that are known: class folders of {', '.join(sorted(_SUFFIXES))}, the binary files "
-            "of CIFAR, or IDX files"
+            f"{root} holds no images that are known: class folders of {', '.join(sorted(_SUFFIXES))}, the files of "
+            "CIFAR, IDX files, or `images.npy` and `labels.npy`"
         )
     if size is None:
         raise TrainError(

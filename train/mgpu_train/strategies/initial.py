@@ -75,11 +75,21 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
 
 def _prepare(model: nn.Module, layout: Layout, config: TrainConfig, place: Place) -> nn.Module:
     if place.device.type == "cuda" and place.dp_size > 1:  # batch norms see the whole batch
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        synchronise(model)
     memory.save(model, layout, config.activation_checkpointing)
     if config.compile:
         memory.compile_blocks(model, layout)
     return model
+
+
+def synchronise(module: nn.Module) -> None:
+    """Torch's own batch norms inside become those that see the batches of all ranks. One that is derived from them has
+    more to it, an activation for instance, which torch would leave out: it stays, and sees the rank's."""
+    for name, child in module.named_children():
+        if type(child) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            setattr(module, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
+        else:
+            synchronise(child)
 
 
 def whole(task: Task, seed: int) -> nn.Module:

@@ -92,6 +92,11 @@ class Task(ABC):
         """What a strategy has to know of the model."""
         return Layout()
 
+    def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """What is told beside the means, and follows from them: a root, an exponential. A mean of these, taken batch by
+        batch or rank by rank, would be another number."""
+        return {}
+
     def facts(self) -> Mapping[str, float]:
         """Numbers that are told once, when training begins."""
         return {}

@@ -19,6 +19,7 @@ from mgpu_train import entries
 from mgpu_train.config import LmOptions
 from mgpu_train.entries import Entries
 from mgpu_train.tasks.hf_config import HfOptions
+from mgpu_train.tasks.recommender_config import RecommenderOptions
 from mgpu_train.tasks.vision_config import VisionOptions
 
 GROUP = "mgpu_train.tasks"
@@ -57,6 +58,18 @@ def _lm(options: LmOptions, tensor: int, pipeline: int) -> str | None:
     return None
 
 
+def _replicas(_options: Any, tensor: int, pipeline: int) -> str | None:
+    return (
+        "its layers are not shared, nor cut into stages: ddp, fsdp and hsdp spread it"
+        if tensor * pipeline > 1
+        else None
+    )
+
+
+def _no_stages(_options: Any, _tensor: int, pipeline: int) -> str | None:
+    return "it has no blocks that stages could have; tensor_parallel parts its tables" if pipeline > 1 else None
+
+
 LM = TaskEntry(
     "mgpu_train.tasks.lm:ByteLM",
     LmOptions,
@@ -70,6 +83,7 @@ LM = TaskEntry(
 VISION = TaskEntry(
     "mgpu_train.tasks.vision:Vision",
     VisionOptions,
+    refuse=_replicas,
     metrics=(
         *COMMON,
         *("accuracy", "top5_accuracy", "images_per_s", "classes"),
@@ -95,7 +109,18 @@ HF = TaskEntry(
     ),
 )
 
-OURS = {"hf": HF, "lm": LM, "vision": VISION}  # by name, since a node has no entry points of ours
+RECOMMENDER = TaskEntry(
+    "mgpu_train.tasks.recommender:Recommender",
+    RecommenderOptions,
+    refuse=_no_stages,
+    metrics=(
+        *COMMON,
+        *("rmse", "validation_rmse", "first_validation_rmse", "ratings_per_s", "users", "items", "constant_rmse"),
+    ),
+)
+
+# by name, since a node has no entry points of ours
+OURS = {"hf": HF, "lm": LM, "recommender": RECOMMENDER, "vision": VISION}
 
 
 @functools.cache

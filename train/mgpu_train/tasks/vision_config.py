@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from mgpu_train.config import Model, Text
+
+_OURS = "resnet18|resnet34|resnet50"
+Network = Annotated[str, StringConstraints(pattern=rf"^({_OURS}|timm:[a-z0-9_.]+)$", max_length=128)]
 
 
 class VisionOptions(Model):
@@ -14,10 +17,18 @@ class VisionOptions(Model):
 
     data: Text | None = Field(
         None,
-        description="folder on the node: class folders of images (or `train` and `val` with these), the binary files "
-        "of CIFAR-10 or CIFAR-100, or MNIST's IDX files (default: the 8x8 digits that scikit-learn brings)",
+        description="folder on the node: class folders of images (or `train` and `val` with these), the files "
+        "of CIFAR-10 or CIFAR-100 (binary, or for Python), MNIST's IDX files, or images.npy and labels.npy (or "
+        "`train-` and `val-` before these) (default: the 8x8 digits that scikit-learn brings)",
     )
-    model: Literal["resnet18", "resnet34", "resnet50"] = Field("resnet18", description="by torchvision's names")
+    model: Network = Field(
+        "resnet18", description="resnet18, resnet34 or resnet50, by torchvision's names; timm:NAME: one of timm's"
+    )
+    weights: Text | None = Field(
+        None,
+        description="file on the node with first values, by the model's own names (.pth, .pt, .safetensors); a layer "
+        "of another shape, as that of other classes, stays random (default: all random)",
+    )
     width: int = Field(64, ge=4, le=1024, description="channels of the first stage")
     norm: Literal["batch", "group"] = Field(
         "batch", description="batch: over all ranks on GPUs, over a rank's micro-batch on CPUs; group: image by image"
@@ -32,7 +43,20 @@ class VisionOptions(Model):
     flip: bool = Field(False, description="half of the training images are mirrored")
     mixup: float = Field(0.0, ge=0, le=10, description="alpha of mixup (Zhang et al. 2018); 0: none")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target that all classes have")
+    balance: bool = Field(False, description="images count by how rare their class is, in the loss of training alone")
     channels_last: bool = Field(False, description="lays images out as GPUs with matrix units read them fastest")
+
+    @property
+    def timm(self) -> str | None:
+        """The name of one of timm's models."""
+        return self.model.removeprefix("timm:") if self.model.startswith("timm:") else None
+
+    @model_validator(mode="after")
+    def _ours_alone(self) -> VisionOptions:
+        given = self.model_fields_set & {"width", "norm", "stem"}
+        if self.timm and given:
+            raise ValueError(f"{min(given)} is of resnet18, resnet34 and resnet50: {self.model} is as timm has made it")
+        return self
 
     @model_validator(mode="after")
     def _padding_fits(self) -> VisionOptions:

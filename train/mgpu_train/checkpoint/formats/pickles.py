@@ -171,6 +171,7 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], Any]] = {
     "NEWTRUE": _push(lambda *_: True),
     "NEWFALSE": _push(lambda *_: False),
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINBYTES", "BINBYTES"), _itself),
+    **dict.fromkeys(("SHORT_BINSTRING", "BINSTRING"), _itself),  # of Python 2: bytes, as text of latin1
     **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _text_itself),
     "EMPTY_LIST": _push(lambda *_: []),
     "EMPTY_DICT": _push(lambda *_: {}),
