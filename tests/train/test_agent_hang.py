@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from mgpu_train import stacks
+from mgpu_train import pickles, stacks
 from mgpu_train.agent.attempt import hang
 from mgpu_train.agent.attempt.decide import Ended, verdict
 from mgpu_train.agent.attempt.hang import Hang, Rank
 from mgpu_train.agent.machine import procs
 from mgpu_train.agent.phases import evidence
 from mgpu_train.agent.status.tail import Progress
-from mgpu_train.checkpoint.formats import pickles
 from mgpu_train.config import Job
 from waiting import until
 

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from mgpu_train.checkpoint.formats import archives, pickles
+from mgpu_train import pickles
+from mgpu_train.checkpoint.formats import archives
 from mgpu_train.checkpoint.formats.archives import Unsupported
-from mgpu_train.checkpoint.formats.pickles import Call, Name, NotPlain
 from mgpu_train.checkpoint.formats.rows import Ranks, files
 from mgpu_train.checkpoint.formats.shards import Chunk, Piece, Shards, Tensor, open_shards
+from mgpu_train.pickles import Call, Name, NotPlain
 from mgpu_train.store.base import Damaged, NotFound, StoreError
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mgpu_train.checkpoint.formats import pickles
+from mgpu_train import pickles
 from mgpu_train.errors import TrainError
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}

@@ -13,13 +13,12 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from mgpu_train import stacks
+from mgpu_train import pickles, stacks
 from mgpu_train.agent.attempt import hang
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.hang import Hang, Rank
 from mgpu_train.agent.machine import procs
 from mgpu_train.agent.phases.launcher_process import FLIGHT
-from mgpu_train.checkpoint.formats import pickles
 
 WAIT_S = 5.0  # for all of them to have answered
 _EVERY_S = 0.1

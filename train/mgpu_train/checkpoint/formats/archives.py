@@ -16,8 +16,8 @@ from mmap import ACCESS_READ, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
 from typing import Any, Literal
 
-from mgpu_train.checkpoint.formats import pickles
-from mgpu_train.checkpoint.formats.pickles import PERSISTENT, Call, Name, NotPlain
+from mgpu_train import pickles
+from mgpu_train.pickles import PERSISTENT, Call, Name, NotPlain
 from mgpu_train.store.base import Damaged, StoreError
 from mgpu_train.store.disk import opened, translated
 

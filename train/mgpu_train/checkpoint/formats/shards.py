@@ -2,7 +2,7 @@
 
 A folder has `.metadata`, a pickle that says which rectangle of which tensor lies where, and files such as
 `__0_0.distcp`. Such a file is a row of archives, one a rectangle (a chunk), or one an object that is no tensor. All of
-it is perhaps somebody else's: pickles are read as data (`mgpu_train.checkpoint.formats.pickles`), and every place and
+it is perhaps somebody else's: pickles are read as data (`mgpu_train.pickles`), and every place and
 size is compared with the files, and with one another, before any of it is used.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mgpu_train.checkpoint.formats import pickles
+from mgpu_train import pickles
 from mgpu_train.checkpoint.formats.archives import Unsupported, archive, are_counts, is_shape
-from mgpu_train.checkpoint.formats.pickles import Call, Name, NotPlain
+from mgpu_train.pickles import Call, Name, NotPlain
 from mgpu_train.store.base import Damaged, NotFound, key_problem
 from mgpu_train.store.disk import opened, translated
 
