@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from mgpu_train.config import PRESETS, LmOptions, ModelConfig
+from mgpu_train.loop import Trainer
 from mgpu_train.metrics import flops
 from mgpu_train.models.gpt import GPT
+from mgpu_train.strategies.precision import Policy
 from pydantic import ValidationError
 
 SMALL = {"task": "lm", "seq_len": 16, "lr": 0.01}  # of the trainings here: see `train` in conftest.py
@@ -146,3 +149,14 @@ def test_peaks_of_gpus_are_known_by_their_names(device, tflops):
     share = flops.mfu(1e9, 1e5, 8, device)
     assert share == (tflops and pytest.approx(1e14 / (8e12 * tflops)))
     assert flops.mfu(None, 1e5, 8, device) is None
+
+
+@pytest.mark.parametrize(("precision", "told"), [("bf16", {"mfu": 0.4}), ("tf32", {})])
+def test_a_line_has_the_share_of_all_gpus_peak(monkeypatch, precision, told):
+    """Of what is computed in 16 bits, on 8 of them."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    device = torch.device("cuda")
+    policy = Policy("bf16", torch.bfloat16) if precision == "bf16" else Policy("tf32", tf32=True)
+    place = SimpleNamespace(device=device, world_size=8)
+    trainer = SimpleNamespace(policy=policy, place=place, task=SimpleNamespace(flops=lambda: 2e9))
+    assert Trainer._mfu(trainer, 0.4 * 8 * 989.4e12 / 2e9) == told  # type: ignore[arg-type]
