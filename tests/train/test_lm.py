@@ -47,7 +47,6 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.drawn("task lm on tokens", "train/mgpu_train/tasks", "train/mgpu_train/models", "train/mgpu_train/data")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_on_two_ranks_are_those_of_one(train, tokens, model, strategy):
@@ -59,7 +58,6 @@ def test_losses_on_two_ranks_are_those_of_one(train, tokens, model, strategy):
     assert alone.of("step", "loss")[-1] < alone.of("step", "loss")[0]
 
 
-@pytest.mark.drawn("task lm goes on", "train/mgpu_train/tasks", "train/mgpu_train/models", "train/mgpu_train/data")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_resumed_it_has_the_same_bits(train, tokens, same_bits, strategy):
     given = {"tokens": tokens, "model": MODELS["tied"], "strategy": strategy}
