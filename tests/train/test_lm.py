@@ -114,6 +114,7 @@ def test_base_of_the_angles_is_a_choice():
     [
         ({"tokens": "x", "text": "y"}, "both name what is learned from"),
         ({"tokens": "x"}, "`model.vocabulary` is needed with `tokens`"),
+        ({"model": {"vocabulary": 100}}, "less than the 256 bytes that text has"),
         ({"model": {"preset": "gpt3"}}, "Input should be 'gpt2-124m'"),
         ({"model": {"preset": "gpt2-124m", "heads": 5}}, "does not divide dim"),
     ],

@@ -153,6 +153,8 @@ class LmOptions(Model):
                 "`model.vocabulary` is needed with `tokens`, since the model's size follows from it: index.json beside "
                 "the token files says it, or a preset does"
             )
+        if self.tokens is None and self.model.padded_vocabulary < 256:
+            raise ValueError(f"`model.vocabulary` ({self.model.vocabulary}) is less than the 256 bytes that text has")
         return self
 
 
