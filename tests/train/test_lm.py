@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from mgpu_train.config import PRESETS, LmOptions, ModelConfig
+from mgpu_train.data.token_index import Index, Shard
 from mgpu_train.loop import Trainer
 from mgpu_train.metrics import flops
 from mgpu_train.models.gpt import GPT
 from mgpu_train.strategies.precision import Policy
+from mgpu_train.tasks import lm
 from pydantic import ValidationError
 
 SMALL = {"task": "lm", "seq_len": 16, "lr": 0.01}  # of the trainings here: see `train` in conftest.py
@@ -54,7 +56,7 @@ def test_losses_on_two_ranks_are_those_of_one(train, tokens, model, strategy):
     alone, both = train(model, **given), train(f"{model}-{strategy}", 2, strategy=strategy, **given)
     for kind, key in (("step", "loss"), ("step", "grad_norm"), ("validation", "loss")):
         assert both.of(kind, key) == pytest.approx(alone.of(kind, key), rel=1e-5)
-    assert "bits_per_byte" not in alone.names, "nobody knows of which text they are"
+    assert "validation_bits_per_byte" not in alone.metrics, "nobody knows of which text they are"
     assert alone.of("step", "loss")[-1] < alone.of("step", "loss")[0]
 
 
@@ -65,6 +67,26 @@ def test_resumed_it_has_the_same_bits(train, tokens, same_bits, strategy):
     resumed = train(f"tied-{strategy}-resumed", 2, resume=f"tied-{strategy}", **given)
     assert resumed.of("step", "loss") == whole.of("step", "loss")[3:]
     same_bits(*(each.home / "checkpoints" / "step-5" for each in (whole, resumed)))
+
+
+def test_bits_per_byte_count_the_bytes_that_tokens_stand_for(tmp_path):
+    """All 64 tokens are equally likely at first: 6 bits each, and one is 2.5 bytes of the validation text."""
+    shards = []
+    for split, text_bytes in (("train", 40), ("validation", 100)):
+        np.arange(40).astype("<u2").tofile(tmp_path / f"{split}.bin")
+        given = {"file": f"{split}.bin", "split": split, "tokens": 40, "documents": 1, "crc64nvme": "0"}
+        shards.append(Shard.model_validate({**given, "text_bytes": text_bytes}))
+    index = Index(token_bytes=2, vocabulary=40, end=None, tokenizer="0", settings="0", shards=tuple(shards))
+    (tmp_path / "index.json").write_text(index.model_dump_json())
+    shape = ModelConfig(layers=1, dim=8, heads=1, vocabulary=40)
+    task = lm.LM(LmOptions(tokens=str(tmp_path), seq_len=8, model=shape))
+    model = task.model()
+    task.initialise(model)
+    batch = task.data("validation").batch([0, 3], [0, 0])
+    loss = task.evaluate(model, batch)
+    assert loss.values["bits_per_byte"] / loss.weight == pytest.approx(6 / 2.5)
+    assert task.loss(model, batch).values == {}
+    assert task.facts() == {"bytes_per_token": 2.5}
 
 
 # --- what is known without torch --------------------------------------------------------------------------------------
