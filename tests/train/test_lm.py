@@ -83,7 +83,7 @@ def test_bits_per_byte_count_the_bytes_that_tokens_stand_for(tmp_path):
     model = task.model()
     task.initialise(model)
     batch = task.data("validation").batch([0, 3], [0, 0])
-    loss = task.evaluate(model, batch)
+    loss = task.evaluate(model, batch).detached
     assert loss.values["bits_per_byte"] / loss.weight == pytest.approx(6 / 2.5)
     assert task.loss(model, batch).values == {}
     assert task.facts() == {"bytes_per_token": 2.5}
