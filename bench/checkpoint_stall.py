@@ -24,7 +24,7 @@ from mgpu_train.optim import base as optim
 from mgpu_train.state import ModelPart, OptimizerPart
 from mgpu_train.strategies import initial
 from mgpu_train.tasks.base import Layout
-from mgpu_train.tasks.lm import ByteLM
+from mgpu_train.tasks.lm import LM
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
@@ -46,7 +46,7 @@ class Training:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.place = parallel.join(DEADLINE_S, DEADLINE_S)
-        self.task = ByteLM(LmOptions(model=MODEL, seq_len=SEQ_LEN))
+        self.task = LM(LmOptions(model=MODEL, seq_len=SEQ_LEN))
         self.model = initial.whole(self.task, 0)
         (self.optimizer,) = optim.make(self.model, Layout(), TrainConfig()).each
         self.step()

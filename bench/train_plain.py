@@ -16,14 +16,14 @@ from mgpu_train.config import LmOptions, TrainConfig
 from mgpu_train.data.order import Order
 from mgpu_train.models.gpt import GPT
 from mgpu_train.optim.schedule import learning_rate
-from mgpu_train.tasks.lm import ByteLM, Sequences
+from mgpu_train.tasks.lm import LM, Sequences
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 
 class Text:
-    """What a step is trained on: bytes, int64, shape (sequences of this rank, seq_len + 1)."""
+    """What a step is trained on: tokens, int64, shape (sequences of this rank, seq_len + 1)."""
 
     def __init__(self, data: Sequences, config: TrainConfig, rank: int, world: int) -> None:
         self.data, self.order = data, Order(len(data), config.seed)
@@ -32,13 +32,13 @@ class Text:
     def of(self, step: int) -> Tensor:
         first = (step - 1) * self.batch + self.rank * self.local
         samples = [self.order[position] for position in range(first, first + self.local)]
-        return self.data.batch(samples, samples)["bytes"]
+        return self.data.batch(samples, samples)["tokens"]
 
 
 def make(config: TrainConfig, rank: int, world: int) -> tuple[GPT, torch.optim.AdamW, Text]:
     """The model with its first values, its optimizer, and the text."""
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    task = ByteLM(LmOptions.model_validate(config.task_options))
+    task = LM(LmOptions.model_validate(config.task_options))
     model = task.model()
     torch.manual_seed(config.seed)
     task.initialise(model)

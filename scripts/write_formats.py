@@ -11,6 +11,7 @@ from typing import Any
 from mgpu_train.agent.status.status import AgentStatus
 from mgpu_train.checkpoint.log.manifest import Manifest, Sidecar
 from mgpu_train.config import Job
+from mgpu_train.data.token_index import Index
 from mgpu_train.tasks import entry as tasks
 from pydantic import BaseModel
 
@@ -56,6 +57,7 @@ def parts() -> dict[str, dict[str, str]]:
             "stack-output-keys": schema.table(schema.keys(StackOutput.model_json_schema())),
             "stack-output-schema": f"```json\n{stack}\n```\n",
             "job": schema.table(job),
+            "token-index": schema.table(schema.keys(Index.model_json_schema())),
             "manifest": schema.table(schema.keys(Manifest.model_json_schema())),
             "sidecar": schema.table(schema.keys(Sidecar.model_json_schema())),
             "status": schema.table(schema.keys(AgentStatus.model_json_schema())),

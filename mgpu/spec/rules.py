@@ -363,8 +363,9 @@ def _files(spec: RunSpec) -> Iterator[tuple[Where, str]]:
         yield ("code", "workdir"), spec.code.workdir
     if spec.code and spec.code.requirements is not None:
         yield ("code", "requirements"), spec.code.requirements
-    if spec.train and spec.train.text is not None:
-        yield ("train", "text"), spec.train.text
+    for key in ("text", "tokens") if spec.train else ():
+        if (name := getattr(spec.train, key)) is not None:
+            yield ("train", key), name
     for index, item in enumerate(spec.data):
         yield ("data", index, "to"), item.to
     for index, name in enumerate(spec.outputs):

@@ -20,7 +20,7 @@ from mgpu_train.strategies import initial
 from mgpu_train.strategies.fsdp import Shards
 from mgpu_train.strategies.precision import Policy
 from mgpu_train.tasks.base import Layout, Task
-from mgpu_train.tasks.lm import ByteLM
+from mgpu_train.tasks.lm import LM
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -101,7 +101,7 @@ def linear(rows: int, columns: int) -> Any:
 
 
 KINDS: dict[str, Any] = {
-    "lm": lambda: ByteLM(LmOptions(model=ModelConfig(layers=2, dim=24, heads=2), seq_len=8)),
+    "lm": lambda: LM(LmOptions(model=ModelConfig(layers=2, dim=24, heads=2), seq_len=8)),
     "uneven": lambda: Modules(linear(5, 3), linear(1, 5), linear(7, 1)),
     "chunks": lambda: Modules(linear(1049, 1003), linear(1024, 1025), linear(3, 7)),
     "drawn": lambda: Drawn(linear(33, 17), linear(9, 33), linear(40, 9)),

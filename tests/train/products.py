@@ -110,8 +110,8 @@ def train(out: Path, name: str, resume: str | None, place: parallel.Place, **set
         "task": "products:Rotation", "steps": STEPS, "global_batch": 12, "lr": 0.05, "warmup_steps": 0,
         "validate_every": STEPS, "validate_batches": 2, "threads": 1, **settings,
     }  # fmt: skip
-    if given["task"] == "lm":
-        given["text"] = str(Path(__file__).parents[1] / "fakes")
+    if given["task"] == "lm" and "tokens" not in given:
+        given.setdefault("text", str(Path(__file__).parents[1] / "fakes"))
     job = Job.model_validate({
         "run_id": "test", "attempt": 1, "writer": "w", "node_rank": 0, "nodes": 1, "processes_per_node": 8,
         "master_addr": "127.0.0.1", "master_port": 1, "train": given,

@@ -158,7 +158,8 @@ def test_a_run_reports_the_metrics_that_its_task_names(out):
         for line in lines(out, "fsdp", kind):
             progress.take(line)
     first = {f"first_{name}" for name in progress.fields["first_metrics"]}
-    assert {*progress.fields["metrics"], *first} == set(LM.metrics)
+    not_here = {"mfu", "bytes_per_token"}  # of GPUs, and of tokens
+    assert {*progress.fields["metrics"], *first} == set(LM.metrics) - not_here
 
 
 def test_metrics_tell_the_whole_story_on_every_rank(out):
@@ -199,6 +200,7 @@ def test_a_checkpoint_has_a_part_of_each_rank_and_says_what_it_is(out):
         "step": 3, "samples": 24, "seed": 1, "world_size": 2, "strategy": "fsdp", "mesh": "dp=2",
         "torch": torch.__version__, "python": platform.python_version(), "mgpu_train": mgpu_train.__version__,
         "loss": losses(out, "fsdp")[2], "validation_loss": losses(out, "fsdp", "validation")[1],
+        "validation_bits_per_byte": lines(out, "fsdp", "validation")[1]["bits_per_byte"],
     }  # fmt: skip
 
 

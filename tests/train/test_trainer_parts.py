@@ -126,11 +126,14 @@ class TestGPT:
         ids=str,
     )
     def test_its_size_is_known_without_torch(self, shape):
-        assert shape.parameters == sum(each.numel() for each in GPT(shape, 256, 16).parameters())
+        assert shape.parameters == sum(each.numel() for each in GPT(shape, 16).parameters())
 
-    def test_a_byte_is_predicted_from_those_before_it_alone(self):
+    @pytest.mark.parametrize(
+        "changes", [{}, {"kv_heads": 1, "mlp": "swiglu"}, {"tied": True, "qk_norm": True}], ids=str
+    )
+    def test_a_token_is_predicted_from_those_before_it_alone(self, changes):
         torch.manual_seed(0)
-        model = GPT(TINY, 256, 16)
+        model = GPT(ModelConfig(layers=2, dim=32, heads=2, **changes), 16)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
         inputs, changed = torch.randint(256, (1, 16)), None
@@ -145,7 +148,7 @@ class TestGPT:
 
     def test_positions_matter(self):
         torch.manual_seed(0)
-        model = GPT(TINY, 256, 16)
+        model = GPT(TINY, 16)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
         logits: list[torch.Tensor] = []
@@ -155,7 +158,7 @@ class TestGPT:
         assert not torch.allclose(logits[0][:, 2], logits[1][:, 2])
 
     def test_decay_is_for_matrices_only(self):
-        model = GPT(TINY, 256, 16)
+        model = GPT(TINY, 16)
         (one,) = optim.make(model, Layout(), TrainConfig(weight_decay=0.3)).each
         decayed, plain = sorted(one.param_groups, key=lambda group: -group["weight_decay"])
         assert {p.ndim for p in decayed["params"]} == {2}
@@ -164,7 +167,7 @@ class TestGPT:
         assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
 
     def test_muon_has_the_matrices_of_blocks_alone(self):
-        model = GPT(TINY, 256, 16)
+        model = GPT(TINY, 16)
         layout = Layout(blocks=("blocks.0", "blocks.1"))
         made = optim.make(model, layout, TrainConfig(optimizer="muon"))
         kinds = {

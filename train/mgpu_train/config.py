@@ -39,9 +39,23 @@ class Model(BaseModel):
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
 
+# shapes by name; a key beside `preset` overrides its own. What they share with the models of these names is the size:
+# positions are rotary and there are no biases in any of them
+_LLAMA: dict[str, Any] = {"vocabulary": 128256, "kv_heads": 8, "mlp": "swiglu", "rotary_base": 500_000.0}
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2-124m": {"layers": 12, "dim": 768, "heads": 12, "vocabulary": 50257, "tied": True},
+    "llama-1b": {**_LLAMA, "layers": 16, "dim": 2048, "heads": 32, "mlp_dim": 8192, "tied": True},
+    "llama-8b": {**_LLAMA, "layers": 32, "dim": 4096, "heads": 32, "mlp_dim": 14336},
+    "llama-70b": {**_LLAMA, "layers": 80, "dim": 8192, "heads": 64, "mlp_dim": 28672},
+}
+
+
 class ModelConfig(Model):
     """The GPT's shape."""
 
+    preset: Literal["gpt2-124m", "llama-1b", "llama-8b", "llama-70b"] | None = Field(
+        None, description="all keys below as in a model of this size; those that are given override it (default: none)"
+    )
     layers: int = Field(2, ge=1, le=200, description="transformer blocks")
     dim: int = Field(128, ge=8, le=65536, description="width of the residual stream")
     heads: int = Field(4, ge=1, le=1024, description="attention heads; divides dim")
@@ -51,8 +65,25 @@ class ModelConfig(Model):
     mlp: Literal["relu2", "swiglu"] = Field(
         "relu2", description="relu2: squared ReLU, 4 x dim wide; swiglu: gated, 8/3 x dim, as many weights"
     )
+    mlp_dim: int | None = Field(
+        None, ge=8, le=1 << 20, description="width of the perceptron (default: as `mlp` says; swiglu's in steps of 32)"
+    )
+    vocabulary: int | None = Field(
+        None,
+        ge=2,
+        le=1 << 24,
+        description="tokens that are told apart; embedding and head are padded to a multiple of 64 "
+        "(default: 256, the bytes; needed with `tokens`)",
+    )
+    rotary_base: float = Field(10_000.0, gt=1, description="base of the positions' angles")
     qk_norm: bool = Field(False, description="norms of queries and keys, head by head")
     tied: bool = Field(False, description="the head has the embedding's weights")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_preset(cls, given: Any) -> Any:
+        name = given.get("preset") if isinstance(given, dict) else None
+        return {**PRESETS.get(name, {}), **given} if isinstance(name, str) else given
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
@@ -72,32 +103,59 @@ class ModelConfig(Model):
     @property
     def hidden(self) -> int:
         """Width of the perceptron; that of SwiGLU is a multiple of 32."""
-        return 4 * self.dim if self.mlp == "relu2" else -(-8 * self.dim // 96) * 32
+        return self.mlp_dim or (4 * self.dim if self.mlp == "relu2" else -(-8 * self.dim // 96) * 32)
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of the embedding and of the head: those after the vocabulary's are never a target, nor looked up."""
+        return -(-(self.vocabulary or 256) // 64) * 64
 
     @property
     def parameters(self) -> int:
-        """How many numbers are learned: blocks, embedding and head of 256 bytes, the last norm."""
-        return (
-            self.matrices + (2 * self.layers + 1) * self.dim + (2 * self.head_dim * self.layers if self.qk_norm else 0)
-        )
+        """How many numbers are learned: blocks, embedding, head, norms."""
+        norms = (2 * self.layers + 1) * self.dim + (2 * self.head_dim * self.layers if self.qk_norm else 0)
+        return self.matrices + (0 if self.tied else self.padded_vocabulary * self.dim) + norms
 
     @property
     def matrices(self) -> int:
-        """Of these, those of matrices."""
+        """Of these, those of matrices that each token is multiplied by; an embedding alone is looked up."""
         attention = 2 * self.dim**2 + 2 * self.dim * (self.kv_heads or self.heads) * self.head_dim
         mlp = (2 if self.mlp == "relu2" else 3) * self.dim * self.hidden
-        return self.layers * (attention + mlp) + (1 if self.tied else 2) * 256 * self.dim
+        return self.layers * (attention + mlp) + self.padded_vocabulary * self.dim
+
+    def flops(self, seq_len: int) -> float:
+        """Of one token, forward and backward, in the manner of PaLM (Chowdhery et al. 2022, appendix B): 6 of each
+        number of `matrices`, and 12 of each layer, width and position of attention, as if it looked ahead, too."""
+        return 6.0 * self.matrices + 12.0 * self.layers * self.dim * seq_len
 
 
 class LmOptions(Model):
     """What task `lm` may be told."""
 
-    seq_len: int = Field(128, ge=8, le=1 << 20, description="task lm: bytes per sequence")
+    seq_len: int = Field(128, ge=8, le=1 << 20, description="task lm: bytes per sequence; with `tokens`, tokens")
     text: Text | None = Field(
         None,
         description="task lm: folder of text files on the node (default: the sources of Python's standard library)",
     )
+    tokens: Text | None = Field(
+        None,
+        description="task lm: folder of token files on the node, in place of `text`: what `python -m "
+        "mgpu_train.data.tokenize` made, or train.bin and val.bin as nanoGPT has them (default: bytes of `text`)",
+    )
     model: ModelConfig = Field(default_factory=lambda: ModelConfig())  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _one_source(self) -> LmOptions:
+        if self.tokens is not None and self.text is not None:
+            raise ValueError("`text` and `tokens` both name what is learned from: leave one of them out")
+        if self.tokens is not None and self.model.vocabulary is None:
+            raise ValueError(
+                "`model.vocabulary` is needed with `tokens`, since the model's size follows from it: index.json beside "
+                "the token files says it, or a preset does"
+            )
+        if self.tokens is None and self.model.padded_vocabulary < 256:
+            raise ValueError(f"`model.vocabulary` ({self.model.vocabulary}) is less than the 256 bytes that text has")
+        return self
 
 
 class EarlyStopping(Model):
@@ -114,7 +172,7 @@ class Training(Model):
 
     task: Brought = Field(
         "lm",
-        description="what is trained; lm: byte-level language model on text files; hf: models of transformers; vision: "
+        description="what is trained; lm: language model on bytes or tokens; hf: models of transformers; vision: "
         "classes of images; recommender: ratings; package.module:Class: yours",
     )
     strategy: Brought = Field(

@@ -48,6 +48,7 @@ from mgpu_train.data.loader import Loader
 from mgpu_train.data.order import Order, Slices
 from mgpu_train.engines import of as engine_of
 from mgpu_train.errors import TrainError
+from mgpu_train.metrics.flops import mfu
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.metrics.patience import Patience
 from mgpu_train.metrics.pulse import Pulse
@@ -438,12 +439,21 @@ class Trainer:
             "host_share": round(spent.idle_s / spent.busy_s, 4),
             "data_share": round(waited_s / spent.busy_s, 4),
             "memory_gib": round(memory.peak_bytes(self.place.device) / (1 << 30), 3),
+            **self._mfu(speed),
         }
         self.metrics.write(
             "step", **{**heard.means, **self.task.derived(heard.means), **own, "step": step, "steps": self.config.steps}
         )
         loss, steps = heard.means["loss"], self.config.steps
         log.info("step %d/%d: loss %.4f, lr %.2e, %d %s/s", step, steps, loss, heard.lr, speed, unit)
+
+    def _mfu(self, speed: float) -> dict[str, float]:
+        """Where it is known: of products in 16 bits, on GPUs of a known peak."""
+        if self.policy.low is None or self.place.device.type != "cuda":
+            return {}
+        device = torch.cuda.get_device_name(self.place.device)
+        share = mfu(self.task.flops(), speed, self.place.world_size, device)
+        return {} if share is None else {"mfu": round(share, 4)}
 
     def _meta(self) -> dict[str, Any]:
         """What `meta.json` says of all checkpoints of this attempt."""

@@ -107,6 +107,7 @@ def test_what_cannot_be_used_as_the_run_file_stands_is_set_aside_with_the_provid
         ("checkpoint: none", 0),
         ("command: [a.py]", 0),
         ("train: {task: x.y:Z}", 0),
+        ("train: {tokens: t, strategy: fsdp, model: {preset: gpt2-124m}}", 1.4),  # 124e6, its vocabulary's among them
     ],
 )
 def test_a_machine_has_memory_for_what_a_save_copies(changes, gib):

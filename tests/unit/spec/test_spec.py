@@ -238,6 +238,9 @@ def test_arguments_and_variables_are_taken_literally(value):
         ("train", "{options: {model: {layer: 3}}}", "train.options.model.layer", "unknown key", "layers"),
         ("train", "{options: {txt: x}}", "train.options.txt", "unknown key", "text"),
         ("train", "{model: {dim: 10, heads: 3}}", "train.model", "heads (3) does not divide dim (10)", None),
+        ("train", "{model: {preset: gpt2}}", "train.model.preset", "`gpt2` is not one of", "gpt2-124m"),
+        ("train", "{tokens: a}", "train", "`model.vocabulary` is needed with `tokens`", None),
+        ("train", "{tokens: a, text: b}", "train", "both name what is learned from", None),
         ("train", "{preccision: fp32}", "train.preccision", "unknown key", "precision"),
         ("train", "{model: {layer: 3}}", "train.model.layer", "unknown key", "layers"),
         ("checkpoint", "non", "checkpoint", "`non` is not one of: none, or a block of keys", "none"),
@@ -494,6 +497,7 @@ def test_messages_speak_no_pydantic():
         (edited(OWN, "command", "[--nnodes=9, t.py]"), "command[0]", "begins with `-`"),
         (edited(OWN, "local", "{python: -x}"), "local.python", "begins with `-`"),
         (edited(DEMO, "train", "{text: -x}"), "train.text", "begins with `-`"),
+        (edited(DEMO, "train", "{tokens: -x, model: {vocabulary: 9}}"), "train.tokens", "begins with `-`"),
         (edited(OWN, "data", '[{from: "s3://bucket/x", to: -x}]'), "data[0].to", "begins with `-`"),
     ],
 )

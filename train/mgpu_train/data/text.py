@@ -68,9 +68,9 @@ class Text:
                 file.seek(offset)
                 part = file.read(wanted)
         except OSError as error:
-            raise TrainError(f"cannot read the text file {self.root / name}: {error.strerror}") from error
+            raise TrainError(f"cannot read {self.root / name}: {error.strerror}") from error
         if len(part) < wanted:
-            raise TrainError(f"the text file {self.root / name} has become shorter while it was in use")
+            raise TrainError(f"{self.root / name} has become shorter while it was in use")
         return part
 
     def samples(self, seq_len: int) -> int:
@@ -81,6 +81,11 @@ class Text:
         """The named samples with the byte that follows each: int64, shape (samples, seq_len + 1)."""
         rows = b"".join(self.read(sample * seq_len, seq_len + 1) for sample in samples)
         return torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(len(samples), seq_len + 1).long()
+
+    @property
+    def per_byte(self) -> float:
+        """A byte is a token."""
+        return 1.0
 
     @property
     def fingerprint(self) -> str:

@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Squared ReLU (So et al. 2021), or SwiGLU (Shazeer 2020) of two thirds the width, which has as many weights."""
+    """Squared ReLU (So et al. 2021), or SwiGLU (Shazeer 2020), which has as many weights at two thirds the width."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -64,22 +64,23 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts the next token; `initialise` gives it its values."""
 
-    def __init__(self, config: ModelConfig, vocabulary: int, length: int) -> None:
+    def __init__(self, config: ModelConfig, length: int) -> None:
         """`length`: the most tokens of a sequence."""
         super().__init__()
+        vocabulary = config.padded_vocabulary
         self.embed = nn.Embedding(vocabulary, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
-        self.tied = config.tied
-        self.register_buffer("rotation", _rotation(length, config.head_dim), persistent=False)
+        self.tied, self.base = config.tied, config.rotary_base
+        self.register_buffer("rotation", _rotation(length, config.head_dim, self.base), persistent=False)
 
     def initialise(self) -> None:
         """Draws the weights by their fan-in, and computes the positions."""
         rotation = self.get_buffer("rotation")
-        rotation.copy_(_rotation(rotation.shape[1], 2 * rotation.shape[2]))
+        rotation.copy_(_rotation(rotation.shape[1], 2 * rotation.shape[2], self.base))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
@@ -104,9 +105,9 @@ class GPT(nn.Module):
         return self.head(self.norm(x)).float()
 
 
-def _rotation(length: int, head_dim: int) -> Tensor:
+def _rotation(length: int, head_dim: int, base: float) -> Tensor:
     """Cosines and sines of all positions: (2, length, head_dim / 2)."""
-    frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    frequency = base ** (-torch.arange(0, head_dim, 2) / head_dim)
     angle = torch.outer(torch.arange(length), frequency)
     return torch.stack((angle.cos(), angle.sin()))
 

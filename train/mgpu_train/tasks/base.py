@@ -97,6 +97,10 @@ class Task(ABC):
         batch or rank by rank, would be another number."""
         return {}
 
+    def flops(self) -> float | None:
+        """Of one `unit`, forward and backward, where it is known: `mfu` follows from it."""
+        return None
+
     def facts(self) -> Mapping[str, float]:
         """Numbers that are told once, when training begins."""
         return {}

@@ -71,12 +71,13 @@ def _no_stages(_options: Any, _tensor: int, pipeline: int) -> str | None:
 
 
 LM = TaskEntry(
-    "mgpu_train.tasks.lm:ByteLM",
+    "mgpu_train.tasks.lm:LM",
     LmOptions,
     refuse=_lm,
     metrics=(
         *COMMON,
-        *("tokens_per_s", "unigram_entropy", "bigram_entropy"),
+        *("tokens_per_s", "mfu", "unigram_entropy", "bigram_entropy", "bytes_per_token"),
+        *("validation_bits_per_byte", "first_validation_bits_per_byte"),
     ),
 )
 

@@ -1,7 +1,8 @@
-"""Task `lm`: a GPT on the bytes of text files."""
+"""Task `lm`: a GPT on the bytes of text files, or on tokens of files."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,26 +12,25 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from mgpu_train.config import LmOptions
 from mgpu_train.data.text import Text, open_split
+from mgpu_train.data.tokens import Tokens, open_tokens
 from mgpu_train.models.gpt import GPT
 from mgpu_train.tasks.base import Batch, Data, Layout, Loss, Split, Task
 
-BYTES = 256
 
-
-class ByteLM(Task):
-    """Predicts the next byte of text files."""
+class LM(Task):
+    """Predicts the next token; without a tokenizer each byte is one."""
 
     Options = LmOptions
-    unit = "tokens"  # bytes
+    unit = "tokens"
     options: LmOptions
 
     def data(self, split: Split) -> Data:
-        """Sequences of the training or of the validation text."""
-        return Sequences(self._texts[split == "validation"], self.options.seq_len)
+        """Sequences of the training or of the validation part."""
+        return Sequences(self._parts[split == "validation"], self.options.seq_len)
 
     def model(self) -> GPT:
         """A GPT of the shape that the run file gives."""
-        return GPT(self.options.model, BYTES, self.options.seq_len)
+        return GPT(self.options.model, self.options.seq_len)
 
     def initialise(self, model: nn.Module) -> None:
         """Weights by their fan-in."""
@@ -38,10 +38,21 @@ class ByteLM(Task):
         model.initialise()
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Cross-entropy of every next byte, in nat."""
-        tokens = batch["bytes"]
+        """Cross-entropy of every next token, in nat."""
+        tokens = batch["tokens"]
         logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
-        return Loss(F.cross_entropy(logits.reshape(-1, BYTES), targets.reshape(-1), reduction="sum"), targets.numel())
+        return Loss(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel())
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
+        """And in bits per byte, where it is known how many bytes a token of the validation part has in the mean: the
+        measure that models of different tokenizers have in common."""
+        loss, per_byte = self.loss(model, batch), self._parts[1].per_byte
+        values = {} if per_byte is None else {"bits_per_byte": loss.total * (per_byte / math.log(2))}
+        return Loss(loss.total, loss.weight, values)
+
+    def flops(self) -> float:
+        """Of a token, forward and backward."""
+        return self.options.model.flops(self.options.seq_len)
 
     def layout(self, model: nn.Module) -> Layout:
         """The transformer's blocks, and how ranks share them."""
@@ -56,31 +67,39 @@ class ByteLM(Task):
         return Layout(blocks, first=("embed",), last=("norm", "head"), tensor=tensor)
 
     def facts(self) -> Mapping[str, float]:
-        """What a model reaches that counts bytes, and pairs of them, in the validation text: nat/byte."""
-        unigram, bigram = self._texts[1].entropies()
+        """Of bytes: what a model reaches that counts them, and pairs of them, in the validation text, in nat/byte. Of
+        tokens: how many bytes one stands for."""
+        part = self._parts[1]
+        if isinstance(part, Tokens):
+            return {"bytes_per_token": round(1 / part.per_byte, 4)} if part.per_byte else {}
+        unigram, bigram = part.entropies()
         return {"unigram_entropy": round(unigram, 4), "bigram_entropy": round(bigram, 4)}
 
     @cached_property
-    def _texts(self) -> tuple[Text, Text]:
-        return open_split(self.options.text, self.options.seq_len)
+    def _parts(self) -> tuple[Text, Text] | tuple[Tokens, Tokens]:
+        options = self.options
+        if options.tokens is None:
+            return open_split(options.text, options.seq_len)
+        assert options.model.vocabulary is not None  # noqa: S101 - the options see to it
+        return open_tokens(options.tokens, options.seq_len, options.model.vocabulary)
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """A text, cut into sequences."""
+    """A part, cut into sequences."""
 
-    text: Text
+    part: Text | Tokens
     seq_len: int
 
     @property
     def fingerprint(self) -> str:
-        """The text's."""
-        return self.text.fingerprint
+        """The part's."""
+        return self.part.fingerprint
 
     def __len__(self) -> int:
         """How many there are."""
-        return self.text.samples(self.seq_len)
+        return self.part.samples(self.seq_len)
 
     def batch(self, samples: Sequence[int], seeds: Sequence[int]) -> Batch:
-        """Sequences with the byte that follows each: int64, shape (samples, seq_len + 1)."""
-        return {"bytes": self.text.tensor(samples, self.seq_len)}
+        """Sequences with the token that follows each: int64, shape (samples, seq_len + 1). Nothing is drawn."""
+        return {"tokens": self.part.tensor(samples, self.seq_len)}

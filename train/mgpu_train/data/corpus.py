@@ -1,0 +1,153 @@
+"""Documents of a folder or file, read one after the other: text files, JSON lines (*.jsonl), Parquet (*.parquet).
+
+A `Part` is a piece of one file that can be read without what is before it: whole text files, ranges of bytes of JSON
+lines, row groups of Parquet. No file is held in memory but a text file, which is one document.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mgpu_train.errors import TrainError
+
+_ROWS = 1000  # of Parquet, decoded at a time
+
+
+class Document(NamedTuple):
+    """One text. `hashed` says which split it is in, whatever else there is and in which order."""
+
+    text: str
+    hashed: int
+
+
+class Part(NamedTuple):
+    """From `start` to `stop`: bytes of a text file or of JSON lines, row groups of Parquet."""
+
+    file: str  # below the root, with `/`
+    start: int
+    stop: int
+
+
+class Corpus:
+    """What lies below a folder, or one file."""
+
+    def __init__(self, root: Path, key: str) -> None:
+        """`key`: of the text in JSON lines and Parquet. Raises TrainError: nothing is there."""
+        self.root, self.key = root.resolve(), key
+        self._top = self.root.parent if self.root.is_file() else self.root
+        if not self.root.exists():
+            raise TrainError(f"there is no {self.root}: name a folder or file of texts, JSON lines or Parquet")
+        found = [self.root] if self.root.is_file() else sorted(self.root.rglob("*"))
+        named = ((path.relative_to(self._top).as_posix(), path) for path in found if path.is_file())
+        self.files = tuple(
+            (name, path.stat().st_size)
+            for name, path in named
+            if not any(part.startswith(".") for part in name.split("/"))
+        )
+        if not any(size for _, size in self.files):
+            raise TrainError(f"{self.root} holds no text: text files, JSON lines (*.jsonl) or Parquet (*.parquet)")
+
+    def pieces(self, size: int) -> list[tuple[Part, ...]]:
+        """All of it in its order, in pieces of about so many bytes: they follow from the files alone."""
+        pieces: list[tuple[Part, ...]] = []
+        piece: list[Part] = []
+        held = 0
+        for part, part_size in self._parts(size):
+            piece.append(part)
+            held += part_size
+            if held >= size:
+                pieces.append(tuple(piece))
+                piece, held = [], 0
+        return [*pieces, tuple(piece)] if piece else pieces
+
+    def read(self, parts: Iterable[Part]) -> Iterator[Document]:
+        """The documents that begin in these parts. Raises TrainError: one cannot be read."""
+        for part in parts:
+            path = self._top / part.file
+            kind = {".jsonl": self._lines, ".parquet": self._rows}.get(path.suffix.lower(), self._whole)
+            try:
+                yield from kind(path, part)
+            except OSError as error:
+                raise TrainError(f"cannot read {path}: {error.strerror or error}") from error
+
+    def _parts(self, size: int) -> Iterator[tuple[Part, int]]:
+        for name, length in self.files:
+            if not length:
+                continue
+            if name.lower().endswith(".parquet"):
+                groups = _parquet(self._top / name, self.key)
+                for number in range(groups.num_row_groups):
+                    yield Part(name, number, number + 1), groups.metadata.row_group(number).total_byte_size
+            else:
+                step = size if name.lower().endswith(".jsonl") else length
+                for start in range(0, length, step):
+                    stop = min(start + step, length)
+                    yield Part(name, start, stop), stop - start
+
+    def _whole(self, path: Path, part: Part) -> Iterator[Document]:
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise TrainError(f"{path} is no text in UTF-8, at byte {error.start}: take it out of the folder") from error
+        yield Document(text, zlib.crc32(part.file.encode()))
+
+    def _lines(self, path: Path, part: Part) -> Iterator[Document]:
+        with path.open("rb") as file:
+            at = part.start
+            if at:  # a line is of the part in which it begins
+                file.seek(at - 1)
+                at += len(file.readline()) - 1
+            while at < part.stop and (line := file.readline()):
+                if line.strip():
+                    yield self._row(f"{path}, the line at byte {at}", line)
+                at += len(line)
+
+    def _row(self, place: str, line: bytes) -> Document:
+        try:
+            said: Any = json.loads(line)
+        except ValueError as error:
+            raise TrainError(f"{place}: no JSON ({error}): mend it, or leave it out") from error
+        if not isinstance(said, dict) or not isinstance(said.get(self.key), str):
+            there = ", ".join(map(repr, said)) if isinstance(said, dict) else type(said).__name__
+            raise TrainError(f"{place}: there is no text under {self.key!r}, only {there}: `--key` says where it is")
+        return _of_row(said[self.key])
+
+    def _rows(self, path: Path, part: Part) -> Iterator[Document]:
+        groups = _parquet(path, self.key)
+        rows = groups.iter_batches(_ROWS, row_groups=range(part.start, part.stop), columns=[self.key])
+        for batch in rows:
+            for text in batch.column(0).to_pylist():
+                if not isinstance(text, str):
+                    where = f"{path}, row groups {part.start} to {part.stop}"
+                    raise TrainError(f"{where}: {self.key!r} has {text!r}, which is no text: leave such rows out")
+                yield _of_row(text)
+
+
+def _of_row(text: str) -> Document:
+    """By its text, so that one that is there twice is not in both splits."""
+    try:
+        return Document(text, zlib.crc32(text.encode()))
+    except UnicodeEncodeError:  # half of a pair, which JSON can say and no encoding has
+        text = text.encode("utf-8", "replace").decode()
+        return Document(text, zlib.crc32(text.encode()))
+
+
+def _parquet(path: Path, key: str) -> Any:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError as error:
+        raise TrainError(
+            f"{path} is read by pyarrow, which is not installed here: `pip install 'mgpu-train[tokens]'`"
+        ) from error
+    try:
+        found = parquet.ParquetFile(path)
+    except ArrowInvalid as error:
+        raise TrainError(f"{path} is no Parquet file ({error}): take it out of the folder, or fetch it anew") from error
+    if key not in found.schema_arrow.names:
+        there = ", ".join(found.schema_arrow.names)
+        raise TrainError(f"{path} has no column {key!r}, only {there}: `--key` says where the text is")
+    return found
