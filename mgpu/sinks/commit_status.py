@@ -7,6 +7,7 @@ POST /projects/PATH/statuses/SHA              https://docs.gitlab.com/api/commit
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import quote, urlsplit
@@ -63,17 +64,17 @@ class CommitStatus(Telling):
         api = (options.api or self.api(f"{address.hostname}{port}")).rstrip("/")
         self._url = f"{api}{self.place(path)}/statuses/{code.ref}"
 
+    @abstractmethod
     def api(self, host: str) -> str:
         """Where the API of that host is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def place(self, path: str) -> str:
         """Of a repository, there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def headers(self, token: str) -> dict[str, str]:
         """What says who asks."""
-        raise NotImplementedError
 
     def is_so(self, status: int, said: str) -> bool:
         """Whether this answer means that the commit has the status."""

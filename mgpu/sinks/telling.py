@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ class Message:
     data: dict[str, Any]
 
 
-class Telling(Sink):
+class Telling(Sink, ABC):
     """A sink whose `tell` delivers a message, or raises."""
 
     name: str  # of the sink
@@ -77,9 +78,9 @@ class Telling(Sink):
         self._attempt: AttemptEnded | None = None
         self._tried = float("-inf")
 
+    @abstractmethod
     def tell(self, message: Message) -> None:
         """Delivers it. Raises what it likes: it is tried again."""
-        raise NotImplementedError
 
     # --- what is told
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from mgpu_train import parallel
 from mgpu_train.config import Job
+from mgpu_train.environment import Folders
 from mgpu_train.errors import TrainError
-from mgpu_train.loop import Folders, Trainer
+from mgpu_train.loop import Trainer
 from mgpu_train.signals import StopRequest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "outside" / "parity"))

@@ -13,7 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from mgpu_train import parallel
 from mgpu_train.config import Job
-from mgpu_train.loop import Folders, Trainer
+from mgpu_train.environment import Folders
+from mgpu_train.loop import Trainer
 from mgpu_train.signals import StopRequest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -17,8 +17,9 @@ import mgpu_train.tasks.hf  # noqa: F401
 import peft.tuners.lora  # noqa: F401
 from mgpu_train import parallel
 from mgpu_train.config import Job
+from mgpu_train.environment import Folders
 from mgpu_train.errors import TrainError
-from mgpu_train.loop import Folders, Trainer
+from mgpu_train.loop import Trainer
 from mgpu_train.signals import StopRequest
 from saves import ranks
 

@@ -16,7 +16,8 @@ import torch
 from mgpu_train import parallel
 from mgpu_train.config import Job
 from mgpu_train.data.base import Batch, Data
-from mgpu_train.loop import Folders, Trainer
+from mgpu_train.environment import Folders
+from mgpu_train.loop import Trainer
 from mgpu_train.signals import StopRequest
 from mgpu_train.tasks.base import Layout, Loss, Split, Task
 from pydantic import BaseModel

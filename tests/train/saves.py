@@ -29,8 +29,9 @@ from mgpu_train.checkpoint.log.manifest import Manifest
 from mgpu_train.checkpoint.transfer import pack
 from mgpu_train.checkpoint.transfer.fetch import fetch
 from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
+from mgpu_train.environment import Folders
 from mgpu_train.errors import TrainError
-from mgpu_train.loop import Folders, Trainer
+from mgpu_train.loop import Trainer
 from mgpu_train.signals import StopRequest
 from mgpu_train.store import Store, open_store
 from mgpu_train.timeouts import Timeouts
@@ -79,8 +80,8 @@ class Hooked(Patient):
 
     hooks: dict[int, Hook] | None = None
 
-    def _report(self, *given: float) -> None:
-        super()._report(*given)
+    def _judge(self, *given: float) -> None:
+        super()._judge(*given)
         if self.hooks and self.progress.step in self.hooks:
             self.hooks[self.progress.step](self.progress.step)
             self.place.barrier()
@@ -212,8 +213,8 @@ def unpublished(out: Path) -> list[int]:
 class Steady(Trainer):
     """Does not wait for its saves, and takes its time."""
 
-    def _report(self, *given: float) -> None:
-        super()._report(*given)
+    def _judge(self, *given: float) -> None:
+        super()._judge(*given)
         time.sleep(0.2)
 
 

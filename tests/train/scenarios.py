@@ -23,8 +23,9 @@ from mgpu_train import parallel
 from mgpu_train.checkpoint.distributed import dcp
 from mgpu_train.checkpoint.distributed.staging import Staging
 from mgpu_train.config import Job
+from mgpu_train.environment import Folders
 from mgpu_train.errors import TrainError
-from mgpu_train.loop import Folders, Trainer
+from mgpu_train.loop import Trainer
 from mgpu_train.signals import StopRequest
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -96,10 +97,10 @@ class Held(Patient):
             self.passed.set()
         return sums
 
-    def _report(self, *given: Any) -> None:
+    def _judge(self, *given: Any) -> None:
         if self.progress.step >= 4:
             self.stepped.set()
-        super()._report(*given)
+        super()._judge(*given)
 
     def hold(self) -> Any:
         """While this trainer runs."""
@@ -201,6 +202,28 @@ class NoNumber(Patient):
         return replace(loss, total=loss.total * float("nan"))
 
 
+class NoValidation(Patient):
+    """No validation comes to a number."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        evaluate = self.task.evaluate
+
+        def bad(model: nn.Module, batch: Any) -> Any:
+            loss = evaluate(model, batch)
+            return replace(loss, total=loss.total * float("nan"))
+
+        self.task.evaluate = bad  # type: ignore[method-assign]
+
+
+class HighScale(Patient):
+    """The loss's scale begins far above what fp16 can hold."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.engine._scale.value.fill_(2.0**30)
+
+
 class SlowData(Patient):
     """The loader is waited for, and says for how long."""
 
@@ -290,6 +313,8 @@ def two_ranks(runner: Runner) -> None:
     runner.train("no-batch", global_batch=1)
     runner.train("diverged", strategy="fsdp", lr=1e30, every_steps=1, max_skipped=2)
     runner.train("slow-data", strategy="ddp", every_steps=None, kind=SlowData, steps=25)
+    runner.train("no-validation", strategy="ddp", kind=NoValidation)
+    runner.train("high-scale", strategy="ddp", precision="fp16", steps=30, max_skipped=2, kind=HighScale)
     runner.train("late", strategy="ddp", late=True)
     runner.train("late-cut", strategy="ddp", stop=Signal(runner.place, 4, 1), every_steps=100, late=True)
     runner.train("late-minutes", strategy="ddp", every_steps=None, minutes=1e-9, late=True)

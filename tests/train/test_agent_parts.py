@@ -523,7 +523,7 @@ def job(**changes) -> Job:
 
 def test_torchruns_command_line_is_static_and_never_restarts():
     argv = launcher_process.argv(job(), HERE, "/py")
-    assert argv[:3] == ["/py", "-m", "mgpu_train.torchrun"]
+    assert argv[:3] == ["/py", "-m", "mgpu_train.agent.launchers.torchrun"]
     assert argv[-3:] == ["train.py", "--name", "$(id) `x`;"]
     pairs = dict(zip(argv[3:-3:2], argv[4:-3:2], strict=True))
     assert pairs == {

@@ -23,12 +23,12 @@ OF_TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501", "NODE_RANK": "
 FAILURES = {"MGPU_FAILURE_FILE": "/h/runs/r/failure-3.json"}
 CASES: dict[str, tuple[str, dict[str, str]]] = {
     "torchrun": (
-        "/py -m mgpu_train.torchrun --nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr 10.0.0.1 "
+        "/py -m mgpu_train.agent.launchers.torchrun --nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr 10.0.0.1 "
         "--master-port 29501 --rdzv-backend static --rdzv-id r-3 --rdzv-conf timeout=1800 --max-restarts 0",
         FAILURES,
     ),
     "accelerate": (
-        "/py -m mgpu_train.torchrun accelerate --num_machines 2 --machine_rank 1 --num_processes 8 "
+        "/py -m mgpu_train.agent.launchers.torchrun accelerate --num_machines 2 --machine_rank 1 --num_processes 8 "
         "--main_process_ip 10.0.0.1 --main_process_port 29501 --same_network --rdzv_backend static "
         "--rdzv_conf timeout=1800 --max_restarts 0 --deepspeed_multinode_launcher standard",
         FAILURES,
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "mpi": (
-        "/py -m mgpu_train.mpi -np 4 /py",
+        "/py -m mgpu_train.agent.launchers.mpi -np 4 /py",
         {
             "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_ALLOW_RUN_AS_ROOT": "1",
             "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -126,7 +126,7 @@ def test_a_job_that_names_some_of_its_nodes_is_refused():
 
 def test_a_python_without_accelerate_is_told_in_one_line(tmp_path: Path):
     (tmp_path / "accelerate.py").write_text("raise ImportError('not here')\n")
-    words = [sys.executable, "-m", "mgpu_train.torchrun", "accelerate", "train.py"]
+    words = [sys.executable, "-m", "mgpu_train.agent.launchers.torchrun", "accelerate", "train.py"]
     environment = {**launcher_process.os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
@@ -159,7 +159,7 @@ pathlib.Path(f"saved-{rank}-{worker.wait()}").touch()
 
 def mpi(folder: Path, *words: str) -> subprocess.Popen[str]:
     environment = {**launcher_process.os.environ, "PATH": str(folder)}
-    command = [sys.executable, "-m", "mgpu_train.mpi", *words]
+    command = [sys.executable, "-m", "mgpu_train.agent.launchers.mpi", *words]
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
 
 

@@ -158,7 +158,7 @@ def test_a_fit_machine_is_measured_and_trains(machine: Node, tmp_path: Path):
 
 HANGS = """
 import json, os, pathlib, sys, time
-if "mgpu_train.torchrun" in sys.argv:
+if "mgpu_train.agent.launchers.torchrun" in sys.argv:
     if {part!r}:
         pathlib.Path(os.environ["MGPU_PREFLIGHT_FILE"]).write_text(json.dumps({{"part": {part!r}}}))
     time.sleep(300)
@@ -188,7 +188,7 @@ def test_what_cannot_be_measured_ends_nothing(machine: Node, tmp_path: Path):
     """Without nvidia-smi, and with a torchrun that fails."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import sys\nif 'mgpu_train.torchrun' in sys.orig_argv: sys.exit('no such thing')\n"
+        "import sys\nif 'mgpu_train.agent.launchers.torchrun' in sys.orig_argv: sys.exit('no such thing')\n"
     )
     machine.job(checkpoint=None, gpus=1, preflight_port=1, env={"PYTHONPATH": str(tmp_path / "site")})
     machine.start()

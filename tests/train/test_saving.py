@@ -26,7 +26,7 @@ from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging
 from mgpu_train.checkpoint.distributed.writer_process import Outside
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.errors import TrainError
-from mgpu_train.memory import free_bytes
+from mgpu_train.hardware import free_bytes
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.parallel import Place
 from mgpu_train.state import ModelPart, OptimizerPart, Part

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mgpu_train import torchrun
 from mgpu_train.agent.host.layout import RunLayout
+from mgpu_train.agent.launchers import torchrun
 from mgpu_train.agent.machine import ports, procs
 from mgpu_train.agent.phases import launcher_process
 from mgpu_train.checkpoint.local import finished

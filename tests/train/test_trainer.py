@@ -326,6 +326,20 @@ def test_a_step_that_is_no_number_on_one_rank_changes_nothing_on_any(out, strate
     assert [line["step"] for line in lines(out, f"{name}-on", "step")] == [4, 5, 6]
 
 
+def test_a_validation_that_is_no_number_ends_nothing_and_is_in_no_line(out):
+    assert [line["step"] for line in lines(out, "no-validation", "step")] == list(range(1, STEPS + 1))
+    for line in lines(out, "no-validation", "validation"):
+        assert set(line) == {"kind", "t", "step", "bits_per_byte"}, "what is a number is told"
+    assert "validation_loss" not in json.loads((last(out, "no-validation") / "meta.json").read_text())
+
+
+def test_the_scale_of_fp16_may_take_more_steps_to_fit_than_a_loss_that_is_none_may(out):
+    skipped = [line["step"] for line in lines(out, "high-scale", "step_skipped")]
+    assert skipped == list(range(1, len(skipped) + 1)), "it fits, and then it stays"
+    assert 2 < len(skipped) < 30
+    assert lines(out, "high-scale", "end")[0]["reason"] == "done"
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_what_is_drawn_follows_from_seed_step_and_replica(out, strategy, same_bits):
     """A model that drops values: cut and resumed it draws the same ones, and its replicas draw others."""

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from mgpu_train.checkpoint.distributed.dcp import differences
+from mgpu_train.checkpoint.distributed.meta import differences
 from mgpu_train.config import CheckpointTarget, EarlyStopping, Job, ModelConfig, TrainConfig
+from mgpu_train.environment import read_job
 from mgpu_train.errors import TrainError
-from mgpu_train.loop import read_job
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.metrics.patience import Patience
 from mgpu_train.models.gpt import GPT
@@ -84,9 +84,10 @@ class TestMetricLines:
         assert torn == '{"kind": "step", "st'
         assert [json.loads(line)["step"] for line in whole] == [1, 2]
 
-    def test_a_number_that_json_cannot_hold_is_refused(self, tmp_path):
-        with pytest.raises(ValueError, match="JSON"):
-            MetricLines(tmp_path, rank=0).write("step", loss=float("nan"))
+    def test_a_number_that_json_cannot_hold_is_left_out(self, tmp_path):
+        MetricLines(tmp_path, rank=0).write("step", loss=float("nan"), norm=float("inf"), lr=0.1)
+        line = json.loads((tmp_path / "rank-0.jsonl").read_text())
+        assert {**line, "t": 0} == {"kind": "step", "t": 0, "lr": 0.1}
 
     def test_without_a_folder_nothing_is_written(self):
         MetricLines(None, rank=0).write("end", step=1)
@@ -100,6 +101,13 @@ class TestDifferences:
         assert differences(tmp_path, self.meta) == []
         changed = {"strategy": "ddp", "text": "cd", "config": {"lr": 0.2, "seed": 1}}
         assert differences(tmp_path, changed) == ['text: "ab" -> "cd"', "lr: 0.1 -> 0.2"]
+
+    def test_a_key_that_one_version_alone_knows_is_no_change(self, tmp_path):
+        (tmp_path / "meta.json").write_text(json.dumps({**self.meta, "config": {"model": {"dim": 8, "old": 1}}}))
+        now = {**self.meta, "config": {"model": {"dim": 8, "new": 2}, "later": 3}}
+        assert differences(tmp_path, now) == []
+        now["config"]["model"]["dim"] = 16
+        assert differences(tmp_path, now) == ["model.dim: 8 -> 16"]
 
     def test_a_checkpoint_without_it_is_fine(self, tmp_path):
         assert differences(tmp_path, self.meta) == []

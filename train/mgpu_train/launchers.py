@@ -34,7 +34,7 @@ WORDS = {
     "rendezvous_s": "whole seconds that the nodes may take to meet",
     "run_id": "the run",
     "attempt": "its number, from 1",
-    "failure_file": "where the launcher may say which rank failed first, and how (mgpu_train.torchrun)",
+    "failure_file": "where the launcher may say which rank failed first, and how (mgpu_train.agent.launchers.torchrun)",
 }
 
 
@@ -87,7 +87,7 @@ def _require_words(text: str, words: set[str]) -> None:
 
 TORCHRUN = Launcher(
     argv=(
-        *("{python}", "-m", "mgpu_train.torchrun"),
+        *("{python}", "-m", "mgpu_train.agent.launchers.torchrun"),
         *("--nnodes", "{nodes}", "--node-rank", "{node_rank}", "--nproc-per-node", "{processes_per_node}"),
         *("--master-addr", "{master_addr}", "--master-port", "{master_port}"),
         *("--rdzv-backend", "static", "--rdzv-id", "{run_id}-{attempt}"),
@@ -116,7 +116,7 @@ PYTHON = Launcher(
 
 ACCELERATE = Launcher(
     argv=(
-        *("{python}", "-m", "mgpu_train.torchrun", "accelerate"),
+        *("{python}", "-m", "mgpu_train.agent.launchers.torchrun", "accelerate"),
         *("--num_machines", "{nodes}", "--machine_rank", "{node_rank}", "--num_processes", "{world_size}"),
         *("--main_process_ip", "{master_addr}", "--main_process_port", "{master_port}", "--same_network"),
         *("--rdzv_backend", "static", "--rdzv_conf", "timeout={rendezvous_s}", "--max_restarts", "0"),
@@ -162,7 +162,7 @@ TENSORFLOW = Launcher(
 
 # On several nodes it would log in from one to the next, which nodes do not let each other do.
 MPI = Launcher(
-    argv=("{python}", "-m", "mgpu_train.mpi", "-np", "{processes_per_node}", "{python}", PROGRAM),
+    argv=("{python}", "-m", "mgpu_train.agent.launchers.mpi", "-np", "{processes_per_node}", "{python}", PROGRAM),
     environment={  # Open MPI's, by either name: containers are root's
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -1,19 +1,4 @@
-"""The bundled trainer, from the first line to the last step.
-
-Started once per process: by the agent, by torchrun, or as `python -m mgpu_train.loop` for one process. It reads
-
-    MGPU_JOB               path of job.json (`mgpu_train.config.Job`); `train`, `checkpoint` and `timeouts` matter here
-    MGPU_CHECKPOINT_DIR    where `step-<n>` folders go, when job.json has `checkpoint`
-    MGPU_METRICS_DIR       where `rank-<rank>.jsonl` goes; without it there is none
-    MGPU_RESUME_DIR        a verified checkpoint to go on from; without it training begins at step 0
-    MGPU_SAVE_REQUEST      a file; when it appears a checkpoint is made ahead of time, once
-    MGPU_STACKS_DIR        where `rank-<rank>.txt` gets the stacks of all threads at SIGUSR2; without it there are none
-
-and torchrun's own variables. It needs nothing else of mgpu:
-
-    echo '{"run_id": "try", "attempt": 1, "writer": "me", "node_rank": 0, "nodes": 1, "processes_per_node": 2,
-           "master_addr": "127.0.0.1", "master_port": 29500, "train": {"strategy": "fsdp", "steps": 100}}' > job.json
-    MGPU_JOB=job.json torchrun --standalone --nproc-per-node 2 -m mgpu_train.loop
+"""The bundled trainer, from the first line to the last step. `mgpu_train.environment` says what it is started with.
 
 SIGTERM ends it after the step under way, with a checkpoint and exit code 0. A mistake, a loss that is no number or a
 lost peer ends it with one clear line and exit code 1.
@@ -21,44 +6,39 @@ lost peer ends it with one clear line and exit code 1.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
+import math
 import os
-import platform
 import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any
 
-import torch
-from pydantic import ValidationError
-
-import mgpu_train
-from mgpu_train import memory, parallel, stacks
-from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, differences
+from mgpu_train import parallel, stacks
+from mgpu_train.checkpoint.distributed import meta
+from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress
 from mgpu_train.checkpoint.distributed.saver import Outcome, Saver
-from mgpu_train.config import Job, TrainConfig
+from mgpu_train.config import Job
 from mgpu_train.data.loader import Loader
 from mgpu_train.data.order import Order, Slices
 from mgpu_train.engines import of as engine_of
+from mgpu_train.environment import Folders, read_job, trainable
 from mgpu_train.errors import TrainError
-from mgpu_train.metrics.flops import mfu
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.metrics.patience import Patience
 from mgpu_train.metrics.pulse import Pulse
 from mgpu_train.metrics.sums import Sums
+from mgpu_train.metrics.timing import Span, Stopwatch
 from mgpu_train.optim import base as optim
 from mgpu_train.optim.ema import Average
 from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.parallel import Place
-from mgpu_train.signals import SaveClock, StopRequest, Stopwatch, Wishes
-from mgpu_train.step import Heard, Pending, Span, exchange, set_streams
+from mgpu_train.report import Report
+from mgpu_train.signals import SaveClock, StopRequest, Wishes
+from mgpu_train.step import Heard, Pending, exchange, set_streams
 from mgpu_train.strategies import base as strategies
 from mgpu_train.strategies import initial, precision
 from mgpu_train.strategies.entry import Sizes
@@ -67,37 +47,7 @@ from mgpu_train.tasks.base import Batch
 
 log = logging.getLogger("mgpu_train")
 
-MUCH, LONG = 0.2, 20  # a share of the time in steps that is worth a warning, once so many lines in a row have it
-
-USAGE = (
-    "usage: MGPU_JOB=job.json [MGPU_CHECKPOINT_DIR=folder] [MGPU_METRICS_DIR=folder] [MGPU_RESUME_DIR=folder] "
-    "torchrun --nproc-per-node N -m mgpu_train.loop"
-)
-
-
-@dataclass(frozen=True)
-class Folders:
-    """Where the trainer reads and writes; None where it does not."""
-
-    checkpoints: Path | None = None
-    metrics: Path | None = None
-    resume: Path | None = None
-    save_request: Path | None = None  # a file that appears when a checkpoint ahead of time is wanted
-
-    @classmethod
-    def of_environment(cls) -> Folders:
-        """As the variables MGPU_* say."""
-        names = ("MGPU_CHECKPOINT_DIR", "MGPU_METRICS_DIR", "MGPU_RESUME_DIR", "MGPU_SAVE_REQUEST")
-        return cls(*(Path(os.environ[name]).absolute() if os.environ.get(name) else None for name in names))
-
-
-@dataclass
-class Spent:
-    """Of several steps."""
-
-    busy_s: float = 0.0  # seconds in them
-    idle_s: float = 0.0  # of these, between what the device computed of one and of the next
-    units: float = 0.0  # trained on
+HALVINGS = 24  # steps that change nothing until the scale of a loss in fp16 fits, which halves in each: 2^16 to 2^-8
 
 
 class Trainer:
@@ -118,7 +68,6 @@ class Trainer:
         `outside`, shards are written by a process of their own; `late`, what comes of a step is read a step later."""
         gpu = place.device.type == "cuda"
         self.pulse = pulse or Pulse(MetricLines(folders.metrics, place.rank))
-        self.metrics = self.pulse.metrics
         self.pulse.enter("building")
         self.config = config = trainable(job, folders)
         self.policy = precision.policy(config.precision, place.device)
@@ -142,6 +91,7 @@ class Trainer:
         if why := self.slices.refuse(place.pipeline):
             raise TrainError(f"`train.global_batch`: {why}")
         self.loader = Loader(place.device, config.seed, config.loader_threads or self._loader_threads())
+        self.report = Report(self.pulse.metrics, config, self.task, place, self.policy, self.loader)
 
         # Model: the seed is the same on all ranks, so that replicas begin equal.
         self.model, layout = initial.spread(self.strategy, self.task, config)
@@ -164,7 +114,8 @@ class Trainer:
         outside = job.checkpoint is not None and (gpu if outside is None else outside)
         others = {"ema": self.ema, "patience": self.patience}
         parts = {**self.engine.parts(), **{name: part for name, part in others.items() if part is not None}}
-        self.checkpointer = Checkpointer(parts, place, writers, self._meta(), outside_s=save_s if outside else None)
+        self.meta = meta.of_run(config, place, self.data.fingerprint)
+        self.checkpointer = Checkpointer(parts, place, writers, self.meta, outside_s=save_s if outside else None)
         if job.checkpoint is not None:
             learned = (each for each in self.model.parameters() if each.requires_grad)
             weights = sum(each.numel() * each.element_size() for each in learned)
@@ -179,8 +130,7 @@ class Trainer:
         self.skipped = 0  # steps in a row that changed nothing
         self.stopping = self.wanted = False  # all ranks stop; all make a checkpoint, whatever the step is
         self.early = True  # one checkpoint ahead of time may be asked for
-        self.validation: tuple[int, dict[str, float]] | None = None  # step and means
-        self.watch, self.spent, self.waits = Stopwatch(), Spent(), 0  # since the last line of metrics
+        self.watch = Stopwatch()
         self.before: Span | None = None  # of the step before, where nothing was in between
         self.pulse.stepped(self.progress.step)
 
@@ -202,8 +152,7 @@ class Trainer:
         self._save_last()
         self.pulse.enter("finishing")
         reason = "done" if self._over() else "stopped"
-        self.metrics.write("end", step=self.progress.step, reason=reason)
-        log.info("step %d: %s", self.progress.step, reason)
+        self.report.end(self.progress.step, reason)
         return self.progress
 
     def _train(self) -> None:
@@ -216,16 +165,17 @@ class Trainer:
                 self.pulse.enter("training")
             step = self.progress.step
             last, due = step == self.config.steps, self.wanted or self.save_clock.due(step)
-            if last or self.stopping or due or step % self.config.validate_every == 0:
+            validates = last or step % self.config.validate_every == 0
+            if validates or due or self.stopping:
                 self._hear(behind=0)
-            if last or (step % self.config.validate_every == 0 and not self.stopping):
+            if validates and (last or not self.stopping):
                 self._validate()
                 self.pulse.enter("training")
             if self.saver is not None:
                 self._tell(self.saver.poll())
             if due and not (self._over() or self.stopping or self.skipped):  # what changed nothing is not worth a save
                 self._save()
-            if last or due or step % self.config.validate_every == 0:
+            if validates or due:
                 self.before = None
             self.watch.lap()
 
@@ -273,13 +223,12 @@ class Trainer:
         while True:
             pending = self.pending.popleft() if len(self.pending) > behind else None
             heard = pending and pending.heard()
-            self.spent.busy_s += self.watch.lap()
+            self.report.spent(self.watch.lap())
             if pending is None or heard is None:
                 return
             self.heard = heard
-            self.spent.units += heard.weight
-            if self.before is not None:  # and nothing but steps was in between
-                self.spent.idle_s += pending.span.after(self.before)
+            idle_s = 0.0 if self.before is None else pending.span.after(self.before)
+            self.report.spent(0.0, idle_s, heard.weight)
             self.before = pending.span
             wishes = heard.wishes
             if wishes.lost:  # an attempt that starts anew loses less than one that trains on and keeps nothing
@@ -298,18 +247,18 @@ class Trainer:
         """Tells of a step. Raises TrainError after too many that changed nothing."""
         if not heard.skipped:
             self.skipped = 0
-            self._report(heard)
+            self.report.step(heard)
             return
         self.skipped += 1
-        loss = heard.means["loss"]
-        words = f"loss {loss}, gradient norm {heard.norm}"
-        self.metrics.write("step_skipped", step=heard.step, reason=words)
-        if self.skipped > self.config.max_skipped:
+        why, most = self.report.skipped(heard), self.config.max_skipped
+        if self.policy.scaled and math.isfinite(heard.means["loss"]):
+            most += HALVINGS
+        if self.skipped > most:
             raise TrainError(
-                f"training has diverged at step {heard.step - self.config.max_skipped}: {words}, and no step since "
-                "then has changed anything (`train.max_skipped`). Lower `train.lr`, or take `precision: fp32`."
+                f"training has diverged at step {heard.step - self.skipped + 1}: {why}, and no step since then has "
+                "changed anything (`train.max_skipped`). Lower `train.lr`, or take `precision: fp32`."
             )
-        log.warning("step %d: skipped, it would have changed all to no numbers: %s", heard.step, words)
+        log.warning("step %d: skipped, it would have changed all to no numbers: %s", heard.step, why)
 
     def _batches(self) -> Iterator[Batch | None]:
         """The micro-batches of all steps to come."""
@@ -337,10 +286,7 @@ class Trainer:
             log.info(
                 "step %d: validation is no better than %d validations before", self.progress.step, self.patience.worse
             )
-        self.validation = (self.progress.step, means)
-        self.metrics.write("validation", **means, step=self.progress.step)
-        told = "".join(f", {name} {value:.4f}" for name, value in means.items() if name != "loss")
-        log.info("step %d: validation loss %.4f%s", self.progress.step, means["loss"], told)
+        self.report.validation(self.progress.step, means)
 
     def _means(self) -> dict[str, float]:
         """Of the model as it is."""
@@ -360,12 +306,11 @@ class Trainer:
         self.save_clock.restart()
         self.wanted = False
         if self.heard is not None and self.heard.wishes.saving:
-            self.metrics.write("save_skipped", step=self.progress.step)
-            log.warning("step %d: no checkpoint, the one before is still being written", self.progress.step)
+            self.report.no_save(self.progress.step)
             return
         self._tell(self.saver.wait())  # it has ended on every rank, since the last step
         parallel.mean_statistics(self.model, self.place)
-        self.saver.begin(self.progress, self._meta_of_step())
+        self.saver.begin(self.progress, self.report.losses(self.progress.step))
 
     def _save_last(self) -> None:
         """The end has its checkpoint, also when nothing was left to do. Raises TrainError when it cannot be made."""
@@ -378,7 +323,7 @@ class Trainer:
             self.pulse.enter("saving")  # another one: its time begins now
             parallel.mean_statistics(self.model, self.place)
             waited = time.perf_counter() - began
-            self.saver.begin(self.progress, self._meta_of_step())
+            self.saver.begin(self.progress, self.report.losses(self.progress.step))
             last = self.saver.wait()
             assert last is not None  # noqa: S101 - it was just begun
             self._tell(replace(last, stall_s=last.stall_s + waited))
@@ -389,120 +334,19 @@ class Trainer:
     def _tell(self, save: Outcome | None) -> None:
         if save is None:
             return
-        step = save.progress.step
-        if save.reason is not None:
-            self.metrics.write("save_failed", step=step, reason=save.reason)
-            log.warning("step %d: no checkpoint: %s", step, save.reason)
-            return
-        self.saved = save.progress
-        self.metrics.write("checkpoint", step=step, stall_s=round(save.stall_s, 4), save_s=round(save.save_s, 3))
-        log.info(
-            "step %d: checkpoint saved in %.2f s, training stood still for %.3f s", step, save.save_s, save.stall_s
-        )
+        if save.reason is None:
+            self.saved = save.progress
+        self.report.save(save)
 
     def _announce(self) -> None:
-        facts = self.task.facts()
         resumed = self.progress.step if self.folders.resume else None
-        of_run = {"steps": self.config.steps, "world_size": self.place.world_size, "resumed_step": resumed}
-        self.metrics.write("start", **{**facts, "attempt": self.job.attempt, **of_run})
-        place, model = self.place, self.model
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        kind = f"{self.config.strategy} on {place.world_size} x {place.device.type}"
+        kind = f"{self.config.strategy} on {self.place.world_size} x {self.place.device.type}"
         log.info("%s, %d threads each, %s", kind, self.threads, self.policy.name)
-        log.info("%d parameters, %d + %d samples", parameters, len(self.data), len(self.validation_data))
-        if facts:
-            log.info("%s", ", ".join(f"{name} {value:g}" for name, value in facts.items()))
+        self.report.start(self.model, (len(self.data), len(self.validation_data)), self.job.attempt, resumed)
         if self.folders.resume is not None:
             log.info("resumed at step %d from %s", resumed, self.folders.resume)
-            for change in differences(self.folders.resume, self.checkpointer.meta):
+            for change in meta.differences(self.folders.resume, self.meta):
                 log.warning("changed since the checkpoint was saved: %s", change)
-
-    def _report(self, heard: Heard) -> None:
-        step = heard.step
-        if step % self.config.log_every and step != self.config.steps:
-            return
-        spent, self.spent = self.spent, Spent()
-        waited_s, self.loader.waited_s = self.loader.waited_s, 0.0
-        self.waits = self.waits + 1 if waited_s > MUCH * spent.busy_s else 0
-        if self.waits == LONG:
-            log.warning(
-                "step %d: training waits for its data %d %% of the time, %.3f s of it since the last line "
-                "(`train.loader_threads` is %d, and this process has %d cores)",
-                *(step, 100 * waited_s / spent.busy_s, waited_s, self.loader.threads, self.threads),
-            )
-        speed, unit = spent.units / spent.busy_s, self.task.unit
-        own = {
-            "lr": heard.lr,
-            "grad_norm": heard.norm,
-            f"{unit}_per_s": round(speed, 1),
-            "samples": heard.samples,
-            "host_share": round(spent.idle_s / spent.busy_s, 4),
-            "data_share": round(waited_s / spent.busy_s, 4),
-            "memory_gib": round(memory.peak_bytes(self.place.device) / (1 << 30), 3),
-            **self._mfu(speed),
-        }
-        self.metrics.write(
-            "step", **{**heard.means, **self.task.derived(heard.means), **own, "step": step, "steps": self.config.steps}
-        )
-        loss, steps = heard.means["loss"], self.config.steps
-        log.info("step %d/%d: loss %.4f, lr %.2e, %d %s/s", step, steps, loss, heard.lr, speed, unit)
-
-    def _mfu(self, speed: float) -> dict[str, float]:
-        """Where it is known: of products in 16 bits, on GPUs of a known peak."""
-        if self.policy.low is None or self.place.device.type != "cuda":
-            return {}
-        device = torch.cuda.get_device_name(self.place.device)
-        share = mfu(self.task.flops(), speed, self.place.world_size, device)
-        return {} if share is None else {"mfu": round(share, 4)}
-
-    def _meta(self) -> dict[str, Any]:
-        """What `meta.json` says of all checkpoints of this attempt."""
-        config, place = self.config.model_dump(), self.place
-        return {
-            "seed": self.config.seed,
-            "world_size": self.place.world_size,
-            "strategy": self.config.strategy,
-            "mesh": f"dp={place.dp_size}" + (f",tp={place.tensor},pp={place.pipeline}" if place.parted else ""),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "mgpu_train": mgpu_train.__version__,
-            "data": self.data.fingerprint,
-            "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
-            "config": config,
-        }
-
-    def _meta_of_step(self) -> dict[str, Any]:
-        """What it says of this step alone; a loss only where it was measured at this very step."""
-        losses: dict[str, Any] = {}
-        if self.heard is not None and not self.heard.skipped:
-            losses = {"loss": self.heard.means["loss"]}
-        if self.validation is not None and self.validation[0] == self.progress.step:
-            losses |= {f"validation_{name}": value for name, value in self.validation[1].items()}
-        return losses
-
-
-def trainable(job: Job, folders: Folders) -> TrainConfig:
-    """The `train` section; raises TrainError for a request that cannot be carried out here."""
-    config = job.train
-    if config is None:
-        raise TrainError("job.json has no `train` section: the bundled trainer has nothing to do")
-    if job.checkpoint is not None and folders.checkpoints is None:
-        raise TrainError("job.json asks for checkpoints, but MGPU_CHECKPOINT_DIR does not say where to put them")
-    return config
-
-
-def read_job() -> Job:
-    """The job that MGPU_JOB names; raises TrainError when there is none, or a wrong one."""
-    path = os.environ.get("MGPU_JOB")
-    if not path:
-        raise TrainError(f"MGPU_JOB is not set: it names the job.json to train by. {USAGE}")
-    try:
-        return Job.model_validate_json(Path(path).read_bytes())
-    except OSError as error:
-        raise TrainError(f"cannot read MGPU_JOB={path}: {error.strerror}") from error
-    except ValidationError as error:
-        mistakes = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'job'}: {e['msg']}" for e in error.errors())
-        raise TrainError(f"{path} is no job.json of mgpu: {mistakes}") from error
 
 
 def main() -> int:

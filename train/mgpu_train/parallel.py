@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from mgpu_train import cores
+from mgpu_train import hardware
 from mgpu_train.errors import MachineError, TrainError
 from mgpu_train.health.gpus import Demand
 
@@ -155,7 +155,7 @@ def pin_threads(place: Place, threads: int | None) -> int:
     Ranks that run under the same kernel share its cores, whatever node they belong to.
     """
     neighbours = place.gather(machine()).count(machine())
-    count = threads or max(1, cores.usable() // neighbours)
+    count = threads or max(1, hardware.cores() // neighbours)
     torch.set_num_threads(count)
     return count
 

@@ -53,20 +53,3 @@ class SaveClock:
     def due(self, step: int) -> bool:
         """True when a checkpoint is due after this step, by count."""
         return self._steps is not None and step % self._steps == 0
-
-
-class Stopwatch:
-    """Seconds spent in steps, without what is done between them; `now` is in seconds."""
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
-        self._since = now()
-
-    def lap(self) -> float:
-        """Since the last one."""
-        before, self._since = self._since, self._now()
-        return self._since - before
-
-    def leave_out(self, seconds: float) -> None:
-        """Takes seconds out of the lap."""
-        self._since += seconds

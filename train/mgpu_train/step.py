@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import astuple, dataclass, fields
-from typing import Any
 
 import numpy as np
 import torch
 
 from mgpu_train.checkpoint.distributed.dcp import Progress
+from mgpu_train.data.seeds import mix
 from mgpu_train.engines.base import Update
 from mgpu_train.metrics.sums import WEIGHT, Reading, Sums, Totals
+from mgpu_train.metrics.timing import Span
 from mgpu_train.parallel import Place
-from mgpu_train.seeds import mix
 from mgpu_train.signals import Wishes
 
 WISHES = len(fields(Wishes))
@@ -32,33 +31,6 @@ class Heard:
     means: dict[str, float]  # the loss, and the task's other values
     weight: float  # what was trained on, in the task's unit
     wishes: Wishes
-
-
-class Span:
-    """From when until when a device computes a step, on its own clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        """It begins now: on a GPU once it is through with what it was given before."""
-        self._gpu = device.type == "cuda"
-        self._began, self._ended = self._now(), None
-
-    def end(self) -> None:
-        """It ends now, in the same sense."""
-        self._ended = self._now()
-
-    def after(self, before: Span) -> float:
-        """Seconds from the end of another one, of which both are over, in which nothing was computed."""
-        ended = before._ended
-        if isinstance(self._began, float):
-            return self._began - ended if isinstance(ended, float) else 0.0
-        return 0.0 if ended is None else ended.elapsed_time(self._began) / 1000
-
-    def _now(self) -> Any:
-        if not self._gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 class Pending:

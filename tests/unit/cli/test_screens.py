@@ -276,6 +276,7 @@ def steady(text, world):
     text = text.replace("[1] trained\n[0] trained\n", "[0] trained\n[1] trained\n")  # two nodes at once
     text = re.sub(r"(?m)^.*━.*\n", "", text)  # bars that move
     text = re.sub(r"\b\d+\.\d s\b", "0.1 s", text)
+    text = re.sub(r"\b\d+\.\d KiB\b", "60.0 KiB", text)  # the files name themselves by their folder
     return re.sub(
         r"\bbert-large-finetune-\d{4}-(?!k3m9x|p7d2q|w8f4z)[a-z0-9]{5}", "bert-large-finetune-0921-xxxxx", text
     )

@@ -11,7 +11,7 @@ from itertools import islice
 import torch
 
 from mgpu_train.data.base import Batch, Data
-from mgpu_train.seeds import mix
+from mgpu_train.data.seeds import mix
 
 AHEAD = 2  # micro-batches beside the one that is trained on
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mgpu_train.seeds import splitmix
+from mgpu_train.data.seeds import splitmix
 
 _ROUNDS = 6
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,13 +39,11 @@ class Plain(Engine):
 
     def gradients(self, batches: Iterable[Batch | None]) -> Sums:
         """The strategy exchanges them with the last one's."""
-        sums, before = Sums(), None
-        for number, batch in enumerate(batches, 1):
-            before = before if batch is None else batch
-            assert before is not None  # noqa: S101 - each replica has a sample at least
+        sums = Sums()
+        for number, (batch, empty) in enumerate(_filled(batches), 1):
             with self.strategy.forward_pass(self.model, reduce=number == self._count):
-                loss = self.task.loss(self.model, before)
-                if batch is None:  # the other ranks wait for this one's part, which is nothing
+                loss = self.task.loss(self.model, batch)
+                if empty:
                     loss = loss.nothing
                 (self._scale.up(loss.total, loss.weight) if self._scale else loss.total).backward()
             sums.add(loss)
@@ -55,13 +53,11 @@ class Plain(Engine):
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch | None]) -> Sums:
         """Forward passes alone."""
-        sums, before = Sums(), None
-        for batch in batches:
-            before = before if batch is None else batch
-            assert before is not None  # noqa: S101 - each replica has a sample at least
+        sums = Sums()
+        for batch, empty in _filled(batches):
             with self.strategy.forward_pass(self.model, reduce=False):
-                loss = self.task.evaluate(self.model, before)
-            sums.add(loss.nothing if batch is None else loss)
+                loss = self.task.evaluate(self.model, batch)
+            sums.add(loss.nothing if empty else loss)
             self._did()
         return sums
 
@@ -90,6 +86,15 @@ class Plain(Engine):
             "optimizer": OptimizerPart(self.model, *self.optimizers.each),
         }
         return parts if self._scale is None else {**parts, "scale": self._scale}
+
+
+def _filled(batches: Iterable[Batch | None]) -> Iterator[tuple[Batch, bool]]:
+    """Each batch; in place of an empty one that before it, and True: other ranks wait for this one's passes."""
+    newest = None
+    for batch in batches:
+        newest = newest if batch is None else batch
+        assert newest is not None  # noqa: S101 - each replica has a sample at least
+        yield newest, batch is None
 
 
 def norm_of(model: nn.Module) -> Tensor:

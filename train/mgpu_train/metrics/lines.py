@@ -6,9 +6,11 @@ The file is appended to over all attempts; each begins with a `start` line. The 
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -35,12 +37,12 @@ class MetricLines:
             self._file = path.open("ab", buffering=0)
 
     def write(self, kind: Kind, **values: Value) -> None:
-        """Append an event; `t` is UNIX seconds. Raises ValueError for a number that JSON cannot hold.
+        """Append an event; `t` is UNIX seconds. A number that JSON cannot hold is left out.
 
         A full disk ends no training: what it does not take is written with a later event, once there is room.
         """
         if self._file is not None:
-            line = json.dumps({"kind": kind, "t": round(time.time(), 3), **values}, allow_nan=False)
+            line = json.dumps({"kind": kind, "t": round(time.time(), 3), **finite(values)}, allow_nan=False)
             with self._lock:
                 if len(self._left) < _KEPT:
                     self._left += line.encode() + b"\n"
@@ -55,6 +57,11 @@ class MetricLines:
         with suppress(OSError):
             while self._left:
                 self._left = self._left[file.write(self._left) or 0 :]
+
+
+def finite(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Without numbers that JSON cannot hold: no training ends because a task's own value is none."""
+    return {name: value for name, value in values.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
 def _ends_torn(path: Path) -> bool:

@@ -16,9 +16,9 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from mgpu_train.data.base import Batch, Data
 from mgpu_train.data.images import Images, open_splits
+from mgpu_train.data.seeds import mix
 from mgpu_train.models.foreign import blocks, copy_file, copy_values, made_by_timm
 from mgpu_train.models.resnet import ResNet
-from mgpu_train.seeds import mix
 from mgpu_train.tasks.base import Layout, Loss, Split, Task
 from mgpu_train.tasks.vision_config import VisionOptions
 

@@ -42,7 +42,7 @@ class RunLayout:
         return self.root / f"save-{attempt}"
 
     def failure(self, attempt: int) -> PurePosixPath:
-        """What torchrun has left of the rank that failed first, if one did (`mgpu_train.torchrun`)."""
+        """What torchrun has left of the rank that failed first, if one did (`mgpu_train.agent.launchers.torchrun`)."""
         return self.root / f"failure-{attempt}.json"
 
     def stacks(self, attempt: int) -> PurePosixPath:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mgpu_train
-from mgpu_train import cores, stacks
+from mgpu_train import hardware, stacks
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.machine import network, procs
 from mgpu_train.config import Job
@@ -122,7 +122,7 @@ def overruled(job: Job, layout: RunLayout, environment: Mapping[str, str]) -> li
 def environment(job: Job, secrets: Mapping[str, str], layout: RunLayout, node: Mapping[str, str]) -> dict[str, str]:
     """The launcher's environment: the node's, the job's, the secrets, and what the program may rely on."""
     given = {**base_environment(node), **job.env, **secrets}
-    given.setdefault("OMP_NUM_THREADS", str(max(1, cores.usable() // job.processes_per_node)))
+    given.setdefault("OMP_NUM_THREADS", str(max(1, hardware.cores() // job.processes_per_node)))
     given |= {
         "MGPU_JOB": str(layout.attempt_job(job.attempt)),
         "MGPU_RUN_ID": job.run_id,

@@ -31,13 +31,11 @@ from mgpu_train.checkpoint.distributed.writer_process import Outside, OutsideWri
 from mgpu_train.checkpoint.local import discard, publish
 from mgpu_train.config import Writers
 from mgpu_train.errors import TrainError
-from mgpu_train.memory import free_bytes
+from mgpu_train.hardware import free_bytes
 from mgpu_train.parallel import Place, machine
 from mgpu_train.state import Part
 
 log = logging.getLogger("mgpu_train")
-
-_DERIVED = ("config", "config_sha256", "mesh")  # what follows from other keys of `meta`
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Capture:
 
 
 class Checkpointer:
-    """Saves and loads named parts. `meta` goes into `meta.json`, for people and for `differences`."""
+    """Saves and loads named parts. `meta` goes into `meta.json`, for people and for `meta.differences`."""
 
     def __init__(
         self,
@@ -203,17 +201,6 @@ class _Planner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         copy = self._snapshot.copy_of(self.state_dict[index.fqn])
         return super().lookup_object(index) if copy is None else copy
-
-
-def differences(folder: Path, meta: dict[str, Any]) -> list[str]:
-    """What has changed since the checkpoint in `folder` was saved, e.g. `strategy: "ddp" -> "fsdp"`; one line a key."""
-    try:
-        saved = json.loads((folder / "meta.json").read_text())
-        before, now = ({**each, **each["config"]} for each in (saved, meta))
-    except (OSError, ValueError, KeyError, TypeError):  # DCP itself does not need it
-        return []
-    changed = [key for key in now if key not in _DERIVED and key in before and before[key] != now[key]]
-    return [f"{key}: {json.dumps(before[key])} -> {json.dumps(now[key])}" for key in changed]
 
 
 @contextmanager

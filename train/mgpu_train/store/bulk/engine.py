@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mgpu_train import cores
+from mgpu_train import hardware
 from mgpu_train.store.base import Progress
 from mgpu_train.store.bulk.message import Keys, Settings, Task
 from mgpu_train.store.bulk.minimum_rate import MinimumRate
@@ -27,7 +27,7 @@ from mgpu_train.timeouts import Timeouts
 
 EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 # connections: each is a thread, and more of them than cores cost more in turns taken than they move
-_THREADS = max(3, min(8, cores.usable() + 1))
+_THREADS = max(3, min(8, hardware.cores() + 1))
 _AHEAD = 12  # tasks of one transfer that the process holds: files take turns, and its input never fills up
 _STARTS = 3  # of one task; it may be the task that kills the process
 _IDLE_S = 10.0  # then the process ends; starting another takes a tenth of a second

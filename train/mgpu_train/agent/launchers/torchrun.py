@@ -1,5 +1,7 @@
-"""torchrun, which leaves behind how its ranks ended: `python -m mgpu_train.torchrun` takes torchrun's own arguments,
-and `python -m mgpu_train.torchrun accelerate` those of `accelerate launch`, which starts ranks by torchrun, too.
+"""torchrun, which leaves behind how its ranks ended.
+
+`python -m mgpu_train.agent.launchers.torchrun` takes torchrun's own arguments, and `... torchrun accelerate` those of
+`accelerate launch`, which starts ranks by torchrun, too.
 
 torchrun prints the exit codes of its ranks and ends with 1, whatever they were. Here the file that MGPU_FAILURE_FILE
 names gets what torchrun itself knows of the rank that failed first, as JSON: {"rank": of the whole run, "exit_code":

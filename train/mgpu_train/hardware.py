@@ -1,15 +1,18 @@
-"""How much memory is left, and how much was taken."""
+"""What this process has of its machine: cores, and memory."""
 
 from __future__ import annotations
 
 import math
-import resource
+import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+
+def cores() -> int:
+    """Those that this process may run on: fewer than the machine has in a container, or under taskset."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def free_bytes() -> float:
@@ -21,12 +24,3 @@ def free_bytes() -> float:
     with suppress(OSError, ValueError):  # "max": none
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return free
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most that this process has had so far: of tensors on its GPU, or of a CPU's memory in all."""
-    if device.type == "cuda":
-        from torch import cuda
-
-        return cuda.max_memory_allocated(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,6 @@
-"""mpirun on one node, whose ranks may save when they are to end: `python -m mgpu_train.mpi` takes its arguments.
+"""mpirun on one node, whose ranks may save when they are to end.
+
+`python -m mgpu_train.agent.launchers.mpi` takes its arguments.
 
 Open MPI's mpirun kills its ranks half a second after it is sent SIGTERM itself. Here the signal goes to the ranks, and
 mpirun ends once they have. The standard library is all that it needs.

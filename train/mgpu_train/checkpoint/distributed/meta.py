@@ -1,0 +1,55 @@
+"""`meta.json` of a checkpoint: what it was made by, for people, and for what a resume says of what has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mgpu_train
+from mgpu_train.config import TrainConfig
+from mgpu_train.parallel import Place
+
+_DERIVED = ("config", "config_sha256", "mesh")  # what follows from other keys
+
+
+def of_run(config: TrainConfig, place: Place, data: str) -> dict[str, Any]:
+    """What it says in all checkpoints of an attempt; `data` is its fingerprint."""
+    said = config.model_dump()
+    return {
+        "seed": config.seed,
+        "world_size": place.world_size,
+        "strategy": config.strategy,
+        "mesh": f"dp={place.dp_size}" + (f",tp={place.tensor},pp={place.pipeline}" if place.parted else ""),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "mgpu_train": mgpu_train.__version__,
+        "data": data,
+        "config_sha256": hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest(),
+        "config": said,
+    }
+
+
+def differences(folder: Path, meta: dict[str, Any]) -> list[str]:
+    """What has changed since the checkpoint in `folder` was saved, e.g. `strategy: "ddp" -> "fsdp"`; one line a key.
+    A key that only one of both versions of mgpu knows is none."""
+    try:
+        saved = json.loads((folder / "meta.json").read_text())
+        before, now = ({**each, **each["config"]} for each in (saved, meta))
+    except (OSError, ValueError, KeyError, TypeError):  # DCP itself does not need it
+        return []
+    return list(_changes({key: value for key, value in now.items() if key not in _DERIVED}, before))
+
+
+def _changes(now: dict[str, Any], before: dict[str, Any], of: str = "") -> Iterator[str]:
+    for key in (each for each in now if each in before):
+        new, old = now[key], before[key]
+        if isinstance(new, dict) and isinstance(old, dict):
+            yield from _changes(new, old, f"{of}{key}.")
+        elif new != old:
+            yield f"{of}{key}: {json.dumps(old)} -> {json.dumps(new)}"
