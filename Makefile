@@ -1,6 +1,6 @@
 # Every target does all set-up first. Needed on a fresh machine: Python 3.11+, git, make.
 PYTHON := .venv/bin/python
-WORKERS ?= 4  # of the tests: most of them wait, and four keep two cores busy
+WORKERS ?= 6  # of the tests: most of them wait, and six keep two cores busy
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-aws demo-nightly test test-all coverage test-localstack check bench bench-checkpoint bench-train clean

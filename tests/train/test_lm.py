@@ -8,11 +8,12 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from mgpu_train.config import PRESETS, LmOptions, ModelConfig
+from mgpu_train.config import PRESETS, LmOptions, ModelConfig, TrainConfig
 from mgpu_train.data.token_index import Index, Shard
-from mgpu_train.loop import Trainer
 from mgpu_train.metrics import flops
+from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.models.gpt import GPT
+from mgpu_train.report import Report
 from mgpu_train.strategies.precision import Policy
 from mgpu_train.tasks import lm
 from pydantic import ValidationError
@@ -179,5 +180,6 @@ def test_a_line_has_the_share_of_all_gpus_peak(monkeypatch, precision, told):
     device = torch.device("cuda")
     policy = Policy("bf16", torch.bfloat16) if precision == "bf16" else Policy("tf32", tf32=True)
     place = SimpleNamespace(device=device, world_size=8)
-    trainer = SimpleNamespace(policy=policy, place=place, task=SimpleNamespace(flops=lambda: 2e9))
-    assert Trainer._mfu(trainer, 0.4 * 8 * 989.4e12 / 2e9) == told  # type: ignore[arg-type]
+    task = SimpleNamespace(flops=lambda: 2e9)
+    report = Report(MetricLines(None, 0), TrainConfig(), task, place, policy, None)  # type: ignore[arg-type]
+    assert report.mfu(0.4 * 8 * 989.4e12 / 2e9) == told

@@ -82,7 +82,7 @@ class Report:
             "host_share": round(spent.idle_s / spent.busy_s, 4),
             "data_share": round(waited_s / spent.busy_s, 4),
             "memory_gib": round(_peak_bytes(self._device) / (1 << 30), 3),
-            **self._mfu(speed),
+            **self.mfu(speed),
         }
         derived = self._task.derived(heard.means)
         self._lines.write("step", **{**heard.means, **derived, **own, "step": step, "steps": steps})
@@ -133,6 +133,11 @@ class Report:
         self._lines.write("end", step=step, reason=reason)
         log.info("step %d: %s", step, reason)
 
+    def mfu(self, speed: float) -> dict[str, float]:
+        """Of `speed` units a second, where it is known: the share of all GPUs' peak."""
+        share = None if self._gpu is None else mfu(self._task.flops(), speed, self._world_size, self._gpu)
+        return {} if share is None else {"mfu": round(share, 4)}
+
     def _warn(self, step: int, waited_s: float, spent: Spent) -> None:
         self._waits = self._waits + 1 if waited_s > MUCH * spent.busy_s else 0
         if self._waits == LONG:
@@ -141,10 +146,6 @@ class Report:
                 "(`train.loader_threads` is %d, and this process computes with %d threads)",
                 *(step, 100 * waited_s / spent.busy_s, waited_s, self._loader.threads, torch.get_num_threads()),
             )
-
-    def _mfu(self, speed: float) -> dict[str, float]:
-        share = None if self._gpu is None else mfu(self._task.flops(), speed, self._world_size, self._gpu)
-        return {} if share is None else {"mfu": round(share, 4)}
 
 
 def _peak_bytes(device: torch.device) -> int:

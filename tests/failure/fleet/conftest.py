@@ -424,7 +424,7 @@ def new_line(tmp_path: Path, xdg: Path) -> Iterator[Callable[..., Line]]:
         for each in (book, code):
             each.mkdir(parents=True)
         shutil.copy(PROGRAM, code)
-        ours = ["program.py", "BOOK", *map(str, (steps, pause_s, every, save_s, linger_s))]
+        ours = ["program.py", "BOOK", str(folder / "store"), *map(str, (steps, pause_s, every, save_s, linger_s))]
         started = json.dumps([part.replace("BOOK", str(book)) for part in command or ours])
         given = text.format(
             name=name, nodes=nodes, command=started, folder=folder, every=every, writers=writers, attempts=attempts

@@ -1,7 +1,8 @@
-"""A training program without torch: `program.py BOOK STEPS PAUSE_S EVERY [SAVE_S [LINGER_S]]`.
+"""A training program without torch: `program.py BOOK STORE STEPS PAUSE_S EVERY [SAVE_S [LINGER_S]]`.
 
 All ranks go step by step together, and agree on when to stop, by files in BOOK, a folder outside of all nodes: so they
-hang when a peer is gone, as ranks in a collective do. What each of them has really done is in BOOK/book.jsonl.
+hang when a peer is gone, as ranks in a collective do. What each of them has really done is in BOOK/book.jsonl. Its
+steps are so short that on a slow machine uploads would fall behind: a save waits until the one before is in STORE.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-BOOK, STEPS, PAUSE_S, EVERY = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
-SAVE_S, LINGER_S = (float(value) for value in (*sys.argv[5:], 0, 0)[:2])
+BOOK, STORE, STEPS = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+PAUSE_S, EVERY = float(sys.argv[4]), int(sys.argv[5])
+SAVE_S, LINGER_S = (float(value) for value in (*sys.argv[6:], 0, 0)[:2])
 RANK, WORLD, ATTEMPT = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MGPU_ATTEMPT"))
 HANGS_S = 60  # without a peer
 
@@ -67,6 +69,21 @@ def held(step: int) -> None:
         hold.unlink(missing_ok=True)
 
 
+def committed() -> int:
+    """The newest step in the commit log."""
+    found = (json.loads(path.read_text()) for path in STORE.glob("*/commits/*.json"))
+    return max((entry.get("manifest", {}).get("step", 0) for entry in found), default=0)
+
+
+def keep_up(step: int, first: int) -> None:
+    """Waits until the save before this step's is committed."""
+    end = time.monotonic() + HANGS_S
+    while first < step - EVERY and committed() < step - EVERY and not stop:
+        if time.monotonic() > end:
+            sys.exit(f"step {step - EVERY} is not committed after {HANGS_S} s")
+        time.sleep(0.02)
+
+
 def weights(step: int) -> bytes:
     """What training has come to."""
     return step.to_bytes(4, "big") * 4096
@@ -109,6 +126,8 @@ def main() -> None:
         note("step", step)
         measure("step", step=step, steps=STEPS, loss=1 / step)
         if step % EVERY == 0 or step == STEPS or stopping:
+            if not stopping:
+                keep_up(step // EVERY * EVERY, first)
             save(step)
         if ATTEMPT == 1 and (words := BOOK / f"fails-{RANK}").exists():
             sys.exit(words.read_text())  # its peers hang
