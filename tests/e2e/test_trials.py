@@ -33,8 +33,8 @@ def test_tune_finds_the_fastest_and_writes_it_into_the_run_file(project):
 def test_smoke_says_where_it_breaks_and_ends_with_6(project):
     (project.folder / "own.py").write_text(
         "import os\n"
-        "from mgpu_train.tasks.lm import ByteLM\n\n"
-        "class Hermit(ByteLM):\n"
+        "from mgpu_train.tasks.lm import LM\n\n"
+        "class Hermit(LM):\n"
         "    def model(self):\n"
         "        if os.environ['WORLD_SIZE'] == '2':\n"
         "            raise ValueError('two are too many')\n"

@@ -90,7 +90,8 @@ def test_what_lacks_memory_or_is_refused_is_a_row_and_the_others_are_tried(tmp_p
 def test_a_smoke_run_ends_where_it_first_breaks_and_says_so_on_node_0(tmp_path: Path):
     tries = [{"name": "one process", "nodes": 1}, {"name": "2 nodes, 2 processes"}, {"name": "never"}]
     train = {"task": "own:Hermit", "global_batch": 4}
-    told = job({"purpose": "smoke", "steps": 1, "tries": tries}, train=train, nodes=2, processes_per_node=1)
+    two = {"nodes": 2, "processes_per_node": 1, "addresses": ["127.0.0.1", "127.0.0.2"]}
+    told = job({"purpose": "smoke", "steps": 1, "tries": tries}, train=train, **two)
     nodes = [conduct(tmp_path / f"{rank}", {**told, "node_rank": rank}) for rank in (0, 1)]
     said = [each.communicate(timeout=240)[1] for each in nodes]
     assert [each.returncode for each in nodes] == [1, 0], said

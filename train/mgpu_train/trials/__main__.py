@@ -93,9 +93,11 @@ class Conductor:
         short = {"steps": steps, "log_every": 1, "validate_every": steps, "validate_batches": 1, "early_stopping": None}
         assert self._job.train is not None  # noqa: S101 - or there is nothing to try
         given = self._job.train.model_dump(exclude_unset=True)
+        nodes = trial.nodes or self._job.nodes
         changes = {
             "train": TrainConfig.model_validate({**given, **trial.train, **short}),
-            "nodes": trial.nodes or self._job.nodes,
+            "nodes": nodes,
+            "addresses": self._job.addresses[:nodes],
             "processes_per_node": trial.processes_per_node or self._job.processes_per_node,
             "checkpoint": None,
             "resume": None,
