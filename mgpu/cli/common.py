@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from mgpu.run.job.images import Looked
     from mgpu.run.lifecycle.outcome import Outcome
     from mgpu.run.nodes.ssh_config import SshRoute
-    from mgpu.spec.change import Change
     from mgpu.spec.model import RunSpec
+    from mgpu.spec.text.change import Change
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,7 +97,7 @@ def change_options(command: F) -> F:
 
 
 def _changes(_context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> list[Change]:
-    from mgpu.spec.change import Change
+    from mgpu.spec.text.change import Change
 
     try:
         return [Change.of(option.opts[0], each) for each in given]

@@ -11,7 +11,7 @@ from mgpu.cli import common, trials
 from mgpu.console import Console
 
 if TYPE_CHECKING:
-    from mgpu.spec.change import Change
+    from mgpu.spec.text.change import Change
 
 
 @click.command()

@@ -17,8 +17,8 @@ from mgpu.errors import ImageError, InputError, ProviderError
 if TYPE_CHECKING:
     from mgpu.plan.model import Offer
     from mgpu.run.job.images import Looked
-    from mgpu.spec.change import Change
     from mgpu.spec.model import RunSpec
+    from mgpu.spec.text.change import Change
 
 _SHOWN = 20  # of those that will be asked for; --json has all
 _REFUSED = 6  # of those that will not: the nearest

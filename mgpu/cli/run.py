@@ -12,7 +12,7 @@ from mgpu.console import Console
 from mgpu.errors import InputError
 
 if TYPE_CHECKING:
-    from mgpu.spec.change import Change
+    from mgpu.spec.text.change import Change
 
 
 @click.command()

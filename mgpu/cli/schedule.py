@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from mgpu.schedule.callers import Caller, Command
     from mgpu.schedule.model import Schedule
     from mgpu.schedule.times import Times
-    from mgpu.spec.change import Change
     from mgpu.spec.model import RunSpec
+    from mgpu.spec.text.change import Change
 
 F = TypeVar("F", bound=Callable[..., Any])
 _WAYS = {

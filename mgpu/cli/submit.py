@@ -15,8 +15,8 @@ from mgpu.words import count
 
 if TYPE_CHECKING:
     from mgpu.acquire.fit import Machines
-    from mgpu.spec.change import Change
     from mgpu.spec.model import RunSpec
+    from mgpu.spec.text.change import Change
 
 
 @click.command()

@@ -15,8 +15,8 @@ from mgpu.errors import InputError
 from mgpu.run.record.record import Record, State
 
 if TYPE_CHECKING:
-    from mgpu.spec.change import Change
     from mgpu.spec.model import RunSpec
+    from mgpu.spec.text.change import Change
 
 F = TypeVar("F", bound=Callable[..., Any])
 

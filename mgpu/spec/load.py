@@ -25,11 +25,11 @@ from pydantic import ValidationError
 
 from mgpu.errors import InputError
 from mgpu.spec import command
-from mgpu.spec.change import Change
-from mgpu.spec.document import MAX_BYTES, Document, Where, read
 from mgpu.spec.model import RunSpec, is_shell
 from mgpu.spec.rules import Mistake, mistakes
-from mgpu.spec.wording import where, word
+from mgpu.spec.text.change import Change
+from mgpu.spec.text.document import MAX_BYTES, Document, Where, read
+from mgpu.spec.text.wording import where, word
 
 # for required keys that are missing or wrong, so that the rules can read the others
 _STAND_INS = {"name": "x", "provider": "local", "max_price_usd_per_hour": 1, "max_hours": 1}

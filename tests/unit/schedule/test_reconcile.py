@@ -40,8 +40,8 @@ from mgpu.schedule.decide import Need, advanced
 from mgpu.schedule.model import IfRunning, Outcome, Schedule
 from mgpu.schedule.reconcile import Reconciler
 from mgpu.schedule.supervisors import Looked, Supervisors
-from mgpu.spec.change import Change
 from mgpu.spec.load import load
+from mgpu.spec.text.change import Change
 
 RUN_FILE = """
 name: it

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from mgpu.errors import SpecError
-from mgpu.spec.change import Change
 from mgpu.spec.load import load, loads, text_of
+from mgpu.spec.text.change import Change
 
 FILE = """
 name: a

@@ -880,7 +880,7 @@ def test_reading_a_run_file_imports_nothing_heavy():
 
 
 def test_without_libyaml_the_answers_are_the_same(monkeypatch):
-    monkeypatch.setattr("mgpu.spec.document._LOADER", yaml.SafeLoader)
+    monkeypatch.setattr("mgpu.spec.text.document._LOADER", yaml.SafeLoader)
     assert loads(AWS, "f").nodes == 2
     assert the_problem(edited(DEMO, "nodes", "010")).line == 11
     assert any("aliases" in each.message for each in problems("a: *b\n"))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mgpu.errors import InputError, SpecError
-from mgpu.spec.change import Change
 from mgpu.spec.load import load, loads, sweep, text_of
+from mgpu.spec.text.change import Change
 
 BASE = """\
 name: it

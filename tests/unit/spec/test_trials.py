@@ -9,8 +9,8 @@ import pytest
 
 from mgpu.errors import InputError
 from mgpu.spec import trials
-from mgpu.spec.change import Change
 from mgpu.spec.load import load, loads, text_of, whole
+from mgpu.spec.text.change import Change
 
 TEXT = """\
 name: tiny

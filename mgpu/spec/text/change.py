@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from mgpu.errors import SpecError
-from mgpu.spec.document import Document, Mark, Where, read
+from mgpu.spec.text.document import Document, Mark, Where, read
 
 _KEY = re.compile(r"[^\s=.\[\]\"']+(\.[^\s=.\[\]\"']+)*")
 _OPTIONS = {"--set": "KEY", "--env": "NAME"}

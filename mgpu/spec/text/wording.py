@@ -10,9 +10,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from mgpu.spec import command
-from mgpu.spec.document import Document, Where, dotted
 from mgpu.spec.image import no_reference
 from mgpu.spec.model import BRANCHES, RunSpec
+from mgpu.spec.text.document import Document, Where, dotted
 from mgpu.spec.values import choice, refusal, shown
 
 NAMES: tuple[Where, ...] = (("env",), ("image", "args"))  # blocks whose keys are names of the user's
