@@ -160,9 +160,9 @@ def main() -> int:
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server, endpoint = start_s3()
-    from mgpu.cli import common
     from mgpu.cli.checkpoints import source
     from mgpu.cli.checkpoints.pull import pull_into
+    from mgpu.cli.common import agreement, closing, wiring
     from mgpu.console import Console
     from mgpu.errors import MgpuError
     from mgpu.paths import state_dir
@@ -177,8 +177,8 @@ def main() -> int:
         write_run_file(steps)
         spec = load(RUN_FILE)
         runs.preflight(RUN_FILE, spec, console.emit)
-        common.show_plan(console, common.make_plan(spec))
-        context = common.context(console)
+        agreement.show_plan(console, agreement.make_plan(spec))
+        context = wiring.context(console)
         accident = Accident(context.emit, console.say, round(steps * KILL_AFTER))
         outcome = runs.launch(RUN_FILE, spec, replace(context, emit=accident))
         console.done()
@@ -199,7 +199,7 @@ def main() -> int:
         *training(record),
         *way_back(record, accident.at, "the kill", floor_s(record)),
         ("wall time", f"{time.monotonic() - began:.1f} s"),
-        ("  by phase, s", common.phases(record)),
+        ("  by phase, s", closing.phases(record)),
         ("simulated cost", f"${ledger.cost_usd(record.fleet['fleet'] if record.fleet else record.stack):.5f}"),
         ("final checkpoint", f"step {record.checkpoint_step}, verified: {_near(pulled)}" if pulled else "none"),
         ("  the other checkpoints", "gone with the demo's S3"),

@@ -139,7 +139,7 @@ def no_sshd() -> str | None:
 
 def run(aws: FakeAws, console: Console, began: float) -> int:
     """The demo on a fake that stands."""
-    from mgpu.cli import common
+    from mgpu.cli.common import closing
     from mgpu.providers.aws import names
     from mgpu.run.record.record import load
 
@@ -164,7 +164,7 @@ def run(aws: FakeAws, console: Console, began: float) -> int:
         *demo.training(record),
         *demo.way_back(record, accident.at, "the notice", {}),
         ("wall time", f"{time.monotonic() - began:.1f} s"),
-        ("  by phase, s", common.phases(record)),
+        ("  by phase, s", closing.phases(record)),
         ("machines asked for", asked(aws)),
         ("AWS's bill", bill(aws)),
         ("  left there", ", ".join(f"{len(names)} {kind}" for kind, names in left.items())),

@@ -78,3 +78,8 @@ def wrapped(text: str, width: int) -> list[str]:
         )
         lines += [part.replace(_HELD, " ") for part in parts] or [""]
     return lines
+
+
+def usd(amount: float) -> str:
+    """Dollars: cents, and a tenth of them where it is little."""
+    return f"${amount:.2f}" if amount >= 0.1 or not amount else f"${amount:.3f}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import closing, parameters, wiring
 from mgpu.console import Console
 from mgpu.events import LogChunk, MetricsSampled
 from mgpu.run.record import files
@@ -19,11 +19,11 @@ TAIL = 4096  # bytes of each log that are shown first
 
 
 @click.command()
-@common.run_argument
-@common.json_option
+@parameters.run_argument
+@parameters.json_option
 @click.option("--take-over", is_flag=True, help="Take its place although it lives: it is stuck, or cannot be reached.")
 @click.option("--detach", "-d", is_flag=True, help="Leave again once it trains and needs nothing; follow nobody.")
-@click.option("--for", "watch_s", type=common.Span(), help="As --detach, but watch it for this time first: `50m`.")
+@click.option("--for", "watch_s", type=parameters.Span(), help="As --detach, but watch it for this time first: `50m`.")
 def attach(run: str, as_json: bool, take_over: bool, detach: bool, watch_s: float | None) -> int:
     """Follow RUN (default: the newest). Where its supervisor is gone, take its place, wherever the run is: make or
     repair the machines, watch, recover, judge, tear down.
@@ -38,7 +38,7 @@ def attach(run: str, as_json: bool, take_over: bool, detach: bool, watch_s: floa
     console = Console(as_json=as_json, show_logs=record.steps is None)
     if record.state.final:
         console.say(f"run {record.run_id} is over")
-        return common.finish(console, Outcome(record))
+        return closing.finish(console, Outcome(record))
     if not supervised(record.run_id):
         how = "is queued: beginning with it" if record.state is State.QUEUED else "has no supervisor: taking over"
         console.say(f"run {record.run_id} {how}")
@@ -46,24 +46,24 @@ def attach(run: str, as_json: bool, take_over: bool, detach: bool, watch_s: floa
         console.say(f"taking run {record.run_id} from {supervisor_of(record.run_id)}")
     if detach or watch_s is not None:
         return _pass_by(console, record, watch_s or 0.0, take_over=take_over)
-    while (outcome := attach.attach(record, common.context(console), force=take_over)) is None:
+    while (outcome := attach.attach(record, wiring.context(console), force=take_over)) is None:
         record = _follow(console, record.run_id)
         if record.state.final:
             outcome = Outcome(record)
             break
         console.say("its supervisor is gone: taking over")
-    return common.finish(console, outcome)
+    return closing.finish(console, outcome)
 
 
 def _pass_by(console: Console, record: Record, watch_s: float, *, take_over: bool) -> int:
     """Does what the run needs now, and leaves it."""
     from mgpu.run.lifecycle import attach
 
-    outcome = attach.attach(record, common.context(console, watch_s=watch_s, leave=True), force=take_over)
+    outcome = attach.attach(record, wiring.context(console, watch_s=watch_s, leave=True), force=take_over)
     if outcome is not None:
-        return common.finish(console, outcome)
+        return closing.finish(console, outcome)
     console.say(f"run {record.run_id} is supervised by {supervisor_of(record.run_id)}: it is left to that")
-    common.tell_as_json(console, load(record.run_id))
+    closing.tell_as_json(console, load(record.run_id))
     return 0
 
 

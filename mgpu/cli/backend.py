@@ -8,7 +8,7 @@ import click
 
 from mgpu.backend import location, settings
 from mgpu.backend.owner import owner
-from mgpu.cli import common
+from mgpu.cli.common import parameters
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.words import count
@@ -24,7 +24,7 @@ def backend() -> None:
 
 
 @backend.command()
-@common.json_option
+@parameters.json_option
 def show(as_json: bool) -> None:
     """Show this folder's backend, and what is in it."""
     console = Console(as_json=as_json)
@@ -33,8 +33,8 @@ def show(as_json: bool) -> None:
 
 @backend.command()
 @click.argument("url")
-@common.yes_option
-@common.json_option
+@parameters.yes_option
+@parameters.json_option
 def move(url: str, yes: bool, as_json: bool) -> None:
     """Move all of this folder's backend to URL: a bucket and prefix that are empty, or a folder.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import InputError
 
@@ -65,7 +65,7 @@ def bootstrap() -> None:
 @click.option("--destroy", is_flag=True, help="Take it all down again; the bucket stays.")
 @click.option("--delete-bucket", is_flag=True, help="With --destroy: the bucket too, if it is empty.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; what changes is still shown.")
-@common.json_option
+@parameters.json_option
 def aws(
     regions: tuple[str, ...],
     account: str,
@@ -130,7 +130,7 @@ def _bring_up(console: Console, account: Account, regions: tuple[str, ...], want
         with console.waiting("asking from which address this machine reaches the internet"):
             wanted = replace(wanted, ssh=(bootstrap.own_address(),))
         console.say(f"SSH is let in from {wanted.ssh[0]}, this machine's address; `--allow-ssh` names others")
-    context = common.context(console)
+    context = wiring.context(console)
     bases = [bootstrap.Base(account, region, context, wanted) for region in regions]  # all mistakes before any change
     with console.waiting(f"looking at what is there in {', '.join(regions)}"):
         plans = [(each, each.preview()) for each in bases]
@@ -147,7 +147,7 @@ def _bring_up(console: Console, account: Account, regions: tuple[str, ...], want
 def _take_down(console: Console, account: Account, regions: tuple[str, ...], and_bucket: bool, yes: bool) -> None:
     from mgpu.iac.aws import bootstrap
 
-    context = common.context(console)
+    context = wiring.context(console)
     bases = [bootstrap.Base(account, region, context) for region in regions]
     for each in bases:
         each.require_removable(and_bucket=and_bucket)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import agreement, parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import InputError, MgpuError, ProviderError
 
@@ -23,7 +23,7 @@ _MARKS = {"ok": "ok", "warning": "warning", "failed": "FAILED"}
 @click.argument("run_file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--profile", help="Profile of provider aws, as `aws: {profile: ...}` of a run file.")
 @click.option("--on-node", metavar="RUN", help="Ask the machines of this run instead: driver, GPUs, Docker, image.")
-@common.json_option
+@parameters.json_option
 def check(provider: str | None, run_file: Path | None, profile: str | None, on_node: str | None, as_json: bool) -> int:
     """Test what PROVIDER needs, for RUN_FILE if there is one; by default ./mgpu.yaml and its provider.
 
@@ -40,7 +40,7 @@ def check(provider: str | None, run_file: Path | None, profile: str | None, on_n
     options = dict(needed.provider_options) if needed else {}
     name = provider or (needed.provider if needed else "")
     if profile:
-        options = common.with_profile(name, options, profile, "Leave it out.")
+        options = agreement.with_profile(name, options, profile, "Leave it out.")
         needed = needed.model_copy(update={"provider_options": options}) if needed else None
     with console.waiting(f"asking {name}"):
         found = (*_findings(registry.get(name, options), needed), _engine())
@@ -66,9 +66,9 @@ def _on_node(console: Console, run: str) -> int:
     from mgpu.run.record.record import load
 
     record = load(run)
-    key.bring(record, common.context(console))
+    key.bring(record, wiring.context(console))
     with console.waiting(f"asking the nodes of {record.run_id}"):
-        found = node_check.findings(record, common.timeouts())
+        found = node_check.findings(record, wiring.timeouts())
     return _told(console, found)
 
 
@@ -88,7 +88,7 @@ def _needed(provider: str | None, run_file: Path | None) -> Requirements | None:
     from mgpu.plan import rank
     from mgpu.spec.load import load
 
-    path = run_file or Path(common.RUN_FILE)
+    path = run_file or Path(wiring.RUN_FILE)
     if run_file is None and provider and not path.exists():
         return None
     needed = rank.requirements(load(path))

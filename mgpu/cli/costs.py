@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import parameters
 from mgpu.console import Console
 from mgpu.run.budget.costs import KEYS, Sum, all_records, stretches, sums, total
 from mgpu.words import count
@@ -36,7 +36,7 @@ class _Day(click.ParamType):
 @click.command()
 @click.option("--by", type=click.Choice([*KEYS]), default="project", show_default=True, help="What belongs together.")
 @click.option("--since", type=_Day(), help="Only what was spent from this day on: 2026-11-01.")
-@common.json_option
+@parameters.json_option
 def costs(by: str, since: float | None, as_json: bool) -> int:
     """Show what the runs of this backend have spent on machines, their disks and public addresses, also those that are
     over or removed, by the prices that they were told. Months and days are those of UTC."""

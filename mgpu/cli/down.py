@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from mgpu.cli import common, complete
+from mgpu.cli import complete
+from mgpu.cli.common import closing, parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.run.record.record import load, supervised
@@ -15,7 +16,7 @@ from mgpu.run.record.record import load, supervised
 @click.command()
 @click.argument("run", required=False, shell_complete=complete.runs)
 @click.option("--stack", shell_complete=complete.stacks, help="A stack of this folder's project instead of a run.")
-@common.json_option
+@parameters.json_option
 def down(run: str | None, stack: str | None, as_json: bool) -> int:
     """Give back the machines of RUN (default: the newest run), or of a stack. Nothing is saved first."""
     console = Console(as_json=as_json)
@@ -34,14 +35,14 @@ def down(run: str | None, stack: str | None, as_json: bool) -> int:
             f"Use `mgpu stop {record.run_id}`: it saves a checkpoint first.",
         )
     if record.teardown in ("confirmed", "not ours") and not record.store_granted:
-        console.say(f"run {record.run_id}: {common.machines(record)}; nothing to do")
+        console.say(f"run {record.run_id}: {closing.machines(record)}; nothing to do")
     else:
         from mgpu.run.lifecycle.down import down as give_back
 
-        record = give_back(record, common.context(console))
-        console.say(f"run {record.run_id}: {common.machines(record)}")
+        record = give_back(record, wiring.context(console))
+        console.say(f"run {record.run_id}: {closing.machines(record)}")
         console.next("mgpu ls")
-    common.tell_as_json(console, record)
+    closing.tell_as_json(console, record)
     return 0
 
 
@@ -49,8 +50,8 @@ def _stack_down(console: Console, name: str) -> None:
     from mgpu.run.fleet.stack import project_of
     from mgpu.run.lifecycle.down import stack_down
 
-    project = project_of(Path(common.RUN_FILE))
-    stack_down(project, name, common.context(console))
+    project = project_of(Path(wiring.RUN_FILE))
+    stack_down(project, name, wiring.context(console))
     console.say(f"stack {name}: given back, confirmed by the provider")
     if console.as_json:
         from mgpu.cli.results import StackDown

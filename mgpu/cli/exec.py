@@ -10,7 +10,8 @@ from typing import IO
 
 import click
 
-from mgpu.cli import common, complete
+from mgpu.cli import complete
+from mgpu.cli.common import parameters, wiring
 from mgpu.console import Console, LogLines
 from mgpu.errors import ConnectionFailed, InputError
 
@@ -18,8 +19,8 @@ PIECE = 1 << 16
 NO_CONNECTION = 255  # what ssh itself ends with
 
 
-@click.command("exec", cls=common.AfterDashes)
-@common.run_argument
+@click.command("exec", cls=parameters.AfterDashes)
+@parameters.run_argument
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option("--stack", shell_complete=complete.stacks, help="A stack of this folder's project instead of a run.")
 @click.option("--node", type=int, help="Only on this node_rank.")
@@ -31,7 +32,7 @@ def exec(run: str, command: tuple[str, ...], stack: str | None, node: int | None
     """
     if not command:
         raise InputError("exec: COMMAND is missing", "", "Write it behind `--`: `mgpu exec RUN -- nvidia-smi -L`.")
-    route = common.ssh_route_to(run, stack)
+    route = wiring.ssh_route_to(run, stack)
     ranks = route.ranks if node is None else (route.one(node),)
     argvs = {rank: [*route.argv(rank, "-oBatchMode=yes"), route.script(command)] for rank in ranks}
     codes = _at_once(argvs) if len(argvs) > 1 else {ranks[0]: subprocess.run(argvs[ranks[0]], check=False).returncode}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import MgpuError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@common.json_option
+@parameters.json_option
 @click.option("--yes", "-y", is_flag=True, help="End what was found. Without it nothing is changed.")
 def gc(as_json: bool, yes: bool) -> int:
     """List machines of yours, and what stands for each; with --yes, end those that nothing stands for.
@@ -27,7 +27,7 @@ def gc(as_json: bool, yes: bool) -> int:
     from mgpu.run.lifecycle.gc import end_all, take_rights_away
 
     console = Console(as_json=as_json)
-    with console.waiting(common.ASKING):
+    with console.waiting(wiring.ASKING):
         survey = inventory.survey()
     found = survey.fleets
     lost = [fleet for fleet in found if not fleet.used_by]
@@ -37,28 +37,28 @@ def gc(as_json: bool, yes: bool) -> int:
         console.next("mgpu gc --yes    end what nothing uses")
     failures: list[MgpuError] = []
     ended: list[str] = []
-    for fleet, error in end_all(lost if yes else [], common.context(console)):
+    for fleet, error in end_all(lost if yes else [], wiring.context(console)):
         if error is not None:  # the others go all the same
             failures.append(error)
         else:
             ended.append(fleet.name)
             console.say(f"fleet {fleet.name}: ended, confirmed by the provider")
     if yes:
-        take_rights_away(common.context(console))
+        take_rights_away(wiring.context(console))
     if as_json:
         from mgpu.cli import results
 
         console.result(results.Fleets(fleets=[results.Fleet(**each.to_json()) for each in survey.by_name], ended=ended))
     for error in failures[1:]:
         console.error(error)
-    code = common.not_asked(console, survey)
+    code = wiring.not_asked(console, survey)
     if failures:
         raise failures[0]
     return code
 
 
 def _show(console: Console, survey: Survey) -> None:
-    rows = [(f.name, f.provider, len(f.ids), f"${f.usd_per_hour:.2f}", common.user_of(f)) for f in survey.by_name]
+    rows = [(f.name, f.provider, len(f.ids), f"${f.usd_per_hour:.2f}", wiring.user_of(f)) for f in survey.by_name]
     if rows:
         console.table(("fleet", "provider", "nodes", "$/h", "used by"), rows)
     else:

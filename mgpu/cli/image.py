@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from mgpu import paths
-from mgpu.cli import common
+from mgpu.cli.common import parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import ImageError, InputError
 from mgpu.spec.image import Platform
@@ -34,8 +34,8 @@ def image() -> None:
 
 
 @image.command()
-@common.run_file_argument
-@common.json_option
+@parameters.run_file_argument
+@parameters.json_option
 def build(run_file: Path, as_json: bool) -> None:
     """Build what the `image:` of RUN_FILE says, with this machine's Docker engine. Pushes nothing.
 
@@ -65,8 +65,8 @@ def build(run_file: Path, as_json: bool) -> None:
 
 
 @image.command()
-@common.run_file_argument
-@common.json_option
+@parameters.run_file_argument
+@parameters.json_option
 def push(run_file: Path, as_json: bool) -> None:
     """Make sure that the image of RUN_FILE is in its registry, and print it by its digest.
 
@@ -83,7 +83,7 @@ def push(run_file: Path, as_json: bool) -> None:
 )  # fmt: skip
 @click.option("--ca-file", type=click.Path(path_type=Path, dir_okay=False), help="As `image.ca_file` of a run file.")
 @click.option("--secret", "secrets", multiple=True, metavar="NAME", help="As `image.secrets`; PIP_INDEX_URL, say.")
-@common.json_option
+@parameters.json_option
 def operator(repository: str, platform: str, ca_file: Path | None, secrets: tuple[str, ...], as_json: bool) -> None:
     """Make sure that an image with mgpu itself, as it is installed here, is in REPOSITORY, and print it by its digest.
 
@@ -97,7 +97,7 @@ def operator(repository: str, platform: str, ca_file: Path | None, secrets: tupl
     from mgpu.spec.values import refusal
 
     given = {"repository": repository, "platform": platform, "ca_file": ca_file and str(ca_file), "secrets": secrets}
-    with common.writing(paths.cache_dir()):
+    with wiring.writing(paths.cache_dir()):
         context = shipped.operator_context()
     try:
         spec = ImageSpec.model_validate({**given, "context": str(context)})
@@ -127,14 +127,14 @@ def _push(console: Console, spec: ImageSpec, site: Site) -> None:
 @image.command()
 @click.argument("reference", default="")
 @click.option(
-    "--file", "-f", "run_file", type=click.Path(path_type=Path, dir_okay=False), default=Path(common.RUN_FILE),
+    "--file", "-f", "run_file", type=click.Path(path_type=Path, dir_okay=False), default=Path(wiring.RUN_FILE),
     show_default=True, help="The run file whose image is meant where no REFERENCE is given.",
 )  # fmt: skip
 @click.option(
     "--platform", type=click.Choice(get_args(Platform)), default=get_args(Platform)[0], show_default=True,
     help="Which one of REFERENCE's.",
 )  # fmt: skip
-@common.json_option
+@parameters.json_option
 def inspect(reference: str, run_file: Path, platform: str, as_json: bool) -> None:
     """Show the digest, labels and layers of an image, and which drivers and GPUs it runs on.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from mgpu.backend import location
-from mgpu.cli import common
+from mgpu.cli.common import parameters, wiring
 from mgpu.console import Console
 
 RUN_FILE, EXAMPLE = "mgpu.yaml", "train.py"
@@ -26,7 +26,7 @@ IGNORED = (".mgpu/", "mgpu-runs/", "Pulumi.*.yaml", "__pycache__/")
     "--backend", metavar="URL", help="Keep records and stacks' state there: s3://bucket/prefix, or file://..."
 )
 @click.option("--secrets-provider", metavar="URL", help="Who encrypts stacks' secrets in a bucket: awskms://...")
-@common.json_option
+@parameters.json_option
 def init(folder: Path, backend: str | None, secrets_provider: str | None, as_json: bool) -> None:
     """Write a run file, Pulumi.yaml, infra/ and images/ into FOLDER (default: this one); set up the engine.
 
@@ -38,14 +38,14 @@ def init(folder: Path, backend: str | None, secrets_provider: str | None, as_jso
     from mgpu.image.build import shipped
 
     console = Console(as_json=as_json)
-    common.made(folder)
-    common.choose_backend(folder)
+    wiring.made(folder)
+    wiring.choose_backend(folder)
     if backend or secrets_provider:
         _reach(backend, secrets_provider)
     wrote: list[Path] = []
     kept = [folder / name for name in (RUN_FILE, "images") if (folder / name).exists()]
     program = _program(folder)
-    with common.writing(folder):
+    with wiring.writing(folder):
         for path in (folder / name for name in ((RUN_FILE,) if program else (RUN_FILE, EXAMPLE))):
             if path not in kept:
                 path.write_text(_run_file(program) if program else _template(path.name))

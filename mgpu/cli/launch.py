@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli import common, trials
+from mgpu.cli import trials
+from mgpu.cli.common import agreement, closing, parameters, wiring
 from mgpu.console import Console
 
 if TYPE_CHECKING:
@@ -15,12 +16,12 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@common.run_file_argument
-@common.change_options
-@common.yes_option
-@common.json_option
-@common.resume_option
-@common.detach_option
+@parameters.run_file_argument
+@parameters.change_options
+@parameters.yes_option
+@parameters.json_option
+@parameters.resume_option
+@parameters.detach_option
 @trials.options
 def launch(
     run_file: Path,
@@ -38,9 +39,9 @@ def launch(
     spec = asked.load(run_file, changes, resume, detach=detach)
     console = Console(as_json=as_json, show_logs=spec.command is not None)
     before = resumed(resume, run_file, spec)
-    machines = common.agreed(console, run_file, spec, yes, before, begins=True)
-    context = common.context(console, watch_s=0.0 if detach else None)
+    machines = agreement.agreed(console, run_file, spec, yes, before, begins=True)
+    context = wiring.context(console, watch_s=0.0 if detach else None)
     outcome = runs.launch(run_file, spec, context, resume=before, machines=machines)
-    code = common.finish(console, outcome)
+    code = closing.finish(console, outcome)
     asked.end(console, run_file, outcome.record)
     return code

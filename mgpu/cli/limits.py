@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import parameters
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.run.budget import account
@@ -31,7 +31,7 @@ def limits() -> None:
 @click.option("--usd-per-month", type=click.FloatRange(min=0, min_open=True), help="In a month of UTC.")
 @click.option("--usd-per-hour", type=click.FloatRange(min=0, min_open=True), help="By all that is rented at a time.")
 @click.option("--runs", type=click.IntRange(min=1), help="At once.")
-@common.json_option
+@parameters.json_option
 def set_(usd_per_month: float | None, usd_per_hour: float | None, runs: int | None, as_json: bool) -> int:
     """Set limits; those that are not named stay as they are."""
     given = zip(_NAMES, (usd_per_month, usd_per_hour, runs), strict=True)
@@ -42,7 +42,7 @@ def set_(usd_per_month: float | None, usd_per_hour: float | None, runs: int | No
 
 
 @limits.command()
-@common.json_option
+@parameters.json_option
 def show(as_json: bool) -> int:
     """Show the limits, and what is in use."""
     return _show(Console(as_json=as_json), account.limits())
@@ -52,7 +52,7 @@ def show(as_json: bool) -> int:
 @click.option("--usd-per-month", is_flag=True)
 @click.option("--usd-per-hour", is_flag=True)
 @click.option("--runs", is_flag=True)
-@common.json_option
+@parameters.json_option
 def unset(usd_per_month: bool, usd_per_hour: bool, runs: bool, as_json: bool) -> int:
     """Take these limits away; without an option, all."""
     named = [name for name, given in zip(_NAMES, (usd_per_month, usd_per_hour, runs), strict=True) if given]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import closing, parameters, wiring
 from mgpu.console import Console, LogLines
 from mgpu.errors import InputError
 from mgpu.run.record import files
@@ -23,7 +23,7 @@ FOLLOW_EVERY_S = 0.5
 
 
 @click.command()
-@common.run_argument
+@parameters.run_argument
 @click.option("--node", type=int, help="Only this node_rank.")
 @click.option("--times", "-t", "with_times", is_flag=True, help="Begin every line with its time.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
@@ -34,7 +34,7 @@ def logs(run: str, node: int | None, with_times: bool, follow: bool, as_json: bo
     To a file or a pipe with --node, without --times: byte for byte.
     """
     console = Console(as_json=as_json)
-    with common.as_known(console) as stale_s:
+    with wiring.as_known(console) as stale_s:
         _print(console, run, node, with_times=with_times, follow=follow, known=stale_s is None)
 
 
@@ -80,7 +80,7 @@ class _Line(NamedTuple):
     @property
     def dated(self) -> str:
         """As it is shown with its time."""
-        return f"{common.when(self.at)} {self.text}"
+        return f"{closing.when(self.at)} {self.text}"
 
     @property
     def as_json(self) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import closing, parameters, wiring
 from mgpu.console import Console
 from mgpu.run.record.record import Record, State, every, supervised
 from mgpu.words import count
@@ -23,24 +23,24 @@ _SPARE = ("begun", "checkpoint", "step")  # columns that a narrow terminal does 
 
 
 @click.command()
-@common.json_option
+@parameters.json_option
 @click.option("--all", "all_runs", is_flag=True, help="All runs, not only the newest 20.")
 def ls(as_json: bool, all_runs: bool) -> int:
     """List runs, newest last, and ask the providers what is billed now."""
     console = Console(as_json=as_json)
-    with common.as_known(console) as stale_s:
+    with wiring.as_known(console) as stale_s:
         return _listed(console, every() if all_runs else every()[-20:], stale_s)
 
 
 def _listed(console: Console, records: list[Record], stale_s: float | None) -> int:
     from mgpu.run.fleet.inventory import Survey, survey
 
-    with console.waiting(common.ASKING):  # what stands for machines, the backend knows
+    with console.waiting(wiring.ASKING):  # what stands for machines, the backend knows
         seen = survey() if stale_s is None else Survey(())
     fleets = seen.by_name
     if console.as_json:
         console.result(_result(records, fleets, stale_s))
-        return common.not_asked(console, seen)
+        return wiring.not_asked(console, seen)
     billed = {each for fleet in fleets for each in fleet.ids}
     rows = [
         (
@@ -63,7 +63,7 @@ def _listed(console: Console, records: list[Record], stale_s: float | None) -> i
     for fleet in fleets:
         console.prose(
             f"fleet {fleet.name}: {count(len(fleet.ids), 'node')} of {fleet.provider}, "
-            f"${fleet.usd_per_hour:.2f} per hour, used by {common.user_of(fleet)}"
+            f"${fleet.usd_per_hour:.2f} per hour, used by {wiring.user_of(fleet)}"
         )
     nodes, dollars = sum(len(f.ids) for f in fleets), sum(f.usd_per_hour for f in fleets)
     rest = ", and what those have that could not be asked" if seen.failures else ""
@@ -71,9 +71,9 @@ def _listed(console: Console, records: list[Record], stale_s: float | None) -> i
     if any(not fleet.used_by for fleet in fleets):
         console.next("mgpu gc --yes    end what nothing uses")
     else:
-        begin = "mgpu launch" if Path(common.RUN_FILE).exists() else "mgpu init"
+        begin = "mgpu launch" if Path(wiring.RUN_FILE).exists() else "mgpu init"
         console.next(f"mgpu status {records[-1].run_id}" if records else begin)
-    return common.not_asked(console, seen)
+    return wiring.not_asked(console, seen)
 
 
 def _result(records: list[Record], fleets: Iterable[Fleet], stale_s: float | None) -> Result:
@@ -101,7 +101,7 @@ def _machines(record: Record, billed: set[str] | None) -> str:
     ids = {node.get("id") for node in (record.fleet or {}).get("nodes", ())}
     if record.teardown == "kept" and billed is not None and not billed & ids:
         return "kept, and gone since"
-    return common.machines(record).partition(", confirmed")[0]
+    return closing.machines(record).partition(", confirmed")[0]
 
 
 def _ago(at: float) -> str:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from mgpu.cli import common, complete
+from mgpu.cli import complete
+from mgpu.cli.common import agreement, parameters
 from mgpu.console import Console
 from mgpu.errors import InputError, NoOffer
 from mgpu.words import count
@@ -31,7 +32,7 @@ _SPARE = ("provider", "Gbit/s", "NVMe GiB", "vCPUs", "RAM GiB", "age", "link")  
 @click.option("--quota", is_flag=True, help="Show what the account's quotas leave, as of the last refresh.")
 @click.option("--refresh", is_flag=True, help="Ask the provider first, and keep what it says.")
 @click.option("--profile", help="Profile of provider aws, as `aws: {profile: ...}` of a run file.")
-@common.json_option
+@parameters.json_option
 def offers(
     provider: str | None,
     gpu: tuple[str, ...],
@@ -103,7 +104,7 @@ def _sellers(console: Console, names: Iterable[str], profile: str | None, *, alo
 
 
 def _options(name: str, profile: str | None) -> dict[str, str]:
-    return common.with_profile(name, {}, profile, "Name the provider: `mgpu offers aws`.") if profile else {}
+    return agreement.with_profile(name, {}, profile, "Name the provider: `mgpu offers aws`.") if profile else {}
 
 
 def _refresh(console: Console, seller: Provider) -> bool:
@@ -159,7 +160,7 @@ def _show(console: Console, found: list[Offer]) -> None:
         )
     if any(offer.price_is_limit for offer in found):
         console.say("<: the spot price is not known, but that it is not above this")
-    old = common.old_prices(found)
+    old = agreement.old_prices(found)
     if old:
         console.say(old, "yellow")
 

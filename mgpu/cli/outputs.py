@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import parameters, wiring
 from mgpu.console import Console
 from mgpu.run.record.record import load
 from mgpu.words import amount, count
 
 
 @click.command()
-@common.run_argument
+@parameters.run_argument
 @click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: mgpu-runs/RUN/outputs).")
-@common.json_option
+@parameters.json_option
 def outputs(run: str, to: Path | None, as_json: bool) -> None:
     """Download what the agents of RUN have kept of its `outputs:` in the store.
 
@@ -24,7 +24,7 @@ def outputs(run: str, to: Path | None, as_json: bool) -> None:
     from mgpu.run.nodes import outputs as kept
 
     console, record = Console(as_json=as_json), load(run)
-    folder = common.made(to) if to else kept.home(record)
+    folder = wiring.made(to) if to else kept.home(record)
     with console.waiting("downloading"):
         files, size = kept.pull(record, folder)
     if as_json:

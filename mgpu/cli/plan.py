@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import agreement, parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import ImageError, InputError, ProviderError
 
@@ -25,9 +25,9 @@ _REFUSED = 6  # of those that will not: the nearest
 
 
 @click.command()
-@common.run_file_argument
-@common.change_options
-@common.json_option
+@parameters.run_file_argument
+@parameters.change_options
+@parameters.json_option
 def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     """Show what RUN_FILE would rent and run, and the price of all nodes. Rents and builds nothing."""
     from mgpu.spec import environment
@@ -35,11 +35,11 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
 
     console = Console(as_json=as_json)
     spec = load(run_file, changes=changes)
-    decided = common.make_plan(spec)
+    decided = agreement.make_plan(spec)
     image, problem = None, None
     try:
-        machines = common.machines_of(spec, decided)
-        image, decided = common.look_at_image(console, spec, run_file, decided, machines)
+        machines = agreement.machines_of(spec, decided)
+        image, decided = agreement.look_at_image(console, spec, run_file, decided, machines)
     except (ImageError, InputError, ProviderError) as error:
         problem = error
     doubts = environment.unset(spec, os.environ)
@@ -47,7 +47,7 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
         doubts += _doubts(spec, run_file)
     except InputError as error:
         problem = problem or error
-    costs = common.other_costs(spec, decided)
+    costs = agreement.other_costs(spec, decided)
     if as_json:
         from mgpu.cli.results import Planned
 
@@ -58,7 +58,7 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
             "hours": decided.hours,
         }
         console.result(Planned.model_validate({**dict(decided), **prices, "image": _words(image)}))
-        return common.exit_with(console, problem) if problem else 0
+        return wiring.exit_with(console, problem) if problem else 0
     nodes = decided.requirements.nodes
     rows = [_row("then" if index else "take", o, nodes) for index, o in enumerate(decided.offers[:_SHOWN])]
     rows += [_row("no", r.offer, nodes, r.reason) for r in decided.refused[:_REFUSED]]
@@ -68,12 +68,12 @@ def plan(run_file: Path, changes: list[Change], as_json: bool) -> int:
     hidden = len(decided.offers) + len(decided.refused) - len(rows)
     if hidden:
         console.prose(f"and {hidden} more: `mgpu plan --json`")
-    common.show_plan(console, decided, costs, spec.max_usd)
-    common.require_paid(decided, spec.max_usd, costs)
+    agreement.show_plan(console, decided, costs, spec.max_usd)
+    agreement.require_paid(decided, spec.max_usd, costs)
     for doubt in doubts:
         console.say(f"warning: {doubt}", "yellow")
     if problem:  # the price is known all the same
-        return common.exit_with(console, problem)
+        return wiring.exit_with(console, problem)
     if image is not None:
         console.say(str(image))
     changed = (word for each in changes for word in (each.option, each.given))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import closing, parameters
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.run.record.record import Record, State, busy, find, load, save, supervised, supervising, unsettled
@@ -27,7 +27,7 @@ def queue() -> None:
 
 
 @queue.command()
-@common.json_option
+@parameters.json_option
 def ls(as_json: bool) -> int:
     """List them in their order, and what each waits for."""
     console = Console(as_json=as_json)
@@ -52,7 +52,7 @@ def ls(as_json: bool) -> int:
 @click.option("--first", is_flag=True, help="Before all others.")
 @click.option("--last", is_flag=True, help="After all others.")
 @click.option("--priority", type=int, help="To this priority.")
-@common.json_option
+@parameters.json_option
 def mv(run: str, first: bool, last: bool, priority: int | None, as_json: bool) -> int:
     """Change the place of RUN."""
     if [first, last, priority is not None].count(True) != 1:
@@ -66,14 +66,14 @@ def mv(run: str, first: bool, last: bool, priority: int | None, as_json: bool) -
 
     record = _change(run_id, moved)
     console.say(f"run {run_id} has priority {place}")
-    common.tell_as_json(console, record)
+    closing.tell_as_json(console, record)
     console.next("mgpu queue ls")
     return 0
 
 
 @queue.command()
 @click.argument("run")
-@common.json_option
+@parameters.json_option
 @click.pass_context
 def rm(context: click.Context, run: str, as_json: bool) -> int:
     """Take RUN out: it ends as stopped, and nothing was rented for it."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import InputError, Interrupted, MgpuError, TeardownIncomplete
 from mgpu.events import Warned
@@ -24,9 +24,11 @@ _ALWAYS_S = 10 * 365 * 86400.0
 
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Only show what would be done.")
-@click.option("--for", "watch_s", type=common.Span(), help="Go on for this time, `50m`: runs are watched until then.")
+@click.option(
+    "--for", "watch_s", type=parameters.Span(), help="Go on for this time, `50m`: runs are watched until then."
+)
 @click.option("--watch", is_flag=True, help="Go on until it is interrupted.")
-@common.json_option
+@parameters.json_option
 def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) -> int:
     """Do what is due now: start the runs of schedules and of `mgpu submit`, look after runs whose supervisor is gone,
     give back what was left behind.
@@ -52,7 +54,7 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
             return None
         return lambda event: delivery.tell(whose, lambda: {n: lambda s=s: s for n, s in sinks.items()}, event)
 
-    reconciler = Reconciler(common.context(console), _ALWAYS_S if watch else watch_s or 0.0, teller=teller)
+    reconciler = Reconciler(wiring.context(console), _ALWAYS_S if watch else watch_s or 0.0, teller=teller)
     try:
         with Interrupts(leave=True).installed():
             report = reconciler.look() if dry_run else reconciler.work()

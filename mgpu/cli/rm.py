@@ -7,7 +7,8 @@ import time
 
 import click
 
-from mgpu.cli import common, complete
+from mgpu.cli import complete
+from mgpu.cli.common import parameters
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.run.lifecycle import removal
@@ -20,8 +21,8 @@ from mgpu.words import amount, count
 @click.option("--older-than-days", type=click.FloatRange(min=0), help="Instead: runs that ended so many days ago.")
 @click.option("--keep-last", type=click.IntRange(min=0), help="Instead: all but the newest so many.")
 @click.option("--dry-run", is_flag=True, help="Only show which ones.")
-@common.yes_option
-@common.json_option
+@parameters.yes_option
+@parameters.json_option
 def rm(
     runs: tuple[str, ...],
     older_than_days: float | None,

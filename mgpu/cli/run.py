@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli import common, complete, trials
+from mgpu.cli import complete, trials
+from mgpu.cli.common import agreement, closing, parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import InputError
 
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@common.run_file_argument
-@common.change_options
+@parameters.run_file_argument
+@parameters.change_options
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; what has changed in a resumed run is still shown.")
-@common.json_option
+@parameters.json_option
 @click.option("--stack", shell_complete=complete.stacks, help="Stack to run on (default: the selected, $PULUMI_STACK).")
-@common.resume_option
-@common.detach_option
+@parameters.resume_option
+@parameters.detach_option
 @trials.options
 def run(
     run_file: Path,
@@ -47,10 +48,10 @@ def run(
     name = stack or current_stack(project)
     if name is None:
         raise InputError("no stack is selected", "`--stack` names one that is up.", how_to_rent(project))
-    if before is not None and common.show_changes(console, before, spec) and not yes:
-        common.agree_to_changes(console)
-    context = common.context(console, watch_s=0.0 if detach else None)
+    if before is not None and agreement.show_changes(console, before, spec) and not yes:
+        agreement.agree_to_changes(console)
+    context = wiring.context(console, watch_s=0.0 if detach else None)
     outcome = runs.run(run_file, spec, name, context, resume=before)
-    code = common.finish(console, outcome)
+    code = closing.finish(console, outcome)
     asked.end(console, run_file, outcome.record)
     return code

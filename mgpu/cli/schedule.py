@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import agreement, closing, parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.words import duration
@@ -52,8 +52,8 @@ def schedule() -> None:
 
 
 @schedule.command()
-@common.run_file_argument
-@common.change_options
+@parameters.run_file_argument
+@parameters.change_options
 @click.option("--cron", required=True, help="When: five fields, `0 2 * * *` is every night at two.")
 @click.option("--timezone", default="UTC", show_default=True, help="Whose clock: an IANA name, Europe/Berlin.")
 @click.option("--name", help="Its name (default: that of the run file).")
@@ -65,10 +65,10 @@ def schedule() -> None:
     help="While an earlier run of it is not over: leave the time out, wait, or stop that run (with a checkpoint).",
 )
 @click.option(
-    "--start-within", type=common.Span(), default="4h", show_default=True, help="Later than this it is missed."
+    "--start-within", type=parameters.Span(), default="4h", show_default=True, help="Later than this it is missed."
 )
 @click.option(
-    "--jitter", type=common.Span(), default="0", help="Start at some moment within this, the same everywhere."
+    "--jitter", type=parameters.Span(), default="0", help="Start at some moment within this, the same everywhere."
 )
 @click.option(
     "--code-from",
@@ -76,9 +76,9 @@ def schedule() -> None:
     help="Each run has the code as this is then: git+https://host/repository@branch, with #subdirectory=FOLDER where "
     "the run file's folder is not the repository's own.",
 )
-@common.machines_option
-@common.yes_option
-@common.json_option
+@parameters.machines_option
+@parameters.yes_option
+@parameters.json_option
 def add(
     run_file: Path,
     changes: list[Change],
@@ -120,7 +120,7 @@ def add(
     source = _code_of(spec, code_from)
     for number, line in enumerate(_coming(times)):
         console.say(f"{'next' if number == 0 else '    '}  {line}")
-    fits = common.agreed(console, run_file, spec, yes, code=str(source or ""))
+    fits = agreement.agreed(console, run_file, spec, yes, code=str(source or ""))
     made = Schedule(
         name=name,
         uid=secrets.token_hex(4),
@@ -136,7 +136,7 @@ def add(
         code_from=str(source or ""),
     )
     folder, at = kept.folder(made), f"{made.submission}/"
-    made.run = runs.kept_for_later(run_file, spec, common.context(console), folder, at, fits) | {"machines": machines}
+    made.run = runs.kept_for_later(run_file, spec, wiring.context(console), folder, at, fits) | {"machines": machines}
     kept.add(made)
     code = f"run file and image as they are now, and the code of {source}" if source else "run file, code and image"
     console.say(f"schedule {name}: every run of it begins with the {code}" + ("" if source else " as they are now"))
@@ -147,7 +147,7 @@ def add(
 
 
 @schedule.command()
-@common.json_option
+@parameters.json_option
 def ls(as_json: bool) -> int:
     """List schedules, and when they are due next."""
     from mgpu.schedule import kept
@@ -173,7 +173,7 @@ def ls(as_json: bool) -> int:
 @schedule.command()
 @click.argument("name")
 @click.option("--all", "all_times", is_flag=True, help=f"All times that are kept, not only the newest {_SHOWN}.")
-@common.json_option
+@parameters.json_option
 def show(name: str, all_times: bool, as_json: bool) -> int:
     """Show a schedule, what became of each of its times, and how what is expected of them has gone over the nights."""
     from mgpu.cli import nights
@@ -191,7 +191,7 @@ def show(name: str, all_times: bool, as_json: bool) -> int:
         *([("jitter", duration(found.jitter_s))] if found.jitter_s else []),
         ("run file", str(found.run["run_file"])),
         *([("code", found.code_from)] if found.code_from else []),
-        ("kept", f"{common.when(found.created_at)} by {found.created_by}"),
+        ("kept", f"{closing.when(found.created_at)} by {found.created_by}"),
     ]
     console.table(("schedule", name), rows)
     nights.show(console, found, found.history if all_times else found.history[-_SHOWN:])
@@ -200,7 +200,7 @@ def show(name: str, all_times: bool, as_json: bool) -> int:
 
 @schedule.command()
 @click.argument("name")
-@common.json_option
+@parameters.json_option
 def pause(name: str, as_json: bool) -> int:
     """Start nothing of a schedule until `resume`; its times are kept as skipped."""
 
@@ -212,7 +212,7 @@ def pause(name: str, as_json: bool) -> int:
 
 @schedule.command()
 @click.argument("name")
-@common.json_option
+@parameters.json_option
 def resume(name: str, as_json: bool) -> int:
     """Go on with a schedule that was paused."""
 
@@ -224,7 +224,7 @@ def resume(name: str, as_json: bool) -> int:
 
 @schedule.command(name="run-now")
 @click.argument("name")
-@common.json_option
+@parameters.json_option
 def run_now(name: str, as_json: bool) -> int:
     """Make this moment a time of a schedule: the next `mgpu reconcile` starts it."""
     from mgpu.schedule import kept
@@ -248,7 +248,7 @@ def run_now(name: str, as_json: bool) -> int:
 
 @schedule.command()
 @click.argument("name")
-@common.json_option
+@parameters.json_option
 def rm(name: str, as_json: bool) -> int:
     """Remove a schedule, and the history of its times; records of its runs stay."""
     from mgpu.schedule import kept
@@ -291,14 +291,14 @@ def _way(command: F) -> F:
 
 @schedule.command()
 @_way
-@click.option("--every", type=common.Span(), help="How often (default: 5m; in CI 30m, at AWS 10m).")
+@click.option("--every", type=parameters.Span(), help="How often (default: 5m; in CI 30m, at AWS 10m).")
 @click.option("--image", help="With --kubernetes or --aws: the image with mgpu, as `mgpu image operator` prints it.")
 @click.option(
     "--permissions-boundary", metavar="ARN", help="With --aws: a policy of yours that bounds the roles that are made."
 )
 @click.option("--dry-run", is_flag=True, help="Only show what would be written and done.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; what is written is still shown.")
-@common.json_option
+@parameters.json_option
 def install(
     way: str | None,
     every: float | None,
@@ -330,7 +330,7 @@ def install(
     if not (dry_run or yes or console.confirm("write it?")):
         raise InputError("not agreed", "Nothing was written.", "Add `--yes` to agree.")
     if not dry_run:
-        with common.writing(next(iter(found.files)).parent):
+        with wiring.writing(next(iter(found.files)).parent):
             found.install()
         console.say("installed")
     _tell(console, way, files, found.begin, found.by_hand, dry_run=dry_run)
@@ -340,7 +340,7 @@ def install(
 
 @schedule.command()
 @_way
-@common.json_option
+@parameters.json_option
 def uninstall(way: str | None, namespace: str | None, as_json: bool) -> int:
     """Take back what `install` has done; the file or the Secret with your secrets stays, at AWS nothing."""
     from mgpu.schedule import kubernetes
@@ -350,7 +350,7 @@ def uninstall(way: str | None, namespace: str | None, as_json: bool) -> int:
     if way == "aws":
         return _uninstall_at_aws(console)
     found = kubernetes.installed(namespace) if way == "kubernetes" else _caller(way, None)
-    with common.writing(next(iter(found.files)).parent):
+    with wiring.writing(next(iter(found.files)).parent):
         found.remove()
     console.say(f"removed: {', '.join(map(str, found.files))}")
     _tell(console, way, found.files, found.end, found.by_hand_after, dry_run=False)
@@ -363,7 +363,7 @@ def _install_at_aws(console: Console, every: float, image: str | None, boundary:
 
     with console.waiting("asking AWS what there is"):
         found = fargate.plan(every, image, boundary)
-    stack = found.stack(common.context(console))
+    stack = found.stack(wiring.context(console))
     with console.waiting(f"looking at what would change in {found.region}"):
         changes = stack.preview()
     lines = [" ".join((each.op, stack.name, *each.properties)) for each in changes]
@@ -399,7 +399,7 @@ def _uninstall_at_aws(console: Console) -> int:
     from mgpu.schedule import fargate
 
     with console.waiting("asking AWS what there is"):
-        stack = fargate.installed(common.context(console))
+        stack = fargate.installed(wiring.context(console))
     stack.down()
     console.done()
     console.say(f"removed, confirmed by AWS: {stack.name}, with its cluster, task, log, secrets and roles")

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from mgpu.cli import common, trials
+from mgpu.cli import trials
+from mgpu.cli.common import closing, parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import MgpuError
 from mgpu.run.record.record import Record, State, load, supervised, supervisor_of
@@ -15,13 +16,13 @@ from mgpu.run.record.supervisor_lock import Holder
 
 
 @click.command()
-@common.run_argument
-@common.json_option
+@parameters.run_argument
+@parameters.json_option
 @click.option("--live", is_flag=True, help="Ask the provider and the nodes now.")
 def status(run: str, as_json: bool, live: bool) -> int:
     """Show RUN (default: the newest): phase, progress, price, machines."""
     console = Console(as_json=as_json)
-    with common.as_known(console) as stale_s:
+    with wiring.as_known(console) as stale_s:
         return _shown(console, run, stale_s, live=live)
 
 
@@ -31,9 +32,9 @@ def _shown(console: Console, run: str, stale_s: float | None, *, live: bool) -> 
     who = supervisor_of(record.run_id)
     now, problem = _live(record) if live else (None, None)
     if console.as_json:
-        console.result(common.result_of(record, supervised=watched, live=now, stale_s=stale_s))
-        return common.exit_with(console, problem) if problem else 0
-    rows = common.summary(record)
+        console.result(closing.result_of(record, supervised=watched, live=now, stale_s=stale_s))
+        return wiring.exit_with(console, problem) if problem else 0
+    rows = closing.summary(record)
     if not record.state.final:
         age = f"{time.time() - record.updated_at:.0f} s ago"
         rows[0] = (rows[0][0], rows[0][1] + ("" if watched else f", as it was {age}"))
@@ -47,7 +48,7 @@ def _shown(console: Console, run: str, stale_s: float | None, *, live: bool) -> 
     trials.show(console, record)
     if watched or stale_s is None:
         console.next(*_next(record, watched, stuck=who is not None and who.suspended))
-    return common.exit_with(console, problem) if problem else 0
+    return wiring.exit_with(console, problem) if problem else 0
 
 
 def _watching(who: Holder | None) -> str:
@@ -56,7 +57,7 @@ def _watching(who: Holder | None) -> str:
 
 def _unwatched(record: Record) -> str:
     """What becomes of a run that nobody supervises."""
-    end = f", at the latest {common.clock(record.hard_cap_at)}" if record.hard_cap_at else ""
+    end = f", at the latest {closing.clock(record.hard_cap_at)}" if record.hard_cap_at else ""
     if record.state is State.QUEUED:
         return "none yet: nothing is rented for it until somebody supervises it"
     if record.state in (State.RUNNING, State.STOPPING):
@@ -71,7 +72,7 @@ def _unwatched(record: Record) -> str:
 def _next(record: Record, watched: bool, *, stuck: bool) -> list[str]:
     run = record.run_id
     if record.state.final:
-        return common.next_lines(record, resume=True)
+        return closing.next_lines(record, resume=True)
     if watched and stuck:
         return [f"mgpu attach {run} --take-over    take its place"]
     if watched:
@@ -87,8 +88,8 @@ def _live(record: Record) -> tuple[list[dict[str, Any]], MgpuError | None]:
     from mgpu.run.fleet import key
     from mgpu.run.supervision.status_probe import look
 
-    key.bring(record, common.context(Console()))
-    return look(record, common.timeouts())
+    key.bring(record, wiring.context(Console()))
+    return look(record, wiring.timeouts())
 
 
 def _words(node: dict[str, Any], record: Record) -> str:

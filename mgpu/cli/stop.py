@@ -6,7 +6,7 @@ import time
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import closing, parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import Interrupted, TeardownIncomplete
 from mgpu.run.record import shared
@@ -17,8 +17,8 @@ LOOK_EVERY_S = 0.2
 
 
 @click.command()
-@common.run_argument
-@common.json_option
+@parameters.run_argument
+@parameters.json_option
 @click.option("--wait/--no-wait", default=True, help="Wait until the machines are gone (default), or return at once.")
 def stop(run: str, as_json: bool, wait: bool) -> int:
     """Ask RUN (default: the newest) to save a checkpoint and end; its machines go as the run file says.
@@ -29,15 +29,15 @@ def stop(run: str, as_json: bool, wait: bool) -> int:
     console = Console(as_json=as_json)
     if record.state.final:
         console.say(f"run {record.run_id} is over already: {record.state}")
-        common.tell_as_json(console, record)
-        console.next(*common.next_lines(record))
+        closing.tell_as_json(console, record)
+        console.next(*closing.next_lines(record))
         return 0
     shared.ask_to_stop(record.run_id)
     if supervised(record.run_id):
         console.say(f"asked {record.run_id} to save and stop")
         _require_moving(record, waited_s=0.0)
         if not wait:
-            common.tell_as_json(console, record)
+            closing.tell_as_json(console, record)
             console.next(f"mgpu status {record.run_id}")
             return 0
     asked_at = time.monotonic()
@@ -50,15 +50,15 @@ def stop(run: str, as_json: bool, wait: bool) -> int:
                 return taken
         time.sleep(LOOK_EVERY_S)
     if not as_json:
-        console.table(("run", record.run_id), common.summary(record))
-    common.tell_as_json(console, record)
-    console.next(*common.next_lines(record, resume=True))
+        console.table(("run", record.run_id), closing.summary(record))
+    closing.tell_as_json(console, record)
+    console.next(*closing.next_lines(record, resume=True))
     return _code(record)
 
 
 def _require_moving(record: Record, waited_s: float) -> None:
     """Raises TeardownIncomplete for a supervisor that does nothing: it is suspended, or has had all its time."""
-    times, who = common.timeouts(), supervisor_of(record.run_id)
+    times, who = wiring.timeouts(), supervisor_of(record.run_id)
     suspended = who is not None and who.suspended
     enough_s = times.sync_s + times.grace_s(last_save_s(record)) + times.drain_s + times.engine_s + times.destroy_s
     if waited_s < enough_s and not suspended:
@@ -76,13 +76,13 @@ def _take_over(console: Console, record: Record) -> int | None:
     from mgpu.run.lifecycle import attach
 
     console.say("its supervisor is gone: taking over to end it")
-    outcome = attach.attach(record, common.context(console))
+    outcome = attach.attach(record, wiring.context(console))
     if outcome is None:  # somebody else was faster
         return None
     if not outcome.left and isinstance(outcome.error, Interrupted):  # as was asked for, which is no error
         console.done()
         return None
-    code = common.finish(console, outcome)
+    code = closing.finish(console, outcome)
     return code if outcome.left else _code(outcome.record)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import agreement, closing, parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.run.record.record import Record, load, new_run_id
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@common.run_file_argument
-@common.change_options
+@parameters.run_file_argument
+@parameters.change_options
 @click.option("--priority", type=int, default=0, show_default=True, help="Of the queue, the highest begins first.")
 @click.option("--after", multiple=True, metavar="RUN", help="Begin once RUN has succeeded; several times for several.")
 @click.option("--max-parallel", type=click.IntRange(1), help="Of a sweep, at most so many runs at a time.")
-@common.machines_option
-@common.yes_option
-@common.json_option
+@parameters.machines_option
+@parameters.yes_option
+@parameters.json_option
 def submit(
     run_file: Path,
     changes: list[Change],
@@ -56,10 +56,10 @@ def submit(
     for (setting, spec), fits in zip(specs, fitting, strict=True):
         more = {"priority": priority, "after": before, "sweep": whole, "setting": setting, "machines": machines}
         limit = {"max_parallel": max_parallel or 0}
-        made.append(runs.submitted(run_file, spec, common.context(console), fits, **more, **limit))
+        made.append(runs.submitted(run_file, spec, wiring.context(console), fits, **more, **limit))
         console.say(f"run {made[-1].run_id} is queued" + "".join(f", {key} {setting[key]}" for key in setting))
     if len(made) == 1:
-        common.tell_as_json(console, made[0])
+        closing.tell_as_json(console, made[0])
     elif as_json:
         from mgpu.cli.results import Submitted
         from mgpu.run.view import RunView
@@ -83,10 +83,10 @@ def _agreed(console: Console, run_file: Path, specs: list[RunSpec], yes: bool) -
         if machines is None:
             if (alike := wants.count(want)) > 1:
                 console.say(f"{count(alike, 'run')}, each:")
-            machines = common.looked_at(console, run_file, spec)
+            machines = agreement.looked_at(console, run_file, spec)
             known.append((want, machines))
         found.append(machines)
-    common.agree(console, yes)
+    agreement.agree(console, yes)
     return found
 
 

@@ -22,7 +22,7 @@ from mgpu_train.checkpoint.transfer.fetch import fetch
 from safetensors.torch import load_file
 
 from mgpu.cli import cli
-from mgpu.cli.common import make_plan
+from mgpu.cli.common.agreement import make_plan
 from mgpu.spec.load import load
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -27,7 +27,8 @@ from mgpu_train.store import open_store
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import paths
-from mgpu.cli import common, main
+from mgpu.cli import main
+from mgpu.cli.common import wiring
 from mgpu.context import Context
 from mgpu.errors import ConnectionFailed, MgpuError, ProviderError
 from mgpu.events import Event
@@ -505,7 +506,7 @@ def world(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr("mgpu.remote.node.connect", made.connect_one)
     monkeypatch.setattr(registry, "get", made.provider)
     monkeypatch.setattr(registry, "names", lambda: ("local", *sorted(made.elsewhere)))
-    monkeypatch.setattr(common, "context", lambda console, **more: Context(console.emit, made.timeouts, **more))
+    monkeypatch.setattr(wiring, "context", lambda console, **more: Context(console.emit, made.timeouts, **more))
     return made
 
 

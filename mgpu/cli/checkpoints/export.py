@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli import common
 from mgpu.cli.checkpoints import source
 from mgpu.cli.checkpoints.pull import Pulled, folder_of, newest_whole
 from mgpu.cli.checkpoints.source import Source
+from mgpu.cli.common import parameters
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.words import amount, count
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="peft: adapters that task hf has learned, as peft loads them.",
 )
-@common.json_option
+@parameters.json_option
 def export(run: str, url: str | None, step: int | None, to: Path, keys: str, form: Format, as_json: bool) -> None:
     """Write a checkpoint's weights as safetensors.
 

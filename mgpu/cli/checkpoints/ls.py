@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mgpu.cli import common
 from mgpu.cli.checkpoints import source
 from mgpu.cli.checkpoints.source import Source
+from mgpu.cli.common import closing, parameters
 from mgpu.console import Console
 from mgpu.words import amount
 
@@ -24,7 +24,7 @@ _SPARE = ("files", "attempt", "committed")
 
 @click.command("ls")
 @source.options
-@common.json_option
+@parameters.json_option
 def list_(run: str, url: str | None, as_json: bool) -> None:
     """List the committed checkpoints of RUN.
 
@@ -70,7 +70,7 @@ def table(commits: Sequence[Commit], metric: str) -> tuple[Sequence[str], Sequen
     columns = ("checkpoint", "step", "attempt", "size", "files", "committed", *((metric,) if measured else ()))
     rows = [
         (
-            each.checkpoint_id, each.step, each.attempt, amount(each.bytes), each.files, common.when(each.at),
+            each.checkpoint_id, each.step, each.attempt, amount(each.bytes), each.files, closing.when(each.at),
             *((_number(each.meta.get(metric)),) if measured else ()),
         )
         for each in commits

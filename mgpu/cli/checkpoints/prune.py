@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mgpu.cli import common
 from mgpu.cli.checkpoints import source
 from mgpu.cli.checkpoints.source import Source
+from mgpu.cli.common import closing, parameters
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.words import amount, count
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--deep", is_flag=True, help="Read every byte of the newest that is to verify, before others go.")
 @click.option("--dry-run", is_flag=True, help="Only show what would go.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; what goes is still shown.")
-@common.json_option
+@parameters.json_option
 def prune(run: str, url: str | None, deep: bool, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> None:
     """Give up checkpoints of RUN that need not be kept.
 
@@ -97,7 +97,7 @@ def _show(console: Console, found: Source, commits: list[Commit], plan: PrunePla
                 each.checkpoint_id,
                 each.step,
                 amount(each.bytes),
-                common.when(each.at),
+                closing.when(each.at),
                 f"stays: {plan.keep[each.checkpoint_id]}" if each.checkpoint_id in plan.keep else "goes",
             )
             for each in commits

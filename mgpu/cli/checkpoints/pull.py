@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mgpu.cli import common
 from mgpu.cli.checkpoints import source
 from mgpu.cli.checkpoints.source import Source
+from mgpu.cli.common import parameters, wiring
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.words import amount, count
@@ -47,7 +47,7 @@ class Pulled:
 @source.options
 @click.option("--step", type=click.IntRange(min=0), help="Take this step's (default: the newest that verifies).")
 @click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: ./mgpu-runs/RUN).")
-@common.json_option
+@parameters.json_option
 def pull(run: str, url: str | None, step: int | None, to: Path | None, as_json: bool) -> None:
     """Download a checkpoint of RUN, verified.
 
@@ -151,7 +151,7 @@ def _fetch(
     from mgpu_train.store import Damaged, NotFound, StoreError
 
     began = time.monotonic()
-    common.made(folder.parent)
+    wiring.made(folder.parent)
     try:
         with console.transfer(manifest.checkpoint_id, manifest.bytes) as add:
             report = fetch(found.store, found.run_id, manifest, folder, local=local, progress=add, durable=durable)

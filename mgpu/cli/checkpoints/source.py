@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import parameters, wiring
 from mgpu.errors import InputError, MgpuError
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, load
@@ -95,7 +95,7 @@ class Source:
         if self.record is None or not path.exists():
             return None
         spec = loads(path.read_text(), str(path))
-        request = resolve(spec, self.run_id, Path(self.record.project_base), timeouts=common.timeouts())
+        request = resolve(spec, self.run_id, Path(self.record.project_base), timeouts=wiring.timeouts())
         return request.checkpoint
 
 
@@ -107,7 +107,7 @@ def options(command: F) -> F:
         metavar="URL",
         help="Where checkpoints are, as in s3://bucket/prefix: no record needed.",
     )
-    return common.run_argument(store(command))
+    return parameters.run_argument(store(command))
 
 
 def find(run: str, url: str | None) -> Source:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mgpu.cli import common
 from mgpu.cli.checkpoints import source
 from mgpu.cli.checkpoints.source import Source
+from mgpu.cli.common import parameters, wiring
 from mgpu.console import Console
 from mgpu.words import amount, count
 
@@ -24,7 +24,7 @@ _SHOWN = 3  # problems of one checkpoint in the table; `--json` has all
 @source.options
 @click.option("--deep", is_flag=True, help="Read every byte, not only sizes and the store's own checksums.")
 @click.option("--step", type=click.IntRange(min=0), help="Only this step's.")
-@common.json_option
+@parameters.json_option
 def verify(run: str, url: str | None, deep: bool, step: int | None, as_json: bool) -> int:
     """Verify the committed checkpoints of RUN.
 
@@ -38,7 +38,7 @@ def verify(run: str, url: str | None, deep: bool, step: int | None, as_json: boo
     whole = [each for each in commits if not problems[each.checkpoint_id]]
     damaged = [name for name, each in problems.items() if each] + ["the commit log"] * bool(found.gaps)
     if damaged:
-        return common.exit_with(console, source.damaged(found, damaged, whole))
+        return wiring.exit_with(console, source.damaged(found, damaged, whole))
     if not deep and commits:
         console.next(f"mgpu checkpoints verify --deep {found.arguments}    read every byte")
     return 0

@@ -8,7 +8,7 @@ import click
 
 from mgpu import paths
 from mgpu.backend.owner import owner
-from mgpu.cli import common
+from mgpu.cli.common import parameters
 from mgpu.cli.reservations.seller import Found, Seller, recall, seller, to_paste
 from mgpu.console import Console
 from mgpu.errors import InputError, NoOffer
@@ -23,7 +23,7 @@ _SLACK_S = 60.0  # around an offer's times, where it is asked for again: provide
 @click.argument("offer_id", metavar="ID")
 @click.option("--max-usd", type=click.FloatRange(min=0), help="Buy nothing that costs more than this, all of it.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; needs --max-usd. The price is still shown.")
-@common.json_option
+@parameters.json_option
 def buy(offer_id: str, max_usd: float | None, yes: bool, as_json: bool) -> None:
     """Buy the reservation ID, as `mgpu reservations find` printed it. It is paid at once and cannot be given back.
 

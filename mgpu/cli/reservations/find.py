@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from mgpu.cli import common, complete
+from mgpu.cli import complete
+from mgpu.cli.common import parameters, wiring
 from mgpu.cli.reservations.seller import profile_option, provider_option, remember, seller, tell_failed
 from mgpu.console import Console
 from mgpu.errors import InputError, NoOffer, ProviderError
@@ -30,7 +31,7 @@ _SPARE = ("hours", "ends", "where")
 @click.option("--until", "ends", type=_DATE, help="Over by this time, UTC.")
 @provider_option
 @profile_option
-@common.json_option
+@parameters.json_option
 def find(
     run_file: Path | None,
     gpu: tuple[str, ...],
@@ -85,7 +86,7 @@ def _of_run_file(path: Path | None, *, alone: bool) -> tuple[str | None, dict[st
     from mgpu.plan import rank
     from mgpu.spec.load import load
 
-    needed = rank.requirements(load(path or Path(common.RUN_FILE)))
+    needed = rank.requirements(load(path or Path(wiring.RUN_FILE)))
     wanted = needed.model_dump(include={"gpu", "gpus_per_node", "nodes", "regions"}) | {"hours": needed.max_hours}
     return needed.provider, needed.provider_options, wanted
 

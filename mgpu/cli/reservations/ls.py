@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from mgpu.cli import common
+from mgpu.cli.common import parameters
 from mgpu.cli.reservations.seller import profile_option, provider_option, seller, tell_failed
 from mgpu.console import Console
 from mgpu.errors import ProviderError
@@ -18,7 +18,7 @@ _SPARE = ("kind", "where")
 @click.option("--region", "regions", multiple=True, help="In this region; several times for several (default: all).")
 @provider_option
 @profile_option
-@common.json_option
+@parameters.json_option
 def list_(regions: tuple[str, ...], provider: str | None, profile: str | None, as_json: bool) -> int:
     """List what this account has reserved and is not over: machines, free ones, beginning and end."""
     console = Console(as_json=as_json)

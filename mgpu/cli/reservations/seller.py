@@ -13,7 +13,7 @@ import click
 from pydantic import Field, ValidationError
 
 from mgpu import paths
-from mgpu.cli import common
+from mgpu.cli.common import agreement
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.plan.model import Reservation, Value
@@ -45,7 +45,7 @@ def seller(name: str | None, options: Mapping[str, str], profile: str | None = N
     known = f"Those that do: {', '.join(sellers) or 'none'}."
     if name is None:
         raise InputError("--provider: several providers sell reservations, or none does", "", known)
-    given = common.with_profile(name, dict(options), profile, known) if profile else dict(options)
+    given = agreement.with_profile(name, dict(options), profile, known) if profile else dict(options)
     provider = registry.get(name, given)
     if not isinstance(provider, SellsReservations):
         raise InputError(f"provider {name} sells no reservations", "", known)

@@ -17,7 +17,8 @@ import click
 import pytest
 from mgpu_train.agent.status.status import Phase
 
-from mgpu.cli import cli, common
+from mgpu.cli import cli
+from mgpu.cli.common import closing
 from mgpu.console import Console
 from mgpu.context import Context
 from mgpu.errors import AuthError, TeardownIncomplete
@@ -695,5 +696,5 @@ def test_whoever_leaves_a_run_is_promised_what_can_happen(world, outputs, store,
     left = world.record("run-1", store=store, state=State.RUNNING)
     text = f"name: a\nprovider: local\nmax_hours: 1\nmax_price_usd_per_hour: 1\ncommand: [t.py]\n{outputs}"
     Folder("run-1").run_file.write_text(text)
-    common._left(Console(), left)
+    closing._left(Console(), left)
     assert promised in " ".join(capsys.readouterr().err.split())

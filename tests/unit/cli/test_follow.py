@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from mgpu_train.agent.status.status import Phase
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.cli import cli, common
+from mgpu.cli import cli
+from mgpu.cli.common import closing, wiring
 from mgpu.errors import InputError, TeardownIncomplete
 from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
@@ -68,7 +69,7 @@ def test_stop_does_not_wait_for_a_supervisor_that_is_suspended(running, suspende
 
 @pytest.mark.timeout(30)
 def test_stop_does_not_wait_for_ever_for_a_supervisor_that_lives(running, monkeypatch):
-    monkeypatch.setattr(common, "timeouts", lambda: Timeouts().scaled(1e-4))
+    monkeypatch.setattr(wiring, "timeouts", lambda: Timeouts().scaled(1e-4))
     with record.supervising("run-1"):
         assert isinstance(mgpu("stop").exception, TeardownIncomplete)
 
@@ -140,7 +141,7 @@ def test_gc_ends_the_others_when_one_cannot_be_ended(world):
 def test_a_kept_fleet_is_not_said_to_cost_money_after_its_lease(world):
     kept = world.record("run-1", state=State.SUCCEEDED, teardown="kept", price_usd_per_hour=0.06)
     kept.lease_until = time.time() + 600
-    assert "$0.06 per hour" in common.machines(kept)
+    assert "$0.06 per hour" in closing.machines(kept)
     kept.lease_until = time.time() - 600
-    assert "per hour" not in common.machines(kept)
-    assert "ended" in common.machines(kept)
+    assert "per hour" not in closing.machines(kept)
+    assert "ended" in closing.machines(kept)

@@ -93,6 +93,6 @@ def test_a_run_file_elsewhere_is_of_its_own_projects_backend(mgpu, world, monkey
     def planned(_):
         raise InputError(f"its backend is {location.current().folder}")
 
-    monkeypatch.setattr("mgpu.cli.common.make_plan", planned)
+    monkeypatch.setattr("mgpu.cli.common.agreement.make_plan", planned)
     assert f"its backend is {team}" in mgpu("plan", "elsewhere/mgpu.yaml").err
     assert location.current().root == paths.state_dir(), "and no other command's"

@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mgpu import paths
-from mgpu.cli import cli, common
+from mgpu.cli import cli
+from mgpu.cli.common import agreement
 from mgpu.console import Console
 from mgpu.errors import AmbiguousCreate, InputError, NoCapacity, NoOffer
 from mgpu.plan.model import Offer, Plan, Requirements, Reservation
@@ -233,7 +234,7 @@ def plan(**changed: Any) -> Plan:
 
 
 def test_the_plan_counts_until_the_machines_end(capsys: pytest.CaptureFixture[str]):
-    common.show_plan(Console(), plan())
+    agreement.show_plan(Console(), plan())
     said = " ".join(capsys.readouterr().err.split())
     assert "at aws use1-az1 in cr-1: $4.00 per hour for all nodes; at most $88.00 until the hard cap of 22 h" in said
     assert plan(begins_at=BEGINS + 7200).hours == 21
@@ -242,6 +243,6 @@ def test_the_plan_counts_until_the_machines_end(capsys: pytest.CaptureFixture[st
 
 def test_a_launch_does_not_wait_longer_than_the_run_file_says_for_a_beginning():
     soon = plan(begins_at=time.time() + 300)
-    common.require_begun(soon, wait_minutes=10)
+    agreement.require_begun(soon, wait_minutes=10)
     with pytest.raises(NoCapacity, match=r"cr-1 begins \d{4}-.* UTC, in 5 min"):
-        common.require_begun(soon, wait_minutes=1)
+        agreement.require_begun(soon, wait_minutes=1)

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from mgpu.cli import common, ls
+from mgpu.cli import ls
+from mgpu.cli.common import agreement, closing
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.plan.model import Cost, Offer, Plan, Requirements
@@ -31,18 +32,18 @@ def record(**given):
     ],
 )
 def test_the_state_says_nothing_twice(state, reason, shown):
-    assert dict(common.summary(record(state=state, reason=reason)))["state"] == shown
+    assert dict(closing.summary(record(state=state, reason=reason)))["state"] == shown
 
 
 def test_machines_are_rented_when_a_fleet_is_known():
-    assert common.machines(record()) == "none yet"
-    assert common.machines(record(fleet={"fleet": "p-a-1"})) == "2 rented"
+    assert closing.machines(record()) == "none yet"
+    assert closing.machines(record(fleet={"fleet": "p-a-1"})) == "2 rented"
 
 
 def test_machines_that_never_were_are_not_given_back():
-    assert common.machines(record(teardown="confirmed")) == "none left, confirmed by the provider"
+    assert closing.machines(record(teardown="confirmed")) == "none left, confirmed by the provider"
     given_back = record(teardown="confirmed", fleet={"fleet": "p-a-1"})
-    assert common.machines(given_back) == "given back, confirmed by the provider"
+    assert closing.machines(given_back) == "given back, confirmed by the provider"
 
 
 def test_a_fleet_that_was_kept_and_is_not_billed_is_gone():
@@ -67,16 +68,16 @@ def test_a_run_that_nobody_supervises_is_listed_as_such(monkeypatch, state, aliv
 
 
 def test_one_validation_is_told_once():
-    once = dict(common.summary(record(metrics={"validation_loss": 5.5}, first_metrics={"validation_loss": 5.5})))
+    once = dict(closing.summary(record(metrics={"validation_loss": 5.5}, first_metrics={"validation_loss": 5.5})))
     assert once["validation loss"] == "5.5000"
-    twice = dict(common.summary(record(metrics={"validation_loss": 2.25}, first_metrics={"validation_loss": 5.5})))
+    twice = dict(closing.summary(record(metrics={"validation_loss": 2.25}, first_metrics={"validation_loss": 5.5})))
     assert twice["validation loss"] == "2.2500 (first 5.5000)"
 
 
 @pytest.mark.parametrize(("state", "told"), [(State.STOPPED, True), (State.FAILED, True), (State.SUCCEEDED, False)])
 def test_how_to_go_on_is_told_where_there_is_a_checkpoint(state, told):
     def lines(**given):
-        return "\n".join(common.next_lines(record(state=state, **given), resume=True))
+        return "\n".join(closing.next_lines(record(state=state, **given), resume=True))
 
     assert ("--resume a-1" in lines(checkpoint_id="a001-step-5")) is told
     assert "--resume" not in lines()
@@ -88,7 +89,7 @@ def test_what_to_type_next_names_a_run_file_of_another_name_or_folder(tmp_path, 
     kept = {"teardown": "kept", "state": State.STOPPED, "checkpoint_id": "a001-step-5"}
 
     def lines(path):
-        return common.next_lines(record(run_file=str(path), **kept), resume=True)
+        return closing.next_lines(record(run_file=str(path), **kept), resume=True)
 
     assert any(line.startswith("mgpu launch --resume a-1") for line in lines(tmp_path / "sub" / "mgpu.yaml"))
     assert any(
@@ -109,8 +110,8 @@ def test_what_to_type_next_names_a_run_file_of_another_name_or_folder(tmp_path, 
     ids=["fine", "program", "one-failed"],
 )
 def test_how_saves_went_is_one_line(saves, shown):
-    assert dict(common.summary(record(saves=saves)))["saves"] == shown
-    assert "saves" not in dict(common.summary(record()))
+    assert dict(closing.summary(record(saves=saves)))["saves"] == shown
+    assert "saves" not in dict(closing.summary(record()))
 
 
 def test_numbers_have_their_plural():
@@ -127,11 +128,11 @@ def broken(**given):
 
 
 def test_a_run_without_an_interruption_has_no_row_of_them():
-    assert not {"interruptions", "steps done again", "recovery"} & set(dict(common.summary(record())))
+    assert not {"interruptions", "steps done again", "recovery"} & set(dict(closing.summary(record())))
 
 
 def test_an_interruption_is_told_with_its_price():
-    rows = dict(common.summary(record(step=140, interruptions=[broken(reason="node 0 is gone; node 1 is gone")])))
+    rows = dict(closing.summary(record(step=140, interruptions=[broken(reason="node 0 is gone; node 1 is gone")])))
     assert rows["interruptions"] == "1"
     assert rows["  of attempt 1"] == (
         "node 0 is gone and node 1 is gone; "
@@ -141,11 +142,11 @@ def test_an_interruption_is_told_with_its_price():
 
 
 def test_of_a_program_that_says_no_steps_nobody_knows_how_many_were_done_again():
-    assert "steps done again" not in dict(common.summary(record(interruptions=[broken()])))
+    assert "steps done again" not in dict(closing.summary(record(interruptions=[broken()])))
 
 
 def test_of_many_interruptions_the_newest_have_a_row_each():
-    rows = dict(common.summary(record(interruptions=[broken(attempt=n) for n in range(1, 31)])))
+    rows = dict(closing.summary(record(interruptions=[broken(attempt=n) for n in range(1, 31)])))
     assert rows["interruptions"] == "30"
     assert rows["  earlier"].startswith("25, see ")
     assert [each for each in rows if "of attempt" in each] == [f"  of attempt {n}" for n in range(26, 31)]
@@ -156,19 +157,19 @@ def test_several_are_added_up_and_the_one_that_is_under_way_is_told_as_far_as_it
         reason="node 0 has not answered for 120 s", ended_at=15.9, repaired_at=None, resumed_at=None, resumed_step=None
     )
     under_way.attempt = 3
-    rows = dict(common.summary(record(step=140, interruptions=[broken(), broken(attempt=2), under_way])))
+    rows = dict(closing.summary(record(step=140, interruptions=[broken(), broken(attempt=2), under_way])))
     assert rows["interruptions"] == "3"
     assert rows["steps done again"] == "40 so far"
     assert rows["  of attempt 3"] == "node 0 has not answered for 120 s; detected 0.9 s, stopped 5.0 s"
 
 
 def test_a_run_that_goes_on_from_zero_has_done_all_steps_again():
-    rows = dict(common.summary(record(step=140, interruptions=[broken(resumed_step=-1)])))
+    rows = dict(closing.summary(record(step=140, interruptions=[broken(resumed_step=-1)])))
     assert rows["steps done again"] == "120"
 
 
 def test_the_json_has_the_interruptions_and_no_token():
-    result = common.result_of(record(interruptions=[broken()], writer="w", supervisor="s"))
+    result = closing.result_of(record(interruptions=[broken()], writer="w", supervisor="s"))
     found = result.model_dump(mode="json")
     assert found["interruptions"][0]["resumed_step"] == 100
     assert not {"writer", "supervisor"} & set(found)
@@ -189,7 +190,7 @@ def test_a_plan_says_what_the_first_offer_costs_and_the_most_that_is_agreed_to(p
         for i, usd in enumerate(prices)
     ]
     needed = Requirements(provider="p", nodes=2, max_price_usd_per_hour=2, max_hours=0.5)
-    common.show_plan(Console(), Plan(requirements=needed, offers=tuple(places)))
+    agreement.show_plan(Console(), Plan(requirements=needed, offers=tuple(places)))
     assert said in " ".join(capsys.readouterr().err.split())
 
 
@@ -197,19 +198,19 @@ def test_a_plan_says_what_a_budget_pays_for_and_refuses_one_that_pays_for_nothin
     offer = Offer(provider="p", instance_type="m", market="spot", price_usd_per_hour=1, region="r", fetched_at=1)
     needed = Requirements(provider="p", nodes=2, max_price_usd_per_hour=2, max_hours=10)
     plan = Plan(requirements=needed, offers=(offer,))
-    common.show_plan(Console(), plan, max_usd=5)
+    agreement.show_plan(Console(), plan, max_usd=5)
     assert "at most $5.00 (max_usd), which pays for 2.5 h of them" in " ".join(capsys.readouterr().err.split())
-    common.show_plan(Console(), plan, max_usd=50)
+    agreement.show_plan(Console(), plan, max_usd=50)
     assert "at most $20.00 until the hard cap of 10 h" in " ".join(capsys.readouterr().err.split())
     disks = (Cost(what="disks", usd=2.0, per="hour"), Cost(what="traffic", usd=9.0, per="GiB"))
-    common.show_plan(Console(), plan, disks, max_usd=30)
+    agreement.show_plan(Console(), plan, disks, max_usd=30)
     assert "at most $30.00 (max_usd), which pays for 7.5 h of them" in " ".join(capsys.readouterr().err.split())
     for enough in (None, 5.0):
-        common.require_paid(plan, enough)
+        agreement.require_paid(plan, enough)
     with pytest.raises(InputError, match=r"\$0.30 pays for 4.5 min of these machines"):
-        common.require_paid(plan, 0.3, disks)
+        agreement.require_paid(plan, 0.3, disks)
     with pytest.raises(InputError, match=r"\$0.10 pays for 3 min of these machines"):
-        common.require_paid(plan, 0.1)
+        agreement.require_paid(plan, 0.1)
 
 
 def test_a_plan_says_what_else_costs_and_warns_of_what_can_be_avoided(capsys):
@@ -221,7 +222,7 @@ def test_a_plan_says_what_else_costs_and_warns_of_what_can_be_avoided(capsys):
         Cost(what="store", usd=0.5, per="GiB", estimate=True),
         Cost(what="traffic", usd=0.02, per="GiB", avoidable="`regions: [r]` avoids it."),
     )
-    common.show_plan(Console(), Plan(requirements=needed, offers=(offer,)), costs)
+    agreement.show_plan(Console(), Plan(requirements=needed, offers=(offer,)), costs)
     said = " ".join(capsys.readouterr().err.split())
     assert "at most $1.00 until the hard cap" in said, "the price of the machines, and of nothing else"
     assert "beside the machines $0.26 per hour (disks, 2: $0.25; addresses, 2: $0.010)" in said
@@ -231,5 +232,5 @@ def test_a_plan_says_what_else_costs_and_warns_of_what_can_be_avoided(capsys):
 
 def test_what_may_still_be_billed_comes_before_all_that_could_be_typed():
     owed = record(teardown="asked", state=State.FAILED)
-    assert common.next_lines(owed)[0].startswith("mgpu down a-1 ")
-    assert not any("launch" in line for line in common.next_lines(owed))
+    assert closing.next_lines(owed)[0].startswith("mgpu down a-1 ")
+    assert not any("launch" in line for line in closing.next_lines(owed))

@@ -16,7 +16,8 @@ from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
 from mgpu_train.store import Unavailable, open_store
 
 from mgpu.backend import location
-from mgpu.cli import cli, common
+from mgpu.cli import cli
+from mgpu.cli.common import closing
 from mgpu.console import Console
 from mgpu.context import Context
 from mgpu.errors import AuthError, InputError, NoCapacity, StackError, TakenOver, TeardownIncomplete
@@ -747,7 +748,7 @@ def test_the_message_of_who_was_dispossessed_is_all_that_is_said(project, capsys
 
     project.world.program = program
     outcome = runs.launch(project.world.run_file, project.spec(), project.context)
-    assert common.finish(Console(), outcome) == 130
+    assert closing.finish(Console(), outcome) == 130
     told = capsys.readouterr().err
     assert "was taken over by process" in told
     assert "left running" not in told
@@ -762,7 +763,7 @@ def test_attach_works_from_a_folder_that_was_deleted(project, dead, tmp_path, mo
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").rmdir()
     outcome = taken_over(project, found)
-    assert common.finish(Console(), outcome) == 0
+    assert closing.finish(Console(), outcome) == 0
     all_is_given_back(project)
 
 

@@ -16,7 +16,7 @@ from mgpu_train.store import Denied, NoStore, Unavailable
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import paths
-from mgpu.cli import common
+from mgpu.cli.common import closing
 from mgpu.console import Console
 from mgpu.context import Context
 from mgpu.errors import (
@@ -748,7 +748,7 @@ def test_a_kept_fleet_stays_with_its_price_and_its_end(project, capsys):
     assert len(project.world.cloud.billed) == 1
     lease = project.world.nodes[0].files[".mgpu/lease"]
     assert int(lease) == 1000 + 1800, "the node itself knows the new end"
-    common.finish(Console(), outcome)
+    closing.finish(Console(), outcome)
     out, err = capsys.readouterr()
     assert "$0.50 per hour" in out
     assert time.strftime("%H:%M", time.localtime(kept.lease_until)) in out

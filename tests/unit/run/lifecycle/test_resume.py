@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu.cli import common
+from mgpu.cli.common import agreement
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.run.fleet.stack import project_of
@@ -120,10 +120,10 @@ def test_no_command_takes_an_empty_run_for_the_newest(run, mgpu, command):
 
 
 def test_before_it_is_paid_for_a_run_without_a_checkpoint_says_that_it_may_begin_from_zero(run, capsys):
-    common.show_changes(Console(), run, loads(FILE, "f"))
+    agreement.show_changes(Console(), run, loads(FILE, "f"))
     assert "it begins from zero" in capsys.readouterr().err
     run.checkpoint_id = "a001-step-5"
-    common.show_changes(Console(), run, loads(FILE, "f"))
+    agreement.show_changes(Console(), run, loads(FILE, "f"))
     assert capsys.readouterr().err == ""
 
 

@@ -9,7 +9,7 @@ import signal
 import pytest
 from mgpu_train.agent.status.status import Phase
 
-from mgpu.cli import common
+from mgpu.cli.common import closing
 from mgpu.console import Console
 from mgpu.context import Context
 from mgpu.events import Warned
@@ -146,7 +146,7 @@ def test_a_second_signal_leaves_what_takes_long_and_says_how_to_end_it(world, ca
     )
     assert outcome.left
     assert record.load("last").state is state
-    assert common.finish(Console(), outcome) == 130
+    assert closing.finish(Console(), outcome) == 130
     told = capsys.readouterr().err
     assert "at the latest" in told
     assert f"mgpu down {outcome.record.run_id}" in told

@@ -1,0 +1,248 @@
+"""The plan of a run file: shown, held against its limits, and agreed to before anything is rented."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu.console import Console
+from mgpu.errors import InputError, NoCapacity
+from mgpu.run.record.record import Record
+from mgpu.words import count, duration, usd, utc
+
+if TYPE_CHECKING:
+    from mgpu.acquire.fit import Machines
+    from mgpu.plan.model import Cost, Offer, Plan
+    from mgpu.run.job.images import Looked
+    from mgpu.spec.model import RunSpec
+
+PREFLIGHT = "asking the provider and the store, before anything is rented"
+_LEAST_S = 300.0  # that a budget has to pay for
+
+
+def make_plan(spec: RunSpec) -> Plan:
+    """Offers of the run file's provider, ranked. Rents nothing."""
+    from mgpu.plan import rank
+    from mgpu.providers import registry
+
+    wanted = rank.requirements(spec)
+    provider = registry.get(spec.provider, wanted.provider_options)
+    on_sale = provider.offers(wanted)
+    return rank.plan(wanted, on_sale.offers, on_sale.notes)
+
+
+def with_profile(provider: str, options: dict[str, str], profile: str, instead: str) -> dict[str, str]:
+    """A provider's options with another profile; `instead`: what to do where it has none. Raises InputError."""
+    from mgpu.spec.provider import entry
+
+    if "profile" not in entry(provider).options.model_fields:
+        raise InputError(f"--profile: provider {provider} has no profiles", "", instead)
+    return {**options, "profile": profile}
+
+
+def old_prices(offers: Iterable[Offer]) -> str:
+    """How old the oldest of these prices is, and what renews it; empty where all are younger than a day."""
+    oldest = min(offers, key=lambda offer: offer.fetched_at, default=None)
+    days = (time.time() - oldest.fetched_at) / 86400 if oldest else 0
+    if oldest is None or days < 1:
+        return ""
+    day = time.strftime("%Y-%m-%d", time.gmtime(oldest.fetched_at))
+    return f"prices of {day}: {count(int(days), 'day')} old; `mgpu offers {oldest.provider} --refresh`"
+
+
+def other_costs(spec: RunSpec, plan: Plan) -> tuple[Cost, ...]:
+    """What the provider bills beside the machines of the plan's first offer, as far as it tells."""
+    from mgpu.plan import rank
+    from mgpu.providers import registry
+    from mgpu.providers.base import OtherCosts
+
+    provider = registry.get(spec.provider, plan.requirements.provider_options)
+    known = isinstance(provider, OtherCosts)
+    return provider.other_costs(plan.requirements, plan.best, rank.saves(spec)) if known else ()
+
+
+def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), max_usd: float | None = None) -> None:
+    """The price of all nodes, before anything is rented; `max_usd`: the run's own limit."""
+    need, best, costs = plan.requirements, plan.best, tuple(costs)
+    price, dearest = (f"${usd:.2f}" for usd in (plan.best_price_usd_per_hour, plan.price_usd_per_hour))
+    instead = "" if price == dearest else f", up to {dearest} if another offer has to be taken"
+    console.say(
+        f"{need.nodes} x {best.instance_type} ({best.market}) at {best.provider} {best.place}: "
+        f"{price} per hour for all nodes{instead}; "
+        f"{_at_most(plan, max_usd, _hourly(costs))}"
+    )
+    for line in _beside(costs):
+        console.say(line)
+    for cost in costs:
+        if cost.avoidable:
+            console.say(f"warning: {cost.what}: {_price_of(cost)}; {cost.avoidable}", "yellow")
+    for note in (*plan.notes, old_prices(plan.offers)):
+        if note:
+            console.say(note, "yellow")
+
+
+def _at_most(plan: Plan, max_usd: float | None, beside: float) -> str:
+    if max_usd is None or max_usd >= plan.max_cost_usd + beside * plan.hours:
+        return f"at most ${plan.max_cost_usd:.2f} until the hard cap of {plan.hours:.4g} h"
+    last_s = max_usd / (plan.best_price_usd_per_hour + beside) * 3600
+    return f"at most ${max_usd:.2f} (max_usd), which pays for {duration(last_s)} of them"
+
+
+def require_paid(plan: Plan, max_usd: float | None, costs: Iterable[Cost] = ()) -> None:
+    """Raises InputError: what the run may spend pays for no training. `costs`: beside the machines."""
+    usd_per_hour = plan.price_usd_per_hour + _hourly(costs)
+    paid_s = max_usd / usd_per_hour * 3600 if max_usd and usd_per_hour else _LEAST_S
+    if paid_s < _LEAST_S:
+        what = f"max_usd: ${max_usd:.2f} pays for {duration(paid_s)} of these machines"
+        why = f"They cost ${usd_per_hour:.2f} per hour, and take minutes to come, to save and to go."
+        raise InputError(what, why, "Raise it, or ask for cheaper machines. Nothing was rented.")
+
+
+def require_begun(plan: Plan, wait_minutes: float) -> None:
+    """Raises NoCapacity: the reservation begins later than a launch waits for."""
+    reserved = plan.best.reservation
+    left_s = reserved.begins_at - time.time() if reserved else 0
+    if reserved and left_s > wait_minutes * 60:
+        what = f"{reserved.id} begins {utc(reserved.begins_at)}, in {duration(left_s)}"
+        why = f"A launch waits {wait_minutes:g} min (`recovery.wait_minutes`). Nothing was rented."
+        raise NoCapacity(what, why, "Launch then, or let it wait longer.")
+
+
+def _beside(costs: tuple[Cost, ...]) -> Iterator[str]:
+    """What is billed beside the machines: by the hour in one line, the rest in one each; not what is warned of."""
+    hourly = [cost for cost in costs if cost.per == "hour" and not cost.avoidable]
+    if hourly:
+        parts = "; ".join(f"{cost.what}: {usd(cost.usd)}" for cost in hourly)
+        about = "about " if any(cost.estimate for cost in hourly) else ""
+        yield f"beside the machines {about}{usd(sum(cost.usd for cost in hourly))} per hour ({parts})"
+    yield from (f"{cost.what}: {_price_of(cost)}" for cost in costs if cost.per != "hour" and not cost.avoidable)
+
+
+def _hourly(costs: Iterable[Cost]) -> float:
+    return sum(cost.usd for cost in costs if cost.per == "hour")
+
+
+def _price_of(cost: Cost) -> str:
+    return ("about " if cost.estimate else "") + f"{usd(cost.usd)} per {cost.per}"
+
+
+def machines_of(spec: RunSpec, plan: Plan) -> Machines:
+    """What the image of a run has to fit: the machines that this plan may take."""
+    from mgpu.acquire.fit import Machines
+    from mgpu.run.job.stack_output import provider_for
+
+    return Machines.on_offer(provider_for(spec), plan)
+
+
+def look_at_image(
+    console: Console, spec: RunSpec, run_file: Path, plan: Plan, machines: Machines
+) -> tuple[Looked | None, Plan]:
+    """What the run file's image is now, None: it names none; and the plan without offers that cannot run it.
+
+    Raises:
+        ImageError: a registry does not answer, or lacks what should exist.
+        InputError: it cannot be built as the run file says, or does not fit.
+        ProviderError: nobody can tell the driver of the machines.
+    """
+    if spec.image is None:
+        return None, plan
+    from mgpu.acquire import fit
+    from mgpu.run.job import images
+
+    with console.waiting("asking for the image"):
+        looked = images.look(spec, run_file.resolve().parent)
+        if looked is not None and looked.there is not None:
+            plan = fit.fitting(looked.there.labels, plan, machines)
+    return looked, plan
+
+
+def agreed(
+    console: Console,
+    run_file: Path,
+    spec: RunSpec,
+    yes: bool,
+    before: Record | None = None,
+    *,
+    begins: bool = False,
+    code: str = "",
+) -> Machines:
+    """Looks at all that can be known before machines are rented, shows the price and asks; `before`: the run that is
+    gone on with, `begins`: it is not queued, `code`: see `preflight`. Returns what the image has to fit. Raises what it
+    finds, and InputError: nobody agrees, or a limit leaves no room for it now."""
+    machines = looked_at(console, run_file, spec, begins=begins, code=code)
+    if before is not None:
+        show_changes(console, before, spec)
+    agree(console, yes)
+    return machines
+
+
+def looked_at(console: Console, run_file: Path, spec: RunSpec, *, begins: bool = False, code: str = "") -> Machines:
+    """All of `agreed` but its question."""
+    from mgpu.run.budget import account
+    from mgpu.run.lifecycle.launch import preflight
+
+    with console.waiting(PREFLIGHT):
+        preflight(run_file, spec, console.emit, code)
+    plan, costs = make_plan(spec), ()
+    machines = machines_of(spec, plan)
+    try:
+        image, plan = look_at_image(console, spec, run_file, plan, machines)
+    finally:  # the price is known all the same
+        costs = other_costs(spec, plan)
+        show_plan(console, plan, costs, spec.max_usd)
+    require_paid(plan, spec.max_usd, costs)
+    require_begun(plan, spec.recovery.wait_minutes)
+    if begins:
+        account.require_room(plan.price_usd_per_hour + _hourly(costs))
+    if image is not None:
+        console.say(str(image))
+    return machines
+
+
+def agree(console: Console, yes: bool) -> None:
+    """Asks before money is spent.
+
+    Raises:
+        InputError: the answer is no, or there is nobody to ask.
+    """
+    if yes or console.confirm("rent it?"):
+        return
+    if sys.stdin.isatty():
+        raise InputError("not agreed", "Nothing was rented.")
+    raise InputError(
+        "this command spends money and nobody can be asked",
+        "Standard input is not a terminal. Nothing was rented.",
+        "Add `--yes` to agree to the price above.",
+    )
+
+
+def show_changes(console: Console, before: Record, spec: RunSpec) -> bool:
+    """Shows what a resumed run's file says otherwise than at its beginning; False: nothing.
+
+    It also says that the run may begin from zero, before that is paid for.
+    """
+    from mgpu.run.lifecycle.resume import changes
+
+    if before.checkpoint_id is None:
+        words = "no checkpoint is known here; if its store has none, it begins from zero"
+        console.say(f"run {before.run_id}: {words}", "yellow")
+    changed = changes(before, spec)
+    if changed:
+        console.say(f"changed since run {before.run_id} began:", "yellow")
+    for line in changed:
+        console.say(f"  {line}", "yellow")
+    return bool(changed)
+
+
+def agree_to_changes(console: Console) -> None:
+    """Asks before a run goes on otherwise than it began.
+
+    Raises:
+        InputError: the answer is no, or there is nobody to ask.
+    """
+    if not console.confirm("go on with it?"):
+        cure = "Take the run file as it was, or add `--yes` to agree to the changes above."
+        raise InputError("not agreed", "The run file has changed since the run began. Nothing was started.", cure)
