@@ -23,6 +23,8 @@ from mgpu_train.environment import Folders
 from saves import ranks
 from scenarios import Dropout, Signal, job
 
+SMALL = {"steps": 4, "validate_every": 2, "validate_batches": 1, "model": {"layers": 1, "dim": 16, "heads": 2}}
+
 
 class Mortal(Dropout):
     """A rank that may be killed, from inside, where its code stands at one point and no other."""
@@ -69,7 +71,7 @@ def train(
     """The exit codes of both ranks."""
 
     def body(place: parallel.Place) -> None:
-        given = job(home.parent, every_steps=1, strategy=strategy, validate_every=2, validate_batches=1)
+        given = job(home.parent, every_steps=1, strategy=strategy, **SMALL)
         folders = Folders(home / f"node-{place.rank}", home / attempt, resume)
         made = Mortal(given, folders, place, Signal(place))
         if point and place.rank == int(point[3]):

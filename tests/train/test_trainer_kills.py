@@ -16,7 +16,7 @@ import ranks
 
 PROGRAM = Path(__file__).with_name("kills.py")
 PHASES = ("forward", "backward", "exchange", "optimizer", "validation", "capture", "write", "rename")
-STEPS, VALIDATIONS, KILLS = 6, 4, 50
+STEPS, VALIDATIONS, KILLS = 4, 3, 50
 KEYS = ("kind", "step", "loss", "grad_norm", "lr", "samples")
 
 
