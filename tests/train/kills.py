@@ -81,6 +81,12 @@ def train(
     return ranks(2, body, nodes=2)
 
 
+def whole(home: Path) -> list[dict[int, list[str]]]:
+    """What each node has under the name of a checkpoint: its files."""
+    nodes = [finished(home / f"node-{node}") for node in (0, 1)]
+    return [{step: sorted(path.name for path in folder.iterdir()) for step, folder in node} for node in nodes]
+
+
 def newest(home: Path) -> Path | None:
     """The newest checkpoint that both nodes have, its parts put together as each of them would fetch them; what else
     they have stays where it is."""
@@ -98,10 +104,10 @@ def main() -> None:
     out, strategy, *point = sys.argv[1:]
     os.environ["OMP_NUM_THREADS"] = "1"
     home = Path(out, "-".join((strategy, *point)))
-    codes = {"begun": train(home, "begun", strategy, point=point)}
+    story: dict[str, Any] = {"begun": train(home, "begun", strategy, point=point), "whole": whole(home)}
     if point:
-        codes["resumed"] = train(home, "resumed", strategy, resume=newest(home))
-    (home / "codes.json").write_text(json.dumps(codes))
+        story["resumed"] = train(home, "resumed", strategy, resume=newest(home))
+    (home / "story.json").write_text(json.dumps(story))
 
 
 if __name__ == "__main__":

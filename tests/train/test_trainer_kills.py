@@ -73,10 +73,12 @@ def numbers(home: Path, attempt: str) -> list[list[dict[str, Any]]]:
 def test_a_trainer_that_is_killed_goes_on_as_if_it_had_never_been(told, point):
     strategy, phase, _, time, rank = point
     whole, cut = told(strategy), told(*point)
-    codes = json.loads((cut / "codes.json").read_text())
-    assert codes["begun"][int(rank)] == -signal.SIGKILL, "the point was never met"
-    assert codes["begun"][1 - int(rank)] == 1, "who is left ends by itself"
-    assert codes["resumed"] == [0, 0]
+    story = json.loads((cut / "story.json").read_text())
+    assert story["begun"][int(rank)] == -signal.SIGKILL, "the point was never met"
+    assert story["begun"][1 - int(rank)] == 1, "who is left ends by itself"
+    assert story["resumed"] == [0, 0]
+    for all_files, files in zip(json.loads((whole / "story.json").read_text())["whole"], story["whole"], strict=True):
+        assert files == {step: all_files[step] for step in files}, "what has the name is whole, whoever else has it"
 
     uninterrupted = numbers(whole, "begun")
     assert [len(each) for each in uninterrupted] == [STEPS + VALIDATIONS] * 2
