@@ -294,8 +294,10 @@ def _best(train: TrainConfig, kept: Checkpoint) -> Iterator[Mistake]:
         return
     every = kept.every_steps or (None if kept.every_minutes else DEFAULT_EVERY_STEPS)
     if every is None or math.lcm(every, train.validate_every) >= train.steps:
-        validated = f"`checkpoint.every_steps`, and `train.validate_every`, {train.validate_every}"
-        message = f"no checkpoint before the last one is sure to have `{metric}`: let {validated}, meet at some steps"
+        message = (
+            f"no checkpoint before the last one is sure to have `{metric}`, which comes of a validation: make "
+            f"`checkpoint.every_steps` a multiple of `train.validate_every` ({train.validate_every})"
+        )
         reads = (("checkpoint", "every_steps"), ("train", "validate_every"), ("train", "steps"))
         yield Mistake(("checkpoint", "keep_best"), message, reads)
 

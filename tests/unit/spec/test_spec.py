@@ -471,7 +471,7 @@ def test_messages_speak_no_pydantic():
         (edited(DEMO, "checkpoint", "{writers: rank0}"), "checkpoint.writers", "shards"),
         (edited(DEMO, "checkpoint", "{keep_best: 1, best_metric: rmse}"), "checkpoint.best_metric", "has `loss`, and"),
         (edited(DEMO, "checkpoint", "{keep_best: 1, every_minutes: 5}"), "checkpoint.keep_best", "is sure to have"),
-        (edited(DEMO, "checkpoint", "{keep_best: 1, every_steps: 3}"), "checkpoint.keep_best", "validate_every`, 100"),
+        (edited(DEMO, "checkpoint", "{keep_best: 1, every_steps: 3}"), "checkpoint.keep_best", "validate_every` (100)"),
         (edited(AWS, "checkpoint", "{writers: all}"), "checkpoint.to", "is needed with provider aws"),
         (without(AWS, "checkpoint"), "checkpoint.to", "is needed with provider aws"),
         (edited(AWS, "checkpoint", '{to: "file:///x"}'), "checkpoint.to", "do not see this machine's files"),
