@@ -21,6 +21,7 @@ from mgpu.spec.image import ImageSpec
 from mgpu.spec.provider import installed, on_this_machine
 from mgpu.spec.values import form
 
+DEFAULT_EVERY_STEPS = 100  # between checkpoints of the bundled trainer
 BRANCHES = (("<block>",), ("<none>",))  # tags of the union that `checkpoint` is, as pydantic shows them in a path
 
 
@@ -60,7 +61,7 @@ class _Cadence(Block):
         None,
         ge=1,
         description="optimizer steps between checkpoints; a `command` finds it in MGPU_CHECKPOINT_EVERY_STEPS "
-        "(default with `train:`: 100)",
+        f"(default with `train:`: {DEFAULT_EVERY_STEPS})",
     )
     every_minutes: float | None = Field(
         None,

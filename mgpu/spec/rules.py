@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from mgpu.spec import command
 from mgpu.spec.expect import OF_THE_RUN
 from mgpu.spec.image import ImageSpec
-from mgpu.spec.model import Checkpoint, RunSpec
+from mgpu.spec.model import DEFAULT_EVERY_STEPS, Checkpoint, RunSpec
 from mgpu.spec.provider import installed
 from mgpu.spec.values import no_name
 
@@ -278,6 +279,27 @@ def _checkpoint(spec: RunSpec) -> Iterator[Mistake]:
     if spec.checkpoint.writers == "rank0" and strategy is not None and strategy.sharded and spec.nodes > 1:
         message = f"rank0 would lose the other nodes' shards with strategy {name}: use all"
         yield Mistake(("checkpoint", "writers"), message, (("train", "strategy"), ("nodes",)))
+    if spec.train is not None and spec.checkpoint.keep_best is not None:
+        yield from _best(spec.train, spec.checkpoint)
+
+
+def _best(train: TrainConfig, kept: Checkpoint) -> Iterator[Mistake]:
+    """What checkpoints of the bundled trainer can be compared by."""
+    metric = kept.best_metric
+    if metric == "loss":
+        return
+    if not metric.startswith("validation_"):
+        message = "a checkpoint of `train` has `loss`, and `validation_...` where its step was validated"
+        yield Mistake(("checkpoint", "best_metric"), message, (("train",),), f"validation_{metric}")
+        return
+    every = kept.every_steps or (None if kept.every_minutes else DEFAULT_EVERY_STEPS)
+    if every is None or math.lcm(every, train.validate_every) >= train.steps:
+        message = (
+            f"no checkpoint before the last one is sure to have `{metric}`, which comes of a validation: make "
+            f"`checkpoint.every_steps` a multiple of `train.validate_every` ({train.validate_every})"
+        )
+        reads = (("checkpoint", "every_steps"), ("train", "validate_every"), ("train", "steps"))
+        yield Mistake(("checkpoint", "keep_best"), message, reads)
 
 
 def _url(spec: RunSpec, at: Where, url: str) -> Iterator[Mistake]:

@@ -31,8 +31,6 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from mgpu.spec.load import load
-
 PROGRAM = Path(__file__).with_name("finetunes.py")
 WORDS = {"good": "kind bright warm lucky gentle", "bad": "cruel bleak cold broken bitter"}
 NAMES = ("the dog", "a cat", "my house", "this road", "their song", "our boat", "one day", "her coat")
@@ -431,12 +429,6 @@ def test_what_is_wrong_with_models_and_data_is_said_in_one_line(out, more, messa
     with pytest.raises(TrainError, match=message) as caught:
         task.data("train"), initial.whole(task, 1)
     assert "\n" not in str(caught.value)
-
-
-def test_the_recipe_of_bert_is_a_run_file():
-    spec = load(Path(__file__).parents[2] / "train" / "baselines" / "bert-large.yaml")
-    assert spec.train
-    assert HfOptions.model_validate(spec.train.task_options).packed
 
 
 def test_packages_that_are_missing_are_named_with_what_brings_them(monkeypatch):

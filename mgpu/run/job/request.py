@@ -21,9 +21,8 @@ from mgpu.providers.base import Provider
 from mgpu.run.job.stack_output import provider_of
 from mgpu.run.job.store_credentials import StoreKeys
 from mgpu.spec import environment
-from mgpu.spec.model import Checkpoint, RunSpec
+from mgpu.spec.model import DEFAULT_EVERY_STEPS, Checkpoint, RunSpec
 
-DEFAULT_EVERY_STEPS = 100
 EMULATED = "MGPU_EMULATED_GPUS"  # set where machines only say that they have GPUs, as in the demo of AWS
 QUIET_S = 7200.0  # a program of the user's own
 
