@@ -293,7 +293,8 @@ def _best(train: TrainConfig, kept: Checkpoint) -> Iterator[Mistake]:
         yield Mistake(("checkpoint", "best_metric"), message, (("train",),), f"validation_{metric}")
         return
     every = kept.every_steps or (None if kept.every_minutes else DEFAULT_EVERY_STEPS)
-    if every is None or math.lcm(every, train.validate_every) >= train.steps:
+    # a short trial of a file that is right has no such checkpoint either, and is as right
+    if every is None or (every % train.validate_every and math.lcm(every, train.validate_every) >= train.steps):
         message = (
             f"no checkpoint before the last one is sure to have `{metric}`, which comes of a validation: make "
             f"`checkpoint.every_steps` a multiple of `train.validate_every` ({train.validate_every})"
