@@ -65,13 +65,13 @@ def caller(every_s: float, namespace: str | None, image: str) -> Caller:
     text = f"{_FOR}{place.cluster}\n" if place.cluster else ""
     text += callers.as_yaml("--kubernetes", *_manifest(place, image, every_s))
     begin, by_hand = place.kubectl("apply", f"--filename={_PATH}")
-    here = f"--namespace={place.namespace}"
+    here, keys = f"--namespace={place.namespace}", " and ".join(callers.AWS_KEYS[:2])
     return Caller(
         files={_PATH: text},
         begin=begin,
         by_hand=(
             f"{_secret(place)}    once: what passes need",
-            f"at AWS: a role for service account {place.namespace}/{place.name}, or in there {' and '.join(callers.AWS_KEYS[:2])}",
+            f"at AWS: a role for service account {place.namespace}/{place.name}, or in there {keys}",
             *by_hand,
             f"kubectl logs {here} --selector={_NAME}={place.name}    what the passes said",
         ),

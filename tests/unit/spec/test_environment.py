@@ -43,10 +43,10 @@ class Inner(Block):
 class Theirs(Block):
     one: EnvName | None = None
     short: Annotated[EnvName, Field(max_length=9)] = "B"
-    by_name: dict[Text, EnvName] = {}
-    sets: dict[EnvName, Text] = {}
+    by_name: dict[Text, EnvName] = Field({})
+    sets: dict[EnvName, Text] = Field({})
     inner: tuple[Inner, ...] = ()
-    lists: dict[str, list[EnvName]] = {}
+    lists: dict[str, list[EnvName]] = Field({})
 
 
 def test_a_block_of_other_people_may_have_them_anywhere():
