@@ -193,11 +193,11 @@ def github(every_s: float) -> Caller:
 def gitlab(every_s: float) -> Caller:
     """A job of the repository in the present folder, for a pipeline schedule."""
     require_bucket("--gitlab")
-    aws = at_aws()
+    aws, fetches = at_aws(), any(schedule.code_from for schedule in kept.every().schedules.values())
     names = dict.fromkeys((PASSPHRASE, *(() if aws else AWS_KEYS[:2]), *variable_names()))
     job = {
         caller_name(): {
-            "image": "python:3.12-slim",
+            "image": "python:3.12" if fetches else "python:3.12-slim",  # the slim one has no git
             "rules": [{"if": '$CI_PIPELINE_SOURCE == "schedule"'}],
             "timeout": "1h",
             "variables": {location.VARIABLE: url_elsewhere()},

@@ -177,9 +177,10 @@ def test_other_machines_need_a_bucket(user: Path, way: list[str]):
 @pytest.fixture
 def bucket(user: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As if the backend were a bucket: what is in it is the folder's."""
-    known, named = replace(location.current(), url=BUCKET), callers.variable_names()
+    known, named, found = replace(location.current(), url=BUCKET), callers.variable_names(), kept.every()
     monkeypatch.setattr(callers.location, "current", lambda: replace(known, folder=None))
     monkeypatch.setattr(callers, "variable_names", lambda: named)
+    monkeypatch.setattr(kept, "every", lambda: found)
     monkeypatch.setenv("MGPU_PASSPHRASE", "open sesame")
     (user / "bin" / "python").symlink_to(sys.executable)
     return user
@@ -226,9 +227,13 @@ def test_a_job_of_gitlabs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     assert "`0 * * * *`" in told.stderr
     assert f"{', '.join(['MGPU_PASSPHRASE', *NAMED])}, and credentials of AWS" in told.stderr
     (job,) = yaml.safe_load(Path(".gitlab/mgpu.yml").read_text()).values()
-    assert job["variables"] == {location.VARIABLE: BUCKET}
+    assert (job["variables"], job["image"]) == ({location.VARIABLE: BUCKET}, "python:3.12-slim")
     assert job["script"][-1] == "mgpu reconcile"
     steps(Path(".gitlab/mgpu.yml"), job["script"][:-1], bucket)
+    kept.every().schedules["nightly"].code_from = "git+https://host/you/llm@main"
+    assert mgpu("schedule", "install", "--gitlab", "--yes").return_value == 0
+    (job,) = yaml.safe_load(Path(".gitlab/mgpu.yml").read_text()).values()
+    assert job["image"] == "python:3.12", "with git"
 
 
 def test_github_has_its_own_token_and_the_keys_of_a_bucket_that_is_elsewhere(bucket: Path, monkeypatch):
