@@ -93,7 +93,7 @@ def _check(due: DueTime, metric: str) -> Check | None:
 
 def _row(schedule: Schedule, due: DueTime, metrics: Sequence[str]) -> tuple[str, ...]:
     took = duration(due.ended_at - due.at) if due.ended_at else ""
-    cost = f"${due.spent_usd:.2f}" if due.spent_usd is not None else ""
+    cost = f"{'>' if due.owes else ''}${due.spent_usd:.2f}" if due.spent_usd is not None else ""
     cost += f" {_FAILED}" if any(each.metric == "cost_usd" for each in due.unmet) else ""
     by = "by hand" if due.by_hand and not due.reason else due.reason
     by = by.removeprefix(f"run {due.run_id} ").removeprefix("succeeded, but ")  # as the row says already

@@ -90,6 +90,7 @@ class Due(Value):
     ended_at: float | None = Field(description="of its run, as all that follows")
     exit_code: int | None
     spent_usd: float | None
+    owes: bool = Field(description="its machines are not known to be gone: `spent_usd` may grow until they are")
     recoveries: int
     step: int | None
     metrics: dict[str, float]

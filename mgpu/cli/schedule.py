@@ -102,6 +102,7 @@ def add(
     from mgpu.schedule import kept
     from mgpu.schedule.model import IfRunning, Schedule
     from mgpu.schedule.times import Times
+    from mgpu.spec import environment
     from mgpu.spec.load import load
 
     spec = load(run_file, changes=changes)
@@ -142,7 +143,12 @@ def add(
     console.say(f"schedule {name}: every run of it begins with the {code}" + ("" if source else " as they are now"))
     if as_json:
         console.result(_result(made))
-    console.next("mgpu reconcile    starts what is due: call it every few minutes", f"mgpu schedule show {name}")
+    named = environment.named(spec)
+    console.next(
+        "mgpu reconcile    starts what is due: call it every few minutes",
+        *([f"mgpu schedule install    again, where it was: passes need {', '.join(named)}"] if named else []),
+        f"mgpu schedule show {name}",
+    )
     return 0
 
 
@@ -388,7 +394,7 @@ def _install_at_aws(console: Console, every: float, image: str | None, boundary:
         console.say("installed")
     by_hand = [
         f"aws logs tail {stack.name} --follow --region {found.region}    what the passes said",
-        *(f"export {name}=..., and this again: its runs wait for it" for name in found.missing),
+        *(f"export {name}=..., and this again; without it runs wait, and sinks are silent" for name in found.missing),
     ]
     _tell(console, "aws", {}, (), by_hand, dry_run=dry_run, changes=lines)
     console.next(*by_hand)

@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
@@ -23,8 +23,10 @@ from mgpu import __version__, paths
 from mgpu.backend import location
 from mgpu.errors import InputError, StackError
 from mgpu.run.record import files
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import unsettled
 from mgpu.schedule import kept
-from mgpu.schedule.model import Schedule
+from mgpu.spec import environment
 from mgpu.spec.load import loads
 from mgpu.words import duration
 
@@ -122,10 +124,11 @@ WantedBy=timers.target
     call = ("systemctl", "--user")
     return Caller(
         files={script.path: script.text, units / f"{name}.service": service, units / f"{name}.timer": timer},
-        own={script.secrets: _empty(script.secrets)},
+        own={script.secrets: script.empty},
         begin=(Command((*call, "daemon-reload")), Command((*call, "enable", "--now", f"{name}.timer"))),
         end=(Command((*call, "disable", "--now", f"{name}.timer")),),
         by_hand=(
+            *script.by_hand,
             f"journalctl --user -u {name}    what the passes said",
             "loginctl enable-linger    once: it goes on while you are logged out",
         ),
@@ -140,30 +143,32 @@ def cron(every_s: float) -> Caller:
     others = [each for each in _crontab() if not each.endswith(mark)]
     return Caller(
         files={script.path: script.text},
-        own={script.secrets: _empty(script.secrets)},
+        own={script.secrets: script.empty},
         begin=(Command(("crontab", "-"), _lines([*others, line.replace("%", "\\%")])),),
         end=(Command(("crontab", "-"), _lines(others)),),
-        by_hand=(f"tail -f {log}    what the passes said",),
+        by_hand=(*script.by_hand, f"tail -f {log}    what the passes said"),
     )
 
 
 def github(every_s: float) -> Caller:
     """A workflow of the repository in the present folder."""
     require_bucket("--github")
+    names = [*dict.fromkeys((*(() if at_aws() else AWS_KEYS[:2]), *variable_names()))]
+    refused = [name for name in names if name.startswith("GITHUB_") and name != _THE_WORKFLOWS]
+    theirs = [name for name in names if name not in (*refused, _THE_WORKFLOWS)]
     steps: list[Mapping[str, object]] = [{"uses": "actions/setup-python@v6", "with": {"python-version": "3.12"}}]
     if at_aws():
         role = {"role-to-assume": "${{ vars.MGPU_AWS_ROLE }}", "aws-region": region()}
         steps.append({"uses": "aws-actions/configure-aws-credentials@v5", "with": role})
-    passphrase = {"MGPU_PASSPHRASE": "${{ secrets.MGPU_PASSPHRASE }}"}
-    needs = {_THE_PASSPHRASE: {"env": passphrase}}
+    needs = {_THE_PASSPHRASE: {"env": {PASSPHRASE: f"${{{{ secrets.{PASSPHRASE} }}}}"}}}
     steps += [{"name": name, "run": run, **needs.get(name, {})} for name, run in _SET_UP.items()]
-    steps.append(
-        {"name": "One pass", "run": "mgpu reconcile", "env": {n: f"${{{{ secrets.{n} }}}}" for n in secret_names()}}
-    )
+    given = {name: f"${{{{ secrets.{name} }}}}" for name in names if name not in refused}
+    steps.append({"name": "One pass", "run": "mgpu reconcile", "env": given})
+    may = {"statuses": "write"} if _THE_WORKFLOWS in names else {}
     workflow = {
         "name": "mgpu",
         "on": {"schedule": [{"cron": fields(every_s)}], "workflow_dispatch": {}},
-        "permissions": {"contents": "read", "id-token": "write"},
+        "permissions": {"contents": "read", "id-token": "write", **may},
         "jobs": {
             "reconcile": {
                 "runs-on": "ubuntu-latest",
@@ -179,7 +184,8 @@ def github(every_s: float) -> Caller:
         by_hand=(
             "commit the file to the default branch, and push: GitHub calls it from then on",
             *(aws if at_aws() else ()),
-            f"secrets of the repository: {', '.join(['MGPU_PASSPHRASE', *secret_names()])}",
+            f"secrets of the repository: {', '.join([PASSPHRASE, *theirs])}",
+            *(f"{name}: GitHub keeps no secret of such a name; name another one in the run file" for name in refused),
         ),
     )
 
@@ -187,9 +193,11 @@ def github(every_s: float) -> Caller:
 def gitlab(every_s: float) -> Caller:
     """A job of the repository in the present folder, for a pipeline schedule."""
     require_bucket("--gitlab")
+    aws, fetches = at_aws(), any(schedule.code_from for schedule in kept.every().schedules.values())
+    names = dict.fromkeys((PASSPHRASE, *(() if aws else AWS_KEYS[:2]), *variable_names()))
     job = {
         caller_name(): {
-            "image": "python:3.12-slim",
+            "image": "python:3.12" if fetches else "python:3.12-slim",  # the slim one has no git
             "rules": [{"if": '$CI_PIPELINE_SOURCE == "schedule"'}],
             "timeout": "1h",
             "variables": {location.VARIABLE: url_elsewhere()},
@@ -201,7 +209,7 @@ def gitlab(every_s: float) -> Caller:
         by_hand=(
             "in .gitlab-ci.yml: include: [{local: .gitlab/mgpu.yml}]",
             f"a pipeline schedule of the project: `{fields(every_s)}`",
-            f"variables of the project, masked: {', '.join(['MGPU_PASSPHRASE', *secret_names()])}, and the credentials",
+            f"variables of the project, masked: {', '.join(names)}" + (", and credentials of AWS" if aws else ""),
         ),
     )
 
@@ -210,6 +218,8 @@ WAYS = {"systemd": systemd, "cron": cron, "github": github, "gitlab": gitlab}
 
 _THE_PASSPHRASE = "The passphrase of the backend"  # noqa: S105  the name of a step
 PASSPHRASE = "MGPU_PASSPHRASE"  # noqa: S105  the name of a secret; empty where a key encrypts instead
+AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_THE_WORKFLOWS = "GITHUB_TOKEN"  # GitHub itself makes one for each workflow's run
 PUT_IN_PLACE = (
     "umask 077 && mkdir -p ~/.config/mgpu && "
     'if [ -n "$MGPU_PASSPHRASE" ]; then printf %s "$MGPU_PASSPHRASE" > ~/.config/mgpu/passphrase; fi'
@@ -228,6 +238,8 @@ class _Script:
     path: Path
     text: str
     secrets: Path  # what the user fills
+    empty: str  # what is in it before
+    by_hand: tuple[str, ...]  # what is to be set in it, and is not
 
 
 def _script() -> _Script:
@@ -243,12 +255,13 @@ def _script() -> _Script:
         f"set -a; . {shlex.quote(str(secrets))}; set +a",
         f"exec {shlex.quote(sys.executable)} -m mgpu reconcile",
     ]
-    return _Script(path, _lines(text), secrets)
-
-
-def _empty(path: Path) -> str:
-    names = "".join(f"#{name}=\n" for name in secret_names())
-    return f"# {path.name}: what a pass has in its environment, NAME='value' a line. Nobody else can read it.\n{names}"
+    # those that open AWS here, where no profile does
+    names = dict.fromkeys((*variable_names(), *(key for key in AWS_KEYS if os.environ.get(key))))
+    head = f"# {secrets.name}: what a pass has in its environment, NAME='value' a line. Nobody else can read it."
+    there = secrets.read_text() if secrets.exists() else ""
+    unset = ", ".join(name for name in names if not re.search(rf"(?m)^\s*(export\s+)?{name}=\S", there))
+    by_hand = (f"{secrets}: set {unset} in it; without one runs wait, and sinks are silent",) if unset else ()
+    return _Script(path, _lines(text), secrets, _lines([head, *(f"#{name}=" for name in names)]), by_hand)
 
 
 def caller_name() -> str:
@@ -259,20 +272,20 @@ def caller_name() -> str:
     return f"mgpu-reconcile-{hashlib.sha256(here.address.encode()).hexdigest()[:8]}"
 
 
-def secret_names() -> list[str]:
-    """Names that the run files of all schedules have under `secrets`."""
-    found = set[str]()
+def variable_names() -> list[str]:
+    """The variables that passes read for schedules, and for runs that are not over. Raises StackError, SpecError."""
+    return sorted({name for path in _run_files() for name in environment.named(loads(path.read_text(), str(path)))})
+
+
+def _run_files() -> Iterator[Path]:
     for schedule in kept.every().schedules.values():
-        found |= {*_secrets_of(schedule)}
-    return sorted(found)
-
-
-def _secrets_of(schedule: Schedule) -> Iterable[str]:
-    folder = kept.folder(schedule)
-    if not files.bring_folder(folder, f"{schedule.submission}/"):
-        return ()
-    path = folder / files.RUN_FILE
-    return loads(path.read_text(), str(path)).secrets
+        folder = kept.folder(schedule)
+        if files.bring_folder(folder, f"{schedule.submission}/"):
+            yield folder / files.RUN_FILE
+    for record in unsettled():
+        if not record.schedule:
+            files.bring(record.run_id)
+            yield from Folder(record.run_id).root.glob(files.RUN_FILE)
 
 
 def fields(every_s: float) -> str:

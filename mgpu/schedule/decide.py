@@ -163,6 +163,8 @@ def advanced(schedule: Schedule, record: Callable[[str], Record | None], now: fl
     for due in after.history:
         if due.under_way:
             _close(after, due, record(due.run_id), now)
+        elif due.owes and ((over := record(due.run_id)) is None or over.settled):
+            due.owes, due.spent_usd = False, _cost(over, now) if over else due.spent_usd
     for due in [*_arrived(after, now)]:
         _place(after, due, now)
     _free_one(after, now)
@@ -192,8 +194,12 @@ def _close(schedule: Schedule, due: DueTime, record: Record | None, now: float) 
     due.outcome = Outcome.REPLACED if due.replaced and record.state is State.STOPPED else _OF_STATE[record.state]
     due.reason = due.reason if due.replaced else record.reason
     due.ended_at, due.exit_code, due.recoveries = record.ended_at, record.exit_code, record.recoveries
-    due.spent_usd = round(record.spent_usd(record.ended_at or now), 4) if record.spending else None
+    due.owes, due.spent_usd = not record.settled, _cost(record, record.ended_at or now)
     due.step, due.metrics, due.checks = record.step, dict(record.metrics), list(record.checks)
+
+
+def _cost(record: Record, now: float) -> float | None:
+    return round(record.spent_usd(now), 4) if record.spending else None
 
 
 def _arrived(schedule: Schedule, now: float) -> Iterator[DueTime]:

@@ -87,7 +87,7 @@ def plan(every_s: float, image: str | None, boundary: str) -> Plan:
     with calling("looking at what runs may be given", region, scope="account"):
         bound = run_role.boundary(account)
         known = PassesManager(Site(account, region)).secrets(callers.caller_name())
-    wanted = callers.secret_names()
+    wanted = callers.variable_names()
     secrets = {name: os.environ[name] for name in wanted if os.environ.get(name)}
     if not key:
         secrets[callers.PASSPHRASE] = _passphrase()

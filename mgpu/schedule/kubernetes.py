@@ -34,7 +34,6 @@ _FOR = "# For kubectl's context "
 _RESOURCES = {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "3Gi"}}
 _ROOM = {"home": (_HOME, "8Gi"), "tmp": ("/tmp", "2Gi")}  # noqa: S108  a mount of the pod's own
 _COMMAND = f"{callers.PUT_IN_PLACE}; unset {callers.PASSPHRASE}; exec mgpu reconcile"
-_AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,13 @@ def caller(every_s: float, namespace: str | None, image: str) -> Caller:
     text = f"{_FOR}{place.cluster}\n" if place.cluster else ""
     text += callers.as_yaml("--kubernetes", *_manifest(place, image, every_s))
     begin, by_hand = place.kubectl("apply", f"--filename={_PATH}")
-    here = f"--namespace={place.namespace}"
+    here, keys = f"--namespace={place.namespace}", " and ".join(callers.AWS_KEYS[:2])
     return Caller(
         files={_PATH: text},
         begin=begin,
         by_hand=(
             f"{_secret(place)}    once: what passes need",
-            f"at AWS: a role for service account {place.namespace}/{place.name}, or in there {' and '.join(_AWS[:2])}",
+            f"at AWS: a role for service account {place.namespace}/{place.name}, or in there {keys}",
             *by_hand,
             f"kubectl logs {here} --selector={_NAME}={place.name}    what the passes said",
         ),
@@ -178,7 +177,8 @@ def _environment(name: str) -> Iterator[Mapping[str, Any]]:
     # a pass without its passphrase would make one of its own, which no other machine has: no pod begins without
     if needed := _passphrase():
         yield _from_secret(name, needed, optional=False)
-    for key in (*_AWS, *callers.secret_names()):  # a run whose secret is missing waits for a pass that has it
+    # a run whose secret is missing waits for a pass that has it
+    for key in dict.fromkeys((*callers.AWS_KEYS, *callers.variable_names())):
         yield _from_secret(name, key, optional=True)
 
 
@@ -193,7 +193,7 @@ def _passphrase() -> str:
 
 def _secret(place: _Place) -> str:
     """How the user makes the Secret: the values come from files and this shell."""
-    given = [f'--from-literal={key}="${key}"' for key in callers.secret_names()]
+    given = [f'--from-literal={key}="${key}"' for key in callers.variable_names()]
     if needed := _passphrase():
         given.insert(0, f"--from-file={needed}={shlex.quote(str(environment.passphrase_file()))}")
     return " ".join(("kubectl create secret generic", place.name, f"--namespace={place.namespace}", *given))

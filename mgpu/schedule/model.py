@@ -62,6 +62,7 @@ class DueTime:
     code: str = ""  # the commit that its run has; empty: what the schedule has kept, or none yet
     checks: list[Check] = field(default_factory=list)  # whether it is as expected
     told: str = ""  # that it was missed: which pass has told it
+    owes: bool = False  # its run has left something to give back: `spent_usd` may not be all yet
 
     @property
     def unmet(self) -> list[Check]:

@@ -7,12 +7,13 @@ import os
 import subprocess
 from dataclasses import asdict
 
-from mgpu_train.config import Text
+from mgpu_train.config import EnvName, Text
 from pydantic import Field
 
 from mgpu.sinks import telling
 from mgpu.sinks.base import Heard
 from mgpu.sinks.telling import Message, Telling
+from mgpu.sinks.webhook import value_of
 from mgpu.spec.sink import SinkEntry
 
 _LASTS_S = 30.0  # then it is ended, and tried again later
@@ -22,6 +23,9 @@ class Options(telling.Options):
     """`sinks.command:` a program that is run for each message."""
 
     run: tuple[Text, ...] = Field(min_length=1, description="the program and its arguments; in the run file's folder")
+    secrets: tuple[EnvName, ...] = Field(
+        (), description="names of environment variables that it needs, which schedules pass on (default: none)"
+    )
 
 
 class CommandSink(Telling):
@@ -30,7 +34,10 @@ class CommandSink(Telling):
     name = "command"
 
     def __init__(self, options: Options, heard: Heard) -> None:
+        """Raises ValueError: a variable that the program needs is not set here."""
         super().__init__(options, heard)
+        for variable in options.secrets:
+            value_of(variable)
         self._argv, self._folder = options.run, heard.folder
 
     def tell(self, message: Message) -> None:

@@ -27,7 +27,7 @@ VERSION = 1
 class Options(telling.Options):
     """`sinks.webhook:` each message as JSON to an address."""
 
-    url: Text = Field(description="http(s)://..., or the name of the environment variable that holds it")
+    url: EnvName | Text = Field(description="http(s)://..., or the name of the environment variable that holds it")
     secret: EnvName | None = Field(
         None, description="name of the environment variable whose value signs each request (default: not signed)"
     )

@@ -14,6 +14,7 @@ import pytest
 from mgpu.paths import data_dir, state_dir
 from mgpu.providers.local import bill
 from mgpu.providers.local.procs import marked
+from mgpu.run.record.record import supervised
 
 RECOVERY = "recovery: {attempts: 4, wait_minutes: 1}\n"
 
@@ -29,15 +30,19 @@ def history(project, name: str = "e2e") -> list[dict]:
     return json.loads(project.mgpu("schedule", "show", name, "--json").stdout)["history"]
 
 
-def committed() -> int:
-    """Committed checkpoints of all runs; their logs have other entries, too."""
-    entries = (data_dir() / "checkpoints").glob("*/commits/*.json")
-    return sum(json.loads(entry.read_text())["kind"] == "checkpoint" for entry in entries)
+def log() -> list[dict]:
+    """The commit log's entries, of all runs, in their order."""
+    return [json.loads(entry.read_text()) for entry in sorted((data_dir() / "checkpoints").glob("*/commits/*.json"))]
 
 
-def begin(project, command: list[str]) -> str:
+def committed(entries: list[dict]) -> list[int]:
+    """The steps of checkpoints; logs have other entries, too."""
+    return [entry["manifest"]["step"] for entry in entries if entry["kind"] == "checkpoint"]
+
+
+def begin(project, command: list[str], more: str = "") -> str:
     """A schedule whose time is now; its run."""
-    project.write(command, nodes=2, more=RECOVERY)
+    project.write(command, nodes=2, more=RECOVERY + more)
     done = project.mgpu("schedule", "add", "--cron", "0 2 29 2 *", "--yes")
     assert done.returncode == 0, done.stderr
     (due,) = json.loads(project.mgpu("schedule", "run-now", "e2e", "--json").stdout)["history"]
@@ -60,18 +65,27 @@ def to_the_end(project) -> dict:
 
 
 def test_a_machine_that_is_lost_while_nobody_watches_is_replaced_by_the_next_pass(project):
-    run = begin(project, ["train.py", "60", "0.1"])
+    morning = project.folder / "morning"  # it does not end before
+    run = begin(project, ["train.py", "60", "0.1"], f"env: {{COUNT_UNTIL: {morning}}}\n")
     (looked,) = passes(project)["runs"]
     assert (looked["run_id"], looked["why"], looked["state"]) == (run, "queued", "running")
-    project.wait(lambda: committed() >= 1)
+    project.wait(lambda: bool(committed(log())))
+    assert not supervised(run), "nobody is awake"
     lost = next(node for node in bill.read(state_dir() / "local").alive if node.start.instance.endswith("-1"))
     for pid in {lost.start.pid, *(process.pid for process in marked().get(lost.start.instance, ()))}:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    (looked,) = passes(project)["runs"]
+    assert (looked["run_id"], looked["state"], supervised(run)) == (run, "running", False), "one pass is enough"
+    (_, second) = [number for number, entry in enumerate(log()) if entry["kind"] == "attempt"]
+    newest = committed(log()[:second])[-1]
+    (lost,) = project.result(project.mgpu("status", run, "--json"))["interruptions"]
+    assert (lost["resumed_step"], lost["nodes"]) == (newest, [1])
+    assert (project.billed(), most_at_once()) == (2, 2), "the machine was replaced, and no other"
+    morning.touch()
     due = to_the_end(project)
     assert (due["outcome"], due["recoveries"], due["exit_code"]) == ("succeeded", 1, 0)
-    log = project.mgpu("logs", run, "--node", "1").stdout
-    assert any(f"from {step}" in log for step in range(10, 60, 10)), "it went on from a checkpoint"
+    assert f"from {newest}" in project.mgpu("logs", run, "--node", "1").stdout
     assert project.billed() == 0
     assert passes(project)["runs"] == []
 

@@ -40,6 +40,7 @@ launcher: python
 command: [train.py]
 checkpoint: none
 secrets: [TOKEN]
+sinks: {webhook: {url: HOOK_URL, events: [missed]}}
 """
 PROGRAM = "import os, time; assert os.environ['TOKEN'] == 't0k'; time.sleep(3600)\n"
 
@@ -52,7 +53,8 @@ class Laptop:
         self.folder.mkdir(parents=True)
         self.url = f"s3://{BUCKET}/{prefix}?region={HERE}&endpoint={aws.endpoint}&s3ForcePathStyle=true"
         own = {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("STATE", "CONFIG", "DATA")}
-        self.env = {**os.environ, **own, "PULUMI_BACKEND_URL": self.url, "TOKEN": "t0k"}
+        self.env = {**os.environ, **own, "PULUMI_BACKEND_URL": self.url}
+        self.env |= {"TOKEN": "t0k", "HOOK_URL": "http://127.0.0.1:9/h00k"}
 
     def mgpu(self, *words: str, code: int = 0, env: Mapping[str, str] | None = None) -> Any:
         """What it prints with --json; what it says where that is an error."""
@@ -256,6 +258,7 @@ def test_a_pass_of_the_task_begins_with_what_is_due_and_has_no_more_than_its_rol
         assert done.returncode == 0, done.stderr
         assert laptop.mgpu("status", due["run_id"])["state"] == "running", done.stderr
         assert "t0k" not in done.stdout + done.stderr
+        assert environ["HOOK_URL"] == laptop.env["HOOK_URL"], "what a sink names is there, too"
     finally:
         laptop.mgpu("down", due["run_id"], env=environ | aws.env)  # its nodes are processes here
     laptop.mgpu("schedule", "uninstall", "--aws")

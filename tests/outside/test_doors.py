@@ -81,6 +81,13 @@ def test_their_keys_are_keys_of_the_run_file(beside):
     assert schema["$defs"]["YardOptions"]["properties"]["gate"]["enum"] == ["north", "south"]
 
 
+def test_a_variable_that_a_sink_of_theirs_names_is_passed_on(beside):
+    (beside.folder / "mgpu.yaml").write_text(RUN_FILE.replace("strokes: 2", "ringer: RINGER"))
+    beside.mgpu("schedule", "add", "--cron", "0 2 * * *", "--yes")
+    told = json.loads(beside.mgpu("schedule", "install", "--systemd", "--dry-run", "--json"))
+    assert "set RINGER in it" in told["by_hand"][0]
+
+
 def test_mistakes_in_them_are_told_like_any_other(beside):
     wrong = RUN_FILE.replace("gate: south", "gate: east").replace("price_usd_per_hour: 0.09", "prise: 1")
     wrong = wrong.replace("strokes: 2", "strokes: 0").replace("jsonl:", "jsnol:")

@@ -76,7 +76,10 @@ def while_it_trains(user: Operator) -> dict[str, Any]:
     both.die()
     run = attached(there)
     logs = there.mgpu("logs", "--node", "1", program=ELSEWHERE).stdout
-    return {"run": run, "logs": logs, "machines": len(user.aws.bill()), "left": left_behind(user.aws)}
+    listed = there.mgpu("checkpoints", "ls", "--json", program=ELSEWHERE)
+    assert listed.returncode == 0, listed.stderr
+    saved = [each["step"] for each in json.loads(listed.stdout)["checkpoints"]]
+    return {"run": run, "logs": logs, "saved": saved, "machines": len(user.aws.bill()), "left": left_behind(user.aws)}
 
 
 def while_it_rents(user: Operator) -> dict[str, Any]:
@@ -121,6 +124,7 @@ def test_another_machine_goes_on_with_a_run_that_trains(told):
     assert found["machines"] == 2, "nothing was rented twice"
     assert not any(found["left"].values())
     assert f"step {STEPS}" in found["logs"]
+    assert found["saved"][0] == STEPS, "of a run that this machine has not launched"
 
 
 @pytest.mark.story("rents")

@@ -23,6 +23,8 @@ from mgpu.cli import cli
 from mgpu.context import Context
 from mgpu.errors import InputError, StackError
 from mgpu.run.lifecycle.launch import kept_for_later
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import State
 from mgpu.schedule import callers, kept, kubernetes
 from mgpu.schedule.model import Schedule
 from mgpu.schedule.reconcile import Reconciler
@@ -36,7 +38,12 @@ max_hours: 1
 max_price_usd_per_hour: 1
 command: [train.py]
 secrets: [WANDB_API_KEY]
+sinks:
+  webhook: {url: HOOK_URL, secret: HOOK_SECRET}
+  apprise: {urls: [SLACK_URL]}
+  command: {run: [x], secrets: [PIN]}
 """
+NAMED = ["HOOK_SECRET", "HOOK_URL", "PIN", "SLACK_URL", "WANDB_API_KEY"]
 
 
 def mgpu(*args: str) -> Any:
@@ -87,7 +94,7 @@ def test_a_timer_of_systemds(user: Path):
     secrets = paths.config_dir() / "mgpu-reconcile.env"
     written = [units / "mgpu-reconcile.service", units / "mgpu-reconcile.timer", secrets]
     assert [stat.S_IMODE(path.stat().st_mode) for path in written] == [0o600] * 3
-    assert "#WANDB_API_KEY=" in secrets.read_text()
+    assert secrets.read_text().splitlines()[1:] == [f"#{name}=" for name in NAMED]
     assert (user / "asked").read_text().splitlines() == [
         "--user daemon-reload",
         "--user enable --now mgpu-reconcile.timer",
@@ -97,11 +104,13 @@ def test_a_timer_of_systemds(user: Path):
             ["systemd-analyze", "--user", "verify", *map(str, written[:2])], capture_output=True, text=True, check=False
         )
         assert "mgpu" not in said.stderr, said.stderr
-    secrets.write_text("MARK='a b'\n")
+    set_here = "MARK='a b'\nHOOK_URL=https://x\nexport HOOK_SECRET='s'\n  PIN=1\n"
+    secrets.write_text(set_here + "#SLACK_URL=y\nWANDB_API_KEY=\n")
     start = next(line for line in written[0].read_text().splitlines() if line.startswith("ExecStart="))
     assert "nothing to do" in bare(start.removeprefix("ExecStart="), user)
-    assert mgpu("schedule", "install", "--systemd", "--yes").return_value == 0
-    assert secrets.read_text() == "MARK='a b'\n", "what the user has filled stays"
+    again = mgpu("schedule", "install", "--systemd", "--yes")
+    assert secrets.read_text().startswith("MARK='a b'\n"), "what the user has filled stays"
+    assert f"{secrets}: set SLACK_URL, WANDB_API_KEY in it" in again.stderr
     assert mgpu("schedule", "uninstall", "--systemd").return_value == 0
     assert [path.exists() for path in written] == [False, False, True]
     assert (user / "asked").read_text().splitlines()[-1] == "--user disable --now mgpu-reconcile.timer"
@@ -110,7 +119,8 @@ def test_a_timer_of_systemds(user: Path):
 def test_a_line_of_crontab(user: Path):
     (user / "tab").write_text("0 5 * * * /usr/bin/backup\n")
     for every in ("5m", "15m"):
-        assert mgpu("schedule", "install", "--cron", "--every", every, "--yes").return_value == 0
+        told = mgpu("schedule", "install", "--cron", "--every", every, "--yes")
+        assert f"mgpu-reconcile.env: set {', '.join(NAMED)} in it" in told.stderr
     backup, line = (user / "tab").read_text().splitlines()
     assert backup == "0 5 * * * /usr/bin/backup"
     assert line.startswith("*/15 * * * * /bin/sh ")
@@ -167,9 +177,10 @@ def test_other_machines_need_a_bucket(user: Path, way: list[str]):
 @pytest.fixture
 def bucket(user: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As if the backend were a bucket: what is in it is the folder's."""
-    known = replace(location.current(), url=BUCKET)
+    known, named, found = replace(location.current(), url=BUCKET), callers.variable_names(), kept.every()
     monkeypatch.setattr(callers.location, "current", lambda: replace(known, folder=None))
-    monkeypatch.setattr(callers, "secret_names", lambda: ["WANDB_API_KEY"])
+    monkeypatch.setattr(callers, "variable_names", lambda: named)
+    monkeypatch.setattr(kept, "every", lambda: found)
     monkeypatch.setenv("MGPU_PASSPHRASE", "open sesame")
     (user / "bin" / "python").symlink_to(sys.executable)
     return user
@@ -199,8 +210,9 @@ def test_a_workflow_of_githubs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     assert job["steps"][-1] == {
         "name": "One pass",
         "run": "mgpu reconcile",
-        "env": {"WANDB_API_KEY": "${{ secrets.WANDB_API_KEY }}"},
+        "env": {name: f"${{{{ secrets.{name} }}}}" for name in NAMED},
     }
+    assert found["permissions"] == {"contents": "read", "id-token": "write"}
     assert [step["name"] for step in job["steps"] if "MGPU_PASSPHRASE" in step.get("env", {})] == [
         "The passphrase of the backend"
     ]
@@ -213,11 +225,36 @@ def test_a_job_of_gitlabs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(callers._SET_UP, "The Pulumi engine", "true")
     told = mgpu("schedule", "install", "--gitlab", "--every", "1h", "--yes")
     assert "`0 * * * *`" in told.stderr
-    assert "MGPU_PASSPHRASE, WANDB_API_KEY" in told.stderr
+    assert f"{', '.join(['MGPU_PASSPHRASE', *NAMED])}, and credentials of AWS" in told.stderr
     (job,) = yaml.safe_load(Path(".gitlab/mgpu.yml").read_text()).values()
-    assert job["variables"] == {location.VARIABLE: BUCKET}
+    assert (job["variables"], job["image"]) == ({location.VARIABLE: BUCKET}, "python:3.12-slim")
     assert job["script"][-1] == "mgpu reconcile"
     steps(Path(".gitlab/mgpu.yml"), job["script"][:-1], bucket)
+    kept.every().schedules["nightly"].code_from = "git+https://host/you/llm@main"
+    assert mgpu("schedule", "install", "--gitlab", "--yes").return_value == 0
+    (job,) = yaml.safe_load(Path(".gitlab/mgpu.yml").read_text()).values()
+    assert job["image"] == "python:3.12", "with git"
+
+
+def test_github_has_its_own_token_and_the_keys_of_a_bucket_that_is_elsewhere(bucket: Path, monkeypatch):
+    monkeypatch.setattr(callers, "variable_names", lambda: ["GITHUB_PAT", "GITHUB_TOKEN"])
+    known = replace(location.current(), url=f"{BUCKET}&endpoint=https://minio.example")
+    monkeypatch.setattr(callers.location, "current", lambda: known)
+    told = mgpu("schedule", "install", "--github", "--yes").stderr
+    found = yaml.safe_load(Path(".github/workflows/mgpu.yml").read_text())
+    assert [*found["jobs"]["reconcile"]["steps"][-1]["env"]] == [*callers.AWS_KEYS[:2], "GITHUB_TOKEN"]
+    assert found["permissions"]["statuses"] == "write"
+    assert "secrets of the repository: MGPU_PASSPHRASE, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY\n" in told
+    assert "GITHUB_PAT: GitHub keeps no secret of such a name" in told
+    keys = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, GITHUB_PAT"
+    assert keys in mgpu("schedule", "install", "--gitlab", "--yes").stderr
+
+
+def test_a_run_that_was_submitted_by_hand_names_variables_too(world):
+    assert callers.variable_names() == []
+    world.record("it-1125-abcde", state=State.QUEUED)
+    Folder("it-1125-abcde").run_file.write_text(RUN_FILE)
+    assert callers.variable_names() == NAMED
 
 
 @pytest.fixture
@@ -300,7 +337,7 @@ def test_a_pod_has_no_rights_and_no_value_of_a_secret(cluster: Path, monkeypatch
     keys = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in container["env"] if "valueFrom" in each}
     assert {name: key["optional"] for name, key in keys.items()} == {
         "MGPU_PASSPHRASE": False,
-        **dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "WANDB_API_KEY"), True),
+        **dict.fromkeys((*callers.AWS_KEYS, *NAMED), True),
     }
     assert {(key["name"], key["key"]) for key in keys.values()} == {(callers.caller_name(), name) for name in keys}
     assert "open sesame" not in MANIFEST.read_text()
@@ -317,7 +354,7 @@ def test_without_kubectl_its_words_are_told(cluster: Path):
     assert f"kubectl create secret generic {callers.caller_name()} --namespace=ml --from-file=MGPU_PASSPHRASE=" in (
         told.stderr
     )
-    assert '--from-literal=WANDB_API_KEY="$WANDB_API_KEY"' in told.stderr
+    assert all(f'--from-literal={name}="${name}"' in told.stderr for name in NAMED)
     ended = mgpu("schedule", "uninstall", *IN_KUBERNETES)
     assert f"kubectl delete cronjob/{callers.caller_name()}" in ended.stderr
     assert f"kubectl delete secret {callers.caller_name()}" in ended.stderr

@@ -80,6 +80,27 @@ def test_a_night_is_started_once_and_its_end_is_written_down():
     assert parsed(world.schedule.to_json(), "nightly") == world.schedule
 
 
+def test_what_a_night_has_cost_is_known_once_its_machines_are_gone():
+    world = World(schedule())
+    world.look(hours=2)
+    (run,) = world.runs
+    world.now = BEGIN + 5 * HOUR
+    world.ends(State.FAILED, spending=[Spent(1, 2.0, BEGIN + 2 * HOUR)], exit_code=7, teardown="asked")
+    assert world.look(hours=6) == ["failed"]
+    before = world.schedule
+    assert (before.history[0].spent_usd, before.history[0].owes) == (6.0, True), "they may be billed still"
+    world.look(hours=7)
+    assert world.schedule == before, "and not each pass writes it anew"
+    gone = [Spent(1, 2.0, BEGIN + 2 * HOUR, BEGIN + 9 * HOUR)]
+    world.runs[run] = replace(world.runs[run], spending=gone, teardown="confirmed")
+    assert world.look(hours=10) == []
+    (night,) = world.schedule.history
+    assert (night.spent_usd, night.owes, night.exit_code) == (14.0, False, 7)
+    assert parsed(world.schedule.to_json(), "nightly") == world.schedule
+    removed = advanced(before, lambda _: None, BEGIN + 11 * HOUR).history[0]
+    assert (removed.outcome, removed.spent_usd, removed.owes) == (Outcome.FAILED, 6.0, False)
+
+
 def test_what_came_of_expectations_is_written_down_too():
     world = World(schedule())
     world.look(hours=2)

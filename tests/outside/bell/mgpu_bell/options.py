@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mgpu_train.config import EnvName
 from pydantic import Field
 
 from mgpu.spec.block import Block, File
@@ -13,6 +14,7 @@ class BellOptions(Block):
 
     tower: File = Field(description="the file that it is rung in, relative to the run file")
     strokes: int = Field(1, ge=1, description="how often it is rung")
+    ringer: EnvName | None = Field(None, description="name of the environment variable that says who rings it")
 
 
 ENTRY = SinkEntry(sink="mgpu_bell.sink:BellSink", options=BellOptions)

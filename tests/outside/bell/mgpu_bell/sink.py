@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from mgpu.events import RunEnded
 from mgpu.sinks.base import Heard, Sink
 from mgpu_bell.options import BellOptions
@@ -14,4 +16,5 @@ class BellSink(Sink):
         self._options, self._tower = options, heard.folder / options.tower
 
     def run_ended(self, event: RunEnded) -> None:
-        self._tower.write_text(f"ding {event.run_id} {event.state}\n" * self._options.strokes)
+        who = f" by {os.environ[ringer]}" if (ringer := self._options.ringer) else ""
+        self._tower.write_text(f"ding {event.run_id} {event.state}{who}\n" * self._options.strokes)
