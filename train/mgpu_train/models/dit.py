@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -137,15 +138,15 @@ def follow(
     `direction` is the model; `untold` the class of which nothing is told. `guidance`: 0 is without classes, 1 by them,
     and more goes beyond them, away from what images are without classes (classifier-free: Ho & Salimans 2022).
     """
-    levels = torch.linspace(LEVELS, 0, steps + 1).round().long()
+    levels = [round(LEVELS * left / steps) for left in range(steps, -1, -1)]
     x, nothing = noise, torch.full_like(label, untold)
-    for before, after in zip(levels[:-1], levels[1:], strict=True):
-        level = before.to(x.device).expand(len(x))
+    for before, after in pairwise(levels):
+        level = torch.full_like(label, before)
         way = direction(x, level, label)
         if guidance != 1:
             without = direction(x, level, nothing)
             way = without + guidance * (way - without)
-        x = x + (after - before).item() / LEVELS * way
+        x = x + (after - before) / LEVELS * way
     return x
 
 
