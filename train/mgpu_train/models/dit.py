@@ -65,7 +65,7 @@ class Head(nn.Module):
 
     def __init__(self, channels: int, size: tuple[int, int], *, patch: int, dim: int) -> None:
         super().__init__()
-        self.shape = (size[0] // patch, size[1] // patch, channels, patch, patch)
+        self.patch, self.grid = patch, (size[0] // patch, size[1] // patch)
         self.modulation = nn.Linear(dim, 2 * dim)
         self.norm = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
         self.out = nn.Linear(dim, channels * patch * patch)
@@ -74,8 +74,7 @@ class Head(nn.Module):
         """(B, 1 + N, D) -> (B, C, H, W) float32."""
         shift, scale = self.modulation(F.silu(x[:, :1])).chunk(2, -1)
         x = self.out(self.norm(x[:, 1:]) * (1 + scale) + shift)
-        x = x.view(-1, *self.shape).permute(0, 3, 1, 4, 2, 5)
-        return x.flatten(4, 5).flatten(2, 3).float()
+        return F.pixel_shuffle(x.transpose(1, 2).unflatten(2, self.grid), self.patch).float()
 
 
 class DiT(nn.Module):
