@@ -19,7 +19,7 @@ class DiffusionOptions(Model):
     dim: int = Field(128, ge=8, le=65536, description="width of the residual stream")
     heads: int = Field(4, ge=1, le=1024, description="attention heads; divides dim")
     class_dropout: float = Field(
-        0.1, ge=0, lt=1, description="share of training images whose class is not told, which guidance needs"
+        0.1, ge=0, lt=1, description="share of training images whose class is hidden, which guidance needs"
     )
 
     @model_validator(mode="after")
