@@ -74,7 +74,7 @@ def test_their_keys_are_keys_of_the_run_file(beside):
         *("accelerate", "bash", "deepspeed", "envrun", "jax", "mpi", "python", "tensorflow", "torchrun")
     ]
     train = schema["$defs"]["TrainConfig"]["properties"]
-    assert train["task"]["anyOf"][0]["enum"] == ["hf", "lm", "parity", "recommender", "vision"]
+    assert train["task"]["anyOf"][0]["enum"] == ["diffusion", "hf", "lm", "parity", "recommender", "vision"]
     assert train["strategy"]["enum"] == ["byhand", "ddp", "fsdp", "hsdp", "single"]
     ours = {"apprise", "command", "github", "gitlab", "jsonl", "webhook"}
     assert set(schema["$defs"]["Sinks"]["properties"]) == {*ours, "bell"}
@@ -139,7 +139,7 @@ def test_mistakes_in_what_is_trained_are_told_like_any_other(beside):
     (beside.folder / "mgpu.yaml").write_text(TRAINED.replace("parity", "party").replace("byhand", "byhnad"))
     said = beside.mgpu("plan", code=2)
     for words in (
-        "`party` is not one of hf, lm, parity, recommender, vision",
+        "`party` is not one of diffusion, hf, lm, parity, recommender, vision",
         "`byhnad` is not one of byhand, ddp, fsdp, hsdp, single",
     ):
         assert words in said, said

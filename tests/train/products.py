@@ -105,7 +105,9 @@ class Rotation(Task):
         return Layout(blocks, first=("embed",), last=("head",), tensor=plan)
 
 
-def train(out: Path, name: str, resume: str | None, place: parallel.Place, **settings: Any) -> None:
+def train(
+    out: Path, name: str, resume: str | None, place: parallel.Place, *, every_steps: int = 3, **settings: Any
+) -> None:
     """One of them."""
     given = {
         "task": "products:Rotation", "steps": STEPS, "global_batch": 12, "lr": 0.05, "warmup_steps": 0,
@@ -116,7 +118,7 @@ def train(out: Path, name: str, resume: str | None, place: parallel.Place, **set
     job = Job.model_validate({
         "run_id": "test", "attempt": 1, "writer": "w", "node_rank": 0, "nodes": 1, "processes_per_node": 8,
         "master_addr": "127.0.0.1", "master_port": 1, "train": given,
-        "checkpoint": {"to": "file:///x", "every_steps": 3, "writers": "all"},
+        "checkpoint": {"to": "file:///x", "every_steps": every_steps, "writers": "all"},
     })  # fmt: skip
     checkpoint = out / resume / "checkpoints" / "step-3" if resume else None
     try:

@@ -83,7 +83,7 @@ def test_weights_that_are_one_stay_one(out):
         ("no-class", "tasks_of_tests:Absent cannot be imported (AttributeError"),
         ("no-module", "nowhere.task:Parity cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
         ("no-module", "`code:` of the run file sends a folder and installs requirements"),
-        ("no-name", "`train.task`: `partiy` is not one of hf, lm, recommender, vision"),
+        ("no-name", "`train.task`: `partiy` is not one of diffusion, hf, lm, recommender, vision"),
         ("no-strategy", "`train.strategy`: `dpd` is not one of ddp, fsdp, hsdp, single"),
         ("lm-options", "`train.options` of task lm: seq_len: Input should be greater than or equal to 8"),
     ],

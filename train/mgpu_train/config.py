@@ -173,7 +173,7 @@ class Training(Model):
     task: Brought = Field(
         "lm",
         description="what is trained; lm: language model on bytes or tokens; hf: models of transformers; vision: "
-        "classes of images; recommender: ratings; package.module:Class: yours",
+        "classes of images; diffusion: images out of noise; recommender: ratings; package.module:Class: yours",
     )
     strategy: Brought = Field(
         "ddp",

@@ -229,7 +229,7 @@ def test_arguments_and_variables_are_taken_literally(value):
             "train",
             "{task: lmm}",
             "train.task",
-            "`lmm` is not one of hf, lm, recommender, vision; a class of yours is package.module:Class",
+            "`lmm` is not one of diffusion, hf, lm, recommender, vision; a class of yours is package.module:Class",
             "lm",
         ),
         ("train", "{task: a b}", "train.task", "must be a name in lower case, or package.module:Class", None),
@@ -456,6 +456,21 @@ def test_messages_speak_no_pydantic():
             "tensor_parallel parts its tables",
         ),
         (edited(DEMO, "train", "{task: recommender}"), "train.options.data", "is missing: file on the node"),
+        (
+            edited(edited(DEMO, "processes_per_node", "2"), "train", "{task: diffusion, tensor_parallel: 2}"),
+            "train.tensor_parallel",
+            "ddp, fsdp, hsdp and pipeline_parallel spread it",
+        ),
+        (
+            edited(edited(DEMO, "nodes", "8"), "train", "{task: diffusion, pipeline_parallel: 8, micro_batch: 1}"),
+            "train.pipeline_parallel",
+            "4 layers are no 8 stages",
+        ),
+        (
+            edited(DEMO, "train", "{task: diffusion, options: {size: 32, patch: 5}}"),
+            "train.options",
+            "patch (5) does not divide size (32)",
+        ),
         (
             edited(DEMO, "train", '{task: vision, options: {model: "timm:vit_tiny_patch16_224", stem: small}}'),
             "train.options",

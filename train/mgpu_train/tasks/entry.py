@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from mgpu_train import entries
 from mgpu_train.config import LmOptions
 from mgpu_train.entries import Entries
+from mgpu_train.tasks.diffusion_config import DiffusionOptions
 from mgpu_train.tasks.hf_config import HfOptions
 from mgpu_train.tasks.recommender_config import RecommenderOptions
 from mgpu_train.tasks.vision_config import VisionOptions
@@ -120,8 +121,22 @@ RECOMMENDER = TaskEntry(
     ),
 )
 
+
+def _diffusion(options: DiffusionOptions, tensor: int, pipeline: int) -> str | None:
+    if tensor > 1:
+        return "its layers are not shared: ddp, fsdp, hsdp and pipeline_parallel spread it"
+    return f"{options.layers} layers are no {pipeline} stages" if options.layers < pipeline else None
+
+
+DIFFUSION = TaskEntry(
+    "mgpu_train.tasks.diffusion:Diffusion",
+    DiffusionOptions,
+    refuse=_diffusion,
+    metrics=(*COMMON, "images_per_s", "mfu", "pixel_loss"),
+)
+
 # by name, since a node has no entry points of ours
-OURS = {"hf": HF, "lm": LM, "recommender": RECOMMENDER, "vision": VISION}
+OURS = {"diffusion": DIFFUSION, "hf": HF, "lm": LM, "recommender": RECOMMENDER, "vision": VISION}
 
 
 @functools.cache

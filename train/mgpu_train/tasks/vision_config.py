@@ -9,18 +9,19 @@ from pydantic import Field, StringConstraints, model_validator
 from mgpu_train.config import Model, Text
 
 _OURS = "resnet18|resnet34|resnet50"
+IMAGES = (
+    "folder on the node: class folders of images (or `train` and `val` with these), the files of CIFAR-10 or CIFAR-100 "
+    "(binary, or for Python), MNIST's IDX files, or images.npy and labels.npy (or `train-` and `val-` before these) "
+    "(default: the 8x8 digits that scikit-learn brings)"
+)
+SIZE = "pixels of a side; class folders need it (default: as the files are)"
 Network = Annotated[str, StringConstraints(pattern=rf"^({_OURS}|timm:[a-z0-9_.]+)$", max_length=128)]
 
 
 class VisionOptions(Model):
     """Task vision: images that have one class each."""
 
-    data: Text | None = Field(
-        None,
-        description="folder on the node: class folders of images (or `train` and `val` with these), the files "
-        "of CIFAR-10 or CIFAR-100 (binary, or for Python), MNIST's IDX files, or images.npy and labels.npy (or "
-        "`train-` and `val-` before these) (default: the 8x8 digits that scikit-learn brings)",
-    )
+    data: Text | None = Field(None, description=IMAGES)
     model: Network = Field(
         "resnet18", description="resnet18, resnet34 or resnet50, by torchvision's names; timm:NAME: one of timm's"
     )
@@ -36,9 +37,7 @@ class VisionOptions(Model):
     stem: Literal["small", "large"] | None = Field(
         None, description="small: 3x3, for images below 64 pixels; large: 7x7 and pooling (default: by `size`)"
     )
-    size: int | None = Field(
-        None, ge=8, le=1024, description="pixels of a side; class folders need it (default: as the files are)"
-    )
+    size: int | None = Field(None, ge=8, le=1024, description=SIZE)
     crop_padding: int = Field(0, ge=0, le=64, description="pixels by which training images are shifted at most")
     flip: bool = Field(False, description="half of the training images are mirrored")
     mixup: float = Field(0.0, ge=0, le=10, description="alpha of mixup (Zhang et al. 2018); 0: none")
