@@ -21,7 +21,8 @@ from mgpu.spec.image import ImageSpec
 from mgpu.spec.provider import installed, on_this_machine
 from mgpu.spec.values import form
 
-BRANCHES = (("<block>",), ("<none>",))  # tags of the union that `checkpoint` is, as pydantic shows them in a path
+# fields that are unions, and the tags of what they are, as pydantic shows them in a path
+UNIONS = {("checkpoint",): ("<block>", "<none>"), ("train", "micro_batch"): ("<number>", "<auto>")}
 
 
 def _block_or_none(value: Any) -> str:

@@ -19,6 +19,7 @@ from mgpu.errors import InputError
 from mgpu.spec.load import loads
 from mgpu.spec.model import Recovery, RunSpec
 from mgpu.spec.rules import mistakes
+from mgpu.spec.wording import where
 from mgpu.words import count
 
 SMOKE_STEPS = 5
@@ -146,7 +147,8 @@ def _refused(spec: RunSpec, train: TrainConfig, changes: dict[str, Any]) -> str:
         changed = TrainConfig.model_validate({**train.model_dump(exclude_unset=True), **changes})
     except ValidationError as error:
         each = error.errors(include_url=False)[0]
-        return f"{'.'.join(map(str, each['loc']))}: {each['msg']}"
+        at = where({**each, "loc": ("train", *each["loc"])})[1:]
+        return f"{'.'.join(map(str, at))}: {each['msg']}"
     found = next(mistakes(spec.model_copy(update={"train": changed, "matrix": {}})), None)
     return f"{'.'.join(map(str, found.at))}: {found.message}" if found else ""
 

@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from mgpu_train import parallel
 from mgpu_train.config import Job
+from mgpu_train.engines import fit
 from mgpu_train.environment import Folders
 from mgpu_train.errors import TrainError
 from mgpu_train.loop import Trainer
@@ -21,10 +24,11 @@ from mgpu_train.signals import StopRequest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "outside" / "parity"))
 
 MODULE = """
+import os
 import torch
 from torch import nn
 from mgpu_parity.task import Parity
-from mgpu_train.tasks.base import Loss
+from mgpu_train.tasks.base import Layout, Loss
 
 class Doubled(Parity):
     def loss(self, model, batch):
@@ -67,12 +71,43 @@ class Frugal(Parity):
         assert not model.training
         return self.loss(model, batch)
 
+class Normed(Parity):
+    # has statistics, and draws
+    def model(self):
+        bits, width = self.options.bits, self.options.width
+        parts = nn.Linear(bits, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2)
+        return nn.Sequential(*parts)
+    def initialise(self, model):
+        for layer in model:
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+    def layout(self, model):
+        return Layout()
+
+class Greedy(Normed):
+    # one of its machines has memory for two samples
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if len(batch["bits"]) > 2 and os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+class Hungry(Parity):
+    # of 4 MiB for each sample, and nobody asks for more than 16
+    def loss(self, model, batch):
+        samples = len(batch["bits"])
+        assert samples <= 16
+        torch.ones(samples << 22, dtype=torch.uint8)
+        return super().loss(model, batch)
+
 class Empty(Parity):
     def data(self, split):
         return []
 
 class Other: pass
 """
+# bytes of the machine's memory that are free, as `train.micro_batch: auto` sees them
+FREE = {"hungry": 200 << 20, "hungry-fsdp": 200 << 20, "starved": 1 << 10, "unknown": math.inf}
 PARITY = "mgpu_parity.task:Parity"
 OPTIONS = {"bits": 5, "width": 8}
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -93,6 +128,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "no-module": {"task": "nowhere.task:Parity"},
     "no-name": {"task": "partiy"},
     "no-strategy": {"strategy": "dpd"},
+    "normed": {"task": "tasks_of_tests:Normed", "micro_batch": 2},
+    "greedy": {"task": "tasks_of_tests:Greedy", "micro_batch": "auto"},
+    "hungry": {"task": "tasks_of_tests:Hungry", "micro_batch": "auto", "global_batch": 64},
+    "hungry-fsdp": {"task": "tasks_of_tests:Hungry", "strategy": "fsdp", "micro_batch": "auto", "global_batch": 64},
+    "hungry-told": {"task": "tasks_of_tests:Hungry", "micro_batch": 16, "global_batch": 64},
+    "starved": {"micro_batch": "auto"},
+    "unknown": {"micro_batch": "auto"},
     "lm-options": {"task": "lm", "options": {"seq_len": 2}},
 }
 
@@ -109,7 +151,8 @@ def train(out: Path, place: parallel.Place, name: str, **settings: Any) -> str |
         "checkpoint": {"to": "file:///x", "every_steps": 4, "writers": "all"},
     })  # fmt: skip
     try:
-        Trainer(job, Folders(out / name / "checkpoints", out / name / "metrics"), place, StopRequest()).run()
+        with patch.object(fit, "free_bytes", lambda: FREE.get(name, 1 << 34)):
+            Trainer(job, Folders(out / name / "checkpoints", out / name / "metrics"), place, StopRequest()).run()
     except TrainError as error:
         return str(error)
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, StringConstraints, Tag, model_validator
 
 from mgpu_train.health.gpus import Demand
 from mgpu_train.launchers import TORCHRUN, LauncherOrName
@@ -30,6 +30,16 @@ OptimizerName = Literal["adamw", "muon"]
 Writers = Literal["rank0", "all"]
 MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}$")]
 BestMode = Literal["min", "max"]
+
+
+def _word_or_number(value: Any) -> str:
+    return "<auto>" if isinstance(value, str) else "<number>"
+
+
+MicroBatch = Annotated[
+    Annotated[int, Field(ge=1), Tag("<number>")] | Annotated[Literal["auto"], Tag("<auto>")],
+    Discriminator(_word_or_number),  # a mistake is told of one of them alone
+]
 
 
 class Model(BaseModel):
@@ -192,10 +202,10 @@ class Training(Model):
     compile: bool = Field(False, description="compiles the model, block by block (torch.compile)")
     steps: int = Field(300, ge=1, description="optimizer steps in all")
     global_batch: int = Field(32, ge=1, description="samples (lm: sequences) per optimizer step, over all ranks")
-    micro_batch: int | None = Field(
+    micro_batch: MicroBatch | None = Field(
         None,
-        ge=1,
-        description="samples per forward pass of one rank; the rest is accumulated (default: no accumulation)",
+        description="samples per forward pass of one rank; the rest is accumulated. auto: as many as fit into its "
+        "memory, by doubling (default: no accumulation)",
     )
     precision: Precision = Field(
         "auto",
@@ -234,6 +244,15 @@ class Training(Model):
         "the run",
     )
     options: dict[str, JsonValue] = Field({}, description="options of the task, by its own names (default: none)")
+
+    @model_validator(mode="after")
+    def _pipelines_are_told(self) -> Training:
+        if self.micro_batch == "auto" and self.pipeline_parallel > 1:
+            raise ValueError(
+                "`micro_batch: auto` does not go with `pipeline_parallel`: larger micro-batches are fewer, and leave "
+                "stages idle. Say how many samples: at least as many micro-batches as stages"
+            )
+        return self
 
 
 class TrainConfig(LmOptions, Training):

@@ -425,6 +425,9 @@ def test_messages_speak_no_pydantic():
             "2 processes cannot be parted by 1 (tens",
         ),
         (edited(DEMO, "train", "{strategy: hsdp}"), "train.strategy", "hsdp needs 2 replicas or more, of 2 ranks"),
+        (edited(DEMO, "train", "{micro_batch: 0}"), "train.micro_batch", "greater than or equal to 1"),
+        (edited(DEMO, "train", "{micro_batch: most}"), "train.micro_batch", "auto"),
+        (edited(DEMO, "train", "{pipeline_parallel: 2, micro_batch: auto}"), "train", "leave stages idle"),
         (edited(DEMO, "train", "{pipeline_parallel: 2}"), "train.global_batch", "a pipeline of 2 stages takes 2 micro"),
         (
             edited(DEMO, "train", "{strategy: single, pipeline_parallel: 2, micro_batch: 8, model: {layers: 1}}"),
@@ -515,6 +518,7 @@ def test_keys_that_do_not_go_together(text, field, message):
         edited(edited(DEMO, "nodes", "1"), "checkpoint", "{writers: rank0}"),
         edited(edited(DEMO, "train", "{strategy: ddp}"), "checkpoint", "{writers: rank0}"),
         edited(DEMO, "train", "{global_batch: 33, micro_batch: 5}"),
+        edited(DEMO, "train", "{global_batch: 33, micro_batch: auto}"),
         edited(OWN, "launcher", "python") + "nodes: 2\n",
         edited(OWN, "code", "{workdir: ..}"),
         without(DEMO, "checkpoint"),
