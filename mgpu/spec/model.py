@@ -172,8 +172,8 @@ class Keys(MachineKeys, _Named):
     train: TrainConfig | None = Field(None, description="the bundled trainer; or `command` (default: none)")
     trials: Trials | None = Field(
         None,
-        description="what `--smoke` and `--tune` make of a run file: short trainings that are tried in the place of "
-        "`train`, with `checkpoint: none` (default: none)",
+        description="what `--smoke`, `--tune` and `--lr-range` make of a run file: short trainings that are tried in "
+        "the place of `train`, with `checkpoint: none` (default: none)",
     )
     command: tuple[Text, ...] | None = Field(
         None,

@@ -218,6 +218,12 @@ class Training(Model):
     )
     lr: float = Field(6e-3, gt=0, description="peak learning rate")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the cosine schedule ends at this share of lr")
+    lr_from: float | None = Field(
+        None,
+        gt=0,
+        description="the rate grows exponentially from this to `lr`, over all steps: what `--lr-range` makes of a run "
+        "file (default: warm-up, and a cosine)",
+    )
     warmup_steps: int = Field(10, ge=0, description="optimizer steps of linear warm-up")
     weight_decay: float = Field(0.1, ge=0, description="on matrices only")
     ema: float | None = Field(
@@ -244,6 +250,12 @@ class Training(Model):
         "the run",
     )
     options: dict[str, JsonValue] = Field({}, description="options of the task, by its own names (default: none)")
+
+    @model_validator(mode="after")
+    def _rates_grow(self) -> Training:
+        if self.lr_from is not None and self.lr_from >= self.lr:
+            raise ValueError(f"`lr_from` ({self.lr_from:g}) is below `lr` ({self.lr:g}), up to which the rate grows")
+        return self
 
     @model_validator(mode="after")
     def _pipelines_are_told(self) -> Training:
@@ -333,17 +345,29 @@ class Trial(Model):
     )
 
 
+Purpose = Literal["smoke", "tune", "lr-range"]
+
+
 class Trials(Model):
     """What is tried, one after the other, on the machines of one attempt."""
 
-    purpose: Literal["smoke", "tune"] = Field(
-        description="smoke: the first that fails ends it, and the run fails; tune: the fastest is looked for"
+    purpose: Purpose = Field(
+        description="smoke: the first that fails ends it, and the run fails; tune: the fastest is looked for; "
+        "lr-range: the loss is looked at while the rate grows"
     )
     steps: int = Field(default=8, ge=1, le=1000, description="optimizer steps that are measured of each")
     tries: tuple[Trial, ...] = Field(min_length=1, max_length=256, description="in their order")
 
 
 Outcome = Literal["ok", "refused", "out of memory", "failed", "too slow"]
+
+
+class Rate(Model):
+    """One step of a learning-rate range test."""
+
+    lr: float
+    loss: float = Field(description="of this step")
+    smooth: float = Field(description="the mean loss of the steps around it")
 
 
 class Tried(Model):
@@ -361,13 +385,15 @@ class Tried(Model):
         default=None, description="of the rank that took most: of its GPU, or of its process"
     )
     mfu: float | None = Field(default=None, description="share of the GPUs' peak that the model's own arithmetic took")
+    rates: tuple[Rate, ...] = Field(default=(), description="lr-range: of each step that has changed something")
+    lr: float | None = Field(default=None, description="lr-range: the rate at which the loss falls fastest")
 
 
 class TrialResults(Model):
     """`trials.json`: what became of each trial so far."""
 
     version: Literal[1] = 1
-    purpose: Literal["smoke", "tune"]
+    purpose: Purpose
     rows: tuple[Tried, ...] = ()
 
 

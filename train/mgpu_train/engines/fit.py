@@ -1,8 +1,8 @@
 """`train.micro_batch: auto`: the most samples that fit into a forward and backward pass, found by passes that grow.
 
 The size doubles. One is tried only where what those before it took says that it fits on every rank: on a CPU nothing
-but the kernel's kill would end it. What a GPU lacks nevertheless is caught. The model is as before afterwards: gradients
-are thrown away, and buffers put back; what is drawn is no matter, since each step sets its streams anew.
+but the kernel's kill would end it. What a GPU lacks nevertheless is caught. The model is as before afterwards, since
+gradients are thrown away and buffers put back; what is drawn is no matter, since each step sets its streams anew.
 """
 
 from __future__ import annotations
