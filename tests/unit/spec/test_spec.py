@@ -426,8 +426,8 @@ def test_messages_speak_no_pydantic():
         ),
         (edited(DEMO, "train", "{strategy: hsdp}"), "train.strategy", "hsdp needs 2 replicas or more, of 2 ranks"),
         (edited(DEMO, "train", "{lr: 0.1, lr_from: 0.1}"), "train", "`lr_from` (0.1) is below `lr` (0.1)"),
-        (edited(DEMO, "train", "{micro_batch: 0}"), "train.micro_batch", "greater than or equal to 1"),
-        (edited(DEMO, "train", "{micro_batch: most}"), "train.micro_batch", "auto"),
+        (edited(DEMO, "train", "{micro_batch: 0}"), "train.micro_batch", "must be at least 1"),
+        (edited(DEMO, "train", "{micro_batch: most}"), "train.micro_batch", "`most` is not one of: auto"),
         (edited(DEMO, "train", "{pipeline_parallel: 2, micro_batch: auto}"), "train", "leave stages idle"),
         (edited(DEMO, "train", "{pipeline_parallel: 2}"), "train.global_batch", "a pipeline of 2 stages takes 2 micro"),
         (

@@ -72,7 +72,8 @@ class Checkpointer:
         outside_s: float | None = None,
     ) -> None:
         """With `outside_s` a process of its own writes this rank's shards, in at most so many seconds."""
-        self.parts, self.place, self.writers, self.meta = parts, place, writers, meta
+        self.parts, self.place, self.meta = parts, place, meta
+        self.writers: Writers = writers
         self._staging = Staging(place.device, shared=outside_s is not None)
         self._outside = Outside(self._staging, outside_s) if outside_s is not None and self._writes else None
 
