@@ -107,9 +107,10 @@ class Empty(Parity):
 class Other: pass
 """
 # bytes of the machine's memory that are free, as `train.micro_batch: auto` sees them
-FREE = {"hungry": 400 << 20, "hungry-fsdp": 400 << 20, "starved": 1 << 10, "unknown": math.inf}
+FREE = {"hungry": 400 << 20, "hungry-fsdp": 400 << 20, "hungry-on": 200 << 20, "starved": 1 << 10, "unknown": math.inf}
 PARITY = "mgpu_parity.task:Parity"
 OPTIONS = {"bits": 5, "width": 8}
+HUNGRY = {"task": "tasks_of_tests:Hungry", "global_batch": 64}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "whole": {},
     "cut": {"micro_batch": 1},
@@ -130,9 +131,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "no-strategy": {"strategy": "dpd"},
     "normed": {"task": "tasks_of_tests:Normed", "micro_batch": 2},
     "greedy": {"task": "tasks_of_tests:Greedy", "micro_batch": "auto"},
-    "hungry": {"task": "tasks_of_tests:Hungry", "micro_batch": "auto", "global_batch": 64},
-    "hungry-fsdp": {"task": "tasks_of_tests:Hungry", "strategy": "fsdp", "micro_batch": "auto", "global_batch": 64},
-    "hungry-told": {"task": "tasks_of_tests:Hungry", "micro_batch": 16, "global_batch": 64},
+    "hungry": {**HUNGRY, "micro_batch": "auto", "every_steps": 2},
+    "hungry-on": {**HUNGRY, "micro_batch": "auto", "resume": "hungry/checkpoints/step-2"},
+    "hungry-fsdp": {**HUNGRY, "micro_batch": "auto", "strategy": "fsdp"},
+    "hungry-told": {**HUNGRY, "micro_batch": 16},
     "starved": {"micro_batch": "auto"},
     "unknown": {"micro_batch": "auto"},
     "lm-options": {"task": "lm", "options": {"seq_len": 2}},
@@ -141,6 +143,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 def train(out: Path, place: parallel.Place, name: str, **settings: Any) -> str | None:
     """One scenario; why it failed."""
+    every_steps, before = settings.pop("every_steps", 4), settings.pop("resume", None)
     given = {
         "task": PARITY, "steps": 4, "global_batch": 8, "lr": 0.01, "warmup_steps": 0, "validate_every": 4,
         "validate_batches": 2, "threads": 1, "options": OPTIONS, **settings,
@@ -148,11 +151,13 @@ def train(out: Path, place: parallel.Place, name: str, **settings: Any) -> str |
     job = Job.model_validate({
         "run_id": "test", "attempt": 1, "writer": "w", "node_rank": 0, "nodes": 1, "processes_per_node": 2,
         "master_addr": "127.0.0.1", "master_port": 1, "train": given,
-        "checkpoint": {"to": "file:///x", "every_steps": 4, "writers": "all"},
+        "checkpoint": {"to": "file:///x", "every_steps": every_steps, "writers": "all"},
     })  # fmt: skip
     try:
         with patch.object(fit, "free_bytes", lambda: FREE.get(name, 1 << 34)):
-            Trainer(job, Folders(out / name / "checkpoints", out / name / "metrics"), place, StopRequest()).run()
+            resume = before and out / before
+            folders = Folders(out / name / "checkpoints", out / name / "metrics", resume)
+            Trainer(job, folders, place, StopRequest()).run()
     except TrainError as error:
         return str(error)
     return None

@@ -68,6 +68,13 @@ def test_a_micro_batch_is_as_large_as_every_rank_has_memory_for_and_training_is_
     assert (meta["micro_batch"], meta["config"]["micro_batch"]) == (16, "auto")
 
 
+def test_a_resume_with_less_memory_finds_another_micro_batch_and_has_the_same_losses(out):
+    [start] = lines(out, "hungry-on", "start")
+    assert (start["micro_batch"], start["resumed_step"]) == (8, 2)
+    expected = [line["loss"] for line in lines(out, "hungry", "step")][2:]
+    assert [line["loss"] for line in lines(out, "hungry-on", "step")] == pytest.approx(expected, rel=1e-5)
+
+
 def test_shards_find_their_micro_batch_too(out):
     assert [line["micro_batch"] for line in lines(out, "hungry-fsdp", "start")] == [16]
     for key in ("loss", "grad_norm"):
