@@ -50,7 +50,17 @@ class Asked:
             )
         if self.tune:
             return trials.tune(whole(run_file, changes))
-        return (trials.lr_range if self.lr_range else trials.smoke)(load(run_file, changes))
+        spec = load(run_file, changes)
+        if not self.lr_range:
+            return trials.smoke(spec)
+        kept = load(run_file).train if self.write else None
+        if kept is not None and kept.lr_from is not None:
+            raise InputError(
+                f"{run_file}: `train.lr_from` and --write do not go together",
+                "With it in the file each run is a range test, whatever `lr` is written.",
+                "Take it out of the file, and give it by `--set`.",
+            )
+        return trials.lr_range(spec)
 
     def end(self, console: Console, run_file: Path, record: Record) -> None:
         """Writes what was found into the run file, where that was asked for."""

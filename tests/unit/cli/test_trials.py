@@ -37,11 +37,12 @@ def row(name: str, speed: float | None, outcome: str = "ok", said: str = "", pur
         (["--smoke", "--detach"], "--smoke and --detach"),
         (["--tune", "--lr-range"], "--tune and --lr-range"),
         (["--smoke", "--write"], "--write is for --tune"),
+        (["--lr-range", "--write"], "`train.lr_from` and --write"),
     ],
 )
 @pytest.mark.parametrize("command", ["launch", "run"])
 def test_what_does_not_go_together_is_said_before_anything_is_rented(mgpu, world, command, options, said):
-    world.run_file.write_text(TRAIN)
+    world.run_file.write_text(TRAIN.replace("8}", "8, lr_from: 1e-5}"))
     done = mgpu(command, "--yes", *options)
     assert done.code == 2
     assert said in done.err
