@@ -125,9 +125,10 @@ class RunView(Value):
         description="of the newest attempt: `folder`, `files`, `bytes`, how many are `missing`"
     )
     trials: list[dict[str, Any]] = Field(
-        description="of `--smoke` or `--tune`, in their order: `purpose`, `name`, `train` (what was changed), "
-        "`world_size`, `outcome` (ok, refused, out of memory, failed, too slow), `said`, `seconds`, `unit`, "
-        "`units_per_s`, `memory_gib`, `mfu`, `usd_per_million` (units)"
+        description="of `--smoke`, `--tune` or `--lr-range`, in their order: `purpose`, `name`, `train` (what was "
+        "changed), `world_size`, `outcome` (ok, refused, out of memory, failed, too slow), `said`, `seconds`, `unit`, "
+        "`units_per_s`, `memory_gib`, `mfu`, `usd_per_million` (units); of lr-range `rates` (of each step `lr`, "
+        "`loss`, and `smooth`, the mean of the steps around it) and `lr` (where the loss falls fastest; null: nowhere)"
     )
     image: str | None = Field(description="repository@sha256:..., of every attempt; null: without a container")
     fleet: dict[str, Any] | None = Field(description="the stack output `mgpu`, as it was read")

@@ -22,7 +22,8 @@ from mgpu.spec.provider import installed, on_this_machine
 from mgpu.spec.values import form
 
 DEFAULT_EVERY_STEPS = 100  # between checkpoints of the bundled trainer
-BRANCHES = (("<block>",), ("<none>",))  # tags of the union that `checkpoint` is, as pydantic shows them in a path
+# fields that are unions, and the tags of what they are, as pydantic shows them in a path
+UNIONS = {("checkpoint",): ("<block>", "<none>"), ("train", "micro_batch"): ("<number>", "<auto>")}
 
 
 def _block_or_none(value: Any) -> str:
@@ -172,8 +173,8 @@ class Keys(MachineKeys, _Named):
     train: TrainConfig | None = Field(None, description="the bundled trainer; or `command` (default: none)")
     trials: Trials | None = Field(
         None,
-        description="what `--smoke` and `--tune` make of a run file: short trainings that are tried in the place of "
-        "`train`, with `checkpoint: none` (default: none)",
+        description="what `--smoke`, `--tune` and `--lr-range` make of a run file: short trainings that are tried in "
+        "the place of `train`, with `checkpoint: none` (default: none)",
     )
     command: tuple[Text, ...] | None = Field(
         None,

@@ -348,11 +348,15 @@ def _outputs(spec: RunSpec) -> Iterator[Mistake]:
 def _expect(spec: RunSpec) -> Iterator[Mistake]:
     name = spec.train.task if spec.train else ""
     task = tasks.installed().found.get(name)
+    told = task.metrics if task else ()
+    if spec.train and spec.train.ema is not None:  # each validation is made of the mean parameters, too
+        names = (metric.partition("validation_") for metric in told if metric.startswith("validation_"))
+        told = (*told, *(f"validation_ema_{value}" for _, _, value in names if value != "step"))
     for metric, each in spec.expect.items():
         at: Where = ("expect", metric)
-        if task and task.metrics and metric not in (*task.metrics, *OF_THE_RUN):
-            near = get_close_matches(metric, (*task.metrics, *OF_THE_RUN), 1)
-            message = f"task {name} reports no such metric; there are {', '.join(task.metrics)}"
+        if told and metric not in (*told, *OF_THE_RUN):
+            near = get_close_matches(metric, (*told, *OF_THE_RUN), 1)
+            message = f"task {name} reports no such metric; there are {', '.join(told)}"
             yield Mistake(at, message, (("train", "task"),), near[0] if near else None)
         if each.max is None and each.min is None and each.median_of is None:
             reads = ((*at, "max"), (*at, "min"), (*at, "median_of"))

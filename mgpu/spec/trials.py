@@ -1,4 +1,4 @@
-"""What `--smoke` and `--tune` make of a run file: short trainings in the place of the whole one."""
+"""What `--smoke`, `--tune` and `--lr-range` make of a run file: short trainings in the place of the whole one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from mgpu.errors import InputError
 from mgpu.spec.load import loads
 from mgpu.spec.model import Recovery, RunSpec
 from mgpu.spec.rules import mistakes
+from mgpu.spec.text.wording import where
 from mgpu.words import count
 
 SMOKE_STEPS = 5
 TUNE_STEPS = 8
+RANGE_STEPS = 100
+RANGE = 1e-6, 1.0  # rates that no loss falls with yet, and that most models diverge with
 # what changes how fast a model learns its samples, and not which samples, or by which rule
 TUNABLE = (
     *("micro_batch", "activation_checkpointing", "compile", "strategy", "tensor_parallel", "pipeline_parallel"),
@@ -56,6 +59,14 @@ def tune(spec: RunSpec) -> RunSpec:
     combinations = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     tries = tuple(Trial(name=words(each), train=each, refused=_refused(spec, train, each)) for each in combinations)
     return _instead(spec, Trials(purpose="tune", steps=TUNE_STEPS, tries=tries))
+
+
+def lr_range(spec: RunSpec) -> RunSpec:
+    """One training whose rate grows from `train.lr_from` to `train.lr`; without that key over all that may be one."""
+    train = _require_train(spec, "--lr-range")
+    low, high = RANGE if train.lr_from is None else (train.lr_from, train.lr)
+    tried = Trial(name=f"lr: {low:g} to {high:g}", train={"lr_from": low, "lr": high})
+    return _instead(spec, Trials(purpose="lr-range", steps=RANGE_STEPS, tries=(tried,)))
 
 
 def words(changes: dict[str, Any]) -> str:
@@ -146,7 +157,8 @@ def _refused(spec: RunSpec, train: TrainConfig, changes: dict[str, Any]) -> str:
         changed = TrainConfig.model_validate({**train.model_dump(exclude_unset=True), **changes})
     except ValidationError as error:
         each = error.errors(include_url=False)[0]
-        return f"{'.'.join(map(str, each['loc']))}: {each['msg']}"
+        at = where({**each, "loc": ("train", *each["loc"])})[1:]
+        return f"{'.'.join(map(str, at))}: {each['msg']}"
     found = next(mistakes(spec.model_copy(update={"train": changed, "matrix": {}})), None)
     return f"{'.'.join(map(str, found.at))}: {found.message}" if found else ""
 

@@ -58,6 +58,8 @@ def test_the_losses_are_those_of_the_cpu_and_survive_a_resume(tmp_path, strategy
     cpu = losses(tmp_path / "cpu", {**here, "CUDA_VISIBLE_DEVICES": ""}, strategy=strategy)
     cuda = losses(tmp_path / "cuda", here, strategy=strategy)
     assert cuda == pytest.approx(cpu, rel=1e-3)
+    found = losses(tmp_path / "found", here, strategy=strategy, micro_batch="auto")
+    assert found == pytest.approx(cuda, rel=1e-4)
     resumed = losses(tmp_path / "resumed", here, resume=tmp_path / "cuda" / "ck" / "step-3", strategy=strategy)
     assert resumed == pytest.approx(cuda[3:], rel=1e-4)
     bf16 = losses(tmp_path / "bf16", here, strategy=strategy, precision="bf16")

@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from mgpu_train import parallel
 from mgpu_train.config import Job
+from mgpu_train.engines import fit
 from mgpu_train.environment import Folders
 from mgpu_train.errors import TrainError
 from mgpu_train.loop import Trainer
@@ -21,10 +24,11 @@ from mgpu_train.signals import StopRequest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "outside" / "parity"))
 
 MODULE = """
+import os
 import torch
 from torch import nn
 from mgpu_parity.task import Parity
-from mgpu_train.tasks.base import Loss
+from mgpu_train.tasks.base import Layout, Loss
 
 class Doubled(Parity):
     def loss(self, model, batch):
@@ -67,14 +71,46 @@ class Frugal(Parity):
         assert not model.training
         return self.loss(model, batch)
 
+class Normed(Parity):
+    # has statistics, and draws
+    def model(self):
+        bits, width = self.options.bits, self.options.width
+        parts = nn.Linear(bits, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2)
+        return nn.Sequential(*parts)
+    def initialise(self, model):
+        for layer in model:
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+    def layout(self, model):
+        return Layout()
+
+class Greedy(Normed):
+    # one of its machines has memory for two samples
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if len(batch["bits"]) > 2 and os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+class Hungry(Parity):
+    # of 8 MiB for each sample, and nobody asks for more than 16
+    def loss(self, model, batch):
+        samples = len(batch["bits"])
+        assert samples <= 16
+        torch.ones(samples << 23, dtype=torch.uint8)
+        return super().loss(model, batch)
+
 class Empty(Parity):
     def data(self, split):
         return []
 
 class Other: pass
 """
+# bytes of the machine's memory that are free, as `train.micro_batch: auto` sees them
+FREE = {"hungry": 400 << 20, "hungry-fsdp": 400 << 20, "hungry-on": 200 << 20, "starved": 1 << 10, "unknown": math.inf}
 PARITY = "mgpu_parity.task:Parity"
 OPTIONS = {"bits": 5, "width": 8}
+HUNGRY = {"task": "tasks_of_tests:Hungry", "global_batch": 64}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "whole": {},
     "cut": {"micro_batch": 1},
@@ -93,12 +129,21 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "no-module": {"task": "nowhere.task:Parity"},
     "no-name": {"task": "partiy"},
     "no-strategy": {"strategy": "dpd"},
+    "normed": {"task": "tasks_of_tests:Normed", "micro_batch": 2},
+    "greedy": {"task": "tasks_of_tests:Greedy", "micro_batch": "auto"},
+    "hungry": {**HUNGRY, "micro_batch": "auto", "every_steps": 2},
+    "hungry-on": {**HUNGRY, "micro_batch": "auto", "resume": "hungry/checkpoints/step-2"},
+    "hungry-fsdp": {**HUNGRY, "micro_batch": "auto", "strategy": "fsdp"},
+    "hungry-told": {**HUNGRY, "micro_batch": 16},
+    "starved": {"micro_batch": "auto"},
+    "unknown": {"micro_batch": "auto"},
     "lm-options": {"task": "lm", "options": {"seq_len": 2}},
 }
 
 
 def train(out: Path, place: parallel.Place, name: str, **settings: Any) -> str | None:
     """One scenario; why it failed."""
+    every_steps, before = settings.pop("every_steps", 4), settings.pop("resume", None)
     given = {
         "task": PARITY, "steps": 4, "global_batch": 8, "lr": 0.01, "warmup_steps": 0, "validate_every": 4,
         "validate_batches": 2, "threads": 1, "options": OPTIONS, **settings,
@@ -106,10 +151,13 @@ def train(out: Path, place: parallel.Place, name: str, **settings: Any) -> str |
     job = Job.model_validate({
         "run_id": "test", "attempt": 1, "writer": "w", "node_rank": 0, "nodes": 1, "processes_per_node": 2,
         "master_addr": "127.0.0.1", "master_port": 1, "train": given,
-        "checkpoint": {"to": "file:///x", "every_steps": 4, "writers": "all"},
+        "checkpoint": {"to": "file:///x", "every_steps": every_steps, "writers": "all"},
     })  # fmt: skip
     try:
-        Trainer(job, Folders(out / name / "checkpoints", out / name / "metrics"), place, StopRequest()).run()
+        with patch.object(fit, "free_bytes", lambda: FREE.get(name, 1 << 34)):
+            resume = before and out / before
+            folders = Folders(out / name / "checkpoints", out / name / "metrics", resume)
+            Trainer(job, folders, place, StopRequest()).run()
     except TrainError as error:
         return str(error)
     return None

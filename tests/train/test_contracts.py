@@ -58,6 +58,30 @@ def test_a_validation_takes_no_more_memory_than_training(out):
     )
 
 
+def test_a_micro_batch_is_as_large_as_every_rank_has_memory_for_and_training_is_as_if_it_had_been_told(out):
+    for found, told, size in (("greedy", "normed", 2), ("hungry", "hungry-told", 16)):
+        assert [line["micro_batch"] for name in (found, told) for line in lines(out, name, "start")] == [size, size]
+        for kind, keys in (("step", ("loss", "accuracy", "grad_norm", "lr")), ("validation", ("loss", "accuracy"))):
+            rows = [[[line[key] for key in keys] for line in lines(out, name, kind)] for name in (found, told)]
+            assert rows[0] == rows[1], "the search has changed nothing"
+    meta = json.loads((out / "hungry" / "checkpoints" / "step-4" / "meta.json").read_text())
+    assert (meta["micro_batch"], meta["config"]["micro_batch"]) == (16, "auto")
+
+
+def test_a_resume_with_less_memory_finds_another_micro_batch_and_has_the_same_losses(out):
+    [start] = lines(out, "hungry-on", "start")
+    assert (start["micro_batch"], start["resumed_step"]) == (8, 2)
+    expected = [line["loss"] for line in lines(out, "hungry", "step")][2:]
+    assert [line["loss"] for line in lines(out, "hungry-on", "step")] == pytest.approx(expected, rel=1e-5)
+
+
+def test_shards_find_their_micro_batch_too(out):
+    assert [line["micro_batch"] for line in lines(out, "hungry-fsdp", "start")] == [16]
+    for key in ("loss", "grad_norm"):
+        expected = [line[key] for line in lines(out, "hungry-told", "step")]
+        assert [line[key] for line in lines(out, "hungry-fsdp", "step")] == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_trainer_says_which_phase_begins(out):
     assert [line["phase"] for line in lines(out, "whole", "phase")] == [
         "building", "validation", "first_step", "training", "validation", "training", "saving", "saving", "finishing",
@@ -85,6 +109,8 @@ def test_weights_that_are_one_stay_one(out):
         ("no-module", "`code:` of the run file sends a folder and installs requirements"),
         ("no-name", "`train.task`: `partiy` is not one of diffusion, hf, lm, recommender, vision"),
         ("no-strategy", "`train.strategy`: `dpd` is not one of ddp, fsdp, hsdp, single"),
+        ("starved", "`train.micro_batch: auto`: not even 1 at a time: with it rank"),
+        ("unknown", "`train.micro_batch: auto`: this system does not say how much memory"),
         ("lm-options", "`train.options` of task lm: seq_len: Input should be greater than or equal to 8"),
     ],
 )

@@ -453,7 +453,8 @@ def test_memory_that_is_free_is_what_the_kernel_and_the_container_leave(monkeypa
 
     monkeypatch.setattr(Path, "read_text", read_text)
     assert free_bytes() == 4096
-    files["/sys/fs/cgroup/memory.max"] = "4095\n"
+    group = {"max": "4100\n", "current": "105\n", "stat": "anon 5\ninactive_file 100\n"}
+    files |= {f"/sys/fs/cgroup/memory.{name}": text for name, text in group.items()}
     assert free_bytes() == 4095
     files.clear()
     assert free_bytes() == float("inf")

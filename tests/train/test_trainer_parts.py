@@ -39,6 +39,10 @@ class TestLearningRate:
         assert rates[54] == pytest.approx(0.55)
         assert rates[9:] == sorted(rates[9:], reverse=True)
 
+    def test_a_range_of_rates_grows_by_the_same_factor(self):
+        config = TrainConfig(steps=5, lr_from=1e-4, lr=1.0)
+        assert [learning_rate(step, config) for step in range(1, 6)] == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1.0])
+
     def test_a_warm_up_longer_than_training_and_none_at_all(self):
         assert learning_rate(5, TrainConfig(steps=5, warmup_steps=10, lr=1.0)) == 0.5
         assert learning_rate(1, TrainConfig(steps=1, warmup_steps=0, lr=1.0)) == pytest.approx(0.1)
@@ -187,7 +191,7 @@ class TestGPT:
         sizes = [
             sum(4 * p.numel() for p in model.parameters() if (id(p) in matrices) is muon) for muon in (True, False)
         ]
-        assert made.state_bytes == sizes[0] + 2 * sizes[1]
+        assert made.state_bytes == made.held_bytes == sizes[0] + 2 * sizes[1]
 
 
 class TestAverage:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from mgpu_train.agent.machine import ports, procs
 from mgpu_train.config import Job, TrialResults
 from mgpu_train.trials import part
 from mgpu_train.trials.__main__ import _of_all
+from mgpu_train.trials.lr_range import curve, suggested
 from mgpu_train.trials.part import Part, Ranks
 from waiting import until
 
@@ -158,6 +161,43 @@ def test_ranks_end_soon_after_those_of_another_node_have_failed(tmp_path: Path, 
     found = begin(tmp_path, monkeypatch, "sleep 1000", count=1).run(600, lambda: True, lambda: None)
     assert (found.outcome, found.consequence) == ("failed", True)
     assert time.monotonic() - began < 300
+
+
+def test_a_range_of_rates_goes_on_where_it_diverges_and_tells_what_it_suggests(tmp_path: Path):
+    tried = {"name": "lr: 1e-05 to 1e+20", "train": {"lr_from": 1e-5, "lr": 1e20}}
+    train = {"task": "mgpu_parity.task:Parity", "global_batch": 64, "steps": 1_000_000, "options": {"bits": 4}}
+    told = job({"purpose": "lr-range", "steps": 60, "tries": [tried]}, train=train, processes_per_node=1)
+    ended = conduct(tmp_path / "node", told)
+    _, said = ended.communicate(timeout=240)
+    assert ended.returncode == 0, said
+    [row] = TrialResults.model_validate_json((tmp_path / "node" / "trials.json").read_bytes()).rows
+    assert row.outcome == "ok"
+    rates = [each.lr for each in row.rates]
+    assert rates[0] == pytest.approx(1e-5)
+    assert [after / before for before, after in pairwise(rates[:9])] == pytest.approx([10 ** (25 / 59)] * 8)
+    assert row.rates[-1].loss > 10 * row.rates[0].loss, "it has diverged"
+    assert f"at lr {row.lr:g}" in said
+    assert 1e-4 < (row.lr or 0) < 10
+
+
+def loss_at(lr: float, falls: float) -> float:
+    """Flat, then falling, by most at a rate of 0.01, then rising."""
+    return 5 - falls / (1 + (0.01 / lr) ** 2) + lr**2
+
+
+@pytest.mark.parametrize(("falls", "noise", "found"), [(3.0, 0.0, 0.01), (3.0, 0.05, 0.01), (0.01, 0.5, None)])
+def test_the_rate_that_is_suggested_is_where_the_loss_falls_fastest(falls: float, noise: float, found: float | None):
+    drawn = random.Random(1)
+    steps = [
+        (lr, loss_at(lr, falls) + noise * drawn.gauss(0, 1)) for lr in (10 ** (-6 + 7 * at / 99) for at in range(100))
+    ]
+    rates = curve(steps)
+    assert [each.loss for each in rates] == [loss for _, loss in steps]
+    lr = suggested(rates)
+    assert (lr is None) == (found is None)
+    assert lr is None or found is None or found / 2 < lr < found * 2
+    assert suggested(rates[:2]) is None
+    assert suggested(()) is None
 
 
 def test_of_all_nodes_the_one_that_is_the_cause_is_believed():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, StringConstraints, Tag, model_validator
 
 from mgpu_train.health.gpus import Demand
 from mgpu_train.launchers import TORCHRUN, LauncherOrName
@@ -30,6 +30,16 @@ OptimizerName = Literal["adamw", "muon"]
 Writers = Literal["rank0", "all"]
 MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,127}$")]
 BestMode = Literal["min", "max"]
+
+
+def _word_or_number(value: Any) -> str:
+    return "<auto>" if isinstance(value, str) else "<number>"
+
+
+MicroBatch = Annotated[
+    Annotated[int, Field(ge=1), Tag("<number>")] | Annotated[Literal["auto"], Tag("<auto>")],
+    Discriminator(_word_or_number),  # a mistake is told of one of them alone
+]
 
 
 class Model(BaseModel):
@@ -192,10 +202,10 @@ class Training(Model):
     compile: bool = Field(False, description="compiles the model, block by block (torch.compile)")
     steps: int = Field(300, ge=1, description="optimizer steps in all")
     global_batch: int = Field(32, ge=1, description="samples (lm: sequences) per optimizer step, over all ranks")
-    micro_batch: int | None = Field(
+    micro_batch: MicroBatch | None = Field(
         None,
-        ge=1,
-        description="samples per forward pass of one rank; the rest is accumulated (default: no accumulation)",
+        description="samples per forward pass of one rank; the rest is accumulated. auto: as many as fit into its "
+        "memory, by doubling (default: no accumulation)",
     )
     precision: Precision = Field(
         "auto",
@@ -208,6 +218,12 @@ class Training(Model):
     )
     lr: float = Field(6e-3, gt=0, description="peak learning rate")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="the cosine schedule ends at this share of lr")
+    lr_from: float | None = Field(
+        None,
+        gt=0,
+        description="the rate grows exponentially from this to `lr`, over all steps: what `--lr-range` makes of a run "
+        "file (default: warm-up, and a cosine)",
+    )
     warmup_steps: int = Field(10, ge=0, description="optimizer steps of linear warm-up")
     weight_decay: float = Field(0.1, ge=0, description="on matrices only")
     ema: float | None = Field(
@@ -234,6 +250,21 @@ class Training(Model):
         "the run",
     )
     options: dict[str, JsonValue] = Field({}, description="options of the task, by its own names (default: none)")
+
+    @model_validator(mode="after")
+    def _rates_grow(self) -> Training:
+        if self.lr_from is not None and self.lr_from >= self.lr:
+            raise ValueError(f"`lr_from` ({self.lr_from:g}) is below `lr` ({self.lr:g}), up to which the rate grows")
+        return self
+
+    @model_validator(mode="after")
+    def _pipelines_are_told(self) -> Training:
+        if self.micro_batch == "auto" and self.pipeline_parallel > 1:
+            raise ValueError(
+                "`micro_batch: auto` does not go with `pipeline_parallel`: larger micro-batches are fewer, and leave "
+                "stages idle. Say how many samples: at least as many micro-batches as stages"
+            )
+        return self
 
 
 class TrainConfig(LmOptions, Training):
@@ -314,17 +345,29 @@ class Trial(Model):
     )
 
 
+Purpose = Literal["smoke", "tune", "lr-range"]
+
+
 class Trials(Model):
     """What is tried, one after the other, on the machines of one attempt."""
 
-    purpose: Literal["smoke", "tune"] = Field(
-        description="smoke: the first that fails ends it, and the run fails; tune: the fastest is looked for"
+    purpose: Purpose = Field(
+        description="smoke: the first that fails ends it, and the run fails; tune: the fastest is looked for; "
+        "lr-range: the loss is looked at while the rate grows"
     )
     steps: int = Field(default=8, ge=1, le=1000, description="optimizer steps that are measured of each")
     tries: tuple[Trial, ...] = Field(min_length=1, max_length=256, description="in their order")
 
 
 Outcome = Literal["ok", "refused", "out of memory", "failed", "too slow"]
+
+
+class Rate(Model):
+    """One step of a learning-rate range test."""
+
+    lr: float
+    loss: float = Field(description="of this step")
+    smooth: float = Field(description="the mean loss of the steps around it")
 
 
 class Tried(Model):
@@ -342,13 +385,15 @@ class Tried(Model):
         default=None, description="of the rank that took most: of its GPU, or of its process"
     )
     mfu: float | None = Field(default=None, description="share of the GPUs' peak that the model's own arithmetic took")
+    rates: tuple[Rate, ...] = Field(default=(), description="lr-range: of each step that has changed something")
+    lr: float | None = Field(default=None, description="lr-range: the rate at which the loss falls fastest")
 
 
 class TrialResults(Model):
     """`trials.json`: what became of each trial so far."""
 
     version: Literal[1] = 1
-    purpose: Literal["smoke", "tune"]
+    purpose: Purpose
     rows: tuple[Tried, ...] = ()
 
 

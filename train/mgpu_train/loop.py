@@ -15,16 +15,18 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 
 from mgpu_train import parallel, stacks
 from mgpu_train.checkpoint.distributed import meta
-from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress
+from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress, copied_bytes
 from mgpu_train.checkpoint.distributed.saver import Outcome, Saver
 from mgpu_train.config import Job
 from mgpu_train.data.loader import Loader
 from mgpu_train.data.order import Order, Slices
 from mgpu_train.engines import of as engine_of
+from mgpu_train.engines.fit import Fit
 from mgpu_train.environment import Folders, read_job, trainable
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
@@ -96,6 +98,17 @@ class Trainer:
         # Model: the seed is the same on all ranks, so that replicas begin equal.
         self.model, layout = initial.spread(self.strategy, self.task, config)
         optimizers = optim.make(self.model, layout, config)
+        self.ema = Average(self.model, config.ema) if config.ema else None
+        learned = (each for each in self.model.parameters() if each.requires_grad)
+        weights = sum(each.numel() * each.element_size() for each in learned)
+        state = weights + optimizers.state_bytes + (self.ema.nbytes if self.ema else 0)
+        writers, save_s = job.checkpoint.writers if job.checkpoint else "all", job.timeouts.save_s
+        if config.micro_batch == "auto":
+            read = partial(self.loader.read, self.data, self.order.__getitem__)
+            fit = Fit(self.task, self.model, self.strategy, read, self.pulse.did, compiled=config.compile)
+            copied = 0 if gpu or job.checkpoint is None else copied_bytes(state, place, writers)
+            found = fit.largest(self.slices.size, optimizers.held_bytes + copied)
+            self.slices, self.loader.waited_s = replace(self.slices, micro_batch=found), 0.0
         self.engine = engine_of(place)(
             self.task,
             self.model,
@@ -105,21 +118,17 @@ class Trainer:
             micro_batches=self.slices.count,
             did=self.pulse.did,
         )
-        self.ema = Average(self.model, config.ema) if config.ema else None
         self.patience = Patience(config.early_stopping) if config.early_stopping else None
 
         # From zero, or from the one checkpoint that all nodes were given. Beside a GPU another process writes.
         self.save_clock = SaveClock(job.checkpoint)
-        writers, save_s = job.checkpoint.writers if job.checkpoint else "all", job.timeouts.save_s
         outside = job.checkpoint is not None and (gpu if outside is None else outside)
         others = {"ema": self.ema, "patience": self.patience}
         parts = {**self.engine.parts(), **{name: part for name, part in others.items() if part is not None}}
-        self.meta = meta.of_run(config, place, self.data.fingerprint)
+        self.meta = meta.of_run(config, place, self.data.fingerprint, self.slices.size)
         self.checkpointer = Checkpointer(parts, place, writers, self.meta, outside_s=save_s if outside else None)
         if job.checkpoint is not None:
-            learned = (each for each in self.model.parameters() if each.requires_grad)
-            weights = sum(each.numel() * each.element_size() for each in learned)
-            self.checkpointer.require_memory(weights + optimizers.state_bytes + (self.ema.nbytes if self.ema else 0))
+            self.checkpointer.require_memory(state)
         self.progress = self.checkpointer.load(folders.resume) if folders.resume else Progress()
         self.saver = (
             Saver(self.checkpointer, folders.checkpoints, save_s) if job.checkpoint and folders.checkpoints else None
@@ -341,8 +350,9 @@ class Trainer:
     def _announce(self) -> None:
         resumed = self.progress.step if self.folders.resume else None
         kind = f"{self.config.strategy} on {self.place.world_size} x {self.place.device.type}"
-        log.info("%s, %d threads each, %s", kind, self.threads, self.policy.name)
-        self.report.start(self.model, (len(self.data), len(self.validation_data)), self.job.attempt, resumed)
+        log.info("%s, %d threads each, %s, %d samples a pass", kind, self.threads, self.policy.name, self.slices.size)
+        samples = len(self.data), len(self.validation_data)
+        self.report.start(self.model, samples, self.job.attempt, resumed, self.slices.size)
         if self.folders.resume is not None:
             log.info("resumed at step %d from %s", resumed, self.folders.resume)
             for change in meta.differences(self.folders.resume, self.meta):

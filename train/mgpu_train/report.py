@@ -48,11 +48,13 @@ class Report:
         self._spent, self._waits = Spent(), 0  # since the last line, and lines in a row with much waiting
         self._losses: tuple[int, dict[str, Any]] = (0, {})  # the newest step with its loss, and its validation
 
-    def start(self, model: nn.Module, samples: tuple[int, int], attempt: int, resumed_step: int | None) -> None:
+    def start(
+        self, model: nn.Module, samples: tuple[int, int], attempt: int, resumed_step: int | None, micro_batch: int
+    ) -> None:
         """Training begins; `samples` of training and of validation."""
         facts = self._task.facts()
         of_run = {"steps": self._config.steps, "world_size": self._world_size, "resumed_step": resumed_step}
-        self._lines.write("start", **{**facts, "attempt": attempt, **of_run})
+        self._lines.write("start", **{**facts, "attempt": attempt, **of_run, "micro_batch": micro_batch})
         parameters = sum(parameter.numel() for parameter in model.parameters())
         log.info("%d parameters, %d + %d samples", parameters, *samples)
         if facts:

@@ -197,7 +197,7 @@ class Record:
     outputs: dict[str, Any] | None = None  # of the newest attempt: `folder`, `files`, `bytes`, how many are `missing`
     trials: list[dict[str, Any]] = field(
         default_factory=list
-    )  # rows of `--smoke` or `--tune`: as `mgpu.run.view` has them
+    )  # rows of `--smoke`, `--tune` or `--lr-range`: as `mgpu.run.view` has them
     teardown: str = "none"  # none | asked | confirmed | kept | not ours
     supervisor_pid: int = 0
     schedule: str = ""  # that has started it; empty: somebody did

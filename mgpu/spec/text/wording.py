@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from mgpu.spec import command
 from mgpu.spec.image import no_reference
-from mgpu.spec.model import BRANCHES, RunSpec
+from mgpu.spec.model import UNIONS, RunSpec
 from mgpu.spec.text.document import Document, Where, dotted
 from mgpu.spec.values import choice, refusal, shown
 
@@ -21,8 +21,9 @@ NAMES: tuple[Where, ...] = (("env",), ("image", "args"))  # blocks whose keys ar
 def where(error: Mapping[str, Any]) -> Where:
     """The field of an error, without what pydantic puts in between: a union's branch, the mark of a key's own name."""
     at: Where = error["loc"]
-    if at[0] == "checkpoint" and at[1:2] in BRANCHES:
-        return (at[0], *at[2:])
+    for union, tags in UNIONS.items():
+        if at[: len(union)] == union and at[len(union) : len(union) + 1] in [(tag,) for tag in tags]:
+            return (*union, *at[len(union) + 1 :])
     named = next((len(block) + 1 for block in NAMES if at[: len(block)] == block), None)
     if named is None and at[-1] == "[key]" and error["type"] != "extra_forbidden":
         return at[:-1]

@@ -35,12 +35,14 @@ def row(name: str, speed: float | None, outcome: str = "ok", said: str = "", pur
         (["--tune", "--smoke"], "--tune and --smoke"),
         (["--tune", "--resume", "x"], "--tune and --resume"),
         (["--smoke", "--detach"], "--smoke and --detach"),
+        (["--tune", "--lr-range"], "--tune and --lr-range"),
         (["--smoke", "--write"], "--write is for --tune"),
+        (["--lr-range", "--write"], "`train.lr_from` and --write"),
     ],
 )
 @pytest.mark.parametrize("command", ["launch", "run"])
 def test_what_does_not_go_together_is_said_before_anything_is_rented(mgpu, world, command, options, said):
-    world.run_file.write_text(TRAIN)
+    world.run_file.write_text(TRAIN.replace("8}", "8, lr_from: 1e-5}"))
     done = mgpu(command, "--yes", *options)
     assert done.code == 2
     assert said in done.err
@@ -67,13 +69,34 @@ def test_a_smoke_run_has_no_fastest(capsys):
     assert "train:" not in capsys.readouterr().out
 
 
-def test_write_changes_the_run_file_of_a_run_that_has_succeeded_alone(tmp_path):
-    path, asked = tmp_path / "mgpu.yaml", trials.Asked(smoke=False, tune=True, write=True)
-    rows = [row("x", 4000.0, micro_batch=4)]
+def rate(lr: float | None) -> dict:
+    rates = [{"lr": 10.0**-power, "loss": 9.0, "smooth": power / 8} for power in range(60, 0, -1)]
+    return {**row("lr: 1e-60 to 0.1", 9.0, purpose="lr-range", lr=0.1), "rates": rates, "lr": lr}
+
+
+def test_the_table_of_rates_has_twenty_of_them_and_what_is_suggested(capsys):
+    trials.show(Console(), record(trials=[rate(1e-4)]))
+    shown = capsys.readouterr().out
+    lines = shown.strip().splitlines()
+    assert lines[-1] == "train: {lr: 0.0001}"
+    rows = [line.split() for line in lines if "e-" in line and "to" not in line]
+    assert len(rows) in (20, 21)
+    assert ["1.0e-04", "*", "0.5000"] in rows
+    trials.show(Console(), record(trials=[rate(None)]))
+    said = capsys.readouterr()
+    assert "train:" not in said.out
+    assert "falls with none of these rates" in said.err
+
+
+@pytest.mark.parametrize(
+    ("rows", "written"), [([row("x", 4000.0, micro_batch=4)], "{micro_batch: 4, "), ([rate(1e-5)], "{lr: 1e-05, ")]
+)
+def test_write_changes_the_run_file_of_a_run_that_has_succeeded_alone(tmp_path, rows, written):
+    path, asked = tmp_path / "mgpu.yaml", trials.Asked(smoke=False, tune=True, lr_range=False, write=True)
     for state, changed in ((State.FAILED, False), (State.SUCCEEDED, True)):
         path.write_text(TRAIN)
         asked.end(Console(), path, record(state=state, trials=rows))
-        assert ("micro_batch: 4" in path.read_text()) is changed
+        assert (written in path.read_text()) is changed
 
 
 def test_the_record_has_the_rows_with_what_a_million_units_cost(tmp_path):

@@ -425,6 +425,10 @@ def test_messages_speak_no_pydantic():
             "2 processes cannot be parted by 1 (tens",
         ),
         (edited(DEMO, "train", "{strategy: hsdp}"), "train.strategy", "hsdp needs 2 replicas or more, of 2 ranks"),
+        (edited(DEMO, "train", "{lr: 0.1, lr_from: 0.1}"), "train", "`lr_from` (0.1) is below `lr` (0.1)"),
+        (edited(DEMO, "train", "{micro_batch: 0}"), "train.micro_batch", "must be at least 1"),
+        (edited(DEMO, "train", "{micro_batch: most}"), "train.micro_batch", "`most` is not one of: auto"),
+        (edited(DEMO, "train", "{pipeline_parallel: 2, micro_batch: auto}"), "train", "leave stages idle"),
         (edited(DEMO, "train", "{pipeline_parallel: 2}"), "train.global_batch", "a pipeline of 2 stages takes 2 micro"),
         (
             edited(DEMO, "train", "{strategy: single, pipeline_parallel: 2, micro_batch: 8, model: {layers: 1}}"),
@@ -533,6 +537,7 @@ def test_keys_that_do_not_go_together(text, field, message):
         edited(edited(DEMO, "nodes", "1"), "checkpoint", "{writers: rank0}"),
         edited(edited(DEMO, "train", "{strategy: ddp}"), "checkpoint", "{writers: rank0}"),
         edited(DEMO, "train", "{global_batch: 33, micro_batch: 5}"),
+        edited(DEMO, "train", "{global_batch: 33, micro_batch: auto}"),
         edited(OWN, "launcher", "python") + "nodes: 2\n",
         edited(OWN, "code", "{workdir: ..}"),
         without(DEMO, "checkpoint"),
@@ -945,6 +950,12 @@ def test_an_expectation_that_cannot_be_judged(expected, field, message):
 def test_a_name_in_an_expectation_that_is_almost_right(expected, field, nearest):
     found = the_problem(edited(DEMO, "expect", expected))
     assert (found.field, found.nearest) == (field, nearest)
+
+
+def test_a_validation_of_the_mean_parameters_can_be_expected_where_there_are_some():
+    text = edited(DEMO, "expect", "{validation_ema_loss: {max: 1.9}}")
+    assert the_problem(text).nearest == "validation_loss"
+    assert not problems(text.replace("train: {", "train: {ema: 0.999, ", 1))
 
 
 @pytest.mark.parametrize(

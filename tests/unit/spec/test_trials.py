@@ -94,6 +94,17 @@ def test_without_a_matrix_tune_tries_eight_on_a_cpu_and_compiles_beside_gpus_alo
     assert {trial.train["compile"] for trial in gpus.trials.tries} == {False, True}
 
 
+@pytest.mark.parametrize(
+    ("given", "low", "high"), [((), 1e-6, 1.0), (("train.lr_from=1e-4", "train.lr=0.1"), 1e-4, 0.1)]
+)
+def test_a_range_of_rates_is_one_training_with_all_of_them(tmp_path: Path, given: tuple[str, ...], low, high):
+    spec = trials.lr_range(load(file(tmp_path), [Change.of("--set", each) for each in given]))
+    assert spec.trials is not None
+    assert [trial.train for trial in spec.trials.tries] == [{"lr_from": low, "lr": high}]
+    assert (spec.name, spec.trials.purpose, spec.trials.steps) == ("tiny-lr-range", "lr-range", 100)
+    assert loads(text_of(spec, tmp_path / "mgpu.yaml"), "kept") == spec
+
+
 @pytest.mark.parametrize("key", ["train.lr", "train.global_batch", "nodes", "micro_batch"])
 def test_tune_refuses_what_is_not_about_speed(tmp_path: Path, key: str):
     with pytest.raises(InputError, match="cannot be tuned"):
@@ -103,7 +114,7 @@ def test_tune_refuses_what_is_not_about_speed(tmp_path: Path, key: str):
 def test_a_command_cannot_be_tried(tmp_path: Path):
     (tmp_path / "a.py").write_text("")
     text = TEXT.replace("train: {strategy: fsdp, global_batch: 32}   # ours", "command: [a.py]")
-    for make in (trials.smoke, trials.tune):
+    for make in (trials.smoke, trials.tune, trials.lr_range):
         with pytest.raises(InputError, match="is for `train`"):
             make(load(file(tmp_path, text=text)))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from mgpu_train.data.seeds import splitmix
 
@@ -53,7 +54,7 @@ class Slices:
     """
 
     global_batch: int  # samples
-    micro_batch: int | None  # samples at most; None: all at once
+    micro_batch: int | Literal["auto"] | None  # samples at most; None: all at once; auto: not known yet
     rank: int  # among the replicas
     replicas: int
 
@@ -62,7 +63,7 @@ class Slices:
         batch, replicas, size = self.global_batch, self.replicas, self.micro_batch
         if batch < replicas:
             return f"{batch} samples are not one for each of {replicas} processes"
-        if stages > 1 and (batch % (replicas * (size or 1)) or self.count < stages):
+        if stages > 1 and (batch % (replicas * (size if isinstance(size, int) else 1)) or self.count < stages):
             return (
                 f"a pipeline of {stages} stages takes {stages} micro-batches or more, all of the same size, in each "
                 f"step: {batch} samples for {replicas} replicas, {size or 'all'} at a time, are not that"
@@ -72,7 +73,7 @@ class Slices:
     @property
     def size(self) -> int:
         """The most samples of a micro-batch."""
-        return min(self.micro_batch or self._largest, self._largest)
+        return min(self.micro_batch, self._largest) if isinstance(self.micro_batch, int) else self._largest
 
     @property
     def count(self) -> int:

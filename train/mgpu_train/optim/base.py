@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mgpu_train.checkpoint.distributed.staging import local
 from mgpu_train.config import TrainConfig
 from mgpu_train.errors import TrainError
 from mgpu_train.tasks.base import Layout
 
 
 class Optimizers:
-    """Several that are one. `state_bytes`: what they keep of all parameters, whole."""
+    """Several that are one. `state_bytes`: what they keep of all parameters, whole; `held_bytes`: of this rank's."""
 
-    def __init__(self, each: Sequence[torch.optim.Optimizer], state_bytes: float) -> None:
-        self.each, self.state_bytes = list(each), state_bytes
+    def __init__(self, each: Sequence[torch.optim.Optimizer], state_bytes: float, held_bytes: float) -> None:
+        self.each, self.state_bytes, self.held_bytes = list(each), state_bytes, held_bytes
 
     def step(self, lr: float, factor: Tensor, skipped: Tensor) -> None:
         """Changes parameters by their gradients times `factor`, and nothing where `skipped` is 1.
@@ -48,7 +49,6 @@ def make(model: nn.Module, layout: Layout, config: TrainConfig) -> Optimizers:
     Raises TrainError: this PyTorch does not have it.
     """
     learned = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    size = {name: each.numel() * each.element_size() for name, each in learned.items()}
     prefixes = tuple(f"{around}{block}." for block in layout.blocks for around in ("", "module."))
     muons = [
         name
@@ -59,7 +59,12 @@ def make(model: nn.Module, layout: Layout, config: TrainConfig) -> Optimizers:
     each = [_adamw([learned[name] for name in learned if name in rest], config)] if rest else []
     if muons:
         each.append(_muon([learned[name] for name in muons], config))
-    return Optimizers(each, 2 * sum(size[name] for name in rest) + sum(size[name] for name in muons))
+    moments = {name: 1 if name in muons else 2 for name in learned}
+    whole, held = (
+        sum(moments[name] * each.numel() * each.element_size() for name, each in parts.items())
+        for parts in (learned, {name: local(each) for name, each in learned.items()})
+    )
+    return Optimizers(each, whole, held)
 
 
 def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:

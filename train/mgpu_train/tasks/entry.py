@@ -44,7 +44,7 @@ class TaskEntry:
 # of every task, beside its loss, values and speed
 COMMON = (
     *("loss", "validation_loss", "first_validation_loss", "validation_step", "lr", "grad_norm", "samples"),
-    *("host_share", "data_share", "memory_gib"),
+    *("host_share", "data_share", "memory_gib", "micro_batch"),
 )
 
 

@@ -15,12 +15,14 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from mgpu_train.agent.machine import ports
 from mgpu_train.config import Job, TrainConfig, Trial, TrialResults, Trials, Tried
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.names import TRIALS
 from mgpu_train.trials.board import Board
+from mgpu_train.trials.lr_range import suggested
 from mgpu_train.trials.part import SPEED, Part, Ranks
 
 log = logging.getLogger("mgpu_train")
@@ -89,8 +91,17 @@ class Conductor:
 
     def _of(self, trial: Trial) -> Job:
         """What the ranks of a trial are told."""
-        steps = WARM_UP + self._trials.steps
-        short = {"steps": steps, "log_every": 1, "validate_every": steps, "validate_batches": 1, "early_stopping": None}
+        of_rates = self._trials.purpose == "lr-range"
+        steps = self._trials.steps + (0 if of_rates else WARM_UP)
+        short: dict[str, Any] = {
+            "steps": steps,
+            "log_every": 1,
+            "validate_every": steps,
+            "validate_batches": 1,
+            "early_stopping": None,
+        }
+        if of_rates:  # it diverges in the end, as it has to
+            short["max_skipped"] = steps
         assert self._job.train is not None  # noqa: S101 - or there is nothing to try
         given = self._job.train.model_dump(exclude_unset=True)
         nodes = trial.nodes or self._job.nodes
@@ -112,6 +123,7 @@ class Conductor:
             train=trial.train,
             world_size=size,
             seconds=0.0 if trial.refused else self._seconds,
+            lr=suggested(part.rates),
             **part.model_dump(exclude={"consequence"}),
         )
         self._rows.append(row)
@@ -122,6 +134,7 @@ class Conductor:
         speed = {} if row.units_per_s is None else {f"{row.unit}{SPEED}": row.units_per_s}
         self._metrics.write("step", step=len(self._rows), steps=len(self._trials.tries), **speed)
         told = f"{row.units_per_s:,.0f} {row.unit}/s" if row.units_per_s and row.outcome == "ok" else row.outcome
+        told += "" if row.lr is None else f", the loss falls fastest at lr {row.lr:g}"
         words = f": {row.said}" if row.said else ""
         log.info("%d/%d %s: %s%s", len(self._rows), len(self._trials.tries), row.name, told, words)
 
@@ -129,7 +142,7 @@ class Conductor:
         """Why nothing more is tried; "": something is."""
         row = self._rows[-1]
         spared = row.outcome == "ok" or (trial.may_lack_memory and row.outcome == "out of memory")
-        if self._trials.purpose == "tune" or spared:
+        if self._trials.purpose != "smoke" or spared:
             return ""
         return f"it breaks with {row.name}: {row.said or row.outcome}"
 

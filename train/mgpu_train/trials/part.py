@@ -19,7 +19,8 @@ from pydantic import Field
 
 from mgpu_train.agent.machine import procs
 from mgpu_train.agent.status.log import hide, last_words, peer_lost
-from mgpu_train.config import Job, Model, Outcome
+from mgpu_train.config import Job, Model, Outcome, Rate
+from mgpu_train.trials.lr_range import curve
 
 _LOOK_S = 0.05
 _GRACE_S = 5.0  # for the other ranks to say what they saw, once one has failed
@@ -39,6 +40,7 @@ class Part(Model):
     units_per_s: float | None = None
     memory_gib: float | None = None
     mfu: float | None = None
+    rates: tuple[Rate, ...] = ()
 
 
 class Ranks:
@@ -143,7 +145,8 @@ class Ranks:
 
     def _measured(self) -> dict[str, Any]:
         """What their metrics say of the steps that count: the last ones."""
-        steps = self._job.trials.steps if self._job.trials else 1
+        trials = self._job.trials
+        steps, of_rates = (trials.steps, trials.purpose == "lr-range") if trials else (1, False)
         lines = [line for line in self._metric_lines() if line.get("kind") == "step"]
         counted = [line for line in lines if line["first"]][-steps:]
         unit = next((name for line in counted for name in line if name.endswith(SPEED)), "")
@@ -154,6 +157,7 @@ class Ranks:
             "units_per_s": statistics.median(speeds) if speeds else None,
             "memory_gib": max((line["memory_gib"] for line in lines), default=None),
             "mfu": statistics.median(shares) if shares else None,
+            "rates": curve([(line["lr"], line["loss"]) for line in counted]) if of_rates else (),
         }
 
     def _metric_lines(self) -> Iterator[dict[str, Any]]:

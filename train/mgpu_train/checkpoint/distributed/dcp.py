@@ -72,7 +72,8 @@ class Checkpointer:
         outside_s: float | None = None,
     ) -> None:
         """With `outside_s` a process of its own writes this rank's shards, in at most so many seconds."""
-        self.parts, self.place, self.writers, self.meta = parts, place, writers, meta
+        self.parts, self.place, self.meta = parts, place, meta
+        self.writers: Writers = writers
         self._staging = Staging(place.device, shared=outside_s is not None)
         self._outside = Outside(self._staging, outside_s) if outside_s is not None and self._writes else None
 
@@ -85,8 +86,7 @@ class Checkpointer:
 
         All ranks call it together. Raises TrainError, on all of them, where one's machine has too little memory.
         """
-        part = state / self.place.world_size if self.writers == "all" else state * self._writes
-        needs = self.place.gather((machine(), part))
+        needs = self.place.gather((machine(), copied_bytes(state, self.place, self.writers)))
         needed, free = sum(need for name, need in needs if name == machine()), free_bytes()
         with _together(self.place):
             if needed > free:
@@ -189,6 +189,11 @@ class Checkpointer:
     def _describe(self, capture: Capture) -> str:
         """`meta.json`."""
         return json.dumps({**asdict(capture.progress), **capture.meta, **self.meta}, indent=2) + "\n"
+
+
+def copied_bytes(state: float, place: Place, writers: Writers) -> float:
+    """Of a state of so many bytes, what a save copies on this rank."""
+    return state / place.world_size if writers == "all" else state * (place.rank == 0)
 
 
 class _Planner(DefaultSavePlanner):

@@ -18,12 +18,13 @@ from mgpu_train.parallel import Place
 _DERIVED = ("config", "config_sha256", "mesh")  # what follows from other keys
 
 
-def of_run(config: TrainConfig, place: Place, data: str) -> dict[str, Any]:
-    """What it says in all checkpoints of an attempt; `data` is its fingerprint."""
+def of_run(config: TrainConfig, place: Place, data: str, micro_batch: int) -> dict[str, Any]:
+    """What it says in all checkpoints of an attempt; `data` is its fingerprint, `micro_batch` what was trained with."""
     said = config.model_dump()
     return {
         "seed": config.seed,
         "world_size": place.world_size,
+        "micro_batch": micro_batch,
         "strategy": config.strategy,
         "mesh": f"dp={place.dp_size}" + (f",tp={place.tensor},pp={place.pipeline}" if place.parted else ""),
         "torch": torch.__version__,
