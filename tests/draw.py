@@ -40,7 +40,7 @@ SHARE = 4  # a fourth of the points, at least
 SOURCES = ("mgpu", "train", "infra", "tests")
 ALL = "all"
 SLOW = ROOT / "tests" / "slow.txt"
-SLOW_S, QUICK_S = 1.5, 0.8  # a test gets onto the list at the first, and off it at the second
+SLOW_S, QUICK_S = 1.0, 0.6  # a test gets onto the list at the first, and off it at the second
 # Whose slow tests stand for which code, by the folder, or the beginning of the file's name. The longest holds.
 SERVES = {
     "tests/contract/": ("mgpu/providers", "train/mgpu_train/store"),
@@ -51,6 +51,8 @@ SERVES = {
     "tests/e2e/test_image": ("mgpu/image", "images"),
     "tests/emulated/": ("mgpu/providers/aws", "mgpu/iac/aws", "tests/fakes/aws"),
     "tests/emulated/test_operator_image.py": ("images/operator", "mgpu/schedule/kubernetes.py"),
+    "tests/examples/": ("examples",),
+    "tests/newcomers/": ("train/mgpu_train/agent/phases/outputs.py",),
     "tests/failure/test_operator_gone.py": ("mgpu/providers/lease.sh",),
     "tests/infra/": ("mgpu/iac", "infra"),
     "tests/infra/test_aws_passes.py": ("mgpu/iac", "infra", "mgpu/providers/aws", "mgpu/schedule/fargate.py"),

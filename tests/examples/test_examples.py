@@ -127,7 +127,6 @@ def same(one: Any, other: Any, at: str) -> None:
         assert one == other, at
 
 
-@pytest.mark.drawn("examples", "examples")
 @pytest.mark.timeout(4 * LONG_S)
 @pytest.mark.parametrize("name", NAMES)
 def test_stopped_and_resumed_it_ends_as_if_uninterrupted(fleet, tmp_path, name):
@@ -154,7 +153,6 @@ def test_stopped_and_resumed_it_ends_as_if_uninterrupted(fleet, tmp_path, name):
     same(contents(tmp_path / "resumed"), contents(straight), name)
 
 
-@pytest.mark.drawn("examples", "examples")
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_without_mgpu_and_saves_nothing(tmp_path, name):
     known = {key: value for key, value in os.environ.items() if not key.startswith("MGPU_")}

@@ -168,7 +168,6 @@ def home(tmp_path_factory, require):
         assert gone.returncode == 0, gone.stderr
 
 
-@pytest.mark.drawn("programs as people bring them", "tests/newcomers", "train/mgpu_train/agent/phases/outputs.py")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_program_ends_as_it_should_and_the_truth_is_told(home, case):
     stack = home.stack(case.nodes)
