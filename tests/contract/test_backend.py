@@ -141,11 +141,11 @@ def test_one_whose_lock_ran_out_writes_nothing_more(team: Team, monkeypatch: pyt
 def test_the_keeper_notices_that_its_run_was_taken(team: Team, monkeypatch: pytest.MonkeyPatch):
     with team.on("a"), supervising("first-1") as first:
         store = location.current().shared
-        keeper = shared._Keeper(store, "first-1", Lease(store, "locks/first-1.json", {"token": first}, 90), 0)
+        renewal = shared.LockRenewal(store, "first-1", Lease(store, "locks/first-1.json", {"token": first}, 90), 0)
         with team.on("b"), supervising("first-1", force=True) as second:
             assert second
             with team.on("a"):
-                keeper._turn()
+                renewal._turn()
                 lost = records.taken_from(Folder("first-1").lock, first)
                 assert lost is not None
                 assert lost.token == second
@@ -171,9 +171,9 @@ def test_the_end_is_asked_for_from_another_machine(team: Team):
         folder = Folder("first-1")
         with team.on("b"):
             shared.ask_to_stop("first-1")
-        keeper = shared._Keeper(location.current().shared, "first-1", None, 90)
+        renewal = shared.LockRenewal(location.current().shared, "first-1", None, 90)
         with team.on("a"):
-            keeper.look_for_stop()
+            renewal.look_for_stop()
         assert token
         assert folder.stop.exists()
     with team.on("b"):

@@ -317,7 +317,7 @@ def test_a_kept_fleet_is_had_by_one_run_whichever_machine_looks(team: Team):
         record.save(replace(known, run_id="q2"))
     with team.on("b"):
         assert (found := reuse.claim(known)) is not None
-        assert (found.name, found.keeper.run_id) == ("f", "keeper")
+        assert (found.name, found.maker.run_id) == ("f", "keeper")
     with team.on("c"):
         assert (reuse.claim(replace(known, run_id="q2")), reuse.claimed_by("f")) == (None, "q1")
     with team.on("d"):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mgpu_train.checkpoint.local import discard, finished, prune_local, publish, write_aside
+from mgpu_train.checkpoint.local import discard, finished, publish, write_aside
 
 
 def names(folder: Path) -> list[str]:
@@ -30,16 +30,6 @@ def test_a_folder_that_a_program_removes_meanwhile_holds_nothing(tmp_path, monke
     folder.mkdir()
     monkeypatch.setattr(Path, "is_dir", lambda path: path.rmdir() is None)
     assert finished(folder) == []
-
-
-def test_the_newest_are_kept(tmp_path):
-    for step in (1, 20, 3):
-        (tmp_path / f"step-{step}" / "sub").mkdir(parents=True)
-    (tmp_path / ".tmp-step-30").mkdir()
-    assert prune_local(tmp_path, 2) == [tmp_path / "step-1"]
-    assert names(tmp_path) == [".tmp-step-30", "step-20", "step-3"]
-    assert prune_local(tmp_path, 2) == []
-    assert prune_local(tmp_path, 0) == [tmp_path / "step-3", tmp_path / "step-20"]
 
 
 def test_a_folder_loses_its_name_before_its_files_go(tmp_path, monkeypatch):

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from mgpu_train.checkpoint.log import manifest as m
+from mgpu_train.checkpoint.log.lines import Commit, in_short
+from mgpu_train.checkpoint.transfer import part
 from mgpu_train.store import Damaged
 from pydantic import ValidationError
+from pydantic._internal import _dataclasses as pydantics
 
 CRC = "0123456789abcdef"
 
@@ -341,3 +347,29 @@ def test_an_entry_and_its_manifest_agree():
         m.CheckpointEntry(seq=0, attempt=2, writer="w", at=0.0, manifest=made, manifest_sha256=made.sha256())
     with pytest.raises(ValidationError, match="checksum"):
         m.CheckpointEntry(seq=0, attempt=1, writer="w", at=0.0, manifest=made, manifest_sha256="0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        (m.FileEntry, lambda: part._entry("a.bin", 3, CRC, 0)),
+        (Commit, lambda: in_short(entry())),
+    ],
+)
+def test_threads_that_make_the_first_ones_build_what_checks_them_once(monkeypatch, kind, make):
+    """Of two that build it at once one would take the other's away."""
+    complete, met = pydantics.complete_dataclass, threading.Barrier(2)
+    built: list[type] = []
+
+    def slow(cls, *given, **named):
+        built.append(cls)
+        with suppress(threading.BrokenBarrierError):
+            met.wait(0.3)  # for the other one, who is not to come
+        return complete(cls, *given, **named)
+
+    monkeypatch.setattr(pydantics, "complete_dataclass", slow)
+    monkeypatch.setattr(kind, "__pydantic_complete__", False)
+    with ThreadPoolExecutor(2) as threads:
+        made = [threads.submit(make) for _ in range(2)]
+        assert [type(each.result()) for each in made] == [kind, kind]
+    assert built == [kind]

@@ -16,7 +16,7 @@ from mgpu.errors import InputError, Interrupted
 from mgpu.events import Note
 from mgpu.iac.aws.schema import settable
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properties, changed
-from mgpu.iac.protocol.wire import UNKNOWN
+from mgpu.iac.protocol.wire import UNKNOWN, has_unknown
 from mgpu.providers.aws.bootstrap import resource
 from mgpu.providers.aws.bootstrap.resource import Manager, Resource, Site
 from mgpu.providers.aws.options import Options
@@ -40,7 +40,7 @@ class AwsHandler:
         given = {names[key]: value for key, value in new.items() if key in names and value is not None}
         wrong = {key: f"a {self._resource.__name__} takes no such property" for key in new if key not in names}
         wrong |= {key: f"the provider needs `{key}`" for key in ("account", "region") if key not in call.settings.aws}
-        if wrong or _has_unknown(given):  # in a preview: the update checks again
+        if wrong or has_unknown(given):  # in a preview: the update checks again
             return Checked(new, wrong)
         try:
             wanted = self._resource.model_validate(given)
@@ -56,7 +56,7 @@ class AwsHandler:
 
     def create(self, call: Call, inputs: Properties) -> tuple[str, Properties]:
         """Makes it, or takes what is there and ours; a preview looks already, and refuses what cannot be used."""
-        if _has_unknown(inputs):
+        if has_unknown(inputs):
             return "", {**inputs, **dict.fromkeys(self._resource.facts, UNKNOWN)}
         manager, wanted = self._manager(call), self._value(inputs)
         if not call.preview:
@@ -124,10 +124,3 @@ def _account(*given: str) -> Account:
 def _wire(value: Resource) -> Properties:
     """As plain data with the wire's names."""
     return value.model_dump(mode="json", by_alias=True, exclude_none=True)
-
-
-def _has_unknown(value: Any) -> bool:
-    """Whether something in it is known only once another resource is there."""
-    if isinstance(value, (dict, list)):
-        return any(_has_unknown(item) for item in (value.values() if isinstance(value, dict) else value))
-    return value == UNKNOWN

@@ -15,7 +15,7 @@ from pydantic.alias_generators import to_camel, to_snake
 from mgpu.iac import tokens
 
 
-class _Thing(pulumi.CustomResource):
+class _AwsResource(pulumi.CustomResource):
     """Camel case on the wire; there is no map of a user's among our properties."""
 
     def __init__(self, token: str, resource_name: str, given: Mapping[str, Any], opts: ResourceOptions | None) -> None:
@@ -30,7 +30,7 @@ class _Thing(pulumi.CustomResource):
         return to_snake(prop)
 
 
-class Bucket(_Thing):
+class Bucket(_AwsResource):
     """A bucket for checkpoints: closed to the public, TLS only, versioned. With `keep` it outlives the stack."""
 
     existing: Output[str | None]
@@ -73,7 +73,7 @@ class Bucket(_Thing):
         super().__init__(tokens.BUCKET, resource_name, given, opts)
 
 
-class Repository(_Thing):
+class Repository(_AwsResource):
     """An image repository: scanned on push, tags that never move, old images expire."""
 
     existing: Output[str | None]
@@ -109,7 +109,7 @@ class Repository(_Thing):
         super().__init__(tokens.REPOSITORY, resource_name, given, opts)
 
 
-class NodeRole(_Thing):
+class NodeRole(_AwsResource):
     """What nodes may do by themselves, and what bounds the roles of runs. `existing`: an instance profile."""
 
     existing: Output[str | None]
@@ -154,7 +154,7 @@ class NodeRole(_Thing):
         super().__init__(tokens.NODE_ROLE, resource_name, given, opts)
 
 
-class ReaperRole(_Thing):
+class ReaperRole(_AwsResource):
     """What EventBridge Scheduler takes on to end machines at their hard cap. `existing`: an ARN."""
 
     existing: Output[str | None]
@@ -179,7 +179,7 @@ class ReaperRole(_Thing):
         super().__init__(tokens.REAPER_ROLE, resource_name, given, opts)
 
 
-class SecurityGroup(_Thing):
+class SecurityGroup(_AwsResource):
     """The nodes' security group: SSH from `ssh` alone, everything between its members, everything out."""
 
     existing: Output[str | None]
@@ -221,7 +221,7 @@ class SecurityGroup(_Thing):
         super().__init__(tokens.SECURITY_GROUP, resource_name, given, opts)
 
 
-class Passes(_Thing):
+class Passes(_AwsResource):
     """What calls `mgpu reconcile` every few minutes: a schedule of EventBridge's that starts a task of Fargate's."""
 
     existing: Output[str | None]

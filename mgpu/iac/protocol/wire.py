@@ -23,6 +23,15 @@ _SIGNATURE = "4dabf18193072939515e22adb298388d"
 _SECRET = "1b47061264138c4ac30d75fd1eb44270"  # noqa: S105  the protocol's mark of a secret, not one
 
 
+def has_unknown(value: Any) -> bool:
+    """Whether something in a value will be known only after an update."""
+    if isinstance(value, dict):
+        return any(map(has_unknown, value.values()))
+    if isinstance(value, list):
+        return any(map(has_unknown, value))
+    return value == UNKNOWN
+
+
 def from_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
     """The properties of a message as plain data; whole numbers become `int`, marked secrets their value."""
     return {key: _plain(value) for key, value in json_format.MessageToDict(struct).items()}

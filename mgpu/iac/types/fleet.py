@@ -27,7 +27,7 @@ from mgpu.acquire.fit import Machines
 from mgpu.errors import Conflict, InputError, MgpuError, StackError
 from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properties, changed
-from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure
+from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure, has_unknown
 from mgpu.iac.types import fleet_check, generations
 from mgpu.iac.types.fleet_model import FleetInputs, FleetOutputs, bought
 from mgpu.iac.types.sweep import sweep
@@ -61,7 +61,7 @@ class FleetHandler:
     def diff(self, old_inputs: Properties, old: Properties, new: Properties) -> Difference:
         """Inputs against inputs, and the count that is wanted against the machines that live; never offers, prices.
         Labels of an image that is yet to be built are no difference: the update looks again."""
-        if fleet_check.has_unknown(new.get("imageLabels")):
+        if has_unknown(new.get("imageLabels")):
             new = {**new, "imageLabels": old_inputs.get("imageLabels")}
         lives = {**old_inputs, "nodes": old.get("nodes", old_inputs.get("nodes"))}
         return Difference(changed(_UPDATES, lives, new), changed(_REPLACES, old_inputs, new))
@@ -238,7 +238,7 @@ def _plan_like(fleet: FleetOutputs, needed: Requirements, offers: tuple[Offer, .
 
 def _preview(call: Call, inputs: Properties) -> Properties:
     """The inputs, and what is known only after an update; says what would be rented, at which price."""
-    unknown = {key for key, value in inputs.items() if fleet_check.has_unknown(value)}
+    unknown = {key for key, value in inputs.items() if has_unknown(value)}
     if not unknown - {"sshPublicKey", "sshPrivateKeyFile", "imageLabels"}:
         wanted = FleetInputs.model_validate(inputs | fleet_check.stand_ins(unknown))
         provider = wanted.rented_from()

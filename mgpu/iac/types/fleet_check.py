@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mgpu.errors import InputError, MgpuError
 from mgpu.iac.naming import fleet_name
 from mgpu.iac.protocol.handler import Call, Checked, Properties
-from mgpu.iac.protocol.wire import UNKNOWN
+from mgpu.iac.protocol.wire import has_unknown
 from mgpu.iac.types.fleet_model import FleetInputs, problems
 from mgpu.providers import registry
 from mgpu.providers.base import Rekeys
@@ -27,15 +25,6 @@ def checked(call: Call, old: Properties, new: Properties) -> Checked:
     # the wire carries every default, so that leaving a key out equals writing its default
     full = FleetInputs.model_validate(inputs | stand_ins(unknown)).to_wire()
     return Checked(full | {key: inputs[key] for key in unknown})
-
-
-def has_unknown(value: Any) -> bool:
-    """Whether something in a value will be known only after an update."""
-    if isinstance(value, dict):
-        return any(map(has_unknown, value.values()))
-    if isinstance(value, list):
-        return any(map(has_unknown, value))
-    return value == UNKNOWN
 
 
 _KNOWN_ENOUGH: Properties = {

@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from mgpu.errors import ImageError, InputError, MgpuError
 from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properties, changed
-from mgpu.iac.protocol.wire import UNKNOWN
-from mgpu.iac.types.fleet_check import has_unknown
+from mgpu.iac.protocol.wire import UNKNOWN, has_unknown
 from mgpu.iac.types.image_model import ImageInputs, ImageOutputs
 from mgpu.image import cancellable, place, publish
 from mgpu.image.publish import Site

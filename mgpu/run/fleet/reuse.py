@@ -33,11 +33,11 @@ Slots = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Kept:
-    """A fleet that stands under its lease. `keeper`: the run whose stack it is; `newest`: the last that has kept it;
+    """A fleet that stands under its lease. `maker`: the run whose stack it is; `newest`: the last that has kept it;
     `lease_until`: UNIX seconds; `uses`: the runs that have it, or are about to, each with its slots of every node:
     numbers of GPUs, or of places where it has none; none: it has all of it."""
 
-    keeper: Record
+    maker: Record
     newest: Record
     lease_until: float
     uses: Mapping[str, Slots] = field(default_factory=dict[str, Slots])
@@ -60,7 +60,7 @@ class Kept:
     @property
     def slots(self) -> int:
         """Of each node: its GPUs; without any, the processes that it was rented for."""
-        return int(self.output["gpus_per_node"] or self.keeper.needs["processes_per_node"])
+        return int(self.output["gpus_per_node"] or self.maker.needs["processes_per_node"])
 
 
 # ---- pure: what stands, and what fits
@@ -77,11 +77,11 @@ def kept(records: Iterable[Record], claims: Mapping[str, Sequence[Claim]], now: 
             uses.setdefault(record.fleet["fleet"], {})[run] = tuple(record.slots)
     found: dict[str, Kept] = {}
     for record in sorted(known.values(), key=lambda each: (each.ended_at or 0.0, each.run_id)):
-        keeper = known.get(record.kept_by or record.run_id)
-        if record.teardown == "kept" and record.fleet and keeper is not None:
+        maker = known.get(record.kept_by or record.run_id)
+        if record.teardown == "kept" and record.fleet and maker is not None:
             name = record.fleet["fleet"]
             earlier = found[name].lease_until if name in found else 0.0
-            found[name] = Kept(keeper, record, max(record.lease_until, earlier), uses.get(name, {}))
+            found[name] = Kept(maker, record, max(record.lease_until, earlier), uses.get(name, {}))
     return [each for _, each in sorted(found.items()) if each.uses or each.lease_until > now]
 
 
@@ -101,7 +101,7 @@ def _living(claims: Mapping[str, Sequence[Claim]], records: Mapping[str, Record]
 def refusal(fleet: Kept, run: Record, now: float) -> str | None:
     """Why the run does not begin on this fleet, whoever uses it now; None: it may. A fleet fits that the run could have
     rented, and that lasts for its `max_hours`."""
-    if not run.needs or not fleet.keeper.needs:
+    if not run.needs or not fleet.maker.needs:
         return "an earlier mgpu has not written down what it needs"
     return next((why for check in _CHECKS if (why := check(fleet, run, now))), None)
 
@@ -133,7 +133,7 @@ def _of_slots(fleet: Kept, run: Record) -> str:
 
 
 def _share(fleet: Kept, run: Record) -> bool:
-    return fleet.keeper.share and run.share
+    return fleet.maker.share and run.share
 
 
 def _wanted(run: Record) -> int:
@@ -174,17 +174,17 @@ def _user(record: Record) -> str:
 _CHECKS: tuple[Callable[[Kept, Record, float], str], ...] = (
     lambda _, run, __: "the run asks for new machines" if run.machines == "new" else "",
     lambda fleet, run, _: "the run could not begin on it" if fleet.name in run.avoid else "",
-    lambda fleet, run, _: _has("owner", _user(fleet.keeper), _user(run)),
+    lambda fleet, run, _: _has("owner", _user(fleet.maker), _user(run)),
     lambda fleet, run, _: _has("provider", fleet.output["provider"], run.needs["provider"]),
-    lambda fleet, run, _: "" if _options(fleet.keeper) == _options(run) else "it has other settings of its provider",
+    lambda fleet, run, _: "" if _options(fleet.maker) == _options(run) else "it has other settings of its provider",
     lambda fleet, run, _: _has("number of nodes", len(fleet.output["nodes"]), run.needs["nodes"]),
     lambda fleet, run, _: _of_slots(fleet, run),
     lambda fleet, run, _: _one_of("GPU", fleet.output["gpu"] or "", run.needs["gpu"]),
     lambda fleet, run, _: _one_of("region", fleet.output["region"], run.needs["regions"]),
     _of_market,
-    lambda fleet, run, _: _at_least("disk in GiB", fleet.keeper.needs["disk_gib"], run.needs["disk_gib"]),
+    lambda fleet, run, _: _at_least("disk in GiB", fleet.maker.needs["disk_gib"], run.needs["disk_gib"]),
     # what its machines have is not known, but for what they were chosen
-    lambda fleet, run, _: _at_least("memory in GiB", fleet.keeper.needs["memory_gib"], run.needs["memory_gib"]),
+    lambda fleet, run, _: _at_least("memory in GiB", fleet.maker.needs["memory_gib"], run.needs["memory_gib"]),
     lambda fleet, run, _: _has("image", fleet.output["image"], run.image),
     _of_price,
     _of_time,

@@ -43,7 +43,7 @@ def project_of(run_file: Path) -> Path:
 
 def stack_of(record: Record, context: Context) -> Stack:
     """The stack of a run; of one that was put on a kept fleet, that of the run that has kept it."""
-    record = keeper(record)
+    record = maker(record)
     folder, project = Folder(record.run_id), Path(record.project)
     log_dir = folder.pulumi if record.own_stack else None
     if folder.program.is_dir():  # it was kept when the run was submitted, perhaps by another machine
@@ -53,7 +53,7 @@ def stack_of(record: Record, context: Context) -> Stack:
     return open_stack(project, record.stack, folder.run_file, log_dir, context, base, record.provider)
 
 
-def keeper(record: Record) -> Record:
+def maker(record: Record) -> Record:
     """The run whose stack a run is on: its own record, or that of the run that has kept the fleet."""
     if not record.kept_by:
         return record

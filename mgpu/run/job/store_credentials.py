@@ -17,8 +17,6 @@ from mgpu.providers.base import Provider, StoreRole
 _PLACE = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL_STS")
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _FOR_NODES = {f"MGPU_STORE_{name.removeprefix('AWS_')}": name for name in _KEYS}
-# what the node's store client may need of the operator's environment; nothing else of it travels
-STORE_VARIABLES = (*_KEYS, *_PLACE, *_FOR_NODES)
 
 
 class StoreKeys:

@@ -15,7 +15,7 @@ from mgpu.events import RunStateChanged, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.providers.base import Provider
-from mgpu.run.fleet.stack import give_back_fleet, keeper, open_stack, refuse_used, require_ours, stack_of
+from mgpu.run.fleet.stack import give_back_fleet, maker, open_stack, refuse_used, require_ours, stack_of
 from mgpu.run.job.stack_output import provider_for
 from mgpu.run.lifecycle.outcome import ended, endings, final_state, judged, remembered, revoke_store
 from mgpu.run.record import files, shared
@@ -59,7 +59,7 @@ def _give_back(record: Record, fleet: StackOutput | None, before: Holder | None,
     if before is not None and before.pid != os.getpid():
         stack.oust(before.process, before.host, shared.earlier_hosts(record.run_id))
     provider = registry.get(record.provider, fleet.options if fleet else record.options)
-    give_back_fleet(stack, provider, fleet, context, remove=keeper(record).own_stack, name=record.fleet_name)
+    give_back_fleet(stack, provider, fleet, context, remove=maker(record).own_stack, name=record.fleet_name)
     record.teardown = "confirmed"
     revoke_store(record, context.emit)
     record.costs_no_more(time.time())

@@ -157,7 +157,7 @@ class _Run:
         """Puts the run on a kept fleet, where one is free that fits."""
         record = self.record
         while (found := reuse.claim(record)) is not None:
-            record.kept_by, record.stack, record.own_stack = found.keeper.run_id, found.stack, False
+            record.kept_by, record.stack, record.own_stack = found.maker.run_id, found.stack, False
             record.fleet, record.fleet_name = dict(found.output), found.newest.fleet_name
             record.slots, record.slots_of = [*found.uses[record.run_id]], found.slots
             try:

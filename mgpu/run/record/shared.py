@@ -41,7 +41,7 @@ _PULL_EVERY_S = 2.0  # at most: commands that wait look at a record many times a
 _AT_ONCE = 16  # records that are read at the same time
 _pulled: dict[Path, float] = {}  # by the backend's folder here, when its records were brought last,
 _stays: dict[Path, float] = {}  # and when it was asked last whether all was moved
-_keepers: dict[str, _Keeper] = {}  # of the runs that are supervised here
+_renewals: dict[str, LockRenewal] = {}  # of the runs that are supervised here
 _listed: dict[str, bool] = {}  # by store and run: whether this process has put it into the index, or taken it out
 _away = False  # while a command shows what this machine knows of a backend that does not answer
 _seen: dict[
@@ -257,38 +257,38 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
         _note(run_id, other)
         yield False
         return
-    keeper = _keepers[run_id] = _Keeper(here.shared, run_id, grip, lasts_s / 3)
+    renewal = _renewals[run_id] = LockRenewal(here.shared, run_id, grip, lasts_s / 3)
     try:
         pull_one(run_id)
         with suppress(StoreError):
-            keeper.look_for_stop()  # who only passes by does not stay until the first turn
-        keeper.start()
+            renewal.look_for_stop()  # who only passes by does not stay until the first turn
+        renewal.start()
         yield True
     finally:
-        _keepers.pop(run_id, None)
-        keeper.end()
+        _renewals.pop(run_id, None)
+        renewal.end()
 
 
 def earlier_hosts(run_id: str) -> frozenset[str]:
     """Of all who supervised a run before this process, which does so now: where several died one after the other, what
     the first one left may still be there."""
-    return _keepers[run_id].hosts if run_id in _keepers else frozenset()
+    return _renewals[run_id].hosts if run_id in _renewals else frozenset()
 
 
 def send_soon(run_id: str) -> None:
     """Has logs and metrics of a run that is supervised here sent now, not in some minutes; waits for nothing."""
-    if run_id in _keepers:
-        _keepers[run_id].send_soon()
+    if run_id in _renewals:
+        _renewals[run_id].send_soon()
 
 
-class _Keeper:
+class LockRenewal:
     """While a run is supervised here: keeps its lock, and brings what other machines ask for."""
 
     def __init__(self, store: Store, run_id: str, grip: Lease, every_s: float) -> None:
         self._store, self._run_id, self._grip, self._every_s = store, run_id, grip, every_s
         self._over, self._lost = threading.Event(), False
         self._renewed = self._sent = time.monotonic()
-        self._thread = threading.Thread(target=self._work, name="mgpu-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="mgpu-lock-renewal", daemon=True)
 
     @property
     def hosts(self) -> frozenset[str]:

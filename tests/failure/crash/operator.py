@@ -41,7 +41,7 @@ LOOKS = re.compile(
     r"|Node\.(read|read_from|exists|fetch|greet|close)|Node\.run .*(have|free-ports|status)"
     r"|pulumi stack (output|export))\b"
 )
-KEEPER = "mgpu-keeper"  # the thread that keeps a run's lock in a bucket: what it passes when is chance
+LOCK_RENEWAL = "mgpu-lock-renewal"  # the thread that keeps a run's lock in a bucket: what it passes when is chance
 _WORD = re.compile(r"\w[\w-]*")
 # what differs from run to run: ids, tokens, numbers; so `S3Store` is `S#Store`
 _VARIES = re.compile(r"(?<=journal/)[^/]+|[a-z]+-\d{4}-[a-z2-9]{5}|[0-9a-f]{12,}|\d+")
@@ -85,7 +85,7 @@ class Seams:
     def wrap(self, function: Callable[..., Any], name: Callable[..., str]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread().name == KEEPER:
+            if threading.current_thread().name == LOCK_RENEWAL:
                 return function(*args, **kwargs)
             named = _VARIES.sub("#", name(*args, **kwargs))
             self._points.meet("before", named, changed=False)

@@ -70,8 +70,8 @@ def held(step: int) -> None:
 
 
 def committed() -> int:
-    """The newest step in the commit log."""
-    found = (json.loads(path.read_text()) for path in STORE.glob("*/commits/*.json"))
+    """The newest step in the commit log; what is still being written has another name."""
+    found = (json.loads(path.read_text()) for path in STORE.glob("*/commits/0*.json"))
     return max((entry.get("manifest", {}).get("step", 0) for entry in found), default=0)
 
 

@@ -27,14 +27,6 @@ def finished(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(name[1]), path) for name, path in named if name and path.is_dir() and not path.is_symlink())
 
 
-def prune_local(folder: Path, keep: int) -> list[Path]:
-    """Remove all finished checkpoints but the newest `keep`; returns those that are gone. Raises OSError."""
-    gone = [path for _, path in finished(folder)[: -keep or None]]
-    for path in gone:
-        discard(path)
-    return gone
-
-
 def discard(path: Path) -> None:
     """Remove a folder; it loses its name before the first file goes. Absent is fine. Raises OSError."""
     doomed = _beside(path, "old")

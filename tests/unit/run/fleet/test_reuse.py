@@ -161,7 +161,7 @@ STANDS = {
 def test_what_stands(records: list[Record], claims: dict[str, Any], used_by: str | None):
     found = reuse.kept(records, claims, NOW)
     assert ["".join(each.uses) for each in found] == ([] if used_by is None else [used_by])
-    assert all((each.keeper.run_id, each.name, each.stack) == ("keeper", "f", "the-stack") for each in found)
+    assert all((each.maker.run_id, each.name, each.stack) == ("keeper", "f", "the-stack") for each in found)
 
 
 def test_the_cheapest_that_is_free_is_taken():

@@ -25,6 +25,7 @@ from mgpu_train.checkpoint.log.manifest import (
     Step,
     SupervisorEntry,
     Token,
+    build_checks,
     checkpoint_id,
 )
 
@@ -77,6 +78,7 @@ def in_short(entry: Entry) -> Readable:
 
 def commit_of(entry: CheckpointEntry) -> Commit:
     """A checkpoint's entry without its list of files."""
+    build_checks(Commit)
     manifest = entry.manifest
     return Commit(
         seq=entry.seq,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, model_validator
-from pydantic.dataclasses import dataclass
+from pydantic.dataclasses import dataclass, rebuild_dataclass
 from pydantic.functional_validators import AfterValidator
 
 from mgpu_train.config import RunId
@@ -61,6 +62,14 @@ Seconds = Annotated[float, Field(ge=0, description="UNIX seconds, the writer's c
 
 # of dataclasses; they are frozen by themselves
 STRICT = ConfigDict(defer_build=True, extra="forbid", strict=True, allow_inf_nan=False)
+_BUILDING = threading.Lock()
+
+
+def build_checks(kind: type) -> None:
+    """Builds a dataclass that is checked, where that was put off. Whoever makes one in several threads calls it before:
+    pydantic (2.14) takes a lock for models, and none for dataclasses, whose validator may be gone for a moment."""
+    with _BUILDING:
+        rebuild_dataclass(kind)
 
 
 class Document(BaseModel):

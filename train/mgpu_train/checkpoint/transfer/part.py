@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from pydantic import ValidationError
 
 from mgpu_train.checkpoint.log import keys
-from mgpu_train.checkpoint.log.manifest import MAX_FILES, MAX_PACK_BYTES, FileEntry, PackEntry
+from mgpu_train.checkpoint.log.manifest import MAX_FILES, MAX_PACK_BYTES, FileEntry, PackEntry, build_checks
 from mgpu_train.checkpoint.threads import in_threads
 from mgpu_train.checkpoint.transfer.pack import Load, build, loads
 from mgpu_train.store import crc, disk
@@ -147,6 +147,7 @@ def _entries(folder: str | Path, above: str) -> Iterator[tuple[str, os.DirEntry[
 
 
 def _entry(path: str, size: int, crc64nvme: str, node: int, **packed: int) -> FileEntry:
+    build_checks(FileEntry)
     try:
         return FileEntry(path=path, size=size, crc64nvme=crc64nvme, node=node, **packed)
     except ValidationError as error:
