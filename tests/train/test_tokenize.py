@@ -224,6 +224,14 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path, texts, tokenizer, spoil, m
     assert "\n" not in str(caught.value)
 
 
+def test_token_files_do_not_lie_among_what_they_are_made_of(tmp_path, texts, tokenizer):
+    """The next call would read them."""
+    corpus = write(tmp_path / "corpus", "txt", texts)
+    with pytest.raises(TrainError, match="name a folder beside it"):
+        make(corpus, corpus / "tokens", tokenizer=tokenizer)
+    assert not (corpus / "tokens").exists()
+
+
 def test_only_one_process_makes_a_folder(tmp_path, texts, tokenizer):
     corpus = write(tmp_path / "corpus", "txt", texts)
     with tokenize._alone(tmp_path / "out"), pytest.raises(TrainError, match="another process is making"):

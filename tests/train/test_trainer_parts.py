@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import ClassVar
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from mgpu_train.checkpoint.distributed.meta import differences
 from mgpu_train.config import CheckpointTarget, EarlyStopping, Job, ModelConfig, TrainConfig
+from mgpu_train.engines.fit import Fit
 from mgpu_train.environment import read_job
 from mgpu_train.errors import TrainError
 from mgpu_train.metrics.lines import MetricLines
@@ -113,6 +116,16 @@ class TestDifferences:
         now["config"]["model"]["dim"] = 16
         assert differences(tmp_path, now) == ["model.dim: 8 -> 16"]
 
+    def test_options_of_a_task_are_told_also_where_one_came_or_went(self, tmp_path):
+        (tmp_path / "meta.json").write_text(json.dumps({**self.meta, "config": {"options": {"data": "a"}}}))
+        now = {**self.meta, "config": {"options": {"data": "a", "flip": True}}}
+        assert differences(tmp_path, now) == ['options: {"data": "a"} -> {"data": "a", "flip": true}']
+
+    def test_the_micro_batch_that_was_found_is_told_and_not_that_it_was_looked_for(self, tmp_path):
+        given = {**self.meta, "micro_batch": 8, "config": {"micro_batch": "auto"}}
+        (tmp_path / "meta.json").write_text(json.dumps(given))
+        assert differences(tmp_path, {**given, "micro_batch": 16}) == ["micro_batch: 8 -> 16"]
+
     def test_a_checkpoint_without_it_is_fine(self, tmp_path):
         assert differences(tmp_path, self.meta) == []
 
@@ -212,6 +225,30 @@ class TestAverage:
         with average.in_place():
             assert model.weight.item() == pytest.approx(expected)
         assert model.weight.item() == 4.0
+
+
+class TestFit:
+    """Of `micro_batch: auto`, on one rank."""
+
+    def fit(self, shards: bool) -> Fit:
+        def loss(model, batch):
+            if len(batch) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return SimpleNamespace(total=model(batch).sum())
+
+        alone = {"rank": 0, "world_size": 1, "gather": lambda said: [said], "barrier": lambda: None}
+        place = SimpleNamespace(device=torch.device("cpu"), **alone)
+        strategy = SimpleNamespace(place=place, shards=shards, forward_pass=lambda model, reduce: nullcontext())
+        given: Any = (SimpleNamespace(loss=loss), nn.Linear(2, 1), strategy)
+        return Fit(*given, lambda ranges: (torch.ones(len(each), 2) for each in ranges), lambda: None, compiled=False)
+
+    def test_it_goes_back_a_size_where_memory_runs_out(self):
+        assert self.fit(shards=False).largest(16, 0) == 4
+
+    def test_shards_do_not_survive_that_on_one_rank_either(self):
+        """FSDP leaves what it had gathered for a backward pass that never came."""
+        with pytest.raises(TrainError, match=r"8 samples lack memory on rank 0.*Say `micro_batch: 4`"):
+            self.fit(shards=True).largest(16, 0)
 
 
 class TestPatience:

@@ -254,7 +254,9 @@ class Training(Model):
     @model_validator(mode="after")
     def _rates_grow(self) -> Training:
         if self.lr_from is not None and self.lr_from >= self.lr:
-            raise ValueError(f"`lr_from` ({self.lr_from:g}) is below `lr` ({self.lr:g}), up to which the rate grows")
+            raise ValueError(
+                f"`lr_from` ({self.lr_from:g}) has to be below `lr` ({self.lr:g}), up to which the rate grows"
+            )
         return self
 
     @model_validator(mode="after")

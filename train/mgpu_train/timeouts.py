@@ -38,7 +38,7 @@ class Timeouts(BaseModel):
     stall_s: float = Field(780, description="... while training")
     validation_s: float = Field(1800, description="... while validating")
     finishing_s: float = Field(600, description="... when all is done, until the ranks have ended")
-    trial_s: float = Field(600, description="for one trial of `--smoke` or `--tune`, all its steps")
+    trial_s: float = Field(600, description="for one trial of `--smoke`, `--tune` or `--lr-range`, all its steps")
     heartbeat_s: float = Field(10, description="between two words of a node's agent to node 0's on how alive it is")
     collective_s: float = Field(600, description="for one collective operation of the ranks")
     save_s: float = Field(1800, description="for a checkpoint to stand on the disk of every node")

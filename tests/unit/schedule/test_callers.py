@@ -105,7 +105,7 @@ def test_a_timer_of_systemds(user: Path):
         )
         assert "mgpu" not in said.stderr, said.stderr
     set_here = "MARK='a b'\nHOOK_URL=https://x\nexport HOOK_SECRET='s'\n  PIN=1\n"
-    secrets.write_text(set_here + "#SLACK_URL=y\nWANDB_API_KEY=\n")
+    secrets.write_text(set_here + "#SLACK_URL=y\nWANDB_API_KEY=''\n")
     start = next(line for line in written[0].read_text().splitlines() if line.startswith("ExecStart="))
     assert "nothing to do" in bare(start.removeprefix("ExecStart="), user)
     again = mgpu("schedule", "install", "--systemd", "--yes")

@@ -425,7 +425,7 @@ def test_messages_speak_no_pydantic():
             "2 processes cannot be parted by 1 (tens",
         ),
         (edited(DEMO, "train", "{strategy: hsdp}"), "train.strategy", "hsdp needs 2 replicas or more, of 2 ranks"),
-        (edited(DEMO, "train", "{lr: 0.1, lr_from: 0.1}"), "train", "`lr_from` (0.1) is below `lr` (0.1)"),
+        (edited(DEMO, "train", "{lr: 0.1, lr_from: 0.1}"), "train", "`lr_from` (0.1) has to be below `lr` (0.1)"),
         (edited(DEMO, "train", "{micro_batch: 0}"), "train.micro_batch", "must be at least 1"),
         (edited(DEMO, "train", "{micro_batch: most}"), "train.micro_batch", "`most` is not one of: auto"),
         (edited(DEMO, "train", "{pipeline_parallel: 2, micro_batch: auto}"), "train", "leave stages idle"),

@@ -29,7 +29,7 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's names, by channels
 _ROWS = 10  # classes, where none are named
 
 
-def load(folder: Path) -> DiT:
+def load(folder: Path, guidance: float = 1.0) -> DiT:
     """The model of a checkpoint, with its average's values where it has one.
 
     Raises:
@@ -55,6 +55,11 @@ def load(folder: Path) -> DiT:
         classes = len(values["embed.classes.weight"]) - 1
     except (ValidationError, LookupError, ValueError) as error:
         raise TrainError(f"{folder} is of task {task}: only what task diffusion has trained draws images") from error
+    if guidance != 1 and not known.class_dropout:
+        raise TrainError(
+            f"{folder} was trained with `class_dropout: 0`, and knows nothing of images without a class, which "
+            "guidance goes away from: `--guidance 1`"
+        )
     shape = channels, rows * patch, columns * patch, classes
     with torch.device("meta"):
         model = DiT(*shape, patch=patch, layers=known.layers, dim=known.dim, heads=known.heads)
@@ -116,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} is less than 1")
     try:
         made = draw(
-            load(given.checkpoint),
+            load(given.checkpoint, given.guidance),
             given.classes,
             given.each,
             guidance=given.guidance,

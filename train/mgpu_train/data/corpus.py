@@ -109,7 +109,7 @@ class Corpus:
     def _row(self, place: str, line: bytes) -> Document:
         try:
             said: Any = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TrainError(f"{place}: no JSON ({error}): mend it, or leave it out") from error
         if not isinstance(said, dict) or not isinstance(said.get(self.key), str):
             there = ", ".join(map(repr, said)) if isinstance(said, dict) else type(said).__name__

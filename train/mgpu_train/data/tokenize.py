@@ -113,6 +113,8 @@ def tokenize(
 
     Raises TrainError: something cannot be read, `out` is another corpus's, or another process is at it.
     """
+    if out.resolve().is_relative_to(corpus.resolve()):
+        raise TrainError(f"{out} lies in {corpus}, and would be read as texts the next time: name a folder beside it")
     texts, known = Corpus(corpus, key), _load(tokenizer)
     ended = _end(known, end)
     vocabulary = 1 + max(known.get_vocab(with_added_tokens=True).values())

@@ -123,7 +123,7 @@ class Conductor:
             train=trial.train,
             world_size=size,
             seconds=0.0 if trial.refused else self._seconds,
-            lr=suggested(part.rates),
+            lr=suggested(part.rates) if part.outcome == "ok" else None,
             **part.model_dump(exclude={"consequence"}),
         )
         self._rows.append(row)

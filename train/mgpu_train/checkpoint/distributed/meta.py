@@ -41,7 +41,7 @@ def differences(folder: Path, meta: dict[str, Any]) -> list[str]:
     A key that only one of both versions of mgpu knows is none."""
     try:
         saved = json.loads((folder / "meta.json").read_text())
-        before, now = ({**each, **each["config"]} for each in (saved, meta))
+        before, now = ({**each, **each["config"], **each} for each in (saved, meta))
     except (OSError, ValueError, KeyError, TypeError):  # DCP itself does not need it
         return []
     return list(_changes({key: value for key, value in now.items() if key not in _DERIVED}, before))
@@ -50,7 +50,7 @@ def differences(folder: Path, meta: dict[str, Any]) -> list[str]:
 def _changes(now: dict[str, Any], before: dict[str, Any], of: str = "") -> Iterator[str]:
     for key in (each for each in now if each in before):
         new, old = now[key], before[key]
-        if isinstance(new, dict) and isinstance(old, dict):
+        if isinstance(new, dict) and isinstance(old, dict) and key != "options":  # a task's are as the user gave them
             yield from _changes(new, old, f"{of}{key}.")
         elif new != old:
             yield f"{of}{key}: {json.dumps(old)} -> {json.dumps(new)}"
