@@ -237,7 +237,7 @@ class Trainer:
                 return
             self.heard = heard
             idle_s = 0.0 if self.before is None else pending.span.after(self.before)
-            self.report.spent(0.0, idle_s, heard.weight)
+            self.report.spent(idle_s=idle_s, units=heard.weight)
             self.before = pending.span
             wishes = heard.wishes
             if wishes.lost:  # an attempt that starts anew loses less than one that trains on and keeps nothing

@@ -60,7 +60,7 @@ class Report:
         if facts:
             log.info("%s", ", ".join(f"{name} {value:g}" for name, value in facts.items()))
 
-    def spent(self, busy_s: float, idle_s: float = 0.0, units: float = 0.0) -> None:
+    def spent(self, busy_s: float = 0.0, idle_s: float = 0.0, units: float = 0.0) -> None:
         """In steps, since the last line."""
         self._spent.busy_s += busy_s
         self._spent.idle_s += idle_s

@@ -208,14 +208,21 @@ def agree(console: Console, yes: bool) -> None:
     Raises:
         InputError: the answer is no, or there is nobody to ask.
     """
-    if yes or console.confirm("rent it?"):
+    consent(console, yes, "rent it?", "Nothing was rented.", "Add `--yes` to agree to the price above.")
+
+
+def consent(console: Console, yes: bool, question: str, undone: str, cure: str) -> None:
+    """Asks before money is spent. `undone` says that it was not; `cure` what to do where nobody can be asked.
+
+    Raises:
+        InputError: the answer is no, or there is nobody to ask.
+    """
+    if yes or console.confirm(question):
         return
     if sys.stdin.isatty():
-        raise InputError("not agreed", "Nothing was rented.")
+        raise InputError("not agreed", undone)
     raise InputError(
-        "this command spends money and nobody can be asked",
-        "Standard input is not a terminal. Nothing was rented.",
-        "Add `--yes` to agree to the price above.",
+        "this command spends money and nobody can be asked", f"Standard input is not a terminal. {undone}", cure
     )
 
 

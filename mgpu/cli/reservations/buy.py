@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from mgpu import paths
 from mgpu.backend.owner import owner
-from mgpu.cli.common import parameters
+from mgpu.cli.common import agreement, parameters
 from mgpu.cli.reservations.seller import Found, Seller, recall, seller, to_paste
 from mgpu.console import Console
 from mgpu.errors import InputError, NoOffer
@@ -81,15 +79,8 @@ def _show(console: Console, offer: ReservationOffer) -> None:
 
 def _agree(console: Console, offer: ReservationOffer, yes: bool) -> None:
     """Raises InputError when the answer is no, or there is nobody to ask."""
-    if yes or console.confirm(f"buy it for ${offer.usd:,.2f}?"):
-        return
-    if sys.stdin.isatty():
-        raise InputError("not agreed", "Nothing was bought.")
-    raise InputError(
-        "this command spends money and nobody can be asked",
-        "Standard input is not a terminal. Nothing was bought.",
-        "Add `--yes --max-usd USD` to agree to a price beforehand.",
-    )
+    cure = "Add `--yes --max-usd USD` to agree to a price beforehand."
+    agreement.consent(console, yes, f"buy it for ${offer.usd:,.2f}?", "Nothing was bought.", cure)
 
 
 def _tell(console: Console, sold_by: Seller, offer: ReservationOffer, bought: Reservation) -> None:

@@ -64,7 +64,7 @@ class Work:
         ids: dict[str, list[np.ndarray]] = {"train": [], "validation": []}
         of_text = dict.fromkeys(ids, 0)
         end = np.array([] if self.end is None else [self.end], f"<u{self.width}")
-        documents = (each for each in Corpus(self.corpus, self.key).read(parts) if each.text)
+        documents = (each for each in _corpus(self.corpus, self.key).read(parts) if each.text)
         while some := list(islice(documents, _AT_ONCE)):
             encoded = tokenizer.encode_batch_fast([each.text for each in some], add_special_tokens=False)
             for document, found in zip(some, encoded, strict=True):
@@ -264,6 +264,12 @@ def _begin() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+@cache
+def _corpus(root: Path, key: str) -> Corpus:
+    """One for all pieces of a process: it lists what there is."""
+    return Corpus(root, key)
 
 
 @cache

@@ -41,6 +41,7 @@ def differences(folder: Path, meta: dict[str, Any]) -> list[str]:
     A key that only one of both versions of mgpu knows is none."""
     try:
         saved = json.loads((folder / "meta.json").read_text())
+        # what was found stands beside the config, which may say that it was looked for
         before, now = ({**each, **each["config"], **each} for each in (saved, meta))
     except (OSError, ValueError, KeyError, TypeError):  # DCP itself does not need it
         return []
