@@ -79,6 +79,8 @@ def test_killed_anywhere_in_a_save_nothing_half_is_visible_and_it_converges(
 ):
     make = places(kind)
     points = points_of(make("recorded"), first, savers())
+    again = set(points_of(make("recorded-again"), first, savers()))
+    points = [point for point in points if point in again]  # what threads do in one order or another is none
     assert len(points) == len(set(points)) >= FEWEST
     wanted = [point for point in moments(points) if re.search(os.environ.get("MGPU_SAVE_POINTS", at), point)]
     here = Path(__file__).parent
@@ -97,7 +99,7 @@ def test_killed_anywhere_in_a_save_nothing_half_is_visible_and_it_converges(
     with ThreadPoolExecutor(AT_ONCE) as pool:
         stories = list(pool.map(tell, range(len(wanted))))
     calls = len({point.partition(" ")[2] for point in points})
-    kills = sum(story.killed for story in stories)  # of what threads do at once, not all is met in every run
+    kills = sum(story.killed for story in stories)
     record_property("counted", f"{kills} kills at {len(wanted)} moments of a save into {kind}, of {calls} calls in all")
     wrong = [f"{story.point}: {story.problems}" for story in stories if story.problems]
     assert not wrong, "\n".join(wrong)

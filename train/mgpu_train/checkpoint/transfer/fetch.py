@@ -97,7 +97,7 @@ class _Target:
         """Everything that these objects hold; returns how many files were on this disk already."""
         files = [file for stored in wanted for file in stored.files]
         self._check_room(sum(file.size for file in files if not (self.link and self._seems_here(file))))
-        for folder in {(self.folder / file.path).parent for file in files}:
+        for folder in sorted({(self.folder / file.path).parent for file in files}):
             folder.mkdir(parents=True, exist_ok=True)
         return sum(in_threads(self._bring, wanted, _THREADS))
 
