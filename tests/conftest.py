@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 import shutil
@@ -28,6 +29,8 @@ from fakes.localstack import localstack  # noqa: F401  a fixture, one for the se
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+gc.disable()  # until all tests are read, which makes millions of objects and hardly any garbage: 2 of 10 s
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts anything; what tests start would not hear it
@@ -35,6 +38,11 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts anythin
 
 Require = Callable[[str, bool, str], None]
 DRAWING = pytest.StashKey[draw.Drawing]()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was read stays, and is not gone through again and again
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)  # also where xdist is switched off

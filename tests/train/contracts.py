@@ -93,11 +93,11 @@ class Greedy(Normed):
         return loss
 
 class Hungry(Parity):
-    # of 8 MiB for each sample, and nobody asks for more than 16
+    # of 24 MiB for each sample, far more than what else comes and goes, and nobody asks for more than 16
     def loss(self, model, batch):
         samples = len(batch["bits"])
         assert samples <= 16
-        torch.ones(samples << 23, dtype=torch.uint8)
+        torch.ones(3 * samples << 23, dtype=torch.uint8)
         return super().loss(model, batch)
 
 class Empty(Parity):
@@ -106,8 +106,14 @@ class Empty(Parity):
 
 class Other: pass
 """
-# bytes of the machine's memory that are free, as `train.micro_batch: auto` sees them
-FREE = {"hungry": 400 << 20, "hungry-fsdp": 400 << 20, "hungry-on": 200 << 20, "starved": 1 << 10, "unknown": math.inf}
+# bytes of the machine's memory that are free for its two ranks, as `train.micro_batch: auto` sees them
+FREE = {
+    "hungry": 1200 << 20,
+    "hungry-fsdp": 1200 << 20,
+    "hungry-on": 640 << 20,
+    "starved": 1 << 10,
+    "unknown": math.inf,
+}
 PARITY = "mgpu_parity.task:Parity"
 OPTIONS = {"bits": 5, "width": 8}
 HUNGRY = {"task": "tasks_of_tests:Hungry", "global_batch": 64}

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import peft
 import pytest
 import ranks
 import torch
@@ -233,6 +232,8 @@ def test_adapters_are_exported_as_peft_loads_them_and_checkpoints_hold_nothing_e
     assert held == {"base_model.model.classifier.weight", "base_model.model.classifier.bias"}
     options = HfOptions.model_validate(stories(out)[1]["classifier"]["options"])
     task = HuggingFace(options)
+    import peft  # a second, which every worker would pay that reads this file
+
     base = transformers.AutoModelForSequenceClassification.from_pretrained(out / "bert-body", num_labels=2)
     model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapters")).eval()
     data = task.data("validation")

@@ -20,7 +20,6 @@ from mgpu_train.tasks.vision import Vision
 from mgpu_train.tasks.vision_config import VisionOptions
 from PIL import Image
 from safetensors.torch import save_file
-from timm.layers import BatchNormAct2d
 from torch import nn
 
 SMALL = {"task": "vision", "lr": 0.01, "global_batch": 32, "validate_batches": 12}
@@ -149,6 +148,8 @@ def test_a_name_that_timm_lacks_is_said_with_its_neighbours():
 
 
 def test_norms_that_do_more_than_torchs_are_not_made_torchs():
+    from timm.layers import BatchNormAct2d  # torchvision and dynamo: not for each worker that reads this file
+
     network = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(BatchNormAct2d(3)))
     synchronise(network)
     assert [type(each) for each in (network[0], network[1][0])] == [nn.SyncBatchNorm, BatchNormAct2d]

@@ -94,16 +94,21 @@ class Attempts:
         One machine is replaced by one of its type in its zone. After a reclaim that pool is the likeliest to be empty:
         after a while the whole fleet moves. The next attempt begins from its checkpoint all the same.
         """
-        minutes = self.recovery.wait_minutes
-        capacity_wait = CapacityWait(self.session, minutes, (*SOLD_OUT, NoOffer, QuotaExceeded), self.clock, self.sleep)
+        minutes, refusals = self.recovery.wait_minutes, (*SOLD_OUT, NoOffer, QuotaExceeded)
+        capacity_wait = CapacityWait(self.session, minutes, refusals, self.clock, self.sleep)
         stay_until = self.clock() + min(MOVE_AFTER_S, minutes * 30)
-
         refused = False
 
         def ask() -> StackOutput:
             nonlocal refused
-            move = self.move() if refused and self.clock() >= stay_until else None
-            refused = True
+            if not refused or self.clock() < stay_until:
+                try:
+                    return self.repair(lost)
+                except refusals:
+                    refused = True
+                    if self.clock() < stay_until:
+                        raise  # else the fleet moves at once: this may have been the last time that is asked
+            move = self.move()
             return move() if move else self.repair(lost)
 
         return capacity_wait.granted(ask)

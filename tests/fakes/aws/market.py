@@ -7,8 +7,6 @@ import math
 from functools import cache
 from typing import Any
 
-from moto.ec2.models.instance_types import INSTANCE_TYPE_OFFERINGS, INSTANCE_TYPES
-
 # USD per hour on demand in us-east-1; what is not named is priced by its vCPUs and GPUs
 ON_DEMAND = {
     "g4dn.xlarge": 0.526,
@@ -50,13 +48,22 @@ QUOTA_NAMES = {
 DEFAULT_QUOTA_VCPUS = 200_000.0
 
 
+@cache
+def _types() -> dict[str, dict[str, Any]]:
+    from moto.ec2.models.instance_types import INSTANCE_TYPES  # a second: not where somebody only names this module
+
+    return INSTANCE_TYPES
+
+
 def known(instance_type: str) -> bool:
     """Whether there is such a type at all."""
-    return instance_type in INSTANCE_TYPES
+    return instance_type in _types()
 
 
 @cache
 def _offered(region: str) -> dict[str, list[str]]:
+    from moto.ec2.models.instance_types import INSTANCE_TYPE_OFFERINGS
+
     rows = INSTANCE_TYPE_OFFERINGS["availability-zone"].get(region, ())
     found: dict[str, list[str]] = {}
     for row in rows:
@@ -71,23 +78,23 @@ def zones(instance_type: str, region: str) -> list[str]:
 
 def sold_in_blocks(instance_type: str | None) -> bool:
     """Whether there are Capacity Blocks of it."""
-    return "capacity-block" in INSTANCE_TYPES.get(instance_type, {}).get("SupportedUsageClasses", ())
+    return "capacity-block" in _types().get(instance_type, {}).get("SupportedUsageClasses", ())
 
 
 @cache
 def gpu_types() -> list[str]:
     """All that have a GPU."""
-    return sorted(name for name in INSTANCE_TYPES if gpus(name))
+    return sorted(name for name in _types() if gpus(name))
 
 
 def vcpus(instance_type: str) -> int:
     """Of one machine."""
-    return INSTANCE_TYPES[instance_type]["VCpuInfo"]["DefaultVCpus"]
+    return _types()[instance_type]["VCpuInfo"]["DefaultVCpus"]
 
 
 def gpus(instance_type: str) -> int:
     """Of one machine."""
-    cards: list[dict[str, Any]] = INSTANCE_TYPES[instance_type].get("GpuInfo", {}).get("Gpus", [])
+    cards: list[dict[str, Any]] = _types()[instance_type].get("GpuInfo", {}).get("Gpus", [])
     return sum(card["Count"] for card in cards)
 
 

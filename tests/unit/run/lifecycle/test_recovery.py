@@ -36,6 +36,7 @@ class Script:
         self.attempts, self.repairs = list(attempts), list(repairs)
         self.moves = []  # what each move does; empty: nothing else is on offer
         self.made = self.repaired = self.moved = 0
+        self.slow_s = 0.0  # how long a repair takes
         self.lost = ()
         self.now = 0.0
         self.plan = Attempts(
@@ -64,6 +65,7 @@ class Script:
 
     def _repair(self, lost):
         self.repaired += 1
+        self.now += self.slow_s
         self.lost = lost
         result = self.repairs.pop(0) if len(self.repairs) > 1 else self.repairs[0]
         if isinstance(result, Exception):
@@ -200,6 +202,13 @@ def test_its_own_place_is_asked_first_also_where_nobody_waits(world):
     script.moves = [None]
     assert script.run().succeeded
     assert (script.moved, script.repaired) == (0, 1)
+
+
+def test_a_fleet_moves_although_its_own_place_was_asked_until_the_wait_was_over(world):
+    script = Script(world, [LOST, DONE], [NoCapacity("none here")], wait_minutes=0.2)
+    script.slow_s, script.moves = 20, [None]
+    assert script.run().succeeded
+    assert (script.moved, script.repaired) == (1, 1)
 
 
 def test_a_fleet_that_can_move_nowhere_now_asks_again(world):
