@@ -37,6 +37,7 @@ from mgpu_train.agent.host.layout import AMAZON, AMAZON_OF_MACHINE, RunLayout  #
 from mgpu_train.agent.host.python_env import (  # noqa: E402
     PROBLEM,
     Claim,
+    Kind,
     Problem,
     claim,
     claimed,
@@ -124,7 +125,7 @@ def _ours(engine: Engine, owner: str, *more: str) -> list[str]:
     found = (f"--filter=label={LABEL}{label}" for label in labels)
     done = engine.call("ps", "--all", "--quiet", "--no-trunc", *found)
     if done.status:
-        raise Problem("docker", done.error)
+        raise Problem(Kind.DOCKER, done.error)
     return done.out.split()
 
 
@@ -133,7 +134,7 @@ def _remove(engine: Engine, container: str, grace_s: float) -> None:
     engine.call("stop", "-t", f"{grace_s:.0f}", container, seconds=grace_s + engines.ASK_S)
     done = engine.call("rm", "--force", "--volumes", container, seconds=2 * engines.ASK_S)
     if done.status and "No such container" not in done.error:
-        raise Problem("docker", done.error)
+        raise Problem(Kind.DOCKER, done.error)
 
 
 def _stand(engine: Engine, wanted: Wanted, image: str) -> Any:
@@ -191,10 +192,9 @@ def _locks_memory(wanted: Wanted) -> bool:
 def _failed(error: str) -> Problem:
     """Why a container did not start, by what the engine, the toolkit and the container's init say."""
     if re.search(r"could not select device driver|nvidia-container|CDI device", error):
-        return Problem("gpu", error)
-    return Problem(
-        "old" if re.search(r"python3\W+(executable file not found|failed: No such file)", error) else "run", error
-    )
+        return Problem(Kind.GPU, error)
+    absent = re.search(r"python3\W+(executable file not found|failed: No such file)", error)
+    return Problem(Kind.OLD if absent else Kind.RUN, error)
 
 
 def _options(wanted: Wanted) -> list[str]:
@@ -232,7 +232,7 @@ def _made(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise Problem("mount", f"{folder} is to be seen in the container, and cannot be made: {error}") from error
+        raise Problem(Kind.MOUNT, f"{folder} is to be seen in the container, and cannot be made: {error}") from error
     return folder
 
 
@@ -256,7 +256,7 @@ def _equip(engine: Engine, wanted: Wanted, name: str, image: str) -> dict[str, A
     except ValueError:
         raise _dead(engine, name, done) from None
     if "problem" in answer:
-        raise Problem(answer["problem"], answer["why"])
+        raise Problem(Kind(answer["problem"]), answer["why"])
     return answer
 
 
@@ -271,7 +271,7 @@ def _require_gpus(info: dict[str, Any]) -> None:
     described = any(path for folder in _CDI for path in Path(folder).glob("*nvidia*"))
     tools = any(os.access(Path(folder) / "nvidia-container-runtime-hook", os.X_OK) for folder in os.get_exec_path())
     if not described and not tools and "nvidia" not in (info.get("Runtimes") or {}):
-        raise Problem("gpu", "The engine knows no runtime `nvidia`, no CDI description, and no toolkit is on PATH.")
+        raise Problem(Kind.GPU, "The engine knows no runtime `nvidia`, no CDI description, and no toolkit is on PATH.")
 
 
 def _count_gpus(engine: Engine, wanted: Wanted, name: str) -> None:
@@ -279,7 +279,7 @@ def _count_gpus(engine: Engine, wanted: Wanted, name: str) -> None:
         done = _inside(engine, name, ["-I", "-c", _COUNT_GPUS], seconds=engines.ASK_S)
         if not done.out.strip().isdigit() or int(done.out) < wanted.gpus:
             why = f"The container sees {done.out.strip() or 'no'} GPUs of {wanted.gpus}."
-            raise Problem("gpu", "\n".join(filter(None, (why, done.error))))
+            raise Problem(Kind.GPU, "\n".join(filter(None, (why, done.error))))
 
 
 def _inside(engine: Engine, name: str, arguments: list[str], seconds: float) -> Done:
@@ -318,7 +318,7 @@ def main(verb: str) -> int:
     except Problem as problem:
         answer = problem.answer
     except OSError as error:
-        answer = {"problem": "run", "why": str(error)}
+        answer = Problem(Kind.RUN, str(error)).answer
     sys.stdout.write(json.dumps(answer) + "\n")
     return PROBLEM if "problem" in answer else 0
 
