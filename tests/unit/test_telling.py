@@ -134,7 +134,10 @@ def test_a_webhook_is_told_signed_of_what_matters(told, service, monkeypatch):
         ("ended", f"run {RUN} succeeded"),
     ]
     assert service.messages[2]["text"].startswith("node 1 is gone")
-    assert service.messages[3]["text"] == f"step 300, bleu 31, validation_loss 1.91, $4.20, 1 recoveries\nmgpu status {RUN}"
+    assert (
+        service.messages[3]["text"]
+        == f"step 300, bleu 31, validation_loss 1.91, $4.20, 1 recoveries\nmgpu status {RUN}"
+    )
     assert service.messages[3]["data"]["event"] == "RunEnded"
     for headers, body in service.told:
         assert headers["X-Mgpu-Signature"] == "sha256=" + hmac.new(b"canary-5ecret", body, hashlib.sha256).hexdigest()
