@@ -39,7 +39,7 @@ class AwsHandler:
         names = settable(self._resource)
         given = {names[key]: value for key, value in new.items() if key in names and value is not None}
         wrong = {key: f"a {self._resource.__name__} takes no such property" for key in new if key not in names}
-        wrong |= {key: f"the provider needs `{key}`" for key in ("account", "region") if key not in call.settings.aws}
+        wrong |= {key: f"the provider needs `{key}`" for key in ("account", "region") if key not in call.settings.more}
         if wrong or has_unknown(given):  # in a preview: the update checks again
             return Checked(new, wrong)
         try:
@@ -105,7 +105,7 @@ class AwsHandler:
             if call.cancelled.wait(seconds):
                 raise Interrupted(f"waiting for the {self._make_manager.kind} was cancelled")
 
-        aws = call.settings.aws
+        aws = call.settings.more
         account = _account(*(aws.get(wire, "") for wire in _OPTIONS))
         return self._make_manager(Site(account, aws["region"], self._limit_s, sleep=sleep))
 

@@ -19,8 +19,8 @@ class Settings:
 
     state_dir: Path
     owner: str
-    aws: Mapping[str, str] = field(default_factory=dict)
-    """Where the resources of AWS are: `account`, `region`, and, where given, `profile` and `endpointUrl`."""
+    more: Mapping[str, str] = field(default_factory=dict)
+    """What else the program has configured, for the resource types that read it."""
 
 
 @dataclass(frozen=True)
