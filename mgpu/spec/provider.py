@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
 
 from mgpu_train import entries
+from mgpu_train.config import NoticeSource
 from mgpu_train.entries import Entries
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -44,8 +44,9 @@ class Capabilities(BaseModel):
         default=0, description="seconds from the grant until the slowest machines answer by SSH; 0: not known"
     )
     end_s: float = Field(default=0, description="seconds that machines may take to end, at the worst; 0: not known")
-    notices: Literal["file", "ec2", "none"] = Field(
-        default="none", description="where a node finds its interruption notice"
+    notices: NoticeSource = Field(
+        default="none",
+        description="where a node finds its interruption notice; a class, package.module:Class, is one that nodes have",
     )
     account_options: frozenset[str] = Field(
         default=frozenset(), description="settings that say whose account it is and where; others change no listing"

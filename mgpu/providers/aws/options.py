@@ -218,7 +218,7 @@ ENTRY = ProviderEntry(
         listing_lag_s=30,
         boot_s=1500,  # metal; see `AwsProvider.boot_s`
         end_s=1800,  # machines with GPUs are `shutting-down` for 5 minutes and more
-        notices="ec2",
+        notices="mgpu_train.agent.machine.imds:Imds",
         account_options=frozenset({"account", "profile", "endpoint_url"}),
     ),
 )

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mgpu_train import entries
 from mgpu_train.agent.attempt.save_budget import NOTHING, Going, Need, going
 from mgpu_train.agent.host.layout import RunLayout
-from mgpu_train.agent.machine.imds import Imds
 from mgpu_train.agent.machine.lease import Lease
 from mgpu_train.agent.machine.notices import NoticeFile, Notices, Source
 from mgpu_train.agent.status.log import Log, LogTimes, clean, hide
@@ -142,6 +142,6 @@ class Attempt:
 
 def _source(job: Job, home: Path) -> Source | None:
     """Where this machine's notices stand."""
-    if job.notices == "ec2":
-        return Imds()
+    if job.notices not in ("file", "none"):
+        return entries.load(job.notices, object, "notices")()
     return NoticeFile(home / job.notice_file) if job.notices == "file" and job.notice_file else None
