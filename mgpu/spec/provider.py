@@ -10,6 +10,7 @@ and which class to import when machines are asked for.
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 
 from mgpu_train import entries
@@ -54,12 +55,22 @@ class Capabilities(BaseModel):
 
 
 @dataclass(frozen=True)
+class Registries:
+    """Container registries that a provider's own credentials open: its class is a `mgpu.image.place.ImageHost`."""
+
+    host: str  # the pattern of their names
+    make: str  # how one gets a repository there, as a sentence
+    renew: str  # what to do where the login is refused, as sentences
+
+
+@dataclass(frozen=True)
 class ProviderEntry:
     """What an entry of the group names. The entry's own name is the provider's, and that of its block."""
 
     provider: str  # "package.module:Class", a `mgpu.providers.base.Provider`; imported when it is asked for
     options: type[ProviderOptions]  # the provider's block of the run file
     capabilities: Capabilities
+    registries: Registries | None = None
 
 
 @functools.cache
@@ -79,6 +90,12 @@ def entry(name: str) -> ProviderEntry:
     what, near = installed().complaint(name)
     why = f"did you mean {near!r}?" if near else ""
     raise InputError(f"provider: {what}", why, f"Known providers: {', '.join(installed().names)}.")
+
+
+def of_registry(host: str) -> tuple[ProviderEntry, Registries] | None:
+    """The provider that has this registry, and what is known of it; None: docker's configuration says who opens it."""
+    known = ((each, each.registries) for each in installed().found.values() if each.registries)
+    return next(((each, has) for each, has in known if re.fullmatch(has.host, host)), None)
 
 
 def on_this_machine(name: str) -> bool | None:

@@ -19,9 +19,9 @@ from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properties, changed
 from mgpu.iac.protocol.wire import UNKNOWN, has_unknown
 from mgpu.iac.types.image_model import ImageInputs, ImageOutputs
-from mgpu.image import cancellable, place, publish
+from mgpu.image import cancellable, publish
 from mgpu.image.publish import Site
-from mgpu.image.registry import registry
+from mgpu.image.registry import auth, registry
 from mgpu.image.registry.http import RetryPolicy
 from mgpu.image.registry.reference import Reference
 from mgpu.spec.image import ImageSpec
@@ -135,5 +135,5 @@ def _meant(spec: ImageSpec, wanted: ImageInputs) -> tuple[Reference, str]:
 
 
 def _there(image: ImageOutputs) -> bool:
-    login = place.login(Reference.parse(image.reference).registry, image.sold_by())
+    login = auth.of(Reference.parse(image.reference).registry, image.sold_by())
     return registry.find(image.reference, login, retry=RetryPolicy(total_s=_LOOK_S), ca_file=image.ca) is not None
