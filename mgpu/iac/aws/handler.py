@@ -15,7 +15,7 @@ from pydantic.alias_generators import to_camel
 from mgpu.errors import InputError, Interrupted
 from mgpu.events import Note
 from mgpu.iac.aws.schema import settable
-from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properties, changed
+from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN, has_unknown
 from mgpu.providers.aws.bootstrap import resource
 from mgpu.providers.aws.bootstrap.resource import Manager, Resource, Site
@@ -68,7 +68,7 @@ class AwsHandler:
         facts = found.facts if found else manager.expected(wanted)
         return "", {**inputs, **dict.fromkeys(self._resource.facts, UNKNOWN), **facts}
 
-    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> Found | None:
+    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> ReadResult | None:
         """As it is now. A resource that AWS says is gone is gone; there is no import, because create takes what is
         there.
 
@@ -84,7 +84,7 @@ class AwsHandler:
         if found is None:
             return None
         state = _wire(found.state)
-        return Found(found.id, state, {**old, **state, **found.facts})
+        return ReadResult(found.id, state, {**old, **state, **found.facts})
 
     def update(self, call: Call, resource_id: str, old: Properties, new: Properties) -> Properties:
         """Brings it in line, in place."""

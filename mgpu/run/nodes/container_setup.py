@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any
 
-from mgpu_train.agent.host.python_env import OLDEST, Kind
+from mgpu_train.agent.host.python_env import OLDEST, ProblemKind
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import InputError
@@ -25,53 +25,59 @@ from mgpu.words import count
 _BOOT_S = 60.0  # an engine starts with its machine, and SSH may be there before it
 _MUTE = ("cannot make a container", "The machine's own Python has to be 3.8 or newer.")
 _CURES = {
-    Kind.PERMISSION: (
+    ProblemKind.PERMISSION: (
         "this user may not speak to Docker",
         "Put the user into the group `docker` on the machine image: `usermod -aG docker <user>`.",
     ),
-    Kind.GPU: (
+    ProblemKind.GPU: (
         "Docker has no GPUs for containers",
         "Take a machine image with NVIDIA's driver and container toolkit: `nvidia-ctk runtime configure`.",
     ),
-    Kind.DISK: ("no room for the image", "Raise `disk_gib`, or make the image smaller."),
-    Kind.ABSENT: ("the image is not in its registry", "Push it again: `mgpu image push`."),
-    Kind.DENIED: (
+    ProblemKind.DISK: ("no room for the image", "Raise `disk_gib`, or make the image smaller."),
+    ProblemKind.ABSENT: ("the image is not in its registry", "Push it again: `mgpu image push`."),
+    ProblemKind.DENIED: (
         "the registry refuses the image",
         "Log in where mgpu runs (`docker login`) as somebody who may pull it. From ECR machines pull by their own "
         "role: `mgpu bootstrap aws --repository NAME` lets them.",
     ),
-    Kind.LIMIT: (
+    ProblemKind.LIMIT: (
         "the registry lets nobody pull as often as that",
         "Log in where mgpu runs (`docker login`), push the image to a registry of your own, or wait and run again.",
     ),
-    Kind.PULL: (
+    ProblemKind.PULL: (
         "the image could not be pulled in time",
         "Give the nodes a way to the registry (a NAT gateway, or endpoints of the subnet), or a faster one, and run "
         "again.",
     ),
-    Kind.UNPACK: (
+    ProblemKind.UNPACK: (
         "Docker cannot unpack the image",
         "Look at its storage there (`docker info`, `journalctl -u docker`), or take another machine image.",
     ),
-    Kind.DIGEST: (
+    ProblemKind.DIGEST: (
         "another image came than was asked for",
         "It was not started. Look at what stands between the nodes and the registry, and push again.",
     ),
-    Kind.PLATFORM: ("the image is for other machines", "Build it for these: `image: {platform: ...}`."),
-    Kind.REFERENCE: ("the image is not named by its digest", "Give it as repository@sha256:..."),
-    Kind.MOUNT: ("a folder cannot be made for the container", "Make it on the machine image, for this user."),
-    Kind.OLD: (
+    ProblemKind.PLATFORM: ("the image is for other machines", "Build it for these: `image: {platform: ...}`."),
+    ProblemKind.REFERENCE: ("the image is not named by its digest", "Give it as repository@sha256:..."),
+    ProblemKind.MOUNT: ("a folder cannot be made for the container", "Make it on the machine image, for this user."),
+    ProblemKind.OLD: (
         f"the image needs Python {'.'.join(map(str, OLDEST))} or newer as `python3` on its PATH",
         "Build it from another base, or set PATH in its Dockerfile.",
     ),
-    Kind.TORCH: ("the image needs PyTorch for its `python3`", "Install it there, or name torch in requirements."),
-    Kind.PIP: ("what the agent needs cannot be installed", "Install venv and pip in the image (Debian: python3-venv)."),
-    Kind.PACKAGES: (
+    ProblemKind.TORCH: (
+        "the image needs PyTorch for its `python3`",
+        "Install it there, or name torch in requirements.",
+    ),
+    ProblemKind.PIP: (
+        "what the agent needs cannot be installed",
+        "Install venv and pip in the image (Debian: python3-venv).",
+    ),
+    ProblemKind.PACKAGES: (
         "what the agent needs cannot be installed",
         "Put pydantic, boto3 and awscrt into the image, or give the nodes a way to a package index.",
     ),
-    Kind.BUSY: ("somebody else makes its container", "Wait until the other `mgpu` is done, and run again."),
-    Kind.RUN: ("the container does not run", "See what Docker says there: `docker ps --all`, `docker logs`."),
+    ProblemKind.BUSY: ("somebody else makes its container", "Wait until the other `mgpu` is done, and run again."),
+    ProblemKind.RUN: ("the container does not run", "See what Docker says there: `docker ps --all`, `docker logs`."),
 }
 
 
@@ -183,5 +189,5 @@ def _login(image: ImageToRun) -> dict[str, dict[str, str]]:
 def _call(node: Node, verb: str, wanted: dict[str, Any], provider: str, timeouts: Timeouts) -> dict[str, Any]:
     # what is there already is stopped first, in the worst case
     limit, told = wanted["seconds"] + timeouts.stop_grace_s, json.dumps(wanted).encode()
-    cures = {**_CURES, Kind.DOCKER: ("Docker does not answer", docker_cure(provider))}
+    cures = {**_CURES, ProblemKind.DOCKER: ("Docker does not answer", docker_cure(provider))}
     return host_script.ask(node, "container.py", verb, seconds=limit, cures=cures, mute=_MUTE, stdin=told)

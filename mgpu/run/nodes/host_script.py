@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mgpu_train.agent.host.python_env import PROBLEM, Kind
+from mgpu_train.agent.host.python_env import PROBLEM, ProblemKind
 
 from mgpu.errors import RemoteError
 from mgpu.remote.node import Node
@@ -23,7 +23,7 @@ def ask(
     script: str,
     *arguments: str,
     seconds: float,
-    cures: Mapping[Kind, Words],
+    cures: Mapping[ProblemKind, Words],
     mute: Words,
     stdin: bytes = b"",
 ) -> dict[str, Any]:
@@ -39,10 +39,10 @@ def ask(
     if result.status == 0 and answer:
         return answer
     kind = answer.get("problem") if result.status == PROBLEM else None
-    if kind == Kind.USED:
+    if kind == ProblemKind.USED:
         raise agent_client.used(node, answer)
     if kind in cures:
-        what, cure = cures[Kind(kind)]
+        what, cure = cures[ProblemKind(kind)]
         raise RemoteError(f"{node.target.label}: {what}", str(answer.get("why", "")), cure)
     why = result.stderr[-500:].decode("utf-8", "replace").strip() or f"It ended with status {result.status}."
     raise RemoteError(f"{node.target.label}: {node.target.python} {mute[0]}", why, mute[1])

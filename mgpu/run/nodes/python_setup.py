@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mgpu_train import launchers
-from mgpu_train.agent.host.python_env import OLDEST, Kind
+from mgpu_train.agent.host.python_env import OLDEST, ProblemKind
 from mgpu_train.timeouts import Timeouts
 
 from mgpu.events import Emit, Note
@@ -61,17 +61,17 @@ def _equip(node: Node, spec: RunSpec, timeouts: Timeouts, claim: Mapping[str, An
 def _ask(node: Node, provider: str, arguments: list[str], seconds: float) -> dict[str, Any]:
     another, cannot = _another(provider), "what the agent needs cannot be installed"
     cures = {
-        Kind.OLD: (f"Python {'.'.join(map(str, OLDEST))} or newer is needed", another),
-        Kind.TORCH: ("PyTorch is needed", f"{another} Or name torch in requirements."),
-        Kind.BUSY: (
+        ProblemKind.OLD: (f"Python {'.'.join(map(str, OLDEST))} or newer is needed", another),
+        ProblemKind.TORCH: ("PyTorch is needed", f"{another} Or name torch in requirements."),
+        ProblemKind.BUSY: (
             "somebody else installs what the agent needs",
             "Wait until the other `mgpu` is done, and run again.",
         ),
-        Kind.PIP: (
+        ProblemKind.PIP: (
             cannot,
             "Install its venv and pip on the machine image (Debian: python3-venv), or take another interpreter.",
         ),
-        Kind.PACKAGES: (
+        ProblemKind.PACKAGES: (
             cannot,
             "Give the nodes a way to a package index, or a machine image that has pydantic, boto3 and awscrt.",
         ),
