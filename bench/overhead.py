@@ -13,9 +13,10 @@ from pathlib import Path
 
 from mgpu_train.config import Job
 
+from bench.report import Report
 from bench.tools import MGPU, ROOT
 
-LIMIT_S = 15.0
+LIMIT_S = 4.5
 RUN_FILE = """
 name: bench
 provider: local
@@ -50,7 +51,7 @@ def main() -> None:
     for name, seconds in record["phase_seconds"].items():
         print(f"    {name:<19} {seconds:6.1f}")
     print(f"  bare torchrun         {bare:6.1f}")
-    print(f"  overhead              {launched - bare:6.1f}   (limit {LIMIT_S:.0f})")
+    Report().at_most("overhead", launched - bare, LIMIT_S, " s")
 
 
 def _bare(folder: Path) -> float:

@@ -1,4 +1,4 @@
-"""What the checkpoint bench prints: costs side by side, and each figure with the target that it is judged by."""
+"""What benches print: costs side by side, and each figure with the target that it is judged by."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Report:
         print("\n".join(self.lines), flush=True)
 
     def _judge(self, what: str, value: float, limit: float, unit: str, bound: str, *, met: bool) -> None:
-        figure, wanted = f"{value:.2f}{unit}", f"{bound} {limit:g}{unit}"
+        digits = 2 if limit >= 1 else 3
+        figure, wanted = f"{value:.{digits}f}{unit}", f"{bound} {limit:g}{unit}"
         self._say(f"{what:<62} {figure:>12}  {wanted:<18} {'met' if met else 'NOT MET'}")
 
     def _say(self, line: str) -> None:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from bench.report import Report
 from bench.tools import MGPU, PEERS, ROOT, environment, median_s, peer
 
-LIMITS_S = {"--version": 0.15, "--help": 0.15, "status": 0.25, "plan": 0.5}
+LIMITS_S = {"--version": 0.05, "--help": 0.05, "status": 0.10, "plan": 0.20}
 
 
 def main() -> None:
-    """Prints medians in seconds, our limits, and the peers' multiples of ours."""
+    """Prints medians in seconds, judged by our limits, and the peers' multiples of ours."""
     print("start-up, median of 9, bytecode compiled")
-    env = environment()
+    env, report = environment(), Report()
     ours: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for argument, limit in LIMITS_S.items():
             cwd = ROOT if argument == "plan" else Path(folder)
             ours[argument] = median_s([str(MGPU), argument], cwd=cwd, env=env)
-            print(f"  mgpu {argument:<10} {ours[argument]:.3f} s   (limit {limit} s)")
+            report.at_most(f"mgpu {argument}", ours[argument], limit, " s")
         for name in PEERS:
             command = peer(name)
             for argument in ("--version", "--help") if command else ():

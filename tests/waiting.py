@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -22,3 +23,15 @@ def until(what: Callable[[], T], seconds: float = 60, why: Callable[[], object] 
         if now > end:
             raise AssertionError(f"not within {seconds:g} s: {why() if callable(why) else why}")
         time.sleep(min(max(_PAUSE_S, _SHARE * (now - asked)), _LONGEST_S))
+
+
+def until_it_serves(
+    process: subprocess.Popen[bytes], serves: Callable[[], object], seconds: float, why: Callable[[], object]
+) -> None:
+    """Waits for a program that was started. Raises RuntimeError, with `why`: it has ended, or is too late."""
+    try:
+        until(lambda: process.poll() is not None or serves(), seconds)
+    except AssertionError as error:
+        raise RuntimeError(f"it did not start: {why()}") from error
+    if process.poll() is not None:
+        raise RuntimeError(f"it did not start: {why()}")

@@ -82,7 +82,7 @@ def fitting(labels: Mapping[str, str], plan: Plan, machines: Machines) -> Plan:
     return plan.model_copy(update={"offers": offers, "refused": (*aside, *plan.refused)})
 
 
-def _misfit(problems: Sequence[compat.Problem], driver: MachineDriver | None) -> InputError:
+def _misfit(problems: Sequence[compat.Mismatch], driver: MachineDriver | None) -> InputError:
     first, *others = problems
     told = driver if any(each.of_driver for each in problems) else None
     why = (told.why if told else "", first.why, *(f"{each.what}: {each.why}" for each in others))

@@ -123,12 +123,13 @@ def _require_tags(given: tuple[str, ...]) -> None:
 
 def _bring_up(console: Console, account: Account, regions: tuple[str, ...], wanted: Wanted, yes: bool) -> None:
     from mgpu.iac.aws import bootstrap
+    from mgpu.providers import own_address
 
     if wanted.ssm and not (wanted.ssh or wanted.security_group):
         console.say("nobody is let in: machines are reached through Session Manager; `--allow-ssh` names others")
     elif not wanted.ssh and not wanted.security_group:
         with console.waiting("asking from which address this machine reaches the internet"):
-            wanted = replace(wanted, ssh=(bootstrap.own_address(),))
+            wanted = replace(wanted, ssh=(own_address.own_address(),))
         console.say(f"SSH is let in from {wanted.ssh[0]}, this machine's address; `--allow-ssh` names others")
     context = wiring.context(console)
     bases = [bootstrap.Base(account, region, context, wanted) for region in regions]  # all mistakes before any change

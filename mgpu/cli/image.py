@@ -18,7 +18,7 @@ from mgpu.words import amount
 
 if TYPE_CHECKING:
     from mgpu.image.publish import Site
-    from mgpu.image.registry.registry import Manifest
+    from mgpu.image.registry.registry import ImageManifest
     from mgpu.spec.image import ImageSpec
 
 _LOCAL = "mgpu/image"  # what is built for this machine's engine alone
@@ -214,10 +214,10 @@ def _named(reference: str, platform: str) -> dict[str, Any]:
 def _here(reference: str, pushed: bool | None) -> dict[str, Any] | None:
     """What this machine's engine has under that name; None also where there is no engine. `pushed`: as far as its
     registry tells."""
-    from mgpu.image.build.docker_engine import Engine
+    from mgpu.image.build.docker_engine import DockerEngine
 
     try:
-        found = Engine().inspect(reference)
+        found = DockerEngine().inspect(reference)
     except ImageError:
         return None
     if found is None:
@@ -226,7 +226,7 @@ def _here(reference: str, pushed: bool | None) -> dict[str, Any] | None:
     return _as_data(reference, pushed, found.id, found.platform, None, found.labels, layers)
 
 
-def _shown(reference: str, manifest: Manifest) -> dict[str, Any]:
+def _shown(reference: str, manifest: ImageManifest) -> dict[str, Any]:
     layers = [{"digest": digest, "bytes": size} for digest, size in manifest.layers]
     return _as_data(reference, True, manifest.digest, manifest.platform, manifest.bytes, manifest.labels, layers)
 

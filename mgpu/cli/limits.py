@@ -11,7 +11,7 @@ from mgpu.cli.common import parameters
 from mgpu.console import Console
 from mgpu.errors import InputError
 from mgpu.run.budget import account
-from mgpu.run.budget.account import InUse, Limits
+from mgpu.run.budget.account import Limits, Usage
 from mgpu.run.budget.costs import month
 from mgpu.words import count
 
@@ -82,7 +82,7 @@ def _show(console: Console, found: Limits) -> int:
     return 0
 
 
-def _rows(found: Limits, used: InUse) -> list[tuple[str, ...]]:
+def _rows(found: Limits, used: Usage) -> list[tuple[str, ...]]:
     dollars = ((f"USD in {month(used.at)}", used.month_usd, found.usd_per_month),)
     dollars += (("USD per hour", used.usd_per_hour, found.usd_per_hour),)
     rows = [

@@ -16,7 +16,7 @@ from mgpu.words import count
 
 if TYPE_CHECKING:
     from mgpu.cli.results import Result
-    from mgpu.run.fleet.inventory import Fleet
+    from mgpu.run.fleet.inventory import StandingFleet
 
 
 _SPARE = ("begun", "checkpoint", "step")  # columns that a narrow terminal does without
@@ -76,7 +76,7 @@ def _listed(console: Console, records: list[Record], stale_s: float | None) -> i
     return wiring.not_asked(console, seen)
 
 
-def _result(records: list[Record], fleets: Iterable[Fleet], stale_s: float | None) -> Result:
+def _result(records: list[Record], fleets: Iterable[StandingFleet], stale_s: float | None) -> Result:
     from mgpu.cli import results
     from mgpu.run.view import RunView
 

@@ -91,7 +91,7 @@ def main() -> None:
     engine = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
     hard_cap_at, max_usd = (float(os.environ.get(name) or 0) for name in (HARD_CAP, MAX_USD))
     known = Handlers(Timeouts.of_environment(os.environ), hard_cap_at, os.environ.get(IMAGE, ""), max_usd)
-    server, port = serve(Servicer(known, _schema, engine))
+    server, port = serve(Servicer(known, _schema, engine, tokens.AWS_CONFIG))
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
     threading.Thread(target=_end_when_orphaned, args=(os.getppid(),), daemon=True).start()

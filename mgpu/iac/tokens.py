@@ -18,3 +18,4 @@ BASE = (BUCKET, REPOSITORY, NODE_ROLE, REAPER_ROLE, SECURITY_GROUP)
 # of a stack of its own
 PASSES = "mgpu:aws:Passes"
 AWS = (*BASE, PASSES)
+AWS_CONFIG = ("account", "region", "profile", "endpointUrl")  # of the provider, for these

@@ -15,7 +15,7 @@ from typing import TypeVar
 from mgpu.events import Emit, Event
 from mgpu.image import publish
 from mgpu.image.build import buildx, cancel
-from mgpu.image.build.docker_engine import Engine
+from mgpu.image.build.docker_engine import DockerEngine
 from mgpu.image.publish import Built, Published, Site
 from mgpu.spec.image import ImageSpec
 
@@ -34,7 +34,7 @@ def build(spec: ImageSpec, site: Site, emit: Emit, cancelled: threading.Event) -
 
 
 def _ended_by(cancelled: threading.Event, site: Site) -> Site:
-    return replace(site, engine=partial(Engine, cancelled=cancelled))
+    return replace(site, engine=partial(DockerEngine, cancelled=cancelled))
 
 
 def _until(cancelled: threading.Event, emit: Emit, work: Callable[[Emit], _T]) -> _T:

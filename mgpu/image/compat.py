@@ -25,7 +25,7 @@ _DATA_CENTER = frozenset({(7, 0), (8, 0), (9, 0), (10, 0), (10, 3)})
 
 
 @dataclass(frozen=True)
-class Problem:
+class Mismatch:
     """Why an image does not run on a machine. `of_driver`: with another driver it might."""
 
     what: str
@@ -91,7 +91,7 @@ def has_cuda(labels: Mapping[str, str]) -> bool:
     return labels.get(CUDA, "cpu") not in ("", "cpu")
 
 
-def check(labels: Mapping[str, str], driver: str | None, gpu: str | None) -> list[Problem]:
+def check(labels: Mapping[str, str], driver: str | None, gpu: str | None) -> list[Mismatch]:
     """All that keeps an image with these labels from running on such a machine; empty: nothing that is known.
 
     `driver` is NVIDIA's, as nvidia-smi prints it (`580.105.08`) or its branch alone (`580`); `gpu` is a name as in run
@@ -109,8 +109,8 @@ def check(labels: Mapping[str, str], driver: str | None, gpu: str | None) -> lis
             gpu_name=gpu or "",
         )
     except ValueError as error:
-        return [Problem("an image or a driver says of itself what is no version", str(error), "Build the image anew.")]
-    rules: tuple[Callable[[_Pair], Problem | None], ...] = (_python, _no_cuda, _old_driver, _new_driver, _machine_code)
+        return [Mismatch("an image or a driver says of itself what is no version", str(error), "Build the image anew.")]
+    rules: tuple[Callable[[_Pair], Mismatch | None], ...] = (_python, _no_cuda, _old_driver, _new_driver, _machine_code)
     return [problem for rule in rules if (problem := rule(pair))]
 
 
@@ -158,27 +158,27 @@ def _reaches(driver: Version, least: Version) -> bool:
     return driver >= least[: len(driver)]  # a branch alone counts as its newest driver
 
 
-def _python(pair: _Pair) -> Problem | None:
+def _python(pair: _Pair) -> Mismatch | None:
     if pair.python is None or pair.python >= OLDEST_PYTHON:
         return None
-    return Problem(
+    return Mismatch(
         f"the image's Python is {_text(pair.python)}",
         "The node's agent needs 3.11 or newer.",
         "Set another base: `image: {args: {BASE: ...}}`.",
     )
 
 
-def _no_cuda(pair: _Pair) -> Problem | None:
+def _no_cuda(pair: _Pair) -> Mismatch | None:
     if not (pair.cpu_only and pair.gpu_name):
         return None
-    return Problem(
+    return Mismatch(
         f"the image's PyTorch cannot use the {pair.gpu_name}",
         "It was built without CUDA.",
         "Install a build with CUDA into the image; PyPI's own has one.",
     )
 
 
-def _old_driver(pair: _Pair) -> Problem | None:
+def _old_driver(pair: _Pair) -> Mismatch | None:
     if pair.cuda is None or pair.driver is None:
         return None
     least = FAMILIES.get(pair.cuda[0])
@@ -186,7 +186,7 @@ def _old_driver(pair: _Pair) -> Problem | None:
         return None
     runs = [major for major, oldest in FAMILIES.items() if _reaches(pair.driver, oldest)]
     newest = f"CUDA {max(runs)}" if runs else "no CUDA that PyTorch is built with"
-    return Problem(
+    return Mismatch(
         f"the image's CUDA {_text(pair.cuda)} needs a newer NVIDIA driver than {_text(pair.driver)}",
         f"CUDA {_text(pair.cuda)} runs on {_text(least)} or newer; the newest that this driver runs is {newest}.",
         "Take a machine image with a newer driver, or build the image with a PyTorch for an older CUDA.",
@@ -201,11 +201,11 @@ def _compatibility_package(pair: _Pair, least: Version) -> bool:
     return pair.driver[0] in package.compat_on and _reaches(package.driver, least)
 
 
-def _new_driver(pair: _Pair) -> Problem | None:
+def _new_driver(pair: _Pair) -> Mismatch | None:
     known = ARCHITECTURES.get(pair.gpu.capability) if pair.gpu else None
     if known is None or known.last_branch is None or pair.driver is None or pair.driver[0] <= known.last_branch:
         return None
-    return Problem(
+    return Mismatch(
         f"NVIDIA's driver {_text(pair.driver)} does not know the {pair.gpu_name} any more",
         f"Branch {known.last_branch} is the last one that has it.",
         f"Take a machine image with a driver of branch {known.last_branch}, or another GPU.",
@@ -213,14 +213,14 @@ def _new_driver(pair: _Pair) -> Problem | None:
     )
 
 
-def _machine_code(pair: _Pair) -> Problem | None:
+def _machine_code(pair: _Pair) -> Mismatch | None:
     if pair.cuda is None or pair.gpu is None:
         return None
     codes = machine_code(pair.torch, pair.cuda)
     if runs_on(codes, pair.gpu.capability):
         return None
     built = f"PyTorch {_text(pair.torch)}" if pair.torch else "PyTorch"
-    return Problem(
+    return Mismatch(
         f"the image's PyTorch has no code for the {pair.gpu_name} (compute capability {_text(pair.gpu.capability)})",
         f"{built} with CUDA {_text(pair.cuda)} has code for {', '.join(map(_text, codes)) or 'none that is known'}.",
         _newest_for(pair.gpu.capability),

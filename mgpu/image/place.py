@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from mgpu.image.publish import Site
 from mgpu.image.registry import auth
@@ -19,13 +19,14 @@ class ImageHost(Protocol):
         """Where images for machines in these regions go unless the run file says: `registry/name`."""
         ...
 
-    def pulled_by_role(self, region: str) -> Mapping[str, str]:
-        """How machines ask ECR in a region for a login, by their own role, as their side of it
+    def pulled_by_role(self, registry: str) -> Mapping[str, str]:
+        """How machines ask for a login of this registry, by their own role, as their side of it
         (`mgpu_train.agent.host.ecr`) takes it; empty: they have to be given one."""
         ...
 
-    def registry_client(self, region: str) -> Any:
-        """A boto3 client of ECR in a region, with the credentials of this provider's settings."""
+    def registry_login(self, registry: str) -> tuple[str, str, float]:
+        """With the credentials of this provider's settings: a name, a password, and when they end, UNIX seconds; asked
+        for `Registries` of its entry alone. Raises ProviderError."""
         ...
 
 
@@ -40,16 +41,10 @@ def site(image: ImageSpec, folder: Path, provider: object, regions: Sequence[str
         folder,
         asked.image_repository(regions) if isinstance(asked, ImageHost) else None,
         environ,
-        login=lambda registry: login(registry, provider),
+        login=lambda registry: auth.of(registry, provider),
     )
 
 
 def pulled_by_role(registry: str, provider: object) -> Mapping[str, str]:
     """What the provider's machines need to ask for a login of this registry by themselves; empty: they cannot."""
-    region = auth.ecr_region(registry)
-    return provider.pulled_by_role(region) if region and isinstance(provider, ImageHost) else {}
-
-
-def login(registry: str, provider: object) -> auth.Auth:
-    """Who we are for a registry: for ECR whom the provider's own settings say."""
-    return auth.of(registry, provider.registry_client if isinstance(provider, ImageHost) else auth.ecr_client)
+    return provider.pulled_by_role(registry) if isinstance(provider, ImageHost) else {}

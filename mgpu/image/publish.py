@@ -20,7 +20,7 @@ from mgpu.spec import environment
 from mgpu.spec.image import ImageSpec
 
 if TYPE_CHECKING:
-    from mgpu.image.build.docker_engine import Engine
+    from mgpu.image.build.docker_engine import DockerEngine
 
 _ONCE = RetryPolicy(total_s=4.0, request_s=2.0, pause_s=8.0)  # for a base that the engine has: one try
 
@@ -67,7 +67,7 @@ class Site:
     repository: str | None
     environ: Mapping[str, str]
     login: Callable[[str], Auth] = auths.of
-    engine: Callable[[], Engine] | None = None
+    engine: Callable[[], DockerEngine] | None = None
     network: str | None = None
     retry: RetryPolicy | None = None
 
@@ -119,16 +119,16 @@ def build(spec: ImageSpec, site: Site, emit: Emit = ignore) -> Built:
 class _MadeOf:
     """What an image is built from: `bases` are the images that its Dockerfile names, as they are now."""
 
-    folder: context.Context
+    folder: context.BuildContext
     named: bases.Named
-    bases: Mapping[str, bases.Base]
+    bases: Mapping[str, bases.BaseImage]
 
 
 class _Publishing:
     def __init__(self, spec: ImageSpec, site: Site, emit: Emit) -> None:
         self._spec, self._site, self._emit = spec, site, emit
         self._ca = site.ca_file(spec)
-        self._opened: Engine | None = None
+        self._opened: DockerEngine | None = None
         self._auths = dict[str, Auth]()
 
     def run(self) -> Published:
@@ -182,7 +182,7 @@ class _Publishing:
         engine.tag(image, str(name))
         return image
 
-    def _require_same(self, base: str, before: bases.Base) -> None:
+    def _require_same(self, base: str, before: bases.BaseImage) -> None:
         """The engine's own images cannot be built on by their digest."""
         now = None if before.pinned else self._here(base)
         if not before.pinned and (now is None or now.digest != before.digest):
@@ -225,7 +225,7 @@ class _Publishing:
         image = self._manifest(name, digest)
         return Published(name.at(digest), name.tag, False, False, 0, image.bytes, image.labels)
 
-    def _manifest(self, name: Reference, digest: str) -> registry.Manifest:
+    def _manifest(self, name: Reference, digest: str) -> registry.ImageManifest:
         found = registry.manifest(
             name.at(digest), self._auth(name), self._spec.platform, retry=self._site.retry, ca_file=self._ca
         )
@@ -269,7 +269,7 @@ class _Publishing:
         name = Reference.parse(reference)
         return registry.find(reference, self._auth(name), retry=_ONCE, ca_file=self._ca)
 
-    def _here(self, reference: str) -> bases.Base | None:
+    def _here(self, reference: str) -> bases.BaseImage | None:
         """What the engine has, as its registry calls it where it came from one. Raises ImageError."""
         found = self._engine().inspect(reference)
         if found is None:
@@ -277,17 +277,17 @@ class _Publishing:
         repository = Reference.parse(reference).repository
         known = (Reference.parse(each) for each in found.digests)
         digest = next((each.digest for each in known if each.repository == repository), "")
-        return bases.Base(digest or found.id, pinned=bool(digest))
+        return bases.BaseImage(digest or found.id, pinned=bool(digest))
 
-    def _engine(self) -> Engine:
-        from mgpu.image.build.docker_engine import Engine
+    def _engine(self) -> DockerEngine:
+        from mgpu.image.build.docker_engine import DockerEngine
 
         if self._opened is None:
-            self._opened = (self._site.engine or Engine)()
+            self._opened = (self._site.engine or DockerEngine)()
         return self._opened
 
 
-def _moved(image: registry.Manifest, hashes: tuple[str, ...], states: Mapping[str, str]) -> int:
+def _moved(image: registry.ImageManifest, hashes: tuple[str, ...], states: Mapping[str, str]) -> int:
     """Compressed bytes of the layers that the registry did not have.
 
     An engine names a layer by what it is before compression, one with containerd's store by what is pushed.

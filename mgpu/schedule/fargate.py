@@ -45,7 +45,7 @@ _MONTH_MINUTES = 730 * 60
 
 
 @dataclass(frozen=True)
-class Plan:
+class PassesPlan:
     """What is to be made. `secrets`: values by variable, to be written; `kept`: those that are there already;
     `missing`: those that run files name, and that nobody has given."""
 
@@ -69,7 +69,7 @@ class Plan:
         return hour / 60 * _MONTH_MINUTES / self.every_minutes
 
 
-def plan(every_s: float, image: str | None, boundary: str) -> Plan:
+def plan(every_s: float, image: str | None, boundary: str) -> PassesPlan:
     """What is to be made, from what there is.
 
     Raises:
@@ -106,7 +106,7 @@ def plan(every_s: float, image: str | None, boundary: str) -> Plan:
     }
     given = {name: value for name, value in {"key": key, "permissionsBoundary": boundary}.items() if value}
     missing = tuple(sorted({*wanted} - {*secrets} - kept))
-    return Plan(account, region, minutes, str(image), {**asked, **given}, secrets, kept, missing)
+    return PassesPlan(account, region, minutes, str(image), {**asked, **given}, secrets, kept, missing)
 
 
 def installed(context: Context) -> PassesStack:

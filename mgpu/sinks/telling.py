@@ -178,7 +178,8 @@ def _of_the_end(event: RunEnded) -> Iterator[str]:
     parts = [f"step {event.step}" if event.step is not None else "", f"${event.spent_usd:.2f}"]
     try:
         record = load(event.run_id)
-        parts[1:1] = [f"{name} {value:.4g}" for name, value in sorted(record.metrics.items()) if "loss" in name]
+        named = record.expect.keys() | record.first_metrics.keys()  # by the run file, and by its validations
+        parts[1:1] = [f"{name} {value:.4g}" for name, value in sorted(record.metrics.items()) if name in named]
         parts.append(f"{record.recoveries} recoveries" if record.recoveries else "")
     except InputError:  # removed meanwhile
         pass

@@ -10,10 +10,11 @@ and which class to import when machines are asked for.
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
-from typing import Literal
 
 from mgpu_train import entries
+from mgpu_train.config import NoticeSource
 from mgpu_train.entries import Entries
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -44,12 +45,22 @@ class Capabilities(BaseModel):
         default=0, description="seconds from the grant until the slowest machines answer by SSH; 0: not known"
     )
     end_s: float = Field(default=0, description="seconds that machines may take to end, at the worst; 0: not known")
-    notices: Literal["file", "ec2", "none"] = Field(
-        default="none", description="where a node finds its interruption notice"
+    notices: NoticeSource = Field(
+        default="none",
+        description="where a node finds its interruption notice; a class, package.module:Class, is one that nodes have",
     )
     account_options: frozenset[str] = Field(
         default=frozenset(), description="settings that say whose account it is and where; others change no listing"
     )
+
+
+@dataclass(frozen=True)
+class Registries:
+    """Container registries that a provider's own credentials open: its class is a `mgpu.image.place.ImageHost`."""
+
+    host: str  # the pattern of their names
+    make: str  # how one gets a repository there, as a sentence
+    renew: str  # what to do where the login is refused, as sentences
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,7 @@ class ProviderEntry:
     provider: str  # "package.module:Class", a `mgpu.providers.base.Provider`; imported when it is asked for
     options: type[ProviderOptions]  # the provider's block of the run file
     capabilities: Capabilities
+    registries: Registries | None = None
 
 
 @functools.cache
@@ -78,6 +90,12 @@ def entry(name: str) -> ProviderEntry:
     what, near = installed().complaint(name)
     why = f"did you mean {near!r}?" if near else ""
     raise InputError(f"provider: {what}", why, f"Known providers: {', '.join(installed().names)}.")
+
+
+def of_registry(host: str) -> tuple[ProviderEntry, Registries] | None:
+    """The provider that has this registry, and what is known of it; None: docker's configuration says who opens it."""
+    known = ((each, each.registries) for each in installed().found.values() if each.registries)
+    return next(((each, has) for each, has in known if re.fullmatch(has.host, host)), None)
 
 
 def on_this_machine(name: str) -> bool | None:

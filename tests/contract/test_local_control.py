@@ -200,17 +200,6 @@ def test_a_notice_of_no_seconds_takes_the_machine_now(world: World):
     assert bill.read(world.root).nodes[0].reason == control.INTERRUPTED
 
 
-def test_a_notice_that_is_taken_back_is_over(world: World):
-    handle = world.up()
-    instance, notice = world.instance(handle), world.instance(handle).home / NOTICE
-    at = control.notice(instance, 0.6)
-    until(notice.exists)
-    control.withdraw(instance)
-    until(lambda: not notice.exists())
-    until(lambda: time.time() > at + 0.2)
-    assert world.phase(handle) is NodePhase.RUNNING
-
-
 def test_a_node_process_looks_at_once_when_it_is_woken(world: World):
     handle = world.up()
     node_process, beat = world.instance(handle).node_process(), bill.heartbeat(world.root, handle.ids[0])

@@ -27,6 +27,7 @@ from botocore.credentials import Credentials
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from fakes.clock import Clock
 from mgpu_train.store import Damaged, Expired, StoreError, Unavailable, crc, disk, open_store
 from mgpu_train.store.bulk.engine import Engine, Failed
 from mgpu_train.store.bulk.line import Line
@@ -35,6 +36,7 @@ from mgpu_train.store.bulk.minimum_rate import LEAST, MinimumRate
 from mgpu_train.store.bulk.sign import query_string, signed
 from mgpu_train.store.pace import Pace
 from mgpu_train.timeouts import Timeouts
+from waiting import until
 
 MIB = 1 << 20
 SIZE = 25 * MIB + 7  # four parts up, three ranges or so down
@@ -720,19 +722,8 @@ def test_bodies_of_every_kind_are_read_whole(tmp_path, head, data, connections):
     assert len(accepted) == connections
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_too_little_in_too_much_time_breaks_the_floor():
-    clock = Clock()
+    clock = Clock(1000)
     minimum_rate = MinimumRate(60, None, clock=clock)
     minimum_rate.saw(LEAST)
     clock.now += 59
@@ -745,7 +736,7 @@ def test_too_little_in_too_much_time_breaks_the_floor():
 
 
 def test_bytes_that_have_to_go_again_are_no_progress():
-    clock = Clock()
+    clock = Clock(1000)
     minimum_rate = MinimumRate(60, None, clock=clock)
     for _ in range(3):  # into the buffers of the network, given up, and again
         minimum_rate.saw(3 * LEAST)
@@ -755,7 +746,7 @@ def test_bytes_that_have_to_go_again_are_no_progress():
 
 
 def test_another_process_gets_no_other_time():
-    clock = Clock()
+    clock = Clock(1000)
     minimum_rate = MinimumRate(60, None, clock=clock)
     minimum_rate.saw(10 * LEAST)
     clock.now += 30
@@ -771,7 +762,7 @@ def test_under_a_bound_less_has_to_move():
 
 
 def test_a_bound_holds_for_all_that_share_it():
-    clock = Clock()
+    clock = Clock(1000)
     one = Pace(1000, clock=clock, sleep=clock.sleep)
     other = Pace(1000, shared=os.dup(one.shared), clock=clock, sleep=clock.sleep)
     begin = clock.now
@@ -835,7 +826,5 @@ def children(pid: int) -> list[int]:
 
 def gone(pid: int) -> None:
     """Waits until a process has ended."""
-    end = time.monotonic() + ALWAYS_S
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]:
-        assert time.monotonic() < end, "it lives"
-        time.sleep(0.02)
+    there, stat = Path(f"/proc/{pid}"), Path(f"/proc/{pid}/stat")
+    until(lambda: not there.exists() or "Z" in stat.read_text().rpartition(")")[2][:3], ALWAYS_S, "it lives")

@@ -21,6 +21,7 @@ from mgpu_train.store.bulk.wire import Wire
 from mgpu_train.store.bulk.worker import Worker
 from mgpu_train.store.pace import Pace
 from mgpu_train.timeouts import Timeouts
+from waiting import until
 
 MIB = 1 << 20
 SIZE = 25 * MIB + 7  # four parts
@@ -82,8 +83,7 @@ def test_a_process_that_stands_still_holds_nobody_up_however_much_it_was_told(tm
 
     first = threading.Thread(target=transfer, args=([NOTHING],), daemon=True)
     first.start()
-    while (pid := engine.pid) is None:
-        time.sleep(0.01)
+    pid = until(lambda: engine.pid)
     os.kill(pid, signal.SIGSTOP)
     others = [threading.Thread(target=transfer, args=(long,), daemon=True) for _ in range(8)]
     for each in others:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fakes.aws import base
+from fakes.clock import Clock
 from mgpu_train.checkpoint.log import keys
 
 from mgpu.errors import CleanupFailed, InputError, PermissionDenied, ProviderError, Transient
@@ -41,19 +42,6 @@ ALL = [
     SecurityGroup(ssh=("203.0.113.7/32",)),
 ]
 kinds = pytest.mark.parametrize("asked", ALL, ids=lambda asked: type(asked).__name__)
-
-
-class Clock:
-    """Time that passes only where somebody waits."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class World:

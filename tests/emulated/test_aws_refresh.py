@@ -241,7 +241,7 @@ def test_machines_that_run_count_against_their_quota(aws: FakeAws, account: Acco
     left = quotas.headroom(account, "us-west-2", sizes)
     assert left["G and VT on-demand"].used_vcpus == 3 * 4 + 48
     assert left["G and VT spot"].used_vcpus == 2 * 4
-    assert left["P on-demand"] == quotas.Headroom(200_000, 96, "L-417A185B")
+    assert left["P on-demand"] == quotas.QuotaUse(200_000, 96, "L-417A185B")
     ec2.stop_instances(InstanceIds=[each["InstanceId"] for each in resting["Instances"]])
     deadline = time.monotonic() + 10
     while quotas.headroom(account, "us-west-2", sizes)["P on-demand"].used_vcpus and time.monotonic() < deadline:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from fakes.aws import FakeAws
 from fakes.aws.leftovers import held, mounts_below, processes_of
-from fakes.aws.visitor import Node, Visitor, until
+from fakes.aws.visitor import Node, Visitor
+from waiting import until
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ import pytest
 from fakes.aws import world
 from fakes.aws.leftovers import held, mounts_below, processes_of
 from fakes.aws.metadata import FAULTS
-from fakes.aws.visitor import Node, Visitor, until
+from fakes.aws.visitor import Node, Visitor
+from waiting import until
 
 HERE = Path(__file__).parent
 PYTHON = "/opt/pytorch/bin/python"

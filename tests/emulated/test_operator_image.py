@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from fakes import gateway, trainer
+from fakes.command import needs_secret
 from fakes.engine import Engine
 from mgpu_train.store import open_store
 
@@ -26,17 +27,6 @@ from mgpu.iac.engine.sources import FILES
 from mgpu.image.build import shipped
 
 BASE, IMAGE, PASS_S = "operator-base:1", "operator:1", 240
-RUN_FILE = """
-name: it
-provider: local
-max_hours: 1
-max_price_usd_per_hour: 1
-launcher: python
-command: [train.py]
-checkpoint: none
-secrets: [TOKEN]
-"""
-PROGRAM = "import os, time; assert os.environ['TOKEN'] == 't0k'; time.sleep(3600)\n"
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +78,7 @@ def laptop(require, tmp_path: Path) -> Iterator[Laptop]:
         open_store(f"s3://{bucket}/team/mgpu", env).put_if_absent("swept", b"")
         folder = tmp_path / "project"
         folder.mkdir()
-        (folder / "mgpu.yaml").write_text(RUN_FILE)
-        (folder / "train.py").write_text(PROGRAM)
+        needs_secret(folder)
         ours = {f"XDG_{kind}_HOME": str(tmp_path / kind.lower()) for kind in ("STATE", "CONFIG", "CACHE", "DATA")}
         ours |= {
             location.VARIABLE: gateway.backend(env, bucket, "team"),

@@ -20,7 +20,6 @@ from fakes.aws.fake import Called
 from mgpu.backend import location
 from mgpu.errors import AmbiguousCreate, CleanupFailed, RateLimited, Transient
 from mgpu.iac.aws import bootstrap as run_base
-from mgpu.image.registry import auth
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers.aws import names, session_proxy
 from mgpu.providers.aws.bootstrap import resource
@@ -110,7 +109,7 @@ class Life:
             "passes deleted": lambda: resource.remove(PassesManager(self.site), self.passes),
             "stored": self.stored,
             "revoked": lambda: self.provider.revoke_store("demo-1"),
-            "logged in": lambda: auth.EcrAuth("", lambda: self.provider.registry_client(HERE))(),
+            "logged in": lambda: self.provider.registry_login(f"{'0' * 12}.dkr.ecr.{HERE}.amazonaws.com"),
             "destroyed": self.destroyed,
             "base deleted": self.base_deleted,
         }

@@ -10,6 +10,17 @@ from pathlib import Path
 
 from forks import Forks
 
+_NEEDS_SECRET = """
+name: it
+provider: local
+max_hours: 1
+max_price_usd_per_hour: 1
+launcher: python
+command: [train.py]
+checkpoint: none
+secrets: [TOKEN]
+"""
+
 _FORKS = Forks(
     *("mgpu.__main__", "mgpu.cli.launch", "mgpu.run.lifecycle.launch", "mgpu.providers.local.provider"),
     *("mgpu_train.store.disk", "rich.table"),
@@ -23,3 +34,9 @@ def mgpu(*words: str, folder: Path, env: Mapping[str, str], timeout: float) -> s
         subprocess.TimeoutExpired: it ran for longer, in seconds, and was killed.
     """
     return _FORKS.run("mgpu.__main__", words, env, cwd=folder, timeout=timeout)
+
+
+def needs_secret(folder: Path, more: str = "") -> None:
+    """Makes it a project whose program ends unless TOKEN is t0k; `more`: of the run file."""
+    (folder / "mgpu.yaml").write_text(_NEEDS_SECRET + more)
+    (folder / "train.py").write_text("import os, time; assert os.environ['TOKEN'] == 't0k'; time.sleep(3600)\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from mgpu_train.agent.host.layout import LEASE, RunLayout
 from mgpu_train.config import Job, Secrets
+from waiting import until
 
 from mgpu.errors import RemoteError
 from mgpu.events import Note
@@ -96,13 +96,13 @@ class Machine:
 
     def until(self, ready: Callable[[], object], seconds: float = 60) -> None:
         """Waits for it to be true; what it reads may not be there yet."""
-        end = time.monotonic() + seconds
-        while True:
+
+        def there() -> object:
             with suppress(FileNotFoundError):
-                if ready():
-                    return
-            assert time.monotonic() < end, f"nothing within {seconds} s: {self.calls}"
-            time.sleep(0.05)
+                return ready()
+            return None
+
+        until(there, seconds, lambda: self.calls)
 
     @property
     def calls(self) -> list[str]:

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import tarfile
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from typing import Any
 import bcrypt
 import pytest
 from mgpu_train.agent.machine import ports
+from waiting import until_it_serves
 
 # guards against hanging; an end takes as long as its data take to delete, on a disk that others use, too
 READY_S, END_S, COMMAND_S = 120.0, 300.0, 120.0
@@ -222,12 +222,7 @@ def _guarded(command: Sequence[str], folder: Path, prefix: Sequence[str] = ()) -
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, ready: Callable[[], bool]) -> None:
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end and process.poll() is None:
-        if ready():
-            return
-        time.sleep(0.05)
-    raise RuntimeError(f"it did not start: {(folder / 'log').read_text()[-2000:]}")
+    until_it_serves(process, ready, READY_S, lambda: (folder / "log").read_text()[-2000:])
 
 
 def _connects(family: int, address: Any) -> bool:

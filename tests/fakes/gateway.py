@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import boto3
 from mgpu_train.agent.machine import ports
+from waiting import until_it_serves
 
 ACCESS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "canary-5ecret-key", "AWS_REGION": "us-east-1"}
 START_S = 30.0
@@ -42,21 +42,16 @@ def serving(versitygw: str, folder: Path) -> Iterator[Mapping[str, str]]:
         stderr=quiet,
     )
     try:
-        _wait_for(port, process)
+        until_it_serves(process, lambda: _answers(port), START_S, lambda: f"versitygw, exit code {process.poll()}")
         yield {**ACCESS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     finally:
         process.kill()
         process.wait()
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + START_S
-    while time.monotonic() < end and process.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise RuntimeError(f"versitygw did not start: exit code {process.poll()}")
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def make_bucket(env: Mapping[str, str], name: str = "backends") -> str:

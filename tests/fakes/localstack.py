@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from mgpu_train.agent.machine import ports
+from waiting import until_it_serves
 
 from fakes.aws.fake import SHIELD
 
@@ -66,7 +66,7 @@ def localstack(require, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
             start_new_session=True,
         )
     try:
-        _wait(endpoint, process, home / "log")
+        until_it_serves(process, lambda: _serves(endpoint), READY_S, lambda: (home / "log").read_text()[-2000:])
         yield LocalStack(endpoint)
     finally:
         assert process.stdin
@@ -80,16 +80,12 @@ def _environment(home: Path, listen: str) -> dict[str, str]:
     return {"PATH": os.environ["PATH"], **own, **calm}
 
 
-def _wait(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{endpoint}/_localstack/health", timeout=2) as answer:  # noqa: S310  loopback
-                if "ec2" in json.load(answer)["services"]:
-                    return
-        except (OSError, urllib.error.URLError):
-            time.sleep(0.25)
-    raise RuntimeError(f"LocalStack did not start: {log.read_text()[-2000:]}")
+def _serves(endpoint: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{endpoint}/_localstack/health", timeout=2) as answer:  # noqa: S310  loopback
+            return "ec2" in json.load(answer)["services"]
+    except (OSError, urllib.error.URLError):
+        return False
 
 
 def _free_port() -> int:

@@ -23,7 +23,7 @@ from waiting import until
 from mgpu.backend import location
 from mgpu.errors import Conflict, InputError, MgpuError, ProviderError
 from mgpu.events import Event
-from mgpu.iac import environment
+from mgpu.iac import environment, tokens
 from mgpu.iac.engine import install, operations
 from mgpu.iac.engine.project import project_files, project_name
 from mgpu.iac.engine.stack import Stack
@@ -113,7 +113,7 @@ def serve(xdg: Path) -> Iterator[Serve]:
     servers: list[grpc.Server] = []
 
     def start(handlers: dict[str, Handler], **named: str) -> Wire:
-        server, port = servicer.serve(servicer.Servicer(handlers, lambda: "{}"))
+        server, port = servicer.serve(servicer.Servicer(handlers, lambda: "{}", config=tokens.AWS_CONFIG))
         servers.append(server)
         stub = provider_pb2_grpc.ResourceProviderStub(grpc.insecure_channel(f"127.0.0.1:{port}"))
         config = stub.CheckConfig(provider_pb2.CheckRequest(news=to_struct(named))).inputs

@@ -24,6 +24,7 @@ from mgpu.iac.aws import kinds, resources
 from mgpu.iac.engine import install
 from mgpu.iac.engine.event_log import Change
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
+from mgpu.providers import own_address
 
 ACCOUNT, HERE, THERE = "123456789012", "us-east-1", "us-west-2"
 PROGRAM = Path(__file__).parents[2] / "infra" / "base" / "__main__.py"
@@ -546,7 +547,7 @@ def stacks(monkeypatch):
             assert not made.pop(self.name), "a stack with resources is never forgotten"
 
     monkeypatch.setattr(aws_bootstrap, "Stack", Stack)
-    monkeypatch.setattr(aws_bootstrap, "own_address", lambda: "198.51.100.9/32")
+    monkeypatch.setattr(own_address, "own_address", lambda: "198.51.100.9/32")
     return made
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from fakes.aws import FakeAws
+from fakes.command import needs_secret
 
 from mgpu.backend import location, settings
 from mgpu.cli import main
@@ -31,18 +32,6 @@ ACCOUNT, HERE = "123456789012", "us-east-1"
 BUCKET = f"mgpu-{ACCOUNT}-{HERE}"
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 NOTHING = {"clusters": [], "tasks": [], "logs": [], "schedules": [], "roles": [], "parameters": [], "stacks": []}
-RUN_FILE = """
-name: it
-provider: local
-max_hours: 1
-max_price_usd_per_hour: 1
-launcher: python
-command: [train.py]
-checkpoint: none
-secrets: [TOKEN]
-sinks: {webhook: {url: HOOK_URL, events: [missed]}}
-"""
-PROGRAM = "import os, time; assert os.environ['TOKEN'] == 't0k'; time.sleep(3600)\n"
 
 
 class Laptop:
@@ -128,8 +117,7 @@ def may(aws: FakeAws, role: str, action: str, resource: str, **facts: str) -> bo
 
 def scheduled(laptop: Laptop) -> None:
     """A schedule whose runs need a secret."""
-    (laptop.folder / "mgpu.yaml").write_text(RUN_FILE)
-    (laptop.folder / "train.py").write_text(PROGRAM)
+    needs_secret(laptop.folder, "sinks: {webhook: {url: HOOK_URL, events: [missed]}}\n")
     laptop.mgpu("schedule", "add", "mgpu.yaml", "--cron", "0 2 29 2 *", "--yes")
 
 

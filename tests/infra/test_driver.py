@@ -314,7 +314,7 @@ def engine(stack, tmp_path, monkeypatch):
         pulumi = tmp_path / "pulumi"
         pulumi.write_text(f'#!/bin/sh\necho "$*" >> {words}\n{script}\n')
         pulumi.chmod(0o700)
-        found = install.Engine(pulumi, tmp_path, "3.200.0", "PATH")
+        found = install.PulumiEngine(pulumi, tmp_path, "3.200.0", "PATH")
         monkeypatch.setattr(install, "find_engine", lambda *_: found)
         there = location.current().folder / ".pulumi/stacks" / project.project_name(stack.project) / "s.json"
         there.parent.mkdir(parents=True, exist_ok=True)

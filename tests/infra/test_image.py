@@ -11,7 +11,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from botocore.exceptions import ClientError
 from fakes import builders
 from fakes import engine as engines
 from fakes.engine import Registry
@@ -19,7 +18,7 @@ from fakes.registries import Said, scripted
 from pulumi.runtime.proto import provider_pb2
 from waiting import until
 
-from mgpu.errors import ImageError, InputError, Interrupted, MgpuError
+from mgpu.errors import AuthError, ImageError, InputError, Interrupted, MgpuError
 from mgpu.events import Event, ImageStep, LayerPushed, Note
 from mgpu.iac import tokens
 from mgpu.iac.protocol import servicer
@@ -28,9 +27,10 @@ from mgpu.iac.protocol.wire import UNKNOWN, from_struct
 from mgpu.iac.types import image_model
 from mgpu.iac.types.image import ImageHandler
 from mgpu.image import cancellable, publish
-from mgpu.image.registry import auth, registry
+from mgpu.image.registry import registry
 from mgpu.image.registry.http import Answer, Api
 from mgpu.image.registry.reference import Reference
+from mgpu.providers.aws.provider import AwsProvider
 
 DOCKERFILE = "ARG BASE\nFROM ${BASE}\nCOPY code /code\n"
 BASE_NAME = "bases/image"
@@ -219,22 +219,21 @@ def test_a_registry_that_does_not_answer_concludes_nothing_and_holds_up_no_teard
     assert not ImageHandler().refresh_before_update, "`destroy` would ask the registry"
 
 
-class Expired:
-    """A client of ECR whose credentials are too old."""
-
-    def get_authorization_token(self) -> None:
-        raise ClientError({"Error": {"Code": "ExpiredTokenException", "Message": "too old"}}, "GetAuthorizationToken")
-
-
 def test_provider_local_asks_ecr_with_the_credentials_of_the_environment(wire, here, folder, monkeypatch):
     asked = list[str]()
-    monkeypatch.setattr(auth, "ecr_client", lambda region: asked.append(region) or Expired())
+
+    def expired(provider, registry):
+        asked.append(registry)
+        raise AuthError("the credentials are too old")
+
+    monkeypatch.setattr(AwsProvider, "registry_login", expired)
     challenge = Message()
     challenge["WWW-Authenticate"] = 'Basic realm="https://ecr.example/"'
     monkeypatch.setattr(Api, "_once", lambda *_: Answer(401, challenge, b""))
-    outputs = of(folder, "123456789012.dkr.ecr.eu-west-1.amazonaws.com/x")
+    ecr = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
+    outputs = of(folder, f"{ecr}/x")
     assert from_struct(wire.read(here, "x", outputs, {"folder": "f"}).properties) == outputs
-    assert asked == ["eu-west-1"]
+    assert asked == [ecr]
 
 
 def of(folder: Path, repository: str) -> dict[str, object]:

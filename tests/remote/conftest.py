@@ -113,7 +113,7 @@ def new_server(tmp_path, keys) -> Iterator[Callable[..., Server]]:
         server = Server(folder, process, port, "trainer", folder / "home", host_key)
         started.append(server)
         if not delay_s:
-            server.port = int(wait_for(lambda: (folder / "port").exists() and (folder / "port").read_text()))
+            server.port = int(until(lambda: (folder / "port").exists() and (folder / "port").read_text(), START_S))
         return server
 
     yield start
@@ -175,7 +175,7 @@ def sshd(tmp_path, keys, require) -> Iterator[Server]:
     user = pwd.getpwuid(os.getuid())
     server = Server(folder, process, port, user.pw_name, Path(user.pw_dir), host_key)
     try:
-        up = wait_for(lambda: process.poll() is not None or _answers(port))
+        up = until(lambda: process.poll() is not None or _answers(port), START_S)
         require("sshd", bool(up) and process.poll() is None, f"it does not start here: {stderr.read_text().strip()}")
         yield server
     finally:
@@ -193,10 +193,6 @@ def _sudo(folder: Path) -> str:
 
 def free_port() -> int:
     return ports.free(1)[0]
-
-
-def wait_for(ready: Callable[[], object], seconds: float = START_S):
-    return until(ready, seconds)
 
 
 def _answers(port: int) -> bool:

@@ -8,12 +8,12 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from mgpu.errors import CommandFailed
 from mgpu.remote import receiver
@@ -42,13 +42,6 @@ def folder(tmp_path) -> Path:
 
 def sync(node: Node, folder: Path | Snapshot, dest: Path | str, like: str = "") -> SyncReport:
     return node.sync(folder, str(dest), python=sys.executable, like=like)
-
-
-def wait_for(ready: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not ready():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -96,9 +89,9 @@ def second_meanwhile(
     """In the middle of the first transfer the second comes, and waits, or has ended if it does not wait."""
 
     def ready() -> None:
-        wait_for(lambda: under_way(dest))
+        until(lambda: under_way(dest))
         answers.append(threads.submit(second))
-        wait_for(lambda: at_the_lock(dest) == 2 or answers[0].done())
+        until(lambda: at_the_lock(dest) == 2 or answers[0].done())
 
     return ready
 
@@ -176,7 +169,7 @@ def test_a_transfer_whose_operator_is_silent_is_ended(sshd, open_node, timeouts,
     first, second = open_node(sshd, impatient), open_node(sshd)
 
     def silent() -> None:
-        wait_for(lambda: under_way(dest))
+        until(lambda: under_way(dest))
         answers.append(threads.submit(sync, second, folder, dest))
         answers[0].add_done_callback(lambda _: over.set())
         assert over.wait(60)
@@ -193,9 +186,9 @@ def test_a_receiver_that_is_killed_is_in_nobodys_way(sshd, open_node, folder, tm
     dest, first, second = tmp_path / "dest", open_node(sshd), open_node(sshd)
 
     def kill() -> None:
-        wait_for(lambda: under_way(dest))
+        until(lambda: under_way(dest))
         os.kill(int((dest / receiver.LOCK).read_text()), signal.SIGKILL)
-        wait_for(lambda: not at_the_lock(dest))
+        until(lambda: not at_the_lock(dest))
 
     with pytest.raises(CommandFailed):
         sync(first, held_up(scan(folder), kill), dest)

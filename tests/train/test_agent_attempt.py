@@ -23,6 +23,9 @@ from mgpu_train.agent.status.status import CheckpointStatus, Fault, Phase
 from mgpu_train.agent.uploads.checkpoint_store import AttemptStore
 from mgpu_train.agent.uploads.uploads import Announced, CheckpointStoreError
 from mgpu_train.config import CheckpointTarget, Job, Secrets
+from mgpu_train.errors import TrainError
+
+AWS = "mgpu_train.agent.machine.imds:Imds"  # as provider `aws` names it
 
 
 def make(home: Path, more: dict[str, Any] | None = None, **times: float) -> Attempt:
@@ -378,7 +381,12 @@ def test_a_hint_together_with_a_notice_changes_nothing(hinting):
     assert not request.exists()
 
 
-@pytest.mark.parametrize(("notices", "kind"), [("file", NoticeFile), ("ec2", Imds), ("none", type(None))])
+@pytest.mark.parametrize(("notices", "kind"), [("file", NoticeFile), (AWS, Imds), ("none", type(None))])
 def test_notices_stand_where_the_job_says(tmp_path, notices, kind):
     attempt = make(tmp_path, {"notices": notices})
     assert isinstance(attempt._notices._source, kind)
+
+
+def test_a_source_of_notices_that_the_node_does_not_have_is_named(tmp_path):
+    with pytest.raises(TrainError, match=r"`notices`: yard\.notices:Asked cannot be imported"):
+        make(tmp_path, {"notices": "yard.notices:Asked"})

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fakes.clock import Clock
 from mgpu_train.agent.host import container, container_init, docker_cli, python_env
 from mgpu_train.agent.host.container import Wanted
-from mgpu_train.agent.host.docker_cli import Engine, Login
+from mgpu_train.agent.host.docker_cli import DockerCli, Login
 from mgpu_train.agent.host.python_env import Problem
 
 DIGEST = "sha256:" + "a" * 64
@@ -60,8 +61,8 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
-def an_engine(seconds: float = 60) -> Engine:
-    return Engine(time.monotonic() + seconds)
+def an_engine(seconds: float = 60) -> DockerCli:
+    return DockerCli(time.monotonic() + seconds)
 
 
 def wanted(**more) -> Wanted:
@@ -97,25 +98,12 @@ def test_an_engine_that_is_not_to_be_had_says_why(docker, answer, expected):
     assert kind(an_engine().info) == expected
 
 
-class Clock:
-    """`time` to the engine's module: whoever sleeps is later at once."""
-
-    def __init__(self) -> None:
-        self.now = time.monotonic()
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 NO_DAEMON = (1, "", "Cannot connect to the Docker daemon at unix:///x. Is the docker daemon running?")
 
 
 def test_an_engine_that_starts_with_its_machine_is_waited_for(docker, monkeypatch):
     docker(info=[NO_DAEMON] * 3 + [(0, json.dumps(INFO), "")])
-    monkeypatch.setattr(docker_cli, "time", Clock())
+    monkeypatch.setattr(docker_cli, "time", Clock(time.monotonic()))
     assert an_engine(600).ready(60)["DockerRootDir"] == "/"
 
 
@@ -130,7 +118,7 @@ def test_an_engine_that_starts_with_its_machine_is_waited_for(docker, monkeypatc
 )
 def test_one_that_does_not_start_is_not_waited_for_for_ever(docker, monkeypatch, answer, boot_s, expected, asked):
     calls = docker(info=[answer])
-    monkeypatch.setattr(docker_cli, "time", Clock())
+    monkeypatch.setattr(docker_cli, "time", Clock(time.monotonic()))
     assert kind(lambda: an_engine(600).ready(boot_s)) == expected
     assert len(calls()) == asked
 

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterable
 
 import pytest
+from fakes.clock import Clock
 from mgpu_train.agent.attempt.liveness import ALONE, Known, Liveness, Stage, deadline_s
 from mgpu_train.agent.machine import ports, procs
 from mgpu_train.agent.phases.peers import Peers
@@ -166,14 +167,6 @@ def test_alone_nobody_else_is_waited_for():
 
 
 # --- what the agents tell each other ----------------------------------------------------------------------------------
-
-
-class Clock:
-    def __init__(self, now: float) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def agents(count: int = 3, **changes) -> list[tuple[Peers, Clock]]:

@@ -10,7 +10,7 @@ import pytest
 from mgpu_train.agent.attempt.decide import Act, Watched, look
 from mgpu_train.agent.attempt.save_budget import FACTOR, MARGIN_S, NOTHING, UNKNOWN_S, Need, going, need
 from mgpu_train.agent.machine.lease import Lease
-from mgpu_train.agent.machine.notices import NoticeFile, Notices, Warned
+from mgpu_train.agent.machine.notices import BelievedNotice, NoticeFile, Notices
 from mgpu_train.agent.status.status import Fault
 from mgpu_train.agent.status.tail import Progress
 from mgpu_train.timeouts import Timeouts
@@ -37,7 +37,7 @@ class Scripted:
 
 def polled(
     *answers: bytes | None | OSError, clock: Callable[[], float] = lambda: NOW
-) -> tuple[list[Warned], list[str]]:
+) -> tuple[list[BelievedNotice], list[str]]:
     """What is believed, and what is said, of these answers; the last one is given three times."""
     said: list[str] = []
     notices = Notices(Scripted(*answers), said.append, clock)
@@ -53,14 +53,14 @@ def test_a_notice_is_believed_once_a_clock_that_went_ahead_is_set_right():
     """F34"""
     now = iter([NOW + 1200, NOW + 1200, NOW + 5])
     found, said = polled(IN_2_MINUTES, clock=lambda: next(now))
-    assert found == [Warned("terminate", NOW + 120, 115)]
+    assert found == [BelievedNotice("terminate", NOW + 120, 115)]
     assert said == ["an interruption notice is not believed: its time is past: 1080 s ago"]
 
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
 @pytest.mark.parametrize("time", ["2026-01-01T00:00:30Z", "2026-01-01T01:00:30+01:00", "2026-01-01t00:00:30.000z"])
 def test_a_notice_is_believed_once(action, time):
-    assert polled(None, at(time, action)) == ([Warned(action, NOW + 30, 30)], [])
+    assert polled(None, at(time, action)) == ([BelievedNotice(action, NOW + 30, 30)], [])
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_a_notice_that_flaps_stands():
 
 def test_only_an_earlier_time_replaces_a_notice():
     found, said = polled(IN_2_MINUTES, at("2026-01-01T00:05:00Z"), at("2026-01-01T00:00:10Z", "stop"), IN_2_MINUTES)
-    assert found == [Warned("terminate", NOW + 120, 120), Warned("stop", NOW + 10, 10)]
+    assert found == [BelievedNotice("terminate", NOW + 120, 120), BelievedNotice("stop", NOW + 10, 10)]
     assert said == []
 
 
 def test_a_notice_whose_time_comes_is_not_doubted_then():
     times = iter([NOW, NOW + 200, NOW + 300, NOW + 400, NOW + 500])
     later = at("2026-01-01T00:02:30Z")  # past by now, and later than what stands
-    assert polled(IN_2_MINUTES, later, clock=lambda: next(times)) == ([Warned("terminate", NOW + 120, 120)], [])
+    assert polled(IN_2_MINUTES, later, clock=lambda: next(times)) == ([BelievedNotice("terminate", NOW + 120, 120)], [])
 
 
 def test_without_a_source_there_is_no_notice():

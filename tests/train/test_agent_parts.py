@@ -27,7 +27,7 @@ from mgpu_train.agent.machine.lease import Lease
 from mgpu_train.agent.machine.network import route_to
 from mgpu_train.agent.phases import data, launcher_process, requirements, resume
 from mgpu_train.agent.status.log import Log, LogTimes, clean, hide, last_words, tail
-from mgpu_train.agent.status.report import Report
+from mgpu_train.agent.status.report import StatusReport
 from mgpu_train.agent.status.status import Phase
 from mgpu_train.agent.status.tail import MetricsTail, Progress
 from mgpu_train.agent.uploads import saves
@@ -462,7 +462,7 @@ def test_an_attempt_is_started_once_and_never_beside_another(layout, monkeypatch
                 Path(layout.agent).write_text(torn)
             assert (started(layout), identity.read(layout)) == (held, None)
         identity.write(layout, 3)
-        report = Report(job(attempt=3), layout)
+        report = StatusReport(job(attempt=3), layout)
         report.enter(Phase.TRAINING)
         assert started(layout, seconds=60) == me
         still = f"the agent of attempt 3 (pid {os.getpid()}) still runs: stop it before attempt 4 starts"

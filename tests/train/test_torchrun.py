@@ -21,6 +21,7 @@ from mgpu_train.agent.machine import ports, procs
 from mgpu_train.agent.phases import launcher_process
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.config import Job
+from waiting import until
 
 import mgpu
 
@@ -59,11 +60,8 @@ class Place:
     def processes(self) -> list[procs.Process]:
         return procs.carrying(f"MGPU_CHECKPOINT_DIR={self.layout.checkpoints}")
 
-    def until(self, condition: Callable[[], object], pause_s: float = 0.02, limit_s: float = 90) -> None:
-        end = time.monotonic() + limit_s
-        while not condition():
-            assert time.monotonic() < end, self.log.read_text()
-            time.sleep(pause_s)
+    def until(self, condition: Callable[[], object]) -> None:
+        until(condition, 90, self.log.read_text)
 
 
 @pytest.fixture

@@ -244,11 +244,11 @@ class Cloud:
     def image_repository(self, regions: Sequence[str]) -> str | None:
         return self.repository
 
-    def pulled_by_role(self, region: str) -> Mapping[str, str]:
+    def pulled_by_role(self, registry: str) -> Mapping[str, str]:
         return {}
 
-    def registry_client(self, region: str) -> Any:
-        raise AssertionError("no registry of these tests is ECR")
+    def registry_login(self, registry: str) -> tuple[str, str, float]:
+        raise AssertionError("no registry of these tests is a provider's")
 
     def machine_driver(self, regions: Sequence[str]) -> MachineDriver | None:
         return self._driver(tuple(regions))

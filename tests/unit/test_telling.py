@@ -100,7 +100,8 @@ def told(tmp_path: Path, xdg: Path) -> list[Event]:
     save(
         Record(
             *(RUN, "night", "p", str(tmp_path), "/p/mgpu.yaml", "s", True, "f", "local", 1), recoveries=1,
-            metrics={"validation_loss": 1.91, "lr": 0.1},
+            metrics={"validation_loss": 1.91, "bleu": 31.0, "loss_scale": 8.0, "lr": 0.1},
+            first_metrics={"validation_loss": 5.5}, expect={"bleu": {"min": 30}, "cost_usd": {"max": 5}},
         )
     )  # fmt: skip
     return []
@@ -133,7 +134,10 @@ def test_a_webhook_is_told_signed_of_what_matters(told, service, monkeypatch):
         ("ended", f"run {RUN} succeeded"),
     ]
     assert service.messages[2]["text"].startswith("node 1 is gone")
-    assert service.messages[3]["text"] == f"step 300, validation_loss 1.91, $4.20, 1 recoveries\nmgpu status {RUN}"
+    assert (
+        service.messages[3]["text"]
+        == f"step 300, bleu 31, validation_loss 1.91, $4.20, 1 recoveries\nmgpu status {RUN}"
+    )
     assert service.messages[3]["data"]["event"] == "RunEnded"
     for headers, body in service.told:
         assert headers["X-Mgpu-Signature"] == "sha256=" + hmac.new(b"canary-5ecret", body, hashlib.sha256).hexdigest()
@@ -329,7 +333,7 @@ def test_a_commit_has_the_status_of_its_run_once(told, service, status, host, pa
     messages = status(host, *events)
     assert [each["state"] for each in messages] == [*states]
     assert {each["context"] for each in messages} == {"mgpu/nightly"}
-    assert messages[1]["description"].startswith(f"{RUN}; step 300, validation_loss 1.91, $4.20")
+    assert messages[1]["description"].startswith(f"{RUN}; step 300, bleu 31, validation_loss 1.91, $4.20")
     assert "loss 2.01 > 1.93" in messages[2]["description"]
     assert len(messages[3]["description"]) == 140, "GitHub refuses more"
     assert set(service.paths) == {f"/hook{path}"}

@@ -24,6 +24,10 @@ Brought = Annotated[
     str,
     StringConstraints(pattern=r"^([a-z][a-z0-9_-]*|[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)$", max_length=256),
 ]
+# where a machine finds that it is about to be taken: a file of its host's, or "package.module:Class" that asks
+NoticeSource = Annotated[
+    str, StringConstraints(pattern=r"^(file|none|[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)$", max_length=256)
+]
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 OptimizerName = Literal["adamw", "muon"]
@@ -447,8 +451,10 @@ class Job(Model):
     checkpoint: CheckpointTarget | None = Field(None, description="None: `checkpoint: none`")
     resume: Resume | None = None
     lease_file: Text | None = Field(None, description="what the agent renews unless the attempt hangs; None: no lease")
-    notices: Literal["file", "ec2", "none"] = Field(
-        default="file", description="where it stands that the machine is about to be taken; ec2: its metadata service"
+    notices: NoticeSource = Field(
+        default="file",
+        description="where it stands that the machine is about to be taken: `file`, `none`, or package.module:Class, a "
+        "`mgpu_train.agent.machine.notices.Source` of the node's own Python",
     )
     notice_file: Text | None = Field(None, description="with `notices: file`: that file; None: there is none")
     timeouts: Timeouts = Field(default_factory=lambda: Timeouts())  # type: ignore[call-arg]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mgpu_train.timeouts import Timeouts
 
     from mgpu.context import Context
-    from mgpu.run.fleet.inventory import Fleet, Survey
+    from mgpu.run.fleet.inventory import StandingFleet, Survey
     from mgpu.run.nodes.ssh_config import SshRoute
 
 RUN_FILE = "mgpu.yaml"
@@ -131,7 +131,7 @@ def writing(folder: Path) -> Iterator[None]:
         raise InputError(f"{folder}: a file cannot be written", why, cure) from error
 
 
-def user_of(fleet: Fleet) -> str:
+def user_of(fleet: StandingFleet) -> str:
     """What uses a fleet, in words."""
     return fleet.used_by or (f"nothing: left by run {fleet.left_by}" if fleet.left_by else "nothing")
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import ipaddress
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from mgpu.iac.engine.stack import Stack
 from mgpu.iac.naming import BASE_PROJECT
 from mgpu.providers.aws.bootstrap import resource, role
 from mgpu.providers.aws.bootstrap.bucket import Bucket, BucketManager
-from mgpu.providers.aws.bootstrap.ingress_rules import cidr
 from mgpu.providers.aws.bootstrap.repository import Repository, RepositoryManager
 from mgpu.providers.aws.bootstrap.resource import Manager, Site
 from mgpu.providers.aws.bootstrap.roles import NodeRole, NodeRoleManager, ReaperRole, ReaperRoleManager
@@ -27,10 +23,6 @@ from mgpu.providers.aws.bootstrap.security_group import SecurityGroup, SecurityG
 from mgpu.providers.aws.failures import calling
 from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
-
-WHO_AM_I = "https://checkip.amazonaws.com"
-_ANSWER_S = 5.0
-_ADDRESS_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -139,24 +131,6 @@ class Base:
     def _bucket(self) -> Bucket:
         """The base's own: one of the user's is never deleted."""
         return BucketManager(self.site).complete(Bucket(keep=False))
-
-
-def own_address() -> str:
-    """The address from which this machine reaches the internet, as CIDR.
-
-    Raises:
-        InputError: it cannot be found out.
-    """
-    try:
-        with urllib.request.urlopen(WHO_AM_I, timeout=_ANSWER_S) as answer:  # noqa: S310  a constant
-            text = answer.read(_ADDRESS_BYTES).decode("ascii", "replace").strip()
-        return cidr(str(ipaddress.ip_address(text)))
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise InputError(
-            "from which address this machine reaches the internet cannot be found out",
-            f"{WHO_AM_I}: {error}",
-            "Name it: `--allow-ssh 203.0.113.7/32`.",
-        ) from error
 
 
 def require_regions(account: Account, regions: tuple[str, ...]) -> None:

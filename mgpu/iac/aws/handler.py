@@ -15,7 +15,7 @@ from pydantic.alias_generators import to_camel
 from mgpu.errors import InputError, Interrupted
 from mgpu.events import Note
 from mgpu.iac.aws.schema import settable
-from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properties, changed
+from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN, has_unknown
 from mgpu.providers.aws.bootstrap import resource
 from mgpu.providers.aws.bootstrap.resource import Manager, Resource, Site
@@ -39,7 +39,7 @@ class AwsHandler:
         names = settable(self._resource)
         given = {names[key]: value for key, value in new.items() if key in names and value is not None}
         wrong = {key: f"a {self._resource.__name__} takes no such property" for key in new if key not in names}
-        wrong |= {key: f"the provider needs `{key}`" for key in ("account", "region") if key not in call.settings.aws}
+        wrong |= {key: f"the provider needs `{key}`" for key in ("account", "region") if key not in call.settings.more}
         if wrong or has_unknown(given):  # in a preview: the update checks again
             return Checked(new, wrong)
         try:
@@ -68,7 +68,7 @@ class AwsHandler:
         facts = found.facts if found else manager.expected(wanted)
         return "", {**inputs, **dict.fromkeys(self._resource.facts, UNKNOWN), **facts}
 
-    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> Found | None:
+    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> ReadResult | None:
         """As it is now. A resource that AWS says is gone is gone; there is no import, because create takes what is
         there.
 
@@ -84,7 +84,7 @@ class AwsHandler:
         if found is None:
             return None
         state = _wire(found.state)
-        return Found(found.id, state, {**old, **state, **found.facts})
+        return ReadResult(found.id, state, {**old, **state, **found.facts})
 
     def update(self, call: Call, resource_id: str, old: Properties, new: Properties) -> Properties:
         """Brings it in line, in place."""
@@ -105,7 +105,7 @@ class AwsHandler:
             if call.cancelled.wait(seconds):
                 raise Interrupted(f"waiting for the {self._make_manager.kind} was cancelled")
 
-        aws = call.settings.aws
+        aws = call.settings.more
         account = _account(*(aws.get(wire, "") for wire in _OPTIONS))
         return self._make_manager(Site(account, aws["region"], self._limit_s, sleep=sleep))
 

@@ -37,7 +37,7 @@ from mgpu.iac.engine.sources import (
     Origin,
     Outside,
     Report,
-    Unavailable,
+    SourceUnavailable,
     from_modules,
     from_release,
     no_room,
@@ -51,7 +51,7 @@ STACK_S = 60.0
 
 
 @dataclass(frozen=True)
-class Engine:
+class PulumiEngine:
     """An engine that can be used: `pulumi` is the CLI, `host_dir` the folder of its Python language host."""
 
     pulumi: Path
@@ -65,12 +65,12 @@ class Engine:
         return tuple(dict.fromkeys((self.pulumi.parent, self.host_dir)))
 
 
-def find_engine(outside: Outside | None = None) -> Engine | None:
+def find_engine(outside: Outside | None = None) -> PulumiEngine | None:
     """The engine that is here already, on PATH or in the cache; None when there is none. Needs no network."""
     return _on_path(outside or Outside()) or _in_folder(cache_dir() / VERSION, "cache")
 
 
-def install_engine(report: Report, outside: Outside | None = None) -> Engine:
+def install_engine(report: Report, outside: Outside | None = None) -> PulumiEngine:
     """The engine, installed into the cache if it is not here; StackError when no source has it."""
     outside = outside or Outside()
     return find_engine(outside) or _install(report, outside)
@@ -81,18 +81,18 @@ def cache_dir() -> Path:
     return paths.cache_dir() / "pulumi"
 
 
-def _on_path(outside: Outside) -> Engine | None:
+def _on_path(outside: Outside) -> PulumiEngine | None:
     pulumi = outside.which("pulumi")
     if pulumi is None:
         return None
     try:
         version = _ask_version(pulumi, outside)
-    except Unavailable:
+    except SourceUnavailable:
         return None
     # A package manager often puts a link on PATH and keeps the host beside the real file.
     hosts = (folder for folder in (pulumi.parent, pulumi.resolve().parent) if _executable(folder, FILES[1:]))
     host = next(hosts, None)
-    return Engine(pulumi, host, version, "PATH") if host and _new_enough(version) else None
+    return PulumiEngine(pulumi, host, version, "PATH") if host and _new_enough(version) else None
 
 
 def _ask_version(pulumi: Path, outside: Outside) -> str:
@@ -109,15 +109,15 @@ def _new_enough(version: str) -> bool:
     return parsed[0] == MINIMUM[0] and parsed >= MINIMUM
 
 
-def _in_folder(folder: Path, origin: Origin) -> Engine | None:
-    return Engine(folder / FILES[0], folder, VERSION, origin) if _executable(folder, FILES) else None
+def _in_folder(folder: Path, origin: Origin) -> PulumiEngine | None:
+    return PulumiEngine(folder / FILES[0], folder, VERSION, origin) if _executable(folder, FILES) else None
 
 
 def _executable(folder: Path, names: Sequence[str]) -> bool:
     return all(os.access(folder / name, os.X_OK) for name in names)
 
 
-def _install(report: Report, outside: Outside) -> Engine:
+def _install(report: Report, outside: Outside) -> PulumiEngine:
     with _locked(cache_dir(), report) as root:
         # Another set-up may have finished while this one waited.
         finished = _in_folder(root / VERSION, "cache")
@@ -127,7 +127,7 @@ def _install(report: Report, outside: Outside) -> Engine:
 Source = Callable[[Path, Report, Outside], Origin]
 
 
-def _install_first_of(sources: Sequence[Source], root: Path, report: Report, outside: Outside) -> Engine:
+def _install_first_of(sources: Sequence[Source], root: Path, report: Report, outside: Outside) -> PulumiEngine:
     reasons: list[str] = []
     for source in sources:
         try:
@@ -139,7 +139,7 @@ def _install_first_of(sources: Sequence[Source], root: Path, report: Report, out
             if no_room(error):
                 raise _full(str(error), root) from error
             raise
-        except Unavailable as reason:
+        except SourceUnavailable as reason:
             report(f"no: {reason}")
             reasons.append(str(reason))
     raise StackError(
@@ -160,17 +160,17 @@ def _full(reason: str, root: Path) -> StackError:
     )
 
 
-def _install_from(source: Source, scratch: Path, root: Path, report: Report, outside: Outside) -> Engine:
+def _install_from(source: Source, scratch: Path, root: Path, report: Report, outside: Outside) -> PulumiEngine:
     staged = scratch / "engine"
     staged.mkdir()
     origin = source(staged, report, outside)
     if not _executable(staged, FILES):
-        raise Unavailable(f"the {origin} made no complete engine: {', '.join(FILES)}")
+        raise SourceUnavailable(f"the {origin} made no complete engine: {', '.join(FILES)}")
     if (says := _ask_version(staged / "pulumi", outside)) != VERSION:
-        raise Unavailable(f"the engine calls itself {says!r}, expected {VERSION}")
+        raise SourceUnavailable(f"the engine calls itself {says!r}, expected {VERSION}")
     _publish(staged, root / VERSION, scratch)
     report(f"the Pulumi engine {VERSION} is in {root / VERSION}")
-    return Engine(root / VERSION / FILES[0], root / VERSION, VERSION, origin)
+    return PulumiEngine(root / VERSION / FILES[0], root / VERSION, VERSION, origin)
 
 
 _SCRATCH = ".making-"
@@ -212,7 +212,7 @@ def _fsync(path: Path) -> None:
 # ---- all of set-up
 
 
-def set_up(project: Path, report: Report, outside: Outside | None = None) -> Engine:
+def set_up(project: Path, report: Report, outside: Outside | None = None) -> PulumiEngine:
     """The passphrase, the backend, the engine, `.mgpu/env` and the stack `dev`: each made only if it is absent."""
     outside = outside or Outside()
     environment.make_passphrase()
@@ -223,7 +223,7 @@ def set_up(project: Path, report: Report, outside: Outside | None = None) -> Eng
     return engine
 
 
-def make_stack(project: Path, engine: Engine, outside: Outside) -> None:
+def make_stack(project: Path, engine: PulumiEngine, outside: Outside) -> None:
     """Creates the stack `dev` if the backend has none of this project; does nothing in a folder without Pulumi.yaml."""
     program = project / "Pulumi.yaml"
     if not program.exists() or _has_stack(program):
@@ -231,7 +231,7 @@ def make_stack(project: Path, engine: Engine, outside: Outside) -> None:
     env = environment.process_env(environment.engine_env(engine.path))
     try:
         outside.run([engine.pulumi, "stack", "init", environment.STACK, "--non-interactive"], STACK_S, project, env)
-    except Unavailable as reason:
+    except SourceUnavailable as reason:
         if _has_stack(program):  # another set-up was faster
             return
         raise StackError(

@@ -1,7 +1,7 @@
 """Where an engine comes from when none is here: the official release archive, and the published Go modules.
 
-Each source fills a folder with the three `FILES` or raises `Unavailable`. What they touch outside that folder goes
-through `Outside`, which tests replace.
+Each source fills a folder with the three `FILES` or raises `SourceUnavailable`. What they touch outside that folder
+goes through `Outside`, which tests replace.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Report = Callable[[str], None]
 Origin = Literal["PATH", "cache", "release", "modules"]
 
 
-class Unavailable(Exception):
+class SourceUnavailable(Exception):
     """One source has no engine for this machine; the next one is tried."""
 
 
-class NoRoom(Unavailable):
+class NoRoom(SourceUnavailable):
     """A disk is full, or a quota is used up: the next source would fail, too, after minutes."""
 
 
@@ -65,13 +65,13 @@ class Outside:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> str:
-        """The standard output of a program; Unavailable with its last words when it fails or takes too long."""
+        """The standard output of a program; SourceUnavailable with its last words when it fails or takes too long."""
         try:
             done = subprocess.run(
                 argv, cwd=cwd, env=env, timeout=timeout_s, capture_output=True, text=True, stdin=subprocess.DEVNULL
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise Unavailable(str(error)) from error
+            raise SourceUnavailable(str(error)) from error
         if done.returncode:
             raise _failed(f"`{Path(argv[0]).name} {argv[1]}` failed", done.stderr or done.stdout)
         return done.stdout
@@ -96,7 +96,7 @@ def from_release(into: Path, report: Report, outside: Outside) -> Origin:
         _check_sum(archive, expected)
         _unpack(archive, into)
     except (OSError, http.client.HTTPException, tarfile.TarError, EOFError) as error:
-        kind = NoRoom if no_room(error) else Unavailable
+        kind = NoRoom if no_room(error) else SourceUnavailable
         raise kind(f"the official release could not be had ({getattr(error, 'reason', error)})") from error
     return "release"
 
@@ -107,7 +107,7 @@ def _platform() -> str:
     try:
         return f"{systems[platform.system()]}-{machines[platform.machine()]}"
     except KeyError as unknown:
-        raise Unavailable(f"there is no official release for {unknown}") from unknown
+        raise SourceUnavailable(f"there is no official release for {unknown}") from unknown
 
 
 def _expected_sum(name: str, outside: Outside) -> str:
@@ -117,7 +117,7 @@ def _expected_sum(name: str, outside: Outside) -> str:
     try:
         return sums[name]
     except KeyError as absent:
-        raise Unavailable(f"the official list of checksums does not name {name}") from absent
+        raise SourceUnavailable(f"the official list of checksums does not name {name}") from absent
 
 
 def _download(url: str, to: Path, report: Report, outside: Outside) -> None:
@@ -132,7 +132,9 @@ def _check_sum(archive: Path, expected: str) -> None:
     with archive.open("rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     if actual != expected:
-        raise Unavailable(f"{archive.name} has SHA-256 {actual}, the official list says {expected}: it was thrown away")
+        raise SourceUnavailable(
+            f"{archive.name} has SHA-256 {actual}, the official list says {expected}: it was thrown away"
+        )
 
 
 def _unpack(archive: Path, into: Path) -> None:
@@ -144,7 +146,7 @@ def _unpack(archive: Path, into: Path) -> None:
             except KeyError:
                 member = None
             if member is None:
-                raise Unavailable(f"{archive.name} holds no pulumi/{name}")
+                raise SourceUnavailable(f"{archive.name} holds no pulumi/{name}")
             with member, (into / name).open("wb") as file:
                 shutil.copyfileobj(member, file)
             (into / name).chmod(0o755)
@@ -178,7 +180,7 @@ def from_modules(into: Path, report: Report, outside: Outside) -> Origin:
     """Fills `into` by building the two programs from their published Go modules; needs Go, and no C compiler."""
     go = outside.which("go")
     if go is None:
-        raise Unavailable("no Go on PATH to build it from its published modules")
+        raise SourceUnavailable("no Go on PATH to build it from its published modules")
     report(
         "building the Pulumi engine from its published Go modules (about 4 minutes on 2 cores; done once, then cached)"
     )
@@ -218,8 +220,8 @@ def _go_env() -> dict[str, str]:
 _FULL = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
 
 
-def _failed(what: str, words: str) -> Unavailable:
+def _failed(what: str, words: str) -> SourceUnavailable:
     """With the program's last line; or with the one about a full disk, which is seldom the last."""
     lines = [line.strip() for line in words.strip().splitlines()] or ["it said nothing"]
     full = [line for line in lines if _FULL.search(line)]
-    return NoRoom(f"{what}: {full[-1]}") if full else Unavailable(f"{what}: {lines[-1]}")
+    return NoRoom(f"{what}: {full[-1]}") if full else SourceUnavailable(f"{what}: {lines[-1]}")

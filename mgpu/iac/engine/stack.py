@@ -206,7 +206,7 @@ class Stack:
             self._config.write_text(yaml.safe_dump({**known, "config": wanted}))
 
     @cached_property
-    def _engine(self) -> install.Engine:
+    def _engine(self) -> install.PulumiEngine:
         return install.install_engine(lambda line: self._emit(Note(line)))
 
     def _environment(self) -> Mapping[str, str]:

@@ -19,8 +19,8 @@ class Settings:
 
     state_dir: Path
     owner: str
-    aws: Mapping[str, str] = field(default_factory=dict)
-    """Where the resources of AWS are: `account`, `region`, and, where given, `profile` and `endpointUrl`."""
+    more: Mapping[str, str] = field(default_factory=dict)
+    """What else the program has configured, for the resource types that read it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Found:
+class ReadResult:
     """What `read` saw: a resource, with the inputs that would make it."""
 
     resource_id: str
@@ -91,7 +91,7 @@ class Handler(Protocol):
         """Makes the resource: its id and outputs. With `call.preview` nothing is made; unknown outputs are UNKNOWN."""
         ...
 
-    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> Found | None:
+    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> ReadResult | None:
         """The resource as it is now; None: gone. `old` is empty for an import."""
         ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from mgpu.iac import failures
 from mgpu.iac.protocol.handler import Call, Difference, Handler, Settings
 from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure, from_struct, to_struct
 
-AWS_CONFIG = ("account", "region", "profile", "endpointUrl")
 _KIND = provider_pb2.PropertyDiff.Kind
 _MESSAGE_BYTES = 400 * 1024 * 1024  # the engine's own limit
 _THREADS = 16
@@ -65,10 +64,12 @@ def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
 
 class Servicer(provider_pb2_grpc.ResourceProviderServicer):
     """Serves the handlers, by type token. `schema` makes the package's, as JSON, for the few who ask; `engine` is the
-    address of the engine's own service ("" = no log there)."""
+    address of the engine's own service ("" = no log there); `config`: what programs may configure for the types."""
 
-    def __init__(self, handlers: Mapping[str, Handler], schema: Callable[[], str], engine: str = "") -> None:
-        self._handlers = handlers
+    def __init__(
+        self, handlers: Mapping[str, Handler], schema: Callable[[], str], engine: str = "", config: Sequence[str] = ()
+    ) -> None:
+        self._handlers, self._config = handlers, config
         self._schema = schema
         self._settings: Settings | None = None
         self._cancelled = threading.Event()
@@ -102,8 +103,8 @@ class Servicer(provider_pb2_grpc.ResourceProviderServicer):
         # what the user left out is fixed at the first `up`, and stays what it was then
         defaults = {"owner": owner(location.of_engine()), "stateDir": str(paths.state_dir())}
         inputs = {key: new.get(key) or old.get(key) or default for key, default in defaults.items()}
-        inputs |= {key: new[key] for key in AWS_CONFIG if new.get(key)}  # the program's own, always
-        unknown = [key for key in new if key not in (*defaults, *AWS_CONFIG, "version")]
+        inputs |= {key: new[key] for key in self._config if new.get(key)}  # the program's own, always
+        unknown = [key for key in new if key not in (*defaults, *self._config, "version")]
         wrong = [provider_pb2.CheckFailure(property=key, reason="no such configuration") for key in unknown]
         return provider_pb2.CheckResponse(inputs=to_struct(inputs), failures=wrong)
 
@@ -119,7 +120,7 @@ class Servicer(provider_pb2_grpc.ResourceProviderServicer):
         self._settings = Settings(
             state_dir=Path(known or paths.state_dir()),
             owner=config.get("owner") or owner(backend),
-            aws={key: config[key] for key in AWS_CONFIG if config.get(key)},
+            more={key: config[key] for key in self._config if config.get(key)},
         )
         return provider_pb2.ConfigureResponse(acceptSecrets=False, supportsPreview=True)
 

@@ -26,7 +26,7 @@ from mgpu.acquire import Acquired, Terms, fit
 from mgpu.acquire.fit import Machines
 from mgpu.errors import Conflict, InputError, MgpuError, StackError
 from mgpu.events import Note, Warned
-from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properties, changed
+from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN, PartialFailure, has_unknown
 from mgpu.iac.types import fleet_check, generations
 from mgpu.iac.types.fleet_model import FleetInputs, FleetOutputs, bought
@@ -84,7 +84,7 @@ class FleetHandler:
         made = self._search(call, provider, wanted, rent)
         return f"{wanted.provider}/{wanted.name}", bought(wanted, made, plan.offers, time.time()).to_wire()
 
-    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> Found | None:
+    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> ReadResult | None:
         """The machines as the provider sees them now; gone only when it says of every one that it is terminated, and
         of what they had beside them (addresses, say) that it is released: the state forgets where to look for it.
 
@@ -102,7 +102,7 @@ class FleetHandler:
             generations.used(call.settings.state_dir, fleet.name, fleet.generation)
             return None
         seen = fleet.seen(fleet.handle, state)
-        return Found(resource_id, {**inputs, "nodes": seen.nodes}, seen.to_wire())
+        return ReadResult(resource_id, {**inputs, "nodes": seen.nodes}, seen.to_wire())
 
     def update(self, call: Call, resource_id: str, old: Properties, new: Properties) -> Properties:
         """Ends surplus ranks, then fills the ranks that have no machine; each step's result reaches state."""

@@ -11,7 +11,7 @@ from mgpu_train.timeouts import Timeouts
 
 from mgpu.errors import MgpuError
 from mgpu.iac.naming import fleet_name
-from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properties, changed
+from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN
 from mgpu.iac.types.sweep import sweep
 from mgpu.providers import registry
@@ -53,9 +53,9 @@ class FleetGuardHandler:
         """Nothing but an entry in state."""
         return f"{inputs['provider']}/{inputs['fleet']}", inputs
 
-    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> Found | None:
+    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> ReadResult | None:
         """It is what state says; there is nothing to import."""
-        return Found(resource_id, inputs, old) if old else None
+        return ReadResult(resource_id, inputs, old) if old else None
 
     def update(self, call: Call, resource_id: str, old: Properties, new: Properties) -> Properties:
         """Takes the inputs over."""

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 
 from mgpu.errors import ImageError, InputError, MgpuError
 from mgpu.events import Note, Warned
-from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properties, changed
+from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN, has_unknown
 from mgpu.iac.types.image_model import ImageInputs, ImageOutputs
-from mgpu.image import cancellable, place, publish
+from mgpu.image import cancellable, publish
 from mgpu.image.publish import Site
-from mgpu.image.registry import registry
+from mgpu.image.registry import auth, registry
 from mgpu.image.registry.http import RetryPolicy
 from mgpu.image.registry.reference import Reference
 from mgpu.spec.image import ImageSpec
@@ -67,7 +67,7 @@ class ImageHandler:
         outputs = self._made(call, ImageInputs.model_validate(inputs))
         return str(outputs["repository"]), outputs
 
-    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> Found | None:
+    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> ReadResult | None:
         """The image if its registry still has it, or does not answer; None: the registry says that it has not.
 
         Raises:
@@ -82,7 +82,7 @@ class ImageHandler:
         except MgpuError as error:
             call.emit(Warned(f"whether {image.reference} is still there is not known: {error.what}"))
             there = True
-        return Found(resource_id, inputs, old) if there else None
+        return ReadResult(resource_id, inputs, old) if there else None
 
     def update(self, call: Call, resource_id: str, old: Properties, new: Properties) -> Properties:
         """As create: other inputs make another image."""
@@ -135,5 +135,5 @@ def _meant(spec: ImageSpec, wanted: ImageInputs) -> tuple[Reference, str]:
 
 
 def _there(image: ImageOutputs) -> bool:
-    login = place.login(Reference.parse(image.reference).registry, image.sold_by())
+    login = auth.of(Reference.parse(image.reference).registry, image.sold_by())
     return registry.find(image.reference, login, retry=RetryPolicy(total_s=_LOOK_S), ca_file=image.ca) is not None

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from mgpu.errors import InputError
 from mgpu.iac import environment
 from mgpu.iac.naming import fleet_name
-from mgpu.iac.protocol.handler import Call, Checked, Difference, Found, Properties, changed
+from mgpu.iac.protocol.handler import Call, Checked, Difference, Properties, ReadResult, changed
 from mgpu.iac.protocol.wire import UNKNOWN
 
 
@@ -51,16 +51,16 @@ class SshKeyHandler:
         _write(file, text, comment)
         return path, _outputs(inputs, file, text, comment)
 
-    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> Found | None:
+    def read(self, call: Call, resource_id: str, old: Properties, inputs: Properties) -> ReadResult | None:
         """An existing pair; a missing file shows as an empty `privateKeyFile` as long as state knows the key."""
         file = _file(call, resource_id)
         if not old.get("privateKey"):  # an import
             text = _read(file)
             outputs = _outputs({"path": resource_id}, file, text, "imported") if text else None
-            return Found(resource_id, {"path": resource_id}, outputs) if outputs else None
+            return ReadResult(resource_id, {"path": resource_id}, outputs) if outputs else None
         present = _read(file) == old["privateKey"]
         outputs = {**old, "privateKeyFile": str(file) if present else ""}
-        return Found(resource_id, inputs or {"path": resource_id}, outputs)
+        return ReadResult(resource_id, inputs or {"path": resource_id}, outputs)
 
     def update(self, call: Call, resource_id: str, old: Properties, new: Properties) -> Properties:
         """Writes the file again, from the key in state."""

@@ -20,7 +20,7 @@ from e2b_dockerfile_utils import PatternMatcher
 from mgpu.errors import ImageError, InputError
 from mgpu.image.build import bases
 from mgpu.image.build.bases import Copied, Named
-from mgpu.image.build.context import Context
+from mgpu.image.build.context import BuildContext
 
 _FOLDER = ".build"
 _PLAIN = (_FOLDER, ".buil[d]")  # the second one may match nothing
@@ -55,7 +55,7 @@ def _kept(copied: Copied, dockerfile: str, what: str) -> InputError:
     return InputError(f"{what} would end in the image: {dockerfile}, line {copied.line}", why, cure)
 
 
-def write(context: Context, stream: IO[bytes], ca: bytes, secrets: Mapping[str, str]) -> None:
+def write(context: BuildContext, stream: IO[bytes], ca: bytes, secrets: Mapping[str, str]) -> None:
     """Writes the archive, in which the Dockerfile is `context.recipe`. Raises InputError where a file of the context
     has changed."""
     if asks(context.recipe):

@@ -116,7 +116,7 @@ def read(recipe: bytes, args: Mapping[str, str], platform: str = "linux/amd64") 
     return Named(images, stages, known, tuple(reader.parents), tuple(uses), tuple(reader.copied))
 
 
-class Base(NamedTuple):
+class BaseImage(NamedTuple):
     """Which image a name means today. `digest`: as its registry says it; else the engine's, which has it alone, or
     before its registry (`pinned` is False), by whatever name it has there."""
 
@@ -126,11 +126,11 @@ class Base(NamedTuple):
 
 def resolve(
     names: tuple[str, ...],
-    engine: Callable[[str], Base | None],
+    engine: Callable[[str], BaseImage | None],
     registry: Callable[[str], str | None],
     glance: Callable[[str], str | None],
     tell: Callable[[str], object],
-) -> dict[str, Base]:
+) -> dict[str, BaseImage]:
     """What each name means: by its own digest; else the engine's own image of that name; else as the registry has it.
 
     `engine`: what it has, `pinned` where that came from a registry, which is asked by `glance` then: the engine's copy
@@ -143,7 +143,7 @@ def resolve(
     return {name: _resolved(name, engine, registry, glance, tell) for name in names}
 
 
-def pinned(recipe: bytes, named: Named, found: Mapping[str, Base]) -> bytes:
+def pinned(recipe: bytes, named: Named, found: Mapping[str, BaseImage]) -> bytes:
     """The Dockerfile with images by their digest: nothing else is built on. The engine's own keep their names.
 
     It has as many lines as before; an instruction that names an image stands on the last one of its own.
@@ -171,14 +171,14 @@ def _renamed(text: str, word: str, name: str) -> str:
 
 def _resolved(
     name: str,
-    engine: Callable[[str], Base | None],
+    engine: Callable[[str], BaseImage | None],
     registry: Callable[[str], str | None],
     glance: Callable[[str], str | None],
     tell: Callable[[str], object],
-) -> Base:
+) -> BaseImage:
     reference = Reference.parse(name)
     if reference.digest:
-        return Base(reference.digest, pinned=True)
+        return BaseImage(reference.digest, pinned=True)
     here, errors = None, list[ImageError]()
     said = "the Docker engine does not have it"
     try:
@@ -190,14 +190,14 @@ def _resolved(
         return here
     try:
         if digest := (registry if here is None else glance)(name):
-            return Base(digest, pinned=True)
+            return BaseImage(digest, pinned=True)
         silent = f"{reference.registry} does not have it"
     except ImageError as error:
         errors.append(error)
         silent = error.what
     if here is not None:
         tell(f"base image {name}: {silent}; the Docker engine's copy of it is built on")
-        return Base(here.digest, pinned=False)
+        return BaseImage(here.digest, pinned=False)
     why = "\n".join(f"{each.what}: {each.why}" for each in errors)
     cure = " ".join(each.next_step for each in errors)
     cure = cure or "Mend FROM or the ARG that names it; a private one needs `docker login`."

@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Context:
+class BuildContext:
     """What counts in the folder `root`, in the order of paths, and the Dockerfile: its path in there, its text."""
 
     root: Path
@@ -114,7 +114,7 @@ def folder_of(spec: ImageSpec, base: Path) -> Path:
     return trainer_context(own(base))
 
 
-def scan(folder: Path, dockerfile: str = "Dockerfile", hashes: Hashes | None = None) -> Context:
+def scan(folder: Path, dockerfile: str = "Dockerfile", hashes: Hashes | None = None) -> BuildContext:
     """Reads a folder by the rules of its `<dockerfile>.dockerignore`, or else its `.dockerignore`.
 
     The Dockerfile and the file of rules always count. Sockets are left out. `hashes`: what is known of the files
@@ -135,7 +135,7 @@ def scan(folder: Path, dockerfile: str = "Dockerfile", hashes: Hashes | None = N
     if found.problems:
         raise _unusable(root, found.problems, ignore_file or IGNORE_FILE)
     hashes.save()
-    return Context(root, dockerfile, recipe, tuple(sorted(found.entries, key=itemgetter(0))))
+    return BuildContext(root, dockerfile, recipe, tuple(sorted(found.entries, key=itemgetter(0))))
 
 
 class _Scan:

@@ -43,7 +43,7 @@ class Pushed:
     layers: Mapping[str, str]
 
 
-class Engine:
+class DockerEngine:
     """The engine that docker's own program would use: DOCKER_HOST, else docker's context. Safe from any thread."""
 
     def __init__(self, limits: Limits | None = None, cancelled: threading.Event | None = None) -> None:

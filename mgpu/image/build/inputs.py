@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from mgpu.image.build.context import Context, Entry
+from mgpu.image.build.context import BuildContext, Entry
 from mgpu.spec.image import ImageSpec
 
 _FORMAT = b"mgpu image inputs 1"  # counts itself: another one makes all tags new
 _TAG_DIGITS = 32
 
 
-def inputs_hash(context: Context, spec: ImageSpec, bases: Mapping[str, str]) -> str:
+def inputs_hash(context: BuildContext, spec: ImageSpec, bases: Mapping[str, str]) -> str:
     """SHA-256 of all inputs of a build, 64 hex digits. `bases`: the digest of each image that the Dockerfile names."""
     whole = _packed(
         _FORMAT,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mgpu.image.build import archive, bases
-from mgpu.image.build.context import Context
+from mgpu.image.build.context import BuildContext
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Recipe:
     Raises InputError where secrets or certificates would end in the image.
     """
 
-    context: Context
+    context: BuildContext
     args: Mapping[str, str] = field(default_factory=dict)
     target: str | None = None
     platform: str = "linux/amd64"

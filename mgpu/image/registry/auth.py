@@ -1,4 +1,4 @@
-"""Who a registry is told that we are: ECR's tokens, docker's own configuration with its helpers, a name and a password.
+"""Who a registry is told that we are: a provider's tokens, docker's own configuration with its helpers, a password.
 
 An `Auth` is asked each time that a login is needed, so that one which ends is renewed.
 """
@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import base64
 import math
-import re
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
-from mgpu.errors import ImageError
+from mgpu.errors import ImageError, ProviderError
 from mgpu.image.registry.reference import HUB
+from mgpu.spec.provider import of_registry
 
 HELPER_S = 60.0  # of a credential helper, which may ask its user
-CONNECT_S, READ_S, ATTEMPTS = 5.0, 20.0, 3  # of ECR's API
 SPARE_S = 900.0  # a token that ends sooner is renewed: a push of many GiB is begun with it
-_ECR = re.compile(r"\d{12}\.dkr\.ecr(-fips)?\.([a-z0-9-]+)\.amazonaws\.com(\.cn)?\Z")
 _T = TypeVar("_T")
 
 
@@ -59,69 +58,42 @@ def password(username: str, password: str) -> Auth:
     return lambda: login
 
 
-def of(registry: str, ecr: Callable[[str], Any] | None = None) -> Auth:
-    """Who this user is for a registry: AWS's word for ECR, docker's configuration for all others.
+def of(registry: str, provider: object = None) -> Auth:
+    """Who this user is for a registry: the word of the provider whose it is, docker's configuration for all others.
 
-    `ecr` makes the boto3 client of a region, for instance with the run file's profile.
+    `provider`: is asked if it is that one; else one is, with what this environment says.
     """
-    if region := ecr_region(registry):
-        return EcrAuth(registry, lambda: (ecr or ecr_client)(region))
-    return lambda: from_docker(registry)
+    found = of_registry(registry)
+    if found is None:
+        return lambda: from_docker(registry)
+    entry, has = found
+
+    def ask() -> Login:
+        whose = resolve_name(entry.provider)
+        asked: Any = provider if isinstance(provider, whose) else whose(None)
+        try:
+            username, secret, ends = asked.registry_login(registry)
+        except ProviderError as error:
+            raise ImageError(f"no login for {registry}", f"{error.what}. {error.why}".strip(), has.renew) from error
+        return Login(username, secret, expires_at=ends)
+
+    return Renewed(ask)
 
 
-def ecr_region(registry: str) -> str:
-    """The region of an ECR registry; "" where it is none."""
-    match = _ECR.match(registry)
-    return match[2] if match else ""
+class Renewed:
+    """A login that ends: it is kept until it is about to. Safe to use from any thread."""
 
-
-def ecr_client(region: str) -> Any:
-    """A boto3 client with the credentials of this environment."""
-    import boto3
-    from botocore.config import Config
-
-    retries = {"mode": "standard", "total_max_attempts": ATTEMPTS}
-    config = Config(connect_timeout=CONNECT_S, read_timeout=READ_S, retries=retries)
-    return boto3.Session().client("ecr", region_name=region, config=config)
-
-
-class EcrAuth:
-    """ECR's tokens, which live for 12 hours; one is kept until it is about to end. Safe to use from any thread."""
-
-    def __init__(
-        self,
-        registry: str,
-        client: Callable[[], Any],
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self._registry, self._client, self._now = registry, client, now
+    def __init__(self, ask: Callable[[], Login], now: Callable[[], float] = time.time) -> None:
+        self._ask, self._now = ask, now
         self._lock = threading.Lock()
         self._login: Login | None = None
 
     def __call__(self) -> Login:
-        """A login that lives for SPARE_S at least.
-
-        Raises:
-            ImageError: AWS gives no token.
-        """
+        """A login that lives for SPARE_S at least. Raises what `ask` does."""
         with self._lock:
             if self._login is None or self._login.expires_at - self._now() < SPARE_S:
                 self._login = self._ask()
             return self._login
-
-    def _ask(self) -> Login:
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            data = self._client().get_authorization_token()["authorizationData"][0]
-        except (BotoCoreError, ClientError) as error:
-            raise ImageError(
-                f"no login for {self._registry}",
-                f"AWS gives no token: {error}",
-                "Renew your credentials (`aws sso login`), or ask for ecr:GetAuthorizationToken.",
-            ) from error
-        username, _, secret = base64.b64decode(data["authorizationToken"]).decode().partition(":")
-        return Login(username, secret, expires_at=data["expiresAt"].timestamp())
 
 
 def from_docker(registry: str, within_s: float = HELPER_S) -> Login | None:

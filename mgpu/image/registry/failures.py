@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mgpu.errors import ImageError
-from mgpu.image.registry.auth import ecr_region
 from mgpu.image.registry.reference import Reference
+from mgpu.spec.provider import of_registry
 
 _STARTING = "Start Docker (`sudo systemctl start docker`, or Docker Desktop), or set DOCKER_HOST."
 _CONNECTING = (errno.ENOENT, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
@@ -38,7 +38,8 @@ def refused(reference: Reference, status: int, body: bytes = b"", *, known: bool
 
 def unknown_repository(reference: Reference, why: str) -> ImageError:
     """A repository that has to be made before anything is pushed to it."""
-    made = "`mgpu bootstrap aws` makes base's." if ecr_region(reference.registry) else "Ask the registry's owner."
+    found = of_registry(reference.registry)
+    made = found[1].make if found else "Ask the registry's owner."
     cure = f"Make the repository ({made}), or mend image.repository."
     return ImageError(f"{reference.registry} has no repository {reference.name}", why, cure)
 
@@ -123,9 +124,8 @@ def _registry_status(said: str) -> int:
 
 
 def _login(reference: Reference) -> str:
-    if ecr_region(reference.registry):
-        return "Renew your AWS credentials, and check that they are of the registry's account."
-    return f"Run `docker login {reference.registry}`."
+    found = of_registry(reference.registry)
+    return found[1].renew if found else f"Run `docker login {reference.registry}`."
 
 
 def _said(body: bytes) -> str:

@@ -20,7 +20,7 @@ _ACCEPT = (*_INDEXES, f"{_OCI}.manifest.v1+json", f"{_DOCKER}.v2+json")
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ImageManifest:
     """One image of one platform, as a registry keeps it: digest and compressed bytes of its layers, lowest first; and
     what it says of itself, labels and the folder that its programs run in ("": none is named)."""
 
@@ -62,7 +62,7 @@ def manifest(
     *,
     retry: RetryPolicy | None = None,
     ca_file: Path | None = None,
-) -> Manifest | None:
+) -> ImageManifest | None:
     """The image of `platform` behind a reference, whose own digest the result has; None: it is for others, or absent.
 
     Raises:
@@ -87,7 +87,7 @@ def _of_index(wanted: Reference, data: dict[str, Any], platform: str) -> str:
         raise failures.nonsense(wanted, "an index that is none") from error
 
 
-def _read(api: Api, wanted: Reference, digest: str, data: dict[str, Any]) -> Manifest:
+def _read(api: Api, wanted: Reference, digest: str, data: dict[str, Any]) -> ImageManifest:
     try:
         layers = tuple((str(each["digest"]), int(each["size"])) for each in data["layers"])
         answer = api.ask("GET", f"blobs/{data['config']['digest']}")
@@ -97,7 +97,7 @@ def _read(api: Api, wanted: Reference, digest: str, data: dict[str, Any]) -> Man
         says = config.get("config") or {}
         labels = {str(name): str(value) for name, value in (says.get("Labels") or {}).items()}
         size, workdir = int(data["config"]["size"]), str(says.get("WorkingDir") or "")
-        return Manifest(digest, _platform(config), layers, size, labels, workdir)
+        return ImageManifest(digest, _platform(config), layers, size, labels, workdir)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise failures.nonsense(wanted, "a manifest that is no image's") from error
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mgpu.providers.aws import names
 from mgpu.spec.block import Block, MachineKeys, ProviderOptions, Word, as_list
-from mgpu.spec.provider import Capabilities, ProviderEntry
+from mgpu.spec.provider import Capabilities, ProviderEntry, Registries
 from mgpu.spec.values import form
 
 if TYPE_CHECKING:
@@ -207,6 +207,15 @@ class Options(ProviderOptions):
         return JumpHost(address=address.strip("[]"), port=int(port or 22), user=user, host_key=self.jump_host_key)
 
 
+_ECR = r"\d{12}\.dkr\.ecr(?:-fips)?\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?"
+
+
+def region_of(registry: str) -> str:
+    """The region of an ECR registry; "" where it is none."""
+    match = re.fullmatch(_ECR, registry)
+    return match[1] if match else ""
+
+
 ENTRY = ProviderEntry(
     provider="mgpu.providers.aws.provider:AwsProvider",
     options=Options,
@@ -218,7 +227,13 @@ ENTRY = ProviderEntry(
         listing_lag_s=30,
         boot_s=1500,  # metal; see `AwsProvider.boot_s`
         end_s=1800,  # machines with GPUs are `shutting-down` for 5 minutes and more
-        notices="ec2",
+        notices="mgpu_train.agent.machine.imds:Imds",
         account_options=frozenset({"account", "profile", "endpoint_url"}),
+    ),
+    registries=Registries(
+        host=_ECR,
+        make="`mgpu bootstrap aws` makes base's.",
+        renew="Renew your AWS credentials (`aws sso login`), and check that they are of the registry's account and "
+        "allow ecr:GetAuthorizationToken.",
     ),
 )

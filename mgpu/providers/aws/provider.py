@@ -5,15 +5,15 @@ A fleet's machines are made by `launch`, described by `machines`, ended by `endi
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mgpu.errors import NoOffer, ProviderError, Transient
 from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves
-from mgpu.providers.aws.options import ENTRY, Options
+from mgpu.providers.aws.options import ENTRY, Options, region_of
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import (
     GOING,
@@ -236,14 +236,22 @@ class AwsProvider(Provider):
         manager = RepositoryManager(Site(self._account, regions[0] if regions else self._account.home_region))
         return manager.expected(manager.complete(Repository()))["uri"]
 
-    def pulled_by_role(self, region: str) -> Mapping[str, str]:
+    def pulled_by_role(self, registry: str) -> Mapping[str, str]:
         """In all regions: a token of the operator's could push for twelve hours. Which repository the role may pull
         from, `base` says."""
-        return {"region": region, "endpoint": self._options.endpoint_url or ""}
+        region = region_of(registry)
+        return {"region": region, "endpoint": self._options.endpoint_url or ""} if region else {}
 
-    def registry_client(self, region: str) -> Any:
-        """ECR there, with the credentials of `aws.profile`. Raises AuthError, InputError."""
-        return self._account.client("ecr", region)
+    def registry_login(self, registry: str) -> tuple[str, str, float]:
+        """ECR's token, which lives for 12 hours, with the credentials of `aws.profile`. Raises ProviderError,
+        InputError."""
+        from mgpu.providers.aws.failures import calling
+
+        region = region_of(registry)
+        with calling("asking for a login of ECR", region):
+            token = self._account.client("ecr", region).get_authorization_token()["authorizationData"][0]
+        username, _, password = base64.b64decode(token["authorizationToken"]).decode().partition(":")
+        return username, password, token["expiresAt"].timestamp()
 
     def machine_driver(self, regions: Sequence[str]) -> MachineDriver | None:
         """Of the machine image in the first of these regions that has one: AWS publishes a build in all of them at

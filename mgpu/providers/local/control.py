@@ -57,12 +57,6 @@ def kill(instance: Instance) -> None:
     _order(instance, {"action": "kill"})
 
 
-def withdraw(instance: Instance) -> None:
-    """Takes a notice back; a machine that is gone stays gone."""
-    (instance.record / FILE).unlink(missing_ok=True)
-    _wake(instance)
-
-
 def _in(seconds: float) -> float:
     at = time.time() + seconds
     if seconds >= 0 and at <= _LATEST:

@@ -43,7 +43,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class InUse:
+class Usage:
     """What runs of the backend have and spend at a moment, UNIX seconds. `rates`: dollars per hour of each run that has
     machines, or is about to have them; None: not known."""
 
@@ -85,14 +85,14 @@ def _limits(kept: Mapping[str, Any] | None) -> Limits:
 # ---- what is in use
 
 
-def in_use(now: float) -> InUse:
+def in_use(now: float) -> Usage:
     """What all runs have and spend at `now`. Raises StackError."""
     return _in_use(_claims(objects.read(_CLAIMS)), now)[0]
 
 
 def _in_use(
     claims: Mapping[str, Claim], now: float, but: str = "", *, spent_too: bool = False
-) -> tuple[InUse, dict[str, Claim]]:
+) -> tuple[Usage, dict[str, Claim]]:
     """By all but one; `spent_too`: what that one has spent earlier is not counted either. And the claims that have not
     lapsed."""
     records = {record.run_id: record for record in all_records(fresh=True)}
@@ -107,7 +107,7 @@ def _in_use(
     rates.pop(but, None)
     spenders = (record for run, record in records.items() if run != but or not spent_too)
     spent = total(stretches(spenders, now, month_began(now))).usd
-    return InUse(now, spent, runs, rates), lives
+    return Usage(now, spent, runs, rates), lives
 
 
 def _living(claims: Mapping[str, Claim], records: Mapping[str, Record], now: float) -> dict[str, Claim]:
@@ -142,7 +142,7 @@ def _claims(kept: Mapping[str, Any] | None) -> dict[str, Claim]:
 # ---- whether there is room
 
 
-def over(wanted: Limits, used: InUse, usd_per_hour: float | None) -> list[str]:
+def over(wanted: Limits, used: Usage, usd_per_hour: float | None) -> list[str]:
     """What one more run would be over, and by how much; `usd_per_hour`: of its machines, None: not known."""
     found = list[str]()
     more, left = usd_per_hour or 0.0, wanted.usd_per_month - used.month_usd
@@ -170,7 +170,7 @@ def require_room(usd_per_hour: float) -> None:
         _require(wanted, in_use(time.time()), usd_per_hour)
 
 
-def _require(wanted: Limits, used: InUse, usd_per_hour: float | None) -> None:
+def _require(wanted: Limits, used: Usage, usd_per_hour: float | None) -> None:
     if found := over(wanted, used, usd_per_hour):
         raise OverLimit(
             "one more run would be over a limit (`mgpu limits show`)",
@@ -232,7 +232,7 @@ class Month:
     """What all other runs have spent in a month, and go on spending, as it was at a moment, UNIX seconds."""
 
     most_usd: float  # that all may spend
-    others: InUse
+    others: Usage
 
     def spent_usd(self, record: Record, now: float) -> float:
         """By all of them and this one until `now`, in the month of the moment at which it was looked."""

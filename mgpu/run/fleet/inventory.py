@@ -28,7 +28,7 @@ _AT_ONCE = 16  # fleets that are ended at the same time
 
 
 @dataclass(frozen=True)
-class Fleet:
+class StandingFleet:
     """Machines of one fleet that are not terminated. `used_by` is empty when nothing stands for them."""
 
     name: str
@@ -50,14 +50,16 @@ class Survey:
     """All that could be seen. `failures`: of who could not be asked; what they have is not among the fleets. `unused`:
     those of them that no run and no stack names."""
 
-    fleets: tuple[Fleet, ...]  # those of one name more than once, where its machines were made one after the other
+    fleets: tuple[
+        StandingFleet, ...
+    ]  # those of one name more than once, where its machines were made one after the other
     failures: tuple[MgpuError, ...] = ()
     unused: tuple[MgpuError, ...] = ()
 
     @property
-    def by_name(self) -> tuple[Fleet, ...]:
+    def by_name(self) -> tuple[StandingFleet, ...]:
         """Each fleet once, with all its machines, for people and scripts to read."""
-        found: dict[tuple[str, ...], Fleet] = {}
+        found: dict[tuple[str, ...], StandingFleet] = {}
         for fleet in self.fleets:
             key = (fleet.provider, fleet.handle.region, fleet.name, fleet.used_by, fleet.left_by)
             if (known := found.get(key)) is not None:
@@ -80,17 +82,17 @@ class _Access:
         matter = registry.get(provider, options).capabilities.account_options
         return cls(provider, tuple(sorted((key, value) for key, value in options.items() if key in matter)))
 
-    def fleets(self, owner: str) -> list[Fleet]:
+    def fleets(self, owner: str) -> list[StandingFleet]:
         """What the owner has there, whatever uses it. Raises MgpuError."""
         options = dict(self.options)
-        provider, found = registry.get(self.provider, options), list[Fleet]()
+        provider, found = registry.get(self.provider, options), list[StandingFleet]()
         handles = provider.list_owned(owner)
         for handle, state in zip(handles, provider.describe_all(handles), strict=True):
             nodes = [n for n in state.nodes if n.phase is not NodePhase.TERMINATED]
             if nodes:
                 price = sum(n.price_usd_per_hour for n in nodes)
                 ids = tuple(n.id for n in nodes)
-                found.append(Fleet(handle.fleet, self.provider, ids, price, "", handle, options=options))
+                found.append(StandingFleet(handle.fleet, self.provider, ids, price, "", handle, options=options))
         return found
 
 
@@ -102,7 +104,7 @@ def survey(records: Callable[[], list[Record]] | None = None) -> Survey:
     accesses, failures = _accesses(before)
     used = {provider for provider, _ in before.named}
     unused = list[MgpuError]()
-    found: dict[tuple[str, ...], Fleet] = {}
+    found: dict[tuple[str, ...], StandingFleet] = {}
     with ThreadPoolExecutor(max(1, len(accesses)), thread_name_prefix="mgpu-survey") as pool:
         asked_of = [(access.provider, pool.submit(access.fleets, tag)) for access in accesses]
         for provider, asked in asked_of:
@@ -152,7 +154,7 @@ class _Users:
         inputs = [each for each in self._inputs if "provider" in each]
         return found + [(str(each["provider"]), _settings(each.get("options"))) for each in inputs]
 
-    def used(self, fleet: Fleet) -> Fleet:
+    def used(self, fleet: StandingFleet) -> StandingFleet:
         """With what uses it."""
         used_by, left_by = self.of(fleet.handle)
         return replace(fleet, used_by=used_by, left_by=left_by)

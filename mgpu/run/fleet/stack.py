@@ -96,7 +96,7 @@ def _engine_limits(timeouts: Timeouts, provider: str) -> Timeouts:
 def move(session: Session, stack: Stack) -> StackOutput:
     """Gives all machines of the stack's fleet back, and makes it anew wherever the run file allows, under the hard cap
     that the run has. Raises what `bring_up` raises."""
-    fleet = StackOutput.model_validate(session.record.fleet)
+    fleet = session.record.fleet_output()
     session.emit(Warned(f"{fleet.region} has no machine for this fleet now: it moves, all nodes are replaced"))
     session.journal.append("move", stack=stack.name)
     _end(session, fleet, tuple(node.id for node in fleet.nodes if node.id), unbilled=False)
@@ -191,7 +191,7 @@ def _end_lost(session: Session, lost: tuple[int, ...]) -> None:
     """Ends the machines of these ranks at their provider, which has to say that they cost nothing more."""
     if not session.record.fleet:
         return
-    fleet = StackOutput.model_validate(session.record.fleet)
+    fleet = session.record.fleet_output()
     _end(session, fleet, tuple(node.id for node in fleet.nodes if node.rank in lost and node.id), unbilled=True)
 
 

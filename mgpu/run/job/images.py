@@ -18,7 +18,7 @@ from mgpu.iac.outputs import StackOutput
 from mgpu.image import cancellable, compat, place, publish
 from mgpu.image.build import bases, context
 from mgpu.image.publish import Site
-from mgpu.image.registry import registry
+from mgpu.image.registry import auth, registry
 from mgpu.image.registry.auth import Auth, nobody
 from mgpu.image.registry.http import RetryPolicy
 from mgpu.image.registry.reference import Reference
@@ -59,7 +59,7 @@ class Settled:
     def to_run(self, provider: Provider) -> ImageToRun:
         """As nodes get it: who pulls is asked at every pull."""
         registry = Reference.parse(self.reference).registry
-        login, by_role = place.login(registry, provider), place.pulled_by_role(registry, provider)
+        login, by_role = auth.of(registry, provider), place.pulled_by_role(registry, provider)
         return ImageToRun(self.reference, self.compressed_bytes, login, by_role)
 
 

@@ -41,7 +41,7 @@ def down(record: Record, context: Context, *, left: bool = False) -> Record:
         record.supervisor = token
         if left and record.state in (State.RUNNING, State.STOPPING):
             raise InputError(f"run {record.run_id} trains", "", f"End it with `mgpu stop {record.run_id}`.")
-        fleet = StackOutput.model_validate(record.fleet) if record.fleet else None
+        fleet = record.fleet_output() if record.fleet else None
         if fleet is not None:
             require_ours(record.stack, fleet)
             refuse_used(fleet, but=record.run_id)

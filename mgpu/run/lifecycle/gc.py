@@ -11,7 +11,7 @@ from mgpu import acquire
 from mgpu.context import Context
 from mgpu.errors import MgpuError
 from mgpu.providers import registry
-from mgpu.run.fleet.inventory import Fleet
+from mgpu.run.fleet.inventory import StandingFleet
 from mgpu.run.lifecycle.down import down, keep
 from mgpu.run.lifecycle.outcome import revoke_store
 from mgpu.run.record.record import every, load, supervising
@@ -19,10 +19,10 @@ from mgpu.run.record.record import every, load, supervising
 _AT_ONCE = 16  # fleets that are ended at the same time
 
 
-def end_all(found: Sequence[Fleet], context: Context) -> Iterator[tuple[Fleet, MgpuError | None]]:
+def end_all(found: Sequence[StandingFleet], context: Context) -> Iterator[tuple[StandingFleet, MgpuError | None]]:
     """Ends fleets, many at a time, since each waits for its provider; of each, once it is known, why it did not end
     (None: it did). Runs are closed one after the other: the engine is in it."""
-    waiting, done = SimpleQueue[Fleet](), SimpleQueue[_Ended]()
+    waiting, done = SimpleQueue[StandingFleet](), SimpleQueue[_Ended]()
     loose = [fleet for fleet in found if not fleet.left_by]
     for fleet in loose:
         waiting.put(fleet)
@@ -35,10 +35,10 @@ def end_all(found: Sequence[Fleet], context: Context) -> Iterator[tuple[Fleet, M
         yield fleet, error
 
 
-_Ended = tuple[Fleet, BaseException | None]
+_Ended = tuple[StandingFleet, BaseException | None]
 
 
-def _end_each(waiting: SimpleQueue[Fleet], done: SimpleQueue[_Ended], context: Context) -> None:
+def _end_each(waiting: SimpleQueue[StandingFleet], done: SimpleQueue[_Ended], context: Context) -> None:
     while True:
         try:
             fleet = waiting.get_nowait()
@@ -47,7 +47,7 @@ def _end_each(waiting: SimpleQueue[Fleet], done: SimpleQueue[_Ended], context: C
         done.put(_end(fleet, context))
 
 
-def _end(fleet: Fleet, context: Context) -> _Ended:
+def _end(fleet: StandingFleet, context: Context) -> _Ended:
     try:
         end(fleet, context)
     except BaseException as error:  # noqa: BLE001 - end_all raises what is no MgpuError
@@ -55,7 +55,7 @@ def _end(fleet: Fleet, context: Context) -> _Ended:
     return fleet, None
 
 
-def end(fleet: Fleet, context: Context) -> None:
+def end(fleet: StandingFleet, context: Context) -> None:
     """Ends a fleet's machines, and believes it only when the provider says so; a run that left them is closed.
 
     Raises:

@@ -28,7 +28,6 @@ from mgpu.errors import (
 )
 from mgpu.events import Emit, Note, RunEnded, RunEvent, RunRegressed, Warned
 from mgpu.iac.engine.stack import Stack
-from mgpu.iac.outputs import StackOutput
 from mgpu.providers import registry
 from mgpu.providers.base import StoreRole
 from mgpu.run.fleet.stack import InUse, give_back_fleet
@@ -311,7 +310,7 @@ def _again(record: Record) -> str:
 
 def _teardown(session: Session, stack: Stack, teardown: str) -> None:
     record = session.record
-    fleet = StackOutput.model_validate(record.fleet) if record.fleet else None
+    fleet = record.fleet_output() if record.fleet else None
     if fleet is not None and not fleet.owner:
         record.teardown = "not ours"
         record.costs_no_more(time.time())

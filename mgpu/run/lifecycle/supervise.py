@@ -143,7 +143,7 @@ class _Run:
         if self.record.machines == "kept" and not self.record.kept_by:
             now = time.time()
             return reuse.waits_for(reuse.standing(now), self.record, now)
-        fleet = StackOutput.model_validate(self.record.fleet) if self.record.fleet else None
+        fleet = self.record.fleet_output() if self.record.fleet else None
         price = partial(usd_per_hour, fleet, self.record.part) if fleet else partial(dearest_usd_per_hour, self.spec)
         try:
             account.claim(self.record.run_id, price)
@@ -204,13 +204,13 @@ class _Run:
             fleet = self.stack.outputs()
             self.record.fleet = fleet.model_dump(mode="json") if fleet else None
             self.session.save()
-        return StackOutput.model_validate(self.record.fleet) if self.record.fleet else None
+        return self.record.fleet_output() if self.record.fleet else None
 
     # --- before the training, and between two attempts ----------------------------------------------------------
 
     def _made(self) -> Callable[[], Ended]:
         """The fleet made, or repaired, and the next attempt on it. Raises InputError for a secret that is missing."""
-        request = self._request(StackOutput.model_validate(self.record.fleet) if self.record.fleet else None)
+        request = self._request(self.record.fleet_output() if self.record.fleet else None)
         secrets = self._secrets(request, self._provider())
         go_on = self._repaired if self.record.state is State.REPAIRING else self._begun
 
@@ -236,7 +236,7 @@ class _Run:
             return _rented(self.session, self.stack, request, secrets)
         if self.record.kept_by:
             return self._on_kept(request, secrets)
-        fleet = StackOutput.model_validate(self.record.fleet) if self._submitted else self._standing()
+        fleet = self.record.fleet_output() if self._submitted else self._standing()
         return _used(self.session, self.stack, request, secrets, fleet)
 
     def _on_kept(self, request: Request, secrets: Secrets) -> Ended:
@@ -287,13 +287,13 @@ class _Run:
     def _provider(self) -> Provider | None:
         if self.record.fleet is None:
             return provider_for(self.spec)
-        return provider_of(StackOutput.model_validate(self.record.fleet))
+        return provider_of(self.record.fleet_output())
 
     def _end_agents(self) -> None:
         """Ends agents that the dead supervisor had started already: the next attempt begins on quiet nodes."""
         if self.record.fleet is None or not self.record.writer:
             return
-        fleet, times = StackOutput.model_validate(self.record.fleet), self.session.timeouts
+        fleet, times = self.record.fleet_output(), self.session.timeouts
         broken = self.record.under_repair
         there = [target for target in targets(fleet) if broken is None or target.rank not in broken.nodes]
         with suppress(RemoteError), NodeSet.reach(there, Path(fleet.private_key_file).expanduser(), times) as nodes:
@@ -422,7 +422,7 @@ def fresh_secrets(session: Session, secrets: Secrets, keys: StoreKeys) -> Secret
 def _attempts(session: Session, stack: Stack, request: Request, secrets: Secrets) -> Attempts:
     """What the run file's `recovery` allows; a fleet that is not mgpu's is not ours to repair."""
     recovery = request.spec.recovery
-    ours = StackOutput.model_validate(session.record.fleet).owner
+    ours = session.record.fleet_output().owner
     return Attempts(
         session,
         recovery if ours else recovery.model_copy(update={"attempts": 1}),

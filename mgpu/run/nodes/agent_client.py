@@ -117,7 +117,7 @@ def facts(node: Node, python: str, timeouts: Timeouts) -> dict[str, Any]:
 
 def _call(node: Node, arguments: list[str], timeout: float, stdin: bytes = b"", program: str = "") -> dict[str, Any]:
     _, home = library()
-    # the program that `interpreters.equip` or `containers.up` has left there
+    # the program that `python_setup.equip` or `container_setup.up` has left there
     argv = ["env", f"PYTHONPATH={home}", program or f"{home}/python", "-m", "mgpu_train", "agent", *arguments]
     result = node.run(argv, stdin=stdin, timeout=timeout)
     try:

@@ -6,75 +6,78 @@ import json
 import time
 from typing import Any
 
-from mgpu_train.agent.host.python_env import OLDEST, PROBLEM
+from mgpu_train.agent.host.python_env import OLDEST, ProblemKind
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.errors import InputError, RemoteError
+from mgpu.errors import InputError
 from mgpu.events import Emit, Note, Warned
 from mgpu.iac.outputs import StackOutput
 from mgpu.image.registry.reference import Reference
 from mgpu.remote.node import Node
 from mgpu.remote.nodeset import NodeSet
 from mgpu.run.job.images import ImageToRun
-from mgpu.run.nodes import agent_client
-from mgpu.run.nodes.python_setup import answer_of, needs_torch
+from mgpu.run.nodes import agent_client, host_script
+from mgpu.run.nodes.python_setup import needs_torch
 from mgpu.spec.model import RunSpec
 from mgpu.spec.provider import on_this_machine
 from mgpu.words import count
 
-_SPARE_S = 10.0  # for the node's answer to arrive, once it has given up by itself
 _BOOT_S = 60.0  # an engine starts with its machine, and SSH may be there before it
-
-# what each problem of `mgpu_train.agent.host.container` is to the user, and its cure
-_PROBLEMS = {
-    "docker": ("Docker does not answer", ""),  # the cure is `docker_cure`
-    "permission": (
+_MUTE = ("cannot make a container", "The machine's own Python has to be 3.8 or newer.")
+_CURES = {
+    ProblemKind.PERMISSION: (
         "this user may not speak to Docker",
         "Put the user into the group `docker` on the machine image: `usermod -aG docker <user>`.",
     ),
-    "gpu": (
+    ProblemKind.GPU: (
         "Docker has no GPUs for containers",
         "Take a machine image with NVIDIA's driver and container toolkit: `nvidia-ctk runtime configure`.",
     ),
-    "disk": ("no room for the image", "Raise `disk_gib`, or make the image smaller."),
-    "absent": ("the image is not in its registry", "Push it again: `mgpu image push`."),
-    "denied": (
+    ProblemKind.DISK: ("no room for the image", "Raise `disk_gib`, or make the image smaller."),
+    ProblemKind.ABSENT: ("the image is not in its registry", "Push it again: `mgpu image push`."),
+    ProblemKind.DENIED: (
         "the registry refuses the image",
         "Log in where mgpu runs (`docker login`) as somebody who may pull it. From ECR machines pull by their own "
         "role: `mgpu bootstrap aws --repository NAME` lets them.",
     ),
-    "limit": (
+    ProblemKind.LIMIT: (
         "the registry lets nobody pull as often as that",
         "Log in where mgpu runs (`docker login`), push the image to a registry of your own, or wait and run again.",
     ),
-    "pull": (
+    ProblemKind.PULL: (
         "the image could not be pulled in time",
         "Give the nodes a way to the registry (a NAT gateway, or endpoints of the subnet), or a faster one, and run "
         "again.",
     ),
-    "unpack": (
+    ProblemKind.UNPACK: (
         "Docker cannot unpack the image",
         "Look at its storage there (`docker info`, `journalctl -u docker`), or take another machine image.",
     ),
-    "digest": (
+    ProblemKind.DIGEST: (
         "another image came than was asked for",
         "It was not started. Look at what stands between the nodes and the registry, and push again.",
     ),
-    "platform": ("the image is for other machines", "Build it for these: `image: {platform: ...}`."),
-    "reference": ("the image is not named by its digest", "Give it as repository@sha256:..."),
-    "mount": ("a folder cannot be made for the container", "Make it on the machine image, for this user."),
-    "old": (
+    ProblemKind.PLATFORM: ("the image is for other machines", "Build it for these: `image: {platform: ...}`."),
+    ProblemKind.REFERENCE: ("the image is not named by its digest", "Give it as repository@sha256:..."),
+    ProblemKind.MOUNT: ("a folder cannot be made for the container", "Make it on the machine image, for this user."),
+    ProblemKind.OLD: (
         f"the image needs Python {'.'.join(map(str, OLDEST))} or newer as `python3` on its PATH",
         "Build it from another base, or set PATH in its Dockerfile.",
     ),
-    "torch": ("the image needs PyTorch for its `python3`", "Install it there, or name torch in requirements."),
-    "pip": ("what the agent needs cannot be installed", "Install venv and pip in the image (Debian: python3-venv)."),
-    "packages": (
+    ProblemKind.TORCH: (
+        "the image needs PyTorch for its `python3`",
+        "Install it there, or name torch in requirements.",
+    ),
+    ProblemKind.PIP: (
+        "what the agent needs cannot be installed",
+        "Install venv and pip in the image (Debian: python3-venv).",
+    ),
+    ProblemKind.PACKAGES: (
         "what the agent needs cannot be installed",
         "Put pydantic, boto3 and awscrt into the image, or give the nodes a way to a package index.",
     ),
-    "busy": ("somebody else makes its container", "Wait until the other `mgpu` is done, and run again."),
-    "run": ("the container does not run", "See what Docker says there: `docker ps --all`, `docker logs`."),
+    ProblemKind.BUSY: ("somebody else makes its container", "Wait until the other `mgpu` is done, and run again."),
+    ProblemKind.RUN: ("the container does not run", "See what Docker says there: `docker ps --all`, `docker logs`."),
 }
 
 
@@ -88,8 +91,9 @@ def up(
     emit: Emit,
     folders: tuple[str, ...] = (),
 ) -> None:
-    """Makes every node run the agent in the image, once `agents.send_library` has sent it; quick where that stands.
-    What is called later (`agent_client`) stays as it is. `folders`: of the node, that the agent reads and writes.
+    """Makes every node run the agent in the image, once `agent_client.send_library` has sent it; quick where that
+    stands. What is called later (`agent_client`) stays as it is. `folders`: of the node, that the agent reads and
+    writes.
 
     Raises:
         Used: another run trains on a node; it is left alone.
@@ -183,19 +187,7 @@ def _login(image: ImageToRun) -> dict[str, dict[str, str]]:
 
 
 def _call(node: Node, verb: str, wanted: dict[str, Any], provider: str, timeouts: Timeouts) -> dict[str, Any]:
-    script = f"{agent_client.library()[1]}/mgpu_train/agent/host/container.py"
     # what is there already is stopped first, in the worst case
-    limit = wanted["seconds"] + timeouts.stop_grace_s + _SPARE_S
-    argv = [node.target.python, "-I", script, verb]
-    result = node.run(argv, stdin=json.dumps(wanted).encode(), timeout=limit, check=False)
-    answer = answer_of(result)
-    if result.status == 0 and answer:
-        return answer
-    if result.status == PROBLEM and answer.get("problem") == "used":
-        raise agent_client.used(node, answer)
-    if result.status == PROBLEM and answer.get("problem") in _PROBLEMS:
-        what, cure = _PROBLEMS[answer["problem"]]
-        raise RemoteError(f"{node.target.label}: {what}", str(answer.get("why", "")), cure or docker_cure(provider))
-    why = result.stderr[-500:].decode("utf-8", "replace").strip() or f"It ended with status {result.status}."
-    cure = "The machine's own Python has to be 3.8 or newer."
-    raise RemoteError(f"{node.target.label}: {node.target.python} cannot make a container", why, cure)
+    limit, told = wanted["seconds"] + timeouts.stop_grace_s, json.dumps(wanted).encode()
+    cures = {**_CURES, ProblemKind.DOCKER: ("Docker does not answer", docker_cure(provider))}
+    return host_script.ask(node, "container.py", verb, seconds=limit, cures=cures, mute=_MUTE, stdin=told)

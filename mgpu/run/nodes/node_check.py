@@ -31,7 +31,7 @@ def findings(record: Record, timeouts: Timeouts) -> tuple[Finding, ...]:
     """
     if record.fleet is None or record.teardown == "confirmed":
         raise InputError(f"run {record.run_id} has no machines", "", "See `mgpu ls`.")
-    fleet = StackOutput.model_validate(record.fleet)
+    fleet = record.fleet_output()
     with NodeSet.reach(targets(fleet), Path(fleet.private_key_file).expanduser(), timeouts) as nodes:
         there = NodeSet([node for node in nodes.nodes if not node.closed])
         if not there.nodes:
@@ -48,7 +48,7 @@ def of_node(rank: int, facts: Mapping[str, Any] | RemoteError | None, record: Re
     if facts is None or isinstance(facts, RemoteError):
         error = facts or RemoteError("no answer over SSH", "", "See `mgpu status --live`.")
         return (Finding.of(name, error),)
-    fleet = StackOutput.model_validate(record.fleet)
+    fleet = record.fleet_output()
     return (_gpus(name, facts, fleet.gpus_per_node), _docker(name, facts, record), *_fit(name, facts, record))
 
 

@@ -58,7 +58,7 @@ def to_run(record: Record) -> SshRoute:
     if record.fleet is None or record.teardown == "confirmed":
         raise InputError(f"run {record.run_id} has no machines", "", "See `mgpu ls`.")
     work = str(RunLayout(record.run_id).work)
-    return _route(StackOutput.model_validate(record.fleet), record.run_id, Folder(record.run_id).root, work)
+    return _route(record.fleet_output(), record.run_id, Folder(record.run_id).root, work)
 
 
 def to_stack(project: Path, name: str, context: Context) -> SshRoute:

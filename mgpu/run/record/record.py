@@ -27,13 +27,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgpu.backend import location
 from mgpu.errors import InputError, TakenOver
 from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder, runs
 from mgpu.run.record.supervisor_lock import Holder, held, hold, holder, taken_from
+
+if TYPE_CHECKING:
+    from mgpu.iac.outputs import StackOutput
 
 _PUSH_EVERY_S = 10.0  # a record that changes all the time, to a backend that is a bucket
 
@@ -224,6 +227,14 @@ class Record:
         """True when nothing of it is left to do: it is over, and has left nothing that somebody has to take away."""
         left = self.teardown == "asked" or (self.teardown == "confirmed" and self.store_granted)
         return self.state.final and not left
+
+    def fleet_output(self) -> StackOutput:
+        """The stack output of its fleet. Raises InputError: it has none."""
+        from mgpu.iac.outputs import StackOutput  # pydantic: most readers of records do without
+
+        if self.fleet is None:
+            raise InputError(f"run {self.run_id} has no machines", "", "See `mgpu ls`.")
+        return StackOutput.model_validate(self.fleet)
 
     @property
     def part(self) -> float:

@@ -31,7 +31,7 @@ def look(record: Record, timeouts: Timeouts) -> tuple[list[dict[str, Any]], Mgpu
     over SSH); and why the provider could not be asked, if so."""
     if not record.fleet:
         return [], None
-    fleet = StackOutput.model_validate(record.fleet)
+    fleet = record.fleet_output()
     asked = _Agents(record, fleet, timeouts)
     told, problem = _told(fleet)
     gone = [node.rank for node in told if node.phase in GOING]

@@ -18,6 +18,7 @@ from failure.checkpoint.servers import Savers
 from fakes import gateway
 from mgpu_train.checkpoint.log.lines import Commit
 from mgpu_train.checkpoint.transfer.verify import verify
+from waiting import until
 
 SETS, KILLS = 8, 25  # in each
 SEED = os.environ.get("MGPU_KILL_SEED", "7")
@@ -64,9 +65,7 @@ def test_the_durable_step_never_goes_back_whenever_the_uploader_is_killed(places
 def until_saved(place: Place, pid: int, server: Savers) -> float:
     """Seconds until it had saved once."""
     began = time.monotonic()
-    while not (place.world / f"saved-{pid}").exists():
-        assert time.monotonic() < began + PATIENCE_S, server.said
-        time.sleep(0.01)
+    until((place.world / f"saved-{pid}").exists, PATIENCE_S, lambda: server.said)
     return time.monotonic() - began
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,12 +105,3 @@ class Node:
     def console(self) -> str:
         """What its boot and its user data have said so far."""
         return (self.visitor.folder / "machines" / self.id / "console.log").read_text()
-
-
-def until(true: Callable[[], Any], seconds: float = 15) -> Any:
-    """Waits for something to be true and returns it."""
-    end = time.monotonic() + seconds
-    while not (seen := true()):
-        assert time.monotonic() < end, "it did not become true"
-        time.sleep(0.02)
-    return seen

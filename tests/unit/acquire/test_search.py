@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.clock import Clock
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire, journal
@@ -49,19 +50,6 @@ TIMEOUTS = Timeouts(provision_s=100, destroy_s=50, describe_every_s=1)
 
 
 CAPS = Capabilities(spot=True, multi_node=True, idempotent_create=True)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.sleeps: list[float] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.sleeps.append(seconds)
-        self.now += seconds
 
 
 @dataclass

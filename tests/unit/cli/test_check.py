@@ -128,7 +128,7 @@ def test_an_engine_that_is_not_there_is_a_red_line_with_its_cure(monkeypatch):
 
 
 def test_an_engine_that_is_there_says_where_from(monkeypatch, tmp_path):
-    there = install.Engine(tmp_path / "pulumi", tmp_path, "3.1.4", "cache")
+    there = install.PulumiEngine(tmp_path / "pulumi", tmp_path, "3.1.4", "cache")
     monkeypatch.setattr(install, "find_engine", lambda: there)
     line = check._engine()
     assert (line.status, line.detail) == ("ok", "version 3.1.4, cache")

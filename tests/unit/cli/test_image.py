@@ -330,11 +330,11 @@ class Owner:
         self.asked.append(tuple(regions))
         return "registry.example/base"
 
-    def pulled_by_role(self, region):
-        return {"region": region}
+    def pulled_by_role(self, registry):
+        return {}
 
-    def registry_client(self, region):
-        self.asked.append(region)
+    def registry_login(self, registry):
+        self.asked.append(registry)
 
 
 def test_the_provider_is_asked_for_a_repository_only_where_none_is_named(tmp_path):
@@ -344,12 +344,6 @@ def test_the_provider_is_asked_for_a_repository_only_where_none_is_named(tmp_pat
     assert owner.asked == []
     site = place.site(ImageSpec.model_validate({}), tmp_path, owner, ("r1", "r2"), {})
     assert (site.repository, owner.asked) == ("registry.example/base", [("r1", "r2")])
-
-
-def test_machines_ask_ecr_for_a_login_by_themselves_and_nobody_else(tmp_path):
-    ecr = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
-    assert place.pulled_by_role(ecr, Owner()) == {"region": "eu-west-1"}
-    assert place.pulled_by_role("ghcr.io", Owner()) == place.pulled_by_role(ecr, object()) == {}
 
 
 def test_layers_are_lines_where_there_is_no_terminal(capsys):

@@ -23,7 +23,7 @@ from mgpu.errors import StackError
 from mgpu.iac import environment
 from mgpu.iac.engine import install, sources
 from mgpu.iac.engine.install import find_engine, install_engine
-from mgpu.iac.engine.sources import FILES, VERSION, Outside, Unavailable
+from mgpu.iac.engine.sources import FILES, VERSION, Outside, SourceUnavailable
 
 ROOT = Path(__file__).parents[3]
 SUMS = f"pulumi-{VERSION}-checksums.txt"
@@ -138,7 +138,7 @@ def test_an_engine_on_path_wins_over_the_cache(tmp_path):
     fill(cached())
     there = fill(tmp_path / "bin")
     engine = find_engine(FakeOutside(there / "pulumi", "v3.300.1"))
-    assert engine == install.Engine(there / "pulumi", there, "3.300.1", "PATH")
+    assert engine == install.PulumiEngine(there / "pulumi", there, "3.300.1", "PATH")
 
 
 @pytest.mark.parametrize("says", ["v3.258.9", "v2.999.0", "v4.0.0", "dev", ""])
@@ -176,7 +176,7 @@ def test_the_cache_is_found_without_running_anything():
     fill(cached())
     outside = FakeOutside()
     engine = find_engine(outside)
-    assert engine == install.Engine(cached() / "pulumi", cached(), VERSION, "cache")
+    assert engine == install.PulumiEngine(cached() / "pulumi", cached(), VERSION, "cache")
     assert outside.ran == []
 
 
@@ -198,7 +198,7 @@ def test_a_release_is_installed_with_the_three_files_only(tmp_path):
     outside = with_release(FakeOutside(), archive_of([*FILES, "pulumi-language-go"]))
     said: list[str] = []
     engine = install_engine(said.append, outside)
-    assert engine == install.Engine(cached() / "pulumi", cached(), VERSION, "release")
+    assert engine == install.PulumiEngine(cached() / "pulumi", cached(), VERSION, "release")
     assert {path.name: path.read_text() for path in cached().iterdir()} == {name: name for name in FILES}
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o755 for path in cached().iterdir())
     assert "MB" in said[1], "the size is said before the download"
@@ -296,7 +296,7 @@ def test_a_failed_build_leaves_neither_engine_nor_scratch(tmp_path):
 
     def half(argv: list[str], cwd: Path | None) -> str | None:
         if argv[-1].endswith("pulumi-language-python"):
-            raise Unavailable("`go build` failed: no space left")
+            raise SourceUnavailable("`go build` failed: no space left")
         return build(argv, cwd)
 
     outside.on_run = half
@@ -378,12 +378,12 @@ def test_two_set_ups_at_once_install_once():
 
 def test_a_program_that_fails_is_quoted_by_its_last_line():
     code = "import sys; sys.exit('first\\nand the cause')"
-    with pytest.raises(Unavailable, match="failed: and the cause"):
+    with pytest.raises(SourceUnavailable, match="failed: and the cause"):
         Outside().run([sys.executable, "-c", code], 20)
 
 
 def test_a_program_that_hangs_is_ended_at_its_deadline():
-    with pytest.raises(Unavailable, match="timed out"):
+    with pytest.raises(SourceUnavailable, match="timed out"):
         Outside().run([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
 
 
@@ -540,7 +540,7 @@ def test_a_folder_without_a_program_gets_no_stack(project):
 def test_a_stack_that_another_set_up_made_meanwhile_is_no_error(project):
     def lose(argv: list[str], cwd: Path | None) -> str:
         touch(stack_file("dev.json"))
-        raise Unavailable("stack 'dev' already exists")
+        raise SourceUnavailable("stack 'dev' already exists")
 
     outside = FakeOutside()
     outside.on_run = lose
@@ -549,7 +549,7 @@ def test_a_stack_that_another_set_up_made_meanwhile_is_no_error(project):
 
 def test_a_stack_that_cannot_be_made_is_an_error_with_the_engines_words(project):
     def refuse(argv: list[str], cwd: Path | None) -> str:
-        raise Unavailable("`pulumi stack` failed: incorrect passphrase")
+        raise SourceUnavailable("`pulumi stack` failed: incorrect passphrase")
 
     outside = FakeOutside()
     outside.on_run = refuse

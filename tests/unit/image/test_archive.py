@@ -179,7 +179,7 @@ def test_without_a_way_for_them_nothing_is_in_the_context():
 @pytest.mark.parametrize("given", [{"secrets": {"T": "x"}}, {"ca_file": Path("ca.pem")}])
 def test_nothing_that_would_keep_them_can_be_built(given):
     def made(line: str, **more: object) -> Recipe:
-        return Recipe(context.Context(Path("x"), "D", f"{PACKAGES}{line}".encode(), ()), **more)
+        return Recipe(context.BuildContext(Path("x"), "D", f"{PACKAGES}{line}".encode(), ()), **more)
 
     with pytest.raises(InputError, match="would end in the image: D, line 5"):
         made("COPY . /app", **given)
@@ -200,7 +200,7 @@ def test_the_dockerfile_of_the_archive_is_the_one_that_was_pinned(tmp_path: Path
     (tmp_path / "docker/Dockerfile").write_text("FROM a\n")
     (tmp_path / "x").write_text("x")
     found = context.scan(tmp_path, "docker/Dockerfile", Hashes())
-    pinned = context.Context(found.root, found.dockerfile, b"FROM b@sha256:1\n", found.entries)
+    pinned = context.BuildContext(found.root, found.dockerfile, b"FROM b@sha256:1\n", found.entries)
     for each, text in ((found, b"FROM a\n"), (pinned, b"FROM b@sha256:1\n")):
         packed = io.BytesIO()
         archive.write(each, packed, b"", {})

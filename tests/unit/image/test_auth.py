@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import datetime
 import json
 import math
 import os
@@ -13,41 +12,41 @@ import pytest
 from fakes.aws import FakeAws
 
 from mgpu.errors import ImageError
+from mgpu.image import place
 from mgpu.image.registry import auth
-from mgpu.image.registry.auth import EcrAuth, Login
+from mgpu.image.registry.auth import Login
+from mgpu.providers.aws.options import region_of
+from mgpu.providers.aws.provider import AwsProvider
+from mgpu.spec.provider import of_registry
 
 ECR = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
 DAY = 86400.0
 
 
-class Ecr:
-    """Gives a token for 12 hours, another one each time."""
+def test_a_token_is_kept_until_it_is_about_to_end():
+    now, given = 1e9, list[Login]()
 
-    def __init__(self) -> None:
-        self.now, self.given = 1e9, 0
+    def ask() -> Login:
+        given.append(Login("AWS", f"canary-{len(given) + 1}", expires_at=now + DAY / 2))
+        return given[-1]
 
-    def get_authorization_token(self):
-        self.given += 1
-        ends = datetime.datetime.fromtimestamp(self.now + DAY / 2, datetime.UTC)
-        token = base64.b64encode(f"AWS:canary-{self.given}:x".encode()).decode()
-        return {"authorizationData": [{"authorizationToken": token, "expiresAt": ends}]}
-
-
-def test_an_ecr_token_is_kept_until_it_is_about_to_end():
-    ecr = Ecr()
-    login = EcrAuth(ECR, lambda: ecr, lambda: ecr.now)
-    assert (login().username, login().password) == ("AWS", "canary-1:x")
-    ecr.now += DAY / 2 - 900 - 1  # a quarter of an hour before its end
-    assert login().password == "canary-1:x"
-    ecr.now += 2
-    assert login().password == "canary-2:x"
-    assert ecr.given == 2
+    login = auth.Renewed(ask, lambda: now)
+    assert login().password == "canary-1"
+    now += DAY / 2 - 900 - 1  # a quarter of an hour before its end
+    assert login().password == "canary-1"
+    now += 2
+    assert login().password == "canary-2"
+    assert len(given) == 2
 
 
 def test_aws_gives_tokens_for_its_registries(aws: FakeAws):
     login = auth.of(ECR)()
     assert login is not None
     assert login.username == "AWS"
+    assert auth.of(ECR, AwsProvider({"profile": "absent"})) is not None, "it is asked when the login is needed"
+    with pytest.raises(ImageError, match="no login for 123456789012") as caught:
+        auth.of(ECR, AwsProvider({"profile": "absent"}))()
+    assert "absent" in caught.value.why, "the run file's own credentials, not those of the environment"
     assert login.password
     assert login.expires_at < math.inf
 
@@ -75,7 +74,10 @@ def test_an_account_that_gives_no_token_is_an_error_with_a_cure(monkeypatch: pyt
     ],
 )
 def test_ecrs_names_are_known(registry, region):
-    assert auth.ecr_region(registry) == region
+    assert region_of(registry) == region
+    assert (of_registry(registry) is not None) == bool(region)
+    assert AwsProvider().pulled_by_role(registry) == ({"region": region, "endpoint": ""} if region else {})
+    assert place.pulled_by_role(registry, object()) == {}
 
 
 def test_docker_login_is_found(docker_config: Path):

@@ -77,7 +77,7 @@ def test_what_is_built_for_is_what_a_name_says():
     assert bases.read(b"FROM a:$TARGETARCH", {}, "linux/arm64").images == ("a:arm64",)
 
 
-PINNED = bases.Base(DIGEST, pinned=True)
+PINNED = bases.BaseImage(DIGEST, pinned=True)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def nobody(_: str) -> None:
 
 
 def here(**digests: str):
-    return {name: bases.Base(digest, pinned=True) for name, digest in digests.items()}.get
+    return {name: bases.BaseImage(digest, pinned=True) for name, digest in digests.items()}.get
 
 
-def resolve(name: str, engine=nobody, registry=nobody, glance=nobody, tell=nobody) -> bases.Base:
+def resolve(name: str, engine=nobody, registry=nobody, glance=nobody, tell=nobody) -> bases.BaseImage:
     return bases.resolve((name,), engine, registry, glance, tell)[name]
 
 
@@ -126,15 +126,15 @@ def test_a_name_with_a_digest_is_asked_of_nobody():
 
 
 def test_what_only_the_engine_has_is_asked_of_no_registry():
-    assert resolve("a", {"a": bases.Base("id", pinned=False)}.get) == bases.Base("id", pinned=False)
+    assert resolve("a", {"a": bases.BaseImage("id", pinned=False)}.get) == bases.BaseImage("id", pinned=False)
 
 
 def test_a_copy_that_is_older_than_the_registrys_does_not_count():
-    assert resolve("a", here(a="old"), glance={"a": "new"}.get) == bases.Base("new", pinned=True)
+    assert resolve("a", here(a="old"), glance={"a": "new"}.get) == bases.BaseImage("new", pinned=True)
 
 
 def test_what_the_engine_lacks_is_the_registrys():
-    assert resolve("a", here(), {"a": "1"}.get) == bases.Base("1", pinned=True)
+    assert resolve("a", here(), {"a": "1"}.get) == bases.BaseImage("1", pinned=True)
 
 
 def refuses(what: str, cure: str):
@@ -152,7 +152,7 @@ NO_ENGINE, AWAY = refuses("no Docker engine at x", "Start Docker."), refuses("do
 )
 def test_without_its_registry_the_engines_copy_counts_and_that_is_told(glance, why):
     told = list[str]()
-    assert resolve("a", here(a="1"), glance=glance, tell=told.append) == bases.Base("1", pinned=False)
+    assert resolve("a", here(a="1"), glance=glance, tell=told.append) == bases.BaseImage("1", pinned=False)
     assert told == [f"base image a: {why}; the Docker engine's copy of it is built on"]
 
 
@@ -173,7 +173,7 @@ def test_a_base_that_nobody_has_is_named_with_both_reasons(engine, registry, sai
 
 
 def test_what_the_registry_has_needs_no_engine():
-    assert resolve("a", NO_ENGINE, {"a": "1"}.get) == bases.Base("1", pinned=True)
+    assert resolve("a", NO_ENGINE, {"a": "1"}.get) == bases.BaseImage("1", pinned=True)
 
 
 @pytest.mark.parametrize("target", [None, "one", "ONE", "two", "0", "2"])

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 from fakes import trainer
-from fakes.engine import Engine as FakeEngine
+from fakes.engine import Engine
 from waiting import until
 
 from mgpu.errors import ImageError, Interrupted
 from mgpu.events import Event, ImageStep
 from mgpu.image.build import buildx, context
-from mgpu.image.build.docker_engine import Engine
+from mgpu.image.build.docker_engine import DockerEngine
 from mgpu.image.build.progress import Words
 from mgpu.image.build.recipe import Limits, Recipe
 
@@ -166,7 +166,7 @@ def test_a_cancelled_build_is_asked_to_end_and_ended(docker: Path, monkeypatch: 
     assert not list(docker.glob("mgpu-build-*"))
 
 
-def test_what_buildkit_builds(require, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_buildkit_builds(require, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program = trainer.buildx(require)
     plugins = tmp_path / "config/cli-plugins"
     plugins.mkdir(parents=True)
@@ -180,7 +180,7 @@ def test_what_buildkit_builds(require, engine: FakeEngine, tmp_path: Path, monke
     (tmp_path / "ca.pem").write_text("ca:canary-ca")
     recipe = Recipe(context.scan(tmp_path), ca_file=tmp_path / "ca.pem", secrets={"TOKEN": SECRET}, network="host")
     told = list[Event]()
-    image = Engine().build(recipe, told.append)
+    image = DockerEngine().build(recipe, told.append)
     assert [each.step for each in told if isinstance(each, ImageStep)] == [1, 2]
     seen = engine.docker("run", "--rm", "--network", "host", image, "cat", "/seen").stdout
     assert seen == "ca:"
@@ -189,5 +189,5 @@ def test_what_buildkit_builds(require, engine: FakeEngine, tmp_path: Path, monke
     assert SECRET.encode() not in whole
     (tmp_path / "Dockerfile").write_text("FROM base:1\nRUN echo before && exit 7\n")
     with pytest.raises(ImageError, match=r"\(step 2 of 2\)") as caught:
-        Engine().build(Recipe(context.scan(tmp_path), network="host"))
+        DockerEngine().build(Recipe(context.scan(tmp_path), network="host"))
     assert caught.value.why.startswith("before\n")

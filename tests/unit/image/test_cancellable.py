@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from fakes import builders
 from fakes.builders import Endless
-from fakes.engine import Engine as FakeEngine
+from fakes.engine import Engine
 from fakes.registries import Asked, Said, scripted
 from waiting import until
 
@@ -18,7 +18,7 @@ from mgpu.errors import ImageError, Interrupted
 from mgpu.events import Event, Note, ignore
 from mgpu.image import cancellable, publish
 from mgpu.image.build import cancel, context
-from mgpu.image.build.docker_engine import Engine
+from mgpu.image.build.docker_engine import DockerEngine
 from mgpu.image.build.recipe import Recipe
 from mgpu.image.publish import Site
 from mgpu.spec.image import ImageSpec
@@ -27,7 +27,7 @@ SPEC = ImageSpec.model_validate({"context": ".", "repository": "here/cancelled"}
 
 
 @pytest.fixture
-def here(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment leads to the tests' engine."""
     for name, value in engine.env.items():
         monkeypatch.setenv(name, value)
@@ -83,7 +83,7 @@ def test_a_push_to_a_registry_that_is_silent_ends(here, engine):
         cancel_when(lambda: server.asked, cancelled)
         try:
             with pytest.raises(Interrupted):
-                Engine(cancelled=cancelled).push(name)
+                DockerEngine(cancelled=cancelled).push(name)
             assert not gate.is_set()
         finally:
             gate.set()
@@ -92,19 +92,19 @@ def test_a_push_to_a_registry_that_is_silent_ends(here, engine):
 
 def test_an_engine_is_asked_nothing_after_a_cancel(here):
     cancelled = threading.Event()
-    engine = Engine(cancelled=cancelled)
+    engine = DockerEngine(cancelled=cancelled)
     assert engine.inspect("base:1") is not None
     cancelled.set()
     with pytest.raises(Interrupted):
         engine.tag("base:1", "here/cancelled:1")
-    assert Engine().inspect("here/cancelled:1") is None
+    assert DockerEngine().inspect("here/cancelled:1") is None
 
 
 def test_a_cancel_before_the_engine_has_answered_ends_the_build(here, require, monkeypatch, tmp_path, step):
     builders.choose("classic", require, monkeypatch, tmp_path / "config")
     (tmp_path / "Dockerfile").write_text(f"FROM base:1\n{step.line}\n")
     recipe, cancelled = Recipe(context.scan(tmp_path)), threading.Event()
-    engine = Engine(cancelled=cancelled)
+    engine = DockerEngine(cancelled=cancelled)
 
     @contextmanager
     def early(*_: object) -> Iterator[None]:

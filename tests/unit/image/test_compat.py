@@ -22,7 +22,7 @@ def labels(torch: str = "2.15.0+cu132", cuda: str = "13.2", package: str = "", p
     return {compat.TORCH: torch, compat.CUDA: cuda, compat.CUDA_COMPAT: package, compat.PYTHON: python}
 
 
-def words(found: list[compat.Problem]) -> str:
+def words(found: list[compat.Mismatch]) -> str:
     return "\n".join(map(str, found))
 
 

@@ -20,7 +20,7 @@ from docker.utils import build as docker_sdk
 
 from mgpu.errors import InputError
 from mgpu.image.build import context as module
-from mgpu.image.build.context import Context, Entry, folder_of, scan
+from mgpu.image.build.context import BuildContext, Entry, folder_of, scan
 from mgpu.image.build.hashes import Hashes
 from mgpu.image.build.shipped import trainer_context
 from mgpu.spec.image import ImageSpec
@@ -34,7 +34,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-def scanned(folder: Path, dockerfile: str = "Dockerfile") -> Context:
+def scanned(folder: Path, dockerfile: str = "Dockerfile") -> BuildContext:
     return scan(folder, dockerfile, Hashes())
 
 
@@ -42,7 +42,7 @@ def names(folder: Path, dockerfile: str = "Dockerfile") -> list[str]:
     return [entry.path for entry in scanned(folder, dockerfile).entries]
 
 
-def archived(found: Context) -> tuple[bytes, list[tarfile.TarInfo]]:
+def archived(found: BuildContext) -> tuple[bytes, list[tarfile.TarInfo]]:
     stream = io.BytesIO()
     found.write_tar(stream)
     with tarfile.open(fileobj=io.BytesIO(stream.getvalue()), errors="surrogateescape") as archive:

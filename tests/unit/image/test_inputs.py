@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mgpu.image.build import inputs as module
-from mgpu.image.build.context import Context, Entry, scan
+from mgpu.image.build.context import BuildContext, Entry, scan
 from mgpu.image.build.hashes import Hashes
 from mgpu.image.build.inputs import inputs_hash, tag
 from mgpu.spec.image import ImageSpec
@@ -198,7 +198,7 @@ def test_another_format_gives_other_tags(root, monkeypatch):
 
 
 def of(recipe: bytes = b"", entries: tuple[Entry, ...] = (), bases: dict[str, str] | None = None, **spec: Any) -> str:
-    found = Context(Path("/x"), "Dockerfile", recipe, entries)
+    found = BuildContext(Path("/x"), "Dockerfile", recipe, entries)
     return inputs_hash(found, ImageSpec.model_validate(spec), bases or {})
 
 

@@ -26,7 +26,7 @@ from mgpu.errors import ImageError, InputError
 from mgpu.events import Event, ImageStep, LayerPushed, Warned
 from mgpu.image import publish
 from mgpu.image.build import context
-from mgpu.image.build.docker_engine import Engine, Pushed
+from mgpu.image.build.docker_engine import DockerEngine, Pushed
 from mgpu.image.build.recipe import Limits, Recipe
 from mgpu.image.publish import Published, Site
 from mgpu.image.registry import auth
@@ -74,7 +74,7 @@ def ensure(at: Path, address: str, name: str = "train", emit: Callable[[Event], 
     return publish.ensure(spec(address, name), site(at), emit)
 
 
-def no_engine() -> Engine:
+def no_engine() -> DockerEngine:
     raise AssertionError("no engine is needed")
 
 
@@ -168,7 +168,7 @@ def test_arguments_targets_and_other_names_of_the_dockerfile(at: Path, registry:
         registry.address, "args", dockerfile="Other", args={"BASE": "base:1", "WORD": "canary-word"}, target="one"
     )
     found = publish.ensure(image, site(at))
-    assert b"canary-word\n" in contents(Engine(), found.reference)["word"]
+    assert b"canary-word\n" in contents(DockerEngine(), found.reference)["word"]
 
 
 @pytest.mark.parametrize("ask", ["docker-config", "password"])
@@ -258,7 +258,7 @@ def test_what_was_hashed_is_what_is_built_on(at: Path, engine: engines.Engine, r
         f"ARG V=1\nFROM \\\n  {base.removesuffix('1')}${{V}} AS x\nCOPY --from={other} /which /other\n"
     )
 
-    class Moving(Engine):
+    class Moving(DockerEngine):
         def build(self, *args, **options) -> str:
             push_base(engine, base, "new", pull=True)
             push_base(engine, other, "other-new")
@@ -280,7 +280,7 @@ def test_the_image_of_a_mount_is_pinned_too(at: Path, engine: engines.Engine, re
         f"FROM base:1\nRUN --mount=from={tool},source=/,target=/tool cat /tool/which > /seen\n"
     )
 
-    class Moving(Engine):
+    class Moving(DockerEngine):
         def build(self, *args, **options) -> str:
             push_base(engine, tool, "new")
             return super().build(*args, **options)
@@ -331,7 +331,7 @@ def test_the_engines_own_base_may_not_change_meanwhile(at: Path, engine: engines
     (at / "context/Dockerfile").write_text("FROM mine:1\n")
     other = engine.image("other:1", ["sh"])
 
-    class Moving(Engine):
+    class Moving(DockerEngine):
         def build(self, *args, **options) -> str:
             built = super().build(*args, **options)
             engine.docker("tag", other, "mine:1")
@@ -350,7 +350,7 @@ def test_the_engines_own_base_may_not_change_meanwhile(at: Path, engine: engines
 def test_no_engine(at: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DOCKER_HOST", f"unix://{at}/none.sock")
     with pytest.raises(ImageError, match="no Docker engine at") as caught:
-        Engine()
+        DockerEngine()
     assert "systemctl start docker" in caught.value.next_step
 
 
@@ -359,7 +359,7 @@ def test_a_socket_that_nobody_listens_to(at: Path, monkeypatch: pytest.MonkeyPat
         dead.bind(str(at / "dead.sock"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{at}/dead.sock")
     with pytest.raises(ImageError, match="no Docker engine at"):
-        Engine()
+        DockerEngine()
 
 
 def test_an_engine_that_is_silent_costs_a_deadline(at: Path, monkeypatch: pytest.MonkeyPatch):
@@ -368,7 +368,7 @@ def test_an_engine_that_is_silent_costs_a_deadline(at: Path, monkeypatch: pytest
         silent.listen()
         monkeypatch.setenv("DOCKER_HOST", f"unix://{at}/silent.sock")
         with pytest.raises(ImageError, match="does not answer"):
-            Engine(Limits(call_s=0.2))
+            DockerEngine(Limits(call_s=0.2))
 
 
 def test_an_engine_that_this_user_may_not_use(engine: engines.Engine, at: Path):
@@ -403,7 +403,7 @@ def test_an_engine_that_this_user_may_not_use(engine: engines.Engine, at: Path):
 
 def _engine_at(host: str) -> None:
     os.environ["DOCKER_HOST"] = host
-    Engine()
+    DockerEngine()
 
 
 def test_no_space_for_the_build_or_what_it_leaves(require, at: Path, registry: Registry, monkeypatch):
@@ -452,7 +452,7 @@ def test_a_registry_that_refuses_a_push(at: Path, status: int, what: str):
 def test_a_push_that_breaks_leaves_nothing_that_anybody_refers_to(at: Path, registry: Registry):
     """F46."""
     with wire(registry.address, cut_after=LIBRARY // 2) as line:
-        broken = site(at, engine=lambda: Engine(Limits(push_s=3.0, silence_s=3.0)))
+        broken = site(at, engine=lambda: DockerEngine(Limits(push_s=3.0, silence_s=3.0)))
         with pytest.raises(ImageError, match="could not be pushed") as caught:
             publish.ensure(spec(line.address, "broken"), broken)
     assert caught.value.next_step
@@ -472,7 +472,7 @@ def test_a_registry_that_is_killed_while_it_is_pushed_to(require, at: Path, engi
             if isinstance(event, LayerPushed):
                 os.kill(dying.pid, signal.SIGKILL)
 
-        broken = site(at, engine=lambda: Engine(Limits(push_s=3.0, silence_s=3.0)))
+        broken = site(at, engine=lambda: DockerEngine(Limits(push_s=3.0, silence_s=3.0)))
         with pytest.raises(ImageError, match=r"could not be pushed|cannot be reached"):
             publish.ensure(spec(dying.address, "killed"), broken, _once(kill))
         assert not tags(dying, "killed")
@@ -494,7 +494,7 @@ def immutable(of: Registry) -> Iterator[str]:
         yield server.address
 
 
-class Slower(Engine):
+class Slower(DockerEngine):
     """Somebody pushes another build of the same inputs just before us."""
 
     def push(self, reference: str, *args, **options) -> Pushed:
@@ -515,7 +515,7 @@ def test_who_was_faster_where_tags_stay_what_they_are_is_taken(at: Path, registr
 
 
 def test_a_refused_push_without_anybody_faster_is_an_error(at: Path, registry: Registry):
-    class Refused(Engine):
+    class Refused(DockerEngine):
         def push(self, *_: object, **__: object) -> Pushed:
             raise ImageError("not today", "because", "cure")
 
@@ -527,7 +527,7 @@ def test_a_registry_that_is_gone_after_a_refused_push_hides_no_reason(at: Path, 
     require("docker", not missing("docker-registry"), missing("docker-registry"))
     with running_registry() as dying:
 
-        class Refused(Engine):
+        class Refused(DockerEngine):
             def push(self, *_: object, **__: object) -> Pushed:
                 os.kill(dying.pid, signal.SIGKILL)
                 raise ImageError("not today", "because", "cure")
@@ -537,7 +537,7 @@ def test_a_registry_that_is_gone_after_a_refused_push_hides_no_reason(at: Path, 
 
 
 def test_another_image_under_the_tag_is_never_taken_for_ours(at: Path, registry: Registry):
-    class Raced(Engine):
+    class Raced(DockerEngine):
         """Somebody pushes the same inputs just after us."""
 
         def push(self, reference: str, auth: auth.Auth = auth.nobody, emit=lambda _: None) -> Pushed:
@@ -553,7 +553,7 @@ def test_another_image_under_the_tag_is_never_taken_for_ours(at: Path, registry:
 
 
 def test_a_push_that_left_no_tag_is_an_error(at: Path, registry: Registry):
-    class Lost(Engine):
+    class Lost(DockerEngine):
         def push(self, *_: object, **__: object) -> Pushed:
             return Pushed(f"sha256:{'0' * 64}", {})
 
@@ -563,7 +563,7 @@ def test_a_push_that_left_no_tag_is_an_error(at: Path, registry: Registry):
 
 def test_a_build_ends_at_its_deadline_and_so_does_its_container(at: Path, engine: engines.Engine, registry: Registry):
     (at / "context/Dockerfile").write_text("FROM base:1\nRUN while true; do echo x; sleep 0.1; done\n")
-    slow = site(at, engine=lambda: Engine(Limits(build_s=0.5, silence_s=5.0)))
+    slow = site(at, engine=lambda: DockerEngine(Limits(build_s=0.5, silence_s=5.0)))
     with pytest.raises(ImageError, match=r"within 0\.5 s"):
         publish.ensure(spec(registry.address, "slow"), slow)
     until(lambda: not engine.docker("ps", "-q").stdout)
@@ -590,7 +590,7 @@ def test_certificates_and_secrets_end_in_no_layer(at: Path, engine: engines.Engi
     image = spec(registry.address, "secret", ca_file="ca.pem", secrets=["TOKEN"])
     told = list[Event]()
     found = publish.ensure(image, site(at, environ={"TOKEN": CANARY_SECRET, "OTHER": "x"}), told.append)
-    assert contents(Engine(), found.reference)["seen"] == CANARY_CA[:3].encode()
+    assert contents(DockerEngine(), found.reference)["seen"] == CANARY_CA[:3].encode()
     whole = everything(engine, found.reference) + json.dumps([each.to_json() for each in told])
     assert not [word for word in (CANARY_CA, CANARY_SECRET) if word in whole]
 
@@ -611,7 +611,7 @@ def test_words_that_only_look_like_it_bring_nothing_into_the_context(at: Path, e
     (at / "context/Dockerfile").write_text(f"FROM base:1\nCOPY . /all/\n{line}\n")
     (at / "ca.pem").write_text(CANARY_CA)
     recipe = Recipe(context.scan(at / "context"), ca_file=at / "ca.pem", network="host")
-    assert CANARY_CA not in everything(engine, Engine().build(recipe))
+    assert CANARY_CA not in everything(engine, DockerEngine().build(recipe))
 
 
 def test_the_proxies_of_dockers_configuration_reach_the_build_and_end_in_no_layer(
@@ -624,7 +624,8 @@ def test_the_proxies_of_dockers_configuration_reach_the_build_and_end_in_no_laye
     (at / "context/Dockerfile").write_text('FROM base:1\nRUN echo "${#HTTPS_PROXY}" > /seen\n')
     found = ensure(at, registry.address, "proxied")
     assert (
-        contents(Engine(), found.reference)["seen"] == f"{len(f'http://me:{CANARY_SECRET}@proxy.test:3128')}\n".encode()
+        contents(DockerEngine(), found.reference)["seen"]
+        == f"{len(f'http://me:{CANARY_SECRET}@proxy.test:3128')}\n".encode()
     )
     assert CANARY_SECRET not in everything(engine, found.reference)
 
@@ -633,7 +634,7 @@ def test_a_dockerfile_that_does_not_ask_gets_neither(at: Path, engine: engines.E
     (at / "context/Dockerfile").write_text("# .build/ is not asked for\nFROM base:1\nCOPY . /all/\n")
     (at / "ca.pem").write_text(CANARY_CA)
     recipe = Recipe(context.scan(at / "context"), ca_file=at / "ca.pem", network="host")
-    assert CANARY_CA not in everything(engine, Engine().build(recipe))
+    assert CANARY_CA not in everything(engine, DockerEngine().build(recipe))
 
 
 def test_secrets_without_a_way_for_them_are_refused(at: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch):
@@ -693,7 +694,7 @@ def layers(reference: str) -> list[tarfile.TarFile]:
         return [tarfile.open(fileobj=io.BytesIO(image.extractfile(name).read())) for name in names]  # type: ignore[union-attr]
 
 
-def contents(engine: Engine, reference: str) -> dict[str, bytes]:
+def contents(engine: DockerEngine, reference: str) -> dict[str, bytes]:
     """Every file of every layer."""
     assert engine.inspect(reference)
     return {

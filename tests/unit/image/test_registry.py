@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from fakes.clock import Clock
 from fakes.engine import Engine, Registry, free_port
 from fakes.registries import Asked, Said, certificate, scripted
 
@@ -27,18 +28,8 @@ NOT_ITS = "which its manifest has not"
 OCI = "application/vnd.oci.image.manifest.v1+json"
 
 
-class Clock:
-    """Time that passes while somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.at, self.slept = 0.0, list[float]()
-
-    def retry(self, total_s: float = 30.0) -> RetryPolicy:
-        return RetryPolicy(total_s=total_s, sleep=self.sleep, now=lambda: self.at)
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.at += seconds
+def patient(clock: Clock, total_s: float = 30.0) -> RetryPolicy:
+    return RetryPolicy(total_s=total_s, sleep=clock.sleep, now=clock)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +184,7 @@ def test_a_redirect_is_told_no_secret():
 def test_a_refusal_has_a_name_and_a_cure(status, what, cure):
     body = b'{"errors": [{"code": "DENIED", "message": "because"}]}'
     with scripted(lambda _: Said(status, body=body)) as server, pytest.raises(ImageError, match=what) as caught:
-        registries.manifest(f"{server.address}/a/b:1", retry=Clock().retry())
+        registries.manifest(f"{server.address}/a/b:1", retry=patient(Clock()))
     assert "DENIED because" in caught.value.why
     assert cure in caught.value.next_step
 
@@ -202,39 +193,39 @@ def test_a_refusal_has_a_name_and_a_cure(status, what, cure):
 def test_what_passes_is_asked_again(status):
     with scripted(lambda _: Said(status) if len(server.asked) < 5 else FOUND) as server:
         clock = Clock()
-        assert registries.find(f"{server.address}/a:1", retry=clock.retry()) == DIGEST
-    assert len(clock.slept) == 4
-    assert clock.slept[3] > 2 * RetryPolicy().pause_s, "each pause is about twice the one before"
+        assert registries.find(f"{server.address}/a:1", retry=patient(clock)) == DIGEST
+    assert len(clock.sleeps) == 4
+    assert clock.sleeps[3] > 2 * RetryPolicy().pause_s, "each pause is about twice the one before"
 
 
 def test_a_refusal_that_stays_is_not_asked_again():
     with scripted(lambda _: Said(403)) as server, pytest.raises(ImageError):
-        registries.find(f"{server.address}/a:1", retry=Clock().retry())
+        registries.find(f"{server.address}/a:1", retry=patient(Clock()))
     assert len(server.asked) == 1
 
 
 def test_the_registry_says_when_to_come_back():
-    with scripted(lambda _: FOUND if clock.slept else Said(429, {"Retry-After": "7"})) as server:
+    with scripted(lambda _: FOUND if clock.sleeps else Said(429, {"Retry-After": "7"})) as server:
         clock = Clock()
-        assert registries.find(f"{server.address}/a:1", retry=clock.retry()) == DIGEST
-    assert clock.slept == [7.0]
+        assert registries.find(f"{server.address}/a:1", retry=patient(clock)) == DIGEST
+    assert clock.sleeps == [7.0]
 
 
 def test_nobody_waits_beyond_the_deadline():
     clock = Clock()
     with scripted(lambda _: Said(429, {"Retry-After": "31"})) as server, pytest.raises(ImageError, match="too many"):
-        registries.find(f"{server.address}/a:1", retry=clock.retry(30.0))
-    assert clock.slept == []
+        registries.find(f"{server.address}/a:1", retry=patient(clock, 30.0))
+    assert clock.sleeps == []
 
 
 def test_a_registry_that_refuses_connections_is_waited_for_some_seconds():
     clock = Clock()
     with pytest.raises(ImageError, match="cannot be reached") as caught:
-        registries.find(f"127.0.0.1:{free_port()}/a:1", retry=clock.retry(30.0))
+        registries.find(f"127.0.0.1:{free_port()}/a:1", retry=patient(clock, 30.0))
     assert "refused" in caught.value.why
     assert caught.value.next_step == "Is the registry running there?"
-    assert len(clock.slept) >= 2
-    assert sum(clock.slept) < 4
+    assert len(clock.sleeps) >= 2
+    assert sum(clock.sleeps) < 4
 
 
 def test_a_registry_that_was_refusing_while_it_started_is_found():
@@ -245,15 +236,15 @@ def test_a_registry_that_was_refusing_while_it_started_is_found():
             clock.sleep(seconds)
             stack.enter_context(scripted(lambda _: FOUND, port=port))
 
-        retry = replace(clock.retry(), sleep=starts)
+        retry = replace(patient(clock), sleep=starts)
         assert registries.find(f"127.0.0.1:{port}/a:1", retry=retry) == DIGEST
-    assert len(clock.slept) == 1
+    assert len(clock.sleeps) == 1
 
 
 def test_a_proxy_that_refuses_is_thought_of(monkeypatch):
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ImageError, match=r"registry\.example cannot be reached") as caught:
-        registries.find("registry.example/a:1", retry=Clock().retry())
+        registries.find("registry.example/a:1", retry=patient(Clock()))
     assert "HTTPS_PROXY" in caught.value.next_step
 
 
@@ -262,10 +253,10 @@ def test_this_machines_registry_is_asked_through_no_proxy(monkeypatch):
     with scripted(lambda _: FOUND) as elsewhere, scripted(lambda _: FOUND) as proxy:
         monkeypatch.setenv("http_proxy", f"http://{proxy.address}")
         with scripted(lambda _: Said(307, {"Location": f"http://{elsewhere.address}/blob"})) as server:
-            assert registries.find(f"{server.address}/a:1", retry=Clock().retry()) == DIGEST
+            assert registries.find(f"{server.address}/a:1", retry=patient(Clock())) == DIGEST
         assert (len(server.asked), len(elsewhere.asked), proxy.asked) == (1, 1, [])
         with scripted(lambda _: Said(307, {"Location": "http://storage.example/blob"})) as server:
-            assert registries.find(f"{server.address}/a:1", retry=Clock().retry()) == DIGEST
+            assert registries.find(f"{server.address}/a:1", retry=patient(Clock())) == DIGEST
         assert [asked.path for asked in proxy.asked] == ["http://storage.example/blob"]
 
 
@@ -299,8 +290,8 @@ def test_a_name_that_nobody_has_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unknown)  # without a network, it would be "try again"
     clock = Clock()
     with pytest.raises(ImageError, match="cannot be reached"):
-        registries.find("registry.invalid/a:1", retry=clock.retry())
-    assert not clock.slept
+        registries.find("registry.invalid/a:1", retry=patient(clock))
+    assert not clock.sleeps
 
 
 def test_a_silent_registry_costs_a_deadline():
@@ -383,13 +374,13 @@ def test_a_configuration_that_is_not_its_digests_is_refused():
 def test_certificates_of_ones_own_are_trusted_besides(tmp_path: Path):
     with _tls(tmp_path) as (server, ca_file):
         name, clock = Reference("registry.example", "a", "1"), Clock()
-        strange = registries.Api(name, nobody, clock.retry())
+        strange = registries.Api(name, nobody, patient(clock))
         trusted = registries.Api(name, nobody, ca_file=ca_file)
         strange._base = trusted._base = f"https://{server.address}/v2/a/"  # loopback would be spoken to without TLS
         with pytest.raises(ImageError, match="cannot be reached") as caught:
             strange.ask("HEAD", "manifests/1")
         assert "ca_file" in caught.value.next_step
-        assert not clock.slept
+        assert not clock.sleeps
         assert trusted.ask("HEAD", "manifests/1").status == 200
 
 

@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 from mgpu_train.agent.host.python_env import PROBLEM
 from mgpu_train.config import Job, Share
+from waiting import until
 
 from mgpu.backend import location
 from mgpu.cli import cli
@@ -503,8 +504,7 @@ def test_who_leaves_has_all_of_them_leave(commands, tmp_path):
     commands["a"] = f"trap 'touch {tmp_path}/left; exit 0' TERM; touch {tmp_path}/begun; while :; do sleep 0.05; done"
     found = Supervisors(lambda _: None)
     found.begin(Need("a", "running"), 60.0)
-    while not (tmp_path / "begun").exists():
-        time.sleep(0.01)
+    until((tmp_path / "begun").exists)
     found.leave()
     assert (tmp_path / "left").exists()
 
@@ -516,8 +516,7 @@ def test_one_that_takes_too_long_is_asked_to_leave_and_then_killed(commands, tmp
     found = Supervisors(told.append, lambda: now[0])
     for run in ("obeys", "hangs"):
         found.begin(Need(run, "running"), 60.0)
-    while len([*tmp_path.iterdir()]) < 2:
-        time.sleep(0.01)
+    until(lambda: len([*tmp_path.iterdir()]) == 2)
     now[0] = 7259.0
     assert found.ended(0.0) is None
     assert told == [], "it may take two hours, and watch a minute"

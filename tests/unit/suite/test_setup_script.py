@@ -9,12 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 ROOT = Path(__file__).parents[3]
 TOOLS = (
@@ -352,7 +352,7 @@ def test_a_set_up_that_is_killed_leaves_nothing_that_counts_and_the_next_one_cle
     (machine.checkout / "slow").touch()
     process = subprocess.Popen(**machine.command("setup-localstack.sh"), start_new_session=True)
     try:
-        wait_for(lambda: list(folder.parent.glob("**/half")))
+        until(lambda: list(folder.parent.glob("**/half")))
         waiting = subprocess.Popen(**machine.command("setup-localstack.sh"), stderr=subprocess.PIPE, text=True)
         assert waiting.stderr
         assert "waiting for another set-up" in waiting.stderr.readline()
@@ -445,7 +445,7 @@ def test_a_base_image_that_is_ended_in_the_middle_leaves_no_mount(machine, bare,
         (machine.bin / "unshare").symlink_to(str(shutil.which("unshare")))
     command = machine.command("make-base-image.sh", TMPDIR=str(temporary))
     process = subprocess.Popen(**command, start_new_session=True)
-    wait_for((outside / "root").exists)
+    until((outside / "root").exists)
     os.killpg(process.pid, number)
     assert process.wait(30) != 0
     assert mounted(temporary) == []
@@ -504,10 +504,3 @@ def peer_of(machine: Machine) -> tuple[str, bool]:
     done = subprocess.run(run, cwd=machine.checkout, env=env, capture_output=True, text=True, check=True)
     assert ("index has gone" in done.stderr) == (done.stdout == "None\n")
     return done.stdout, "installing" in done.stderr
-
-
-def wait_for(ready: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not ready():
-        assert time.monotonic() < end, "nothing within 30 s"
-        time.sleep(0.02)

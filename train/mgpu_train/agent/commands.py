@@ -33,7 +33,7 @@ class BadInput(Exception):
     """A mistake in what was given; one line."""
 
 
-class Problem(Exception):
+class HostProblem(Exception):
     """What `python_env.py` calls so: its answer and exit status are the command's."""
 
     def __init__(self, answer: dict[str, Any], status: int) -> None:
@@ -72,7 +72,7 @@ def call(arguments: argparse.Namespace) -> int:
     except BadInput as error:
         print(f"mgpu_train agent {arguments.verb}: {clean(str(error))}", file=sys.stderr)  # noqa: T201
         return 2
-    except Problem as problem:
+    except HostProblem as problem:
         print(json.dumps(problem.answer), file=sys.stderr)  # noqa: T201
         return problem.status
     except (Refused, OSError) as error:
@@ -102,7 +102,7 @@ def _start(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         return start.start(job, _secrets(), layout)
     except python_env.Problem as problem:
-        raise Problem(problem.answer, python_env.PROBLEM) from problem
+        raise HostProblem(problem.answer, python_env.PROBLEM) from problem
 
 
 def _secrets() -> Secrets:

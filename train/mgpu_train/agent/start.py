@@ -45,7 +45,7 @@ def start(job: Job, secrets: Secrets, layout: RunLayout) -> dict[str, Any]:
         with python_env.claimed(Path(layout.home), job.run_id, until, slots) as claim:
             return _started(claim, job, secrets, layout)
     except python_env.Problem as problem:
-        if problem.kind == "used":
+        if problem.kind is python_env.ProblemKind.USED:
             raise
         raise Refused(str(problem)) from problem
 

@@ -35,7 +35,7 @@ def findings(account: Account, options: Options, requirements: Requirements | No
         yield Finding(subject=subject, status=status, detail=detail, cure=cure)
 
 
-def _left(room: quotas.Headroom) -> int:
+def _left(room: quotas.QuotaUse) -> int:
     return max(0, room.limit_vcpus - room.used_vcpus)
 
 

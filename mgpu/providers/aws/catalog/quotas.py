@@ -36,7 +36,7 @@ QUOTAS = (
 )
 
 
-class Headroom(NamedTuple):
+class QuotaUse(NamedTuple):
     """What a quota allows in a region, and what of it is in use, in vCPUs."""
 
     limit_vcpus: int
@@ -64,7 +64,7 @@ def raise_command(code: str, region: str) -> str:
 
 def headroom(
     account: Account, region: str, vcpus_of: Callable[[str], int | None] = lambda _: None
-) -> dict[str, Headroom]:
+) -> dict[str, QuotaUse]:
     """Limit and use of each quota, by `family market`, e.g. `P on-demand`; a limit that AWS does not tell is left out.
 
     `vcpus_of` tells a type's vCPUs; where it does not know, the machine's own processor options do.
@@ -81,7 +81,7 @@ def headroom(
         }
     used = _used(account, region, vcpus_of)
     return {
-        f"{quota.family} {quota.market}": Headroom(limits[quota.code], used.get(quota.code, 0), quota.code)
+        f"{quota.family} {quota.market}": QuotaUse(limits[quota.code], used.get(quota.code, 0), quota.code)
         for quota in QUOTAS
         if quota.code in limits
     }

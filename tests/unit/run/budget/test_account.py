@@ -17,7 +17,7 @@ import pytest
 
 from mgpu.errors import OverLimit, StackError
 from mgpu.run.budget import account
-from mgpu.run.budget.account import InUse, Limits, Month
+from mgpu.run.budget.account import Limits, Month, Usage
 from mgpu.run.record import record as records
 from mgpu.run.record.record import Record, Spent, State
 from mgpu.run.supervision.limits import MonthBudget, StopReason, cap_reason
@@ -46,33 +46,33 @@ def at(xdg: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 @pytest.mark.parametrize(
     ("wanted", "used", "price", "said"),
     [
-        (Limits(), InUse(NOW, 1e9, ("a",), {"a": 1e9}), 1e9, []),
-        (Limits(runs=2), InUse(NOW, 0, ("a",)), None, []),
-        (Limits(runs=2), InUse(NOW, 0, ("a", "b")), None, ["2 runs of 2 (a, b)"]),
-        (Limits(usd_per_hour=60), InUse(NOW, 0, ("a",), {"a": 28.0}), 32.0, []),
+        (Limits(), Usage(NOW, 1e9, ("a",), {"a": 1e9}), 1e9, []),
+        (Limits(runs=2), Usage(NOW, 0, ("a",)), None, []),
+        (Limits(runs=2), Usage(NOW, 0, ("a", "b")), None, ["2 runs of 2 (a, b)"]),
+        (Limits(usd_per_hour=60), Usage(NOW, 0, ("a",), {"a": 28.0}), 32.0, []),
         (
-            *(Limits(usd_per_hour=60), InUse(NOW, 0, ("a",), {"a": 40.0}), 32.0),
+            *(Limits(usd_per_hour=60), Usage(NOW, 0, ("a",), {"a": 40.0}), 32.0),
             ["$40.00 are in use, and up to $32.00 would come, of $60.00: $12.00 too much"],
         ),
-        (Limits(usd_per_hour=60), InUse(NOW, 0, ("a",), {"a": None}), 60.0, []),
-        (Limits(usd_per_hour=60), InUse(NOW, 0, ("a",), {"a": None}), 61.0, ["$1.00 too much", "not known: a"]),
-        (Limits(usd_per_month=2000), InUse(NOW, 1999.0), 11.9, []),
+        (Limits(usd_per_hour=60), Usage(NOW, 0, ("a",), {"a": None}), 60.0, []),
+        (Limits(usd_per_hour=60), Usage(NOW, 0, ("a",), {"a": None}), 61.0, ["$1.00 too much", "not known: a"]),
+        (Limits(usd_per_month=2000), Usage(NOW, 1999.0), 11.9, []),
         (
             Limits(usd_per_month=2000),
-            InUse(NOW, 1999.0, ("a",), {"a": 12.0}),
+            Usage(NOW, 1999.0, ("a",), {"a": 12.0}),
             12.0,
             ["$1,999.00 of $2,000.00 are spent"],
         ),
         (
             Limits(usd_per_month=2000),
-            InUse(NOW, 2003.0),
+            Usage(NOW, 2003.0),
             None,
             ["2026-11: $2,003.00 of $2,000.00 are spent: $3.00 too"],
         ),
-        (Limits(2000, 10, 1), InUse(NOW, 2000.0, ("a",), {"a": 9.0}), 2.0, ["runs at once", "per hour", "in 2026-11"]),
+        (Limits(2000, 10, 1), Usage(NOW, 2000.0, ("a",), {"a": 9.0}), 2.0, ["runs at once", "per hour", "in 2026-11"]),
     ],
 )
-def test_what_one_more_run_would_be_over_and_by_how_much(wanted: Limits, used: InUse, price: float, said: list[str]):
+def test_what_one_more_run_would_be_over_and_by_how_much(wanted: Limits, used: Usage, price: float, said: list[str]):
     found = account.over(wanted, used, price)
     assert len(found) == len(said)
     assert all(each in line for each, line in zip(said, found, strict=True)), found
@@ -183,7 +183,7 @@ def test_what_a_resumed_run_has_spent_in_the_month_counts_for_its_place_and_once
     ],
 )
 def test_new_machines_get_what_is_left_if_all_go_on_as_they_do(others: dict[str, float], mine: float, left: float):
-    month = Month(2000.0, InUse(NOW, 1900.0, tuple(others), others))
+    month = Month(2000.0, Usage(NOW, 1900.0, tuple(others), others))
     fresh = run("run-1", spending=[])
     assert month.left_usd(fresh, mine, NOW) == left
     assert Month(1900.0, month.others).left_usd(fresh, mine, NOW) == 0
@@ -199,7 +199,7 @@ class Looks:
         self.count += 1
         if self.away:
             raise StackError("no answer")
-        return Month(self.most, InUse(now, 900.0 + 60.0 * (now - NOW) / HOUR, ("a",), {"a": 60.0}))
+        return Month(self.most, Usage(now, 900.0 + 60.0 * (now - NOW) / HOUR, ("a",), {"a": 60.0}))
 
 
 def test_a_month_that_is_spent_ends_a_run_with_room_for_its_last_save_and_is_looked_up_now_and_then():
@@ -220,7 +220,7 @@ def test_a_backend_that_is_away_ends_no_run_and_the_next_month_begins_anew():
     assert (budget.check(NOW + 300, mine), budget.spent(NOW + 300, mine)) == (None, None)
     assert looks.count == 2
     looks.away, looks.most = False, 1000.0
-    budget = MonthBudget(90.0, lambda _run, now: Month(1000.0, InUse(now, 999.0 if now < ENDS else 0.0, (), {})))
+    budget = MonthBudget(90.0, lambda _run, now: Month(1000.0, Usage(now, 999.0 if now < ENDS else 0.0, (), {})))
     assert budget.check(ENDS - 10, replace(mine, spending=[Spent(1, 36.0, ENDS - 20, None, 0.0)])) is None
     assert budget.check(ENDS + 1, run("run-1", 60.0, ENDS - HOUR)) is None
 
@@ -228,7 +228,7 @@ def test_a_backend_that_is_away_ends_no_run_and_the_next_month_begins_anew():
 def test_parts_of_a_month_are_told_once_each_month():
     mine, told = run("run-1", 0.0, NOW), list[float]()
     for now, spent in ((NOW, 490), (NOW, 500), (NOW, 600), (NOW, 1000), (NOW, 1001), (ENDS + 1, 850), (ENDS + 2, 860)):
-        month = Month(1000.0, InUse(now, float(spent)))
+        month = Month(1000.0, Usage(now, float(spent)))
         found = MonthBudget(90.0, lambda *_, month=month: month).spent(now, mine)
         assert found is not None
         if found.news(mine):

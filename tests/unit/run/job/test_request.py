@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from mgpu_train.config import Share
@@ -12,6 +13,7 @@ from mgpu.errors import InputError
 from mgpu.iac.outputs import NodeOutput, StackOutput
 from mgpu.run.job.request import Request, resolve, secrets_of
 from mgpu.spec.model import RunSpec
+from mgpu.spec.provider import entry
 
 BASE = {"name": "a", "provider": "local", "max_hours": 1, "max_price_usd_per_hour": 1}
 
@@ -157,13 +159,17 @@ def test_a_file_store_takes_no_credentials_along():
     assert secrets_of(asked(run_spec), {"AWS_ACCESS_KEY_ID": "k"}, None).store == {}
 
 
+def test_aws_has_its_notices_from_a_class_that_nodes_have():
+    assert isinstance(resolve_name(entry("aws").capabilities.notices), type)
+
+
 def test_the_nodes_look_for_notices_where_the_provider_puts_them(world):
     request = resolve(spec(train={}), "a-1", Path("/base"), timeouts=Timeouts())
     told = request.jobs(fleet(1).model_copy(update={"owner": "o"}), attempt=1, writer="w", ports=(1, 2, 3), resume=None)
     assert told[0].notices == "file"
-    world.cloud.capabilities = world.cloud.capabilities.model_copy(update={"notices": "ec2"})
+    world.cloud.capabilities = world.cloud.capabilities.model_copy(update={"notices": "yard.notices:Own"})
     options = {"account": "123456789012"}
     theirs = fleet(1).model_copy(update={"owner": "o", "options": options})
-    assert request.jobs(theirs, attempt=1, writer="w", ports=(1, 2, 3), resume=None)[0].notices == "ec2"
+    assert request.jobs(theirs, attempt=1, writer="w", ports=(1, 2, 3), resume=None)[0].notices == "yard.notices:Own"
     assert world.reached[-1] == ("local", options)
     assert jobs(spec(train={}))[0].notices == "file", "of a program of the user's own nothing else is known"

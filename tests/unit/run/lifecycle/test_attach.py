@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from mgpu_train.agent.status.status import Fault, Phase
 from mgpu_train.checkpoint.log.commit_log import CommitLog, Fenced
 from mgpu_train.store import Unavailable, open_store
+from waiting import until
 
 from mgpu.backend import location
 from mgpu.cli import cli
@@ -32,12 +33,10 @@ from mgpu.run.record import record, supervisor_lock
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Interruption, State
 from mgpu.run.record.session import Session
-from mgpu.spec.load import load
 
 RUN_FILE = """
 name: it
 provider: local
-nodes: 1
 max_hours: 1
 max_price_usd_per_hour: 1
 command: [train.py]
@@ -45,44 +44,9 @@ checkpoint: none
 """
 
 
-@pytest.fixture
-def project(world):
-    (world.folder / "train.py").write_text("pass\n")
-    return Project(world)
-
-
-class Project:
-    """The world with a run file, and stacks that stand in it."""
-
-    def __init__(self, world):
-        self.world = world
-
-    @property
-    def context(self):
-        return Context(self.world.events.append, self.world.timeouts)
-
-    def spec(self, more=""):
-        base = RUN_FILE.replace("checkpoint: none\n", "") if "checkpoint:" in more else RUN_FILE
-        self.world.run_file.write_text(base + more)
-        return load(self.world.run_file)
-
-    def stands(self, stack="dev"):
-        handle = self.world.cloud.rent(f"mine-{stack}")
-        self.world.stacks[stack] = self.world.output(handle)
-        return self.world.stacks[stack].model_dump(mode="json")
-
-    def left_behind(self, run_id="run-1", **more):
-        """A run whose supervisor was killed; its program still trains."""
-        self.spec()
-        found = self.world.record(run_id, **{"state": State.RUNNING, "attempt": 1} | more)
-        Folder(run_id).run_file.write_text(self.world.run_file.read_text())
-        self.world.nodes[0].says(Phase.TRAINING)
-        return found
-
-
 def test_a_run_that_ended_meanwhile_is_not_taken_over(project):
     """`mgpu stop` reads the record, then the supervisor closes it: the truth must not be written over."""
-    seen = project.left_behind(fleet=project.stands("run-1"))
+    seen = project.left_behind(fleet=project.fleet("run-1"))
     ended = record.load("run-1")
     ended.to(State.SUCCEEDED)
     ended.exit_code = 0
@@ -102,7 +66,7 @@ def test_a_teardown_that_was_cut_off_ends_with_the_verdict_it_began_with(project
         raise StackError("stack run-1 has no SSH key in its state")
 
     monkeypatch.setattr(supervise.key, "bring", gone_with_the_stack)
-    fleet = project.stands("run-1")
+    fleet = project.fleet("run-1")
     found = project.left_behind(state=State.TEARDOWN, teardown="asked", fleet=fleet, verdict=verdict, reason="why")
     project.world.connect_error = AssertionError("its machines may be gone: nobody connects")
     outcome = attach.attach(found, project.context)
@@ -120,7 +84,7 @@ def test_the_verdict_is_on_disk_before_the_teardown_begins(project):
 
 
 def test_down_ends_a_run_that_nobody_supervises(project):
-    found = project.left_behind(fleet=project.stands("run-1"))
+    found = project.left_behind(fleet=project.fleet("run-1"))
     downs.down(found, project.context)
     ended = record.load("run-1")
     assert (ended.state, ended.teardown, ended.exit_code) == (State.STOPPED, "confirmed", 130)
@@ -128,7 +92,7 @@ def test_down_ends_a_run_that_nobody_supervises(project):
 
 
 def test_down_that_is_incomplete_is_not_the_end(project):
-    found = project.left_behind(fleet=project.stands("run-1"))
+    found = project.left_behind(fleet=project.fleet("run-1"))
     project.world.cloud.stuck.add("mine-run-1-0")
     with pytest.raises(Exception, match="may still be billed"):
         downs.down(found, project.context)
@@ -139,7 +103,7 @@ def test_down_that_is_incomplete_is_not_the_end(project):
 
 
 def test_a_fleet_serves_one_run_at_a_time(project):
-    fleet = project.stands()
+    fleet = project.fleet()
     project.left_behind(stack="dev", own_stack=False, fleet=fleet)
     with pytest.raises(InputError, match="used by run run-1"):
         runs.run(project.world.run_file, project.spec(), "dev", project.context)
@@ -172,7 +136,7 @@ def test_a_kept_fleet_that_is_given_back_is_not_remembered_as_kept(project):
     ],
 )
 def test_a_run_that_may_have_machines_is_not_resumed_on_others(project, known, why):
-    found = project.left_behind(fleet=project.stands("run-1"), **known)
+    found = project.left_behind(fleet=project.fleet("run-1"), **known)
     before = Folder("run-1").record.read_bytes()
     with pytest.raises(InputError, match=why):
         runs.launch(project.world.run_file, project.spec(), project.context, resume=found)
@@ -197,8 +161,7 @@ def test_a_stack_that_is_not_there_is_not_said_to_be_given_back(project, monkeyp
 def test_stop_while_machines_are_made_undoes_it(project):
     def asked():
         Folder(record.ids()[-1]).stop.touch()
-        while "interrupt" not in project.world.calls:
-            time.sleep(0.01)
+        until(lambda: "interrupt" in project.world.calls)
         raise StackError("`pulumi up` was cancelled")
 
     project.world.hooks["up"] = asked
@@ -230,7 +193,7 @@ def dead(project):
 
     def left(state, *, spec="", stands=True, **more):
         project.spec(spec)
-        fleet = project.stands("run-1") if stands else None
+        fleet = project.fleet("run-1") if stands else None
         found = project.world.record("run-1", **{"state": state, "attempt": 1, "fleet": fleet} | more)
         Folder("run-1").run_file.write_text(project.world.run_file.read_text())
         return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import signal
 import time
 from dataclasses import replace
@@ -14,11 +13,11 @@ from mgpu_train.agent.status.status import Fault, Phase
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.store import Denied, NoStore, Unavailable
 from mgpu_train.timeouts import Timeouts
+from waiting import until
 
 from mgpu import paths
 from mgpu.cli.common import closing
 from mgpu.console import Console
-from mgpu.context import Context
 from mgpu.errors import (
     AuthError,
     BidTooLow,
@@ -52,7 +51,6 @@ from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Spent, State
 from mgpu.run.record.signals import Interrupts
-from mgpu.spec.load import load
 from mgpu.spec.model import Data
 
 ROOT = Path(__file__).parents[4]
@@ -63,53 +61,6 @@ max_hours: 1
 max_price_usd_per_hour: 1
 command: [train.py]
 """
-
-
-@pytest.fixture
-def project(world):
-    """The world, with a run file and the three ways to a run."""
-    (world.folder / "train.py").write_text("pass\n")
-    return Project(world)
-
-
-class Project:
-    def __init__(self, world):
-        self.world = world
-        self.ask, self.watch_s = None, None
-
-    def spec(self, more="", nodes=1):
-        self.world.run_file.write_text(RUN_FILE + f"nodes: {nodes}\n" + more)
-        if nodes != len(self.world.nodes):
-            self.world.has_nodes(nodes)
-        return load(self.world.run_file)
-
-    @property
-    def context(self):
-        return Context(self.world.events.append, self.world.timeouts, self.ask, self.watch_s)
-
-    def launch(self, more="", *, nodes=1, resume=None):
-        return runs.launch(self.world.run_file, self.spec(more, nodes), self.context, resume=resume)
-
-    def stands(self, stack="dev"):
-        """A stack that `pulumi up` made."""
-        handle = self.world.cloud.rent(f"mine-{stack}", len(self.world.nodes))
-        self.world.stacks[stack] = self.world.output(handle)
-        return handle
-
-    def run(self, more="", *, nodes=1, stack="dev"):
-        return runs.run(self.world.run_file, self.spec(more, nodes), stack, self.context)
-
-    def nothing_is_left(self):
-        assert self.world.cloud.billed == set()
-        assert self.world.stacks == {}
-        assert record.load("last").teardown == "confirmed"
-
-    def journal(self):
-        return [
-            json.loads(line)
-            for path in sorted(Folder(record.load("last").run_id).journal.iterdir())
-            for line in path.read_text().splitlines()
-        ]
 
 
 # --- all goes well ----------------------------------------------------------------------------------------------------
@@ -599,10 +550,7 @@ def test_the_engines_error_after_a_signal_is_an_interrupt(project):
 def test_mgpu_stop_while_provisioning_undoes_like_a_signal(project):
     def until_the_engine_is_told():
         Folder(record.ids()[-1]).stop.touch()
-        end = time.monotonic() + 60
-        while "interrupt" not in project.world.calls:
-            assert time.monotonic() < end, "nobody looked at the stop file"
-            time.sleep(0.01)
+        until(lambda: "interrupt" in project.world.calls, why="nobody looked at the stop file")
 
     project.world.hooks["up"] = until_the_engine_is_told
     assert project.launch().exit_code == 130

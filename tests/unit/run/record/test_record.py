@@ -61,6 +61,11 @@ def test_the_metrics_of_a_record_of_an_older_version_are_read():
     assert record.first_metrics == {"validation_loss": 5.5}
 
 
+def test_a_run_without_machines_has_no_stack_output():
+    with pytest.raises(InputError, match="run a-1 has no machines"):
+        make("a-1").fleet_output()
+
+
 def test_what_machines_have_cost_is_kept_by_generation():
     record = make("a-1")
     assert record.spent_usd(1e9) == 0

@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+from fakes.clock import Clock
 from mgpu_train.store import Unavailable
 
 from mgpu.errors import Interrupted, TakenOver
@@ -32,21 +33,10 @@ def journal():
     return [json.loads(line) for path in Folder("run-1").journal.iterdir() for line in path.read_text().splitlines()]
 
 
-class Clock:
-    """Every look is a second after the one before."""
-
-    def __init__(self, step=1.0):
-        self.now, self.step = 0.0, step
-
-    def __call__(self):
-        self.now += self.step
-        return self.now
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_counted_and_the_handlers_are_given_back(number, session):
     before = signal.getsignal(number)
-    session.interrupts = Interrupts(clock=Clock())
+    session.interrupts = Interrupts(clock=Clock(step=1))
     with session.interrupts.installed() as interrupts:
         session.check()
         signal.raise_signal(number)
@@ -66,7 +56,7 @@ def test_the_handlers_are_given_back_after_an_error_too():
 
 def test_a_callback_hears_of_signals_only_while_its_block_runs():
     heard = []
-    with Interrupts(clock=Clock()).installed() as interrupts:
+    with Interrupts(clock=Clock(step=1)).installed() as interrupts:
         signal.raise_signal(signal.SIGTERM)
         with interrupts.calling(lambda: heard.append("engine")):
             signal.raise_signal(signal.SIGTERM)
@@ -79,7 +69,10 @@ def test_a_callback_hears_of_signals_only_while_its_block_runs():
 def test_one_signal_that_a_wrapper_passes_on_twice_is_one(apart, count):
     """`timeout` signals its child and then its whole group: that is no second Ctrl-C."""
     heard = []
-    with Interrupts(clock=Clock(apart)).installed() as interrupts, interrupts.calling(lambda: heard.append("engine")):
+    with (
+        Interrupts(clock=Clock(step=apart)).installed() as interrupts,
+        interrupts.calling(lambda: heard.append("engine")),
+    ):
         with interrupts.leaving():
             try:
                 signal.raise_signal(signal.SIGINT)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mgpu_train import entries
 from mgpu_train.agent.attempt.save_budget import NOTHING, Going, Need, going
 from mgpu_train.agent.host.layout import RunLayout
-from mgpu_train.agent.machine.imds import Imds
 from mgpu_train.agent.machine.lease import Lease
 from mgpu_train.agent.machine.notices import NoticeFile, Notices, Source
 from mgpu_train.agent.status.log import Log, LogTimes, clean, hide
-from mgpu_train.agent.status.report import Report
+from mgpu_train.agent.status.report import StatusReport
 from mgpu_train.agent.status.status import LEASE_ENDS, Fault, Notice, Phase
 from mgpu_train.config import Job, Secrets
 
@@ -44,7 +44,7 @@ class Attempt:
         self.times = job.timeouts
         self.log = Log(Path(layout.log))
         self._log_times = LogTimes(self.log, Path(layout.log_times))
-        self.report = Report(job, layout)
+        self.report = StatusReport(job, layout)
         home = Path(layout.home)
         lease = home / job.lease_file if job.lease_file else None
         self._lease = Lease(lease, lease_s=self.times.lease_s, renew_s=self.times.lease_renew_s)
@@ -142,6 +142,6 @@ class Attempt:
 
 def _source(job: Job, home: Path) -> Source | None:
     """Where this machine's notices stand."""
-    if job.notices == "ec2":
-        return Imds()
+    if job.notices not in ("file", "none"):
+        return entries.load(job.notices, object, "notices")()
     return NoticeFile(home / job.notice_file) if job.notices == "file" and job.notice_file else None

@@ -32,12 +32,13 @@ if __name__ == "__main__":
 
 from mgpu_train.agent.host import docker_cli as engines  # noqa: E402
 from mgpu_train.agent.host import ecr  # noqa: E402
-from mgpu_train.agent.host.docker_cli import Done, Engine, Login  # noqa: E402
+from mgpu_train.agent.host.docker_cli import DockerCli, Done, Login  # noqa: E402
 from mgpu_train.agent.host.layout import AMAZON, AMAZON_OF_MACHINE, RunLayout  # noqa: E402
 from mgpu_train.agent.host.python_env import (  # noqa: E402
     PROBLEM,
     Claim,
     Problem,
+    ProblemKind,
     claim,
     claimed,
     locked,
@@ -81,7 +82,7 @@ class Wanted(NamedTuple):
 def up(wanted: Wanted) -> dict[str, Any]:
     """Makes the run's container stand, and the program that starts the agent in it. What stands already is kept."""
     begin = time.monotonic()
-    engine = Engine(begin + wanted.seconds)
+    engine = DockerCli(begin + wanted.seconds)
     info = engine.ready(wanted.boot_s)
     if wanted.gpus:
         _require_gpus(info)
@@ -107,7 +108,7 @@ def up(wanted: Wanted) -> dict[str, Any]:
 def down(wanted: Wanted) -> dict[str, Any]:
     """Ends what this run has here: SIGTERM, the grace, SIGKILL; nothing there is success."""
     try:
-        engine = Engine(time.monotonic() + wanted.seconds)
+        engine = DockerCli(time.monotonic() + wanted.seconds)
     except Problem:  # no docker, no container
         return {"removed": 0}
     engine.info()
@@ -118,25 +119,25 @@ def down(wanted: Wanted) -> dict[str, Any]:
     return {"removed": len(ours)}
 
 
-def _ours(engine: Engine, owner: str, *more: str) -> list[str]:
+def _ours(engine: DockerCli, owner: str, *more: str) -> list[str]:
     """Ids of the owner's containers that have this home, and these labels: names may be anybody's."""
     labels = (f"owner={owner}", f"home={HOME}", *more)
     found = (f"--filter=label={LABEL}{label}" for label in labels)
     done = engine.call("ps", "--all", "--quiet", "--no-trunc", *found)
     if done.status:
-        raise Problem("docker", done.error)
+        raise Problem(ProblemKind.DOCKER, done.error)
     return done.out.split()
 
 
-def _remove(engine: Engine, container: str, grace_s: float) -> None:
+def _remove(engine: DockerCli, container: str, grace_s: float) -> None:
     """Stops and removes one; absent is success."""
     engine.call("stop", "-t", f"{grace_s:.0f}", container, seconds=grace_s + engines.ASK_S)
     done = engine.call("rm", "--force", "--volumes", container, seconds=2 * engines.ASK_S)
     if done.status and "No such container" not in done.error:
-        raise Problem("docker", done.error)
+        raise Problem(ProblemKind.DOCKER, done.error)
 
 
-def _stand(engine: Engine, wanted: Wanted, image: str) -> Any:
+def _stand(engine: DockerCli, wanted: Wanted, image: str) -> Any:
     """The container's name, whether it was made just now, and whether its programs may lock memory without limit."""
     options = _options(wanted)
     settings = hashlib.sha256(json.dumps([image, *options]).encode()).hexdigest()[:32]
@@ -160,7 +161,7 @@ def _fits(known: dict[str, Any], settings: str, image: str) -> bool:
     return same and state["Running"] and not state["Paused"]
 
 
-def _run(engine: Engine, reference: str, name: str, options: list[str]) -> bool:
+def _run(engine: DockerCli, reference: str, name: str, options: list[str]) -> bool:
     """Starts the container; False: an engine without the right to it could not lift the limit of locked memory."""
     for memlock in (True, False):
         limit = ["--ulimit=memlock=-1"] if memlock else []  # InfiniBand's buffers are locked
@@ -191,10 +192,9 @@ def _locks_memory(wanted: Wanted) -> bool:
 def _failed(error: str) -> Problem:
     """Why a container did not start, by what the engine, the toolkit and the container's init say."""
     if re.search(r"could not select device driver|nvidia-container|CDI device", error):
-        return Problem("gpu", error)
-    return Problem(
-        "old" if re.search(r"python3\W+(executable file not found|failed: No such file)", error) else "run", error
-    )
+        return Problem(ProblemKind.GPU, error)
+    absent = re.search(r"python3\W+(executable file not found|failed: No such file)", error)
+    return Problem(ProblemKind.OLD if absent else ProblemKind.RUN, error)
 
 
 def _options(wanted: Wanted) -> list[str]:
@@ -232,7 +232,9 @@ def _made(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise Problem("mount", f"{folder} is to be seen in the container, and cannot be made: {error}") from error
+        raise Problem(
+            ProblemKind.MOUNT, f"{folder} is to be seen in the container, and cannot be made: {error}"
+        ) from error
     return folder
 
 
@@ -243,7 +245,7 @@ def _mount(folder: Path, *more: str, at: Path | None = None) -> str:
     return f"--mount={line.getvalue()}"
 
 
-def _equip(engine: Engine, wanted: Wanted, name: str, image: str) -> dict[str, Any]:
+def _equip(engine: DockerCli, wanted: Wanted, name: str, image: str) -> dict[str, Any]:
     """The image's interpreter, or an environment of this image's that has what the agent needs: `python_env.py`
     says.
     """
@@ -256,11 +258,11 @@ def _equip(engine: Engine, wanted: Wanted, name: str, image: str) -> dict[str, A
     except ValueError:
         raise _dead(engine, name, done) from None
     if "problem" in answer:
-        raise Problem(answer["problem"], answer["why"])
+        raise Problem(ProblemKind(answer["problem"]), answer["why"])
     return answer
 
 
-def _dead(engine: Engine, name: str, done: Done) -> Problem:
+def _dead(engine: DockerCli, name: str, done: Done) -> Problem:
     """Why the interpreter in there has not answered."""
     logs = engine.call("logs", "--tail=6", name)
     return _failed("\n".join(filter(None, (logs.out.strip(), logs.error, done.error))))
@@ -271,18 +273,20 @@ def _require_gpus(info: dict[str, Any]) -> None:
     described = any(path for folder in _CDI for path in Path(folder).glob("*nvidia*"))
     tools = any(os.access(Path(folder) / "nvidia-container-runtime-hook", os.X_OK) for folder in os.get_exec_path())
     if not described and not tools and "nvidia" not in (info.get("Runtimes") or {}):
-        raise Problem("gpu", "The engine knows no runtime `nvidia`, no CDI description, and no toolkit is on PATH.")
+        raise Problem(
+            ProblemKind.GPU, "The engine knows no runtime `nvidia`, no CDI description, and no toolkit is on PATH."
+        )
 
 
-def _count_gpus(engine: Engine, wanted: Wanted, name: str) -> None:
+def _count_gpus(engine: DockerCli, wanted: Wanted, name: str) -> None:
     if wanted.gpus:
         done = _inside(engine, name, ["-I", "-c", _COUNT_GPUS], seconds=engines.ASK_S)
         if not done.out.strip().isdigit() or int(done.out) < wanted.gpus:
             why = f"The container sees {done.out.strip() or 'no'} GPUs of {wanted.gpus}."
-            raise Problem("gpu", "\n".join(filter(None, (why, done.error))))
+            raise Problem(ProblemKind.GPU, "\n".join(filter(None, (why, done.error))))
 
 
-def _inside(engine: Engine, name: str, arguments: list[str], seconds: float) -> Done:
+def _inside(engine: DockerCli, name: str, arguments: list[str], seconds: float) -> Done:
     return engine.call(*_exec(name, "python3"), *arguments, seconds=seconds)
 
 
@@ -291,7 +295,7 @@ def _exec(name: str, python: str) -> list[str]:
     return ["exec", "--interactive", f"--workdir={HOME}", *(f"--env={key}" for key in _PASSED), name, python]
 
 
-def _program(engine: Engine, name: str, python: str) -> str:
+def _program(engine: DockerCli, name: str, python: str) -> str:
     """One line of shell. A container that was killed, or whose machine was, is started again: it is empty."""
     start = shlex.join([engine.program, "start", name])
     return f'{start} > /dev/null && exec {shlex.join([engine.program, *_exec(name, python)])} "$@"'
@@ -318,7 +322,7 @@ def main(verb: str) -> int:
     except Problem as problem:
         answer = problem.answer
     except OSError as error:
-        answer = {"problem": "run", "why": str(error)}
+        answer = Problem(ProblemKind.RUN, str(error)).answer
     sys.stdout.write(json.dumps(answer) + "\n")
     return PROBLEM if "problem" in answer else 0
 

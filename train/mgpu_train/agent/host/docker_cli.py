@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple  # noqa: UP035 - for the Python 3.8 of older images
 
-from mgpu_train.agent.host.python_env import Problem
+from mgpu_train.agent.host.python_env import Problem, ProblemKind
 
 ASK_S = 30.0  # for an answer that needs no work
 BY_DIGEST = re.compile(r"[A-Za-z0-9][^@\s]*@sha256:[0-9a-f]{64}")
@@ -36,18 +36,18 @@ _CONTAINERD = "/var/lib/containerd"  # where an engine that leaves its images to
 # (client/pull.go, core/remotes/docker/, core/content/, core/diff/apply/, core/images/image.go), and of registries (the
 # codes of OCI's distribution-spec; Docker Hub's and ECR's own texts).
 _FINAL = {
-    "disk": re.compile(r"no space left on device"),
-    "digest": re.compile(r"(manifest|layer) verification failed|unexpected commit digest"),
-    "unpack": re.compile(
+    ProblemKind.DISK: re.compile(r"no space left on device"),
+    ProblemKind.DIGEST: re.compile(r"(manifest|layer) verification failed|unexpected commit digest"),
+    ProblemKind.UNPACK: re.compile(
         r"failed to (register|extract) layer.*(permission denied|not permitted|read-only file system)"
     ),
-    "platform": re.compile(r"no matching manifest|no match for platform|not provide the specified platform"),
-    "limit": re.compile(r"pull rate limit|Data limit exceeded"),  # of hours; others (ECR's) are of seconds
-    "absent": re.compile(
+    ProblemKind.PLATFORM: re.compile(r"no matching manifest|no match for platform|not provide the specified platform"),
+    ProblemKind.LIMIT: re.compile(r"pull rate limit|Data limit exceeded"),  # of hours; others (ECR's) are of seconds
+    ProblemKind.ABSENT: re.compile(
         r"(manifest|name) unknown|(manifest for|repository) .* not found|failed to resolve reference .*: not found"
     ),
     # "permission denied" is a file's
-    "denied": re.compile(
+    ProblemKind.DENIED: re.compile(
         r"(?i)unauthorized|forbidden|(?<!permission )denied|authentication required|authorization failed|no basic auth"
         r"|token has expired"
     ),
@@ -72,17 +72,19 @@ class Login(NamedTuple):
     password: str
 
 
-class Engine:
+class DockerCli:
     """The machine's engine, until a moment of the monotonic clock: no call lasts longer."""
 
     def __init__(self, until: float) -> None:
         program = shutil.which("docker")
         if program is None:
-            raise Problem("docker", f"There is no program `docker` on PATH ({os.environ.get('PATH', '')}).")
+            raise Problem(ProblemKind.DOCKER, f"There is no program `docker` on PATH ({os.environ.get('PATH', '')}).")
         self.program = program
         self.until = until
 
-    def call(self, *arguments: str, seconds: float = ASK_S, folder: str | None = None, late: str = "docker") -> Done:
+    def call(
+        self, *arguments: str, seconds: float = ASK_S, folder: str | None = None, late: ProblemKind = ProblemKind.DOCKER
+    ) -> Done:
         """`docker arguments`, at most so many seconds; `folder`: in the place of the user's ~/.docker.
 
         Raises:
@@ -118,7 +120,10 @@ class Engine:
         if done.status == 0 and info.get("DockerRootDir") and not info.get("ServerErrors"):
             return info
         refused = re.search(r"permission denied while trying|connect: permission denied", said)
-        raise Problem("permission" if refused else "docker", said or f"`docker info` ended with status {done.status}.")
+        raise Problem(
+            ProblemKind.PERMISSION if refused else ProblemKind.DOCKER,
+            said or f"`docker info` ended with status {done.status}.",
+        )
 
     def ready(self, boot_s: float) -> dict[str, Any]:
         """The same, of an engine that has so long to start; raises what `info` raises."""
@@ -127,7 +132,7 @@ class Engine:
             try:
                 return self.info()
             except Problem as problem:
-                if problem.kind != "docker" or time.monotonic() + _PAUSE_S > end:
+                if problem.kind is not ProblemKind.DOCKER or time.monotonic() + _PAUSE_S > end:
                     raise
             time.sleep(_PAUSE_S)
 
@@ -137,14 +142,14 @@ class Engine:
         return json.loads(done.out)[0] if done.status == 0 else None
 
 
-def image(engine: Engine, info: dict[str, Any], reference: str, size: int | None, login: Login | None) -> Any:
+def image(engine: DockerCli, info: dict[str, Any], reference: str, size: int | None, login: Login | None) -> Any:
     """The id of the image that has this digest, and whether it was pulled just now; `size`: its compressed bytes.
 
     Raises:
         Problem: reference, disk, absent, denied, limit, pull, unpack, platform, digest.
     """
     if not BY_DIGEST.fullmatch(reference):
-        raise Problem("reference", f"{reference!r} is not `repository@sha256:...`.")
+        raise Problem(ProblemKind.REFERENCE, f"{reference!r} is not `repository@sha256:...`.")
     found = engine.inspect("image", reference)
     pulled = found is None
     if found is None:
@@ -154,7 +159,9 @@ def image(engine: Engine, info: dict[str, Any], reference: str, size: int | None
     found = _same(found, reference)
     machine = _MACHINES.get(info.get("Architecture", ""), info.get("Architecture"))
     if found["Architecture"] != machine:
-        raise Problem("platform", f"The image is for {found['Os']}/{found['Architecture']}, the machine is {machine}.")
+        raise Problem(
+            ProblemKind.PLATFORM, f"The image is for {found['Os']}/{found['Architecture']}, the machine is {machine}."
+        )
     return found["Id"], pulled
 
 
@@ -162,7 +169,7 @@ def _same(found: dict[str, Any] | None, reference: str) -> dict[str, Any]:
     """What runs is what was named, whatever registry and engine made of the name."""
     digest, known = reference.partition("@")[2], (found or {}).get("RepoDigests") or []
     if found is None or all(name.partition("@")[2] != digest for name in known):
-        raise Problem("digest", f"The engine was asked for {digest}, and has {', '.join(known) or 'none'}.")
+        raise Problem(ProblemKind.DIGEST, f"The engine was asked for {digest}, and has {', '.join(known) or 'none'}.")
     return found
 
 
@@ -176,7 +183,7 @@ def _require_room(info: dict[str, Any], size: int | None) -> None:
         free = _free(Path(root))
         if free < needed:
             why = f"{root} has {free / 2**30:.1f} GiB free; {size / 2**30:.1f} GiB of layers"
-            raise Problem("disk", f"{why} need {needed / 2**30:.1f} GiB while they are unpacked.")
+            raise Problem(ProblemKind.DISK, f"{why} need {needed / 2**30:.1f} GiB while they are unpacked.")
 
 
 def _free(folder: Path) -> int:
@@ -190,7 +197,7 @@ def _free(folder: Path) -> int:
             folder = folder.parent
 
 
-def _pull(engine: Engine, reference: str, login: Login | None) -> None:
+def _pull(engine: DockerCli, reference: str, login: Login | None) -> None:
     """Pulls, again and again until the engine's deadline: a registry that is away now may be back then."""
     pause = _PAUSE_S
     with _private_folder() as folder:
@@ -202,18 +209,18 @@ def _pull(engine: Engine, reference: str, login: Login | None) -> None:
                 if words.search(done.error):
                     raise Problem(kind, done.error)
             if time.monotonic() + pause > engine.until:
-                kind = "limit" if _LIMITED.search(done.error) else "pull"
+                kind = ProblemKind.LIMIT if _LIMITED.search(done.error) else ProblemKind.PULL
                 raise Problem(kind, done.error or f"`docker pull` ended with status {done.status}.")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-def _try(engine: Engine, reference: str, login: Login | None, folder: str) -> Done:
+def _try(engine: DockerCli, reference: str, login: Login | None, folder: str) -> Done:
     left = engine.until - time.monotonic()
     if login is None:  # what the machine has of its own: a helper of its image, say
-        return engine.call("pull", "--quiet", reference, seconds=left, late="pull")
+        return engine.call("pull", "--quiet", reference, seconds=left, late=ProblemKind.PULL)
     _write_login(login, Path(folder, "config.json"))
-    done = engine.call("pull", "--quiet", reference, folder=folder, seconds=left, late="pull")
+    done = engine.call("pull", "--quiet", reference, folder=folder, seconds=left, late=ProblemKind.PULL)
     # whatever a registry echoes
     return done._replace(error=done.error.replace(login.password, "***"))
 

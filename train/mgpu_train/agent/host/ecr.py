@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from mgpu_train.agent.host.docker_cli import Login
-from mgpu_train.agent.host.python_env import Problem
+from mgpu_train.agent.host.python_env import Problem, ProblemKind
 
 IMDS = "http://169.254.169.254"
 _ANSWER_S = 10.0
@@ -49,9 +49,11 @@ def login(registry: str, region: str, endpoint: str = "", imds: str = IMDS) -> L
         )
     except urllib.error.HTTPError as error:
         said = error.read(500).decode("utf-8", "replace").strip()
-        raise Problem("denied", f"the machine's role gets no login for {registry}: {error.code} {said}") from error
+        raise Problem(
+            ProblemKind.DENIED, f"the machine's role gets no login for {registry}: {error.code} {said}"
+        ) from error
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise Problem("pull", f"no login for {registry}: {error}") from error
+        raise Problem(ProblemKind.PULL, f"no login for {registry}: {error}") from error
     return Login(registry, user, password)
 
 

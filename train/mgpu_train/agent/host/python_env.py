@@ -29,6 +29,7 @@ import sys
 import time
 import venv
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any, Iterator, List, NamedTuple, Optional, Tuple  # noqa: UP035 - for the Python 3.8 of older images
 
@@ -45,18 +46,42 @@ _LOOK_S = 0.2
 _LAST_LINES = 6
 
 
-class Problem(Exception):
-    """This machine cannot run the agent: `kind` is old, torch, pip, packages, busy or used; `container.py` has more.
-    `run`: by which it is used."""
+class ProblemKind(str, Enum):  # noqa: UP042 - StrEnum is of Python 3.11
+    """Why a machine cannot run the agent; below BUSY: why its container cannot. The operator has the cures."""
 
-    def __init__(self, kind: str, why: str, run: str = "") -> None:
+    USED = "used"  # by another run
+    OLD = "old"  # Python
+    TORCH = "torch"  # is not there
+    PIP = "pip"  # is not there, or venv
+    PACKAGES = "packages"
+    BUSY = "busy"  # somebody else is about it
+    DOCKER = "docker"
+    PERMISSION = "permission"  # of the user, to speak to Docker
+    GPU = "gpu"
+    DISK = "disk"
+    ABSENT = "absent"  # from its registry
+    DENIED = "denied"
+    LIMIT = "limit"  # of pulls
+    PULL = "pull"
+    UNPACK = "unpack"
+    DIGEST = "digest"
+    PLATFORM = "platform"
+    REFERENCE = "reference"
+    MOUNT = "mount"
+    RUN = "run"
+
+
+class Problem(Exception):
+    """This machine cannot run the agent. `run`: by which it is used."""
+
+    def __init__(self, kind: ProblemKind, why: str, run: str = "") -> None:
         super().__init__(why)
         self.kind, self.run = kind, run
 
     @property
     def answer(self) -> Any:
         """As it is printed."""
-        return {"problem": self.kind, "why": str(self), **({"run": self.run} if self.run else {})}
+        return {"problem": self.kind.value, "why": str(self), **({"run": self.run} if self.run else {})}
 
 
 class Claim(NamedTuple):
@@ -96,9 +121,9 @@ def find(seconds: float, base: Path, *, torch: bool) -> Any:
     """Finds the interpreter, or makes it in `base`, within so many seconds."""
     until = time.monotonic() + seconds
     if sys.version_info[:2] < OLDEST:
-        raise Problem("old", f"{sys.executable} is Python {sys.version.split()[0]}")
+        raise Problem(ProblemKind.OLD, f"{sys.executable} is Python {sys.version.split()[0]}")
     if torch and importlib.util.find_spec("torch") is None:
-        raise Problem("torch", f"{sys.executable} has no torch")
+        raise Problem(ProblemKind.TORCH, f"{sys.executable} has no torch")
     lacks = lacking()
     python, fresh = environment(base, until) if lacks else (sys.executable, False)
     return {"python": python, "installed": fresh}
@@ -133,7 +158,7 @@ def make(folder: Path) -> None:
     try:
         venv.EnvBuilder(symlinks=True, with_pip=importlib.util.find_spec("pip") is None).create(folder)
     except (OSError, subprocess.SubprocessError) as error:
-        raise Problem("pip", f"{sys.executable} makes no environment with pip: {error}") from error
+        raise Problem(ProblemKind.PIP, f"{sys.executable} makes no environment with pip: {error}") from error
     # --system-site-packages of an environment that was made from another one shows only the base
     sites = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages") and Path(path).is_dir()]
     for site in (folder / "lib").glob("python*/site-packages"):
@@ -159,14 +184,14 @@ def install(python: Path, until: float) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise Problem("packages", "pip did not end in time") from error
+        raise Problem(ProblemKind.PACKAGES, "pip did not end in time") from error
     if done.returncode:
-        raise Problem("packages", "\n".join(done.stdout.decode(errors="replace").splitlines()[-_LAST_LINES:]))
+        raise Problem(ProblemKind.PACKAGES, "\n".join(done.stdout.decode(errors="replace").splitlines()[-_LAST_LINES:]))
     lacks = json.loads(
         subprocess.run([str(python), "-I", __file__, "lacks"], stdout=subprocess.PIPE, check=True).stdout
     )
     if lacks:
-        raise Problem("packages", f"pip has installed them, and {python} still lacks {', '.join(lacks)}")
+        raise Problem(ProblemKind.PACKAGES, f"pip has installed them, and {python} still lacks {', '.join(lacks)}")
 
 
 def claim(home: Path, mine: Claim, until: float) -> None:
@@ -257,7 +282,7 @@ def _ending(folder: Path) -> bool:
 def _used(run: str, holder: Claim, how: str) -> Problem:
     known = holder if holder.run == run else Claim()
     who = ", ".join(f"{name} {value}" for name, value in (("owner", known.owner), ("from", known.host)) if value)
-    return Problem("used", f"Run {run}{f' ({who})' if who else ''} {how}.", run)
+    return Problem(ProblemKind.USED, f"Run {run}{f' ({who})' if who else ''} {how}.", run)
 
 
 @contextmanager
@@ -273,7 +298,7 @@ def locked(path: Path, until: float) -> Iterator[int]:
                 break
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise Problem("busy", f"somebody else has held {path} for too long") from None
+                    raise Problem(ProblemKind.BUSY, f"somebody else has held {path} for too long") from None
                 time.sleep(0.2)
         yield lock
     finally:
@@ -294,7 +319,7 @@ def main(verb: str, *arguments: str) -> int:
     except Problem as problem:
         answer = problem.answer
     except OSError as error:
-        answer = {"problem": "packages", "why": str(error)}
+        answer = Problem(ProblemKind.PACKAGES, str(error)).answer
     sys.stdout.write(json.dumps(answer) + "\n")
     return PROBLEM if "problem" in answer else 0
 

@@ -21,7 +21,7 @@ _REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 _MAX_BYTES = 4096
 
 
-class Refused(OSError):
+class _Refused(OSError):
     """The service answered, and not with what was asked for."""
 
 
@@ -76,14 +76,14 @@ class Imds:
         if status == http.HTTPStatus.NOT_FOUND:
             return None
         if status != http.HTTPStatus.OK:
-            raise Refused(f"{path} is answered with {status}")
+            raise _Refused(f"{path} is answered with {status}")
         return body
 
     def _new_token(self) -> str:
         self._token = ""
         status, body = self._answer("PUT", _TOKEN, {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)})
         if status != http.HTTPStatus.OK:
-            raise Refused(f"a token is refused with {status}")
+            raise _Refused(f"a token is refused with {status}")
         self._token = body.decode("ascii").strip()
         return self._token
 

@@ -18,7 +18,7 @@ _MAX_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Warned:
+class BelievedNotice:
     """A notice that can be believed. `at` is UNIX seconds, `left_s` what was left when it was read."""
 
     action: str
@@ -72,7 +72,7 @@ class Notices:
         self._at: float | None = None
         self._hinted = False
 
-    def poll(self) -> Warned | None:
+    def poll(self) -> BelievedNotice | None:
         """A notice that is new, or earlier than the one that stood; else None. Raises nothing."""
         try:
             found = self._source.read() if self._source else None
@@ -101,7 +101,7 @@ class Notices:
         self._hinted = True
         return at
 
-    def _believe(self, action: str, at: float) -> Warned | None:
+    def _believe(self, action: str, at: float) -> BelievedNotice | None:
         now = self._clock()
         if self._at is not None and at >= self._at:
             return None
@@ -112,7 +112,7 @@ class Notices:
             self._doubt("its time is past", f"{now - at:.0f} s ago")
         else:
             self._at = at
-            return Warned(action, at, at - now)
+            return BelievedNotice(action, at, at - now)
         return None
 
     def _doubt(self, kind: str, detail: str) -> None:

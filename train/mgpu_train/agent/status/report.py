@@ -16,7 +16,7 @@ from mgpu_train.config import Job
 _EVERY_S = 0.45
 
 
-class Report:
+class StatusReport:
     """The status of one attempt, in memory and on disk."""
 
     def __init__(self, job: Job, layout: RunLayout, clock: Callable[[], float] = time.monotonic) -> None:

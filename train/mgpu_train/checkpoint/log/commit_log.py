@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from mgpu_train.checkpoint.log import keys, lines
 from mgpu_train.checkpoint.log.lines import Commit, Line, Unreadable, commit_of, in_short
@@ -24,6 +25,8 @@ from mgpu_train.checkpoint.log.manifest import (
 )
 from mgpu_train.checkpoint.log.reader import LogReader
 from mgpu_train.store.base import Ambiguous, Damaged, NotFound, Store, StoreError, Unavailable
+
+E = TypeVar("E", bound=Entry | Commit)
 
 _TRIES = 100  # numbers that one call may lose to others
 _ANSWERS = 5  # answers that may get lost of one create
@@ -99,18 +102,15 @@ class CommitLog:
 
         Raises StoreError.
         """
-        for _ in range(_TRIES):
-            log = self.read()
+
+        def decide(log: list[Line]) -> SupervisorEntry:
             before = lines.newest(log, SupervisorEntry)
             if before is not None and before.writer == writer:
                 return before
-            newest = lines.newest_attempt(log)
-            entry = SupervisorEntry(
-                seq=len(log), attempt=newest, writer=writer, at=self._clock(), host=host[:255], pid=pid
-            )
-            if self._append(entry):
-                return entry
-        raise self._no_number()
+            newest, now = lines.newest_attempt(log), self._clock()
+            return SupervisorEntry(seq=len(log), attempt=newest, writer=writer, at=now, host=host[:255], pid=pid)
+
+        return self._append_decided(decide)
 
     def ended(self, attempt: int) -> EndEntry | None:
         """How an attempt ended, by its own word; None: it has said nothing."""
@@ -125,13 +125,10 @@ class CommitLog:
             Fenced: a newer attempt has begun, or this one with another writer.
             StoreError: the store does not work.
         """
-        for _ in range(_TRIES):
-            log = self.read()
+
+        def decide(log: list[Line]) -> EndEntry:
             self._check_fence(log, attempt, writer)
-            before = lines.end_of(log, attempt)
-            if before is not None:
-                return before
-            entry = EndEntry(
+            return lines.end_of(log, attempt) or EndEntry(
                 seq=len(log),
                 attempt=attempt,
                 writer=writer,
@@ -140,9 +137,8 @@ class CommitLog:
                 fault=fault,
                 reason=reason,
             )
-            if self._append(entry):
-                return entry
-        raise self._no_number()
+
+        return self._append_decided(decide)
 
     def begin_attempt(self, attempt: int, writer: str, *, supervisor: str | None = None) -> AttemptEntry:
         """Write that an attempt begins; again with the same writer: the entry that stands.
@@ -152,8 +148,8 @@ class CommitLog:
                 (the `writer` of `take_over`) supervises the run now.
             StoreError: the store does not work.
         """
-        for _ in range(_TRIES):
-            log = self.read()
+
+        def decide(log: list[Line]) -> AttemptEntry | None:
             other = lines.newest(log, SupervisorEntry)
             if supervisor is not None and other is not None and other.writer != supervisor:
                 raise Fenced(f"run {self._run_id} is supervised by process {other.pid} on {other.host} now")
@@ -164,13 +160,12 @@ class CommitLog:
             if supervisor is not None and other is not None and lines.damaged(log[other.seq + 1 :]):
                 # it may have been a takeover: whoever wrote it, and can read it, is to see that he supervises no more
                 self._append(other.model_copy(update={"seq": len(log), "attempt": newest, "at": self._clock()}))
-                continue
+                return None
             if newest >= attempt:
                 raise Fenced(f"attempt {attempt} cannot begin: attempt {newest} of run {self._run_id} has begun before")
-            entry = AttemptEntry(seq=len(log), attempt=attempt, writer=writer, at=self._clock())
-            if self._append(entry):
-                return entry
-        raise self._no_number()
+            return AttemptEntry(seq=len(log), attempt=attempt, writer=writer, at=self._clock())
+
+        return self._append_decided(decide)
 
     def commit(self, manifest: Manifest, writer: str) -> Commit:
         """Commit a checkpoint; again for the same one: what stands of it.
@@ -182,12 +177,10 @@ class CommitLog:
         """
         if manifest.run_id != self._run_id:
             raise StoreError(f"a manifest of run {manifest.run_id} does not belong into the log of {self._run_id}")
-        for _ in range(_TRIES):
-            log = self.read()
+
+        def decide(log: list[Line]) -> Commit | CheckpointEntry:
             self._check_fence(log, manifest.attempt, writer)
-            if stands := self._committed(log, manifest):
-                return stands
-            entry = CheckpointEntry(
+            return self._committed(log, manifest) or CheckpointEntry(
                 seq=len(log),
                 attempt=manifest.attempt,
                 writer=writer,
@@ -195,22 +188,22 @@ class CommitLog:
                 manifest=manifest,
                 manifest_sha256=manifest.sha256(),
             )
-            if self._append(entry):
-                self._reader.index()
-                return commit_of(entry)
-        raise self._no_number()
+
+        stands = self._append_decided(decide)
+        if isinstance(stands, Commit):
+            return stands
+        self._reader.index()
+        return commit_of(stands)
 
     def give_up(self, checkpoint_ids: Iterable[str], writer: str) -> PrunedEntry:
         """Write that checkpoints are given up, before the first of their files goes. Raises StoreError."""
         ids = tuple(sorted(checkpoint_ids))
-        for _ in range(_TRIES):
-            log = self.read()
-            newest = lines.newest_attempt(log)
-            newest = max(newest, 1)  # a supervisor may have been there before any attempt
-            entry = PrunedEntry(seq=len(log), attempt=newest, writer=writer, at=self._clock(), checkpoint_ids=ids)
-            if self._append(entry):
-                return entry
-        raise self._no_number()
+
+        def decide(log: list[Line]) -> PrunedEntry:
+            newest = max(lines.newest_attempt(log), 1)  # a supervisor may have been there before any attempt
+            return PrunedEntry(seq=len(log), attempt=newest, writer=writer, at=self._clock(), checkpoint_ids=ids)
+
+        return self._append_decided(decide)
 
     def _check_fence(self, log: list[Line], attempt: int, writer: str) -> None:
         """Raises Fenced unless the attempt began with this writer and surely nothing newer did."""
@@ -240,6 +233,16 @@ class CommitLog:
             )
         return None
 
+    def _append_decided(self, decide: Callable[[list[Line]], E | None]) -> E:
+        """What `decide` makes of the log, once it stands: its next entry, or one that is there already. Decided anew
+        for each number that is lost to others, and after None. Raises what `decide` does; StoreError."""
+        for _ in range(_TRIES):
+            log = self.read()
+            entry = decide(log)
+            if entry is not None and (isinstance(entry, Commit) or entry.seq < len(log) or self._append(entry)):
+                return entry
+        raise Unavailable(f"the commit log of run {self._run_id} is too busy: {_TRIES} tries in vain. Try again later.")
+
     def _append(self, entry: Entry) -> bool:
         """True: the entry stands under its number; False: another one does.
 
@@ -266,8 +269,3 @@ class CommitLog:
             raise Unavailable(f"{self._store.url} gives no clear answer about {key}. Try again later.")
         self._reader.keep([in_short(entry)])
         return True
-
-    def _no_number(self) -> Unavailable:
-        return Unavailable(
-            f"the commit log of run {self._run_id} is too busy: {_TRIES} tries in vain. Try again later."
-        )

@@ -25,7 +25,7 @@ Sent = tuple[list[FileEntry], PackEntry | None]  # what one object's files are
 
 
 @dataclass(frozen=True)
-class Part:
+class NodePart:
     """One node's files, on its disk and in the store. Its calls raise StoreError."""
 
     store: Store

@@ -23,7 +23,7 @@ from mgpu_train.checkpoint.log.manifest import (
     to_bytes,
 )
 from mgpu_train.checkpoint.transfer.pack import objects
-from mgpu_train.checkpoint.transfer.part import Part, files_of, first_problem
+from mgpu_train.checkpoint.transfer.part import NodePart, files_of, first_problem
 from mgpu_train.store.base import Ambiguous, Damaged, NotFound, Store, StoreError, Unavailable
 
 
@@ -56,7 +56,7 @@ def upload_part(
         meta=dict(meta),
     )
     described([], [])  # what cannot be kept is refused before all else
-    part = Part(store, run_id, checkpoint_id, folder, node)
+    part = NodePart(store, run_id, checkpoint_id, folder, node)
     standing = _read_sidecar(store, run_id, checkpoint_id, node)
     if standing is not None:
         return _same(standing, described(*part.each(part.look, files)))
