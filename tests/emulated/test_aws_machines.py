@@ -26,7 +26,7 @@ def account(aws, reached):
 @pytest.fixture
 def old(monkeypatch):
     """Every create was long ago."""
-    monkeypatch.setattr(machines, "LAG_S", -3600.0)
+    monkeypatch.setattr(names, "LAG_S", -3600.0)
 
 
 def describe(account, handle, **options):

@@ -92,7 +92,7 @@ def calls_are_throttled(user: Operator) -> None:
 
 def calls_are_throttled_for_good(user: Operator) -> None:
     """F14: every call for machines, until the search's time is over: few of them, and nothing is made."""
-    user.env["MGPU_TIMEOUTS"] = json.dumps({"provision_s": 20})
+    user.env["MGPU_TIMEOUTS"] = json.dumps({"provision_s": 20, "listing_s": 2})
     user.write(**ONE)
     user.aws.throttle(1.0, "CreateFleet")
     done = user.mgpu("launch", "--yes")

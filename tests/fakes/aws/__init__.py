@@ -29,7 +29,7 @@ What happens to machines:
 True here and not in stock moto: client tokens, all of a launch template, all or nothing, single type and zone, the
 states between, terminated machines forgotten, placement groups, scores, spot history, Pricing, Service Quotas, deep-
 learning images, schedules carried out by their role's permissions, addresses that cannot be released in use, sessions.
-Not judged: IAM conditions (but the reaper's), security groups, MaxTotalPrice, fleets that are not instant.
+Not judged: IAM conditions (but the reaper's), security groups, fleets that are not instant.
 
 It ends with the process that started it. Requests are answered one at a time; its own waiting (hang) is not.
 """

@@ -20,6 +20,7 @@ from mgpu.providers.base import FleetRequest
 
 _MOST_AT_LEAST = 1000  # that MinTargetCapacity takes
 _PRICE_STEPS = 1e5  # of a dollar, in which a price is told
+_NO_PRICE = "0.00001"  # dollars an hour: no machine is sold for that
 Parameters = dict[str, Any]
 
 
@@ -167,6 +168,19 @@ def fleet(order: Order, place: Place) -> Parameters:
         ],
         **market,
     }
+
+
+def for_nothing(asked: Parameters) -> Parameters:
+    """The same call for machines at a price at which there are none."""
+    changed = dict(asked)
+    if "OnDemandOptions" in asked:
+        changed["OnDemandOptions"] = {**asked["OnDemandOptions"], "MaxTotalPrice": _NO_PRICE}
+    if "SpotOptions" in asked:
+        changed["LaunchTemplateConfigs"] = [
+            {**config, "Overrides": [{**pool, "MaxPrice": _NO_PRICE} for pool in config["Overrides"]]}
+            for config in asked["LaunchTemplateConfigs"]
+        ]
+    return changed
 
 
 def _reserved(order: Order) -> Parameters:
