@@ -18,7 +18,7 @@ UNKNOWN = "i-0123456789abcdef0"
 
 @pytest.fixture
 def account(aws, reached):
-    aws.pace(pending_s=0, ending_s=0)
+    aws.quick()
     fleets.reaper(aws)
     return reached
 

@@ -42,6 +42,7 @@ PATIENCE_S = 20.0
 @pytest.fixture
 def provider(aws: FakeAws) -> AwsProvider:
     aws.base(REGION)
+    aws.quick()  # single calls are judged
     return AwsProvider(aws.options)
 
 

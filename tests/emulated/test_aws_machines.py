@@ -19,7 +19,7 @@ JUMP = {"jump_host": "me@198.51.100.9:2222", "jump_host_key": HOST_KEY}
 
 @pytest.fixture
 def account(aws, reached):
-    aws.pace(pending_s=0, ending_s=0)
+    aws.quick()
     return reached
 
 

@@ -17,6 +17,7 @@ from fakes.aws.visitor import Node, Visitor, until
 @pytest.fixture
 def aws(namespaces: None, tmp_path: Path) -> Iterator[FakeAws]:
     with FakeAws.start(tmp_path / "aws", machines=True) as aws:
+        aws.quick()  # single calls are judged
         yield aws
 
 

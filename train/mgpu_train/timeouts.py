@@ -21,6 +21,9 @@ class Timeouts(BaseModel):
     listing_s: float = Field(
         0, description="after a request to a provider, until its listings show what was made; 0: the provider's own"
     )
+    sold_out_s: float = Field(
+        15, description="before machines that were sold out are asked for again; it doubles, to eight times as long"
+    )
     connect_s: float = Field(60, description="until SSH to every node stands")
     ssh_banner_s: float = Field(15, description="for one SSH handshake")
     keepalive_s: float = Field(5, description="between SSH keep-alives; four unanswered ones end a connection")
