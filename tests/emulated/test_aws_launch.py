@@ -37,6 +37,7 @@ from mgpu.providers.base import FleetRequest, Handle, NodePhase, create_token
 REGION, ZONE = "us-east-1", "us-east-1a"
 KEY = HostKey.make().public
 PATIENCE_S = 20.0
+WITH_EFA = "g5.8xlarge"  # one card
 
 
 @pytest.fixture
@@ -256,12 +257,16 @@ def test_a_public_address_only_where_it_is_wanted(aws: FakeAws, provider: AwsPro
     assert bool(machine.get("PublicIpAddress")) == public
 
 
-def test_a_gang_is_kept_together_but_not_where_plain_is_asked_for(aws: FakeAws, provider: AwsProvider):
-    provider.create(request(), offer(), token(offer()))
-    assert {machine["Placement"].get("GroupName") for machine in machines(aws)} == {names.template(token(offer()))}
-    plain = token(offer(), 1)
-    handle = provider.create(request(network="plain"), offer(), plain)
-    ungrouped = [machine for machine in machines(aws) if machine["InstanceId"] in handle.ids]
+def test_a_gang_is_kept_together_where_it_talks_by_efa_and_nowhere_else(aws: FakeAws, provider: AwsProvider):
+    fast, plain = offer(WITH_EFA), request(network="plain")
+    provider.create(request(), fast, token(fast))
+    assert {machine["Placement"].get("GroupName") for machine in machines(aws)} == {names.template(token(fast))}
+    others = {
+        *provider.create(plain, fast, token(fast, 1)).ids,
+        *provider.create(request(), offer(), token(offer())).ids,
+    }
+    assert len(others) == 4
+    ungrouped = [machine for machine in machines(aws) if machine["InstanceId"] in others]
     assert not any(machine["Placement"].get("GroupName") for machine in ungrouped)
 
 
@@ -338,11 +343,12 @@ def test_no_secret_but_the_one_use_key_is_in_the_user_data(aws: FakeAws, provide
 )
 @pytest.mark.parametrize("fault", ["lost", "503 after it ran", "503"])
 def test_one_gang_whatever_answer_is_lost(aws: FakeAws, provider: AwsProvider, action: str, fault: str):
+    wanted = offer(WITH_EFA)
     if fault == "lost":
         aws.lose_answers(action, n=4)
     else:
         aws.unavailable(action, n=4, after="after" in fault)
-    handle = insist(lambda: AwsProvider(aws.options).create(request(), offer(), token(offer())))
+    handle = insist(lambda: AwsProvider(aws.options).create(request(), wanted, token(wanted)))
     assert sorted(handle.ids) == sorted(aws.alive())
     assert len(handle.ids) == 2
     assert {tags(machine)[names.RANK] for machine in machines(aws)} == {"0", "1"}

@@ -158,7 +158,7 @@ class Options(ProviderOptions):
         None, description="the jump host's OpenSSH public key line, pinned (default: none)"
     )
     network: Literal["auto", "plain"] = Field(
-        "auto", description="auto: a placement group, and EFA where the type has it; plain: neither"
+        "auto", description="auto: EFA and a placement group, where the type has EFA; plain: neither"
     )
     tags: _Tags = Field(
         {}, description="tags of everything that is made, beside mgpu's own: {key: value} (default: none)"

@@ -75,9 +75,10 @@ class Order:
         return names.CAPACITY_BLOCK if reserved and reserved.prepaid else self.offer.market
 
     def clustered(self, kind: Kind) -> bool:
-        """Whether the gang gets a placement group; the replacement of one machine would be alone in its. A reservation
-        stands where it stands: a Capacity Block is close together without a group."""
-        several = kind.cluster and len(self.ranks) > 1 and self.options.network == "auto"
+        """Whether the gang gets a placement group: where it talks by EFA. All others would only find fewer machines in
+        one. The replacement of one machine would be alone in its. A reservation stands where it stands: a Capacity
+        Block is close together without a group."""
+        several = kind.cluster and len(self.ranks) > 1 and self.cards(kind) > 0
         return several and self.offer.reservation is None
 
     def group(self, kind: Kind) -> str:
