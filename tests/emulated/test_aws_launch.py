@@ -227,18 +227,19 @@ def test_the_disk_is_as_large_as_asked_and_no_smaller_than_the_image(aws: FakeAw
         (None, {"VolumeType": "gp3"}),
         ({"throughput_mib_s": 1000, "iops": 4000}, {"VolumeType": "gp3", "Throughput": 1000, "Iops": 4000}),
         ({"type": "io2", "iops": 9000}, {"VolumeType": "io2", "Iops": 9000}),
+        ({"initialization_mib_s": 200}, {"VolumeType": "gp3", "VolumeInitializationRate": 200}),
     ],
-    ids=["as it is", "gp3", "io2"],
+    ids=["as it is", "gp3", "io2", "read in"],
 )
 def test_the_disk_is_of_the_kind_and_speed_that_the_run_file_says(aws: FakeAws, provider: AwsProvider, disk, asked):
     given = {"disk": json.dumps(disk)} if disk else {}
     provider.create(request(nodes=1, **given), offer(), token(offer()))
     (call,) = aws.calls("CreateLaunchTemplate")
     (mapped,) = call.parameters["LaunchTemplateData"]["BlockDeviceMappings"]
-    speed = {key: value for key, value in mapped["Ebs"].items() if key in ("VolumeType", "Throughput", "Iops")}
-    assert speed == asked
+    said = ("VolumeType", "Throughput", "Iops", "VolumeInitializationRate")
+    assert {key: value for key, value in mapped["Ebs"].items() if key in said} == asked
     (made,) = aws.client("ec2").describe_volumes()["Volumes"]
-    assert asked.items() <= made.items()
+    assert {key: value for key, value in asked.items() if key != "VolumeInitializationRate"}.items() <= made.items()
 
 
 def test_the_kill_switch_is_set_to_the_hard_cap_that_the_machines_tell(aws: FakeAws, provider: AwsProvider):

@@ -87,6 +87,13 @@ class Disk(Block):
         le=256_000,
         description="operations per second; io2 needs it (default: 3000, the least of gp3)",
     )
+    initialization_mib_s: int | None = Field(
+        default=None,
+        ge=100,
+        le=300,
+        description="MiB per second at which the machine image is read in when a machine starts, billed by its GiB "
+        "(default: as fast as EBS happens to, at no price)",
+    )
 
     @model_validator(mode="after")
     def _within_bounds(self) -> Self:

@@ -214,7 +214,11 @@ def _machine_marks(order: Order, host_key: HostKey, hard_cap_at: int) -> dict[st
 
 
 def _disk(image: MachineImage, gib: int, wanted: Disk) -> Parameters:
-    speed = {"Iops": wanted.iops, "Throughput": wanted.throughput_mib_s}
+    speed = {
+        "Iops": wanted.iops,
+        "Throughput": wanted.throughput_mib_s,
+        "VolumeInitializationRate": wanted.initialization_mib_s,
+    }
     ebs = {
         "VolumeSize": max(gib, image.root_gib),
         "VolumeType": wanted.type,
