@@ -13,6 +13,9 @@ undone before the next one begins. What a refusal blocks:
                                 (by a provider that does not promise what tokens promise: once it would show it)
     all other errors            everything: the search ends with them
 
+Where an answer was lost and the search ends, or its process has died, the provider is asked what the token has made
+(`Recalls`); without its word its listings are looked at until they would show it.
+
 Journal entries, each with the `token`: `intent` (before the create; all of `Intent`, and `hard_cap_s`), `created` (the
 handle), then `acquired` (all nodes run) or `undone` (nothing of it is left). An intent that is not undone may have
 machines, also where the provider does not show them yet (`listing_lag_s`).

@@ -41,11 +41,13 @@ from mgpu.providers.base import (
     NodePhase,
     NodeState,
     Provider,
+    Recalls,
     create_token,
     other_usd_per_hour,
 )
 
 _TRIES = 3  # of one offer whose nodes were lost while they started
+_LAG_PAUSE = 10  # times `describe_every_s`: between two looks for what may not be listed for minutes
 _T = TypeVar("_T")
 
 
@@ -67,7 +69,7 @@ class Search:
     sleep: Callable[[float], object] | None = None
     now: Callable[[], float] = time.time
     earlier: dict[str, Begun] = field(default_factory=dict)  # by token: what a process that died has made
-    asked: set[str] = field(default_factory=set)  # tokens by which this process has asked for machines
+    asked: dict[str, FleetRequest] = field(default_factory=dict)  # by the tokens that this process has asked by
     unsure: set[str] = field(default_factory=set)  # those of them to which an answer was lost
     spent: set[str] = field(default_factory=set)  # tokens of tries that were undone: no gang comes of them any more
     refusals: Refusals = field(default_factory=Refusals)
@@ -78,14 +80,20 @@ class Search:
     def run(self, offers: Sequence[Offer]) -> Acquired:
         """Adopts what an earlier process has begun, else asks for one offer after the other."""
         self.timeouts = limits(self.timeouts, self.provider, self.request.requirements)
-        self.deadline = self.clock() + min(self.timeouts.provision_s, self._left_s() - ENDING_S)
         unfinished, self.spent = history(self.journal, self.request)
-        self.earlier = {begun.intent.token: begun for begun in unfinished if self._exists(begun)}
+        if unfinished:
+            self._allow(self.timeouts.listing_s + self.timeouts.provision_s)
+        self.earlier = {begun.intent.token: begun for begun in unfinished}
+        self.earlier = {token: begun for token, begun in self.earlier.items() if self._exists(begun)}
+        self._allow(self.timeouts.provision_s)
         for intent in self._intents(offers):
             made = self._try(intent)
             if made is not None:
                 return made
         raise self.refusals.verdict(self.request.fleet)
+
+    def _allow(self, seconds: float) -> None:
+        self.deadline = self.clock() + min(seconds, self._left_s() - ENDING_S)
 
     def _intents(self, offers: Sequence[Offer]) -> Iterator[Intent]:
         yield from [begun.intent for begun in self.earlier.values()]
@@ -101,21 +109,36 @@ class Search:
 
     def _exists(self, begun: Begun) -> bool:
         # whoever has died may have asked for it at any time since, as long as its search may have lasted
-        wait_s = min(begun.at + self.timeouts.provision_s - self.now(), 0) + self.provider.capabilities.listing_lag_s
+        wait_s = min(begun.at + self.timeouts.provision_s - self.now(), 0) + self.timeouts.listing_s
         if self._look_for(begun.intent, wait_s) is not None:
             return True
         self.journal.append("undone", token=begun.intent.token, why="nothing was made")
+        self.spent.add(begun.intent.token)
         return False
 
     def _look_for(self, intent: Intent, wait_s: float) -> Handle | None:
-        """What the intent has made; None: nothing, as far as the provider shows it `patience_s` seconds from now."""
+        """What the intent has made; None: nothing, as far as the provider shows it `wait_s` seconds from now."""
         sure_at = self.clock() + wait_s
-        for pause in pauses(self.timeouts.describe_every_s):
-            found = self._insist(lambda: self.provider.find(intent))
-            if found is not None or self.clock() >= sure_at:
+        for pause in pauses(_LAG_PAUSE * self.timeouts.describe_every_s):
+            left_s = sure_at - self.clock()
+            known, found = self._insist(lambda: self._known(intent, listed=left_s <= 0))  # noqa: B023  asked at once
+            if known:
                 return found
-            self._pause(min(pause, sure_at - self.clock()))
+            self._pause(min(pause, left_s))
         raise AssertionError("the pauses never end")
+
+    def _known(self, intent: Intent, *, listed: bool) -> tuple[bool, Handle | None]:
+        """Whether the provider tells what the intent has made, and that. `listed`: it would be listed by now."""
+        found = self.provider.find(intent)
+        if found is not None or listed:
+            return True, found
+        if not isinstance(self.provider, Recalls):
+            return False, None
+        asked = self.asked.get(intent.token) or self._asked_for(intent)
+        try:
+            return True, self.provider.recall(asked, intent, tuple(sorted(self.ranks)))
+        except ProviderError:  # its listings have to tell
+            return False, None
 
     def _intent(self, offer: Offer, attempt: int) -> Intent:
         fleet, generation, owner = self.request.fleet, self.request.generation, self.request.owner
@@ -162,7 +185,7 @@ class Search:
 
     def _create(self, intent: Intent, asked: FleetRequest) -> Handle:
         trouble, caps = Backoff(), self.provider.capabilities
-        wait_s = 0 if caps.idempotent_create else caps.listing_lag_s
+        wait_s = 0 if caps.idempotent_create else self.timeouts.listing_s
         while True:
             try:
                 return self._insist(lambda: self._ask(intent, asked))
@@ -174,7 +197,7 @@ class Search:
                 return self.whole(found)
 
     def _ask(self, intent: Intent, asked: FleetRequest) -> Handle:
-        self.asked.add(intent.token)
+        self.asked[intent.token] = asked
         try:
             return self.make(intent, asked)
         except (Transient, AmbiguousCreate):
@@ -266,14 +289,15 @@ class Search:
 
     def _left_behind(self, intent: Intent) -> Handle | None:
         """What a create made whose answer was lost. No cancel and no deadline of the search cuts this short."""
-        sure_at, trouble = self.clock() + self.provider.capabilities.listing_lag_s, Backoff()
-        deadline, looks = sure_at + self.timeouts.destroy_s, pauses(self.timeouts.describe_every_s)
+        sure_at, trouble = self.clock() + self.timeouts.listing_s, Backoff()
+        deadline, looks = sure_at + self.timeouts.destroy_s, pauses(_LAG_PAUSE * self.timeouts.describe_every_s)
         while True:
             try:
-                found = self.provider.find(intent)
-                if found is not None or self.clock() >= sure_at:
+                left_s = sure_at - self.clock()
+                known, found = self._known(intent, listed=left_s <= 0)
+                if known:
                     return found
-                pause = min(next(looks), sure_at - self.clock())
+                pause = min(next(looks), left_s)
             except (RateLimited, Transient) as error:
                 pause = trouble.next(error)
                 if self.clock() + pause > deadline:

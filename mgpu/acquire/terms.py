@@ -24,7 +24,9 @@ node whose `one_use_key` is still set is asked for again a moment later. Raises 
 
 def limits(timeouts: Timeouts, provider: Provider, requirements: Requirements) -> Timeouts:
     """The deadlines of a search at this provider, whose machines may be slow to come and to go."""
-    return timeouts.at_least(provision_s=GANGS * provider.boot_s(requirements), destroy_s=provider.capabilities.end_s)
+    able = provider.capabilities
+    slowest_s = GANGS * provider.boot_s(requirements)
+    return timeouts.at_least(provision_s=slowest_s, destroy_s=able.end_s, listing_s=able.listing_lag_s)
 
 
 class Lost(Exception):

@@ -245,8 +245,8 @@ class Provider(ABC):
     and any process; nothing is remembered between calls.
 
     What only some providers have are protocols of their own: `Findings`, `RefreshesOffers`, `SellsReservations`,
-    `OtherCosts`, `Rekeys`, `StoreAccess`, `StoreRole`, `DriverFacts`, and `mgpu.image.place.ImageHost`. Callers ask for
-    them by `isinstance`.
+    `OtherCosts`, `Recalls`, `Rekeys`, `StoreAccess`, `StoreRole`, `DriverFacts`, and `mgpu.image.place.ImageHost`.
+    Callers ask for them by `isinstance`.
     """
 
     name: str
@@ -355,6 +355,19 @@ class OtherCosts(Protocol):
 
     def other_costs(self, requirements: Requirements, offer: Offer, saves: Saves | None) -> tuple[Cost, ...]:
         """What is billed beside machines of this offer. What is not known is left out. Raises InputError."""
+        ...
+
+
+@runtime_checkable
+class Recalls(Protocol):
+    """A provider that tells what a token has made before its listings show it."""
+
+    def recall(self, request: FleetRequest, intent: Intent, ranks: tuple[int, ...]) -> Handle | None:
+        """What a `create`, or a `repair`, of this request by the intent's token has made for these ranks; None:
+        nothing, and from now on the token makes nothing, not by a call that is still on its way either. Makes nothing.
+
+        Raises ProviderError: the provider has no word on it; its listings alone can tell, in `listing_lag_s`.
+        """
         ...
 
 

@@ -523,6 +523,7 @@ def test_a_role_is_bounded_by_the_users_policy_and_by_no_other_without_being_ask
 
 @pytest.mark.parametrize("asked", [NODES, REAPER], ids=["nodes", "reaper"])
 def test_a_role_stays_while_machines_of_ours_live_in_the_region(world, asked):
+    world.aws.quick()  # it is listed
     world.ensure(asked)
     ec2 = world.aws.client("ec2")
     tags = [{"ResourceType": "instance", "Tags": [{"Key": "mgpu:owner", "Value": "o-anybody"}]}]

@@ -25,6 +25,7 @@ def aws(namespaces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     for name in FOREIGN:
         monkeypatch.delenv(name, raising=False)
     with FakeAws.start(tmp_path / "aws", machines=True) as aws:
+        aws.quick()  # the machines alone are judged
         here = {**aws.env, "AWS_ENDPOINT_URL": aws.client("ec2").meta.endpoint_url}
         for name, value in here.items():
             monkeypatch.setenv(name, value)

@@ -10,7 +10,7 @@ from fakes.fleets import HERE, rent, schedules, templates
 
 from mgpu.errors import InvalidRequest, PermissionDenied, ProviderError, RateLimited, Transient
 from mgpu.providers.aws import names
-from mgpu.providers.aws.instances import machines, reaper, teardown
+from mgpu.providers.aws.instances import reaper, teardown
 from mgpu.providers.aws.options import Options
 
 UNKNOWN = "i-0123456789abcdef0"
@@ -18,7 +18,7 @@ UNKNOWN = "i-0123456789abcdef0"
 
 @pytest.fixture
 def account(aws, reached):
-    aws.pace(pending_s=0, ending_s=0)
+    aws.quick()
     fleets.reaper(aws)
     return reached
 
@@ -26,7 +26,7 @@ def account(aws, reached):
 @pytest.fixture
 def old(monkeypatch):
     """Every create was long ago."""
-    monkeypatch.setattr(machines, "LAG_S", -3600.0)
+    monkeypatch.setattr(names, "LAG_S", -3600.0)
 
 
 def arm(account, rented):

@@ -25,7 +25,7 @@ NEAR = ("o-10", "o-", "O-1", " o-1", "o-1 ", "o-?", "o*", "*")
 
 @pytest.fixture
 def account(aws, reached):
-    aws.pace(pending_s=0, ending_s=0)
+    aws.quick()
     return reached
 
 
@@ -183,7 +183,7 @@ def test_what_is_made_a_moment_ago_is_listed_once_ec2_shows_it(aws, account):
 
 def thousand(aws):
     """1,000 machines: one fleet of 500, and 500 fleets of one, over three regions."""
-    aws.pace(pending_s=0, ending_s=0)
+    aws.quick()
     big = rent(aws, 500, token="big", ranked=False)
     for number in range(500):
         region = (HERE, *OTHER_REGIONS)[number % 3]

@@ -37,11 +37,13 @@ from mgpu.providers.base import FleetRequest, Handle, NodePhase, create_token
 REGION, ZONE = "us-east-1", "us-east-1a"
 KEY = HostKey.make().public
 PATIENCE_S = 20.0
+WITH_EFA = "g5.8xlarge"  # one card
 
 
 @pytest.fixture
 def provider(aws: FakeAws) -> AwsProvider:
     aws.base(REGION)
+    aws.quick()  # single calls are judged
     return AwsProvider(aws.options)
 
 
@@ -225,18 +227,19 @@ def test_the_disk_is_as_large_as_asked_and_no_smaller_than_the_image(aws: FakeAw
         (None, {"VolumeType": "gp3"}),
         ({"throughput_mib_s": 1000, "iops": 4000}, {"VolumeType": "gp3", "Throughput": 1000, "Iops": 4000}),
         ({"type": "io2", "iops": 9000}, {"VolumeType": "io2", "Iops": 9000}),
+        ({"initialization_mib_s": 200}, {"VolumeType": "gp3", "VolumeInitializationRate": 200}),
     ],
-    ids=["as it is", "gp3", "io2"],
+    ids=["as it is", "gp3", "io2", "read in"],
 )
 def test_the_disk_is_of_the_kind_and_speed_that_the_run_file_says(aws: FakeAws, provider: AwsProvider, disk, asked):
     given = {"disk": json.dumps(disk)} if disk else {}
     provider.create(request(nodes=1, **given), offer(), token(offer()))
     (call,) = aws.calls("CreateLaunchTemplate")
     (mapped,) = call.parameters["LaunchTemplateData"]["BlockDeviceMappings"]
-    speed = {key: value for key, value in mapped["Ebs"].items() if key in ("VolumeType", "Throughput", "Iops")}
-    assert speed == asked
+    said = ("VolumeType", "Throughput", "Iops", "VolumeInitializationRate")
+    assert {key: value for key, value in mapped["Ebs"].items() if key in said} == asked
     (made,) = aws.client("ec2").describe_volumes()["Volumes"]
-    assert asked.items() <= made.items()
+    assert {key: value for key, value in asked.items() if key != "VolumeInitializationRate"}.items() <= made.items()
 
 
 def test_the_kill_switch_is_set_to_the_hard_cap_that_the_machines_tell(aws: FakeAws, provider: AwsProvider):
@@ -255,12 +258,16 @@ def test_a_public_address_only_where_it_is_wanted(aws: FakeAws, provider: AwsPro
     assert bool(machine.get("PublicIpAddress")) == public
 
 
-def test_a_gang_is_kept_together_but_not_where_plain_is_asked_for(aws: FakeAws, provider: AwsProvider):
-    provider.create(request(), offer(), token(offer()))
-    assert {machine["Placement"].get("GroupName") for machine in machines(aws)} == {names.template(token(offer()))}
-    plain = token(offer(), 1)
-    handle = provider.create(request(network="plain"), offer(), plain)
-    ungrouped = [machine for machine in machines(aws) if machine["InstanceId"] in handle.ids]
+def test_a_gang_is_kept_together_where_it_talks_by_efa_and_nowhere_else(aws: FakeAws, provider: AwsProvider):
+    fast, plain = offer(WITH_EFA), request(network="plain")
+    provider.create(request(), fast, token(fast))
+    assert {machine["Placement"].get("GroupName") for machine in machines(aws)} == {names.template(token(fast))}
+    others = {
+        *provider.create(plain, fast, token(fast, 1)).ids,
+        *provider.create(request(), offer(), token(offer())).ids,
+    }
+    assert len(others) == 4
+    ungrouped = [machine for machine in machines(aws) if machine["InstanceId"] in others]
     assert not any(machine["Placement"].get("GroupName") for machine in ungrouped)
 
 
@@ -337,11 +344,12 @@ def test_no_secret_but_the_one_use_key_is_in_the_user_data(aws: FakeAws, provide
 )
 @pytest.mark.parametrize("fault", ["lost", "503 after it ran", "503"])
 def test_one_gang_whatever_answer_is_lost(aws: FakeAws, provider: AwsProvider, action: str, fault: str):
+    wanted = offer(WITH_EFA)
     if fault == "lost":
         aws.lose_answers(action, n=4)
     else:
         aws.unavailable(action, n=4, after="after" in fault)
-    handle = insist(lambda: AwsProvider(aws.options).create(request(), offer(), token(offer())))
+    handle = insist(lambda: AwsProvider(aws.options).create(request(), wanted, token(wanted)))
     assert sorted(handle.ids) == sorted(aws.alive())
     assert len(handle.ids) == 2
     assert {tags(machine)[names.RANK] for machine in machines(aws)} == {"0", "1"}

@@ -31,7 +31,7 @@ OFFER = Offer(  # a type with several network cards: EC2 gives it no public addr
 @pytest.fixture
 def provider(aws: FakeAws) -> AwsProvider:
     aws.base(REGION)
-    aws.pace(pending_s=0, ending_s=0)
+    aws.quick()
     return AwsProvider(aws.options)
 
 
@@ -83,7 +83,7 @@ def test_an_address_that_could_not_be_had_leaves_none_of_the_others(aws: FakeAws
 
 def test_a_fleet_all_of_whose_machines_were_replaced_leaves_nothing(aws: FakeAws, provider: AwsProvider):
     handle: Handle = provider.create(request(), OFFER, "a" * 40)
-    aws.pace(pending_s=0, ending_s=1)
+    aws.quick(ending_s=1)
     for generation, rank in ((2, 0), (3, 1)):
         aws.kill(handle.ids[rank])
         how = (handle, (rank,), request(generation), OFFER, str(generation) * 40)

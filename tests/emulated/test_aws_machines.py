@@ -19,14 +19,14 @@ JUMP = {"jump_host": "me@198.51.100.9:2222", "jump_host_key": HOST_KEY}
 
 @pytest.fixture
 def account(aws, reached):
-    aws.pace(pending_s=0, ending_s=0)
+    aws.quick()
     return reached
 
 
 @pytest.fixture
 def old(monkeypatch):
     """Every create was long ago."""
-    monkeypatch.setattr(machines, "LAG_S", -3600.0)
+    monkeypatch.setattr(names, "LAG_S", -3600.0)
 
 
 def describe(account, handle, **options):

@@ -18,7 +18,7 @@ HOUR = 3600.0
 
 @pytest.fixture
 def account(aws, reached):
-    aws.pace(pending_s=0, ending_s=0)
+    aws.quick()
     fleets.reaper(aws)
     return reached
 

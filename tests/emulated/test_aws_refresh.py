@@ -229,6 +229,7 @@ def test_without_permission_for_quotas_the_prices_are_kept_all_the_same(aws: Fak
 
 
 def test_machines_that_run_count_against_their_quota(aws: FakeAws, account: Account):
+    aws.quick()  # single calls are judged
     ec2 = aws.client("ec2", "us-west-2")
     image = aws.image("us-west-2")
     for kind, count in (("g5.xlarge", 3), ("g4dn.12xlarge", 1), ("t3.micro", 2)):

@@ -29,6 +29,12 @@ KEY = HostKey.make().public
 
 
 @pytest.fixture(autouse=True)
+def quick(aws: FakeAws) -> None:
+    """Single calls are judged."""
+    aws.quick()
+
+
+@pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
@@ -153,7 +159,7 @@ def test_without_regions_it_is_found_in_whichever_it_is_also_where_one_does_not_
 @pytest.mark.parametrize("block", [True, False])
 def test_machines_are_made_in_it_alone_and_replaced_in_it(aws: FakeAws, block: bool):
     aws.base(REGION)
-    aws.pace(pending_s=0, ending_s=60)
+    aws.quick(ending_s=60)
     aws.capacity(0)  # there is nothing but what is reserved
     aws.quota("L-417A185B", 0)
     fleet = Fleet(aws.reserve(KIND, 2, ZONE, block=block, hours=48))
@@ -181,7 +187,6 @@ def test_a_reservation_in_a_placement_group_is_used_in_that_group(aws: FakeAws):
 
 def test_a_gang_that_a_block_gives_only_a_part_of_is_ended(aws: FakeAws):
     aws.base(REGION)
-    aws.pace(pending_s=0, ending_s=0)
     block = aws.reserve(KIND, 2, ZONE, block=True, hours=24)
     fleet = Fleet(block)
     chosen = planned(fleet.wanted).best
@@ -193,7 +198,6 @@ def test_a_gang_that_a_block_gives_only_a_part_of_is_ended(aws: FakeAws):
 
 def test_our_own_end_comes_before_the_one_that_aws_makes_however_long_the_run_may_last(aws: FakeAws):
     aws.base(REGION)
-    aws.pace(pending_s=0, ending_s=0)
     block = aws.reserve(KIND, 2, ZONE, block=True, begins_s=-HOUR, hours=24)
     fleet = Fleet(block, max_hours=100)
     handle = fleet.made()

@@ -23,6 +23,7 @@ OWNED = [{"Key": "mgpu:owner", "Value": "me"}]
 
 @pytest.fixture
 def ec2(aws: FakeAws) -> Any:
+    aws.quick()  # single calls are judged
     return aws.client("ec2")
 
 

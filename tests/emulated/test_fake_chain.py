@@ -18,6 +18,7 @@ from waiting import until
 @pytest.fixture
 def aws(namespaces: None, tmp_path: Path) -> Iterator[FakeAws]:
     with FakeAws.start(tmp_path / "aws", machines=True) as aws:
+        aws.quick()  # single calls are judged
         yield aws
 
 

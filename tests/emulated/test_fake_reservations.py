@@ -44,7 +44,7 @@ def free(aws: FakeAws, reservation: str) -> int:
 
 def test_machines_count_against_their_reservation_until_they_are_gone(aws: FakeAws):
     aws.capacity(0, market="on-demand")  # what is reserved is there all the same
-    aws.pace(pending_s=0, ending_s=60)
+    aws.quick(ending_s=60)
     held = aws.reserve(KIND, 2, ZONE)
     assert got(fleet(aws, 1)) == ([], {"InsufficientInstanceCapacity"}), "nobody named it"
     ids, errors = got(fleet(aws, 3, held))
@@ -64,7 +64,7 @@ def test_an_open_reservation_takes_in_what_names_none(aws: FakeAws):
 
 
 def test_a_block_is_used_by_its_own_market_alone_and_ends_its_machines_half_an_hour_before_it_does(aws: FakeAws):
-    aws.pace(pending_s=0, ending_s=0)
+    aws.quick()
     aws.quota("L-417A185B", 0)
     block = aws.reserve(KIND, 2, ZONE, block=True, begins_s=3600, hours=24)
     assert got(fleet(aws, 1, block, block=True)) == ([], {"InsufficientInstanceCapacity"}), "it has not begun"
@@ -80,6 +80,7 @@ def test_a_block_is_used_by_its_own_market_alone_and_ends_its_machines_half_an_h
 
 
 def test_offerings_expire_and_a_purchase_whose_answer_is_lost_has_bought(aws: FakeAws):
+    aws.quick()
     ec2 = aws.client("ec2")
     asked = {"InstanceType": KIND, "InstanceCount": 2, "CapacityDurationHours": 24}
     offering = aws.sell(KIND, 2, ZONE, usd=1000, left=2)

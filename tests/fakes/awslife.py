@@ -186,7 +186,7 @@ class Life:
         )  # fmt: skip
 
     def created(self) -> None:
-        self.aws.pace(pending_s=0, ending_s=0)
+        self.aws.quick()
         self.handle = insist(lambda: self.provider.create(self.request(), OFFER, self.token))
 
     def reserved(self) -> None:

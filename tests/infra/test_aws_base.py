@@ -407,6 +407,7 @@ def test_base_is_made_kept_in_line_taken_over_and_taken_down(operator, aws, tmp_
     tagged = s3.get_bucket_tagging(Bucket=there["bucket"])["TagSet"]
     assert {"Key": "cost_center", "Value": "4711"} in tagged
 
+    aws.quick()  # it is listed
     tags = [{"ResourceType": "instance", "Tags": [{"Key": "mgpu:owner", "Value": "o-1"}]}]
     machine = ec2.run_instances(
         ImageId=aws.image(), InstanceType="g4dn.xlarge", MinCount=1, MaxCount=1, TagSpecifications=tags
@@ -628,6 +629,7 @@ def test_the_bucket_goes_too_where_it_is_asked_for_and_only_if_it_is_empty(boots
 def test_what_machines_stand_on_is_not_taken_down(bootstrap, stacks, aws):
     stacks[US] = {"bucket": "b"}
     tags = [{"ResourceType": "instance", "Tags": [{"Key": "mgpu:owner", "Value": "o-1"}]}]
+    aws.quick()  # it is listed
     run = {"ImageId": aws.image(), "InstanceType": "g4dn.xlarge", "MinCount": 1, "MaxCount": 1}
     machine = aws.client("ec2").run_instances(**run, TagSpecifications=tags)["Instances"][0]["InstanceId"]
     code, said, _ = bootstrap("--destroy", "--yes")

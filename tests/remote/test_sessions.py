@@ -44,7 +44,7 @@ def cloud(aws: FakeAws, monkeypatch) -> FakeAws:
     """What machines stand on, and AWS's program on this machine."""
     aws.base()
     aws.endpoints()
-    aws.pace(pending_s=0, ending_s=0, agent_s=0, agent_flaps_s=0)
+    aws.quick()
     monkeypatch.setenv("PATH", f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}")
     return aws
 

@@ -18,6 +18,12 @@ class Timeouts(BaseModel):
     destroy_s: float = Field(300, description="until the provider says that every machine is terminated")
     engine_s: float = Field(120, description="for one call of the Pulumi engine, beyond what its resources take")
     describe_every_s: float = Field(0.5, description="between two looks at machines that are coming or going")
+    listing_s: float = Field(
+        0, description="after a request to a provider, until its listings show what was made; 0: the provider's own"
+    )
+    sold_out_s: float = Field(
+        15, description="before machines that were sold out are asked for again; it doubles, to eight times as long"
+    )
     connect_s: float = Field(60, description="until SSH to every node stands")
     ssh_banner_s: float = Field(15, description="for one SSH handshake")
     keepalive_s: float = Field(5, description="between SSH keep-alives; four unanswered ones end a connection")
@@ -77,8 +83,9 @@ class Timeouts(BaseModel):
         return max(self.stop_grace_s, min(save_s, self.save_s))
 
     def scaled(self, factor: float) -> Timeouts:
-        """All deadlines times `factor`; for tests."""
-        return Timeouts(**{name: getattr(self, name) * factor for name in type(self).model_fields})
+        """All deadlines times `factor`, but for those that are a provider's own; for tests."""
+        every = {name: getattr(self, name) for name in type(self).model_fields}
+        return Timeouts(**{name: seconds * factor for name, seconds in every.items() if seconds})
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> Timeouts:

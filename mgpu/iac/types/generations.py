@@ -8,6 +8,8 @@ earlier process began: Pulumi's lock on the stack admits one writer at a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu import journal
@@ -35,15 +37,31 @@ def used(state_dir: Path, fleet: str, generation: int) -> None:
         entries.append(_USED, generation=generation)
 
 
-def unanswered_at(state_dir: Path, fleet: str) -> float:
-    """When machines were last asked for without an answer that was noted (UNIX seconds); 0: every one was."""
-    open_intents: dict[str, float] = {}
+@dataclass(frozen=True)
+class Begun:
+    """Machines that were asked for by a token and may not be listed yet; `at` is UNIX seconds."""
+
+    token: str
+    at: float  # of the answer; without one, of the intent: they may have been asked for at any time since
+    answered: bool
+
+
+def begun(state_dir: Path, fleet: str) -> tuple[Begun, ...]:
+    """What was asked for and has neither been seen to run nor been undone."""
+    found: dict[str, Begun] = {}
     for entry in journal.read(_path(state_dir, fleet)):
-        if entry["kind"] == "intent":
-            open_intents[entry["token"]] = entry["at"]
+        if entry["kind"] in ("intent", "created"):
+            found[entry["token"]] = Begun(entry["token"], entry["at"], entry["kind"] == "created")
         elif "token" in entry:
-            open_intents.pop(entry["token"], None)
-    return max(open_intents.values(), default=0.0)
+            found.pop(entry["token"], None)
+    return tuple(found.values())
+
+
+def swept(state_dir: Path, fleet: str, ended: Iterable[Begun]) -> None:
+    """Notes that nothing is left of what was begun."""
+    with open_journal(state_dir, fleet) as entries:
+        for each in ended:
+            entries.append("undone", token=each.token, why="a sweep finds nothing more of it")
 
 
 def _path(state_dir: Path, fleet: str) -> Path:

@@ -3,26 +3,60 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
 from mgpu_train.timeouts import Timeouts
 
 from mgpu import acquire
-from mgpu.events import Warned
+from mgpu.acquire.ending import CURE
+from mgpu.acquire.pauses import pauses
+from mgpu.errors import TeardownIncomplete
+from mgpu.events import Note, Warned
 from mgpu.iac.protocol.handler import Call
 from mgpu.iac.types import generations
+from mgpu.iac.types.generations import Begun
 from mgpu.providers.base import Provider
+
+_LISTING_PAUSE = 60  # times `describe_every_s`: a listing asks all regions
 
 
 def sweep(
-    call: Call, provider: Provider, owner: str, fleet: str, timeouts: Timeouts, keep: Collection[str] = ()
+    call: Call,
+    provider: Provider,
+    owner: str,
+    fleet: str,
+    timeouts: Timeouts,
+    keep: Collection[str] = (),
+    now: Callable[[], float] = time.time,
 ) -> None:
-    """Ends everything that the provider lists under this owner and fleet, but the machines in `keep`.
+    """Ends everything that the provider lists under this owner and fleet, but the machines in `keep`: at once what is
+    listed now, and what is listed later, as long as something may be that was asked for last. `now` is in UNIX seconds.
 
     Raises:
+        TeardownIncomplete: it was cancelled before that.
         ProviderError: something was not confirmed gone.
     """
-    time.sleep(max(0.0, _lag_s(call, provider, fleet, timeouts)))
+    folder = call.settings.state_dir
+    begun = generations.begun(folder, fleet)
+    sure_at, told = _listed_at(provider, begun, timeouts, now()), False
+    for pause in pauses(_LISTING_PAUSE * timeouts.describe_every_s):
+        left_s = sure_at - now()  # read before the listing: what is shown only after that comes next time
+        _end_listed(call, provider, owner, fleet, timeouts, keep)
+        if left_s <= 0:
+            break
+        if not told:
+            call.emit(Note(f"what was asked for last may not be listed yet: looking for {left_s:.0f} s more"))
+            told = True
+        if call.cancelled.wait(min(pause, left_s)):
+            what = f"fleet {fleet}: machines that were asked for last may not be listed yet"
+            raise TeardownIncomplete(what, f"looking for them was cancelled {left_s:.0f} s too early", CURE)
+    if begun:
+        generations.swept(folder, fleet, begun)
+
+
+def _end_listed(
+    call: Call, provider: Provider, owner: str, fleet: str, timeouts: Timeouts, keep: Collection[str]
+) -> None:
     kept = frozenset(keep)
     for handle in provider.list_owned(owner):
         strays = tuple(machine for machine in handle.ids if machine and machine not in kept)
@@ -33,8 +67,10 @@ def sweep(
         generations.used(call.settings.state_dir, fleet, handle.generation)
 
 
-def _lag_s(call: Call, provider: Provider, fleet: str, timeouts: Timeouts) -> float:
-    """Seconds until the provider lists what was asked for last, where nobody knows what came of it; whoever wrote the
-    intent down may have asked at any time since, as long as a search may last."""
-    asked_at = generations.unanswered_at(call.settings.state_dir, fleet)
-    return min(asked_at + timeouts.provision_s - time.time(), 0) + provider.capabilities.listing_lag_s
+def _listed_at(provider: Provider, begun: Sequence[Begun], timeouts: Timeouts, now: float) -> float:
+    """UNIX seconds at which the provider lists all that was asked for, and of which nobody has seen what came. Whoever
+    wrote an intent down may have asked at any time since, as long as a search may last."""
+    able = provider.capabilities
+    longest = timeouts.at_least(provision_s=acquire.GANGS * able.boot_s, listing_s=able.listing_lag_s)
+    asked_at = [each.at if each.answered else min(each.at + longest.provision_s, now) for each in begun]
+    return max(asked_at, default=0.0) + longest.listing_s

@@ -29,6 +29,9 @@ BASE = "mgpu:base"
 NAME = "Name"  # what AWS's console shows
 PREFIX = "mgpu:"
 ON_MACHINE = (NAME, OWNER, FLEET, GENERATION, TOKEN, RANK, RANKS, PRICE, HARD_CAP_AT, HOST_KEY, ONE_USE_KEY)
+# seconds in which EC2's listings may not show what was made, or that it has ended: how long AWS would have one look
+# again, https://docs.aws.amazon.com/ec2/latest/devguide/eventual-consistency.html
+LAG_S = 300.0
 MOST_TAGS = 50  # of one resource at AWS, those of AWS's own (`aws:`) not counted
 
 OLD_PARTS_DAYS = 2  # that the bucket of base keeps parts of checkpoints which were deleted

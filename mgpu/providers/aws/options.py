@@ -87,6 +87,13 @@ class Disk(Block):
         le=256_000,
         description="operations per second; io2 needs it (default: 3000, the least of gp3)",
     )
+    initialization_mib_s: int | None = Field(
+        default=None,
+        ge=100,
+        le=300,
+        description="MiB per second at which the machine image is read in when a machine starts, billed by its GiB "
+        "(default: as fast as EBS happens to, at no price)",
+    )
 
     @model_validator(mode="after")
     def _within_bounds(self) -> Self:
@@ -158,7 +165,7 @@ class Options(ProviderOptions):
         None, description="the jump host's OpenSSH public key line, pinned (default: none)"
     )
     network: Literal["auto", "plain"] = Field(
-        "auto", description="auto: a placement group, and EFA where the type has it; plain: neither"
+        "auto", description="auto: EFA and a placement group, where the type has EFA; plain: neither"
     )
     tags: _Tags = Field(
         {}, description="tags of everything that is made, beside mgpu's own: {key: value} (default: none)"
@@ -224,7 +231,7 @@ ENTRY = ProviderEntry(
         multi_node=True,
         image_repository=True,
         idempotent_create=True,
-        listing_lag_s=30,
+        listing_lag_s=names.LAG_S,
         boot_s=1500,  # metal; see `AwsProvider.boot_s`
         end_s=1800,  # machines with GPUs are `shutting-down` for 5 minutes and more
         notices="mgpu_train.agent.machine.imds:Imds",

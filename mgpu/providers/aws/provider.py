@@ -159,6 +159,15 @@ class AwsProvider(Provider):
         """Makes the whole gang, or nothing. Raises what `mgpu.providers.aws.instances.launch.launch` raises."""
         return self._launch(request, offer, token, tuple(range(request.requirements.nodes)))
 
+    def recall(self, request: FleetRequest, intent: Intent, ranks: tuple[int, ...]) -> Handle | None:
+        """What CreateFleet says of the intent's token. Raises ProviderError: nothing that could be relied on."""
+        from mgpu.providers.aws.instances.fleet_request import Order
+        from mgpu.providers.aws.instances.launch import recall
+
+        order = Order(request, intent.offer, intent.token, ranks, self._of(request.requirements))
+        made = recall(self._account, order)
+        return self._ours(made) if made else None
+
     def find(self, intent: Intent) -> Handle | None:
         """The machines that carry the intent's token. Raises ProviderError."""
         from mgpu.providers.aws.instances import machines

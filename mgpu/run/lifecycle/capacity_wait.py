@@ -17,7 +17,7 @@ from mgpu.run.record.session import Session
 
 T = TypeVar("T")
 
-PAUSE_S, PAUSE_MOST_S = 15.0, 120.0  # before the second try, and at most
+PAUSE_MOST = 8  # times `sold_out_s`
 JITTER = (0.75, 1.25)  # many who wait for the same machines do not ask at the same moment
 SOLD_OUT = (NoCapacity, BidTooLow)
 
@@ -42,7 +42,8 @@ class CapacityWait:
             ProviderError: the last refusal, when the time is over; any other error of `ask` at once.
             Interrupted, TakenOver: while it waited.
         """
-        record, pause_s = self.session.record, PAUSE_S
+        record, pause_s = self.session.record, self.session.timeouts.sold_out_s
+        longest_s = PAUSE_MOST * pause_s
         waited_s = max(0.0, self.wall() - record.sold_out_since) if record.sold_out_since else 0.0
         until = self.clock() + self.minutes * 60 - waited_s
         while True:
@@ -58,7 +59,7 @@ class CapacityWait:
                 wait_s = min(left_s, pause_s * (JITTER[0] + (JITTER[1] - JITTER[0]) * self.random()))
                 self.session.emit(Note(f"{refusal.what}; asking again in {_span(wait_s)}, for {_span(left_s)} at most"))
                 self._wait(wait_s)
-                pause_s = min(2 * pause_s, PAUSE_MOST_S)
+                pause_s = min(2 * pause_s, longest_s)
 
     def _remember(self, since: float) -> None:
         if self.session.record.sold_out_since != since:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,12 +73,14 @@ def answers_are_lost(user: Operator) -> None:
 
 def ec2_is_late(user: Operator) -> None:
     """F9, F10, F17: it shows what was 3 s ago, ends nothing at the first word, and lets go of a group at the fourth."""
-    user.write()
+    block = {"endpoint_url": user.aws.endpoint, "python": sys.executable, "instance_type": "g4dn.8xlarge"}  # it has EFA
+    user.write(aws=block, max_price_usd_per_hour=20)
     user.aws.lag(3)
     user.aws.stubborn(2)
     user.aws.errors("DeletePlacementGroup", "InvalidPlacementGroup.InUse", n=3)
     good(user, user.mgpu("launch", "--yes"))
     assert len(user.aws.bill()) == 2
+    assert len(user.aws.calls("DeletePlacementGroup")) >= 4
 
 
 def calls_are_throttled(user: Operator) -> None:
@@ -92,7 +95,7 @@ def calls_are_throttled(user: Operator) -> None:
 
 def calls_are_throttled_for_good(user: Operator) -> None:
     """F14: every call for machines, until the search's time is over: few of them, and nothing is made."""
-    user.env["MGPU_TIMEOUTS"] = json.dumps({"provision_s": 20})
+    user.env["MGPU_TIMEOUTS"] = json.dumps({"provision_s": 20, "listing_s": 2})
     user.write(**ONE)
     user.aws.throttle(1.0, "CreateFleet")
     done = user.mgpu("launch", "--yes")

@@ -4,7 +4,7 @@ and nonsense (F21), a service that fails (F22). Judged by the bill, the commit l
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ class Told:
     machines: int  # that were ever billed
     left: dict[str, list[str]]
     output: str
+    old: str = ""  # EC2's state of the machine that was taken, when its replacement had trained and saved
 
 
 def judged(user: Operator, launch: Any, before: list[str]) -> Told:
@@ -69,6 +70,24 @@ def interrupted(
         launch.kill()
 
 
+def slowly_ended(user: Operator) -> Told:
+    """EC2 takes a machine, and it is `shutting-down` for minutes of the wall's clock."""
+    user.aws.pace(ending_s=400)
+    user.write(command=["count.py", "45", "0.25", "0", str(EVERY)], recovery={"attempts": 3, "wait_minutes": 2})
+    launch = user.start("launch", "--yes")
+    try:
+        until(lambda: user.run().get("checkpoint_step", -1) >= EVERY, 150)
+        before = user.ids
+        user.aws.kill(before[1])
+        until(lambda: any(entry.get("attempt") == 2 for entry in user.commits()), 150)
+        (found,) = user.aws.client("ec2").describe_instances(InstanceIds=[before[1]])["Reservations"]
+        user.aws.pace(ending_s=1)
+        user.aws.age(400)  # the run ends only when both have ended
+        return replace(judged(user, launch, before), old=found["Instances"][0]["State"]["Name"])
+    finally:
+        launch.kill()
+
+
 def rumours(user: Operator) -> Told:
     """Nothing is taken, whatever the metadata service says or does."""
     user.write(command=["count.py", "100", "0.25"])
@@ -94,12 +113,13 @@ STORIES = {
     "0 s": partial(interrupted, notice_s=0, rank=1),
     "none": partial(interrupted, notice_s=None, rank=0),
     "quota": partial(interrupted, notice_s=None, rank=1, dead_s=25),
+    "slow end": slowly_ended,
     "rumours": rumours,
 }
 
 
 @pytest.mark.drawn("whole runs on the fake AWS", "tests/failure/aws/conftest.py")
-@pytest.mark.parametrize("story", ["120 s", "2 s", "0 s", "none", "quota"])
+@pytest.mark.parametrize("story", ["120 s", "2 s", "0 s", "none", "quota", "slow end"])
 def test_a_taken_machine_is_replaced_alone_and_the_run_goes_on_from_its_newest_checkpoint(told, story):
     was = told(story)
     rank = 0 if story in ("120 s", "none") else 1
@@ -130,6 +150,11 @@ def test_a_quota_that_a_dead_machine_still_counts_against_is_waited_for(told):
     was = told("quota")
     assert f"quota {G_SPOT}" in was.output
     assert "asking again" in was.output
+
+
+@pytest.mark.story("slow end")
+def test_a_replacement_trains_while_the_machine_that_was_lost_is_still_ending(told):
+    assert told("slow end").old == "shutting-down"
 
 
 @pytest.mark.story("rumours")

@@ -19,8 +19,8 @@ What EC2 has:
     reserve, sell                     capacity reservations; Capacity Blocks, and what is on sale of them
     fewer                             a fleet comes with less than MinTargetCapacity
     image(region), base(region)       what machines are made of and stand on; unknown images are refused
-How fast it is:
-    pace(pending_s=, ending_s=, forget_s=), lag, pages, stubborn
+How fast it is: as slow as EC2 (see pace.py), on a clock that runs faster than the wall's
+    quick(), pace(pending_s=, ending_s=, forget_s=, ...), lag, pages, stubborn
     age(seconds)                      all that exists is that much older: what is due happens, also schedules
 What happens to machines:
     kill, interrupt, rebalance, stop  spot market and power-off
@@ -29,7 +29,7 @@ What happens to machines:
 True here and not in stock moto: client tokens, all of a launch template, all or nothing, single type and zone, the
 states between, terminated machines forgotten, placement groups, scores, spot history, Pricing, Service Quotas, deep-
 learning images, schedules carried out by their role's permissions, addresses that cannot be released in use, sessions.
-Not judged: IAM conditions (but the reaper's), security groups, MaxTotalPrice, fleets that are not instant.
+Not judged: IAM conditions (but the reaper's), security groups, fleets that are not instant.
 
 It ends with the process that started it. Requests are answered one at a time; its own waiting (hang) is not.
 """

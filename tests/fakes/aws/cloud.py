@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from fakes.aws.faults import Faults
 from fakes.aws.life import Life, Lives
+from fakes.aws.pace import realistic
 from fakes.aws.protocol import Call
-from fakes.aws.rules import Rules
+from fakes.aws.rules import About, Pool, Rules
 
 
 class Timers:
@@ -129,8 +130,9 @@ class NoMachines:
 class Cloud:
     """The fake's own state; the rest is in moto."""
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, scale: float = 1.0) -> None:
+        """`scale`: how much faster than the wall's its clock is, where a test says nothing of the pace."""
+        self.scale, self.lock = scale, threading.RLock()
         self.timers = Timers(self.lock)
         self.machines: Machines = NoMachines()
         self.clear()
@@ -139,7 +141,7 @@ class Cloud:
         """As new."""
         self.timers.clear()
         self.calls: list[tuple[float, Call]] = []
-        self.rules = Rules()
+        self.rules = Rules(**realistic(self.scale))
         self.faults = Faults()
         self.lives = Lives(self)
         self.tokens: dict[tuple[str, ...], tuple[str, Any]] = {}  # client token -> what was asked, the answer
@@ -150,6 +152,13 @@ class Cloud:
         self.groups: dict[tuple[str, str, str], Any] = {}  # placement groups by account, region, name
         self.reservations: dict[str, Any] = {}  # capacity reservations by id
         self.offerings: dict[str, dict[str, Any]] = {}  # of Capacity Blocks by id, as EC2 gives them
+
+    def emptied(self, pool: Pool) -> None:
+        """The spot market has taken a machine of this pool: for a while there is no other one."""
+        rules, none = self.rules, (About(pool.instance_type, pool.zone, pool.market), 0, "InsufficientInstanceCapacity")
+        if rules.emptied_s > 0 and pool.market == "spot":
+            rules.capacities.append(none)
+            self.timers.after(rules.emptied_s, lambda: rules.capacities.remove(none))
 
     def public_address(self) -> str:
         """One that nobody has; the first 254 are of the range for documentation."""

@@ -14,8 +14,10 @@ from typing import Any, BinaryIO
 from forks import Forked, Forks
 
 from fakes.aws import base, control, ecr, world
+from fakes.aws.pace import QUICK
 
 READY_S = 60.0
+SCALE, SCALE_ALONE = 300.0, 3000.0  # of its clock: with machines behind it, and without
 PROGRAMS = Path(__file__).with_name("programs")  # AWS's own, for users' machines: a folder for PATH
 _PROCESS = "fakes.aws.process"
 _FORKS = Forks(_PROCESS)  # moto alone takes 2 s of CPU
@@ -74,13 +76,21 @@ class FakeAws:
 
     @classmethod
     def start(
-        cls, folder: Path, machines: bool = False, *, all_regions: bool = False, engines: bool = False
+        cls,
+        folder: Path,
+        machines: bool = False,
+        *,
+        all_regions: bool = False,
+        engines: bool = False,
+        scale: float | None = None,
     ) -> FakeAws:
         """Starts one; what it complains about goes to `folder`/fake-aws.log. `all_regions`: else a few are enabled.
-        `engines`: the machine images bring Docker, as AWS's do, and ECR has a registry."""
+        `scale`: how much faster than the wall's its clock is (default: 300, and 3000 where nothing boots). `engines`:
+        the machine images bring Docker, as AWS's do, and ECR has a registry."""
         folder.mkdir(parents=True, exist_ok=True)
         wanted = {"--machines": machines, "--all-regions": all_regions, "--engines": engines}
-        arguments = [str(folder), *(flag for flag, on in wanted.items() if on)]
+        faster = scale or (SCALE if machines else SCALE_ALONE)
+        arguments = [str(folder), str(faster), *(flag for flag, on in wanted.items() if on)]
         (stdin, ours), (theirs, stdout) = os.pipe(), os.pipe()
         life = os.fdopen(ours, "wb")  # the fake ends when it is closed, by our end too
         with (folder / "fake-aws.log").open("ab") as log:
@@ -307,14 +317,18 @@ class FakeAws:
         """Has DescribeInstances show what was that long ago."""
         self.ask("set", name="lag_s", value=seconds)
 
+    def quick(self, **seconds: float) -> None:
+        """Has EC2 do all at once, and show it at once, but for what is named (`pace`'s words): for tests of single
+        calls, which have to say so."""
+        self.pace(**{**QUICK, **seconds})
+
     def pages(self, size: int) -> None:
         """Has DescribeInstances give at most so many machines a page."""
         self.ask("set", name="page", value=size)
 
     def pace(self, **seconds: float) -> None:
-        """Sets `pending_s`, `ending_s` (shutting-down), `forget_s` (how long terminated machines are shown),
-        `dead_count_s` (how long they count against their quota), `agent_s` and `agent_flaps_s` (until a running machine
-        has registered with Systems Manager, and until sessions with it can begin)."""
+        """Sets what `pace.Pace` has, and `forget_s` (how long terminated machines are shown), in seconds of the wall's
+        clock."""
         for name, value in seconds.items():
             self.ask("set", name=name, value=value)
 

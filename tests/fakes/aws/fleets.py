@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,8 +105,15 @@ def _grant(cloud: Cloud, backend: Any, tries: list[Try], total: int, options: Da
             continue
         if first and _apart(first, one.pool, options):
             continue
+        left = min(left, _paid_for(cloud, one.pool, options))
         one.count, one.refusal = launch.granted(cloud, one.pool, one.subnet, left, one.max_usd, held)
         first = first or (one.pool if one.count else None)
+
+
+def _paid_for(cloud: Cloud, pool: Pool, options: Data) -> int:
+    """Machines that MaxTotalPrice pays for."""
+    most_usd = options.get("MaxTotalPrice")
+    return sys.maxsize if most_usd is None else int(float(most_usd) / cloud.rules.usd(pool))
 
 
 def _as_fleets_say(refusal: EC2ClientError) -> EC2ClientError:

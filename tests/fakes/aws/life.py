@@ -93,7 +93,7 @@ class Lives:
         life = Life(instance, pool, usd, locked, reservation)
         self.by_id[instance.id] = life
         life.enter("pending")
-        self.cloud.timers.after(self.cloud.rules.pending_s, lambda: self._run(life))
+        self.cloud.timers.after(self.cloud.rules.starts_s(pool), lambda: self._run(life))
         self.cloud.machines.start(life)
 
     def _run(self, life: Life) -> None:
@@ -107,6 +107,8 @@ class Lives:
         if life.state in ("shutting-down", "terminated"):
             return
         life.reason = reason
+        if reason == BY_SPOT:
+            self.cloud.emptied(life.pool)
         life.enter("shutting-down")
         self.cloud.machines.end(life)
         self.cloud.timers.after(self.cloud.rules.ending_s, lambda: self._ended(life))

@@ -40,7 +40,8 @@ class Operator:
         self.aws, self.root, self.folder = aws, root, root / "mine"
         kept = {name: value for name, value in environment(aws).items() if not name.startswith(_AMBIENT)}
         folders = {f"XDG_{kind.upper()}_HOME": str(root / kind) for kind in _KINDS}
-        self.env = {**kept, **aws.env, **folders, "TMPDIR": str(root / "tmp"), **variables}
+        soon = {"MGPU_TIMEOUTS": json.dumps({"sold_out_s": 2})}  # the fake's clock runs faster than the wall's
+        self.env = {**kept, **aws.env, **folders, "TMPDIR": str(root / "tmp"), **soon, **variables}
         for folder in (self.folder, root / "tmp"):
             folder.mkdir(parents=True)
         self.mgpu("init").check_returncode()

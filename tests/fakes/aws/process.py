@@ -1,5 +1,5 @@
-"""The fake's process: `python -m fakes.aws.process FOLDER [--machines [--engines]] [--all-regions]`; it ends with its
-input."""
+"""The fake's process: `python -m fakes.aws.process FOLDER SCALE [--machines [--engines]] [--all-regions]`; it ends with
+its input."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main() -> None:
     if machines:
         world.enter()  # before any thread starts
         listeners.append(bound("0.0.0.0", port))
-    cloud = Cloud()
+    cloud = Cloud(float(sys.argv[2]))
     images.install()
     buckets.install()
     ec2.install(cloud)

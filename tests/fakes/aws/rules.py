@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from moto.ec2.models.availability_zones_and_regions import RegionsAndZonesBackend
 
 from fakes.aws import market
+from fakes.aws.pace import Pace
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,22 @@ class About:
 
 
 @dataclass
-class Rules:
+class Rules(Pace):
     """The newest rule about a pool is the one that holds."""
 
     capacities: list[tuple[About, int | None, str]] = field(default_factory=list)
     prices: list[tuple[About, float]] = field(default_factory=list)
     quotas: dict[str, float] = field(default_factory=dict)
-    pending_s: float = 0.1
-    ending_s: float = 0.1
-    forget_s: float = 3600.0
-    dead_count_s: float = 0.0  # how long an ended machine still counts against its quota
-    agent_s: float = 0.1  # from running until the agent of Systems Manager has registered
-    agent_flaps_s: float = 0.2  # and until sessions can begin
-    lag_s: float = 0.0
+    forget_s: float = 3600.0  # on the wall's clock: what was made long ago, mgpu tells by that
     page: int = 1000
     fewer: list[int] = field(default_factory=list)
     stubborn: int = 0
     unpaid_s: float = 0.0  # how long a Capacity Block that was bought is payment-pending
     new_offering_ids: bool = False  # each question gives offerings of Capacity Blocks new ids
+
+    def starts_s(self, pool: Pool) -> float:
+        """From the grant of a machine until it runs."""
+        return self.metal_s if ".metal" in pool.instance_type else self.pending_s
 
     def capacity(self, pool: Pool) -> tuple[int | None, str]:
         """How many machines of the pool can run at once (None: any), and the code that says there are no more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from fakes.aws import buckets, images, ledger, reservations
 from fakes.aws.cloud import Cloud
 from fakes.aws.faults import ACCOUNT, Fault
 from fakes.aws.life import BY_ITSELF, BY_SPOT, Life
+from fakes.aws.pace import Pace
 from fakes.aws.rules import About
 from fakes.aws.sessions import Sessions
 
@@ -59,6 +61,7 @@ class _Market:
 
     def verbs(self) -> dict[str, Verb]:
         told = {"capacity": self.capacity, "price": self.price, "quota": self.quota, "set": self.set}
+        told |= {"pace": self.pace}
         return {**told, "reserve": self.reserve, "sell": self.sell}
 
     def reserve(self, begins_s: float, hours: float | None, zone: str, **wanted: Any) -> str:
@@ -96,6 +99,9 @@ class _Market:
     def quota(self, code: str, vcpus: float) -> None:
         self.cloud.rules.quotas[code] = vcpus
 
+    def pace(self) -> dict[str, float]:
+        return {each.name: getattr(self.cloud.rules, each.name) for each in fields(Pace)}
+
     def set(self, name: str, value: Any) -> None:
         if name == "fewer":
             self.cloud.rules.fewer.append(value)
@@ -130,6 +136,7 @@ class _Machines:
     def interrupt(self, instance_id: str, seconds: float) -> None:
         life = self.life(instance_id)
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))
+        self.cloud.emptied(life.pool)
         self.cloud.machines.notice(life, "spot/instance-action", {"action": "terminate", "time": at})
         self.cloud.timers.after(seconds, lambda: self.cloud.lives.end(life, BY_SPOT))
 

@@ -767,6 +767,65 @@ def test_what_a_dead_process_asked_for_is_waited_for_until_it_would_show(bench: 
     assert len(bench.double.machines) == 2
 
 
+class Recalling(Double):
+    """One that tells of a token what it has made before `find` shows it, and makes nothing by it from then on."""
+
+    def recall(self, request: FleetRequest, intent: Intent, ranks: tuple[int, ...]) -> Handle | None:
+        if intent.token not in self.asked:
+            self.asked[intent.token] = (request.model_copy(update={"owner": "nobody"}), intent.offer)
+        elif self.asked[intent.token][0] != request:
+            raise Conflict("the token was used with other parameters")
+        made = any(machine.token == intent.token for machine in self.machines.values())
+        return self._handle(intent.token) if made else None
+
+
+@pytest.fixture
+def recalling(bench: Bench) -> Bench:
+    bench.double = Recalling(bench.clock)
+    lagging(bench, 300)
+    return bench
+
+
+def test_what_a_dead_process_asked_for_is_told_by_its_token_before_it_shows(recalling: Bench):
+    token = crash(recalling, offer())
+    recalling.clock.now += 2
+    made = recalling.acquire(offer("g5.small"), offer())
+    assert (made.handle.token, len(recalling.double.machines)) == (token, 2)
+    assert recalling.clock.now < 30
+
+
+def test_a_token_that_a_dead_process_never_asked_by_is_used_up_and_costs_no_wait(recalling: Bench):
+    token = crash(recalling, offer())
+    recalling.double.machines.clear()
+    recalling.double.asked.clear()
+    made = recalling.acquire(offer())
+    assert made.handle.token != token
+    assert (made.tried, len(recalling.double.machines)) == ((), 2)
+    assert recalling.clock.now < 30
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_cancel_after_a_lost_answer_asks_what_the_token_has_made(recalling: Bench, made: bool):
+    lost = [Transient("the answer was lost")]
+    recalling.double.before_create, recalling.double.after_create = ([], lost) if made else (lost, [])
+    original = recalling.clock.sleep
+    recalling.clock.sleep = lambda seconds: (recalling.cancelled.set(), original(seconds))[1]
+    with pytest.raises(Interrupted):
+        recalling.acquire(offer())
+    assert (len(recalling.double.machines), recalling.double.billed) == (2 if made else 0, [])
+    assert recalling.clock.now < 30
+
+
+def test_a_provider_without_a_word_on_a_token_is_looked_at_until_it_would_show(recalling: Bench):
+    recalling.double.recall = lambda *_: (_ for _ in ()).throw(Conflict("somebody's"))  # type: ignore[method-assign]
+    recalling.double.after_create = [Transient("the answer was lost")]
+    recalling.double.before_create = [None, AuthError("expired")]
+    with pytest.raises(AuthError):
+        recalling.acquire(offer())
+    assert (len(recalling.double.machines), recalling.double.billed) == (2, [])
+    assert recalling.clock.now >= 300
+
+
 def test_an_intent_that_is_old_enough_costs_no_wait(bench: Bench):
     lagging(bench, 30)
     crash(bench, offer())

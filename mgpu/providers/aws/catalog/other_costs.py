@@ -17,6 +17,10 @@ class _Prices(NamedTuple):
     gp3_gib_month: float = 0.08
     gp3_iops_month: float = 0.005  # beyond 3000
     gp3_mib_s_month: float = 0.04  # beyond 125
+    # once, for each GiB of a snapshot's data and each MiB/s, by the formula of
+    # https://docs.aws.amazon.com/ebs/latest/userguide/initalize-volume.html#consistent-rate-billing; the figure is what
+    # users tell, 0.0036 a GiB at 300 MiB/s
+    initialization_gib_mib_s: float = 0.0036 / 300
     io2_gib_month: float = 0.125
     io2_iops_month: tuple[tuple[int, float], ...] = ((32_000, 0.065), (64_000, 0.0455), (256_000, 0.03185))  # up to
     address_hour: float = 0.005
@@ -44,6 +48,10 @@ def other_costs(
     monthly = needed.nodes * _of_disk(disk, needed.disk_gib)
     disks = f"disks, {needed.nodes} x {needed.disk_gib} GiB {disk.type}"
     yield Cost(what=disks, usd=monthly / _HOURS, per="hour", estimate=offer.region != OF)
+    if disk.initialization_mib_s:
+        usd = needed.nodes * disk.initialization_mib_s * PRICES.initialization_gib_mib_s
+        what = f"machine image read in at {disk.initialization_mib_s} MiB/s, {needed.nodes} x at each start"
+        yield Cost(what=what, usd=usd, per="GiB of its data", estimate=True)
     if options.address == "public":
         usd = needed.nodes * PRICES.address_hour
         yield Cost(what=f"public IPv4 addresses, {needed.nodes}", usd=usd, per="hour")

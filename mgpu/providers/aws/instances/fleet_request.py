@@ -20,6 +20,7 @@ from mgpu.providers.base import FleetRequest
 
 _MOST_AT_LEAST = 1000  # that MinTargetCapacity takes
 _PRICE_STEPS = 1e5  # of a dollar, in which a price is told
+_NO_PRICE = "0.00001"  # dollars an hour: no machine is sold for that
 Parameters = dict[str, Any]
 
 
@@ -74,9 +75,10 @@ class Order:
         return names.CAPACITY_BLOCK if reserved and reserved.prepaid else self.offer.market
 
     def clustered(self, kind: Kind) -> bool:
-        """Whether the gang gets a placement group; the replacement of one machine would be alone in its. A reservation
-        stands where it stands: a Capacity Block is close together without a group."""
-        several = kind.cluster and len(self.ranks) > 1 and self.options.network == "auto"
+        """Whether the gang gets a placement group: where it talks by EFA. All others would only find fewer machines in
+        one. The replacement of one machine would be alone in its. A reservation stands where it stands: a Capacity
+        Block is close together without a group."""
+        several = kind.cluster and len(self.ranks) > 1 and self.cards(kind) > 0
         return several and self.offer.reservation is None
 
     def group(self, kind: Kind) -> str:
@@ -169,6 +171,19 @@ def fleet(order: Order, place: Place) -> Parameters:
     }
 
 
+def for_nothing(asked: Parameters) -> Parameters:
+    """The same call for machines at a price at which there are none."""
+    changed = dict(asked)
+    if "OnDemandOptions" in asked:
+        changed["OnDemandOptions"] = {**asked["OnDemandOptions"], "MaxTotalPrice": _NO_PRICE}
+    if "SpotOptions" in asked:
+        changed["LaunchTemplateConfigs"] = [
+            {**config, "Overrides": [{**pool, "MaxPrice": _NO_PRICE} for pool in config["Overrides"]]}
+            for config in asked["LaunchTemplateConfigs"]
+        ]
+    return changed
+
+
 def _reserved(order: Order) -> Parameters:
     """Machines of a reservation start in it or not at all."""
     if order.offer.reservation is None:
@@ -199,7 +214,11 @@ def _machine_marks(order: Order, host_key: HostKey, hard_cap_at: int) -> dict[st
 
 
 def _disk(image: MachineImage, gib: int, wanted: Disk) -> Parameters:
-    speed = {"Iops": wanted.iops, "Throughput": wanted.throughput_mib_s}
+    speed = {
+        "Iops": wanted.iops,
+        "Throughput": wanted.throughput_mib_s,
+        "VolumeInitializationRate": wanted.initialization_mib_s,
+    }
     ebs = {
         "VolumeSize": max(gib, image.root_gib),
         "VolumeType": wanted.type,

@@ -34,7 +34,7 @@ from mgpu.providers.aws import names
 from mgpu.providers.aws.catalog import quotas
 from mgpu.providers.aws.failures import calling, code_of, refusal
 from mgpu.providers.aws.instances import equip, listing, machine_image, machines, network, teardown
-from mgpu.providers.aws.instances.fleet_request import Order, fleet, template
+from mgpu.providers.aws.instances.fleet_request import Order, fleet, for_nothing, template
 from mgpu.providers.aws.instances.user_data import HostKey
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import Handle, Intent
@@ -73,6 +73,37 @@ def launch(account: Account, order: Order) -> Handle:
         _end(account, order, [name for name in made.ids if name])
         raise
     return _handle(order, made.ids, made.made_at)
+
+
+def recall(account: Account, order: Order) -> Handle | None:
+    """What EC2 has made by this order's token, by CreateFleet's own word, which comes minutes before listings show
+    machines. None: nothing, and nothing ever: the token is used up.
+
+    First the token is used for a call that asks for the same at a price for which there is nothing. Where EC2 knows it,
+    that is refused (IdempotentParameterMismatch), and only then the first call is repeated, which makes no second gang:
+    https://docs.aws.amazon.com/ec2/latest/devguide/ec2-api-idempotency.html. In a reservation there are no prices, and
+    a machine costs nothing more.
+
+    Raises:
+        ProviderError: there is no such word.
+    """
+    from botocore.exceptions import ClientError
+
+    ec2 = account.client("ec2", order.region)
+    asked = fleet(order, network.find(account, order.options, order.offer, len(order.ranks)))
+    with calling(f"{order.what}, asked once more what came of it", order.region, scope="zone"):
+        try:
+            answer = ec2.create_fleet(**(asked if order.offer.reservation else for_nothing(asked)))
+        except ClientError as error:
+            if code_of(error) != "IdempotentParameterMismatch":
+                raise
+            answer = ec2.create_fleet(**asked)
+    ids = _ids(answer)
+    return _handle(order, _ranked(order, ids), time.time()) if ids else None
+
+
+def _ids(answer: dict[str, Any]) -> list[str]:
+    return [name for each in answer.get("Instances", ()) for name in each.get("InstanceIds", ())]
 
 
 def _require_begun(order: Order) -> None:
@@ -179,7 +210,7 @@ def _ask(account: Account, order: Order, where: network.Place) -> list[str]:
         raise Transient(error.what, error.why, "The same call finds what was made.", scope="zone") from error
     except QuotaExceeded as error:
         raise _quota(order, error.why) from error
-    ids = [name for each in answer.get("Instances", ()) for name in each.get("InstanceIds", ())]
+    ids = _ids(answer)
     errors = answer.get("Errors", ())
     if len(ids) < len(order.ranks):
         if not ids and not errors:

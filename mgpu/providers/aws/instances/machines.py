@@ -23,7 +23,6 @@ from mgpu.providers.aws.options import Options
 from mgpu.providers.aws.session import Account
 from mgpu.providers.base import GOING, FleetState, Handle, Intent, NodePhase, NodeState
 
-LAG_S = 300.0  # EC2 may not show for "a few minutes" what it has made
 USER = "ubuntu"  # of the deep-learning machine images
 PYTHON = "/opt/pytorch/bin/python3"  # of the deep-learning machine images with PyTorch
 _TAG_CHARACTERS = 256
@@ -160,11 +159,11 @@ def forgotten(account: Account, handle: Handle) -> bool:
         AuthError: the credentials are of another account, which knows nothing of these machines.
     """
     _require_the_account(account, handle)
-    if time.time() - handle.made_at <= LAG_S:
+    if time.time() - handle.made_at <= names.LAG_S:
         return False
     answer = listing.templates(account, handle.region, names.template(handle.token))
     made_at = max((each["CreateTime"].timestamp() for each in answer["LaunchTemplates"]), default=0.0)
-    return _told_at(answer) - made_at > LAG_S
+    return _told_at(answer) - made_at > names.LAG_S
 
 
 def _require_the_account(account: Account, handle: Handle) -> None:

@@ -56,6 +56,12 @@ def test_a_faster_disk_costs_what_its_speed_does(disk: dict[str, Any], usd_a_mon
     assert math.isclose(disks.usd * MONTH_S / 3600, 4 * usd_a_month)
 
 
+def test_a_machine_image_that_is_read_in_at_a_promised_speed_is_billed_by_its_data():
+    once = the(costs(disk=json.dumps({"initialization_mib_s": 300})), "read in")
+    assert (once.per, math.isclose(once.usd, 4 * 0.0036)) == ("GiB of its data", True)
+    assert not [each for each in costs() if "read in" in each.what]
+
+
 def test_public_addresses_are_billed_where_nodes_have_them():
     assert math.isclose(the(costs(), "IPv4").usd, 4 * PRICES.address_hour)
     for address in ("private", "ssm"):

@@ -333,7 +333,7 @@ def test_agents_that_were_started_already_end_before_the_next_attempt_begins(pro
     assert record.load("run-1").attempt == 2
 
 
-def test_a_repair_waits_for_capacity_also_where_another_one_began_it(project, dead, monkeypatch):
+def test_a_repair_waits_for_capacity_also_where_another_one_began_it(project, dead):
     found = dead(State.REPAIRING, spec=RECOVERS.replace("0}", "1}"), recoveries=1, interruptions=[broken()])
     refusals = [NoCapacity("none today"), None]
 
@@ -342,7 +342,7 @@ def test_a_repair_waits_for_capacity_also_where_another_one_began_it(project, de
         if refusal is not None:
             raise refusal
 
-    monkeypatch.setattr("mgpu.run.lifecycle.capacity_wait.PAUSE_S", 0.0)
+    project.world.timeouts = project.world.timeouts.model_copy(update={"sold_out_s": 0.0})
     project.world.hooks["up"] = up
     assert taken_over(project, found).exit_code == 0
     assert refusals == []

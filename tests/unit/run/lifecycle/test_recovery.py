@@ -9,7 +9,7 @@ import pytest
 from mgpu_train.agent.status.status import Fault
 
 from mgpu.errors import AuthError, ConnectionFailed, HostKeyMismatch, Interrupted, NoCapacity, QuotaExceeded
-from mgpu.run.lifecycle.capacity_wait import JITTER, PAUSE_MOST_S, PAUSE_S
+from mgpu.run.lifecycle.capacity_wait import JITTER, PAUSE_MOST
 from mgpu.run.lifecycle.recovery import WITHOUT_PROGRESS, Attempts
 from mgpu.run.record import record
 from mgpu.run.record.folder import Folder
@@ -169,9 +169,10 @@ def test_whoever_asks_for_the_end_does_not_wait_for_capacity(world):
 
 
 def test_no_capacity_is_asked_for_again_until_wait_minutes(world):
+    pause_s = world.timeouts.sold_out_s
     script = Script(world, [LOST, DONE], [NoCapacity("none today"), NoCapacity("none today"), None])
     assert script.run().succeeded
-    assert JITTER[0] * 3 * PAUSE_S <= script.now <= JITTER[1] * 3 * PAUSE_S
+    assert JITTER[0] * 3 * pause_s <= script.now <= JITTER[1] * 3 * pause_s
     hopeless = Script(world, [LOST, DONE], [NoCapacity("none today")], wait_minutes=1)
     with pytest.raises(NoCapacity):
         hopeless.run()
@@ -193,7 +194,8 @@ def test_where_the_place_is_sold_out_the_fleet_moves_after_a_while(world, wait_m
     script.moves = [None]
     assert script.run().succeeded
     assert script.moved == 1
-    assert stays_s <= script.now < stays_s + PAUSE_MOST_S * JITTER[1], "at the first time that it asks after that"
+    longest_s = PAUSE_MOST * world.timeouts.sold_out_s * JITTER[1]
+    assert stays_s <= script.now < stays_s + longest_s, "at the first time that it asks after that"
     assert script.repaired >= 3, "before, its own place was asked for one machine"
 
 
