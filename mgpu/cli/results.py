@@ -218,6 +218,7 @@ class Reconciled(Result):
     dry_run: bool
     due: list[Due] = Field(description="times of schedules of which something has become")
     stopped: list[str] = Field(description="runs that were asked to end, to make room for a later time")
+    told: list[str] = Field(description="runs that are over, of which nobody was told by whoever ended them")
     runs: list[LookedAfter]
     queued: list[QueuedRun] = Field(description="that stay queued, in their order")
     swept: list[str] = Field(description="fleets that nothing stood for: gone, confirmed by their provider")

@@ -394,7 +394,7 @@ def _install_at_aws(console: Console, every: float, image: str | None, boundary:
         console.say("installed")
     by_hand = [
         f"aws logs tail {stack.name} --follow --region {found.region}    what the passes said",
-        *(f"export {name}=..., and this again; without it runs wait, and sinks are silent" for name in found.missing),
+        *(f"export {name}=..., and this again; without it runs and messages wait" for name in found.missing),
     ]
     _tell(console, "aws", {}, (), by_hand, dry_run=dry_run, changes=lines)
     console.next(*by_hand)

@@ -61,7 +61,8 @@ class DueTime:
     metrics: dict[str, float] = field(default_factory=dict)
     code: str = ""  # the commit that its run has; empty: what the schedule has kept, or none yet
     checks: list[Check] = field(default_factory=list)  # whether it is as expected
-    told: str = ""  # that it was missed: which pass has told it
+    told: str = ""  # that it was missed: which pass tells it
+    telling_since: float = 0.0  # and since when, until that pass has made sure of it; 0: it has
     owes: bool = False  # its run has left something to give back: `spent_usd` may not be all yet
 
     @property

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import pytest
 
 from mgpu.run.record.record import Check, Record, Spent, State
-from mgpu.schedule.decide import HISTORY, Seen, advanced, by_hand, decide, telling, untold
+from mgpu.schedule.decide import HISTORY, SURE_S, Seen, advanced, by_hand, decide, events, telling, told, untold
 from mgpu.schedule.model import DueTime, IfRunning, Outcome, Schedule, parsed
 from mgpu.schedule.nights import compared_with
 from mgpu.words import seconds_of
@@ -152,6 +152,25 @@ def test_that_times_were_missed_is_told_by_who_writes_it_down_and_once():
     assert telling(after, "you", world.now) == after
     assert parsed(after.to_json(), "nightly") == after
     assert untold(world.schedule, world.now + 2 * DAY) == [], "by then it is no news"
+
+
+def test_who_dies_before_it_has_made_sure_of_what_it_tells_is_followed_by_another_that_tells_the_same():
+    world = World(schedule())
+    world.look(days=2, hours=12)
+    begun = telling(world.schedule, "me", world.now)
+
+    def missed(found, seconds: float) -> tuple[Schedule, ...]:
+        return decide({"nightly": found}, {}, world.runs.get, world.now + seconds).missed
+
+    ((whose, event),) = events(begun, "me", world.now)
+    assert (whose, event.times, event.due_at) == ("me", 3, begun.history[2].at)
+    assert missed(begun, SURE_S - 1) == (), "it may be at it"
+    assert events(begun, "you", world.now + SURE_S - 1) == []
+    assert missed(begun, SURE_S + 1) == (begun,)
+    assert events(telling(begun, "you", world.now + SURE_S + 1), "you", world.now + SURE_S + 1) == [("me", event)]
+    assert missed(told(begun, "me"), SURE_S + 1) == ()
+    assert missed(begun, 2 * DAY) == (), "by then it is no news"
+    assert parsed(begun.to_json(), "nightly") == begun
 
 
 @pytest.mark.parametrize(
