@@ -15,7 +15,7 @@ from typing import Any
 from mgpu.events import ScheduleMissed
 from mgpu.run.fleet.reuse import Kept
 from mgpu.run.record.record import Record, State
-from mgpu.schedule.model import DueTime, IfRunning, Outcome, Schedule
+from mgpu.schedule.model import DueTime, IfMissed, IfRunning, Outcome, Schedule
 from mgpu.schedule.queue import Queued, line_up
 from mgpu.words import duration
 
@@ -242,7 +242,7 @@ def _cost(record: Record, now: float) -> float | None:
 
 def _arrived(schedule: Schedule, now: float) -> Iterator[DueTime]:
     """The times that have come since it was looked last: the newest of those that are not too late is to be started,
-    and stands last."""
+    and stands last; where all are, it is if the schedule says so."""
     known = schedule.decided_until
     arrived, before = schedule.times.between(known, now, HISTORY)
     arrived = [*takewhile(lambda at: schedule.start_at(at) <= now, arrived)]
@@ -252,6 +252,8 @@ def _arrived(schedule: Schedule, now: float) -> Iterator[DueTime]:
         due = DueTime(at, Outcome.STARTING, now)
         if schedule.paused:
             due.outcome, due.reason = Outcome.SKIPPED, "the schedule was paused"
+        elif now - at > schedule.start_within_s and at == arrived[-1] and schedule.if_missed is IfMissed.LATEST:
+            due.caught_up, due.reason = True, f"nobody looked until {duration(now - at)} later"
         elif now - at > schedule.start_within_s:
             due.outcome, due.reason = Outcome.MISSED, _late(schedule, now - at)
             if before and at == arrived[0]:
@@ -299,7 +301,7 @@ def _free_one(schedule: Schedule, now: float) -> None:
             continue
         if schedule.paused:
             due.outcome, due.reason, due.run_id = Outcome.SKIPPED, "the schedule was paused", ""
-        elif now - due.at > schedule.start_within_s:
+        elif now - (due.decided_at if due.caught_up else due.at) > schedule.start_within_s:
             over = f"run {busy.run_id} was not over" if busy else _late(schedule, now - due.at)
             due.outcome, due.reason, due.run_id = Outcome.MISSED, f"{over} in time", ""
             due.decided_at = now
