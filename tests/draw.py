@@ -51,7 +51,11 @@ SERVES = {
     "tests/e2e/test_thirty_nights.py": ("mgpu/schedule",),
     "tests/e2e/test_image": ("mgpu/image", "images"),
     "tests/emulated/": ("mgpu/providers/aws", "mgpu/iac/aws", "tests/fakes/aws"),
-    "tests/emulated/test_operator_image.py": ("images/operator", "mgpu/schedule/kubernetes.py", "mgpu/schedule/callers.py"),
+    "tests/emulated/test_operator_image.py": (
+        "images/operator",
+        "mgpu/schedule/kubernetes.py",
+        "mgpu/schedule/callers",
+    ),
     "tests/examples/": ("examples",),
     "tests/newcomers/": ("train/mgpu_train/agent/phases/outputs.py",),
     "tests/failure/test_operator_gone.py": ("mgpu/providers/lease.sh",),

@@ -68,7 +68,8 @@ set -e
 hierarchy=$(awk '$3 == "cgroup2" { print $2; exit }' /proc/mounts)
 own=$hierarchy/$1; shift
 mkdir "$own"; echo $$ > "$own/cgroup.procs"
-timeout --kill-after=5 LIMIT unshare --mount --propagation private --cgroup --pid --fork --kill-child --mount-proc sh -euc "$@" && rc=0 || rc=$?
+apart="unshare --mount --propagation private --cgroup --pid --fork --kill-child --mount-proc"
+timeout --kill-after=5 LIMIT $apart sh -euc "$@" && rc=0 || rc=$?
 echo $$ > "$hierarchy/cgroup.procs"
 until find "$own" -depth -type d -exec rmdir {} + 2>/dev/null; do sleep 0.1; done
 exit $rc
