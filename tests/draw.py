@@ -54,7 +54,7 @@ SERVES = {
     "tests/emulated/test_operator_image.py": (
         "images/operator",
         "mgpu/schedule/kubernetes.py",
-        "mgpu/schedule/callers",
+        "mgpu/schedule/callers.py",
     ),
     "tests/examples/": ("examples",),
     "tests/newcomers/": ("train/mgpu_train/agent/phases/outputs.py",),
