@@ -8,7 +8,21 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import aws_scale, checkpoint, fanout, image, overhead, reconcile, recovery, size, startup, sync, train, up
+from bench import (
+    aws_scale,
+    checkpoint,
+    cron,
+    fanout,
+    image,
+    overhead,
+    reconcile,
+    recovery,
+    size,
+    startup,
+    sync,
+    train,
+    up,
+)
 
 BENCHES = {
     "startup": startup.main,
@@ -21,6 +35,7 @@ BENCHES = {
     "sync": sync.main,
     "up": up.main,
     "fanout": fanout.main,
+    "cron": cron.main,
 }
 LONG = {"checkpoint": checkpoint.main, "train": train.main}  # in parts
 

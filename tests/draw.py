@@ -45,12 +45,17 @@ SLOW_S, QUICK_S = 1.0, 0.6  # a test gets onto the list at the first, and off it
 SERVES = {
     "tests/contract/": ("mgpu/providers", "train/mgpu_train/store"),
     "tests/e2e/test_aws.py": ("mgpu/providers/aws", "mgpu/iac/aws"),
+    "tests/e2e/test_callers.py": ("mgpu/schedule/callers.py",),
     "tests/e2e/test_demo_aws.py": ("demo_aws.py",),
     "tests/e2e/test_demo_nightly.py": ("demo_nightly.py", "examples/nightly"),
     "tests/e2e/test_thirty_nights.py": ("mgpu/schedule",),
     "tests/e2e/test_image": ("mgpu/image", "images"),
     "tests/emulated/": ("mgpu/providers/aws", "mgpu/iac/aws", "tests/fakes/aws"),
-    "tests/emulated/test_operator_image.py": ("images/operator", "mgpu/schedule/kubernetes.py"),
+    "tests/emulated/test_operator_image.py": (
+        "images/operator",
+        "mgpu/schedule/kubernetes.py",
+        "mgpu/schedule/callers.py",
+    ),
     "tests/examples/": ("examples",),
     "tests/newcomers/": ("train/mgpu_train/agent/phases/outputs.py",),
     "tests/failure/test_operator_gone.py": ("mgpu/providers/lease.sh",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from mgpu.events import Warned
 
 if TYPE_CHECKING:
     from mgpu.cli.results import Reconciled
+    from mgpu.run.record.record import Record
     from mgpu.schedule.model import Schedule
     from mgpu.schedule.reconcile import Report, Teller
     from mgpu.sinks.delivery import Makers
@@ -38,7 +38,7 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
     """
     from mgpu.run.record.signals import Interrupts
     from mgpu.schedule.reconcile import Reconciler
-    from mgpu.sinks.delivery import Delivery, tell_again
+    from mgpu.sinks.delivery import Delivery, of_record, tell_again
 
     if watch and watch_s is not None:
         raise InputError("either --for or --watch is given, not both", "", "Give one of them.")
@@ -52,15 +52,22 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
         except Exception as error:  # noqa: BLE001  no sink is worth a pass
             console.emit(Warned(f"{whose}: nobody is told from here that it has missed a time: {error}"))
             return None
-        return lambda event: delivery.tell(whose, lambda: {n: lambda s=s: s for n, s in sinks.items()}, event)
+        makers = {name: lambda made=made: made for name, made in sinks.items()}
+        return lambda event, done: delivery.tell(whose, lambda: makers, event, done)
 
-    reconciler = Reconciler(wiring.context(console), _ALWAYS_S if watch else watch_s or 0.0, teller=teller)
+    def tell_end(record: Record) -> None:
+        from mgpu.run.lifecycle.outcome import endings  # takes long to import
+
+        for event in endings(record):
+            delivery.tell(f"run {record.run_id}", lambda: of_record(record.run_id, once=True), event)
+
+    context, lasts_s = wiring.context(console), _ALWAYS_S if watch else watch_s or 0.0
+    reconciler = Reconciler(context, lasts_s, teller=teller, tell_end=tell_end)
     try:
         with Interrupts(leave=True).installed():
             report = reconciler.look() if dry_run else reconciler.work()
             if not dry_run:
-                tell_again(console.emit)
-                _tell_schedules_again(console)
+                tell_again(console.emit, _sinks_by_key)
     except KeyboardInterrupt:
         console.done()
         console.say("left: runs are as they are", "yellow")
@@ -88,18 +95,16 @@ def _sinks_of(schedule: Schedule) -> Makers:
     from mgpu.sinks.delivery import of_submission
 
     folder = kept.folder(schedule)
-    files.bring_folder(folder, f"{schedule.submission}/")
-    return of_submission(folder, Path(schedule.run["project_base"]))
+    if not (folder / files.RUN_FILE).exists():
+        files.bring_run_file(folder, f"{schedule.submission}/")
+    return of_submission(folder, schedule.submission, Path(schedule.run["project_base"]))
 
 
-def _tell_schedules_again(console: Console) -> None:
+def _sinks_by_key(whose: str) -> Makers:
     from mgpu.schedule import kept
-    from mgpu.sinks import delivery, telling
 
-    waiting = {*telling.waiting(kept.submissions())}
-    for schedule in kept.every().schedules.values() if waiting else ():
-        if kept.folder(schedule).name in waiting:
-            delivery.again(f"schedule {schedule.name}", partial(_sinks_of, schedule), console.emit)
+    found = next((each for each in kept.every().schedules.values() if each.submission == whose), None)
+    return _sinks_of(found) if found else {}
 
 
 class _Told(MgpuError):
@@ -117,6 +122,7 @@ def _show(console: Console, report: Report, *, dry_run: bool) -> None:
     waits = {each.need.run_id: each.said.get("reason") for each in report.looked if each.state == "queued"}
     rows = [(f"schedule {s.name}", f"{s.times.words(due.at)}: {due.outcome}", due.reason) for s, due in report.due]
     rows += [(f"run {run}", "asked to end", "a later time of its schedule is due") for run in report.stopped]
+    rows += [(f"run {run}", "told", "it is over, and who ended it has not told it") for run in report.over]
     rows += [
         (f"run {each.run_id}", ends.get(each.run_id, "to be looked after"), waits.get(each.run_id) or each.why)
         for each in report.needs
@@ -142,6 +148,7 @@ def _result(report: Report, *, dry_run: bool) -> Reconciled:
         dry_run=dry_run,
         due=[results.Due.of(schedule.name, due) for schedule, due in report.due],
         stopped=report.stopped,
+        told=report.over,
         runs=runs,
         queued=[results.QueuedRun.of(each) for each in report.waiting],
         swept=report.swept,

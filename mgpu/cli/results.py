@@ -116,6 +116,7 @@ class ScheduleView(Value):
     timezone: str
     if_running: str = Field(description="skip, queue or replace")
     start_within_s: float = Field(description="of its time; later it is missed")
+    if_missed: str = Field(description="none or latest: which of the times that were missed is started after all")
     jitter_s: float
     code_from: str | None = Field(description="git+URL@REF whose code each run has; null: what was kept")
     paused: bool
@@ -134,6 +135,7 @@ class ScheduleView(Value):
         coming = list(islice(schedule.times.after(time.time()), 5))
         shown = {
             "if_running": str(schedule.if_running),
+            "if_missed": str(schedule.if_missed),
             "run_file": str(schedule.run.get("run_file")),
             "code_from": schedule.code_from or None,
         }
@@ -218,6 +220,7 @@ class Reconciled(Result):
     dry_run: bool
     due: list[Due] = Field(description="times of schedules of which something has become")
     stopped: list[str] = Field(description="runs that were asked to end, to make room for a later time")
+    told: list[str] = Field(description="runs that are over, of which nobody was told by whoever ended them")
     runs: list[LookedAfter]
     queued: list[QueuedRun] = Field(description="that stay queued, in their order")
     swept: list[str] = Field(description="fleets that nothing stood for: gone, confirmed by their provider")

@@ -68,6 +68,13 @@ def schedule() -> None:
     "--start-within", type=parameters.Span(), default="4h", show_default=True, help="Later than this it is missed."
 )
 @click.option(
+    "--if-missed",
+    type=click.Choice(["none", "latest"]),
+    default="none",
+    show_default=True,
+    help="Of times that were missed start none, or the latest, once, as soon as somebody looks.",
+)
+@click.option(
     "--jitter", type=parameters.Span(), default="0", help="Start at some moment within this, the same everywhere."
 )
 @click.option(
@@ -87,6 +94,7 @@ def add(
     name: str | None,
     if_running: str,
     start_within: float,
+    if_missed: str,
     jitter: float,
     code_from: str | None,
     machines: str,
@@ -100,7 +108,7 @@ def add(
     from mgpu.run.lifecycle import launch as runs
     from mgpu.run.lifecycle.submit import user
     from mgpu.schedule import kept
-    from mgpu.schedule.model import IfRunning, Schedule
+    from mgpu.schedule.model import IfMissed, IfRunning, Schedule
     from mgpu.schedule.times import Times
     from mgpu.spec import environment
     from mgpu.spec.load import load
@@ -133,6 +141,7 @@ def add(
         decided_until=now,
         if_running=IfRunning(if_running),
         start_within_s=start_within,
+        if_missed=IfMissed(if_missed),
         jitter_s=jitter,
         code_from=str(source or ""),
     )
@@ -194,6 +203,7 @@ def show(name: str, all_times: bool, as_json: bool) -> int:
         *(("next" if number == 0 else "", line) for number, line in enumerate(_coming(found.times))),
         ("while one runs", found.if_running),
         ("starts within", duration(found.start_within_s)),
+        *([("if missed", "the latest is started")] if found.if_missed == "latest" else []),
         *([("jitter", duration(found.jitter_s))] if found.jitter_s else []),
         ("run file", str(found.run["run_file"])),
         *([("code", found.code_from)] if found.code_from else []),
@@ -394,7 +404,7 @@ def _install_at_aws(console: Console, every: float, image: str | None, boundary:
         console.say("installed")
     by_hand = [
         f"aws logs tail {stack.name} --follow --region {found.region}    what the passes said",
-        *(f"export {name}=..., and this again; without it runs wait, and sinks are silent" for name in found.missing),
+        *(f"export {name}=..., and this again; without it runs and messages wait" for name in found.missing),
     ]
     _tell(console, "aws", {}, (), by_hand, dry_run=dry_run, changes=lines)
     console.next(*by_hand)

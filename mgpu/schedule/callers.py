@@ -260,7 +260,7 @@ def _script() -> _Script:
     head = f"# {secrets.name}: what a pass has in its environment, NAME='value' a line. Nobody else can read it."
     there = secrets.read_text() if secrets.exists() else ""
     unset = ", ".join(name for name in names if not re.search(rf"(?m)^\s*(export\s+)?{name}=(?!''|\"\"|\s|$)", there))
-    by_hand = (f"{secrets}: set {unset} in it; without one runs wait, and sinks are silent",) if unset else ()
+    by_hand = (f"{secrets}: set {unset} in it; without one runs and messages wait",) if unset else ()
     return _Script(path, _lines(text), secrets, _lines([head, *(f"#{name}=" for name in names)]), by_hand)
 
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Any
 
+from mgpu.events import ScheduleMissed
 from mgpu.run.fleet.reuse import Kept
 from mgpu.run.record.record import Record, State
-from mgpu.schedule.model import DueTime, IfRunning, Outcome, Schedule
+from mgpu.schedule.model import DueTime, IfMissed, IfRunning, Outcome, Schedule
 from mgpu.schedule.queue import Queued, line_up
 from mgpu.words import duration
 
 NEWS_S = 86400.0  # so long it is told that a time was missed
+SURE_S = 120.0  # within which a pass has made sure of what it tells; else it has died
 HISTORY = 400  # due times that are kept: more than a year of nights
 _OF_STATE = {State.SUCCEEDED: Outcome.SUCCEEDED, State.FAILED: Outcome.FAILED, State.STOPPED: Outcome.STOPPED}
 
@@ -53,12 +56,14 @@ class Need:
 @dataclass(frozen=True)
 class Decisions:
     """All that is to be done. `schedules`: as they are to be, those that change, `news` what became of which of their
-    times; `missed`: schedules with times that were missed and that nobody was told of; `submit`: due times whose runs
-    are not there yet, each with its schedule; `stop`: runs that make room; `waiting`: those that stay queued."""
+    times; `missed`: schedules with times that were missed and that nobody was told of; `over`: runs of whose end nobody
+    was told; `submit`: due times whose runs are not there yet, each with its schedule; `stop`: runs that make room;
+    `waiting`: those that stay queued."""
 
     schedules: tuple[Schedule, ...] = ()
     news: tuple[tuple[Schedule, DueTime], ...] = ()
     missed: tuple[Schedule, ...] = ()
+    over: tuple[Record, ...] = ()
     submit: tuple[tuple[Schedule, DueTime], ...] = ()
     stop: tuple[str, ...] = ()
     needs: tuple[Need, ...] = ()
@@ -80,7 +85,8 @@ def decide(
 
     changed, submit, stop = list[Schedule](), list[tuple[Schedule, DueTime]](), list[str]()
     news = list[tuple[Schedule, DueTime]]()
-    missed = tuple(schedule for schedule in schedules.values() if untold(schedule, now))
+    missed = tuple(each for each in schedules.values() if untold(each, now) or unsure(each, now))
+    over = tuple(seen.record for seen in runs.values() if seen.record.untold and not seen.supervised)
     for schedule in schedules.values():
         after = advanced(schedule, found, now)
         if after != schedule:
@@ -100,7 +106,7 @@ def decide(
     begun = (need for seen in runs.values() if not seen.in_line and (need := needed(seen)) is not None)
     next_ones = (_begins(each) for each in line if each.record.run_id not in left)
     needs = (*begun, *next_ones)
-    return Decisions(tuple(changed), tuple(news), missed, tuple(submit), tuple(stop), needs, waiting)
+    return Decisions(tuple(changed), tuple(news), missed, over, tuple(submit), tuple(stop), needs, waiting)
 
 
 def _begins(queued: Queued) -> Need:
@@ -131,10 +137,42 @@ def untold(schedule: Schedule, now: float) -> list[DueTime]:
     ]
 
 
+def unsure(schedule: Schedule, now: float) -> list[DueTime]:
+    """The times whose teller has not made sure that it is told: it died."""
+    return [
+        due
+        for due in schedule.history
+        if due.telling_since and now - due.telling_since > SURE_S and now - due.decided_at < NEWS_S
+    ]
+
+
 def telling(schedule: Schedule, by: str, now: float) -> Schedule:
     """The schedule with these times told `by` whoever writes this, and by nobody else."""
     new = {due.at for due in untold(schedule, now)}
-    return replace(schedule, history=[replace(due, told=by) if due.at in new else due for due in schedule.history])
+    return _with(schedule, new, told=by, telling_since=now)
+
+
+def told(schedule: Schedule, by: str) -> Schedule:
+    """The schedule once it is certain that who was to hear it from `by` does."""
+    return _with(schedule, {due.at for due in schedule.history if due.told == by}, telling_since=0.0)
+
+
+def events(schedule: Schedule, by: str, now: float) -> list[tuple[str, ScheduleMissed]]:
+    """What `by` tells of the times that were missed, and what others died with: the same again; each with whose it
+    is."""
+    whose = dict.fromkeys(due.told for due in unsure(schedule, now)) | {by: None}
+    found = []
+    for each in whose:
+        if missed := [due for due in schedule.history if due.told == each]:
+            newest = max(missed, key=lambda due: due.at)
+            at = max(due.decided_at for due in missed)
+            found.append((each, ScheduleMissed(schedule.name, at, newest.at, len(missed), newest.reason)))
+    return found
+
+
+def _with(schedule: Schedule, at: set[float], **changes: Any) -> Schedule:
+    history = [replace(due, **changes) if due.at in at else due for due in schedule.history]
+    return replace(schedule, history=history)
 
 
 def _is_late(schedule: Schedule | None, record: Record, now: float) -> bool:
@@ -204,7 +242,7 @@ def _cost(record: Record, now: float) -> float | None:
 
 def _arrived(schedule: Schedule, now: float) -> Iterator[DueTime]:
     """The times that have come since it was looked last: the newest of those that are not too late is to be started,
-    and stands last."""
+    and stands last; where all are, it is if the schedule says so."""
     known = schedule.decided_until
     arrived, before = schedule.times.between(known, now, HISTORY)
     arrived = [*takewhile(lambda at: schedule.start_at(at) <= now, arrived)]
@@ -214,6 +252,8 @@ def _arrived(schedule: Schedule, now: float) -> Iterator[DueTime]:
         due = DueTime(at, Outcome.STARTING, now)
         if schedule.paused:
             due.outcome, due.reason = Outcome.SKIPPED, "the schedule was paused"
+        elif now - at > schedule.start_within_s and at == arrived[-1] and schedule.if_missed is IfMissed.LATEST:
+            due.caught_up, due.reason = True, f"nobody looked until {duration(now - at)} later"
         elif now - at > schedule.start_within_s:
             due.outcome, due.reason = Outcome.MISSED, _late(schedule, now - at)
             if before and at == arrived[0]:
@@ -261,7 +301,7 @@ def _free_one(schedule: Schedule, now: float) -> None:
             continue
         if schedule.paused:
             due.outcome, due.reason, due.run_id = Outcome.SKIPPED, "the schedule was paused", ""
-        elif now - due.at > schedule.start_within_s:
+        elif now - (due.decided_at if due.caught_up else due.at) > schedule.start_within_s:
             over = f"run {busy.run_id} was not over" if busy else _late(schedule, now - due.at)
             due.outcome, due.reason, due.run_id = Outcome.MISSED, f"{over} in time", ""
             due.decided_at = now

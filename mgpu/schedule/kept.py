@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from mgpu.backend import location, objects
+from mgpu.backend import location, objects, outbox
 from mgpu.errors import InputError
 from mgpu.run.record import files, shared
 from mgpu.run.record.record import Record, State, find
@@ -135,17 +135,13 @@ def remove(schedule: Schedule) -> None:
     here = location.current()
     with here.asking("written"):
         here.ours.delete(_key(schedule.name))
+        outbox.remove(here.ours, schedule.submission)
     _remove_submission(schedule)
 
 
 def _remove_submission(schedule: Schedule) -> None:
     files.remove_folder(f"{schedule.submission}/")
     shutil.rmtree(folder(schedule), ignore_errors=True)
-
-
-def submissions() -> Path:
-    """Where what schedules submit is on this machine, a folder each."""
-    return location.current().root / "submissions"
 
 
 def folder(schedule: Schedule) -> Path:

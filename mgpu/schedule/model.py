@@ -23,6 +23,13 @@ class IfRunning(StrEnum):
     REPLACE = "replace"  # as QUEUE, and that one is stopped, with a checkpoint
 
 
+class IfMissed(StrEnum):
+    """What becomes of times that nobody looked at in time."""
+
+    NONE = "none"  # none of them is started
+    LATEST = "latest"  # the newest of them is, as soon as somebody looks
+
+
 class Outcome(StrEnum):
     """What became of a due time. The first three are not final."""
 
@@ -52,6 +59,7 @@ class DueTime:
     run_id: str = ""
     reason: str = ""
     by_hand: bool = False  # `mgpu schedule run-now`
+    caught_up: bool = False  # it is started though nobody looked at it in time
     replaced: bool = False  # its run was asked to end, for a later time
     ended_at: float | None = None  # of its run, as all that follows
     exit_code: int | None = None
@@ -61,7 +69,8 @@ class DueTime:
     metrics: dict[str, float] = field(default_factory=dict)
     code: str = ""  # the commit that its run has; empty: what the schedule has kept, or none yet
     checks: list[Check] = field(default_factory=list)  # whether it is as expected
-    told: str = ""  # that it was missed: which pass has told it
+    told: str = ""  # that it was missed: which pass tells it
+    telling_since: float = 0.0  # and since when, until that pass has made sure of it; 0: it has
     owes: bool = False  # its run has left something to give back: `spent_usd` may not be all yet
 
     @property
@@ -89,6 +98,7 @@ class Schedule:
     decided_until: float  # what becomes of the times until then is known
     if_running: IfRunning = IfRunning.SKIP
     start_within_s: float = 4 * 3600.0  # of its time; later it is missed
+    if_missed: IfMissed = IfMissed.NONE
     jitter_s: float = 0.0
     code_from: str = ""  # git+URL@REF: each run has the code that it names then; empty: that which was kept
     paused: bool = False
@@ -137,7 +147,8 @@ def parsed(data: bytes, name: str) -> Schedule:
             )
         known = {key: value for key, value in whole.items() if key in _FIELDS}
         history = [_due(each) for each in known.pop("history")]
-        return Schedule(**{**known, "if_running": IfRunning(known["if_running"])}, history=history)
+        rules = {"if_running": IfRunning(known["if_running"]), "if_missed": IfMissed(known.get("if_missed", "none"))}
+        return Schedule(**{**known, **rules}, history=history)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise InputError(
             f"schedule {name} cannot be read", str(error), f"Remove it (`mgpu schedule rm {name}`), and add it again."

@@ -23,7 +23,7 @@ from mgpu.run.fleet.reuse import Kept
 from mgpu.run.record import shared
 from mgpu.run.record.record import Record, every, find, supervised, unsettled
 from mgpu.schedule import kept
-from mgpu.schedule.decide import Decisions, Need, Seen, advanced, decide, since, telling
+from mgpu.schedule.decide import Decisions, Need, Seen, advanced, decide, events, since, telling, told
 from mgpu.schedule.model import DueTime, Outcome, Schedule
 from mgpu.schedule.queue import Queued
 from mgpu.schedule.supervisors import Looked, Supervisors
@@ -40,7 +40,8 @@ _OF_A_RUN = re.compile(r"-\d{4}-[a-hjkmnp-z2-9]{5}(-r\d+)?$")  # the name of a f
 _SWEPT = "swept"  # in mgpu's folder of a backend: when, by the backend's own clock, it was looked for machines
 
 
-Teller = Callable[[ScheduleMissed], None]
+Done = Callable[[], None]  # called once it is certain that it will be told, whoever dies
+Teller = Callable[[ScheduleMissed, Done], None]
 
 
 class Looks(Protocol):
@@ -72,6 +73,7 @@ class Report:
     needs: list[Need] = field(default_factory=list)
     waiting: list[Queued] = field(default_factory=list)  # of the newest look
     stopped: list[str] = field(default_factory=list)
+    over: list[str] = field(default_factory=list)  # runs of whose end nobody was told by who ended them
     looked: list[Looked] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)  # fleets that nothing stood for, and that are gone now
     failures: list[MgpuError] = field(default_factory=list)
@@ -88,9 +90,11 @@ class Reconciler:
         supervisors: Looks | None = None,
         clock: Callable[[], float] | None = None,
         teller: Callable[[Schedule], Teller | None] = lambda _: None,
+        tell_end: Callable[[Record], None] = lambda _: None,
     ) -> None:
-        """`teller` gives who tells of a schedule's missed times; None: it cannot be told from here."""
-        self._context, self._clock, self._teller = context, clock or time.time, teller
+        """`teller` gives who tells of a schedule's missed times; None: it cannot be told from here. `tell_end` tells
+        that a run is over."""
+        self._context, self._clock, self._teller, self._tell_end = context, clock or time.time, teller, tell_end
         self._supervisors = supervisors or Supervisors(context.emit)
         self._until = self._clock() + watch_s
         self._began: dict[str, float] = {}  # runs that were looked after, and when last
@@ -102,6 +106,7 @@ class Reconciler:
         """What there is to do now. Changes nothing. Raises StackError."""
         todo = self._decisions()
         self.report.due, self.report.stopped = [*todo.news], [*todo.stop]
+        self.report.over = [each.run_id for each in todo.over]
         self.report.waiting = [*todo.waiting]
         self.report.needs = [*todo.needs, *(Need(due.run_id, "queued") for _, due in todo.submit)]
         return self.report
@@ -157,6 +162,10 @@ class Reconciler:
             todo = self._decisions()
         for schedule in todo.missed:
             self._tell_of_missed(schedule)
+        for over in todo.over:
+            if over.run_id not in self.report.over:
+                self.report.over.append(over.run_id)
+                self._tell_end(over)
         for schedule, due in todo.submit:
             self._submit(schedule, due)
         if todo.submit:  # they are queued now
@@ -210,17 +219,28 @@ class Reconciler:
         self._context.emit(Note(f"schedule {schedule.name}, {schedule.times.words(due.at)}: {due.outcome}{run}{why}"))
 
     def _tell_of_missed(self, schedule: Schedule) -> None:
-        """Whoever writes down that it tells of them tells: nobody else does, whatever becomes of the answer."""
+        """Whoever writes down that it tells of them tells: nobody else does, whatever becomes of the answer, unless
+        that one dies before it has made sure."""
         me, tell = secrets.token_hex(8), self._teller(schedule)
         if tell is None:  # another machine's pass may
             return
+        now = self._clock()
+
+        def mine(found: Schedule, ahead_s: float) -> Schedule:
+            nonlocal now
+            now = self._clock() - ahead_s
+            return telling(found, me, now)
+
         try:
-            after = kept.change(schedule.name, lambda now, ahead_s: telling(now, me, self._clock() - ahead_s))
+            after = kept.change(schedule.name, mine)
         except InputError:  # it was removed
             return
-        if mine := [due for due in after.history if due.told == me]:
-            newest = max(mine, key=lambda due: due.at)
-            tell(ScheduleMissed(schedule.name, self._clock(), newest.at, len(mine), newest.reason))
+        for whose, event in events(after, me, now):
+            tell(event, lambda whose=whose: self._made_sure(schedule.name, whose))
+
+    def _made_sure(self, name: str, whose: str) -> None:
+        with suppress(InputError, StackError):  # it was removed; the next pass makes sure
+            kept.change(name, lambda found, _: told(found, whose))
 
     def _submit(self, schedule: Schedule, due: DueTime) -> None:
         """The run of a due time that was decided to start; whoever has done it already, there is one."""

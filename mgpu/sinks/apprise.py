@@ -28,12 +28,15 @@ class AppriseSink(Telling):
     name = "apprise"
 
     def __init__(self, options: AppriseOptions, heard: Heard) -> None:
+        super().__init__(options, heard)
+        self._urls = options.urls
+
+    def prepare(self) -> None:
         """Raises ValueError: a variable is not set here, or holds no address that Apprise knows."""
         import apprise
 
-        super().__init__(options, heard)
         self._all = apprise.Apprise()
-        for variable in options.urls:
+        for variable in self._urls:
             if not self._all.add(value_of(variable)):
                 raise ValueError(f"{variable} holds no address that Apprise knows")
 

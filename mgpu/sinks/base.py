@@ -25,7 +25,7 @@ class Heard:
 
     run_id: str  # empty: a schedule's
     folder: Path  # of its run file: what relative paths in options are relative to
-    home: Path  # where a sink may keep what it has not delivered yet
+    whose: str  # below this key of the backend is what a sink has not delivered yet (`mgpu.backend.outbox`)
 
 
 class Sink:

@@ -34,11 +34,13 @@ class CommandSink(Telling):
     name = "command"
 
     def __init__(self, options: CommandOptions, heard: Heard) -> None:
-        """Raises ValueError: a variable that the program needs is not set here."""
         super().__init__(options, heard)
-        for variable in options.secrets:
+        self._argv, self._secrets, self._folder = options.run, options.secrets, heard.folder
+
+    def prepare(self) -> None:
+        """Raises ValueError: a variable that the program needs is not set here."""
+        for variable in self._secrets:
             value_of(variable)
-        self._argv, self._folder = options.run, heard.folder
 
     def tell(self, message: Message) -> None:
         """Raises OSError, subprocess.SubprocessError: it could not be run, failed, or took too long."""

@@ -15,10 +15,10 @@ from urllib.parse import quote, urlsplit
 from mgpu_train.config import EnvName, Text
 from pydantic import Field
 
-from mgpu.errors import InputError
+from mgpu.errors import InputError, StackError
 from mgpu.events import RunStateChanged
 from mgpu.run.job.git_code import GitCode
-from mgpu.run.record.record import load
+from mgpu.run.record.record import find
 from mgpu.sinks import telling
 from mgpu.sinks.base import Heard, Sink
 from mgpu.sinks.telling import Message, Telling
@@ -51,18 +51,25 @@ class CommitStatus(Telling):
     states: ClassVar[Mapping[str, str]]  # the host's word for a run that `begins`, and for each final state
 
     def __init__(self, options: CommitStatusOptions, heard: Heard) -> None:
-        """Raises ValueError: the variable is not set here. InputError: the run's code is no commit of such a host."""
+        """Raises ValueError: the run's code is no commit of such a host. InputError, StackError: its record cannot be
+        read."""
         super().__init__(telling.Options(events=("state", "ended")), heard)
-        record = load(heard.run_id)
+        record = find(heard.run_id)
+        if record is None:
+            raise ValueError(f"the record of run {heard.run_id} was removed")
         if wrong := refusal(record.code):
             raise ValueError(wrong)
-        self._token, code = value_of(options.token), GitCode.of(record.code)
+        self._variable, self._token, code = options.token, "", GitCode.of(record.code)
         self._context = options.context or f"mgpu/{record.schedule or record.name}"
         address = urlsplit(code.url)
         path = address.path.strip("/").removesuffix(".git")
         port = f":{address.port}" if address.port and address.scheme == "https" else ""
         api = (options.api or self.api(f"{address.hostname}{port}")).rstrip("/")
         self._url = f"{api}{self.place(path)}/statuses/{code.ref}"
+
+    def prepare(self) -> None:
+        """Raises ValueError: the variable is not set here."""
+        self._token = value_of(self._variable)
 
     @abstractmethod
     def api(self, host: str) -> str:
@@ -161,9 +168,10 @@ def refusal(code: str) -> str:
 
 def _is_over(run_id: str) -> bool:
     try:
-        return load(run_id).state.final
-    except InputError:  # it was removed
-        return True
+        record = find(run_id)
+    except (InputError, StackError):  # it cannot be read now: what was to be told is told
+        return False
+    return record is None or record.state.final
 
 
 def _state(ended: Mapping[str, Any]) -> str:

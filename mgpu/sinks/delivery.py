@@ -17,10 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 
-from mgpu.events import Emit, Event, MetricsSampled, RunEvent, ScheduleMissed, Warned
+from mgpu.backend import outbox
+from mgpu.errors import InputError, MgpuError, StackError
+from mgpu.events import Emit, Event, MetricsSampled, RunEnded, RunEvent, ScheduleMissed, Warned
+from mgpu.run.record import files
 from mgpu.run.record.files import RUN_FILE
-from mgpu.run.record.folder import Folder, runs
-from mgpu.run.record.record import load
+from mgpu.run.record.folder import Folder
+from mgpu.run.record.record import find, note_end_told
 from mgpu.sinks import telling
 from mgpu.sinks.base import Heard, Sink
 from mgpu.spec.block import Block
@@ -35,23 +38,31 @@ CLOSE_S = 5.0  # for all sinks together to take what waits, when the command is 
 Makers = Mapping[str, Callable[[], Sink]]  # by the sink's name
 
 
-def of_record(run_id: str) -> Makers:
-    """What makes the sinks of a run: by its run file as it ran, and the folder that it stood in.
+def of_record(run_id: str, *, once: bool = False) -> Makers:
+    """What makes the sinks of a run: by its run file as it ran, and the folder that it stood in; `once`: only those
+    that tell an event once, however often they hear it.
 
     Raises:
         MgpuError, OSError, UnicodeDecodeError: there is no such run, or its run file cannot be read.
     """
+    record = find(run_id)
+    if record is None:
+        raise InputError(f"no run `{run_id}` any more", "Its record was removed.", "See `mgpu ls`.")
     folder = Folder(run_id)
-    return _makers(folder.run_file, Heard(run_id, Path(load(run_id).project_base), folder.root))
+    if not folder.run_file.exists():
+        files.bring_run_file(folder.root, f"runs/{run_id}/")
+    makers = _makers(folder.run_file, Heard(run_id, Path(record.project_base), f"runs/{run_id}"))
+    return {name: make for name, make in makers.items() if not once or issubclass(_class(name), telling.Telling)}
 
 
-def of_submission(submission: Path, folder: Path) -> Makers:
-    """What makes the sinks that hear of a schedule: by the run file that it submits, which stood in `folder`.
+def of_submission(submission: Path, whose: str, folder: Path) -> Makers:
+    """What makes the sinks that hear of a schedule: by the run file in `submission`, which stood in `folder`; `whose`:
+    what it submits is there in the backend.
 
     Raises:
         MgpuError, OSError, UnicodeDecodeError: the run file cannot be read.
     """
-    makers = _makers(submission / RUN_FILE, Heard("", folder, submission))
+    makers = _makers(submission / RUN_FILE, Heard("", folder, whose))
     hears = {name: _class(name).schedule_missed is not Sink.schedule_missed for name in makers}
     return {name: make for name, make in makers.items() if hears[name]}
 
@@ -70,19 +81,35 @@ def _class(name: str) -> type[Sink]:
     return resolve_name(installed().found[name].sink)
 
 
-def tell_again(emit: Emit) -> None:
-    """Tries once more, for all runs of this machine, what could not be delivered when it happened; says what fails."""
-    for run_id in telling.waiting(runs()):
-        again(f"run {run_id}", functools.partial(of_record, run_id), emit)
+def tell_again(emit: Emit, of_schedule: Callable[[str], Makers]) -> None:
+    """Tries once more what could not be delivered when it happened, on whichever machine that was; says what fails.
+    `of_schedule` has the sinks of a schedule, by `Heard.whose`."""
+    try:
+        waiting = outbox.waiting()
+    except StackError as error:
+        emit(Warned(f"{error.what} ({error.why})"))
+        return
+    for whose in waiting:
+        kind, _, name = whose.partition("/")
+        if kind == "runs":
+            again(f"run {name}", functools.partial(of_record, name, once=True), emit)
+        else:
+            again(f"schedule {name.rpartition('.')[0]}", functools.partial(of_schedule, whose), emit)
 
 
 def again(whom: str, makers: Callable[[], Makers], emit: Emit) -> None:
     """Tries once more what could not be delivered of a run or a schedule; says what fails."""
     try:
-        for make in makers().values():
-            make().close()
+        found = makers()
     except Exception as error:  # noqa: BLE001  no sink is worth a pass
         emit(Warned(f"{whom}: somebody is still to be told of it: {type(error).__name__}: {error}"))
+        return
+    for name, make in found.items():
+        try:
+            if issubclass(_class(name), telling.Telling):  # others have nothing that waits, and may begin something
+                make().close()
+        except Exception as error:  # noqa: BLE001  nor is one another's
+            emit(Warned(f"{whom}: somebody is still to be told of it: sink {name}: {type(error).__name__}: {error}"))
 
 
 class Delivery:
@@ -95,10 +122,12 @@ class Delivery:
         *,
         queued: int = QUEUED,
         clock: Callable[[], float] = time.monotonic,
+        ended: Callable[[str], None] = note_end_told,
     ) -> None:
-        """`sinks_of` is asked once for each run."""
-        self._emit, self._sinks_of, self._queued, self._clock = emit, sinks_of, queued, clock
+        """`sinks_of` is asked once for each run; `ended` is told a run whose end its sinks have taken."""
+        self._emit, self._sinks_of, self._queued, self._clock, self._ended = emit, sinks_of, queued, clock, ended
         self._threads: dict[str, list[_Thread]] = {}  # by run, or schedule
+        self._done: list[tuple[str, Callable[[], None]]] = []  # by that, what is to be called once all is taken
 
     def emit(self, event: Event) -> None:
         """Passes an event on; returns at once."""
@@ -106,12 +135,23 @@ class Delivery:
         if isinstance(event, RunEvent):
             self.tell(f"run {event.run_id}", lambda: self._sinks_of(event.run_id), event)
 
-    def tell(self, whose: str, sinks: Callable[[], Makers], event: RunEvent | ScheduleMissed) -> None:
-        """Hands an event to sinks alone; returns at once. `sinks` is called for the first event of `whose`."""
+    def tell(
+        self,
+        whose: str,
+        sinks: Callable[[], Makers],
+        event: RunEvent | ScheduleMissed,
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        """Hands an event to sinks alone; returns at once. `sinks` is called for the first event of `whose`; `done` once
+        all sinks have taken it, when this is closed."""
         if whose not in self._threads:
             self._threads[whose] = self._started(whose, sinks)
         for thread in self._threads[whose]:
             thread.put(event)
+        if isinstance(event, RunEnded):
+            done = functools.partial(self._ended, event.run_id)
+        if done is not None:
+            self._done.append((whose, done))
 
     def close(self, within_s: float = CLOSE_S) -> None:
         """Waits for the sinks to take what they were given, but not for long."""
@@ -125,7 +165,12 @@ class Delivery:
         for thread in threads:
             if lost := thread.lost:
                 self._emit(Warned(f"sink {thread.name}: {count(lost, 'event')} did not reach it"))
+        for whose, done in self._done:
+            if all(thread.whole for thread in self._threads[whose]):
+                with suppress(MgpuError, OSError):  # the next pass tells it again, and each sink once
+                    done()
         self._threads.clear()
+        self._done.clear()
 
     def _started(self, whose: str, sinks: Callable[[], Makers]) -> list[_Thread]:
         try:
@@ -144,7 +189,7 @@ class _Thread:
         self._make, self._emit, self._queued = make, emit, queued
         self._queue: queue.SimpleQueue[RunEvent | ScheduleMissed | None] = queue.SimpleQueue()
         self._given = self._taken = 0
-        self._told = False
+        self._told = self._unkept = False
         self._newest: MetricsSampled | None = None
         self._thread = threading.Thread(target=self._run, name=f"mgpu-sink-{name}", daemon=True)
         self._thread.start()
@@ -153,6 +198,11 @@ class _Thread:
     def lost(self) -> int:
         """Events that it has not taken."""
         return self._given - self._taken
+
+    @property
+    def whole(self) -> bool:
+        """True when it has taken everything, and nothing of it is lost with this process."""
+        return not self.lost and not self._unkept
 
     def put(self, event: RunEvent | ScheduleMissed) -> None:
         """Hands an event over, or leaves it out where too many wait; metrics that have not changed are no news."""
@@ -190,6 +240,7 @@ class _Thread:
 
     def _failed(self, error: BaseException) -> None:
         """Told once: a service that is down fails for every event."""
+        self._unkept = self._unkept or isinstance(error, outbox.NotKept)
         if not self._told:
             self._told = True
             self._emit(Warned(f"sink {self.name}: {type(error).__name__}: {error}; the run goes on without it"))

@@ -1,8 +1,5 @@
-"""Sinks that tell somebody of what matters. What could not be delivered waits on disk, and is tried again.
-
-    <home>/outbox/<sink>/<id>.json     waits; replaced by <id>.told, which is empty, when it was delivered
-
-`home` is the record of a run, or what a schedule submits.
+"""Sinks that tell somebody of what matters. Each message goes into the backend first (`mgpu.backend.outbox`), and is
+tried until it is delivered, on whichever machine passes.
 
 A message's id follows from its event: it is told once, whichever command it comes from. One that is cut off between the
 delivery and its mark tells it again, with the same id.
@@ -10,19 +7,19 @@ delivery and its mark tells it again, with the same id.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from mgpu.errors import InputError
+from mgpu.backend.outbox import NotKept, Outbox
+from mgpu.errors import InputError, StackError
 from mgpu.events import (
     AttemptEnded,
     CheckpointCommitted,
@@ -33,7 +30,7 @@ from mgpu.events import (
     ScheduleMissed,
     SpendChanged,
 )
-from mgpu.run.record.record import load
+from mgpu.run.record.record import find
 from mgpu.sinks.base import Heard, Sink
 from mgpu.spec.block import Block
 from mgpu.words import count, utc
@@ -74,9 +71,14 @@ class Telling(Sink, ABC):
     name: str  # of the sink
 
     def __init__(self, options: Options, heard: Heard) -> None:
-        self._wanted, self._waiting = options.events, heard.home / "outbox" / self.name
+        self._wanted, self._outbox = options.events, Outbox(heard.whose, self.name)
         self._attempt: AttemptEnded | None = None
+        self._waits = True  # an earlier command may have left something
         self._tried = float("-inf")
+
+    def prepare(self) -> None:
+        """Before anything is told: raises ValueError where it cannot be told from here, because a variable that this
+        needs is not set. Then it waits for who can."""
 
     @abstractmethod
     def tell(self, message: Message) -> None:
@@ -128,12 +130,13 @@ class Telling(Sink, ABC):
 
     def event(self, event: RunEvent) -> None:
         """Tries again what waits, now and then."""
-        if time.monotonic() - self._tried >= _RETRY_S:
+        if self._waits and time.monotonic() - self._tried >= _RETRY_S:
             self._deliver()
 
     def close(self) -> None:
         """Tries again what waits."""
-        self._deliver()
+        if self._waits:
+            self._deliver()
 
     # --- what waits
 
@@ -141,48 +144,37 @@ class Telling(Sink, ABC):
         if kind in self._wanted:
             data, run_id = event.to_json(), event.run_id if isinstance(event, RunEvent) else ""
             known = hashlib.sha256(json.dumps([kind, data]).encode()).hexdigest()[:16]
-            self._keep(Message(known, kind, run_id, title, "\n".join(filter(None, text)), data), event.at)
+            message = Message(known, kind, run_id, title, "\n".join(filter(None, text)), data)
+            try:
+                self._outbox.keep(message.id, event.at, asdict(message))
+            except NotKept as lost:  # the backend is away, and who is told may be there
+                try:
+                    self.prepare()
+                    self.tell(message)
+                except Exception as error:  # whatever somebody else's service does
+                    raise NotKept(f"{lost}; {type(error).__name__}: {error}") from error
+                return
+            self._waits = True
             self._deliver()
         elif isinstance(event, RunEvent):
             self.event(event)
 
-    def _keep(self, message: Message, at: float) -> None:
-        path = self._waiting / f"{at:015.3f}-{message.id}.json"
-        if not path.with_suffix(".told").exists():
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            aside = path.with_suffix(".new")
-            aside.write_text(json.dumps(asdict(message)))
-            aside.rename(path)  # whole: another process may deliver it at once
-
     def _deliver(self) -> None:
-        """In their order: what cannot be delivered holds up what is newer. One process at a time: what another one of
-        this machine delivers right now is not told twice."""
+        """In their order: what cannot be delivered holds up what is newer."""
         self._tried = time.monotonic()
-        if not self._waiting.is_dir():
-            return
-        with (self._waiting / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            for path in sorted(self._waiting.glob("*.json")):
-                self.tell(Message(**json.loads(path.read_text())))
-                done = path.rename(path.with_suffix(".told"))  # first: an empty message could never be delivered
-                done.write_text("")
-
-
-def waiting(homes: Path) -> Iterator[str]:
-    """The runs, or submissions of schedules, in this folder of which somebody is still to be told."""
-    yield from sorted({path.parents[2].name for path in homes.glob("*/outbox/*/*.json")})
+        self.prepare()
+        self._waits = not self._outbox.deliver(lambda message: self.tell(Message(**message)))
 
 
 def _of_the_end(event: RunEnded) -> Iterator[str]:
     yield event.reason
     parts = [f"step {event.step}" if event.step is not None else "", f"${event.spent_usd:.2f}"]
-    try:
-        record = load(event.run_id)
-        named = record.expect.keys() | record.first_metrics.keys()  # by the run file, and by its validations
-        parts[1:1] = [f"{name} {value:.4g}" for name, value in sorted(record.metrics.items()) if name in named]
-        parts.append(f"{record.recoveries} recoveries" if record.recoveries else "")
-    except InputError:  # removed meanwhile
-        pass
+    with suppress(InputError, StackError):  # it cannot be read
+        record = find(event.run_id)
+        if record is not None:  # not removed meanwhile
+            named = record.expect.keys() | record.first_metrics.keys()  # by the run file, and by its validations
+            parts[1:1] = [f"{name} {value:.4g}" for name, value in sorted(record.metrics.items()) if name in named]
+            parts.append(f"{record.recoveries} recoveries" if record.recoveries else "")
     yield ", ".join(filter(None, parts))
     if event.teardown == "asked":
         yield f"Its machines may still be billed: mgpu down {event.run_id}"

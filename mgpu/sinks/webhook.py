@@ -39,10 +39,15 @@ class WebhookSink(Telling):
     name = "webhook"
 
     def __init__(self, options: WebhookOptions, heard: Heard) -> None:
-        """Raises ValueError: a variable is not set here, or holds no address."""
         super().__init__(options, heard)
-        self._url = options.url if "://" in options.url else value_of(options.url)
-        self._secret = value_of(options.secret).encode() if options.secret else None
+        self._options, self._url = options, ""
+        self._secret: bytes | None = None
+
+    def prepare(self) -> None:
+        """Raises ValueError: a variable is not set here, or holds no address."""
+        given = self._options
+        self._url = given.url if "://" in given.url else value_of(given.url)
+        self._secret = value_of(given.secret).encode() if given.secret else None
         if urlsplit(self._url).scheme not in ("http", "https"):
             raise ValueError("`url` is no address that begins with https:// or http://")
 

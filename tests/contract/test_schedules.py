@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +17,12 @@ import pytest
 from click.testing import CliRunner
 from fakes.gateway import Team
 from mgpu_train.store import Ambiguous
+from mgpu_train.store.file import FileStore
 from mgpu_train.store.s3 import S3Store
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.backend import location
+from mgpu.backend import location, outbox
+from mgpu.backend.outbox import Outbox
 from mgpu.cli import cli
 from mgpu.context import Context
 from mgpu.errors import InputError, StackError
@@ -287,10 +290,14 @@ def test_schedules_move_with_all_that_they_submit(team: Team, project: Path, mon
     monkeypatch.delenv(location.VARIABLE)
     with team.on("a"):
         made = add(project)
+        Outbox(made.submission, "webhook").keep("m1", 1.0, {})
+        Outbox(made.submission, "webhook").deliver(lambda _: None)
+        Outbox(made.submission, "webhook").keep("m2", 2.0, {})
         assert CliRunner().invoke(cli, ["backend", "move", bucket, "--yes"], standalone_mode=False).exception is None
     monkeypatch.setenv(location.VARIABLE, bucket)
     with team.on("b"):
         assert kept.load("nightly") == made
+        assert outbox.waiting() == [made.submission]
         (run,) = passes()
         assert (Folder(run).work / ".hidden").exists()
         back = f"file://{team.folder}/shared"
@@ -298,6 +305,10 @@ def test_schedules_move_with_all_that_they_submit(team: Team, project: Path, mon
         assert CliRunner().invoke(cli, ["backend", "move", back, "--yes"], standalone_mode=False).exception is None
     monkeypatch.setenv(location.VARIABLE, back)
     with team.on("c"):
+        told = list[int]()
+        Outbox(made.submission, "webhook").keep("m1", 1.0, {})
+        Outbox(made.submission, "webhook").deliver(lambda _: told.append(1))
+        assert told == [1], "the one that waited: what was told before stays told"
         (second,) = passes(NOW + 2 * HOUR)
         assert (Folder(second).work / "train.py").read_text() == "print('as it was')\n"
 
@@ -398,12 +409,16 @@ def test_a_missed_time_is_told_once_however_many_pass(nights: Path, monkeypatch:
     (nights / "tell.sh").write_text('echo "$MGPU_EVENT $MGPU_TITLE" >> said; exit 1\n')
     told, gate = list[ScheduleMissed](), threading.Barrier(8, timeout=60)
 
+    def tell(event: ScheduleMissed, done: Callable[[], None]) -> None:
+        told.append(event)
+        done()
+
     def one(_: int) -> None:
         gate.wait()
         known = {"supervisors": Nobody(), "clock": lambda: NOW + 6 * HOUR}
         Reconciler(CONTEXT, **known).work()
-        Reconciler(CONTEXT, teller=lambda _: told.append, **known).look()
-        Reconciler(CONTEXT, teller=lambda _: told.append, **known).work()
+        Reconciler(CONTEXT, teller=lambda _: tell, **known).look()
+        Reconciler(CONTEXT, teller=lambda _: tell, **known).work()
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(one, range(8)))
@@ -425,16 +440,123 @@ def test_a_missed_time_is_told_once_however_many_pass(nights: Path, monkeypatch:
     assert not (nights / "said").exists()
 
 
-def test_a_pass_that_cannot_tell_of_a_missed_time_leaves_it_to_one_that_can(nights: Path, monkeypatch):
-    sinks = "sinks: {command: {run: [sh, tell.sh]}, webhook: {url: HOOK}}\n"
+def reconciled() -> str:
+    """What `mgpu reconcile` says."""
+    return CliRunner().invoke(cli, ["reconcile"], standalone_mode=False).stderr
+
+
+def test_what_a_pass_cannot_tell_waits_for_one_that_can_and_the_rest_is_told(nights: Path, monkeypatch):
+    sinks = "sinks: {command: {run: [sh, tell.sh]}, apprise: {urls: [TEAM]}}\n"
     (nights / "mgpu.yaml").write_text(RUN_FILE + sinks)
     (nights / "tell.sh").write_text("cat >> said\n")
     add(nights, start_within_s=60.0)
     monkeypatch.setattr(time, "time", lambda: NOW + 1.7 * HOUR)
     for _ in range(2):
-        said = CliRunner().invoke(cli, ["reconcile"], standalone_mode=False).stderr
-        assert "nobody is told from here that it has missed a time: HOOK is not set here" in said
-    assert not (nights / "said").exists()
-    monkeypatch.setenv("HOOK", "http://127.0.0.1:9/nobody")  # it is made; that it does not answer is another matter
-    assert "webhook" in CliRunner().invoke(cli, ["reconcile"], standalone_mode=False).stderr
+        assert "TEAM is not set here" in reconciled()
     assert json.loads((nights / "said").read_text())["event"] == "missed"
+    monkeypatch.setenv("TEAM", "json://127.0.0.1:9/nobody")
+    assert "sink apprise: OSError: not delivered" in reconciled()
+
+
+def over(run: str, folder: Path) -> None:
+    """A run that has ended, and whoever ended it died before it told anybody."""
+    known = Record(
+        run_id=run, name="it", project="p", project_base=str(folder), run_file=str(folder / "mgpu.yaml"), stack="s",
+        own_stack=True, fleet_name="f", provider="local", nodes=1, state=State.FAILED, reason="no disk",
+        ended_at=NOW, exit_code=6, teardown="confirmed", has_sinks=True,
+    )  # fmt: skip
+    Folder(run).make()
+    Folder(run).run_file.write_text((folder / "mgpu.yaml").read_text())
+    record.shared.files.keep(run)
+    record.save(known)
+
+
+def test_that_a_run_is_over_is_told_by_the_next_pass_where_nobody_has(nights: Path):
+    (nights / "tell.sh").write_text('echo "$MGPU_EVENT $MGPU_TEXT" >> said\n')
+    over("it-1125-abcde", nights)
+    assert "run it-1125-abcde" in CliRunner().invoke(cli, ["reconcile", "--dry-run"], standalone_mode=False).stdout
+    assert not (nights / "said").exists()
+    for _ in range(2):
+        reconciled()
+    assert (nights / "said").read_text().startswith("ended no disk\n")
+    assert (nights / "said").read_text().count("ended") == 1
+    assert (record.load("it-1125-abcde").end_told, record.unsettled()) == (True, [])
+
+
+@pytest.mark.parametrize("what", ["missed", "over"])
+def test_wherever_a_pass_dies_somebody_is_told_once(nights: Path, monkeypatch: pytest.MonkeyPatch, what: str):
+    """After each thing that it writes. Once more, with the same id, where it dies between delivery and mark."""
+    (nights / "tell.sh").write_text("cat >> said; echo >> said\n")
+    now, writes, left = [NOW + 1.7 * HOUR], list[str](), [0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+
+    def dying(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(store: FileStore, key: str, *more: Any) -> Any:
+            if left[0] <= 0:
+                raise Dead
+            found = real(store, key, *more)
+            if name:
+                left[0] -= 1
+                writes.append(f"{name} {key}")
+                with suppress(FileNotFoundError):  # the backend's clock is that of the test
+                    os.utime(store._root / key, (now[0], now[0]))
+            return found
+
+        return call
+
+    for name in ("put_if_absent", "put", "replace", "delete"):
+        monkeypatch.setattr(FileStore, name, dying(name, getattr(FileStore, name)))
+    for name in ("read", "stat", "list"):
+        monkeypatch.setattr(FileStore, name, dying("", getattr(FileStore, name)))
+    doubled = 0
+    for number in range(100):
+        monkeypatch.setenv(location.VARIABLE, f"file://{nights.parent}/{number}")
+        (nights.parent / str(number)).mkdir()
+        (nights / "said").write_text("")
+        now[0], left[0] = NOW + 1.7 * HOUR, 1000
+        if what == "over":
+            over("it-1125-abcde", nights)
+        else:
+            add(nights, start_within_s=60.0)
+        left[0] = number
+        writes.clear()
+        with suppress(Dead):
+            reconciled()
+        died, left[0] = left[0] <= 0, 1000
+        marked = any(" runs/" in each or "/told/" in each for each in writes)
+        for _ in range(2):
+            now[0] += 200.0  # longer than a claim is good for
+            reconciled()
+        said = [json.loads(line)["id"] for line in (nights / "said").read_text().splitlines()]
+        assert len({*said}) == 1, f"died after {writes}"
+        assert len(said) == 1 or (died and not marked), f"died after {writes}"
+        doubled += len(said) > 1
+        if not died:
+            break
+    assert number >= 4
+    assert doubled <= 2
+
+
+def test_what_one_machine_leaves_untold_another_tells(team: Team, project: Path, monkeypatch: pytest.MonkeyPatch):
+    """A pod that is gone after its pass: nothing of it is left but what is in the bucket."""
+    (project / "mgpu.yaml").write_text(f"{RUN_FILE}sinks: {{command: {{run: [sh, tell.sh], secrets: [PIN]}}}}\n")
+    (project / "tell.sh").write_text('echo "$MGPU_EVENT $MGPU_TITLE" >> said\n')
+    monkeypatch.setattr(kept, "_CLOCKS_S", float("inf"))
+    monkeypatch.setattr(time, "time", lambda: NOW + 1.7 * HOUR)
+    with team.on("a"):
+        add(project, start_within_s=60.0)
+        over("it-1125-abcde", project)
+    with team.on("b"):
+        said = reconciled()
+        assert said.count("PIN is not set here") >= 2
+    monkeypatch.setenv("PIN", "1")
+    for machine in "cde":
+        with team.on(machine):
+            reconciled()
+    assert sorted((project / "said").read_text().splitlines()) == [
+        "ended run it-1125-abcde failed",
+        "missed schedule nightly missed its time of 2027-01-15 09:00 UTC",
+    ]
+    with team.on("f"):
+        assert record.unsettled() == []
+        assert [found.key for found in location.current().ours.list("unsettled/")] == []

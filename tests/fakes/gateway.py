@@ -77,11 +77,13 @@ class Team:
     @contextmanager
     def on(self, machine: str) -> Iterator[None]:
         """What the block does is done there."""
+        from mgpu.backend import outbox
         from mgpu.run.record import shared
 
         self.environ("XDG_STATE_HOME", str(self.folder / machine))
         shared._pulled.clear()
         shared._stays.clear()
         shared._seen.clear()
+        outbox._seen.clear()
         shared.files._followed.clear()
         yield

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from waiting import until
 
+from mgpu.backend import outbox
 from mgpu.errors import InputError
 from mgpu.events import (
     AttemptEnded,
@@ -30,13 +31,12 @@ from mgpu.events import (
 )
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State, load, save
-from mgpu.sinks import command
-from mgpu.sinks.delivery import Delivery, again, of_submission, tell_again
-from mgpu.sinks.telling import waiting
+from mgpu.sinks import command, delivery
+from mgpu.sinks.delivery import Delivery, Makers, of_submission
 from mgpu.spec import sink
 from mgpu.spec.load import loads
 
-RUN = "night-1125-abcde"
+RUN, SUBMISSION = "night-1125-abcde", "submissions/nightly.u1"
 FILE = """
 name: night
 provider: local
@@ -79,7 +79,7 @@ class Service:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/hook"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -110,10 +110,20 @@ def told(tmp_path: Path, xdg: Path) -> list[Event]:
 def emits(told: list[Event], sinks: str, *events: Event) -> None:
     """One command of the run, whose run file has these sinks."""
     Folder(RUN).run_file.write_text(f"{FILE}sinks:\n{sinks}")
-    delivery = Delivery(told.append)
+    deliver = Delivery(told.append)
     for event in events:
-        delivery.emit(event)
-    delivery.close(60)
+        deliver.emit(event)
+    deliver.close(60)
+
+
+def tell_again(told: list[Event], submission: Path | None = None) -> None:
+    """What a pass does with what waits; `submission`: of the one schedule."""
+
+    def of_schedule(whose: str) -> Makers:
+        assert submission is not None
+        return of_submission(submission, whose, submission.parent)
+
+    delivery.tell_again(told.append, of_schedule)
 
 
 def warned(told: list[Event]) -> str:
@@ -179,10 +189,10 @@ def missed(told: list[Event], submission: Path, sinks: str, *events: ScheduleMis
     """What one pass tells of a schedule, whose run file has these sinks."""
     submission.mkdir(exist_ok=True)
     (submission / "mgpu.yaml").write_text(f"{FILE}sinks:\n{sinks}")
-    delivery = Delivery(told.append)
+    deliver = Delivery(told.append)
     for event in events:
-        delivery.tell("schedule nightly", lambda: of_submission(submission, submission.parent), event)
-    delivery.close(60)
+        deliver.tell("schedule nightly", lambda: of_submission(submission, SUBMISSION, submission.parent), event)
+    deliver.close(60)
 
 
 def test_a_missed_time_is_told_of_a_schedule_that_has_no_run_yet(told, service, tmp_path):
@@ -190,8 +200,8 @@ def test_a_missed_time_is_told_of_a_schedule_that_has_no_run_yet(told, service, 
     submission, block = tmp_path / "nightly.u1", f"  webhook: {{url: '{service.url}'}}\n  jsonl: {{}}\n"
     service.answers = [500] * 2
     missed(told, submission, block, MISSED)
-    assert (service.told, [*waiting(tmp_path)]) == ([], ["nightly.u1"])
-    again("schedule nightly", lambda: of_submission(submission, tmp_path), told.append)
+    assert (service.told, outbox.waiting()) == ([], [SUBMISSION])
+    tell_again(told, submission)
     missed(told, submission, block, MISSED)  # by whoever says it again
     (message,) = service.messages
     assert (message["event"], message["run_id"]) == ("missed", "")
@@ -208,8 +218,8 @@ def test_two_who_deliver_at_once_tell_once(told, tmp_path):
     missed(told, tmp_path / "nightly.u1", "  command: {run: [sh, tell.sh]}\n", MISSED)
     (tmp_path / "said").write_text("")
     (tmp_path / "tell.sh").write_text("echo told >> said; while [ ! -e go ]; do sleep 0.02; done\n")
-    tell = partial(again, "schedule nightly", lambda: of_submission(tmp_path / "nightly.u1", tmp_path), told.append)
-    others = [threading.Thread(target=tell) for _ in range(4)]
+    tell = partial(tell_again, told, tmp_path / "nightly.u1")
+    others = [threading.Thread(target=tell) for _ in range(20)]
     for each in others:
         each.start()
     until(lambda: (tmp_path / "said").read_text())
@@ -225,16 +235,39 @@ def test_what_nobody_took_is_told_again_in_its_order_and_once(told, service):
     emits(told, block, LOST, REPAIRING, ENDED)
     assert (service.told, "it answers 500" in warned(told)) == ([], True)
     service.answers = [503]
-    tell_again(told.append)
+    tell_again(told)
     assert "somebody is still to be told" in warned(told)
     assert service.told == []
-    tell_again(told.append)
+    tell_again(told)
     assert [each["event"] for each in service.messages] == ["interrupted", "ended"]
     emits(told, block, ENDED)  # `mgpu down` says again that it is over
-    tell_again(told.append)
+    tell_again(told)
     assert len(service.told) == 2
     emits(told, block, replace(ENDED, teardown="asked"))
     assert "may still be billed" in service.messages[2]["text"], "other news is news"
+
+
+def test_where_the_backend_is_away_who_is_there_is_told_and_else_the_next_pass_tells(told, service, monkeypatch):
+    save(replace(load(RUN), state=State.SUCCEEDED, has_sinks=True, teardown="confirmed"))
+    block = f"  webhook: {{url: '{service.url}'}}\n"
+
+    def away(*_: object) -> None:
+        raise outbox.NotKept("the backend does not answer")
+
+    monkeypatch.setattr(outbox.Outbox, "keep", away)
+    service.answers = [500]
+    emits(told, block, ENDED)
+    assert "the backend does not answer; OSError: it answers 500" in warned(told)
+    assert (load(RUN).untold, outbox.waiting()) == (True, [])
+    emits(told, block, ENDED)
+    assert (len(service.told), load(RUN).untold) == (1, False)
+
+
+def test_an_end_that_was_taken_is_certain_to_be_told_though_it_could_not_be_delivered(told, service):
+    save(replace(load(RUN), state=State.SUCCEEDED, has_sinks=True, teardown="confirmed"))
+    service.answers = [500] * 9
+    emits(told, f"  webhook: {{url: '{service.url}'}}\n", ENDED)
+    assert (load(RUN).untold, outbox.waiting()) == (False, [f"runs/{RUN}"])
 
 
 def test_a_service_that_is_not_there_holds_nothing_up(told, service):
@@ -270,7 +303,7 @@ def test_a_program_of_the_users_is_told(told, tmp_path):
     emits(told, "  command: {run: [sh, tell.sh, said]}\n", replace(ENDED, at=10.0))
     assert "exit status 3" in warned(told)
     (tmp_path / "tell.sh").write_text('cat > "$1"\n')
-    tell_again(told.append)
+    tell_again(told)
     assert json.loads((tmp_path / "said").read_text())["data"]["at"] == 10.0
 
 
@@ -294,7 +327,7 @@ def test_a_delivery_that_hangs_is_cut_off_and_waits(told, tmp_path, monkeypatch)
     monkeypatch.setattr(command, "_LASTS_S", 0.1)
     emits(told, "  command: {run: [sleep, '60']}\n", ENDED)
     assert "timed out" in warned(told)
-    assert len(list((Folder(RUN).root / "outbox" / "command").glob("*.json"))) == 1
+    assert outbox.waiting() == [f"runs/{RUN}"]
 
 
 # --- a status of a commit
@@ -347,7 +380,7 @@ def test_a_run_that_is_over_is_not_said_to_begin_by_who_could_not_say_so_in_time
     service.answers = [503] * 2
     assert status("github", BEGINS) == []
     save(replace(load(RUN), state=State.SUCCEEDED))  # by another machine, which has told it
-    tell_again(told.append)
+    tell_again(told)
     assert service.messages == []
     assert [each["state"] for each in status("github", ENDED)] == ["success"]
 

@@ -207,6 +207,7 @@ def _record(
         fleet=fleet.model_dump(mode="json") if fleet else None,
         needs=needed.model_dump(mode="json"),
         share=spec.share,
+        has_sinks=any(getattr(spec.sinks, name) is not None for name in type(spec.sinks).model_fields),
     )
     images.remember(record, image)
     return record

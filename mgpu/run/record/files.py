@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu.backend import location
-from mgpu.errors import StackError
+from mgpu.errors import InputError, StackError
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.supervisor_lock import held
 
@@ -117,6 +117,21 @@ def bring_folder(root: Path, at: str) -> bool:
             replace(root / RUN_FILE, kept["run_file"].encode())
             replace(path, text)
     return True
+
+
+def bring_run_file(root: Path, at: str) -> None:
+    """Brings of what `keep_folder` has kept the run file alone. Raises StackError, InputError: there is none."""
+    from mgpu_train.store import NotFound
+
+    here = location.current()
+    if here.shared is None:
+        return
+    with here.asking("read"):
+        try:
+            kept = json.loads(here.shared.get(f"{at}kept.json", _LARGEST))
+        except NotFound:
+            raise InputError(f"the backend {here.address} has no {at}kept.json", "", "See `mgpu ls`.") from None
+    replace(root / RUN_FILE, kept["run_file"].encode())
 
 
 def send(run_id: str, *, small: bool = False) -> None:

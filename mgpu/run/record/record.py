@@ -24,7 +24,7 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,6 +208,8 @@ class Record:
     expect: dict[str, dict[str, Any]] = field(default_factory=dict)  # the run file's, by metric
     earlier: dict[str, list[float]] = field(default_factory=dict)  # what that is compared with, newest first
     checks: list[Check] = field(default_factory=list)  # what came of it, once the run has succeeded
+    has_sinks: bool = False  # somebody besides the console hears of it
+    end_told: bool = False  # these have, or will: that it is over waits in the backend until it is delivered
     code: str = ""  # the commit that its code is of, git+URL@SHA; empty: it was sent from a folder
     priority: int = 0  # in the queue: the higher, the sooner
     after: list[str] = field(default_factory=list)  # runs that have to succeed before it begins
@@ -235,6 +237,11 @@ class Record:
         if self.fleet is None:
             raise InputError(f"run {self.run_id} has no machines", "", "See `mgpu ls`.")
         return StackOutput.model_validate(self.fleet)
+
+    @property
+    def untold(self) -> bool:
+        """True when it is over, and nobody has made sure that its sinks hear of it: whoever ended it may have died."""
+        return self.state.final and self.has_sinks and not self.end_told
 
     @property
     def part(self) -> float:
@@ -340,7 +347,7 @@ def save(record: Record, *, soon: bool = False) -> None:
         full = error
     if not soon or time.monotonic() - _pushed.get(record.run_id, -_PUSH_EVERY_S) >= _PUSH_EVERY_S:
         try:
-            shared.push(record.run_id, text, settled=record.settled)
+            shared.push(record.run_id, text, settled=record.settled and not record.untold)
         except shared.Lost:
             raise taken_over(record.run_id, supervisor_of(record.run_id) or "another machine") from None
         _pushed[record.run_id] = time.monotonic()
@@ -354,9 +361,17 @@ def write(record: Record) -> None:
     text = _text(record)
     _keep(record.run_id, text)
     try:
-        shared.push(record.run_id, text, settled=record.settled)
+        shared.push(record.run_id, text, settled=record.settled and not record.untold)
     except shared.Lost:
         shared.pull_one(record.run_id)
+
+
+def note_end_told(run_id: str) -> None:
+    """Writes down that the sinks of a run that is over hear of its end. Raises InputError, OSError, StackError."""
+    with opening():  # nobody begins it again meanwhile
+        record = find(run_id)
+        if record is not None and record.untold:
+            write(replace(record, end_told=True))
 
 
 def _text(record: Record) -> bytes:
@@ -428,15 +443,17 @@ def find(run_id: str) -> Record | None:
 
 
 def unsettled() -> list[Record]:
-    """Records of runs that may need something, oldest first. Of a bucket with one request, and one for each of them."""
+    """Records of runs that may need something, or of whose end nobody was told, oldest first. Of a bucket with one
+    request, and one for each of them."""
     ids = shared.unsettled()
     if ids is None:
-        return [record for record in every() if not record.settled]
+        return [record for record in every() if not record.settled or record.untold]
     found = []
     for path in (Folder(run_id).record for run_id in ids):
         with suppress(InputError):  # damaged, or removed a moment ago
             found.append(_read(path))
-    return sorted((record for record in found if not record.settled), key=lambda record: record.created_at)
+    needy = (record for record in found if not record.settled or record.untold)
+    return sorted(needy, key=lambda record: record.created_at)
 
 
 def _all(*, fresh: bool = False) -> list[tuple[str, Record | None]]:

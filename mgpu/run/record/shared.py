@@ -1,7 +1,8 @@
 """What other machines know of runs, where the backend is a bucket. Where it is a folder, nothing here does anything.
 
     <backend>/mgpu/records/<run>.json     its record; replaced only by who has read what is there
-    <backend>/mgpu/unsettled/<run>        exists while something of it may be left to do: an index of the records
+    <backend>/mgpu/unsettled/<run>        exists while something of it may be left to do: an index of the records;
+                                          beside it is what somebody is still to be told (`mgpu.backend.outbox`)
     <backend>/mgpu/locks/<run>.json       who supervises it (`mgpu.backend.lease`)
     <backend>/mgpu/stops/<run>            exists when `mgpu stop` asked for the end
 
@@ -22,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu.backend import location
+from mgpu.backend import location, outbox
 from mgpu.backend.location import Backend
 from mgpu.errors import StackError
 from mgpu.run.record import files
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from mgpu.backend.lease import Lease, Seen
 
-_RECORDS, _UNSETTLED, _LOCKS, _STOPS = "records/", "unsettled/", "locks/", "stops/"
+_RECORDS, _UNSETTLED, _LOCKS, _STOPS = "records/", outbox.UNSETTLED, "locks/", "stops/"
 _LARGEST = 16 << 20  # bytes of a record
 _BROUGHT = "brought"  # in the copy: written when records were brought
 _PULL_EVERY_S = 2.0  # at most: commands that wait look at a record many times a second
@@ -124,7 +125,8 @@ def unsettled() -> list[str] | None:
 
     with here.asking("asked for its runs"):
         require_here(here)
-        there = [stat.key.removeprefix(_UNSETTLED) for stat in store.list(_UNSETTLED)]
+        keys = outbox.parted(store, (stat.key for stat in store.list(_UNSETTLED)))
+        there = [key.removeprefix(_UNSETTLED) for key in keys]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="mgpu-pull") as pool:
             whole = list(pool.map(lambda run: held(Folder(run).lock) or _bring(store, run), there))
     return [run for run, is_there in zip(there, whole, strict=True) if is_there]
@@ -175,8 +177,11 @@ def _list(store: Store, run_id: str, *, unsettled: bool) -> None:
 
 
 def remove(run_id: str) -> None:
-    """Removes all that other machines know of a run; absent is success. Raises StackError."""
+    """Removes all that other machines know of a run, and what somebody is still to be told of it; absent is success.
+    Raises StackError."""
     here = location.current()
+    with here.asking("written"):
+        outbox.remove(here.ours, f"runs/{run_id}")
     store = here.shared
     if store is None:
         return

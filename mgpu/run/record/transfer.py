@@ -13,7 +13,7 @@ from pathlib import Path
 from mgpu_train.store import NotFound
 
 from mgpu import paths
-from mgpu.backend import location, settings
+from mgpu.backend import location, outbox, settings
 from mgpu.backend.location import MOVED, Backend
 from mgpu.backend.owner import owner
 from mgpu.errors import InputError, StackError
@@ -154,9 +154,18 @@ def _move_run(source: Backend, target: Backend, run_id: str) -> None:
         files.keep(run_id)
         files.send(run_id)
         try:
-            shared.push(run_id, text, settled=record.settled)
+            shared.push(run_id, text, settled=record.settled and not record.untold)
         except shared.Lost:
             raise _another(target, f"run {run_id}") from None
+    _move_messages(source, target, f"runs/{run_id}")
+
+
+def _move_messages(source: Backend, target: Backend, whose: str) -> None:
+    """Those that wait, and the marks of those that were delivered."""
+    with source.asking("read"):
+        keys = outbox.keys(source.ours, whose)
+    for key in keys:
+        _move_object(source, target, key)
 
 
 def _copy(source: Path, target: Path, but: Collection[str] = ()) -> None:
@@ -180,6 +189,7 @@ def _move_schedules(source: Backend, target: Backend) -> None:
         _copy(source.root / at, target.root / at)
         with location.using(target.url):
             files.keep_folder(target.root / at, f"{at}/")
+        _move_messages(source, target, at)
     for key in found:  # last: one that is there is whole
         _move_object(source, target, key)
 

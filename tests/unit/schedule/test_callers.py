@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import check_jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -186,6 +187,21 @@ def bucket(user: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return user
 
 
+def fits(schema: str, path: Path) -> str:
+    """What is wrong with a file by the schema that its reader publishes; empty: nothing."""
+    args = ["--no-cache", "--builtin-schema", f"vendor.{schema}", str(path)]
+    done = CliRunner().invoke(check_jsonschema.main, args)
+    assert done.exit_code in (0, 1), done.output
+    return done.output if done.exit_code else ""
+
+
+def test_what_a_ci_would_refuse_is_found(tmp_path: Path):
+    (tmp_path / "mgpu.yml").write_text("jobs: {reconcile: {runs-on: ubuntu-latest, stepz: []}}\n")
+    assert "stepz" in fits("github-workflows", tmp_path / "mgpu.yml")
+    (tmp_path / "mgpu.yml").write_text("mgpu: {script: [x], timeout: 1h, imag: python}\nother: {rules: [{iff: x}]}\n")
+    assert fits("gitlab-ci", tmp_path / "mgpu.yml")
+
+
 def steps(found: Path, commands: list[str], user: Path) -> None:
     """Runs a CI's steps, but for the pass itself, in a home of their own."""
     home = user / "ci"
@@ -203,6 +219,7 @@ def test_a_workflow_of_githubs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(callers._SET_UP, "The Pulumi engine", "true")  # 100 MB
     assert mgpu("schedule", "install", "--github", "--yes").return_value == 0
     path = Path(".github/workflows/mgpu.yml")
+    assert fits("github-workflows", path) == ""
     found = yaml.safe_load(path.read_text())
     job = found["jobs"]["reconcile"]
     assert (found["on"]["schedule"], job["env"]) == ([{"cron": "*/30 * * * *"}], {location.VARIABLE: BUCKET})
@@ -226,6 +243,7 @@ def test_a_job_of_gitlabs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     told = mgpu("schedule", "install", "--gitlab", "--every", "1h", "--yes")
     assert "`0 * * * *`" in told.stderr
     assert f"{', '.join(['MGPU_PASSPHRASE', *NAMED])}, and credentials of AWS" in told.stderr
+    assert fits("gitlab-ci", Path(".gitlab/mgpu.yml")) == ""
     (job,) = yaml.safe_load(Path(".gitlab/mgpu.yml").read_text()).values()
     assert (job["variables"], job["image"]) == ({location.VARIABLE: BUCKET}, "python:3.12-slim")
     assert job["script"][-1] == "mgpu reconcile"
@@ -234,6 +252,7 @@ def test_a_job_of_gitlabs(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     assert mgpu("schedule", "install", "--gitlab", "--yes").return_value == 0
     (job,) = yaml.safe_load(Path(".gitlab/mgpu.yml").read_text()).values()
     assert job["image"] == "python:3.12", "with git"
+    assert fits("gitlab-ci", Path(".gitlab/mgpu.yml")) == ""
 
 
 def test_github_has_its_own_token_and_the_keys_of_a_bucket_that_is_elsewhere(bucket: Path, monkeypatch):
@@ -241,6 +260,7 @@ def test_github_has_its_own_token_and_the_keys_of_a_bucket_that_is_elsewhere(buc
     known = replace(location.current(), url=f"{BUCKET}&endpoint=https://minio.example")
     monkeypatch.setattr(callers.location, "current", lambda: known)
     told = mgpu("schedule", "install", "--github", "--yes").stderr
+    assert fits("github-workflows", Path(".github/workflows/mgpu.yml")) == ""
     found = yaml.safe_load(Path(".github/workflows/mgpu.yml").read_text())
     assert [*found["jobs"]["reconcile"]["steps"][-1]["env"]] == [*callers.AWS_KEYS[:2], "GITHUB_TOKEN"]
     assert found["permissions"]["statuses"] == "write"

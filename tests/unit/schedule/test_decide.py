@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 import pytest
 
 from mgpu.run.record.record import Check, Record, Spent, State
-from mgpu.schedule.decide import HISTORY, Seen, advanced, by_hand, decide, telling, untold
-from mgpu.schedule.model import DueTime, IfRunning, Outcome, Schedule, parsed
+from mgpu.schedule.decide import HISTORY, SURE_S, Seen, advanced, by_hand, decide, events, telling, told, untold
+from mgpu.schedule.model import DueTime, IfMissed, IfRunning, Outcome, Schedule, parsed
 from mgpu.schedule.nights import compared_with
 from mgpu.words import seconds_of
 
@@ -154,6 +154,25 @@ def test_that_times_were_missed_is_told_by_who_writes_it_down_and_once():
     assert untold(world.schedule, world.now + 2 * DAY) == [], "by then it is no news"
 
 
+def test_who_dies_before_it_has_made_sure_of_what_it_tells_is_followed_by_another_that_tells_the_same():
+    world = World(schedule())
+    world.look(days=2, hours=12)
+    begun = telling(world.schedule, "me", world.now)
+
+    def missed(found, seconds: float) -> tuple[Schedule, ...]:
+        return decide({"nightly": found}, {}, world.runs.get, world.now + seconds).missed
+
+    ((whose, event),) = events(begun, "me", world.now)
+    assert (whose, event.times, event.due_at) == ("me", 3, begun.history[2].at)
+    assert missed(begun, SURE_S - 1) == (), "it may be at it"
+    assert events(begun, "you", world.now + SURE_S - 1) == []
+    assert missed(begun, SURE_S + 1) == (begun,)
+    assert events(telling(begun, "you", world.now + SURE_S + 1), "you", world.now + SURE_S + 1) == [("me", event)]
+    assert missed(told(begun, "me"), SURE_S + 1) == ()
+    assert missed(begun, 2 * DAY) == (), "by then it is no news"
+    assert parsed(begun.to_json(), "nightly") == begun
+
+
 @pytest.mark.parametrize(
     ("days", "hours", "outcomes"),
     [
@@ -168,6 +187,54 @@ def test_what_nobody_has_looked_at_in_time_is_missed(days: float, hours: float, 
     assert world.look(days, hours) == outcomes
     assert all(reason for outcome, reason in world.told if outcome == "missed")
     assert world.look(days, hours + 1) == [], "and that stays so"
+
+
+def test_a_machine_that_was_asleep_for_a_week_starts_the_latest_if_it_is_told_to():
+    world = World(schedule(if_missed=IfMissed.LATEST))
+    assert world.look(days=6, hours=12) == ["missed"] * 6 + ["running"]
+    assert world.told[5][1] == "nobody looked until 34 h later; it starts within 4 h"
+    assert world.schedule.history[-1].caught_up
+    assert parsed(world.schedule.to_json(), "nightly") == world.schedule
+    assert world.look(days=6, hours=13) == [], "and that stays so"
+    world.ends()
+    assert world.look(days=7, hours=2) == ["succeeded", "running"], "the next night comes at its time"
+    assert [due.caught_up for due in world.schedule.history[6:]] == [True, False]
+
+
+def test_of_times_that_were_missed_the_latest_is_started_only_where_none_is_in_time():
+    world = World(schedule(cron="0 * * * *", start_within_s=HOUR, if_missed=IfMissed.LATEST))
+    assert world.look(hours=5.5) == ["missed"] * 4 + ["running"]
+    assert not world.schedule.history[-1].caught_up
+
+
+@pytest.mark.parametrize(
+    ("rule", "outcome", "later"),
+    [
+        (IfRunning.SKIP, "skipped", ["succeeded"]),
+        (IfRunning.QUEUE, "waiting", ["succeeded", "running"]),
+        (IfRunning.REPLACE, "waiting", ["replaced", "running"]),
+    ],
+)
+def test_the_latest_of_those_missed_waits_like_any_and_from_when_somebody_looked(rule, outcome: str, later: list[str]):
+    world = World(schedule(if_missed=IfMissed.LATEST, if_running=rule))
+    world.look(hours=2)
+    assert world.look(days=6, hours=12) == ["missed"] * 5 + [outcome]
+    world.ends(State.STOPPED if rule is IfRunning.REPLACE else State.SUCCEEDED)
+    assert world.look(days=6, hours=15.9) == later
+    assert len(world.runs) == len(later)
+
+
+def test_one_that_was_caught_up_is_missed_too_once_it_waits_for_too_long():
+    world = World(schedule(if_missed=IfMissed.LATEST, if_running=IfRunning.QUEUE))
+    world.look(hours=2)
+    world.look(days=6, hours=12)
+    assert world.look(days=6, hours=16.1) == ["missed"]
+    assert "was not over in time" in world.told[-1][1]
+
+
+def test_what_passes_while_it_is_paused_is_not_caught_up():
+    world = World(schedule(if_missed=IfMissed.LATEST, paused=True))
+    assert world.look(days=6, hours=12) == ["skipped"] * 7
 
 
 def test_of_several_in_time_the_newest_is_started():

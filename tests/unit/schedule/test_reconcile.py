@@ -549,10 +549,11 @@ def test_a_schedule_from_the_command_line(nights, monkeypatch):
     assert kept.every().schedules == {}
     refused = mgpu("schedule", "add", "--cron", "0 2 * * *", "--code-from", "https://github.com/a/b", "--yes").exception
     assert "names no code" in str(refused)
-    berlin = ("--cron", "30 2 * * *", "--timezone", "Europe/Berlin", "--machines", "new")
+    berlin = ("--cron", "30 2 * * *", "--timezone", "Europe/Berlin", "--machines", "new", "--if-missed", "latest")
     added = mgpu("schedule", "add", *berlin, "--yes", "--json")
     made = json.loads(added.stdout)
     assert (made["name"], made["if_running"], made["start_within_s"], len(made["next"])) == ("it", "skip", 14400, 5)
+    assert (made["if_missed"], "the latest is started" in mgpu("schedule", "show", "it").stdout) == ("latest", True)
     assert "next  " in added.stderr
     assert "already" in str(mgpu("schedule", "add", "--cron", "0 2 * * *", "--yes").exception)
     late = mgpu("schedule", "add", "--cron", "0 2 * * *", "--jitter", "2h", "--start-within", "1h", "--yes").exception
