@@ -405,6 +405,26 @@ def test_of_a_process_that_is_gone_nothing_is_said_and_nothing_signalled(tmp_pat
         procs.me()
 
 
+@pytest.mark.parametrize(
+    ("group", "events", "killed"),
+    [
+        ("4:memory:/x\n0::/user.slice/s.scope", "oom 9\noom_kill 2\noom_group_kill 0", 2),
+        ("0::/user.slice/s.scope", None, 7),  # no such file: the whole machine's
+        ("4:memory:/user.slice/s.scope", "oom_kill 2", 7),  # cgroups v1 count none of those below
+    ],
+)
+def test_the_kernels_kills_are_this_containers_where_it_counts_them(tmp_path, monkeypatch, group, events, killed):
+    monkeypatch.setattr(procs, "_PROC", tmp_path)
+    monkeypatch.setattr(procs, "_CGROUPS", tmp_path / "groups")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"{group}\n")
+    (tmp_path / "vmstat").write_text("pgfault 1\noom_kill 7\n")
+    (tmp_path / "groups" / "user.slice" / "s.scope").mkdir(parents=True)
+    if events is not None:
+        (tmp_path / "groups" / "user.slice" / "s.scope" / "memory.events").write_text(events)
+    assert procs.out_of_memory_kills() == killed
+
+
 @pytest.mark.parametrize("its_own", ["10000 65535", "nonsense"])
 def test_where_no_port_is_out_of_the_kernels_range_the_kernel_chooses(tmp_path, monkeypatch, its_own):
     (tmp_path / "range").write_text(its_own)

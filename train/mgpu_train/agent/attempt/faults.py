@@ -87,7 +87,11 @@ PROGRAM = (
     _user("fewer workers of the data loader, or smaller batches", r"insufficient shared memory|out of shared memory"),
     _user("the disk is full: `disk_gib`", r"No space left on device"),
 )
-NETWORK = (
+NCCL = (  # says why far above its last line, which names no cause
+    _user(
+        "a smaller batch leaves NCCL the GPU memory that it needs",
+        r"NCCL WARN (?:Cuda failure.*out of memory|Failed to CUDA .*alloc)|Cuda failure \d+ 'out of memory'",
+    ),
     _user(
         "the machine's direct network (EFA, InfiniBand) cannot be used: an image needs ibverbs-providers, librdmacm1 "
         "and libhwloc15 for it; `env: {NCCL_NET: Socket}` takes TCP",
@@ -138,7 +142,7 @@ def find(
         *_found(KERNEL, kernel),
         *_found(MACHINE, said if code == -signal.SIGABRT else (*errors(lines), last_words)),
         *_found(PROGRAM, (last_words,)),
-        *_found(NETWORK, lines),
+        *_found(NCCL, lines),
         *programs,
         *_found(SUSPECT, said),
         *(_found(PEERS, said) if nodes > 1 else ()),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: not between fork and exec
@@ -69,11 +70,16 @@ def uptime_s() -> float:
 
 
 def out_of_memory_kills() -> int:
-    """How many processes this kernel has killed because memory was short, since boot; 0 where it does not say."""
+    """How many processes the kernel has killed because memory was short: of this container or session where cgroups
+    count them (v2: whatever the limit was), else of all this machine since boot; 0 where nobody says."""
     try:
-        lines = (_PROC / "vmstat").read_text().splitlines()
-    except OSError:
-        return 0
+        path = next(line for line in (_PROC / "self/cgroup").read_text().splitlines() if line.startswith("0::/"))
+        lines = (_CGROUPS / path.removeprefix("0::/") / "memory.events").read_text().splitlines()
+    except (OSError, StopIteration):
+        try:
+            lines = (_PROC / "vmstat").read_text().splitlines()
+        except OSError:
+            return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
