@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
+MOST_FILES = 1 << 20  # Linux's own limit of one process, unless somebody raises it (fs.nr_open)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: not between fork and exec
@@ -210,6 +212,15 @@ def die_with_parent(signum: int, parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it has ended already
         os._exit(1)
+
+
+def open_many_files() -> None:
+    """This process, and what it starts, may open as many files as it is allowed to: shells give 1,024, and each tensor
+    that a loader's worker hands over is one. Not more than MOST_FILES: some programs close all that there may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _prctl(option: int, value: int) -> None:
