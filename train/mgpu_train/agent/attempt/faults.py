@@ -13,9 +13,9 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mgpu_train import hardware
 from mgpu_train.agent.status.log import clean, errors
 from mgpu_train.agent.status.status import Fault
+from mgpu_train.hardware import NO_GPU_MEMORY, NO_HOST_MEMORY
 
 LONGEST = 300  # characters of the line that is shown
 _XID = re.compile(r"NVRM: Xid \(.*?\): (\d+)")
@@ -77,8 +77,8 @@ MACHINE = (
     _machine("a GPU is held by something else", r"CUDA-capable device\(s\) is/are busy or unavailable"),
 )
 PROGRAM = (
-    Sign("a smaller batch, or a GPU with more memory", hardware.NO_GPU_MEMORY),
-    Sign("smaller batches, fewer workers of the data loader, or a machine with more memory", hardware.NO_HOST_MEMORY),
+    Sign("a smaller batch, or a GPU with more memory", NO_GPU_MEMORY),
+    Sign("smaller batches, fewer workers of the data loader, or a machine with more memory", NO_HOST_MEMORY),
     _user("an index out of range, mostly: CUDA_LAUNCH_BLOCKING=1 shows where", r"device-side assert triggered"),
     _user("a kernel reads or writes where it may not", r"an illegal memory access was encountered"),
     _user("it asks for more GPUs than the node has", r"invalid device ordinal"),
