@@ -8,7 +8,21 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import aws_scale, checkpoint, fanout, image, overhead, reconcile, recovery, size, startup, sync, train, up
+from bench import (
+    aws_scale,
+    checkpoint,
+    fanout,
+    gpu,
+    image,
+    overhead,
+    reconcile,
+    recovery,
+    size,
+    startup,
+    sync,
+    train,
+    up,
+)
 
 BENCHES = {
     "startup": startup.main,
@@ -22,7 +36,7 @@ BENCHES = {
     "up": up.main,
     "fanout": fanout.main,
 }
-LONG = {"checkpoint": checkpoint.main, "train": train.main}  # in parts
+LONG = {"checkpoint": checkpoint.main, "gpu": gpu.main, "train": train.main}  # in parts
 
 
 def main() -> int:
