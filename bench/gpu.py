@@ -8,7 +8,7 @@ the time is over the rest is left out by name.
 - `compile`: the first pass of a compiled block in this interpreter, with an empty cache: what it needs (a C compiler,
   Python's headers) is in the image, or it is not.
 - `waits`: how often the trainer's host waits for the GPU in a step, by torch's profiler. Once: for the step before.
-- `train`: GPT-2 124M in bf16, compiled, 16 x 1,024 tokens a step: the trainer beside a loop as nanoGPT has it; tokens a
+- `train`: GPT-2 124M in bf16, compiled, 12 x 1,024 tokens a step: the trainer beside a loop as nanoGPT has it; tokens a
   second, MFU (`mgpu_train.metrics.flops`), peak memory of tensors, and their losses against each other.
 - `resnet`: ResNet-34 in bf16 on 50,000 images of CIFAR's shape, 512 a step, with crops and mirror images: seconds an
   epoch, after one.
