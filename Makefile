@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 WORKERS ?= 6  # of the tests: most of them wait, and six keep two cores busy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-aws demo-nightly test test-all coverage test-localstack check bench bench-checkpoint bench-train clean
+.PHONY: help setup demo demo-aws demo-nightly test test-all coverage test-localstack check bench bench-checkpoint bench-gpu bench-train clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile | expand -t 24
@@ -51,6 +51,9 @@ bench-checkpoint: setup  ## checkpoints to S3 and back beside s5cmd and boto3; 1
 
 bench-train: setup  ## the bundled trainer beside a loop by hand, Accelerate and Lightning Fabric; 15 min
 	@$(PYTHON) -m bench train
+
+bench-gpu: setup  ## all that has to be seen on a GPU: speed, memory, saves, tests/gpu; 9 min; without one it says so
+	@$(PYTHON) -m bench gpu
 
 clean:  ## .venv and what builds and tools leave behind; runs, stacks and the engine's cache stay
 	rm -rf .venv dist .coverage.d .pytest_cache .ruff_cache .import_linter_cache

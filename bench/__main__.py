@@ -13,6 +13,7 @@ from bench import (
     checkpoint,
     cron,
     fanout,
+    gpu,
     image,
     overhead,
     reconcile,
@@ -37,7 +38,7 @@ BENCHES = {
     "fanout": fanout.main,
     "cron": cron.main,
 }
-LONG = {"checkpoint": checkpoint.main, "train": train.main}  # in parts
+LONG = {"checkpoint": checkpoint.main, "gpu": gpu.main, "train": train.main}  # in parts
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """How long training stands still for a checkpoint: ours beside torch.save and torch's own asynchronous save.
 
-One process, one state of about 1 GiB (fp32 weights and both moments of AdamW), the same disk, one after the other in
-each round. A save is begun, one forward and backward pass run, and the optimizer steps: what the loop waited for the
-save in between is its stall. The next save begins when the one before stands on disk.
+One process, on a GPU where there is one, one state of about 1 GiB (fp32 weights and both moments of AdamW), the same
+disk, one after the other in each round. A save is begun, one forward and backward pass run, and the optimizer steps:
+what the loop waited for the save in between is its stall. The next save begins when the one before stands on disk.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ SEQUENCES, SEQ_LEN = 2, 64
 ROUNDS = 5
 DEADLINE_S = 600.0
 LIMIT = 0.05  # of a blocking save
+WHOLE, OUTSIDE = "torch.save, flushed", "mgpu, a process writes"
 
 Between = Callable[[], None]
 
@@ -43,22 +44,28 @@ Between = Callable[[], None]
 class Training:
     """A model that trains, and where its checkpoints go."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: ModelConfig = MODEL) -> None:
         self.folder = folder
         self.place = parallel.join(DEADLINE_S, DEADLINE_S)
-        self.task = LM(LmOptions(model=MODEL, seq_len=SEQ_LEN))
-        self.model = initial.whole(self.task, 0)
+        self.task = LM(LmOptions(model=model, seq_len=SEQ_LEN))
+        self.model = initial.whole(self.task, 0).to(self.place.device)
         (self.optimizer,) = optim.make(self.model, Layout(), TrainConfig()).each
         self.step()
 
     def step(self, settle: Between | None = None) -> None:
         """One optimizer step; `settle` is called before anything changes."""
-        tokens = torch.randint(256, (SEQUENCES, SEQ_LEN + 1))
-        self.task.loss(self.model, {"bytes": tokens}).total.backward()
+        tokens = torch.randint(256, (SEQUENCES, SEQ_LEN + 1), device=self.place.device)
+        self.task.loss(self.model, {"tokens": tokens}).total.backward()
         if settle is not None:
             settle()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def now(self) -> float:
+        """Seconds, once the device is through with all that it was given."""
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize(self.place.device)
+        return time.perf_counter()
 
     def state(self) -> dict[str, object]:
         """As torch's own saves take it."""
@@ -79,7 +86,7 @@ def blocking(training: Training) -> Save:
     path = training.folder / "blocking.pt"
 
     def save() -> tuple[float, float]:
-        began = time.perf_counter()
+        began = training.now()
         with path.open("wb") as file:
             torch.save({"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}, file)
             file.flush()
@@ -97,7 +104,7 @@ def dcp(training: Training, stager: DefaultStager | None) -> Save:
     folder = training.folder / "dcp"
 
     def save() -> tuple[float, float]:
-        began = time.perf_counter()
+        began = training.now()
         answer = async_save(
             training.state(), checkpoint_id=folder, process_group=training.place.control, async_stager=stager
         )
@@ -121,14 +128,12 @@ def dcp(training: Training, stager: DefaultStager | None) -> Save:
 def ours(training: Training, *, outside: bool) -> Save:
     """The trainer's own; `outside`: written by a process of its own, as beside a GPU."""
     folder = training.folder / "ours"
-    parts = {
-        "model": ModelPart(training.model),
-        "optimizer": OptimizerPart(training.model, training.optimizer),
-    }
-    checkpointer = Checkpointer(parts, training.place, "all", {}, outside_s=DEADLINE_S if outside else None)
+    checkpointer = checkpointer_of(training, outside=outside)
+    checkpointer.lay_out()
     saver = Saver(checkpointer, folder, DEADLINE_S)
 
     def save() -> tuple[float, float]:
+        training.now()
         saver.begin(Progress(1, 1), {})
         training.step(lambda: settle())
         while saver.busy:  # not `wait`, which counts as standing still
@@ -145,6 +150,35 @@ def ours(training: Training, *, outside: bool) -> Save:
     return save
 
 
+def checkpointer_of(training: Training, *, outside: bool) -> Checkpointer:
+    """The trainer's, for this training."""
+    parts = {
+        "model": ModelPart(training.model),
+        "optimizer": OptimizerPart(training.model, training.optimizer),
+    }
+    return Checkpointer(parts, training.place, "all", {}, outside_s=DEADLINE_S if outside else None)
+
+
+def measure(training: Training, rounds: int = ROUNDS) -> dict[str, list[tuple[float, float]]]:
+    """Of each kind of save, the first one and as many as there are rounds: how long training stood still, and until it
+    stood on disk, seconds. Beside a GPU the trainer has a process that writes, and DCP pinned memory."""
+    gpu = training.place.device.type == "cuda"
+    cached = DefaultStager(StagingOptions(gpu, False, True, gpu))
+    inside = {} if gpu else {"mgpu": ours(training, outside=False)}
+    saves = {
+        WHOLE: blocking(training),
+        "DCP async_save": dcp(training, None),
+        "DCP async_save, own stager kept, async": dcp(training, cached),
+        **inside,
+        OUTSIDE: ours(training, outside=True),
+    }
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in saves}
+    for _ in range(1 + rounds):
+        for name, save in saves.items():
+            taken[name].append(save())
+    return taken
+
+
 def main() -> tuple[float, float]:
     """Prints the first save apart, the medians of the others, and their ratios to a blocking save.
 
@@ -154,36 +188,26 @@ def main() -> tuple[float, float]:
     aside.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=aside) as folder:
         training = Training(Path(folder))
-        cached = DefaultStager(StagingOptions(False, False, True, False))
-        saves = {
-            "torch.save, flushed": blocking(training),
-            "DCP async_save": dcp(training, None),
-            "DCP async_save, own stager kept, async": dcp(training, cached),
-            "mgpu": ours(training, outside=False),
-            "mgpu, a process writes": ours(training, outside=True),
-        }
-        print(f"stall of a save, {training.gib:.2f} GiB of state, {torch.get_num_threads()} threads, {ROUNDS} rounds")
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in saves}
-        for _ in range(1 + ROUNDS):
-            for name, save in saves.items():
-                taken[name].append(save())
-        shares = _report(taken)
+        where = f"{torch.get_num_threads()} threads, {training.place.device.type}"
+        print(f"stall of a save, {training.gib:.2f} GiB of state, {where}, {ROUNDS} rounds")
+        shares = report(measure(training))
     parallel.leave()
     return shares
 
 
-def _report(taken: dict[str, list[tuple[float, float]]]) -> tuple[float, float]:
+def report(taken: dict[str, list[tuple[float, float]]]) -> tuple[float, float]:
+    """Prints it; returns the stall of ours over a blocking save's, and over that of DCP's best."""
     print(f"  {'':<40}{'first':>9}{'median':>9}{'max':>9}{'of torch.save':>15}{'on disk after':>15}   (seconds)")
     medians = {name: statistics.median(stall for stall, _ in each[1:]) for name, each in taken.items()}
-    whole = next(iter(medians.values()))
+    whole, name_of_ours = medians[WHOLE], "mgpu" if "mgpu" in medians else OUTSIDE
     for name, each in taken.items():
         first, most, stands = each[0][0], max(stall for stall, _ in each[1:]), statistics.median(s for _, s in each[1:])
         share = f"{medians[name] / whole:.1%}"
         print(f"  {name:<40}{first:9.4f}{medians[name]:9.4f}{most:9.4f}{share:>15}{stands:15.2f}")
-    theirs = min(stall for name, stall in medians.items() if name.startswith("DCP"))
-    print(f"  mgpu / torch.save {medians['mgpu'] / whole:.2%} (limit {LIMIT:.0%})")
-    print(f"  mgpu / DCP's best {medians['mgpu'] / theirs:.2f} (limit 1)")
-    return medians["mgpu"] / whole, medians["mgpu"] / theirs
+    mine, theirs = medians[name_of_ours], min(stall for name, stall in medians.items() if name.startswith("DCP"))
+    print(f"  mgpu / torch.save {mine / whole:.2%} (limit {LIMIT:.0%})")
+    print(f"  mgpu / DCP's best {mine / theirs:.2f} (limit 1)")
+    return mine / whole, mine / theirs
 
 
 if __name__ == "__main__":

@@ -39,6 +39,10 @@ class Report:
         """A figure that is to be low."""
         self._judge(what, value, limit, unit, "at most", met=value <= limit)
 
+    def figure(self, what: str, value: float, unit: str = "") -> None:
+        """A figure without a target."""
+        self._say(f"{what:<62} {f'{value:.2f}{unit}':>12}")
+
     def holds(self, what: str, found: str, *, met: bool) -> None:
         """Something that is so, or is not."""
         self._say(f"{what:<62} {found:>12}  {'':<18} {'met' if met else 'NOT MET'}")

@@ -21,6 +21,8 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+CPU = torch.device("cpu")
+
 
 class Text:
     """What a step is trained on: tokens, int64, shape (sequences of this rank, seq_len + 1)."""
@@ -35,13 +37,14 @@ class Text:
         return self.data.batch(samples, samples)["tokens"]
 
 
-def make(config: TrainConfig, rank: int, world: int) -> tuple[GPT, torch.optim.AdamW, Text]:
-    """The model with its first values, its optimizer, and the text."""
+def make(config: TrainConfig, rank: int, world: int, device: torch.device = CPU) -> tuple[GPT, torch.optim.AdamW, Text]:
+    """The model with its first values on this device, its optimizer, and the text."""
     torch.set_num_threads(config.threads or torch.get_num_threads())
     task = LM(LmOptions.model_validate(config.task_options))
     model = task.model()
     torch.manual_seed(config.seed)
     task.initialise(model)
+    model.to(device)
     matrices = {"params": [each for each in model.parameters() if each.ndim >= 2], "weight_decay": config.weight_decay}
     gains = {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW([matrices, gains], lr=config.lr, betas=(0.9, 0.95), fused=True)

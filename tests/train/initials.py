@@ -1,6 +1,7 @@
 """What the tests of first values look at: models of several kinds, given values whole and shard by shard.
 
-`initials.py OUT` writes what each rank found to OUT/RANK.json.
+`initials.py OUT` writes what each rank found to OUT/RANK.json; `initials.py OUT PRESET` the memory that a model of this
+size takes.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from mgpu_train import parallel
+from mgpu_train import hardware, parallel
 from mgpu_train.config import LmOptions, ModelConfig, TrainConfig
 from mgpu_train.errors import TrainError
 from mgpu_train.strategies import initial
@@ -128,26 +129,26 @@ def compared(task: Task, place: parallel.Place) -> dict[str, Any]:
     }
 
 
-def peak(place: parallel.Place) -> float:
-    """Memory that a rank needs at most to give a model its values, beyond what it keeps of it; MiB."""
-    task = Modules(*[linear(4096, 4096)] * 4)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _kib("VmHWM")
+class Memory(NamedTuple):
+    """Of one rank, in bytes: what it keeps of a model, and the most that it had more than before while giving it its
+    values."""
+
+    kept: int
+    most: int
+
+
+def memory(task: Task, place: parallel.Place) -> Memory:
+    hardware.forget_most()
+    before = hardware.resident_bytes()
     model, _ = initial.spread(Shards(place, Policy()), task, TrainConfig(seed=SEED))
-    kept = sum(initial._local(value).nbytes for value in model.parameters())
-    return (_kib("VmHWM") - before) / 1024 - kept / (1 << 20)
+    most = hardware.resident_bytes(most=True)
+    return Memory(sum(initial._local(value).nbytes for _, value in initial._values(model)), most - before)
 
 
-def _kib(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def main() -> None:
-    place, told = parallel.join(120, 120), []
-    logging.getLogger("mgpu_train").addHandler(logging.Handler())
+def kinds(place: parallel.Place) -> dict[str, Any]:
+    """What each kind of model has come to, and the memory of one."""
+    found, told = dict[str, Any](), list[str]()
     initial.log.warning = lambda text, *words: told.append(text % words)  # type: ignore[method-assign]
-    found: dict[str, Any] = {}
     for name, make in KINDS.items():
         told.clear()
         try:
@@ -155,8 +156,19 @@ def main() -> None:
         except TrainError as error:
             found[name] = {"failed": str(error)}
         found[name]["told"] = list(told)
-    found["peak"] = peak(place)
-    Path(sys.argv[1], f"{place.rank}.json").write_text(json.dumps(found))
+    return {**found, "memory": memory(Modules(*[linear(4096, 4096)] * 4), place)}
+
+
+def main() -> None:
+    place, out, *preset = parallel.join(240, 240), *sys.argv[1:]
+    logging.getLogger("mgpu_train").addHandler(logging.Handler())
+    if preset:
+        small, large = (ModelConfig.model_validate(each) for each in ({"dim": 24, "heads": 2}, {"preset": preset[0]}))
+        memory(LM(LmOptions(model=small, seq_len=8)), place)  # what is loaded once is no model's
+        found: Any = memory(LM(LmOptions(model=large, seq_len=8)), place)
+    else:
+        found = kinds(place)
+    Path(out, f"{place.rank}.json").write_text(json.dumps(found))
     parallel.leave()
 
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -38,6 +39,7 @@ from mgpu_train.errors import Refused
 from mgpu_train.launchers import Launcher
 from mgpu_train.store import Unavailable, open_store
 from mgpu_train.timeouts import Timeouts
+from waiting import until
 
 RUN = "run-1"  # of the fixture `run`
 
@@ -403,6 +405,48 @@ def test_of_a_process_that_is_gone_nothing_is_said_and_nothing_signalled(tmp_pat
     assert procs.out_of_memory_kills() == 0
     with pytest.raises(OSError, match="there is no /proc to read"):
         procs.me()
+
+
+@pytest.mark.parametrize(
+    ("group", "events", "killed"),
+    [
+        ("4:memory:/x\n0::/user.slice/s.scope", "oom 9\noom_kill 2\noom_group_kill 0", 2),
+        ("0::/user.slice/s.scope", None, 7),  # no such file: the whole machine's
+        ("4:memory:/user.slice/s.scope", "oom_kill 2", 7),  # cgroups v1 count none of those below
+    ],
+)
+def test_the_kernels_kills_are_this_containers_where_it_counts_them(tmp_path, monkeypatch, group, events, killed):
+    monkeypatch.setattr(procs, "_PROC", tmp_path)
+    monkeypatch.setattr(procs, "_CGROUPS", tmp_path / "groups")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"{group}\n")
+    (tmp_path / "vmstat").write_text("pgfault 1\noom_kill 7\n")
+    (tmp_path / "groups" / "user.slice" / "s.scope").mkdir(parents=True)
+    if events is not None:
+        (tmp_path / "groups" / "user.slice" / "s.scope" / "memory.events").write_text(events)
+    assert procs.out_of_memory_kills() == killed
+
+
+def test_a_launcher_may_open_as_many_files_as_the_machine_allows_and_no_absurd_number(tmp_path, monkeypatch):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    program = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    launch = launcher_process.Launch([sys.executable, "-c", program], dict(os.environ), tmp_path)
+
+    def said() -> list[int]:
+        log = Log(tmp_path / "log")
+        process = launcher_process.LauncherProcess(launch, log.fd)
+        until(lambda: process.poll() is not None, 60)
+        return [int(each) for each in log.path.read_text().splitlines()[-1].split()]
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1] - 1), before[1]))
+    try:
+        assert said() == [min(before[1], procs.MOST_FILES), before[1]]
+        monkeypatch.setattr(procs, "MOST_FILES", 1500)
+        assert said() == [1500, before[1]]
+        monkeypatch.setattr(procs, "MOST_FILES", 500)
+        assert said() == [1024, before[1]], "it is never lowered"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("its_own", ["10000 65535", "nonsense"])

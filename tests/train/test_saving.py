@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -349,6 +350,35 @@ def test_memory_is_laid_out_once(one, tmp_path):
         assert same(one.loaded(tmp_path / f"step-{step}"), one.values())
     assert staging._places is places
     assert len(places) == 8  # two parameters; two moments and a count of each
+
+
+def test_beside_a_gpu_memory_is_laid_out_before_the_first_save_and_it_is_that_of_the_save(beside, one, tmp_path):
+    staging, before = beside.checkpointer._staging, beside.values()
+    beside.checkpointer.lay_out()
+    places = staging._places
+    assert len(places) == 8
+    beside.checkpointer.save(tmp_path, Progress(1, 2))
+    assert staging._places is places
+    assert same(beside.loaded(tmp_path / "step-1"), before)
+    one.checkpointer.lay_out()
+    assert not one.checkpointer._staging.size, "on a CPU no save waits for it"
+
+
+@pytest.mark.parametrize("kind", ["one", "beside"])
+def test_shards_have_no_crc_32_and_what_else_torch_saves_has(request, kind, tmp_path):
+    made = request.getfixturevalue(kind)
+    made.checkpointer.save(tmp_path, Progress(1, 2))
+    (shards,) = (tmp_path / "step-1").glob("*_0.distcp")
+    data = shards.read_bytes()
+    sums = [
+        int.from_bytes(data[at + 16 : at + 20], "little")
+        for at in range(len(data))
+        if data.startswith(b"PK\x01\x02", at) and b"/data/" in data[at + 46 : at + 80]
+    ]
+    assert len(sums) >= 8
+    assert set(sums) == {0}
+    torch.save(torch.arange(9), tmp_path / "own.pt")
+    assert all(each.CRC for each in zipfile.ZipFile(tmp_path / "own.pt").infolist() if each.file_size)
 
 
 def test_ranks_share_out_what_they_hold_alike_and_none_copies_all_of_it():

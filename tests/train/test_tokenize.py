@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from mgpu_train.data import token_index, tokenize
 from mgpu_train.data.corpus import Corpus
 from mgpu_train.data.tokens import open_tokens
 from mgpu_train.errors import TrainError
+from mgpu_train.store import disk
+from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from waiting import until
 
 SEQ_LEN, PIECE, END = 16, 2000, "<|endoftext|>"
 
@@ -51,9 +58,6 @@ def write(folder: Path, kind: str, texts: list[str]) -> Path:
         if kind == "jsonl":  # with lines that are empty, and one without an end
             path.write_text("\n\n".join(json.dumps({"id": 1, "text": text}) for text in some))
         elif kind == "parquet":
-            import pyarrow as pa
-            from pyarrow import parquet
-
             table = pa.table({"id": list(range(len(some))), "text": some})
             parquet.write_table(table, path, row_group_size=3)
         else:
@@ -190,6 +194,17 @@ def test_what_is_torn_missing_or_damaged_is_made_anew(tmp_path, texts, tokenizer
     assert made(out) == whole
 
 
+def test_a_folder_that_is_whole_is_left_as_it_is_also_where_a_piece_holds_no_document(tmp_path, texts, tokenizer):
+    """Its readers would find no index meanwhile."""
+    corpus, out = write(tmp_path / "corpus", "jsonl", texts), tmp_path / "out"
+    put(corpus / "-blank.jsonl", b"\n" * (PIECE + 1))
+    index = make(corpus, out, tokenizer)
+    assert min(int(each.file[-9:-4]) for each in index.shards) == 1, "the first piece is empty"
+    seen = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in out.iterdir()}
+    assert make(corpus, out, tokenizer) == index
+    assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in out.iterdir()} == seen
+
+
 def other_settings(corpus: Path, out: Path, tokenizer: Path) -> dict[str, Any]:
     make(corpus, out, tokenizer)
     return {"held_out": 5}
@@ -222,6 +237,94 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path, texts, tokenizer, spoil, m
     with pytest.raises(TrainError, match=message) as caught:
         make(corpus, tmp_path / "out", **{"tokenizer": tokenizer, **(options or {})})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "name", "kind", "message"),
+    [
+        (Path, "stat", "corpus", "txt", "cannot read {}: Permission denied"),
+        (Path, "read_bytes", "0-00.txt", "txt", "cannot read {}: Permission denied"),
+        (parquet, "ParquetFile", "0.parquet", "parquet", "cannot read {}: Permission denied"),
+        (disk, "checksum", "tokenizer.json", "txt", "cannot read {}: Permission denied"),
+        (os, "open", "out", "txt", "{}: it cannot be written: Permission denied"),
+    ],
+)
+def test_an_error_of_reading_is_not_told_as_one_of_writing(
+    tmp_path, texts, tokenizer, monkeypatch, caplog, owner, call, name, kind, message
+):
+    real, refused = getattr(owner, call), list[Path]()
+
+    def refuse(path, *given, **named):
+        if Path(path).name != name:
+            return real(path, *given, **named)
+        refused.append(path)
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    corpus = write(tmp_path / "corpus", kind, texts)
+    monkeypatch.setattr(owner, call, refuse)
+    assert tokenize.main([str(corpus), str(tmp_path / "out"), "--tokenizer", str(tokenizer), "--workers", "1"]) == 1
+    (said,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert said.startswith(message.format(refused[0]))
+
+
+def test_a_tokenizer_that_is_absent_is_no_bad_tokenizer_and_one_behind_a_link_is_one(tmp_path, texts, tokenizer):
+    corpus = write(tmp_path / "corpus", "txt", texts)
+    with pytest.raises(TrainError, match=r"cannot read .*absent.json: No such file or directory"):
+        make(corpus, tmp_path / "out", tmp_path / "absent.json")
+    (tmp_path / "link.json").symlink_to(tokenizer)
+    assert make(corpus, tmp_path / "out", tmp_path / "link.json") == make(corpus, tmp_path / "out", tokenizer)
+
+
+# says when it is at the third piece, and hangs there
+SLOW = """
+import sys, time
+from mgpu_train.data import tokenize
+
+real = tokenize.Work.piece
+def piece(work, number, parts):
+    if number == 2:
+        print("under way", flush=True)
+        time.sleep(100)
+    return real(work, number, parts)
+tokenize.Work.piece = piece
+whole = tokenize.tokenize
+tokenize.tokenize = lambda *given, **named: whole(*given, **{**named, "piece_bytes": 2000})
+if __name__ == "__main__":
+    sys.exit(tokenize.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_is_one_line_and_130_and_the_next_call_goes_on(tmp_path, texts, tokenizer, workers):
+    """It comes to all processes of the terminal; none of them is left."""
+    corpus, out, program = write(tmp_path / "corpus", "jsonl", texts), tmp_path / "out", tmp_path / "slow.py"
+    program.write_text(SLOW)  # a worker imports it
+    given = [str(corpus), str(out), "--tokenizer", str(tokenizer), "--workers", str(workers)]
+    command = [sys.executable, str(program), *given]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "under way\n"
+            os.killpg(process.pid, signal.SIGINT)
+            said = process.communicate(timeout=60)[1].splitlines()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        assert process.returncode == 130
+    assert said[-1] == "interrupted: the same command goes on where this one was"
+    assert not [line for line in said if "Traceback" in line]
+    until(lambda: not alive(process.pid), 60)
+    make(corpus, out, tokenizer, held_out=10)
+    make(corpus, tmp_path / "whole", tokenizer, held_out=10)
+    assert made(out) == made(tmp_path / "whole")
+
+
+def alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_token_files_do_not_lie_among_what_they_are_made_of(tmp_path, texts, tokenizer):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -230,10 +232,10 @@ class TestAverage:
 class TestFit:
     """Of `micro_batch: auto`, on one rank."""
 
-    def fit(self, shards: bool) -> Fit:
+    def fit(self, shards: bool, error: Exception | None = None) -> Fit:
         def loss(model, batch):
             if len(batch) > 4:
-                raise torch.OutOfMemoryError("CUDA out of memory")
+                raise error or torch.OutOfMemoryError("CUDA out of memory")
             return SimpleNamespace(total=model(batch).sum())
 
         alone = {"rank": 0, "world_size": 1, "gather": lambda said: [said], "barrier": lambda: None}
@@ -242,8 +244,31 @@ class TestFit:
         given: Any = (SimpleNamespace(loss=loss), nn.Linear(2, 1), strategy)
         return Fit(*given, lambda ranges: (torch.ones(len(each), 2) for each in ranges), lambda: None, compiled=False)
 
-    def test_it_goes_back_a_size_where_memory_runs_out(self):
-        assert self.fit(shards=False).largest(16, 0) == 4
+    @pytest.mark.parametrize("error", [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 608 bytes"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+                     "tried to allocate 4503599627370496 bytes. Error code 12 (Cannot allocate memory)"),
+        MemoryError("std::bad_alloc"),
+        MemoryError(),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+    ], ids=lambda error: str(error)[:40])  # fmt: skip
+    def test_it_goes_back_a_size_where_memory_runs_out(self, error):
+        assert self.fit(shards=False, error=error).largest(16, 0) == 4
+
+    @pytest.mark.parametrize("error", [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        OSError(errno.EIO, os.strerror(errno.EIO)),
+        RuntimeError("DataLoader worker is killed by signal: Bus error. Workers are out of shared memory."),
+    ])  # fmt: skip
+    def test_another_error_is_not_for_the_lack_of_memory(self, error):
+        with pytest.raises(type(error)) as caught:
+            self.fit(shards=False, error=error).largest(16, 0)
+        assert caught.value is error
 
     def test_shards_do_not_survive_that_on_one_rank_either(self):
         """FSDP leaves what it had gathered for a backward pass that never came."""

@@ -1,12 +1,23 @@
-"""What this process has of its machine: cores, and memory."""
+"""What this process has of its machine: cores, and memory; and the words in which memory is said to be lacking."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
+
+# a GPU's: torch's allocator, the runtime and the driver beside it, cuBLAS and its kin, NCCL (src/include/alloc.h)
+NO_GPU_MEMORY = re.compile(
+    r"out[ _]?of[ _]?memory|CU\w+_ALLOC_FAILED|Failed to CUDA (?:host )?[cm]?alloc", re.IGNORECASE
+)
+# the host's: torch's CPU allocator, C++, Python and NumPy, Linux
+NO_HOST_MEMORY = re.compile(
+    r"DefaultCPUAllocator: not enough memory|can(?:'|no)t allocate memory|bad_alloc|(?<!OutOf)MemoryError\b",
+    re.IGNORECASE,
+)
 
 
 def cores() -> int:
@@ -38,6 +49,11 @@ def forget_most() -> None:
     with suppress(AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)  # what is kept for later would hide what is had again
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def lacks_memory(words: str) -> bool:
+    """True for the words of an error, its class included, that a smaller batch may not meet."""
+    return bool(NO_GPU_MEMORY.search(words) or NO_HOST_MEMORY.search(words))
 
 
 def _number(path: Path, name: str) -> int:

@@ -171,6 +171,7 @@ class Trainer:
             self.pending.append(self._step())
             self._hear(behind=self.late)
             if self.pulse.phase != "training":
+                self.checkpointer.lay_out()
                 self.pulse.enter("training")
             step = self.progress.step
             last, due = step == self.config.steps, self.wanted or self.save_clock.due(step)

@@ -9,12 +9,22 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mgpu_train.errors import TrainError
 
 _ROWS = 1000  # of Parquet, decoded at a time
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Around what reads this file or folder. Raises TrainError: the system does not let it."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
 
 
 class Document(NamedTuple):
@@ -38,16 +48,17 @@ class Corpus:
     def __init__(self, root: Path, key: str) -> None:
         """`key`: of the text in JSON lines and Parquet. Raises TrainError: nothing is there."""
         self.root, self.key = root.resolve(), key
-        self._top = self.root.parent if self.root.is_file() else self.root
-        if not self.root.exists():
-            raise TrainError(f"there is no {self.root}: name a folder or file of texts, JSON lines or Parquet")
-        found = [self.root] if self.root.is_file() else sorted(self.root.rglob("*"))
-        named = ((path.relative_to(self._top).as_posix(), path) for path in found if path.is_file())
-        self.files = tuple(
-            (name, path.stat().st_size)
-            for name, path in named
-            if not any(part.startswith(".") for part in name.split("/"))
-        )
+        with readable(self.root):
+            self._top = self.root.parent if self.root.is_file() else self.root
+            if not self.root.exists():
+                raise TrainError(f"there is no {self.root}: name a folder or file of texts, JSON lines or Parquet")
+            found = [self.root] if self.root.is_file() else sorted(self.root.rglob("*"))
+            named = ((path.relative_to(self._top).as_posix(), path) for path in found if path.is_file())
+            self.files = tuple(
+                (name, path.stat().st_size)
+                for name, path in named
+                if not any(part.startswith(".") for part in name.split("/"))
+            )
         if not any(size for _, size in self.files):
             raise TrainError(f"{self.root} holds no text: text files, JSON lines (*.jsonl) or Parquet (*.parquet)")
 
@@ -69,10 +80,8 @@ class Corpus:
         for part in parts:
             path = self._top / part.file
             kind = {".jsonl": self._lines, ".parquet": self._rows}.get(path.suffix.lower(), self._whole)
-            try:
+            with readable(path):
                 yield from kind(path, part)
-            except OSError as error:
-                raise TrainError(f"cannot read {path}: {error.strerror or error}") from error
 
     def _parts(self, size: int) -> Iterator[tuple[Part, int]]:
         for name, length in self.files:
@@ -144,7 +153,8 @@ def _parquet(path: Path, key: str) -> Any:
             f"{path} is read by pyarrow, which is not installed here: `pip install 'mgpu-train[tokens]'`"
         ) from error
     try:
-        found = parquet.ParquetFile(path)
+        with readable(path):
+            found = parquet.ParquetFile(path)
     except ArrowInvalid as error:
         raise TrainError(f"{path} is no Parquet file ({error}): take it out of the folder, or fetch it anew") from error
     if key not in found.schema_arrow.names:

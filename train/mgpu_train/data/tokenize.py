@@ -20,10 +20,10 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from mgpu_train.data import token_index
-from mgpu_train.data.corpus import Corpus, Part
+from mgpu_train.data.corpus import Corpus, Part, readable
 from mgpu_train.data.token_index import Index, Shard
 from mgpu_train.errors import TrainError
 from mgpu_train.store import disk
@@ -115,20 +115,24 @@ def tokenize(
     """
     if out.resolve().is_relative_to(corpus.resolve()):
         raise TrainError(f"{out} lies in {corpus}, and would be read as texts the next time: name a folder beside it")
-    texts, known = Corpus(corpus, key), _load(tokenizer)
+    texts = Corpus(corpus, key)
+    with readable(tokenizer):
+        tokenizer = tokenizer.resolve()  # a hub's cache has links
+        _, checksum = disk.checksum(tokenizer)
+    known = _load(tokenizer)
     ended = _end(known, end)
     vocabulary = 1 + max(known.get_vocab(with_added_tokens=True).values())
     width = 2 if vocabulary <= 1 << 16 else 4
-    _, checksum = disk.checksum(tokenizer)
     said = repr((texts.files, key, ended, held_out, piece_bytes, checksum))
     settings = f"{zlib.crc32(said.encode()):08x}"
     pieces = texts.pieces(piece_bytes)
-    work = Work(texts.root, key, out, tokenizer.resolve(), ended, width, held_out)
+    work = Work(texts.root, key, out, tokenizer, ended, width, held_out)
     journal = Journal(out / JOURNAL)
     with _alone(out):
+        before = token_index.read(out)
         made = {
             number: shards
-            for number, shards in _made(out, journal, settings).items()
+            for number, shards in _made(out, before, journal, settings, len(pieces)).items()
             if all(work.whole(each) for each in shards)
         }
         rest = [number for number in range(len(pieces)) if number not in made]
@@ -136,12 +140,13 @@ def tokenize(
             journal.start(settings, made)
             (out / token_index.NAME).unlink(missing_ok=True)
         began, size = time.monotonic(), 0
-        for count, (number, shards) in enumerate(_run(work, pieces, rest, min(workers, len(rest))), 1):
-            made[number] = shards
-            journal.add(number, shards)
-            size += sum(each.text_bytes for each in shards)
-            speed = size / 1e6 / max(1e-9, time.monotonic() - began)
-            log.info("%d of %d pieces, %.1f MB of text a second", len(pieces) - len(rest) + count, len(pieces), speed)
+        with closing(_run(work, pieces, rest, min(workers, len(rest)))) as done:
+            for count, (number, shards) in enumerate(done, len(pieces) - len(rest) + 1):
+                made[number] = shards
+                journal.add(number, shards)
+                size += sum(each.text_bytes for each in shards)
+                speed = size / 1e6 / max(1e-9, time.monotonic() - began)
+                log.info("%d of %d pieces, %.1f MB of text a second", count, len(pieces), speed)
         index = Index(
             token_bytes=2 if width == 2 else 4,
             vocabulary=vocabulary,
@@ -155,8 +160,9 @@ def tokenize(
                 f"all {sum(each.documents for each in index.shards)} documents of {texts.root} are for one split: "
                 "`--held-out 2` holds back more of them, or split them into more documents"
             )
-        with disk.written(out / token_index.NAME) as descriptor:
-            disk.write_all(descriptor, index.model_dump_json(indent=1).encode())
+        if rest or before is None:
+            with disk.written(out / token_index.NAME) as descriptor:
+                disk.write_all(descriptor, index.model_dump_json(indent=1).encode())
         journal.remove()
     return index
 
@@ -170,7 +176,7 @@ class Journal:
     def read(self) -> list[dict[str, Any]]:
         """All lines up to one that a kill has torn; none where there is no journal."""
         lines: list[dict[str, Any]] = []
-        with suppress(FileNotFoundError, ValueError):
+        with readable(self._path), suppress(FileNotFoundError, ValueError):
             for line in self._path.read_bytes().split(b"\n"):
                 lines.append(json.loads(line))
         return lines
@@ -213,9 +219,9 @@ def _alone(out: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _made(out: Path, journal: Journal, settings: str) -> dict[int, tuple[Shard, ...]]:
+def _made(out: Path, index: Index | None, journal: Journal, settings: str, pieces: int) -> dict[int, tuple[Shard, ...]]:
     """By piece, what an earlier call has made. Raises TrainError: it was of other settings."""
-    index, (first, *lines) = token_index.read(out), journal.read() or [{}]
+    first, *lines = journal.read() or [{}]
     before = index.settings if index else first.get("settings")
     if before not in (None, settings):
         raise TrainError(
@@ -224,38 +230,54 @@ def _made(out: Path, journal: Journal, settings: str) -> dict[int, tuple[Shard, 
         )
     if index is None:
         return {line["piece"]: tuple(map(Shard.model_validate, line["shards"])) for line in lines}
-    made: dict[int, tuple[Shard, ...]] = {}
+    made: dict[int, tuple[Shard, ...]] = dict.fromkeys(range(pieces), ())  # of which some hold no document
     for shard in index.shards:
         number = int(Path(shard.file).stem.rpartition("-")[2])
-        made[number] = (*made.get(number, ()), shard)
+        made[number] = (*made[number], shard)
     return made
 
 
 def _run(
     work: Work, pieces: Sequence[tuple[Part, ...]], numbers: Sequence[int], workers: int
-) -> Iterator[tuple[int, tuple[Shard, ...]]]:
-    """Pieces as they are done."""
+) -> Generator[tuple[int, tuple[Shard, ...]]]:
+    """Pieces as they are done. Left early, it ends what is under way."""
     if workers <= 1:
         yield from ((number, work.piece(number, pieces[number])) for number in numbers)
         return
+    strangers, done = set(multiprocessing.active_children()), False
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin)
     try:
-        futures = {pool.submit(work.piece, number, pieces[number]): number for number in numbers}
+        with _no_interrupt():  # a worker would tell of it in its first moments
+            futures = {pool.submit(work.piece, number, pieces[number]): number for number in numbers}
         for future in as_completed(futures):
             yield futures[future], future.result()
+        done = True
     except BrokenProcessPool as error:
         raise TrainError(
             "a worker was ended from outside, most likely for its memory: fewer `--workers` or a smaller `--piece-mib` "
             "need less. The same number of workers goes on where this one was"
         ) from error
     finally:
+        if not done:  # what is under way would be in no journal
+            for worker in set(multiprocessing.active_children()) - strangers:
+                worker.kill()
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Ctrl-C comes afterwards; processes that are started meanwhile never get it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin() -> None:
     """In a worker: it is one of many, and ends with the process that has started it."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is started with that blocked
     parent = multiprocessing.parent_process()
     assert parent is not None  # noqa: S101 - a worker has one
 
@@ -330,10 +352,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             piece_bytes=given.piece_mib << 20,
             workers=given.workers,
         )
+    except KeyboardInterrupt:
+        log.error("interrupted: the same command goes on where this one was")
+        return 130
     except TrainError as error:
         log.error("%s", error)
         return 1
-    except OSError as error:
+    except OSError as error:  # of reading it is a TrainError
         log.error("%s: %s", given.out, disk.meaning("it cannot be written", error))
         return 1
     counts = {

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from mgpu_train.checkpoint.distributed.staging import local
 from mgpu_train.errors import TrainError
-from mgpu_train.hardware import forget_most, free_bytes, resident_bytes
+from mgpu_train.hardware import forget_most, free_bytes, lacks_memory, resident_bytes
 from mgpu_train.parallel import Place, machine
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.tasks.base import Batch, Task
@@ -180,7 +180,9 @@ class Fit:
                     self._task.loss(self._model, batch).total.backward()
                 self._did()
             return self._memory.most()
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError, OSError) as error:  # of torch.OutOfMemoryError is its GPU allocator alone
+            if not lacks_memory(f"{type(error).__name__}: {error}"):
+                raise
             if self._together:
                 raise TrainError(
                     f"`train.micro_batch: auto`: {size} samples lack memory on rank {self._place.rank}, though half as "

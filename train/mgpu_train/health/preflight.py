@@ -42,7 +42,7 @@ def main() -> int:
     figures: dict[str, Any] = {"rank": rank}
 
     _tell(local, {"part": "matmul"})
-    figures["tflops"] = _matmul(device)
+    figures["tflops"] = matmul(device)
     _tell(local, {"part": "inside"})
     figures["inside"] = _all_reduce(device, groups[rank // here], list(places[rank // here]))
     _tell(local, {"part": "between"})
@@ -62,7 +62,7 @@ def _tell(local: int, what: dict[str, Any]) -> None:
         aside.replace(path)
 
 
-def _matmul(device: Any) -> float:
+def matmul(device: Any) -> float:
     """TFLOPS of this GPU, in the format that training has: bf16, or fp16 where that is emulated."""
     import torch
 

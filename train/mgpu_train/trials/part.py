@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -20,13 +19,13 @@ from pydantic import Field
 from mgpu_train.agent.machine import procs
 from mgpu_train.agent.status.log import hide, last_words, peer_lost
 from mgpu_train.config import Job, Model, Outcome, Rate
+from mgpu_train.hardware import lacks_memory
 from mgpu_train.trials.lr_range import curve
 
 _LOOK_S = 0.05
 _GRACE_S = 5.0  # for the other ranks to say what they saw, once one has failed
 _KILL_S = 10.0
 _SHOWN = 20  # lines of a rank that failed
-_NO_ROOM = re.compile(r"out ?of ?memory|can't allocate memory|cannot allocate memory|bad_alloc|MemoryError", re.I)
 SPEED = "_per_s"
 
 
@@ -125,7 +124,7 @@ class Ranks:
         said, killed = words[first], self._processes[first].returncode == -signal.SIGKILL
         starved = killed and procs.out_of_memory_kills() > self._starved
         outcome: Outcome = "failed"
-        if starved or _NO_ROOM.search(said):
+        if starved or lacks_memory(said):
             outcome = "out of memory"
         elif "TrainError" in said and measured["units_per_s"] is None:
             outcome = "refused"

@@ -189,10 +189,18 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
         return AttemptFailed(fault, f"{what}: {found.sign.means}: {found.line}{where}", suspect=found.sign.machine)
     if code == -signal.SIGKILL:
         return AttemptFailed(Fault.USER, f"{what}: {_killer(end)}")
+    if code == -signal.SIGBUS:
+        return AttemptFailed(Fault.USER, f"{what}: {_BUS_ERROR}")
     what += f": {end.last_words}" if end.last_words else ""
     lost = job.nodes > 1 and peer_lost(end.last_words)
     taken = "EADDRINUSE" in end.last_words and f"port: {job.master_port}," in end.last_words
     return AttemptFailed(Fault.INFRASTRUCTURE if lost or taken else Fault.USER, what)
+
+
+_BUS_ERROR = (
+    "memory that a file stands behind is gone: shared memory (/dev/shm) or the disk is full, or the file was made "
+    "shorter while it was read"
+)
 
 
 def _killer(end: Ended) -> str:

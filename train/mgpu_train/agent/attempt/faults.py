@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from mgpu_train.agent.status.log import clean, errors
 from mgpu_train.agent.status.status import Fault
+from mgpu_train.hardware import NO_GPU_MEMORY, NO_HOST_MEMORY
 
 LONGEST = 300  # characters of the line that is shown
 _XID = re.compile(r"NVRM: Xid \(.*?\): (\d+)")
@@ -76,7 +77,8 @@ MACHINE = (
     _machine("a GPU is held by something else", r"CUDA-capable device\(s\) is/are busy or unavailable"),
 )
 PROGRAM = (
-    _user("a smaller batch, or a GPU with more memory", r"CUDA out of memory"),
+    Sign("a smaller batch, or a GPU with more memory", NO_GPU_MEMORY),
+    Sign("smaller batches, fewer workers of the data loader, or a machine with more memory", NO_HOST_MEMORY),
     _user("an index out of range, mostly: CUDA_LAUNCH_BLOCKING=1 shows where", r"device-side assert triggered"),
     _user("a kernel reads or writes where it may not", r"an illegal memory access was encountered"),
     _user("it asks for more GPUs than the node has", r"invalid device ordinal"),
@@ -85,7 +87,11 @@ PROGRAM = (
     _user("fewer workers of the data loader, or smaller batches", r"insufficient shared memory|out of shared memory"),
     _user("the disk is full: `disk_gib`", r"No space left on device"),
 )
-NETWORK = (
+NCCL = (  # says why far above its last line, which names no cause
+    _user(
+        "a smaller batch leaves NCCL the GPU memory that it needs",
+        r"NCCL WARN (?:Cuda failure.*out of memory|Failed to CUDA .*alloc)|Cuda failure \d+ 'out of memory'",
+    ),
     _user(
         "the machine's direct network (EFA, InfiniBand) cannot be used: an image needs ibverbs-providers, librdmacm1 "
         "and libhwloc15 for it; `env: {NCCL_NET: Socket}` takes TCP",
@@ -136,7 +142,7 @@ def find(
         *_found(KERNEL, kernel),
         *_found(MACHINE, said if code == -signal.SIGABRT else (*errors(lines), last_words)),
         *_found(PROGRAM, (last_words,)),
-        *_found(NETWORK, lines),
+        *_found(NCCL, lines),
         *programs,
         *_found(SUSPECT, said),
         *(_found(PEERS, said) if nodes > 1 else ()),

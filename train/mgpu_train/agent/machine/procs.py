@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+MOST_FILES = 1 << 20  # Linux's own limit of one process, unless somebody raises it (fs.nr_open)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: not between fork and exec
@@ -69,11 +72,16 @@ def uptime_s() -> float:
 
 
 def out_of_memory_kills() -> int:
-    """How many processes this kernel has killed because memory was short, since boot; 0 where it does not say."""
+    """How many processes the kernel has killed because memory was short: of this container or session where cgroups
+    count them (v2: whatever the limit was), else of all this machine since boot; 0 where nobody says."""
     try:
-        lines = (_PROC / "vmstat").read_text().splitlines()
-    except OSError:
-        return 0
+        path = next(line for line in (_PROC / "self/cgroup").read_text().splitlines() if line.startswith("0::/"))
+        lines = (_CGROUPS / path.removeprefix("0::/") / "memory.events").read_text().splitlines()
+    except (OSError, StopIteration):
+        try:
+            lines = (_PROC / "vmstat").read_text().splitlines()
+        except OSError:
+            return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
@@ -204,6 +212,15 @@ def die_with_parent(signum: int, parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it has ended already
         os._exit(1)
+
+
+def open_many_files() -> None:
+    """This process, and what it starts, may open as many files as it is allowed to: shells give 1,024, and each tensor
+    that a loader's worker hands over is one. Not more than MOST_FILES: some programs close all that there may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _prctl(option: int, value: int) -> None:

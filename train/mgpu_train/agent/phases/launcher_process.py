@@ -182,7 +182,7 @@ class LauncherProcess:
             stdout=log_fd,
             stderr=log_fd,
             start_new_session=True,
-            preexec_fn=lambda: procs.die_with_parent(launch.orphaned, agent),  # no other thread runs yet
+            preexec_fn=lambda: _prepare(launch, agent),  # no other thread runs yet
         )
 
     @property
@@ -204,6 +204,12 @@ class LauncherProcess:
         gone = kill_below(deadline_s, self._process.pid)
         self._process.poll()
         return gone
+
+
+def _prepare(launch: Launch, agent: int) -> None:
+    """In the launcher's process, before it is what it will be."""
+    procs.open_many_files()
+    procs.die_with_parent(launch.orphaned, agent)
 
 
 def kill_below(deadline_s: float, spare: int = 0) -> bool:

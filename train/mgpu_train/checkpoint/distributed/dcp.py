@@ -81,6 +81,21 @@ class Checkpointer:
     def _writes(self) -> bool:
         return self.writers == "all" or self.place.rank == 0
 
+    @property
+    def _gathers(self) -> bool:
+        """True where one rank writes what several hold."""
+        steady = (each for part in self.parts.values() for each in part.steady())
+        return self.writers != "all" and any(isinstance(each, DTensor) for each in steady)
+
+    def lay_out(self) -> None:
+        """Takes the memory of a save, which the first one would stand still for: seconds where it is pinned, and a
+        machine that goes has two minutes. Where all is gathered to one rank it is taken by the first save.
+
+        All ranks call it together, once there is something of the optimizer's.
+        """
+        if self._outside is not None and not self._gathers:
+            self.capture(Progress()).snapshot.lay_out()
+
     def require_memory(self, state: float) -> None:
         """The copy of a save has room beside what is there; `state`: bytes of the whole one.
 
@@ -105,7 +120,7 @@ class Checkpointer:
         unchanged = {each.untyped_storage().data_ptr() for each in steady}
         if self.writers == "all":
             state = _share(self._state(), self.place)
-        elif any(isinstance(each, DTensor) for part in self.parts.values() for each in part.steady()):
+        elif self._gathers:
             # what a step changes is copied now: the memory holds what is gathered, and is not laid out anew
             state, unchanged = gathered(self._state(), self._staging if self._writes else None), set[int]()
         else:

@@ -138,6 +138,10 @@ class Snapshot:
                 self._copies[id(leaf)] = tensor.to("cpu", copy=True)
         self._after = _computed(self._late.values())
 
+    def lay_out(self) -> None:
+        """Take the memory for the rest, and copy nothing."""
+        self._staging.lay_out(list(self._late.values()))
+
     def fill(self) -> None:
         """Copy the rest. Any thread may do it; training waits for `filled` before it changes anything."""
         try:
