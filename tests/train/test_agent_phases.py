@@ -98,14 +98,19 @@ def test_a_network_that_is_not_as_mgpu_would_have_it_is_told(attempt):
     assert "network: InfiniBand, or nothing (NCCL_NET=IB)" in said(made)
 
 
-FIGURES = {"rank": 0, "tflops": 700.0, "inside": {"right": True, "gb_per_s": 350}, "between": {"gb_per_s": None}}
+FIGURES = {
+    "rank": 0,
+    "tflops": 700.0,
+    "inside": {"right": True, "gb_per_s": 350},
+    "between": {"right": True, "gb_per_s": None},
+}
 WRONG = {**FIGURES, "inside": {"right": False, "gb_per_s": 350}}
 
 
 @pytest.mark.parametrize(
     ("code", "ranks", "printed", "told", "suspect"),
     [
-        (0, [FIGURES], "", "1 ranks, 700 TFLOPS each at least, a sum inside a node 350.0 GB/s, over all", None),
+        (0, [FIGURES], "", "1 ranks, 700 TFLOPS each at least, a sum inside a node 350 GB/s, over all", None),
         (0, [WRONG], "", "preflight: node 0 (", "a sum over its own GPUs is wrong on rank 0"),
         (0, ["odd"], "", "preflight: what was measured makes no sense", None),
         (1, None, "[rank0]: MachineError: node 0 (h) has 7 of 8 GPUs", "", "has 7 of 8 GPUs"),
@@ -129,6 +134,18 @@ def test_what_was_measured_names_a_machine_or_ends_nothing(attempt, monkeypatch,
         assert measuring.over() is True
         assert told in said(made)
     assert ended, "no rank of it stays beside the program"
+
+
+def test_a_wrong_sum_between_the_nodes_ends_the_attempt_and_blames_no_machine(attempt, monkeypatch):
+    made = attempt(gpus=1, preflight_port=1)
+    monkeypatch.setattr(preflight, "_has_torch", lambda *_given: True)
+    ends = SimpleNamespace(poll=lambda: 0, kill=lambda _s: True)
+    monkeypatch.setattr(preflight, "LauncherProcess", lambda _launch, _fd: ends)
+    measuring = preflight.Measuring(made, {}, "/py")
+    Path(made.layout.preflight(1)).write_text(json.dumps({"ranks": [{**FIGURES, "between": {"right": False}}]}))
+    fault, suspect, reason = why(measuring.over)
+    assert (fault, suspect) == (Fault.INFRASTRUCTURE, False)
+    assert "a sum over all nodes is wrong on rank 0" in reason
 
 
 def test_what_cannot_be_begun_measures_nothing(attempt, monkeypatch):

@@ -191,7 +191,8 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
         return AttemptFailed(Fault.USER, f"{what}: {_killer(end)}")
     what += f": {end.last_words}" if end.last_words else ""
     lost = job.nodes > 1 and peer_lost(end.last_words)
-    taken = "EADDRINUSE" in end.last_words and f"port: {job.master_port}," in end.last_words
+    ports = (job.master_port, job.preflight_port)
+    taken = "EADDRINUSE" in end.last_words and any(f"port: {port}," in end.last_words for port in ports)
     return AttemptFailed(Fault.INFRASTRUCTURE if lost or taken else Fault.USER, what)
 
 

@@ -93,9 +93,10 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
     attempt.enter(Phase.LAUNCHING)
     _tell_network(attempt, environment)
     uploads = _uploads(attempt, job.checkpoint, resumed_step) if job.checkpoint and has_part(job) else None
+    shell = job.launcher.takes == "shell"
     started = Launch(
         launcher_process.argv(job, attempt.layout, python),
-        launcher_process.with_python(environment, python) if job.launcher.takes == "shell" else environment,
+        (launcher_process.with_python(environment, python) if shell else environment) | preflight.by_launchers(job),
         attempt.work,
         signal.Signals[job.launcher.orphaned],
     )

@@ -2,8 +2,8 @@
 
 The driver and the kernel are asked, then a product of matrices and two sums are measured on all ranks, as the program
 will use them (`mgpu_train.health.preflight`). A machine that stands out is at fault, named and replaced. What cannot
-be asked or measured is said, and ends nothing: the program itself will tell. Without GPUs there is none of it:
-importing torch alone takes seconds of a processor.
+be asked or measured is said, and ends nothing: the program itself will tell. Nodes without GPUs are measured by their
+launchers (`mgpu_train.health.processors`): to import torch for that alone would take seconds of a processor.
 """
 
 from __future__ import annotations
@@ -22,11 +22,26 @@ from mgpu_train.agent.machine import facts, kernel_log
 from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess, torchrun
 from mgpu_train.agent.status.log import last_words, tail
 from mgpu_train.agent.status.status import Fault
-from mgpu_train.health import preflight
-from mgpu_train.names import FAILURE_FILE
+from mgpu_train.config import Job
+from mgpu_train.health import figures, preflight, processors
+from mgpu_train.launchers import OUR_TORCHRUN
+from mgpu_train.names import FAILURE_FILE, PREFLIGHT
 
 _FIND_S = 30.0  # for the interpreter to say whether it has torch
 _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+
+
+def by_launchers(job: Job) -> dict[str, str]:
+    """The variable that has launchers measure the nodes: several, without GPUs, whose launchers import torch anyway."""
+    if job.gpus or job.nodes == 1 or job.preflight_port is None or not job.preflight:
+        return {}
+    if OUR_TORCHRUN not in job.launcher.argv:
+        return {}
+    times = job.timeouts
+    at = processors.Meeting(
+        job.node_rank, job.nodes, job.master_addr, job.preflight_port, times.rendezvous_s, times.preflight_s
+    )
+    return {PREFLIGHT: json.dumps(at.told())}
 
 
 def ask(attempt: Attempt) -> None:
@@ -120,10 +135,12 @@ class Measuring:
 
     def _judge(self, ranks: list[dict[str, Any]]) -> None:
         job = self._attempt.job
-        if found := gpu_health.by_figures(ranks, job.node_rank, job.processes_per_node):
+        if found := figures.by_figures(ranks, job.node_rank, job.processes_per_node):
             raise _suspect(self._attempt, found)
+        if found := figures.between(ranks):
+            raise AttemptFailed(Fault.INFRASTRUCTURE, f"preflight: {job.node}: {found}")
         try:
-            self._attempt.say(f"preflight: {gpu_health.summary(ranks)}")
+            self._attempt.say(f"preflight: {figures.summary(ranks)}")
         except (KeyError, TypeError, ValueError):
             self._attempt.say("preflight: what was measured makes no sense")
 
