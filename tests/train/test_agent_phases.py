@@ -24,6 +24,7 @@ from mgpu_train.agent.uploads import checkpoint_store
 from mgpu_train.agent.uploads.checkpoint_store import AttemptStore, Said
 from mgpu_train.agent.uploads.uploads import CheckpointStoreError
 from mgpu_train.config import Job, Secrets
+from mgpu_train.health.gpus import Demand, Seen
 from mgpu_train.store import open_store
 
 TIMES = {"poll_s": 0.001, "stop_grace_s": 0, "preflight_s": 9, "heartbeat_s": 5}
@@ -134,6 +135,50 @@ def test_what_was_measured_names_a_machine_or_ends_nothing(attempt, monkeypatch,
         assert measuring.over() is True
         assert told in said(made)
     assert ended, "no rank of it stays beside the program"
+
+
+STATE = "00000000:B7:00.0, 0, {}\n"
+ILL = "".join(
+    f"GPU {gpu}: NVIDIA H200 (UUID: GPU-{gpu})\n" + "".join(f"\t Link {link}: 26.562 GB/s\n" for link in range(links))
+    for gpu, links in enumerate((18, 17, 18))
+)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mode", "odd"),
+    [(1, "Disabled", None), (1, "Enabled", "is in MIG mode"), (3, "Disabled", "GPU 1 (NVIDIA H200) has 17 active")],
+)
+def test_the_driver_is_asked_of_mig_and_of_links_where_there_are_several_gpus(attempt, monkeypatch, gpus, mode, odd):
+    asked = []
+
+    def answers(command, _seconds):
+        asked.append(command[1])
+        return ILL if command[1] == "nvlink" else STATE.format(mode) if "query-gpu" in command[1] else ""
+
+    monkeypatch.setattr(preflight.facts, "output", answers)
+    monkeypatch.setattr(preflight.kernel_log, "since", lambda _s: [])
+    made = attempt(gpus=gpus, processes_per_node=gpus)
+    if odd is None:
+        preflight.ask(made)
+    else:
+        fault, suspect, reason = why(lambda: preflight.ask(made))
+        assert (fault, suspect, odd in reason) == (Fault.INFRASTRUCTURE, True, True)
+    assert ("nvlink" in asked) == (gpus > 1)
+
+
+@pytest.mark.parametrize(("mode", "told"), [("Enabled", True), ("Disabled", False), (None, False)])
+def test_a_node_that_shows_too_few_gpus_says_where_mig_is_why(monkeypatch, mode, told):
+    def answers(_command, _seconds):
+        if mode is None:
+            raise preflight.facts.NoAnswer("there is no program nvidia-smi")
+        return STATE.format(mode)
+
+    monkeypatch.setattr(preflight.facts, "output", answers)
+    lack = life._lack(Demand(8, "node 0", 0, lambda: Seen(1)))
+    assert lack is not None
+    assert lack.words.startswith("node 0 has 1 of 8 GPUs")
+    assert ("in MIG mode" in lack.words) is told
+    assert life._lack(Demand(1, "node 0", 0, lambda: Seen(1))) is None
 
 
 def test_a_wrong_sum_between_the_nodes_ends_the_attempt_and_blames_no_machine(attempt, monkeypatch):

@@ -65,13 +65,58 @@ def test_figures_that_make_no_sense_say_nothing(known):
 
 
 def test_what_the_driver_knows():
-    assert gpu_health.by_memory("00000000:B7:00.0, 0\n00000000:B9:00.0, [N/A]\n") is None
-    assert gpu_health.by_memory("00000000:B7:00.0, 0\n00000000:B9:00.0, 4\n") == (
+    assert gpu_health.by_state("00000000:B7:00.0, 0, Disabled\n00000000:B9:00.0, [N/A], [N/A]\n") is None
+    assert gpu_health.by_state("00000000:B7:00.0, 0, Disabled\n00000000:B9:00.0, 4, Disabled\n") == (
         "GPU 00000000:B9:00.0 has 4 uncorrectable ECC errors"
+    )
+    assert (gpu_health.by_state("00000000:B7:00.0, 0, Disabled\n00000000:B9:00.0, [N/A], Enabled\n") or "").startswith(
+        "GPU 00000000:B9:00.0 is in MIG mode"
     )
     assert gpu_health.by_rows("00000000:B7:00.0, No, No\n00000000:B9:00.0, 0, 0\n") is None
     assert "has to be reset" in (gpu_health.by_rows("00000000:B7:00.0, Yes, No\n") or "")
     assert "no spare memory" in (gpu_health.by_rows("00000000:B7:00.0, No, Yes\n") or "")
+
+
+def status(name: str, *links: str, speed: str = "26.562 GB/s") -> str:
+    """What `nvidia-smi nvlink --status` prints of GPUs of this name: of each its links, `+` an active one, `-` one that
+    is not; or what NVML says instead."""
+    lines = []
+    for number, each in enumerate(links):
+        lines.append(f"GPU {number}: {name} (UUID: GPU-6968dfc2-d444-d92c-c36b-6abe53445cb9)")
+        said = [f"Link {link}: {speed if sign == '+' else '<inactive>'}" for link, sign in enumerate(each)]
+        lines += [f"\t {line}" for line in (said if set(each) <= {"+", "-"} else [each])]
+    return "\n".join(lines) + "\n"
+
+
+# as NVML puts it for a GPU without any (leptonai/gpud#1085)
+NO_LINK = "NVML: Unable to retrieve NVLink information as all links are inActive"
+# two cards of an HPE DL380a Gen11 with three bridges, which are well: `nvidia-smi nvlink -s` of an H100 PCIe
+THREE_BRIDGES = "++++--++++--++++--"
+
+
+@pytest.mark.parametrize(
+    ("text", "odd"),
+    [
+        # Azure/azhpc-diagnostics#73: `nvidia-smi nvlink -s` of a machine whose GPU 3 is ill
+        (
+            status("Tesla V100-SXM2-32GB", *["++++++"] * 3, "+++-+-", *["++++++"] * 4, speed="25.781 GB/s"),
+            "GPU 3 (Tesla V100-SXM2-32GB) has 4 active NVLinks, and the machine's others 6",
+        ),
+        (
+            status("NVIDIA H100 80GB HBM3", *["+" * 18] * 4, NO_LINK, *["+" * 18] * 3),
+            "GPU 4 (NVIDIA H100 80GB HBM3) has 0 active NVLinks, and the machine's others 18",
+        ),
+        (status("NVIDIA H100 80GB HBM3", *["+" * 18] * 8), None),
+        (status("NVIDIA H100 PCIe", THREE_BRIDGES, THREE_BRIDGES), None),
+        (status("NVIDIA A100 80GB PCIe", "+" * 12, "+" * 12, NO_LINK), None),  # the third has no bridge
+        (status("NVIDIA A10G", *["NVML: Unable to retrieve NVLink information: Not Supported"] * 4), None),
+        (status("NVIDIA H200", "+" * 18, "+" * 17), None),  # which of two is ill nobody knows
+        ("", None),
+    ],
+    ids=["V100", "none", "all", "bridges", "one without", "no NVLink", "two", "nothing"],
+)
+def test_a_gpu_with_fewer_nvlinks_than_the_machines_others_is_named(text, odd):
+    assert gpu_health.by_links(text) == odd
 
 
 def test_what_the_kernel_knows():
@@ -192,7 +237,7 @@ def test_all_ranks_know_what_each_has_measured(tmp_path: Path, nodes: int):
 
 SMI = """#!/bin/sh
 case "$1" in
-    --query-gpu=*) printf '00000000:B7:00.0, {ecc}\\n' ;;
+    --query-gpu=*) printf '00000000:B7:00.0, {ecc}, Disabled\\n' ;;
     --query-remapped-rows=*) printf '00000000:B7:00.0, {pending}, No\\n' ;;
 esac
 """

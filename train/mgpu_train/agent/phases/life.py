@@ -117,17 +117,25 @@ def _demand_gpus(attempt: Attempt) -> None:
     if (demand := attempt.job.demand) is None:
         return
     late = "the GPUs were not counted within {:g} s"
-    if lack := aside(attempt, demand.unmet, demand.wait_s + 2 * gpus.LOOK_S, late):
+    if lack := aside(attempt, lambda: _lack(demand), demand.wait_s + 2 * gpus.LOOK_S + facts.SMI_S, late):
         fault = Fault.INFRASTRUCTURE if lack.machine else Fault.USER
         raise AttemptFailed(fault, lack.words, suspect=lack.machine)
+
+
+def _lack(demand: gpus.Demand) -> gpus.Lack | None:
+    """What the node lacks, and the driver's word on why a program sees fewer GPUs than there are."""
+    lack = demand.unmet()
+    why = preflight.divided() if lack else None
+    return replace(lack, words=f"{lack.words}; {why}") if lack and why else lack
 
 
 def _preflight(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:
     """Raises AttemptFailed where the machine's GPUs are not fit to train on."""
     if not (attempt.job.gpus and attempt.job.preflight):
         return
-    limit_s = 3 * facts.SMI_S
-    aside(attempt, lambda: preflight.ask(attempt), limit_s, "preflight: the driver did not answer within {:g} s")
+    aside(
+        attempt, lambda: preflight.ask(attempt), preflight.ASK_S, "preflight: the driver did not answer within {:g} s"
+    )
     measuring = preflight.Measuring(attempt, environment, python)
     try:
         while not measuring.over():

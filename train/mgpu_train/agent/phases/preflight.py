@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,21 @@ from mgpu_train.health import figures, preflight, processors
 from mgpu_train.launchers import OUR_TORCHRUN
 from mgpu_train.names import FAILURE_FILE, PREFLIGHT
 
+ASK_S = 4 * facts.SMI_S  # three calls of nvidia-smi, and the kernel
 _FIND_S = 30.0  # for the interpreter to say whether it has torch
 _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+
+
+Judged = tuple[list[str], Callable[[str], "str | None"]]  # a call of nvidia-smi, and who reads what it prints
+
+
+def _query(option: str, fields: tuple[str, ...]) -> list[str]:
+    return ["nvidia-smi", f"--query-{option}={','.join(fields)}", "--format=csv,noheader,nounits"]
+
+
+_STATE: Judged = (_query("gpu", gpu_health.STATE), gpu_health.by_state)
+_ROWS: Judged = (_query("remapped-rows", gpu_health.ROWS), gpu_health.by_rows)
+_LINKS: Judged = (["nvidia-smi", "nvlink", "--status"], gpu_health.by_links)
 
 
 def by_launchers(job: Job) -> dict[str, str]:
@@ -44,19 +58,22 @@ def by_launchers(job: Job) -> dict[str, str]:
     return {PREFLIGHT: json.dumps(at.told())}
 
 
+def divided() -> str | None:
+    """Which GPU is in MIG mode, so that a program sees fewer than there are; None: none is, or nobody says so."""
+    with suppress(facts.NoAnswer):
+        return gpu_health.by_mig(facts.output(_STATE[0], facts.SMI_S))
+    return None
+
+
 def ask(attempt: Attempt) -> None:
-    """What the driver and the kernel know of this machine's GPUs. Takes no longer than two calls of nvidia-smi.
+    """What the driver and the kernel know of this machine's GPUs. Takes no longer than `ASK_S`.
 
     Raises:
         AttemptFailed: one of them is broken.
     """
     found = gpu_health.by_kernel(kernel_log.since(0.0))
-    for option, fields, judge in (
-        ("--query-gpu", gpu_health.MEMORY, gpu_health.by_memory),
-        ("--query-remapped-rows", gpu_health.ROWS, gpu_health.by_rows),
-    ):
+    for asked, judge in (_STATE, _ROWS, *([_LINKS] if attempt.job.gpus > 1 else [])):
         try:
-            asked = ["nvidia-smi", f"{option}={','.join(fields)}", "--format=csv,noheader,nounits"]
             found = found or judge(facts.output(asked, facts.SMI_S))
         except facts.NoAnswer as error:
             attempt.say(f"preflight: {error}")
