@@ -1,7 +1,7 @@
 """What one processor of each node and the network between the nodes do, where there are no GPUs.
 
 The launchers of the nodes meet and measure it before they start any rank: each of them has imported torch for
-torchrun's sake, so that this costs a tenth of a second, where a process of its own would need seconds for the import
+torchrun's sake, so that this takes 50 ms of a processor, where a process of its own would need 2 s for the import
 alone. Only several nodes do it: one alone has no link, and no other to be compared with. It needs the standard library,
 and any torch with gloo.
 """
