@@ -131,6 +131,13 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         ),
         (job(), Ended(exit_code=1, rank=1, rank_code=-9, starved=2), Fault.USER, "out of memory"),
         (job(), Ended(exit_code=1, rank=0, rank_code=-11), Fault.USER, "rank 0 was ended by SIGSEGV"),
+        (job(), Ended(exit_code=1, rank=0, rank_code=-7), Fault.USER, "SIGBUS: most often /dev/shm is full"),
+        (
+            job(),
+            Ended(exit_code=1, rank=0, rank_code=-7, kernel=("I/O error, dev nvme1n1, sector 184 op 0x0:(READ)",)),
+            Fault.INFRASTRUCTURE,
+            "SIGBUS: the disk has failed",
+        ),
         (
             job(),
             Ended(exit_code=1, rank=0, rank_code=-6, last_words="NCCL watchdog"),

@@ -99,6 +99,21 @@ def test_a_network_that_is_not_as_mgpu_would_have_it_is_told(attempt):
     assert "network: InfiniBand, or nothing (NCCL_NET=IB)" in said(made)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"NCCL_SOCKET_IFNAME": "=ens5", "GLOO_SOCKET_IFNAME": "ens5"}, "network: nodes speak TCP through ens5"),
+        ({"NCCL_SOCKET_IFNAME": "=ens5", "NCCL_NET": "IB"}, "network: ranks meet through ens5"),
+        ({}, ""),  # nodes that are one machine
+    ],
+)
+def test_the_interface_between_the_nodes_is_named(attempt, monkeypatch, given, told):
+    monkeypatch.setattr(life.launcher_process, "overruled", lambda *_given: [])
+    made = attempt(nodes=2, gpus=1)
+    life._tell_network(made, given)
+    assert (told in said(made)) if told else "network:" not in said(made)
+
+
 FIGURES = {
     "rank": 0,
     "tflops": 700.0,

@@ -189,11 +189,17 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
         return AttemptFailed(fault, f"{what}: {found.sign.means}: {found.line}{where}", suspect=found.sign.machine)
     if code == -signal.SIGKILL:
         return AttemptFailed(Fault.USER, f"{what}: {_killer(end)}")
+    if code == -signal.SIGBUS:
+        what += f": {_CUT_OFF}"
     what += f": {end.last_words}" if end.last_words else ""
     lost = job.nodes > 1 and peer_lost(end.last_words)
     ports = (job.master_port, job.preflight_port)
     taken = "EADDRINUSE" in end.last_words and any(f"port: {port}," in end.last_words for port in ports)
     return AttemptFailed(Fault.INFRASTRUCTURE if lost or taken else Fault.USER, what)
+
+
+# a page of mapped memory could not be had; where a disk has failed the kernel says so, and that weighs more
+_CUT_OFF = "most often /dev/shm is full (a container's is small by default), or a mapped file was cut off"
 
 
 def _killer(end: Ended) -> str:

@@ -154,6 +154,10 @@ def _tell_network(attempt: Attempt, environment: Mapping[str, str]) -> None:
     if taken in network.DIRECT:
         name = network.DIRECT[taken]
         attempt.say(f"network: {name}, or nothing (NCCL_NET={taken}); TCP is `env: {{NCCL_NET: Socket}}`")
+    card = environment.get("NCCL_SOCKET_IFNAME" if attempt.job.gpus else "GLOO_SOCKET_IFNAME", "").removeprefix("=")
+    if attempt.job.nodes > 1 and card:
+        what = "ranks meet" if taken in network.DIRECT else "nodes speak TCP"
+        attempt.say(f"network: {what} through {card}")
 
 
 def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str) -> T:
