@@ -67,7 +67,9 @@ def live(attempt: Attempt) -> None:
 
 def _told(failure: AttemptFailed) -> dict[str, Any]:
     """What the status says of it."""
-    return {"fault": failure.fault, "reason": failure.reason, "suspect": failure.suspect}
+    return {
+        "fault": failure.fault, "reason": failure.reason, "suspect": failure.suspect, "starved": failure.starved,
+    }  # fmt: skip
 
 
 def _phases(attempt: Attempt) -> AttemptFailed | None:
