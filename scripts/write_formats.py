@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from mgpu.cli import results
 from mgpu.iac.outputs import StackOutput
-from mgpu.plan.model import Cost, Headroom, Obstacle, Offer, Refusal, Requirements, Reservation
+from mgpu.plan.model import CheckpointRoom, Cost, Headroom, Obstacle, Offer, Refusal, Requirements, Reservation
 from mgpu.providers.base import ReservationOffer
 from mgpu.run.view import CheckView, InterruptionView, RunView
 from mgpu.spec import schema
@@ -35,6 +35,7 @@ PARTS_OF_RESULTS: dict[type[BaseModel], str] = {
     Headroom: "Headroom",
     Obstacle: "An obstacle",
     Cost: "A cost",
+    CheckpointRoom: "Checkpoints on a machine",
     Refusal: "A refusal",
     Reservation: "A reservation",
     ReservationOffer: "A reservation on sale",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from mgpu.plan.model import Cost, Offer, Refusal, Requirements, Reservation, Value
+from mgpu.plan.model import CheckpointRoom, Cost, Offer, Refusal, Requirements, Reservation, Value
 from mgpu.providers.base import ReservationOffer
 from mgpu.run.record.record import known
 from mgpu.run.view import CheckView, RunView
@@ -322,6 +322,9 @@ class Planned(Result):
     max_cost_usd: float = Field(description="the most that the machines can cost until the hard cap")
     hours: float = Field(description="until the hard cap: `max_hours`, or the end of a reservation before that")
     costs: list[Cost] = Field(description="what is billed beside the machines of the first offer")
+    checkpoints: CheckpointRoom | None = Field(
+        description="what they take of a machine; null: the model's size is not known, or nodes run on this machine"
+    )
     image: dict[str, Any] | None = Field(description="`name`, `in_registry`, `reference`; null: the run file has none")
 
 

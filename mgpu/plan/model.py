@@ -120,6 +120,20 @@ class Saves(Value):
     made: int | None = Field(default=None, description="checkpoints until the hard cap; None: not known")
 
 
+class CheckpointRoom(Value):
+    """What checkpoints take of the machine that has the largest part of them, where the model's size is known."""
+
+    save_gib: float = Field(description="of one: in its memory while it is saved, and on its disk")
+    count: int = Field(description="on its disk at a time, at most: finished ones, and one that is being written")
+    resumed_gib: float = Field(description="on its disk beside them, after a restart: what is resumed from")
+    disk_gib: int = Field(description="of its disk")
+
+    @property
+    def kept_gib(self) -> float:
+        """On its disk at a time, at most."""
+        return self.save_gib * self.count
+
+
 class Cost(Value):
     """Something that is billed beside the machines."""
 
@@ -137,6 +151,7 @@ class Plan(Value):
     offers: tuple[Offer, ...]
     refused: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = Field(default=(), description="what the provider could not tell")
+    checkpoints: CheckpointRoom | None = Field(default=None, description="what they take of a machine; None: not known")
 
     @property
     def best(self) -> Offer:

@@ -11,9 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from mgpu_train.config import LmOptions
-
 from mgpu.errors import NoOffer
+from mgpu.plan import room
 from mgpu.plan.model import Offer, Plan, Refusal, Requirements, Saves
 from mgpu.spec.block import MachineKeys
 from mgpu.spec.model import RunSpec
@@ -30,7 +29,7 @@ def requirements(spec: RunSpec) -> Requirements:
         processes_per_node=spec.processes,
         provider_options=spec.options.flat() if spec.options else {},
         stores=tuple(dict.fromkeys(each for each in _stores(spec) if each.startswith("s3://"))),
-        memory_gib=round(_save_bytes(spec) / 2**30, 1),
+        memory_gib=round(room.save_gib(spec), 1),
     )
 
 
@@ -48,15 +47,6 @@ def _stores(spec: RunSpec) -> Iterator[str]:
     if spec.checkpoint != "none":
         yield spec.checkpoint.to or ""
     yield from (item.source for item in spec.data)
-
-
-def _save_bytes(spec: RunSpec) -> float:
-    """What a save copies into the memory of a machine, where the model's size is known: weights and AdamW's two
-    moments, in fp32."""
-    if spec.train is None or spec.train.task != "lm" or spec.checkpoint == "none":
-        return 0
-    parameters = LmOptions.model_validate(spec.train.task_options).model.parameters
-    return 3 * 4 * parameters / (1 if spec.checkpoint.writers == "rank0" else spec.nodes)
 
 
 def plan(needed: Requirements, offers: Iterable[Offer], notes: Iterable[str] = ()) -> Plan:

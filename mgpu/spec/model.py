@@ -212,7 +212,9 @@ class Keys(MachineKeys, _Named):
     checkpoint: CheckpointOrNone = Field(Checkpoint(), description="where checkpoints go, or `none`")  # type: ignore[call-arg]
     recovery: Recovery = Field(Recovery(), description="what happens when a machine is lost")  # type: ignore[call-arg]
     preflight: bool = Field(
-        default=True, description="GPUs, and the links between them, are examined before each start of the program"
+        default=True,
+        description="GPUs, and the links between them, are examined before each start of the program; without GPUs the "
+        "processors of several nodes and the network between them",
     )
     timeouts: PhaseTimeouts = Field(PhaseTimeouts(), description="how long the program may be quiet")  # type: ignore[call-arg]
     matrix: dict[Text, Annotated[tuple[str | int | float | bool, ...], Field(min_length=1, max_length=256)]] = Field(

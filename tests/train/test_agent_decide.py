@@ -131,6 +131,13 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         ),
         (job(), Ended(exit_code=1, rank=1, rank_code=-9, starved=2), Fault.USER, "out of memory"),
         (job(), Ended(exit_code=1, rank=0, rank_code=-11), Fault.USER, "rank 0 was ended by SIGSEGV"),
+        (job(), Ended(exit_code=1, rank=0, rank_code=-7), Fault.USER, "SIGBUS: most often /dev/shm is full"),
+        (
+            job(),
+            Ended(exit_code=1, rank=0, rank_code=-7, kernel=("I/O error, dev nvme1n1, sector 184 op 0x0:(READ)",)),
+            Fault.INFRASTRUCTURE,
+            "SIGBUS: the disk has failed",
+        ),
         (
             job(),
             Ended(exit_code=1, rank=0, rank_code=-6, last_words="NCCL watchdog"),
@@ -141,6 +148,12 @@ GOOD = Ended(exit_code=0, said="done", saved_step=20, durable_step=20)
         (job(), Ended(exit_code=-99), Fault.USER, "the program was ended by signal 99"),
         (job(nodes=1), Ended(exit_code=1, last_words=TAKEN.format(port=1)), Fault.INFRASTRUCTURE, "EADDRINUSE"),
         (job(nodes=1), Ended(exit_code=1, last_words=TAKEN.format(port=8080)), Fault.USER, "EADDRINUSE"),
+        (
+            job(preflight_port=7),
+            Ended(exit_code=1, last_words=TAKEN.format(port=7)),
+            Fault.INFRASTRUCTURE,
+            "EADDRINUSE",
+        ),
         (job(), Ended(exit_code=1, last_words="RuntimeError: [gloo] Connection closed"), Fault.INFRASTRUCTURE, "gloo"),
         (job(nodes=1), Ended(exit_code=1, last_words="RuntimeError: [gloo] wrong shape"), Fault.USER, "gloo"),
         # a node that has no part in the checkpoints answers for its launcher alone
@@ -151,6 +164,13 @@ def test_how_an_attempt_ends(which, end, fault, words):
     failure = verdict(which, end)
     assert (failure.fault if failure else None) is fault
     assert words in (failure.reason if failure else "")
+
+
+@pytest.mark.parametrize(("code", "kills", "starved"), [(-9, 1, True), (-9, 0, False), (3, 1, False)])
+def test_only_what_the_kernel_has_killed_for_want_of_memory_is_said_to_have_lacked_it(code, kills, starved):
+    failure = verdict(job(), Ended(exit_code=1, rank=1, rank_code=code, starved=kills))
+    assert failure is not None
+    assert (failure.fault, failure.starved) == (Fault.USER, starved)
 
 
 @pytest.mark.parametrize(

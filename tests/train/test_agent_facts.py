@@ -14,7 +14,7 @@ import pytest
 from mgpu_train.agent.machine import facts as module
 from mgpu_train.agent.machine.facts import Gpu, facts, parsed
 
-EIGHT = "\n".join(["NVIDIA H100 80GB HBM3, 580.105.08, 81559, 9.0"] * 8)
+EIGHT = "\n".join(["NVIDIA H100 80GB HBM3, 580.105.08, 81559, Disabled, 9.0"] * 8)
 FAILED = (
     "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest NVIDIA "
     "driver is installed and running."
@@ -45,27 +45,34 @@ def test_eight_gpus_and_their_driver_are_told(programs: Path):
     program(programs, "nvidia-smi", EIGHT)
     found = facts()
     assert found.driver == "580.105.08"
-    assert found.gpus == (Gpu(name="NVIDIA H100 80GB HBM3", memory_mib=81559, compute_capability="9.0"),) * 8
+    assert found.gpus == (Gpu(name="NVIDIA H100 80GB HBM3", memory_mib=81559, compute_capability="9.0", mig=False),) * 8
     assert found.gpu_problem is None
     asked = (programs / "nvidia-smi.asked").read_text()
-    assert asked == "--query-gpu=name,driver_version,memory.total,compute_cap --format=csv,noheader,nounits\n"
+    assert (
+        asked
+        == "--query-gpu=name,driver_version,memory.total,mig.mode.current,compute_cap --format=csv,noheader,nounits\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "gpu"),
     [
-        ("Tesla T4, 535.183.01, 15360, 7.5", Gpu(name="Tesla T4", memory_mib=15360, compute_capability="7.5")),
-        ("Tesla V100-SXM2-32GB, 470.256.02, 32510", Gpu(name="Tesla V100-SXM2-32GB", memory_mib=32510)),
-        ("NVIDIA GB10, 580.95.05, [N/A], 12.1", Gpu(name="NVIDIA GB10", compute_capability="12.1")),
-        ("NVIDIA A10G, 550.1, [Unknown Error], [N/A]", Gpu(name="NVIDIA A10G")),
+        (
+            "NVIDIA A100-SXM4-40GB, 535.183.01, 40960, Enabled, 8.0",
+            Gpu(name="NVIDIA A100-SXM4-40GB", memory_mib=40960, compute_capability="8.0", mig=True),
+        ),
+        ("Tesla T4, 535.183.01, 15360, [N/A], 7.5", Gpu(name="Tesla T4", memory_mib=15360, compute_capability="7.5")),
+        ("Tesla V100-SXM2-32GB, 440.118.02, 32510", Gpu(name="Tesla V100-SXM2-32GB", memory_mib=32510)),
+        ("NVIDIA GB10, 580.95.05, [N/A], [N/A], 12.1", Gpu(name="NVIDIA GB10", compute_capability="12.1")),
+        ("NVIDIA A10G, 550.1, [Unknown Error], [N/A], [N/A]", Gpu(name="NVIDIA A10G")),
     ],
-    ids=["all", "old driver", "no memory of its own", "ill"],
+    ids=["divided", "all", "old driver", "no memory of its own", "ill"],
 )
 def test_what_a_driver_does_not_tell_is_none(text, gpu):
     assert parsed(text + "\n")[1] == (gpu,)
 
 
-@pytest.mark.parametrize("text", ["no csv at all", "a, b", "a, 1, 2, 3, 4"])
+@pytest.mark.parametrize("text", ["no csv at all", "a, b", "a, 1, 2, 3, 4, 5"])
 def test_what_is_no_table_is_no_answer(programs: Path, text: str):
     with pytest.raises(ValueError, match="printed"):
         parsed(text)
@@ -74,12 +81,16 @@ def test_what_is_no_table_is_no_answer(programs: Path, text: str):
 
 
 def test_an_old_driver_is_asked_again_without_what_it_does_not_know(programs: Path):
-    refused = 'Field "compute_cap" is not a valid field to query.'
-    first = f"case $1 in *compute_cap*) echo '{refused}'; exit 2;; esac"
-    program(programs, "nvidia-smi", "Tesla V100-SXM2-16GB, 470.256.02, 16160", first=first)
+    """Those before 510 do not know `compute_cap`, and those before 450 no MIG."""
+    refused = "echo 'Field \"{0}\" is not a valid field to query.'; exit 2"
+    first = f"case $1 in *compute_cap*) {refused.format('compute_cap')};; esac"
+    program(programs, "nvidia-smi", "Tesla V100-SXM2-16GB, 470.256.02, 16160, [N/A]", first=first)
     found = facts()
     assert found.gpus == (Gpu(name="Tesla V100-SXM2-16GB", memory_mib=16160),)
     assert found.driver == "470.256.02"
+    first += f"; case $1 in *mig*) {refused.format('mig.mode.current')};; esac"
+    program(programs, "nvidia-smi", "Tesla V100-SXM2-16GB, 440.118.02, 16160", first=first)
+    assert (facts().driver, facts().gpus) == ("440.118.02", found.gpus)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +181,9 @@ def test_the_command_prints_one_line_of_json(programs: Path):
     )
     found: dict[str, Any] = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1
-    assert found["gpus"][7] == {"name": "NVIDIA H100 80GB HBM3", "memory_mib": 81559, "compute_capability": "9.0"}
+    assert found["gpus"][7] == {
+        "name": "NVIDIA H100 80GB HBM3", "memory_mib": 81559, "compute_capability": "9.0", "mig": False,
+    }  # fmt: skip
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["machine"] == os.uname().machine
 

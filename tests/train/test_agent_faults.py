@@ -263,7 +263,7 @@ REAL = {
     "exception": (USER, "rank 1 ended with exit code 1: ValueError: no such key", "raise ValueError('no such key')"),
     "segmentation fault": (USER, "rank 1 was ended by SIGSEGV", "ctypes.string_at(0)"),
     "killed": (USER, "rank 1 was ended by SIGKILL: most often that is a limit of memory", "os.kill(os.getpid(), 9)"),
-    "bus error": (USER, "rank 1 was ended by SIGBUS: memory that a file stands behind is gone", """
+    "bus error": (USER, "rank 1 was ended by SIGBUS: most often /dev/shm is full", """
 with open("mapped", "w+b") as file:
     file.truncate(4096)
     mapped = mmap.mmap(file.fileno(), 4096)

@@ -793,6 +793,25 @@ def test_where_efa_was_rented_nccl_takes_it_or_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("vendor", "device", "told"),
+    [
+        ("0x1d0f", "0xefa2", {"NCCL_NET": "AWS Libfabric"}),
+        ("0x1d0f", "0xec20", {}),  # ENA, which every machine has
+        ("0x15b3", "0xefa2", {}),
+    ],
+)
+def test_an_efa_card_that_the_machine_image_has_no_driver_for_is_not_passed_over_in_silence(
+    tmp_path, vendor, device, told
+):
+    (tmp_path / "sys").mkdir()
+    card = tmp_path / "pci" / "0000:10:1b.0"
+    card.mkdir(parents=True)
+    (card / "vendor").write_text(f"{vendor}\n")
+    (card / "device").write_text(f"{device}\n")
+    assert network.settings(2, 8, "127.0.0.1", tmp_path / "sys", tmp_path / "pci") == told
+
+
+@pytest.mark.parametrize(
     ("link", "state", "told"),
     [
         ("InfiniBand", "4: ACTIVE", {"NCCL_NET": "IB"}),

@@ -24,6 +24,7 @@ from mgpu_train.agent.uploads import checkpoint_store
 from mgpu_train.agent.uploads.checkpoint_store import AttemptStore, Said
 from mgpu_train.agent.uploads.uploads import CheckpointStoreError
 from mgpu_train.config import Job, Secrets
+from mgpu_train.health.gpus import Demand, Seen
 from mgpu_train.store import open_store
 
 TIMES = {"poll_s": 0.001, "stop_grace_s": 0, "preflight_s": 9, "heartbeat_s": 5}
@@ -98,14 +99,34 @@ def test_a_network_that_is_not_as_mgpu_would_have_it_is_told(attempt):
     assert "network: InfiniBand, or nothing (NCCL_NET=IB)" in said(made)
 
 
-FIGURES = {"rank": 0, "tflops": 700.0, "inside": {"right": True, "gb_per_s": 350}, "between": {"gb_per_s": None}}
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"NCCL_SOCKET_IFNAME": "=ens5", "GLOO_SOCKET_IFNAME": "ens5"}, "network: nodes speak TCP through ens5"),
+        ({"NCCL_SOCKET_IFNAME": "=ens5", "NCCL_NET": "IB"}, "network: ranks meet through ens5"),
+        ({}, ""),  # nodes that are one machine
+    ],
+)
+def test_the_interface_between_the_nodes_is_named(attempt, monkeypatch, given, told):
+    monkeypatch.setattr(life.launcher_process, "overruled", lambda *_given: [])
+    made = attempt(nodes=2, gpus=1)
+    life._tell_network(made, given)
+    assert (told in said(made)) if told else "network:" not in said(made)
+
+
+FIGURES = {
+    "rank": 0,
+    "tflops": 700.0,
+    "inside": {"right": True, "gb_per_s": 350},
+    "between": {"right": True, "gb_per_s": None},
+}
 WRONG = {**FIGURES, "inside": {"right": False, "gb_per_s": 350}}
 
 
 @pytest.mark.parametrize(
     ("code", "ranks", "printed", "told", "suspect"),
     [
-        (0, [FIGURES], "", "1 ranks, 700 TFLOPS each at least, a sum inside a node 350.0 GB/s, over all", None),
+        (0, [FIGURES], "", "1 ranks, 700 TFLOPS each at least, a sum inside a node 350 GB/s, over all", None),
         (0, [WRONG], "", "preflight: node 0 (", "a sum over its own GPUs is wrong on rank 0"),
         (0, ["odd"], "", "preflight: what was measured makes no sense", None),
         (1, None, "[rank0]: MachineError: node 0 (h) has 7 of 8 GPUs", "", "has 7 of 8 GPUs"),
@@ -129,6 +150,62 @@ def test_what_was_measured_names_a_machine_or_ends_nothing(attempt, monkeypatch,
         assert measuring.over() is True
         assert told in said(made)
     assert ended, "no rank of it stays beside the program"
+
+
+STATE = "00000000:B7:00.0, 0, {}\n"
+ILL = "".join(
+    f"GPU {gpu}: NVIDIA H200 (UUID: GPU-{gpu})\n" + "".join(f"\t Link {link}: 26.562 GB/s\n" for link in range(links))
+    for gpu, links in enumerate((18, 17, 18))
+)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mode", "odd"),
+    [(1, "Disabled", None), (1, "Enabled", "is in MIG mode"), (3, "Disabled", "GPU 1 (NVIDIA H200) has 17 active")],
+)
+def test_the_driver_is_asked_of_mig_and_of_links_where_there_are_several_gpus(attempt, monkeypatch, gpus, mode, odd):
+    asked = []
+
+    def answers(command, _seconds):
+        asked.append(command[1])
+        return ILL if command[1] == "nvlink" else STATE.format(mode) if "query-gpu" in command[1] else ""
+
+    monkeypatch.setattr(preflight.facts, "output", answers)
+    monkeypatch.setattr(preflight.kernel_log, "since", lambda _s: [])
+    made = attempt(gpus=gpus, processes_per_node=gpus)
+    if odd is None:
+        preflight.ask(made)
+    else:
+        fault, suspect, reason = why(lambda: preflight.ask(made))
+        assert (fault, suspect, odd in reason) == (Fault.INFRASTRUCTURE, True, True)
+    assert ("nvlink" in asked) == (gpus > 1)
+
+
+@pytest.mark.parametrize(("mode", "told"), [("Enabled", True), ("Disabled", False), (None, False)])
+def test_a_node_that_shows_too_few_gpus_says_where_mig_is_why(monkeypatch, mode, told):
+    def answers(_command, _seconds):
+        if mode is None:
+            raise preflight.facts.NoAnswer("there is no program nvidia-smi")
+        return STATE.format(mode)
+
+    monkeypatch.setattr(preflight.facts, "output", answers)
+    lack = life._lack(Demand(8, "node 0", 0, lambda: Seen(1)))
+    assert lack is not None
+    assert lack.words.startswith("node 0 has 1 of 8 GPUs")
+    assert ("in MIG mode" in lack.words) is told
+    assert life._lack(Demand(1, "node 0", 0, lambda: Seen(1))) is None
+
+
+def test_a_wrong_sum_between_the_nodes_ends_the_attempt_and_blames_no_machine(attempt, monkeypatch):
+    made = attempt(gpus=1, preflight_port=1)
+    monkeypatch.setattr(preflight, "_has_torch", lambda *_given: True)
+    ends = SimpleNamespace(poll=lambda: 0, kill=lambda _s: True)
+    monkeypatch.setattr(preflight, "LauncherProcess", lambda _launch, _fd: ends)
+    measuring = preflight.Measuring(made, {}, "/py")
+    Path(made.layout.preflight(1)).write_text(json.dumps({"ranks": [{**FIGURES, "between": {"right": False}}]}))
+    fault, suspect, reason = why(measuring.over)
+    assert (fault, suspect) == (Fault.INFRASTRUCTURE, False)
+    assert "a sum over all nodes is wrong on rank 0" in reason
 
 
 def test_what_cannot_be_begun_measures_nothing(attempt, monkeypatch):

@@ -18,7 +18,7 @@ import pytest
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.launchers import torchrun
 from mgpu_train.agent.machine import ports, procs
-from mgpu_train.agent.phases import launcher_process
+from mgpu_train.agent.phases import launcher_process, preflight
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.config import Job
 from waiting import until
@@ -51,7 +51,7 @@ class Place:
             return subprocess.Popen(
                 launcher_process.argv(made, self.layout, sys.executable),
                 cwd=self.layout.work,
-                env={**environment, **(changes or {})},
+                env={**environment, **preflight.by_launchers(made), **(changes or {})},
                 stdout=log,
                 stderr=log,
             )
@@ -170,18 +170,31 @@ def test_a_stop_is_one_line(place):
     assert not Path(node.layout.failure(1)).exists()
 
 
+WAITS = """
+import os, time
+print("rank has", [name for name in os.environ if "PREFLIGHT" in name], flush=True)
+time.sleep(600 * int(os.environ["RANK"]))
+"""
+
+
 def test_torchrun_ends_when_asked_while_it_waits_for_a_peer_that_is_not_done(place):
-    """It waits 300 s for the other nodes' torchruns, which may be gone: a machine that is taken has no such time."""
-    (port,) = ports.free(1)
+    """It waits 300 s for the other nodes' torchruns, which may be gone: a machine that is taken has no such time. The
+    two have measured their nodes before."""
+    port, meeting = ports.free(2)
     pair = [place("first"), place("second")]
     runs = []
     for rank, node in enumerate(pair):
-        (Path(node.layout.work) / "ends.py").write_text("import os, time\ntime.sleep(600 * int(os.environ['RANK']))\n")
+        (Path(node.layout.work) / "ends.py").write_text(WAITS)
         job = {"command": ["ends.py"], "nodes": 2, "node_rank": rank, "processes_per_node": 1, "master_port": port}
+        job["preflight_port"] = meeting
         runs.append(node.start(changes={"LOGLEVEL": "INFO"}, **job))
     pair[0].until(lambda: "Waiting 300 seconds for other agents to finish" in pair[0].log.read_text())
     runs[0].send_signal(signal.SIGTERM)
     assert runs[0].wait(100) == 1
+    for node in pair:
+        log = node.log.read_text()
+        assert "torchrun: preflight: 2 nodes, " in log
+        assert log.index("preflight: 2 nodes") < log.index("rank has []"), "and ranks hear nothing of it"
     assert "torchrun: stopped by SIGTERM" in pair[0].log.read_text()
 
 

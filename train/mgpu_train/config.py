@@ -431,7 +431,7 @@ class Job(Model):
     peer_port: int | None = Field(
         default=None, ge=1, le=65535, description="where node 0's agent hears the others'; None: they do not speak"
     )
-    preflight: bool = Field(default=True, description="GPUs are examined before the program is started")
+    preflight: bool = Field(default=True, description="machines are examined before the program is started")
     preflight_port: int | None = Field(
         default=None, ge=1, le=65535, description="where the ranks meet for that; None: nothing is measured"
     )

@@ -19,6 +19,7 @@ from mgpu_train.entries import Entries
 from mgpu_train.names import FAILURE_FILE
 
 GROUP = "mgpu_train.launchers"
+OUR_TORCHRUN = "mgpu_train.agent.launchers.torchrun"
 PROGRAM = "{program}"  # the word in whose place the program's own words come
 WORDS = {
     "python": "the interpreter that has the program's requirements",
@@ -87,7 +88,7 @@ def _require_words(text: str, words: set[str]) -> None:
 
 TORCHRUN = Launcher(
     argv=(
-        *("{python}", "-m", "mgpu_train.agent.launchers.torchrun"),
+        *("{python}", "-m", OUR_TORCHRUN),
         *("--nnodes", "{nodes}", "--node-rank", "{node_rank}", "--nproc-per-node", "{processes_per_node}"),
         *("--master-addr", "{master_addr}", "--master-port", "{master_port}"),
         *("--rdzv-backend", "static", "--rdzv-id", "{run_id}-{attempt}"),
@@ -116,7 +117,7 @@ PYTHON = Launcher(
 
 ACCELERATE = Launcher(
     argv=(
-        *("{python}", "-m", "mgpu_train.agent.launchers.torchrun", "accelerate"),
+        *("{python}", "-m", OUR_TORCHRUN, "accelerate"),
         *("--num_machines", "{nodes}", "--machine_rank", "{node_rank}", "--num_processes", "{world_size}"),
         *("--main_process_ip", "{master_addr}", "--main_process_port", "{master_port}", "--same_network"),
         *("--rdzv_backend", "static", "--rdzv_conf", "timeout={rendezvous_s}", "--max_restarts", "0"),

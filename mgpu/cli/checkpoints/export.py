@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     help="peft: adapters that task hf has learned, as peft loads them.",
 )
 @parameters.json_option
-def export(run: str, url: str | None, step: int | None, to: Path, keys: str, form: Format, as_json: bool) -> None:
+def export(
+    run: str, url: str | None, profile: str | None, step: int | None, to: Path, keys: str, form: Format, as_json: bool
+) -> None:
     """Write a checkpoint's weights as safetensors.
 
     DIR gets model.safetensors and a config.json that says where they come from. The checkpoint is downloaded and
@@ -47,7 +49,7 @@ def export(run: str, url: str | None, step: int | None, to: Path, keys: str, for
     console = Console(as_json=as_json)
     if not to.name or to.is_symlink() or (to.exists() and any(to.iterdir())):
         raise InputError(f"{to} is there already", "Nothing is written over.", "Name a folder that is not there yet.")
-    found = source.find(run, url)
+    found = source.find(run, url, profile)
     with _aside(to) as aside:
         pulled = newest_whole(
             found, found.commits(step), console, lambda _commit: aside / "checkpoint", _refuse_others,

@@ -25,13 +25,13 @@ _SPARE = ("files", "attempt", "committed")
 @click.command("ls")
 @source.options
 @parameters.json_option
-def list_(run: str, url: str | None, as_json: bool) -> None:
+def list_(run: str, url: str | None, profile: str | None, as_json: bool) -> None:
     """List the committed checkpoints of RUN.
 
     Newest first, with what the run file's retention keeps each for.
     """
     console = Console(as_json=as_json)
-    found = source.find(run, url)
+    found = source.find(run, url, profile)
     with console.waiting(f"reading the commit log in {found.store.url}"):
         commits, retention = found.commits(), found.retention()
         kept = _kept(found, retention) if retention else {}

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Only show what would go.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask; what goes is still shown.")
 @parameters.json_option
-def prune(run: str, url: str | None, deep: bool, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> None:
+def prune(
+    run: str, url: str | None, profile: str | None, deep: bool, dry_run: bool, yes: bool, as_json: bool, **given: Any
+) -> None:
     """Give up checkpoints of RUN that need not be kept.
 
     It shows which, and asks. What no option says is as in the run file. The newest that verifies stays, whatever the
@@ -43,7 +45,7 @@ def prune(run: str, url: str | None, deep: bool, dry_run: bool, yes: bool, as_js
     from mgpu_train.checkpoint.retention import prune as carry_out
 
     console = Console(as_json=as_json)
-    found = source.find(run, url)
+    found = source.find(run, url, profile)
     retention = _retention(found, {name: value for name, value in given.items() if value is not None})
     commits = found.commits()
     with source.readable(found.store.url), console.waiting("looking for the newest checkpoint that verifies"):

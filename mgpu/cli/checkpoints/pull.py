@@ -48,14 +48,14 @@ class Pulled:
 @click.option("--step", type=click.IntRange(min=0), help="Take this step's (default: the newest that verifies).")
 @click.option("--to", type=click.Path(path_type=Path, file_okay=False), help="Folder (default: ./mgpu-runs/RUN).")
 @parameters.json_option
-def pull(run: str, url: str | None, step: int | None, to: Path | None, as_json: bool) -> None:
+def pull(run: str, url: str | None, profile: str | None, step: int | None, to: Path | None, as_json: bool) -> None:
     """Download a checkpoint of RUN, verified.
 
     It goes into DIR/step-<n>, which has its name once every byte was checked, and holds nothing else. Where the
     newest is damaged, the one before it is taken, with a warning.
     """
     console = Console(as_json=as_json)
-    found = source.find(run, url)
+    found = source.find(run, url, profile)
     pulled = pull_into(found, step, to or folder_of(found), console)
     if as_json:
         from mgpu.cli import results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -37,17 +37,22 @@ class DamagedCheckpoint(MgpuError):
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoints of one run. `record`: what is known of it here; None where only its store is."""
+    """The checkpoints of one run. `record`: what is known of it here; None where only its store is, opened with
+    `profile` where one was named."""
 
     run_id: str
     store: Store
     log: CommitLog
     record: Record | None
+    profile: str | None = None
 
     @property
     def arguments(self) -> str:
         """What another command about this run is given."""
-        return shlex.join([self.run_id] if self.record else ["--store", self.store.url, self.run_id])
+        if self.record:
+            return shlex.join([self.run_id])
+        profile = ["--profile", self.profile] if self.profile else []
+        return shlex.join(["--store", self.store.url, *profile, self.run_id])
 
     @cached_property
     def lines(self) -> list[Line]:
@@ -100,29 +105,37 @@ class Source:
 
 
 def options(command: F) -> F:
-    """RUN and --store."""
+    """RUN, --store and --profile."""
+    profile = click.option(
+        "--profile", help="Opens --store, as `aws: {profile: ...}` of a run file (default: that of the one here)."
+    )
     store = click.option(
         "--store",
         "url",
         metavar="URL",
         help="Where checkpoints are, as in s3://bucket/prefix: no record needed.",
     )
-    return parameters.run_argument(store(command))
+    return parameters.run_argument(store(profile(command)))
 
 
-def find(run: str, url: str | None) -> Source:
+def find(run: str, url: str | None, profile: str | None = None) -> Source:
     """The run `run` (default: the newest, or the only one of a store; the beginning of an id is enough).
+
+    A store is opened with `profile`, or as the run file of this folder says.
 
     Raises:
         InputError: there is no such run, it has no checkpoints, or the store cannot be read.
     """
     if url is None:
+        if profile is not None:
+            cure = "Leave it out, or name a store: `--store s3://bucket/prefix`."
+            raise InputError("--profile opens what --store names", "A run's record says what opens its own.", cure)
         return of(_recorded(run))
     with readable(url):
-        from mgpu_train.store import open_store
+        from mgpu.run.job import operator_store
 
-        store = open_store(url.rstrip("/"))
-        return _source(_named(store, run), store, None)
+        store = operator_store.for_address(url.rstrip("/"), Path(wiring.RUN_FILE), profile)
+        return replace(_source(_named(store, run), store, None), profile=profile)
 
 
 def of(record: Record) -> Source:
@@ -195,7 +208,8 @@ def readable(url: str) -> Iterator[None]:
     except (Damaged, NotFound):
         raise
     except StoreError as error:
-        raise InputError(f"{url} cannot be read", str(error), "Check the address and the credentials.") from error
+        cure = "Check the address and the credentials; `--profile` beside `--store` names others."
+        raise InputError(f"{url} cannot be read", str(error), cure) from error
 
 
 @contextmanager

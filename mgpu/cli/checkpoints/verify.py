@@ -25,13 +25,13 @@ _SHOWN = 3  # problems of one checkpoint in the table; `--json` has all
 @click.option("--deep", is_flag=True, help="Read every byte, not only sizes and the store's own checksums.")
 @click.option("--step", type=click.IntRange(min=0), help="Only this step's.")
 @parameters.json_option
-def verify(run: str, url: str | None, deep: bool, step: int | None, as_json: bool) -> int:
+def verify(run: str, url: str | None, profile: str | None, deep: bool, step: int | None, as_json: bool) -> int:
     """Verify the committed checkpoints of RUN.
 
     Exit code 6 when one of them, or an entry of the commit log, is missing or damaged.
     """
     console = Console(as_json=as_json)
-    found = source.find(run, url)
+    found = source.find(run, url, profile)
     commits = found.commits(step)
     problems = _look(console, found, commits, deep)
     _show(console, found, problems, deep)

@@ -24,14 +24,21 @@ _LEAST_S = 300.0  # that a budget has to pay for
 
 
 def make_plan(spec: RunSpec) -> Plan:
-    """Offers of the run file's provider, ranked. Rents nothing."""
-    from mgpu.plan import rank
+    """Offers of the run file's provider, ranked. Rents nothing.
+
+    Raises:
+        InputError: the disk that is asked for does not hold the run's checkpoints.
+        ProviderError: it does not answer, or has no offer that fits.
+    """
+    from mgpu.plan import rank, room
     from mgpu.providers import registry
 
+    checkpoints = room.require(spec)
     wanted = rank.requirements(spec)
     provider = registry.get(spec.provider, wanted.provider_options)
     on_sale = provider.offers(wanted)
-    return rank.plan(wanted, on_sale.offers, on_sale.notes)
+    found = rank.plan(wanted, on_sale.offers, on_sale.notes)
+    return found.model_copy(update={"checkpoints": checkpoints})
 
 
 def with_profile(provider: str, options: dict[str, str], profile: str, instead: str) -> dict[str, str]:
@@ -65,7 +72,10 @@ def other_costs(spec: RunSpec, plan: Plan) -> tuple[Cost, ...]:
 
 
 def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), max_usd: float | None = None) -> None:
-    """The price of all nodes, before anything is rented; `max_usd`: the run's own limit."""
+    """The price of all nodes, before anything is rented, and what of a machine checkpoints take; `max_usd`: the run's
+    own limit."""
+    from mgpu.plan import room
+
     need, best, costs = plan.requirements, plan.best, tuple(costs)
     price, dearest = (f"${usd:.2f}" for usd in (plan.best_price_usd_per_hour, plan.price_usd_per_hour))
     instead = "" if price == dearest else f", up to {dearest} if another offer has to be taken"
@@ -76,9 +86,14 @@ def show_plan(console: Console, plan: Plan, costs: Iterable[Cost] = (), max_usd:
     )
     for line in _beside(costs):
         console.say(line)
+    checkpoints = room.words(plan.checkpoints) if plan.checkpoints else ""
+    if checkpoints:
+        console.say(checkpoints)
     for cost in costs:
         if cost.avoidable:
             console.say(f"warning: {cost.what}: {_price_of(cost)}; {cost.avoidable}", "yellow")
+    if plan.checkpoints and (doubt := room.doubt(plan.checkpoints)):
+        console.say(f"warning: {doubt}", "yellow")
     for note in (*plan.notes, old_prices(plan.offers)):
         if note:
             console.say(note, "yellow")

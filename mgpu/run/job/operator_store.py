@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu.errors import InputError
 from mgpu.plan import rank
 from mgpu.providers import registry
 from mgpu.providers.base import StoreAccess
 from mgpu.run.record.record import Record
+from mgpu.spec.load import load
 from mgpu.spec.model import RunSpec
+from mgpu.spec.provider import installed
 
 if TYPE_CHECKING:
     from mgpu_train.store import Store
@@ -24,6 +28,31 @@ def for_spec(url: str, spec: RunSpec) -> Store:
 def for_record(url: str, record: Record) -> Store:
     """A store of a run that is remembered. Raises StoreError: the address or the profile means nothing."""
     return _opened(url, record.provider, record.options)
+
+
+def for_address(url: str, run_file: Path, profile: str | None = None) -> Store:
+    """A store that is known by its address alone: with `profile`, or as this run file has it, where there is one.
+
+    Raises:
+        InputError: no provider has profiles.
+        StoreError: the address or the profile means nothing.
+    """
+    if not url.startswith("s3://"):
+        return _opened(url, "", {})
+    if profile is None:
+        return _by(run_file, url)
+    found = installed().found
+    having = next((name for name, each in found.items() if "profile" in each.options.model_fields), None)
+    if having is None:
+        raise InputError("--profile: no provider has profiles", "", "Leave it out.")
+    return _opened(url, having, {"profile": profile})
+
+
+def _by(run_file: Path, url: str) -> Store:
+    try:
+        return for_spec(url, load(run_file))
+    except InputError:  # there is none, or it has mistakes: it was not asked about
+        return _opened(url, "", {})
 
 
 def _opened(url: str, provider: str, options: Mapping[str, str]) -> Store:

@@ -1,6 +1,8 @@
 """Attempt after attempt: while the machines are at fault and the run file allows it, on a fleet that was repaired.
 
-Each goes on from the newest checkpoint that verifies. A program that fails by itself would fail again: no retry.
+Each goes on from the newest checkpoint that verifies. A program that fails by itself would fail again: no retry. One
+that a machine had no memory for is tried once more: what leaks is small again after a start, and what took the memory
+beside it may be over. The second time it is the program.
 """
 
 from __future__ import annotations
@@ -59,9 +61,14 @@ class Attempts:
 
     def goes_on(self, ended: Ended) -> bool:
         """Whether another attempt follows this one."""
-        if ended.succeeded or ended.left or ended.stopped_by or ended.fault not in MENDED:
+        if ended.succeeded or ended.left or ended.stopped_by:
+            return False
+        if ended.fault not in MENDED and not self._starved_first(ended):
             return False
         return self.session.record.recoveries < self.recovery.attempts - 1 and not self.session.asked_to_end
+
+    def _starved_first(self, ended: Ended) -> bool:
+        return ended.starved and not any(each.starved for each in self.session.record.interruptions)
 
     def interrupted(self, ended: Ended) -> None:
         """Writes down that the attempt has ended, and that another one follows."""
@@ -131,4 +138,6 @@ def _unwatched(ended: Ended, record: Record) -> Interruption:
     now = time.time()
     fault = str(ended.fault) if ended.fault else None
     step = max(record.step, record.checkpoint_step)
-    return Interruption(record.attempt, ended.reason, fault, list(ended.lost), step, now, now, now)
+    return Interruption(
+        record.attempt, ended.reason, fault, list(ended.lost), step, now, now, now, starved=ended.starved
+    )

@@ -69,6 +69,11 @@ def _gpus(name: str, facts: Mapping[str, Any], asked: int) -> Finding:
         detail = f"{len(gpus)} of {asked}, {driver}: {facts.get('gpu_problem') or 'the others are not seen'}"
         cure = "Take a machine image with NVIDIA's driver; a GPU that has fallen off the bus needs another machine."
         return Finding(subject=subject, status="failed", detail=detail, cure=cure)
+    if divided := [number for number, each in enumerate(gpus) if each.get("mig")]:
+        names = ", ".join(map(str, divided))
+        detail = f"{len(gpus)}, {driver}; in MIG mode, where a program sees one part of all of them: {names}"
+        cure = "`sudo nvidia-smi -mig 0` on the machine; some GPUs need a reset or a reboot after it."
+        return Finding(subject=subject, status="failed", detail=detail, cure=cure)
     if not gpus:
         return Finding(subject=subject, status="ok", detail=f"none, and none are asked for; {driver}")
     kinds = sorted({f"{each['name']} ({each.get('compute_capability') or 'capability unknown'})" for each in gpus})

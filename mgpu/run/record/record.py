@@ -96,6 +96,7 @@ class Interruption:
     started_at: float | None = None  # all agents have started the next attempt
     resumed_at: float | None = None  # its first new step, by the node's clock
     resumed_step: int | None = None  # of the checkpoint that it went on from; -1: from zero
+    starved: bool = False  # a machine was out of memory
 
     @property
     def steps_lost(self) -> int | None:

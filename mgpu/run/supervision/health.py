@@ -46,6 +46,7 @@ class Verdict:
     reason: str = ""
     fault: Fault | None = None
     lost: tuple[int, ...] = ()  # ranks whose machines are gone, silent for too long, about to be taken, or seem broken
+    starved: bool = False  # the program is at fault, in that a machine was out of memory
 
 
 def decide(views: tuple[NodeView, ...], *, attempt: int, silence_s: float) -> Verdict:
@@ -58,9 +59,10 @@ def decide(views: tuple[NodeView, ...], *, attempt: int, silence_s: float) -> Ve
         return Verdict(Action.END, succeeded=True) if over else Verdict(Action.WAIT)
     reason, fault = _CAUSES[causes[0]](nodes)
     lost = tuple(node.view.rank for node in nodes if node.absent or _noticed(node) or node.suspect)
+    starved = fault is Fault.USER and any(node.status is not None and node.status.starved for node in nodes)
     if over:
-        return Verdict(Action.END, reason=reason, fault=fault, lost=lost)
-    return Verdict(Action.STOP, now=not _can_save(nodes), reason=reason, fault=fault, lost=lost)
+        return Verdict(Action.END, reason=reason, fault=fault, lost=lost, starved=starved)
+    return Verdict(Action.STOP, now=not _can_save(nodes), reason=reason, fault=fault, lost=lost, starved=starved)
 
 
 def _can_save(nodes: tuple[_Node, ...]) -> bool:

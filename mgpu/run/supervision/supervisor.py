@@ -41,6 +41,7 @@ class Ended:
     stopped_by: StopReason | None = None  # the limit that it has come to
     left: bool = False
     lost: tuple[int, ...] = ()  # ranks whose machines are gone, or go: they have to be replaced
+    starved: bool = False  # its program was ended for want of memory
     interruption: Interruption | None = None  # of an end that nobody asked for: its times so far
 
 
@@ -184,7 +185,14 @@ class Supervisor:
         self._last_words(verdict.lost)
         self._report()  # a look may have ended after its pass; it is what the verdict is made of
         self._session.record.node_phases = self._fleet.phases()  # nothing is reported of a node 0 that is gone
-        ended = Ended(verdict.succeeded, verdict.reason, verdict.fault, self._stopped_by, lost=verdict.lost)
+        ended = Ended(
+            verdict.succeeded,
+            verdict.reason,
+            verdict.fault,
+            self._stopped_by,
+            lost=verdict.lost,
+            starved=verdict.starved,
+        )
         if ended.succeeded or self._stopped_by:
             return ended
         noticed_at, heard_at = self._noticed or (ended_at, ended_at)
@@ -201,6 +209,7 @@ class Supervisor:
             heard_at=heard_at,
             noticed_at=noticed_at,
             ended_at=ended_at,
+            starved=ended.starved,
         )
         return replace(ended, interruption=interruption)
 

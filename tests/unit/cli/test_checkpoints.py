@@ -489,6 +489,21 @@ def test_from_another_machine_a_store_is_enough(mgpu, elsewhere, url, world):
     assert f"--store {url} run-1" in mgpu("checkpoints", "ls", "--store", url).err, "what to type next works here too"
 
 
+def test_a_profile_opens_what_store_names_and_is_typed_again(mgpu, elsewhere, url, monkeypatch):
+    opened = []
+
+    def opens(address, run_file, profile):
+        opened.append((address, str(run_file), profile))
+        return open_store(address)
+
+    monkeypatch.setattr("mgpu.run.job.operator_store.for_address", opens)
+    done = mgpu("checkpoints", "ls", "--store", url, "--profile", "lab", "run-1")
+    assert opened == [(url, "mgpu.yaml", "lab")]
+    assert f"--store {url} --profile lab run-1" in done.err
+    alone = mgpu("checkpoints", "ls", "--profile", "lab", "run-1")
+    assert (alone.code, "--store s3://bucket/prefix" in alone.err) == (2, True)
+
+
 def test_a_run_without_a_record_is_told_of_stores(mgpu, elsewhere):
     done = mgpu("checkpoints", "ls", "run-1")
     assert done.code == 2

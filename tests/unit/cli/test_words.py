@@ -10,8 +10,9 @@ from mgpu.cli import ls
 from mgpu.cli.common import agreement, closing
 from mgpu.console import Console
 from mgpu.errors import InputError
-from mgpu.plan.model import Cost, Offer, Plan, Requirements
+from mgpu.plan.model import CheckpointRoom, Cost, Offer, Plan, Requirements
 from mgpu.run.record.record import Interruption, Record, State
+from mgpu.spec.load import loads
 from mgpu.words import count
 
 
@@ -228,6 +229,29 @@ def test_a_plan_says_what_else_costs_and_warns_of_what_can_be_avoided(capsys):
     assert "beside the machines $0.26 per hour (disks, 2: $0.25; addresses, 2: $0.010)" in said
     assert "store: about $0.50 per GiB" in said
     assert "warning: traffic: $0.020 per GiB; `regions: [r]` avoids it." in said
+
+
+@pytest.mark.parametrize(("disk", "warned"), [(400, False), (300, True)])
+def test_a_plan_says_what_checkpoints_take_and_warns_of_a_restart_without_room(disk, warned, capsys):
+    offer = Offer(provider="p", instance_type="m", market="spot", price_usd_per_hour=1, region="r", fetched_at=1)
+    needed = Requirements(provider="p", max_price_usd_per_hour=2, max_hours=0.5)
+    takes = CheckpointRoom(save_gib=90, count=3, resumed_gib=90, disk_gib=disk)
+    agreement.show_plan(Console(), Plan(requirements=needed, offers=(offer,), checkpoints=takes))
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"checkpoints take up to 270 of the {disk} GiB of a machine's disk, 90 GiB more after a restart" in said
+    assert ("warning: after a restart the disk does not hold" in said) is warned
+
+
+def test_no_provider_is_asked_for_machines_whose_disk_is_too_small(monkeypatch):
+    monkeypatch.setattr("mgpu.providers.registry.get", lambda *_given: pytest.fail("it was asked"))
+    spec = loads(
+        "{name: x, provider: aws, max_price_usd_per_hour: 9, max_hours: 1, gpus_per_node: 8, disk_gib: 200, "
+        "checkpoint: {to: s3://bkt/r}, train: {tokens: /t, strategy: fsdp, global_batch: 64, "
+        "model: {preset: llama-8b}}}",
+        "f",
+    )
+    with pytest.raises(InputError, match=r"disk_gib: 200 GiB do not hold the checkpoints, 269\.1 GiB"):
+        agreement.make_plan(spec)
 
 
 def test_what_may_still_be_billed_comes_before_all_that_could_be_typed():

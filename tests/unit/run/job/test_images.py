@@ -674,6 +674,11 @@ def test_a_machine_that_fits_is_all_green(place):
     ("facts", "subject", "words"),
     [
         ({"gpus": [], "driver": None, "gpu_problem": "no nvidia-smi"}, "GPUs", "0 of 1, no driver: no nvidia-smi"),
+        (
+            {"gpus": [GPU, {**GPU, "mig": True}]},
+            "GPUs",
+            "2, driver 570.86.15; in MIG mode, where a program sees one part",
+        ),
         ({"docker": None, "docker_problem": "there is no program docker"}, "Docker", "no program docker"),
         ({"driver": "470.82.01"}, "image", "newer NVIDIA driver than 470"),
         ({"gpus": [{**GPU, "compute_capability": "3.7"}]}, "image", "no code for the 3.7"),

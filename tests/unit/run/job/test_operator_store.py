@@ -61,6 +61,35 @@ def test_a_run_that_is_remembered_is_read_by_its_own_profile(signers):
     assert set(signers) == {"of-lab"}
 
 
+RUN_FILE = (
+    "{name: r, provider: aws, max_price_usd_per_hour: 1, max_hours: 1, command: [a.py], checkpoint: none, aws: %s}"
+)
+
+
+@pytest.mark.parametrize(
+    ("aws", "profile", "signer"),
+    [
+        ("{profile: lab}", None, "of-lab"),
+        ("{}", None, "of-environment"),
+        ("{}", "lab", "of-lab"),
+        ("{profile: other}", "lab", "of-lab"),
+        ("{odd: key}", None, "of-environment"),
+        (None, None, "of-environment"),
+        (None, "lab", "of-lab"),
+    ],
+)
+def test_an_address_alone_is_opened_as_it_is_said_or_as_the_run_file_here_has_it(
+    signers, tmp_path, aws, profile, signer
+):
+    (tmp_path / "a.py").touch()
+    run_file = tmp_path / "mgpu.yaml"
+    if aws is not None:
+        run_file.write_text(RUN_FILE % aws)
+    with pytest.raises(StoreError):
+        list(operator_store.for_address("s3://bucket/runs", run_file, profile).list(""))
+    assert set(signers) == {signer}
+
+
 def test_without_a_profile_the_environment_counts(signers):
     with pytest.raises(StoreError):
         list(operator_store.for_spec("s3://bucket/runs", spec()).list(""))

@@ -24,6 +24,9 @@ SICK = Ended(False, "node 1: disk full", Fault.INFRASTRUCTURE)
 CRASHED = Ended(False, "the program ended with exit code 1", Fault.USER)
 
 
+STARVED = Ended(False, "SIGKILL: out of memory, the kernel says", Fault.USER, starved=True)
+
+
 class Script:
     """What each attempt comes to, and what each repair does, in order; the last one goes on for ever."""
 
@@ -129,6 +132,16 @@ def test_what_is_not_the_machines_fault_gets_no_other_attempt(world, ended):
     script = Script(world, [ended])
     assert script.run() == ended
     assert (script.made, script.repaired) == (1, 0)
+
+
+def test_a_program_that_a_machine_had_no_memory_for_is_tried_once_more_in_a_run(world):
+    script = Script(world, [(STARVED, 5), (LOST, 9), (STARVED, 12)])
+    ended = script.run()
+    assert ended == STARVED
+    assert (ended.fault, script.made) == (Fault.USER, 3)
+    assert [each.starved for each in record.load("run-1").interruptions] == [True, False]
+    alone = Script(world, [STARVED], allowed=1)
+    assert (alone.run(), alone.made) == (STARVED, 1), "where the run file allows no other attempt there is none"
 
 
 def test_attempts_is_the_number_of_starts_in_all(world):

@@ -222,6 +222,16 @@ def test_the_rank_that_others_waited_for_is_told_from_whichever_node_knows_it():
     assert judge(*both).reason == f"no sign of progress on any of 2 nodes for 780 s; node 1: {words}"
 
 
+@pytest.mark.parametrize("starved", [True, False])
+def test_a_program_that_a_machine_had_no_memory_for_is_told_from_others(starved):
+    killed = status(Phase.FAILED, fault=Fault.USER, reason="SIGKILL").model_copy(update={"starved": starved})
+    peer = status(Phase.FAILED, fault=Fault.INFRASTRUCTURE, reason="gloo: connection closed")
+    verdict = judge(NodeView(0, peer), NodeView(1, killed))
+    assert (verdict.fault, verdict.reason, verdict.starved) == (Fault.USER, "node 1: SIGKILL", starved)
+    ill = status(Phase.FAILED, fault=Fault.INFRASTRUCTURE, reason="ECC", suspect=True)
+    assert not judge(NodeView(0, ill), NodeView(1, killed)).starved, "evidence of a broken machine comes first"
+
+
 def test_a_machine_that_seems_broken_is_replaced_and_named_whatever_its_peers_make_of_it():
     """Its peers' programs crash over it: with another rank's exit code, and earlier."""
     peer = status(Phase.FAILED, fault=Fault.USER, reason="exit code 1", at=1.0)

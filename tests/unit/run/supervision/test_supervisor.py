@@ -453,6 +453,16 @@ def test_an_interruption_has_its_times(watch):
     assert how_stopped(first) == ["--now"]
 
 
+@pytest.mark.parametrize("starved", [True, False])
+def test_an_end_says_whether_a_machine_was_out_of_memory(watch, starved):
+    first, second = watch.world.nodes
+    watch.at(4, lambda: first.says(Phase.FAILED, fault=Fault.USER, reason="SIGKILL", starved=starved))
+    watch.at(4, lambda: second.says(Phase.FAILED, fault=Fault.INFRASTRUCTURE, reason="gloo"))
+    ended = watch.run()
+    assert ended.interruption is not None
+    assert (ended.fault, ended.starved, ended.interruption.starved) == (Fault.USER, starved, starved)
+
+
 def test_who_asked_for_the_end_interrupted_nothing(watch):
     assert watch.at(3, Folder("run-1").stop.touch).run().interruption is None
 

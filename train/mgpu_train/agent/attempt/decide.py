@@ -17,13 +17,15 @@ from mgpu_train.timeouts import Timeouts
 
 class AttemptFailed(Exception):
     """The attempt cannot go on; `fault` says whose fault it is, `reason` what happened, in one line. `suspect`: this
-    machine seems to be broken, and is to be replaced."""
+    machine seems to be broken, and is to be replaced; `starved`: the kernel has ended the program, as it was out of
+    memory."""
 
-    def __init__(self, fault: Fault, reason: str, *, suspect: bool = False) -> None:
+    def __init__(self, fault: Fault, reason: str, *, suspect: bool = False, starved: bool = False) -> None:
         super().__init__(reason)
         self.fault = fault
         self.reason = reason
         self.suspect = suspect
+        self.starved = starved
 
 
 @dataclass(frozen=True)
@@ -188,19 +190,17 @@ def _exited(job: Job, end: Ended) -> AttemptFailed:
         where = f"; {end.hang}" if found.sign.hang and end.hang else ""
         return AttemptFailed(fault, f"{what}: {found.sign.means}: {found.line}{where}", suspect=found.sign.machine)
     if code == -signal.SIGKILL:
-        return AttemptFailed(Fault.USER, f"{what}: {_killer(end)}")
+        return AttemptFailed(Fault.USER, f"{what}: {_killer(end)}", starved=end.starved > 0)
     if code == -signal.SIGBUS:
-        return AttemptFailed(Fault.USER, f"{what}: {_BUS_ERROR}")
+        what += f": {_CUT_OFF}"
     what += f": {end.last_words}" if end.last_words else ""
     lost = job.nodes > 1 and peer_lost(end.last_words)
     taken = "EADDRINUSE" in end.last_words and f"port: {job.master_port}," in end.last_words
     return AttemptFailed(Fault.INFRASTRUCTURE if lost or taken else Fault.USER, what)
 
 
-_BUS_ERROR = (
-    "memory that a file stands behind is gone: shared memory (/dev/shm) or the disk is full, or the file was made "
-    "shorter while it was read"
-)
+# a page of mapped memory could not be had; where a disk has failed the kernel says so, and that weighs more
+_CUT_OFF = "most often /dev/shm is full (a container's is small by default), or a mapped file was cut off"
 
 
 def _killer(end: Ended) -> str:

@@ -68,7 +68,7 @@ KERNEL = (
     _machine("the disk has failed", r"I/O error, dev (?:nvme|sd|x?vd)\w+|(?:EXT4|XFS)\b.*(?:read-only|metadata I/O)"),
 )
 MACHINE = (
-    _machine("it lacks what was rented", r"\bMachineError: "),
+    _machine("it lacks what was rented, or is not fit", r"\bMachineError: "),
     _machine("a GPU's memory has failed", r"uncorrectable ECC error encountered"),
     _machine("an NVLink has failed", r"uncorrectable NVLink error"),
     _machine("the GPUs' fabric manager is not ready", r"system not yet initialized"),
@@ -108,6 +108,7 @@ PEERS = (
     _peers(
         "a collective waited for a rank that did not come", r"Watchdog caught collective operation timeout", hang=True
     ),
+    _peers("the network between the nodes is not fit", r"^PreflightError: "),
     _peers("a peer did not come to the rendezvous", r"RendezvousConnectionError|DistStoreError: Timed out"),
 )
 

@@ -1,30 +1,69 @@
-"""Which machine of a fleet has a GPU that is not fit to train on. Pure: what was asked and measured in, words out.
+"""Which GPU of a machine is not fit to train on, by what its driver and the kernel say. Pure: text in, words out.
 
-A GPU that is broken, or slower than all others, costs the whole fleet: every step waits for the last rank.
+The driver is asked by `nvidia-smi`, which is wherever the driver is, and by which a user can look for himself. NVML's
+own library has the same figures, but its Python binding would be one more package on every node, and a library that
+hangs in the driver takes its process with it; a program of its own is given up after a time.
 """
 
 from __future__ import annotations
 
 import csv
-import statistics
-from collections.abc import Iterable, Sequence
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Iterable
 
 from mgpu_train.agent.attempt import faults
 
 # nvidia-smi's own names of what it is asked for
-MEMORY = ("pci.bus_id", "ecc.errors.uncorrected.volatile.total")
+STATE = ("pci.bus_id", "ecc.errors.uncorrected.volatile.total", "mig.mode.current")
 ROWS = ("gpu_bus_id", "remapped_rows.pending", "remapped_rows.failure")
-SLOW = 0.7  # of the fleet's median product of matrices; GPUs of one kind differ by a tenth
-NARROW = 0.5  # of the fleet's median between the GPUs of a machine
 
 
-def by_memory(text: str) -> str | None:
-    """A GPU whose memory has lost data since its driver began; None: none has, or the driver does not say."""
-    for bus, count in _rows(text, len(MEMORY)):
+_GPU = re.compile(r"GPU \d+: (.*?)(?: \(UUID: .*\))?$")
+_LINK = re.compile(r"\s+Link \d+: ([\d.]+) GB/s$")
+_BRIDGED = re.compile(
+    r"PCI|\bNVL\b|RTX", re.IGNORECASE
+)  # cards of which a machine may have linked some, and others not
+
+
+def by_state(text: str) -> str | None:
+    """A GPU whose memory has lost data since its driver began, or that is divided; None: there is none, or the driver
+    does not say."""
+    for bus, count, _ in _rows(text, len(STATE)):
         if count.isdecimal() and int(count):
             return f"GPU {bus} has {count} uncorrectable ECC errors"
+    return by_mig(text)
+
+
+def by_mig(text: str) -> str | None:
+    """A GPU in MIG mode (the same answer as `by_state`'s): of all such GPUs together a process sees one part of one,
+    whatever nvidia-smi lists (NVIDIA's MIG user guide; pytorch/pytorch#102715)."""
+    for bus, _, mode in _rows(text, len(STATE)):
+        if mode == "Enabled":
+            return f"GPU {bus} is in MIG mode, and a program sees one part of it: `sudo nvidia-smi -mig 0` ends that"
     return None
+
+
+def by_links(text: str) -> str | None:
+    """A GPU with fewer NVLinks than most others of its machine, in what `nvidia-smi nvlink --status` prints; None:
+    there is none, or they have none that can be compared.
+
+    A link that is not active is no fault by itself: cards in slots have more of them than their bridges use.
+    """
+    names, links = list[str](), list[int]()
+    for line in text.splitlines():
+        if found := _GPU.match(line):
+            names.append(found[1])
+            links.append(0)
+        elif links and (found := _LINK.match(line)) and float(found[1]):
+            links[-1] += 1
+    if len(set(names)) != 1 or _BRIDGED.search(names[0]):
+        return None
+    usual, gpus = Counter(links).most_common(1)[0]
+    least = min(links)
+    if least >= usual or 2 * gpus <= len(links):
+        return None
+    return f"GPU {links.index(least)} ({names[0]}) has {least} active NVLinks, and the machine's others {usual}"
 
 
 def by_rows(text: str) -> str | None:
@@ -41,49 +80,6 @@ def by_kernel(lines: Iterable[str]) -> str | None:
     """What the kernel has said of a GPU since the machine began."""
     found = faults.hardware(lines)
     return f"{found.sign.means}: {found.line}" if found else None
-
-
-def by_figures(ranks: Sequence[dict[str, Any]], node_rank: int, processes: int) -> str | None:
-    """This node's share in what was measured on all ranks, compared with the fleet's; None: nothing is odd, or what was
-    written makes no sense."""
-    try:
-        mine = [each for each in ranks if each["rank"] // processes == node_rank]
-        return _wrong(mine) or _slow(mine, ranks) or _narrow(mine, ranks)
-    except (KeyError, TypeError, ValueError, statistics.StatisticsError):
-        return None
-
-
-def _wrong(mine: Sequence[dict[str, Any]]) -> str | None:
-    wrong = [each["rank"] for each in mine if not each["inside"]["right"]]
-    return f"a sum over its own GPUs is wrong on rank {wrong[0]}" if wrong else None
-
-
-def _slow(mine: Sequence[dict[str, Any]], ranks: Sequence[dict[str, Any]]) -> str | None:
-    median = statistics.median(each["tflops"] for each in ranks)
-    slowest = min(mine, key=lambda each: each["tflops"])
-    if slowest["tflops"] >= SLOW * median:
-        return None
-    return f"the GPU of rank {slowest['rank']} does {slowest['tflops']:.0f} TFLOPS, and the fleet's median {median:.0f}"
-
-
-def _narrow(mine: Sequence[dict[str, Any]], ranks: Sequence[dict[str, Any]]) -> str | None:
-    known = [each["inside"]["gb_per_s"] for each in ranks if each["inside"]["gb_per_s"] is not None]
-    here = [each["inside"]["gb_per_s"] for each in mine if each["inside"]["gb_per_s"] is not None]
-    if not here or min(here) >= NARROW * statistics.median(known):
-        return None
-    return f"between its GPUs go {min(here):.0f} GB/s, and the fleet's median is {statistics.median(known):.0f}"
-
-
-def summary(ranks: Sequence[dict[str, Any]]) -> str:
-    """What was measured, in a line."""
-
-    def least(part: str) -> str:
-        known = [each[part]["gb_per_s"] for each in ranks if each[part]["gb_per_s"] is not None]
-        return f"{min(known):.1f} GB/s" if known else "not measured"
-
-    slowest = min(each["tflops"] for each in ranks)
-    words = f"{len(ranks)} ranks, {slowest:.3g} TFLOPS each at least"
-    return f"{words}, a sum inside a node {least('inside')}, over all ranks {least('between')}"
 
 
 def _rows(text: str, width: int) -> list[list[str]]:

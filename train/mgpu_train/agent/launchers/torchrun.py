@@ -10,6 +10,8 @@ negative for a signal}. A stop that was asked for is no error and prints no stac
 torchrun waits for the other nodes' in C++, at the rendezvous and up to 300 s at its exit barrier, where no handler of
 Python's runs: a peer that is gone would keep it there, whatever it is sent. Here it ends once its ranks have.
 
+On several nodes without GPUs it first measures what they can do, where the agent asks for it (`health.processors`).
+
 It runs in the Python that has the user's requirements: the standard library, torch, and what it is to start are all
 that it needs.
 """
@@ -26,7 +28,8 @@ import time
 from collections.abc import Sequence
 
 from mgpu_train.agent.machine import procs
-from mgpu_train.names import FAILURE_FILE
+from mgpu_train.health import processors
+from mgpu_train.names import FAILURE_FILE, PREFLIGHT
 
 ACCELERATE = "accelerate"  # the first word
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # torchrun's own
@@ -36,7 +39,7 @@ _BY_ITSELF_S = 3.0  # torchrun's own end, after that of its ranks
 
 def main() -> int:
     """Runs torchrun; returns the exit code."""
-    target = os.environ.pop(FAILURE_FILE, "")  # ranks are not to have it
+    target, meeting = os.environ.pop(FAILURE_FILE, ""), os.environ.pop(PREFLIGHT, "")  # ranks are not to have them
     from torch.distributed import run  # sets its loggers' levels, which are set after it
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -45,6 +48,8 @@ def main() -> int:
         for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
             logging.getLogger(name).setLevel(logging.ERROR)
     _end_when_asked()
+    if meeting and not _fit(processors.Meeting(**json.loads(meeting))):
+        return 1
     try:
         if sys.argv[1:2] == [ACCELERATE]:
             return _accelerate(sys.argv[2:])
@@ -59,6 +64,16 @@ def main() -> int:
     except SignalException as stop:
         _say_stopped(stop.sigval)
         return 1
+
+
+def _fit(at: processors.Meeting) -> bool:
+    """Whether the nodes are; if not, the line that it ends with is a sign of the agent's (`agent.attempt.faults`)."""
+    found = processors.examine(at)
+    print(f"torchrun: preflight: {found.said}", file=sys.stderr, flush=True)  # noqa: T201
+    if found.machine or found.network:
+        error = f"MachineError: {found.machine}" if found.machine else f"PreflightError: {found.network}"
+        print(error, file=sys.stderr, flush=True)  # noqa: T201
+    return not (found.machine or found.network)
 
 
 def _accelerate(words: Sequence[str]) -> int:

@@ -22,8 +22,9 @@ from mgpu_train.agent.status.log import clean
 
 # without its persistence daemon the driver wakes every GPU first: seconds each
 SMI_S, DOCKER_S = 60.0, 20.0
-_FIELDS = ("name", "driver_version", "memory.total", "compute_cap")
-_UNKNOWN_FIELD = re.compile(r'Field "compute_cap" is not a valid field')  # drivers before 510
+_FIELDS = ("name", "driver_version", "memory.total", "mig.mode.current", "compute_cap")
+_KNOWN_ALWAYS = 3  # drivers before 450 do not know the fourth, and those before 510 not the last
+_UNKNOWN_FIELD = re.compile(r'Field "(?:mig\.mode\.current|compute_cap)" is not a valid field')
 _CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*(?:'([\d.]+)'|None)", re.MULTILINE)
 
 
@@ -35,6 +36,7 @@ class Gpu(BaseModel):
     name: str
     memory_mib: int | None = None
     compute_capability: str | None = None
+    mig: bool | None = None  # it is divided (Multi-Instance GPU): a program sees one part of it
 
 
 class Facts(BaseModel):
@@ -72,13 +74,15 @@ def parsed(text: str) -> tuple[str | None, tuple[Gpu, ...]]:
         ValueError: it is not that.
     """
     rows = [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if row]
-    if any(len(row) not in (len(_FIELDS) - 1, len(_FIELDS)) for row in rows):
+    if any(not _KNOWN_ALWAYS <= len(row) <= len(_FIELDS) for row in rows):
         raise ValueError(f"nvidia-smi printed {text.strip()!r}")
-    gpus = tuple(
-        Gpu(name=row[0], memory_mib=_number(row[2]), compute_capability=_told(row[3]) if len(row) > 3 else None)
-        for row in rows
-    )
+    gpus = tuple(_gpu(*row) for row in rows)
     return (_told(rows[0][1]) if rows else None), gpus
+
+
+def _gpu(name: str, _driver: str, memory: str, mig: str = "[N/A]", capability: str = "[N/A]") -> Gpu:
+    divided = {"Enabled": True, "Disabled": False}.get(mig)
+    return Gpu(name=name, memory_mib=_number(memory), compute_capability=_told(capability), mig=divided)
 
 
 def _gpus() -> dict[str, object]:
@@ -90,12 +94,13 @@ def _gpus() -> dict[str, object]:
 
 
 def _smi() -> str:
-    try:
-        return output(_query(_FIELDS), SMI_S)
-    except NoAnswer as error:
-        if not _UNKNOWN_FIELD.search(str(error)):
-            raise
-    return output(_query(_FIELDS[:-1]), SMI_S)
+    for count in range(len(_FIELDS), _KNOWN_ALWAYS, -1):
+        try:
+            return output(_query(_FIELDS[:count]), SMI_S)
+        except NoAnswer as error:
+            if not _UNKNOWN_FIELD.search(str(error)):
+                raise
+    return output(_query(_FIELDS[:_KNOWN_ALWAYS]), SMI_S)
 
 
 def _query(fields: tuple[str, ...]) -> list[str]:

@@ -24,6 +24,9 @@ _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # nothing is sent
 _IF_INET6 = Path("/proc/net/if_inet6")
 _INFINIBAND = Path("/sys/class/infiniband")
+_CARDS = Path("/sys/bus/pci/devices")
+_AMAZON = "0x1d0f"  # its vendor id; the cards are those of Linux's drivers/infiniband/hw/efa/efa_main.c
+_EFA_CARDS = ("0xefa0", "0xefa1", "0xefa2", "0xefa3")
 EFA = "AWS Libfabric"  # as the plugin aws-ofi-nccl calls itself to NCCL
 INFINIBAND = "IB"  # as NCCL calls its own plugin for it
 DIRECT = {EFA: "EFA", INFINIBAND: "InfiniBand"}  # without TCP
@@ -57,7 +60,9 @@ def route_to(address: str) -> Route | None:
     return Route(first, "AF_INET6" if mine.version == 6 else "AF_INET")
 
 
-def settings(nodes: int, gpus: int, master_addr: str, infiniband: Path = _INFINIBAND) -> Mapping[str, str]:
+def settings(
+    nodes: int, gpus: int, master_addr: str, infiniband: Path = _INFINIBAND, cards: Path = _CARDS
+) -> Mapping[str, str]:
     """What NCCL and gloo are told on a node of several."""
     if nodes == 1:
         return {}
@@ -69,7 +74,7 @@ def settings(nodes: int, gpus: int, master_addr: str, infiniband: Path = _INFINI
             "NCCL_SOCKET_FAMILY": route.family,
         }
     # these or nothing: without its plugin, or with a port that fails, NCCL would take TCP in silence
-    if gpus and has_efa(infiniband):
+    if gpus and has_efa(infiniband, cards):
         told["NCCL_NET"] = EFA
     elif gpus and has_infiniband(infiniband):
         told["NCCL_NET"] = INFINIBAND
@@ -111,9 +116,13 @@ def _says(path: Path, text: str) -> bool:
         return False
 
 
-def has_efa(infiniband: Path = _INFINIBAND) -> bool:
-    """True where this machine was given a network card of AWS that has EFA: its driver says so."""
-    return any(driver.resolve().name == "efa" for driver in infiniband.glob("*/device/driver"))
+def has_efa(infiniband: Path = _INFINIBAND, cards: Path = _CARDS) -> bool:
+    """True where this machine was given a network card of AWS that has EFA: its driver says so, or, where a machine
+    image brings no driver for it, the card itself."""
+    if any(driver.resolve().name == "efa" for driver in infiniband.glob("*/device/driver")):
+        return True
+    kinds = (card for card in cards.glob("*") if _says(card / "vendor", _AMAZON))
+    return any(_says(card / "device", kind) for card in kinds for kind in _EFA_CARDS)
 
 
 def _addresses_of(probe: socket.socket, name: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:

@@ -67,7 +67,9 @@ def live(attempt: Attempt) -> None:
 
 def _told(failure: AttemptFailed) -> dict[str, Any]:
     """What the status says of it."""
-    return {"fault": failure.fault, "reason": failure.reason, "suspect": failure.suspect}
+    return {
+        "fault": failure.fault, "reason": failure.reason, "suspect": failure.suspect, "starved": failure.starved,
+    }  # fmt: skip
 
 
 def _phases(attempt: Attempt) -> AttemptFailed | None:
@@ -93,9 +95,10 @@ def _phases(attempt: Attempt) -> AttemptFailed | None:
     attempt.enter(Phase.LAUNCHING)
     _tell_network(attempt, environment)
     uploads = _uploads(attempt, job.checkpoint, resumed_step) if job.checkpoint and has_part(job) else None
+    shell = job.launcher.takes == "shell"
     started = Launch(
         launcher_process.argv(job, attempt.layout, python),
-        launcher_process.with_python(environment, python) if job.launcher.takes == "shell" else environment,
+        (launcher_process.with_python(environment, python) if shell else environment) | preflight.by_launchers(job),
         attempt.work,
         signal.Signals[job.launcher.orphaned],
     )
@@ -116,17 +119,25 @@ def _demand_gpus(attempt: Attempt) -> None:
     if (demand := attempt.job.demand) is None:
         return
     late = "the GPUs were not counted within {:g} s"
-    if lack := aside(attempt, demand.unmet, demand.wait_s + 2 * gpus.LOOK_S, late):
+    if lack := aside(attempt, lambda: _lack(demand), demand.wait_s + 2 * gpus.LOOK_S + facts.SMI_S, late):
         fault = Fault.INFRASTRUCTURE if lack.machine else Fault.USER
         raise AttemptFailed(fault, lack.words, suspect=lack.machine)
+
+
+def _lack(demand: gpus.Demand) -> gpus.Lack | None:
+    """What the node lacks, and the driver's word on why a program sees fewer GPUs than there are."""
+    lack = demand.unmet()
+    why = preflight.divided() if lack else None
+    return replace(lack, words=f"{lack.words}; {why}") if lack and why else lack
 
 
 def _preflight(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:
     """Raises AttemptFailed where the machine's GPUs are not fit to train on."""
     if not (attempt.job.gpus and attempt.job.preflight):
         return
-    limit_s = 3 * facts.SMI_S
-    aside(attempt, lambda: preflight.ask(attempt), limit_s, "preflight: the driver did not answer within {:g} s")
+    aside(
+        attempt, lambda: preflight.ask(attempt), preflight.ASK_S, "preflight: the driver did not answer within {:g} s"
+    )
     measuring = preflight.Measuring(attempt, environment, python)
     try:
         while not measuring.over():
@@ -145,6 +156,10 @@ def _tell_network(attempt: Attempt, environment: Mapping[str, str]) -> None:
     if taken in network.DIRECT:
         name = network.DIRECT[taken]
         attempt.say(f"network: {name}, or nothing (NCCL_NET={taken}); TCP is `env: {{NCCL_NET: Socket}}`")
+    card = environment.get("NCCL_SOCKET_IFNAME" if attempt.job.gpus else "GLOO_SOCKET_IFNAME", "").removeprefix("=")
+    if attempt.job.nodes > 1 and card:
+        what = "ranks meet" if taken in network.DIRECT else "nodes speak TCP"
+        attempt.say(f"network: {what} through {card}")
 
 
 def aside(attempt: Attempt, work: Callable[[], T], deadline_s: float, late: str) -> T:

@@ -2,8 +2,8 @@
 
 The driver and the kernel are asked, then a product of matrices and two sums are measured on all ranks, as the program
 will use them (`mgpu_train.health.preflight`). A machine that stands out is at fault, named and replaced. What cannot
-be asked or measured is said, and ends nothing: the program itself will tell. Without GPUs there is none of it:
-importing torch alone takes seconds of a processor.
+be asked or measured is said, and ends nothing: the program itself will tell. Nodes without GPUs are measured by their
+launchers (`mgpu_train.health.processors`): to import torch for that alone would take seconds of a processor.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +23,57 @@ from mgpu_train.agent.machine import facts, kernel_log
 from mgpu_train.agent.phases.launcher_process import Launch, LauncherProcess, torchrun
 from mgpu_train.agent.status.log import last_words, tail
 from mgpu_train.agent.status.status import Fault
-from mgpu_train.health import preflight
-from mgpu_train.names import FAILURE_FILE
+from mgpu_train.config import Job
+from mgpu_train.health import figures, preflight, processors
+from mgpu_train.launchers import OUR_TORCHRUN
+from mgpu_train.names import FAILURE_FILE, PREFLIGHT
 
+ASK_S = 4 * facts.SMI_S  # three calls of nvidia-smi, and the kernel
 _FIND_S = 30.0  # for the interpreter to say whether it has torch
 _HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
 
 
+Judged = tuple[list[str], Callable[[str], "str | None"]]  # a call of nvidia-smi, and who reads what it prints
+
+
+def _query(option: str, fields: tuple[str, ...]) -> list[str]:
+    return ["nvidia-smi", f"--query-{option}={','.join(fields)}", "--format=csv,noheader,nounits"]
+
+
+_STATE: Judged = (_query("gpu", gpu_health.STATE), gpu_health.by_state)
+_ROWS: Judged = (_query("remapped-rows", gpu_health.ROWS), gpu_health.by_rows)
+_LINKS: Judged = (["nvidia-smi", "nvlink", "--status"], gpu_health.by_links)
+
+
+def by_launchers(job: Job) -> dict[str, str]:
+    """The variable that has launchers measure the nodes: several, without GPUs, whose launchers import torch anyway."""
+    if job.gpus or job.nodes == 1 or job.preflight_port is None or not job.preflight:
+        return {}
+    if OUR_TORCHRUN not in job.launcher.argv:
+        return {}
+    times = job.timeouts
+    at = processors.Meeting(
+        job.node_rank, job.nodes, job.master_addr, job.preflight_port, times.rendezvous_s, times.preflight_s
+    )
+    return {PREFLIGHT: json.dumps(at.told())}
+
+
+def divided() -> str | None:
+    """Which GPU is in MIG mode, so that a program sees fewer than there are; None: none is, or nobody says so."""
+    with suppress(facts.NoAnswer):
+        return gpu_health.by_mig(facts.output(_STATE[0], facts.SMI_S))
+    return None
+
+
 def ask(attempt: Attempt) -> None:
-    """What the driver and the kernel know of this machine's GPUs. Takes no longer than two calls of nvidia-smi.
+    """What the driver and the kernel know of this machine's GPUs. Takes no longer than `ASK_S`.
 
     Raises:
         AttemptFailed: one of them is broken.
     """
     found = gpu_health.by_kernel(kernel_log.since(0.0))
-    for option, fields, judge in (
-        ("--query-gpu", gpu_health.MEMORY, gpu_health.by_memory),
-        ("--query-remapped-rows", gpu_health.ROWS, gpu_health.by_rows),
-    ):
+    for asked, judge in (_STATE, _ROWS, *([_LINKS] if attempt.job.gpus > 1 else [])):
         try:
-            asked = ["nvidia-smi", f"{option}={','.join(fields)}", "--format=csv,noheader,nounits"]
             found = found or judge(facts.output(asked, facts.SMI_S))
         except facts.NoAnswer as error:
             attempt.say(f"preflight: {error}")
@@ -120,10 +152,12 @@ class Measuring:
 
     def _judge(self, ranks: list[dict[str, Any]]) -> None:
         job = self._attempt.job
-        if found := gpu_health.by_figures(ranks, job.node_rank, job.processes_per_node):
+        if found := figures.by_figures(ranks, job.node_rank, job.processes_per_node):
             raise _suspect(self._attempt, found)
+        if found := figures.between(ranks):
+            raise AttemptFailed(Fault.INFRASTRUCTURE, f"preflight: {job.node}: {found}")
         try:
-            self._attempt.say(f"preflight: {gpu_health.summary(ranks)}")
+            self._attempt.say(f"preflight: {figures.summary(ranks)}")
         except (KeyError, TypeError, ValueError):
             self._attempt.say("preflight: what was measured makes no sense")
 

@@ -130,4 +130,7 @@ class AgentStatus(Model):
     exit_code: int | None = Field(default=None, description="the launcher's; for the record, not for the verdict")
     fault: Fault | None = Field(default=None, description="with FAILED: whose")
     suspect: bool = Field(default=False, description="this machine seems to be broken: it is replaced")
+    starved: bool = Field(
+        default=False, description="the kernel ended the program, since the machine was out of memory"
+    )
     reason: str | None = Field(default=None, description="with FAILED: what happened, one line, no secret")

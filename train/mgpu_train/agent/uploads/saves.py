@@ -12,6 +12,7 @@ from mgpu_train.checkpoint.local import discard, finished
 KEPT = 2  # newest ones that stay on the disk of one of several nodes, while one is uploaded
 # ... while none is: node 0 may ask for one that it saw as the newest a moment ago; not all: it may be silent for long
 KEPT_IDLE = 4
+ALONE, ALONE_IDLE = 1, 2  # the same on the disk of the only node that has a part: nobody else asks for one
 
 
 def superfluous(steps: Iterable[int], uploading: int | None, kept: int = KEPT) -> list[int]:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from mgpu_train.agent.status.log import clean
 from mgpu_train.agent.status.status import CheckpointStatus
-from mgpu_train.agent.uploads.saves import KEPT, KEPT_IDLE, tidy
+from mgpu_train.agent.uploads.saves import ALONE, ALONE_IDLE, KEPT, KEPT_IDLE, tidy
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.timeouts import Timeouts
 
@@ -171,7 +171,7 @@ class Uploads:
         """How many of the newest stay beside the one in flight."""
         idle = self._in_flight is None
         if self._alone:
-            return 1 + idle  # the thread may be about to take one, and nobody else asks
+            return ALONE_IDLE if idle else ALONE  # the thread may be about to take one
         return KEPT_IDLE if idle else KEPT
 
     # --- the thread ---------------------------------------------------------------------------------------------
