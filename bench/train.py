@@ -10,7 +10,7 @@ The peers are those of the lock file, with its hashes, in the environment of the
 - `units/s`: from the 8th step to the last one by the wall clock, saves included, validation left out.
 - `CPU us`: microseconds of CPU a unit in the same steps, of all threads of rank 0: the least disturbed by other work.
 - `MiB`: the peak resident memory, of all ranks together.
-- `start`: from the start of the process until its first step is over.
+- `start`: from the start of the process until its first step is over. `--only start` alone, beside `import torch`.
 - `host`: the share of the time in steps in which nothing is computed: between the end of a step's update and the
   beginning of the next one's forward pass. It is the trainer's own `host_share`; others do not measure it.
 """
@@ -124,18 +124,21 @@ def speed(report: Report) -> float:
 
 def start(report: Report) -> float:
     """From the start of a process to the end of its first step, beside `import torch`; returns CPU seconds."""
-    seconds, cpu_s = {name: list[float]() for name in (TORCH, OURS, PLAIN)}, 0.0
+    seconds, used = ({name: list[float]() for name in (TORCH, OURS, PLAIN)} for _ in range(2))
+    cpu_s = 0.0
     for number in range(STARTS + 1):
         for name in seconds:
             with tempfile.TemporaryDirectory() as folder:
                 (rank,) = _start(name, Shape(1, 2), "fp32", Path(folder), steps=1)
-                took = (rank.ended if name == TORCH else _times(name, Path(folder))[0][1]) - rank.began
+                over = rank.ended if name == TORCH else _times(name, Path(folder))[0][1]
             cpu_s += rank.cpu_s
-            seconds[name] += [took] if number else []  # the first one warms the page cache
+            if number:  # the first one warms the page cache
+                seconds[name].append(over - rank.began)
+                used[name].append(rank.cpu_s if name == TORCH else rank.cpu_at(over))
     medians = {name: statistics.median(each) for name, each in seconds.items()}
-    print(f"\nstart to the end of the first step, 1 x 2, fp32, median of {STARTS}, seconds")
+    print(f"\nstart to the end of the first step, 1 x 2, fp32, median of {STARTS}: seconds, and those of CPU")
     for name, median in medians.items():
-        print(f"  {name:<16} {median:6.2f}")
+        print(f"  {name:<16} {median:6.2f} {statistics.median(used[name]):6.2f}")
     report.at_most(f"start to the first step, beyond `{TORCH}`", medians[OURS] - medians[TORCH], 1.5, " s")
     return cpu_s
 

@@ -217,8 +217,7 @@ def test_the_job_of_a_ci_does_a_pass_from_an_empty_machine(
     engine: Engine, base: str, index: str, laptop: Laptop, hook: Hook, way: str, script
 ):
     """What somebody is to be told lies in the backend: the laptop has not got the webhook's address, the CI has."""
-    run_file = laptop.folder / "mgpu.yaml"
-    run_file.write_text(RUN_FILE + "sinks: {webhook: {url: HOOK_URL}}\n")
+    needs_secret(laptop.folder, "sinks: {webhook: {url: HOOK_URL}}\n")
     run = laptop.mgpu("submit", "mgpu.yaml", "--yes")["run_id"]
     (text,) = laptop.mgpu("schedule", "install", f"--{way}", "--dry-run")["files"].values()
     laptop.mgpu("queue", "rm", run)

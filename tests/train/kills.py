@@ -17,7 +17,7 @@ from typing import Any
 
 from mgpu_train import loop, parallel
 from mgpu_train.checkpoint.distributed import dcp
-from mgpu_train.checkpoint.distributed.writer_process import ShardWriter
+from mgpu_train.checkpoint.distributed.writers import ShardWriter
 from mgpu_train.checkpoint.local import finished
 from mgpu_train.environment import Folders
 from saves import ranks

@@ -23,7 +23,7 @@ from mgpu_train.agent.machine import ports
 from mgpu_train.agent.phases.resume import choice
 from mgpu_train.checkpoint.distributed import dcp
 from mgpu_train.checkpoint.distributed.plain import PlainReader
-from mgpu_train.checkpoint.distributed.writer_process import ShardWriter
+from mgpu_train.checkpoint.distributed.writers import ShardWriter
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.log.manifest import Manifest
 from mgpu_train.checkpoint.transfer import pack

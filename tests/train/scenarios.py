@@ -22,6 +22,7 @@ import torch
 from mgpu_train import parallel
 from mgpu_train.checkpoint.distributed import dcp
 from mgpu_train.checkpoint.distributed.staging import Staging
+from mgpu_train.checkpoint.distributed.writers import SnapshotPlanner
 from mgpu_train.config import Job
 from mgpu_train.environment import Folders
 from mgpu_train.errors import TrainError
@@ -131,7 +132,7 @@ class Gathered(Patient):
     def hold(self) -> Any:
         """While this trainer runs."""
         staging, elsewhere = self.checkpointer._staging, [0]
-        full_tensor, lookup_object, whole = DTensor.full_tensor, dcp._Planner.lookup_object, WeakSet[torch.Tensor]()
+        full_tensor, lookup_object, whole = DTensor.full_tensor, SnapshotPlanner.lookup_object, WeakSet[torch.Tensor]()
 
         def one_by_one(tensor: DTensor, **named: Any) -> torch.Tensor:
             assert not whole, "two tensors are whole at a time"
@@ -153,7 +154,7 @@ class Gathered(Patient):
         held = ExitStack()
         held.callback(compare)
         held.enter_context(patch.object(DTensor, "full_tensor", one_by_one))
-        held.enter_context(patch.object(dcp._Planner, "lookup_object", looked))
+        held.enter_context(patch.object(SnapshotPlanner, "lookup_object", looked))
         return held
 
 

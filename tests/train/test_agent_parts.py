@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,7 +30,7 @@ from mgpu_train.agent.machine.network import route_to
 from mgpu_train.agent.phases import data, launcher_process, requirements, resume
 from mgpu_train.agent.status.log import Log, LogTimes, clean, hide, last_words, tail
 from mgpu_train.agent.status.report import StatusReport
-from mgpu_train.agent.status.status import Phase
+from mgpu_train.agent.status.status import Fault, Phase
 from mgpu_train.agent.status.tail import MetricsTail, Progress
 from mgpu_train.agent.uploads import saves
 from mgpu_train.checkpoint.formats.shards import Piece, Shards
@@ -37,7 +38,8 @@ from mgpu_train.checkpoint.local import finished
 from mgpu_train.config import DataItem, Job, Resume, Secrets, TrainConfig
 from mgpu_train.errors import Refused
 from mgpu_train.launchers import Launcher
-from mgpu_train.store import Unavailable, open_store
+from mgpu_train.store import Unavailable, disk, open_store
+from mgpu_train.store.base import ASIDE
 from mgpu_train.timeouts import Timeouts
 from waiting import until
 
@@ -949,3 +951,67 @@ def test_data_has_its_name_only_when_it_is_on_disk(tmp_path, monkeypatch):
     data.fetch_data(attempt_of(tmp_path), DataItem.model_validate({"from": f"file://{tmp_path / 'there'}", "to": "in"}))
     assert flushed == [False]
     assert names(tmp_path / "in" / "a") == ["b"]
+
+
+# --- data that is kept ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fetch(tmp_path, monkeypatch):
+    """`fetch("a")` fetches the data again, from the store in `a`; what was read of the store is in `fetch.read`."""
+    read, real = list[str](), disk.flush
+
+    def flush(path: Path) -> None:
+        read.append(path.name.removeprefix(ASIDE))
+        real(path)
+
+    def again(source: str = "there") -> list[str]:
+        read.clear()
+        said = {"from": f"file://{tmp_path / source}", "to": "in"}
+        data.fetch_data(attempt_of(tmp_path), DataItem.model_validate(said))
+        return sorted(read)
+
+    monkeypatch.setattr(disk, "flush", flush)
+    return again
+
+
+def test_data_that_was_written_anew_is_fetched_anew_also_at_the_same_size(tmp_path, fetch):
+    store = open_store(f"file://{tmp_path / 'there'}")
+    store.put("a/b", b"hello")
+    store.put("a/c", b"world")
+    assert (fetch(), fetch()) == (["b", "c"], [])
+    store.put("a/b", b"HELLO")
+    assert (fetch(), fetch()) == (["b"], [])
+    assert (tmp_path / "in" / "a" / "b").read_bytes() == b"HELLO"
+
+
+def test_a_folder_tells_apart_what_it_has_of_two_addresses(tmp_path, fetch):
+    for source, text in (("one", b"hello"), ("two", b"HELLO")):
+        open_store(f"file://{tmp_path / source}").put("a", text)
+        assert (fetch(source), fetch(source)) == (["a"], [])
+        assert (tmp_path / "in" / "a").read_bytes() == text
+
+
+@pytest.mark.parametrize("left", [None, b"", b'["file://', b"\xff\n[]\n[1]\n{}\n7\n"])
+def test_data_of_which_nothing_is_written_down_is_kept_by_its_size(tmp_path, fetch, left):
+    """It is the user's own, of an older version of mgpu, or the last file before a kill."""
+    open_store(f"file://{tmp_path / 'there'}").put("b", b"hello")
+    assert fetch() == ["b"]
+    told = tmp_path / "in" / data._FETCHED
+    told.unlink() if left is None else told.write_bytes(left)
+    assert fetch() == []
+    (tmp_path / "in" / "b").write_bytes(b"longer than it")
+    assert (fetch(), fetch()) == (["b"], [])
+    assert (tmp_path / "in" / "b").read_bytes() == b"hello"
+
+
+def test_a_disk_without_room_for_the_data_is_told_before_anything_is_fetched(tmp_path, fetch, monkeypatch):
+    store = open_store(f"file://{tmp_path / 'there'}")
+    store.put("a", b"hello")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=5))
+    assert fetch() == ["a"]
+    store.put("b", b"hello!")
+    with pytest.raises(AttemptFailed, match=r"data: 0\.0 GiB are to be fetched from .* free: .*`disk_gib`") as failed:
+        fetch()
+    assert (failed.value.fault, names(tmp_path / "in")) == (Fault.USER, [data._FETCHED, "a"])

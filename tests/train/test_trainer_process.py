@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,6 +62,27 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield begin
     for process in started:
         process.kill()
+
+
+# Half of a start each, or more: what saves, shards and compiles
+HEAVY = ("sympy", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.tensor")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_the_first_step_imports_nothing_that_it_does_not_need(tmp_path, strategy):
+    """Without a checkpoint nothing is saved; with one it is imported after the first step."""
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_text("the quick brown fox " * 20)
+    train = {**TINY, "text": str(tmp_path), "strategy": strategy, "steps": 1}
+    (tmp_path / "job.json").write_text(json.dumps({
+        "run_id": "try", "attempt": 1, "writer": "me", "node_rank": 0, "nodes": 1, "processes_per_node": 1,
+        "master_addr": "127.0.0.1", "master_port": 1, "train": train,
+    }))  # fmt: skip
+    told = f"print(*(name for name in {HEAVY} if name in sys.modules), flush=True)"
+    program = f"import os, sys; from mgpu_train.loop import main; code = main(); {told}; os._exit(code)"
+    environment = {**os.environ, "MGPU_JOB": str(tmp_path / "job.json")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = 60) -> None:

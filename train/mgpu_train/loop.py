@@ -170,6 +170,8 @@ class Trainer:
         while not self._over() and not self.stopping:
             self.pending.append(self._step())
             self._hear(behind=self.late)
+            if self.pulse.phase == "first_step" and self.saver is not None:
+                self.saver.prepare()
             if self.pulse.phase != "training":
                 self.checkpointer.lay_out()
                 self.pulse.enter("training")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -22,6 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from mgpu_train import hardware
 from mgpu_train.errors import MachineError, TrainError
 from mgpu_train.health.gpus import Demand
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")  # of a mesh, from the furthest ranks to neighbours
@@ -166,6 +170,14 @@ def machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # not Linux
         return platform.node()
+
+
+def is_sharded(value: Any) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. Its module, which takes half a second to import, is not imported by this: who has one
+    has imported it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)  # absent while another thread imports it
+    return kind is not None and isinstance(value, kind)
 
 
 def mean_statistics(model: nn.Module, place: Place) -> None:

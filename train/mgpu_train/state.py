@@ -1,4 +1,7 @@
-"""What training has to find again after an interruption: named parts, each of which knows its own state."""
+"""What training has to find again after an interruption: named parts, each of which knows its own state.
+
+What reads and sets state is torch's, and imported as it is asked for: it takes most of a second.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -45,6 +41,8 @@ class ModelPart:
 
     def state_dict(self) -> dict[str, Any]:
         """By name."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
         inner = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
         # torch's `ignore_frozen_params` leaves the second name of one that is tied
         frozen = {name for name, each in inner.named_parameters(remove_duplicate=False) if not each.requires_grad}
@@ -52,6 +50,8 @@ class ModelPart:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """On this rank's device."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
         set_model_state_dict(self._model, state, options=StateDictOptions(strict=False))
 
     def steady(self) -> Iterable[torch.Tensor]:
@@ -67,10 +67,14 @@ class OptimizerPart:
 
     def state_dict(self) -> dict[str, Any]:
         """By name. What it is set to (rate, decay) is not kept: that follows from the run file."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
         return {"state": get_optimizer_state_dict(self._model, self._optimizers)["state"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """On this rank's device."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
         now = get_optimizer_state_dict(self._model, self._optimizers)
         set_optimizer_state_dict(self._model, self._optimizers, {**now, **state})
 

@@ -1,7 +1,8 @@
-"""Documents of a folder or file, read one after the other: text files, JSON lines (*.jsonl), Parquet (*.parquet).
+"""Documents of a folder or file, read one after the other: text files, JSON lines (*.jsonl), Parquet (*.parquet),
+TFRecord (*.tfrecord, *.tfrecord-00000-of-00008).
 
 A `Part` is a piece of one file that can be read without what is before it: whole text files, ranges of bytes of JSON
-lines, row groups of Parquet. No file is held in memory but a text file, which is one document.
+lines and TFRecord, row groups of Parquet. No file is held in memory but a text file, which is one document.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mgpu_train.data import tfrecord
 from mgpu_train.errors import TrainError
 
 _ROWS = 1000  # of Parquet, decoded at a time
@@ -35,7 +37,7 @@ class Document(NamedTuple):
 
 
 class Part(NamedTuple):
-    """From `start` to `stop`: bytes of a text file or of JSON lines, row groups of Parquet."""
+    """From `start` to `stop`: bytes of a text file, of JSON lines or TFRecord, row groups of Parquet."""
 
     file: str  # below the root, with `/`
     start: int
@@ -46,12 +48,14 @@ class Corpus:
     """What lies below a folder, or one file."""
 
     def __init__(self, root: Path, key: str) -> None:
-        """`key`: of the text in JSON lines and Parquet. Raises TrainError: nothing is there."""
+        """`key`: of the text in JSON lines, Parquet and TFRecord. Raises TrainError: nothing is there."""
         self.root, self.key = root.resolve(), key
         with readable(self.root):
             self._top = self.root.parent if self.root.is_file() else self.root
             if not self.root.exists():
-                raise TrainError(f"there is no {self.root}: name a folder or file of texts, JSON lines or Parquet")
+                raise TrainError(
+                    f"there is no {self.root}: name a folder or file of texts, JSON lines, Parquet or TFRecord"
+                )
             found = [self.root] if self.root.is_file() else sorted(self.root.rglob("*"))
             named = ((path.relative_to(self._top).as_posix(), path) for path in found if path.is_file())
             self.files = tuple(
@@ -60,7 +64,7 @@ class Corpus:
                 if not any(part.startswith(".") for part in name.split("/"))
             )
         if not any(size for _, size in self.files):
-            raise TrainError(f"{self.root} holds no text: text files, JSON lines (*.jsonl) or Parquet (*.parquet)")
+            raise TrainError(f"{self.root} holds no text: text files, JSON lines (*.jsonl), Parquet or TFRecord")
 
     def pieces(self, size: int) -> list[tuple[Part, ...]]:
         """All of it in its order, in pieces of about so many bytes: they follow from the files alone."""
@@ -80,6 +84,7 @@ class Corpus:
         for part in parts:
             path = self._top / part.file
             kind = {".jsonl": self._lines, ".parquet": self._rows}.get(path.suffix.lower(), self._whole)
+            kind = self._examples if tfrecord.is_named(part.file) else kind
             with readable(path):
                 yield from kind(path, part)
 
@@ -91,6 +96,8 @@ class Corpus:
                 groups = _parquet(self._top / name, self.key)
                 for number in range(groups.num_row_groups):
                     yield Part(name, number, number + 1), groups.metadata.row_group(number).total_byte_size
+            elif tfrecord.is_named(name):
+                yield from ((part, part.stop - part.start) for part in _runs(name, self._top / name, size))
             else:
                 step = size if name.lower().endswith(".jsonl") else length
                 for start in range(0, length, step):
@@ -134,6 +141,35 @@ class Corpus:
                     where = f"{path}, row groups {part.start} to {part.stop}"
                     raise TrainError(f"{where}: {self.key!r} has {text!r}, which is no text: leave such rows out")
                 yield _of_row(text)
+
+    def _examples(self, path: Path, part: Part) -> Iterator[Document]:
+        for record, data in tfrecord.records(path, part.start):
+            if record.begin >= part.stop:
+                return
+            where = f"{path}, the record at byte {record.begin}"
+            if tfrecord.masked_crc(data) != record.crc:
+                raise TrainError(f"{where}: it is damaged (its checksum does not match): fetch the file anew")
+            try:
+                found = tfrecord.example(data)
+                (text,) = found.get(self.key) or [None]
+                if not isinstance(text, memoryview):
+                    there = ", ".join(map(repr, found))
+                    raise TrainError(f"{where}: there is no text under {self.key!r}, only {there}: `--key` says where")
+                yield _of_row(bytes(text).decode())
+            except ValueError as error:
+                raise TrainError(f"{where}: no tf.train.Example of a text ({error}): leave the file out") from error
+
+
+def _runs(name: str, path: Path, size: int) -> Iterator[Part]:
+    """Of the records of a TFRecord file as many as have so many bytes together."""
+    start = end = 0
+    for record, _ in tfrecord.records(path):
+        end = record.end
+        if end - start >= size:
+            yield Part(name, start, end)
+            start = end
+    if end > start:
+        yield Part(name, start, end)
 
 
 def _of_row(text: str) -> Document:

@@ -6,12 +6,14 @@ import gzip
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
 from mgpu_train import pickles
+from mgpu_train.data import image_records
 from mgpu_train.errors import TrainError
 
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
@@ -95,18 +97,23 @@ class Files:
 
     def read(self, number: int) -> np.ndarray:
         """Raises TrainError: it cannot be."""
-        from PIL import Image, ImageOps, UnidentifiedImageError
-
         path = self.root / self.paths[number]
-        try:
-            with Image.open(path) as image:
-                return np.asarray(ImageOps.fit(image.convert("RGB"), (self.size, self.size))).transpose(2, 0, 1)
-        except (OSError, UnidentifiedImageError) as error:
-            raise TrainError(f"cannot read the image {path}: {error}") from error
+        return _decoded(path, str(path), self.size)
 
     def label(self, number: int) -> int:
         """Its folder's."""
         return self.labels[number]
+
+
+def _decoded(source: Path | BinaryIO, name: str, size: int) -> np.ndarray:
+    """Raises TrainError: it is no image."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(source) as image:
+            return np.asarray(ImageOps.fit(image.convert("RGB"), (size, size))).transpose(2, 0, 1)
+    except (OSError, UnidentifiedImageError) as error:
+        raise TrainError(f"cannot read the image {name}: {error}") from error
 
 
 def open_splits(folder: str | None, size: int | None) -> tuple[Images, Images]:
@@ -138,6 +145,8 @@ def _found(root: Path, size: int | None) -> tuple[Images, Images]:
     if training := _idx_files(root, "train"):
         validation = _idx_files(root, "t10k")
         return (_idx(*training), _idx(*validation)) if validation else _parted(_idx(*training), _HELD_OUT)
+    if names := image_records.named(root):
+        return image_records.open_records(root, names, partial(_decoded, size=_needed(size, "TFRecord files")))
     return _folders(root, size)
 
 
@@ -255,19 +264,10 @@ def _folders(root: Path, size: int | None) -> tuple[Images, Images]:
     found = _listed(top, names)
     if not found:
         raise TrainError(
-            f"{root} holds no images that are known: class folders of {', '.join(sorted(_SUFFIXES))}, the files of "
-            "CIFAR, IDX files, or `images.npy` and `labels.npy`"
+            f"{root} holds no images that are known: class folders of {', '.join(sorted(_SUFFIXES))}, TFRecord files, "
+            "the files of CIFAR, IDX files, or `images.npy` and `labels.npy`"
         )
-    if size is None:
-        raise TrainError(
-            "`train.options.size` is needed with class folders: the pixels of a side that images are cut to"
-        )
-    try:
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise TrainError(
-            "image files are decoded by Pillow, which is not installed here: `pip install pillow`"
-        ) from error
+    size = _needed(size, "class folders")
 
     def made(where: Path, some: list[tuple[str, int]]) -> Files:
         return Files(where, tuple(path for path, _ in some), tuple(label for _, label in some), len(names), size)
@@ -277,6 +277,19 @@ def _folders(root: Path, size: int | None) -> tuple[Images, Images]:
     held_out = {path for path, _ in found if zlib.crc32(path.encode()) % _HELD_OUT == 0}
     training, validation = ([each for each in found if (each[0] in held_out) is out] for out in (False, True))
     return made(top, training), made(top, validation)
+
+
+def _needed(size: int | None, kind: str) -> int:
+    """What images are cut to, where they have to be decoded. Raises TrainError: it is not said, or they cannot be."""
+    if size is None:
+        raise TrainError(f"`train.options.size` is needed with {kind}: the pixels of a side that images are cut to")
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise TrainError(
+            "image files are decoded by Pillow, which is not installed here: `pip install pillow`"
+        ) from error
+    return size
 
 
 def _listed(root: Path, names: list[str]) -> list[tuple[str, int]]:

@@ -6,10 +6,11 @@ machine has. Nothing is copied: a sample is read from its file when it is asked 
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -133,16 +134,19 @@ def _hash(file: TextFile) -> int:
 
 
 def _library(root: Path) -> Iterator[TextFile]:
-    return (file for file in _files(root, "*.py") if not _NOT_LIBRARY.intersection(file.name.split("/")))
+    return (file for file in _files(root, _NOT_LIBRARY.__contains__) if file.name.endswith(".py"))
 
 
 def _all(root: Path) -> Iterator[TextFile]:
     if not root.is_dir():
         raise TrainError(f"`train.text` names {root}, which is no folder on this node")
-    return (file for file in _files(root, "*") if not any(part.startswith(".") for part in file.name.split("/")))
+    return _files(root, lambda name: name.startswith("."))
 
 
-def _files(root: Path, pattern: str) -> Iterator[TextFile]:
-    for path in root.rglob(pattern):
-        if path.is_file() and (size := path.stat().st_size):
-            yield TextFile(path.relative_to(root).as_posix(), size)
+def _files(root: Path, left_out: Callable[[str], bool]) -> Iterator[TextFile]:
+    """All that have bytes; of what is left out by its name folders are not looked into."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not left_out(name)]
+        for path in (Path(folder, name) for name in names if not left_out(name)):
+            if path.is_file() and (size := path.stat().st_size):
+                yield TextFile(path.relative_to(root).as_posix(), size)

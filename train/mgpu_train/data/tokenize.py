@@ -1,4 +1,4 @@
-"""Text files, JSON lines and Parquet -> token files for task lm:
+"""Text files, JSON lines, Parquet and TFRecord -> token files for task lm:
 
     python -m mgpu_train.data.tokenize corpus/ tokens/ --tokenizer tokenizer.json
 
@@ -330,12 +330,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(
         "python -m mgpu_train.data.tokenize",
-        description="text files, JSON lines and Parquet -> token files for task lm",
+        description="text files, JSON lines, Parquet and TFRecord -> token files for task lm",
     )
-    parser.add_argument("corpus", type=Path, help="folder or file: text files, *.jsonl, *.parquet")
+    parser.add_argument("corpus", type=Path, help="folder or file: text files, *.jsonl, *.parquet, *.tfrecord")
     parser.add_argument("out", type=Path, help="folder of the token files; made, or gone on with")
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
-    parser.add_argument("--key", default="text", help="of the text in JSON lines and Parquet (default: text)")
+    parser.add_argument("--key", default="text", help="of the text in JSON lines, Parquet and TFRecord (default: text)")
     parser.add_argument("--end", help=f"token that ends each document; '': none (default: {', '.join(_ENDS)})")
     parser.add_argument("--held-out", type=_count, default=10, help="one document in so many is for validation (10)")
     parser.add_argument("--piece-mib", type=_count, default=64, help="text that becomes one file, about (64)")

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mgpu_train.engines.base import Engine, Update
 from mgpu_train.engines.scale import LossScale
 from mgpu_train.metrics.sums import WEIGHT, Sums, Totals
 from mgpu_train.optim.base import Optimizers
+from mgpu_train.parallel import is_sharded
 from mgpu_train.state import ModelPart, OptimizerPart, Part
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.tasks.base import Batch, Task
@@ -104,5 +104,5 @@ def norm_of(model: nn.Module) -> Tensor:
         if parameter.grad is not None:
             meshes.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
     norms = [nn.utils.get_total_norm(gradients) for gradients in meshes.values()]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    whole = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]
     return torch.linalg.vector_norm(torch.stack([norm.double() for norm in whole]))

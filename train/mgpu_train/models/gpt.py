@@ -75,7 +75,9 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
         self.tied, self.base = config.tied, config.rotary_base
-        self.register_buffer("rotation", _rotation(length, config.head_dim, self.base), persistent=False)
+        empty = torch.empty(2, length, config.head_dim // 2)  # computed there, torch would import its compiler
+        rotation = empty if empty.is_meta else _rotation(length, config.head_dim, self.base)
+        self.register_buffer("rotation", rotation, persistent=False)
 
     def initialise(self) -> None:
         """Draws the weights by their fan-in, and computes the positions."""

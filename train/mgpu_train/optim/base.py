@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -67,12 +68,23 @@ def make(model: nn.Module, layout: Layout, config: TrainConfig) -> Optimizers:
     return Optimizers(each, whole, held)
 
 
+class AdamW(torch.optim.AdamW):
+    """Torch's own methods without the wrappers that keep its compiler out of them, and import it to do so: a second of
+    each start. Nothing here is called in what is compiled."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+
+
 def _adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW (Loshchilov, Hutter 2019), in torch's fused kernel; decay on matrices only, never on the gains of norms."""
     decay = {True: config.weight_decay, False: 0.0}
     groups = _groups(parameters, lambda each: each.ndim >= 2)
     given = [{"params": each, "weight_decay": decay[matrices]} for matrices, each in groups]
-    return torch.optim.AdamW(given, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    return AdamW(given, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
 def _muon(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:

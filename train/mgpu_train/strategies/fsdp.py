@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from mgpu_train.hardware import free_bytes
 from mgpu_train.strategies.base import Strategy
@@ -20,22 +19,25 @@ class Sharding(Strategy):
     """torch's `fully_shard`, block by block and around the whole."""
 
     shards = True
-    _keeps = False
+    _shared = _keeps = False
 
     def apply(self, model: nn.Module, layout: Layout) -> nn.Module:
         """The same model, its parameters shared out."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # ddp has no need of it: most of a second
+
         whole = sum(4 * parameter.numel() for parameter in model.parameters())
         self._keeps = all(self.place.gather(whole <= KEPT_SHARE * self._memory()))
         policy = MixedPrecisionPolicy(param_dtype=self.policy.low, reduce_dtype=torch.float32)
         mesh = self.place.mesh and self.place.mesh["replicate", "shard"]
         for block in (*map(model.get_submodule, layout.blocks), model):
             fully_shard(block, mesh=mesh, mp_policy=policy)
+        self._shared = True
         return model
 
     def forward_pass(self, model: nn.Module, *, reduce: bool) -> AbstractContextManager[object]:
         """Gradients of all micro-batches are exchanged at once only where there is room for whole ones."""
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(reduce or not self._keeps)
+        if self._shared:
+            model.set_requires_gradient_sync(reduce or not self._keeps)  # type: ignore[operator] - FSDPModule's
         return super().forward_pass(model, reduce=reduce)
 
     def _memory(self) -> float:

@@ -9,28 +9,35 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_train.config import TrainConfig
 from mgpu_train.errors import TrainError
-from mgpu_train.parallel import Place
+from mgpu_train.parallel import Place, is_sharded
 from mgpu_train.strategies import memory, pipeline
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.tasks.base import Layout, Task
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 20  # values that are drawn at once
 _BLOCK = 16  # torch draws normal numbers in blocks of so many, and the last block of a tensor anew
-_DRAWS = {
-    getattr(torch.ops.aten, name)
-    for name in ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+_NAMES = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+_DRAWS = {getattr(torch.ops.aten, name) for name in _NAMES}
+_CALLS = {
+    nn.init.kaiming_uniform_,
+    nn.init.normal_,
+    nn.init.uniform_,
+    *(getattr(torch.Tensor, name) for name in _NAMES),
 }
 
 
@@ -46,7 +53,7 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
         layout = task.layout(model)
         model = _prepare(model, layout, config, strategy.place)
         return strategy.apply(model, layout), layout
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         all_of_it = model = task.model()
     layout, place = task.layout(model), strategy.place
     if place.pipeline > 1:  # what other stages have stays on the meta device
@@ -94,7 +101,7 @@ def synchronise(module: nn.Module) -> None:
 
 def whole(task: Task, seed: int) -> nn.Module:
     """The task's model on the host, the same on all ranks. Raises TrainError for one that has no value somewhere."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         model = task.model()
     _make_room(model, torch.device("cpu"))
     _initialise(model, task, seed)
@@ -104,13 +111,19 @@ def whole(task: Task, seed: int) -> nn.Module:
 def _make_room(model: nn.Module, device: torch.device) -> None:
     """Memory for a model of the meta device, which stays empty."""
     tied = _tied(model)
-    model.to_empty(device=device)
-    for first, *others in tied:  # which `to_empty` may have parted
+    model._apply(partial(_room, device))  # as `to_empty`, which imports what reckons with shapes that are not known
+    for first, *others in tied:  # which that may have parted
         kept = model.get_parameter(first)
         for other in others:
             owner, _, name = other.rpartition(".")
             if model.get_parameter(other) is not kept:
                 setattr(model.get_submodule(owner), name, kept)
+
+
+def _room(device: torch.device, value: torch.Tensor) -> torch.Tensor:
+    if is_sharded(value):
+        return torch.empty_like(value, device=device)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
 def _initialise(model: nn.Module, task: Task, seed: int, all_of_it: nn.Module | None = None) -> None:
@@ -141,7 +154,7 @@ def _has_nan(value: torch.Tensor) -> bool:
 def _local(value: torch.Tensor) -> torch.Tensor:
     """What this rank holds of it: the same memory."""
     with torch.no_grad():
-        return value.to_local() if isinstance(value, DTensor) else value
+        return value.to_local() if is_sharded(value) else value
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
@@ -158,14 +171,33 @@ def _copy(source: nn.Module, model: nn.Module) -> None:
     with torch.no_grad():
         for name, value in _values(model):
             part = values[name]
-            if isinstance(value, DTensor):
-                shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+            if is_sharded(value):
+                shape, offset = _shape_and_offset(value)
                 part = _part(part, shape, offset)
             _local(value).copy_(part)
 
 
+def _shape_and_offset(value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of this rank's shard in the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+
+
 def _part(whole: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> torch.Tensor:
     return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
+class _Undrawn(TorchFunctionMode):
+    """Nothing is drawn for the meta device, where torch would import its compiler to find that there are no values."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CALLS and (into := args[0] if args else kwargs["tensor"]).is_meta:
+            return into
+        return func(*args, **kwargs)
 
 
 class _NotByShards(Exception):
@@ -179,7 +211,7 @@ class _Shards(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        sharded = first if isinstance(first, DTensor) else None
+        sharded = first if is_sharded(first) else None
         if first is not None and func.overloadpacket in _DRAWS and (sharded is not None or first.is_meta):
             _draw(func, first, args[1:], kwargs or {})
             return first
@@ -190,7 +222,7 @@ class _Shards(TorchDispatchMode):
 
 
 def _same_memory(value: DTensor, view: Any) -> bool:
-    return isinstance(view, DTensor) and (
+    return is_sharded(view) and (
         _local(view).untyped_storage().data_ptr() == _local(value).untyped_storage().data_ptr()
     )
 
@@ -199,11 +231,11 @@ def _draw(func: Any, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[st
     """Draws the whole parameter, chunk by chunk, and keeps the shard's part of it; nothing of one on the meta device,
     which another stage has."""
     total = value.numel()
-    if not isinstance(value, DTensor):
+    if not is_sharded(value):
         for first, last in _chunks(total):
             func(torch.empty(last - first, dtype=value.dtype), *args, **kwargs)
         return
-    shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    shape, offset = _shape_and_offset(value)
     if tuple(shape[1:]) != tuple(value.shape[1:]):  # by columns: this one parameter is whole for a moment
         whole = torch.empty(total, dtype=value.dtype)
         for first, last in _chunks(total):

@@ -10,11 +10,11 @@ from mgpu_train.config import Model, Text
 
 _OURS = "resnet18|resnet34|resnet50"
 IMAGES = (
-    "folder on the node: class folders of images (or `train` and `val` with these), the files of CIFAR-10 or CIFAR-100 "
-    "(binary, or for Python), MNIST's IDX files, or images.npy and labels.npy (or `train-` and `val-` before these) "
-    "(default: the 8x8 digits that scikit-learn brings)"
+    "folder on the node: class folders of images (or `train` and `val` with these), TFRecord files, the files of "
+    "CIFAR-10 or CIFAR-100 (binary, or for Python), MNIST's IDX files, or images.npy and labels.npy (or `train-` and "
+    "`val-` before these) (default: the 8x8 digits that scikit-learn brings)"
 )
-SIZE = "pixels of a side; class folders need it (default: as the files are)"
+SIZE = "pixels of a side; class folders and TFRecord files need it (default: as the files are)"
 Network = Annotated[str, StringConstraints(pattern=rf"^({_OURS}|timm:[a-z0-9_.]+)$", max_length=128)]
 
 

@@ -1,9 +1,13 @@
-"""The run's `data:` items: files that a node fetches before the launcher starts."""
+"""The run's `data:` items: files that a node fetches before the launcher starts, and keeps for its later attempts."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import AttemptFailed
@@ -15,13 +19,16 @@ from mgpu_train.store.base import ASIDE, Stat, Store, key_problem
 from mgpu_train.words import count
 
 _AT_ONCE = 8  # transfers
+_FETCHED = ".mgpu-fetched.jsonl"  # in the folder: which version of each object is there
 
 
 def fetch_data(attempt: Attempt, item: DataItem) -> None:
-    """Fetches all files below an address into a folder; those that are here in full size are not fetched again.
+    """Fetches all files below an address into a folder; those that are here in full size are not fetched again, unless
+    the store has another version since.
 
     Raises:
-        AttemptFailed: the address is wrong or empty, a name cannot be a file's, or the store failed.
+        AttemptFailed: the address is wrong or empty, a name cannot be a file's, the disk has no room, or the store
+            failed.
     """
     into = Path(item.to) if item.to.startswith("/") else inside(attempt.work, item.to, "data")
     try:
@@ -29,22 +36,66 @@ def fetch_data(attempt: Attempt, item: DataItem) -> None:
         found = [stat for stat in store.list("") if not stat.key.endswith("/")]
         if not found:
             raise AttemptFailed(Fault.USER, f"data: there is nothing under {item.source}")
+        for stat in found:
+            if problem := key_problem(stat.key):
+                raise AttemptFailed(Fault.USER, f"data: the object {stat.key[:80]!r} {problem}")
+        fetched = _Fetched(into)
+        missing = [stat for stat in found if not fetched.has(stat)]
+        _require_room(into, item.source, missing)
         size = sum(stat.size for stat in found) >> 20
-        attempt.say(f"data: {count(len(found), 'file')}, {size} MiB, from {item.source}")
+        kept = f", {count(len(found) - len(missing), 'file')} of them kept" if len(missing) < len(found) else ""
+        attempt.say(f"data: {count(len(found), 'file')}, {size} MiB, from {item.source}{kept}")
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(lambda stat: _fetch(store, stat, into), found))
+            list(pool.map(lambda stat: _fetch(store, stat, fetched), missing))
     except (NoStore, NotFound) as error:
         raise AttemptFailed(Fault.USER, f"data: {item.source}: {error}") from error
     except (StoreError, OSError) as error:
         raise AttemptFailed(Fault.INFRASTRUCTURE, f"data: {item.source}: {error}") from error
 
 
-def _fetch(store: Store, stat: Stat, into: Path) -> None:
-    if problem := key_problem(stat.key):
-        raise AttemptFailed(Fault.USER, f"data: the object {stat.key[:80]!r} {problem}")
-    path = into / stat.key
-    if path.is_file() and path.stat().st_size == stat.size:  # of an older attempt; a name is given to whole files only
-        return
+class _Fetched:
+    """What a folder has. A line is written once the file has its name: a file of which none tells is one of the user's
+    own, or the last of an attempt that was killed, and whole."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._lock = folder, Lock()
+        self._versions: dict[str, str] = {}  # by key
+        try:
+            lines = (folder / _FETCHED).read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return
+        for line in lines:
+            try:
+                key, version = map(str, json.loads(line))
+            except (ValueError, TypeError):  # empty, or cut off by a kill
+                continue
+            self._versions[key] = version
+
+    def has(self, stat: Stat) -> bool:
+        """Whether this very version is there, as far as one can know."""
+        path = self.folder / stat.key
+        whole = path.is_file() and path.stat().st_size == stat.size  # a name is given to whole files only
+        return whole and self._versions.get(stat.key, stat.version) == stat.version
+
+    def add(self, stat: Stat) -> None:
+        """It is."""
+        with self._lock, (self.folder / _FETCHED).open("a", encoding="utf-8") as file:
+            file.write(f"\n{json.dumps([stat.key, stat.version])}\n")  # the line before may be cut off
+
+
+def _require_room(into: Path, source: str, missing: Sequence[Stat]) -> None:
+    needed, free = sum(stat.size for stat in missing), shutil.disk_usage(into).free
+    if needed > free:
+        raise AttemptFailed(
+            Fault.USER,
+            f"data: {needed / 2**30:.1f} GiB are to be fetched from {source}, and the disk of {into} has "
+            f"{free / 2**30:.1f} GiB free: take machines with a larger disk (`disk_gib`), or name less of it",
+        )
+
+
+def _fetch(store: Store, stat: Stat, fetched: _Fetched) -> None:
+    path = fetched.folder / stat.key
     path.parent.mkdir(parents=True, exist_ok=True)
     known = store.stat(stat.key)
     # an object that was uploaded without this checksum is read twice
@@ -53,3 +104,4 @@ def _fetch(store: Store, stat: Stat, into: Path) -> None:
     store.get_file(stat.key, aside, size=stat.size, crc64nvme=crc64nvme)
     disk.flush(aside)  # before it has its name: that alone tells a later attempt that it is whole
     aside.replace(path)
+    fetched.add(stat)

@@ -3,6 +3,8 @@
 A checkpoint is the folder `step-<n>`: DCP's shards, its `.metadata`, and `meta.json` for people. Each rank writes its
 shards to the disk of its own node; `.metadata` and `meta.json` are on node 0. All of it is written to `.tmp-step-<n>`
 beside it, flushed, and renamed by one rank of each node when every rank is through: a folder with that name is whole.
+
+To import torch.distributed.checkpoint takes most of a second: it is done where something is saved or loaded.
 """
 
 from __future__ import annotations
@@ -14,28 +16,29 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
-from mgpu_train.checkpoint.distributed.plain import PlainLoadPlanner, PlainReader
 from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, gathered, local
-from mgpu_train.checkpoint.distributed.writer_process import Outside, OutsideWriter, ShardWriter
+from mgpu_train.checkpoint.distributed.writer_process import Outside
 from mgpu_train.checkpoint.local import discard, publish
 from mgpu_train.config import Writers
 from mgpu_train.errors import TrainError
 from mgpu_train.hardware import free_bytes
-from mgpu_train.parallel import Place, machine
+from mgpu_train.parallel import Place, is_sharded, machine
 from mgpu_train.state import Part
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
 log = logging.getLogger("mgpu_train")
+
+_importing = Lock()
+_WRITERS = "mgpu_train.checkpoint.distributed.writers"
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ class Progress:
 
     step: int = 0
     samples: int = 0
+
+
+class _RankFailed(TrainError):
+    """What DCP says of the rank that failed first, which may be another one: it begins with its number."""
 
 
 class PeersLost(TrainError):
@@ -85,7 +92,7 @@ class Checkpointer:
     def _gathers(self) -> bool:
         """True where one rank writes what several hold."""
         steady = (each for part in self.parts.values() for each in part.steady())
-        return self.writers != "all" and any(isinstance(each, DTensor) for each in steady)
+        return self.writers != "all" and any(is_sharded(each) for each in steady)
 
     def lay_out(self) -> None:
         """Takes the memory of a save, which the first one would stand still for: seconds where it is pinned, and a
@@ -116,6 +123,7 @@ class Checkpointer:
 
         Until `snapshot.filled` is set nobody may change a parameter or the optimizer's state.
         """
+        import_dcp()
         steady = [local(each) for part in self.parts.values() for each in part.steady()]
         unchanged = {each.untyped_storage().data_ptr() for each in steady}
         if self.writers == "all":
@@ -163,6 +171,11 @@ class Checkpointer:
 
         Raises TrainError when it cannot be read or is of another model.
         """
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        from mgpu_train.checkpoint.distributed.plain import PlainLoadPlanner, PlainReader
+
         reader = PlainReader(folder)
         try:
             saved = reader.read_metadata()
@@ -174,7 +187,7 @@ class Checkpointer:
         except TrainError as error:
             raise TrainError(f"cannot resume from {folder}: {error}") from error
         except (OSError, CheckpointException) as error:
-            raise TrainError(f"cannot resume from {folder}: {_cause(error, self.place.rank)}") from error
+            raise TrainError(f"cannot resume from {folder}: {_first_cause(error, self.place.rank)}") from error
         for name, part in parts.items():
             part.load_state_dict(state[name])
         for name in self.parts.keys() - parts.keys():
@@ -193,34 +206,38 @@ class Checkpointer:
 
     def _shards(self, capture: Capture, aside: Path, place: Place) -> None:
         """Each rank writes and flushes its part, and rank 0 what says where all of it lies."""
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        from mgpu_train.checkpoint.distributed.writers import OutsideWriter, ShardWriter, SnapshotPlanner
+
         state = {**capture.snapshot.state, "progress": asdict(capture.progress)}
         writer = OutsideWriter(aside, self._staging, self._outside) if self._outside else ShardWriter(aside)
-        planner = _Planner(capture.snapshot)
-        if self.writers == "all":
-            save(state, storage_writer=writer, planner=planner, process_group=place.control)
-        elif place.rank == 0:
-            save(state, storage_writer=writer, planner=planner, no_dist=True)
+        planner = SnapshotPlanner(capture.snapshot)
+        try:
+            if self.writers == "all":
+                save(state, storage_writer=writer, planner=planner, process_group=place.control)
+            elif place.rank == 0:
+                save(state, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            raise _RankFailed(_first_cause(error, place.rank)) from error
 
     def _describe(self, capture: Capture) -> str:
         """`meta.json`."""
         return json.dumps({**asdict(capture.progress), **capture.meta, **self.meta}, indent=2) + "\n"
 
 
+def import_dcp() -> None:
+    """All of it that a save needs, and what that imports as it is called first. Threads do it one after the other:
+    imports of torch that meet halfway see modules that are not whole."""
+    with _importing:
+        for name in ("torch._dynamo", "torch.distributed.checkpoint.state_dict", _WRITERS):
+            import_module(name)
+
+
 def copied_bytes(state: float, place: Place, writers: Writers) -> float:
     """Of a state of so many bytes, what a save copies on this rank."""
     return state / place.world_size if writers == "all" else state * (place.rank == 0)
-
-
-class _Planner(DefaultSavePlanner):
-    """Plans by the live state, whose shapes do not change, and writes the copies of it."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        super().__init__()
-        self._snapshot = snapshot
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        copy = self._snapshot.copy_of(self.state_dict[index.fqn])
-        return super().lookup_object(index) if copy is None else copy
 
 
 @contextmanager
@@ -229,7 +246,7 @@ def _together(place: Place) -> Iterator[None]:
     reason = None
     try:
         yield
-    except (Exception, CheckpointException) as error:  # noqa: BLE001 - whatever it is, the others have to hear of it
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others have to hear of it
         reason = _cause(error, place.rank)
     reasons = [each for each in place.gather(reason) if each]
     if reasons:
@@ -281,7 +298,7 @@ def _alike(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
     for name, inner in value.items():
         if isinstance(inner, dict):
             yield from _alike(inner, f"{path}/{name}")
-        elif isinstance(inner, torch.Tensor) and not isinstance(inner, DTensor):
+        elif isinstance(inner, torch.Tensor) and not is_sharded(inner):
             yield f"{path}/{name}", inner.nbytes
 
 
@@ -290,7 +307,7 @@ def _pick(value: dict[str, Any], wanted: set[str], path: str = "") -> dict[str, 
     for name, inner in value.items():
         if isinstance(inner, dict):
             picked[name] = _pick(inner, wanted, f"{path}/{name}")
-        elif isinstance(inner, DTensor) or not isinstance(inner, torch.Tensor) or f"{path}/{name}" in wanted:
+        elif is_sharded(inner) or not isinstance(inner, torch.Tensor) or f"{path}/{name}" in wanted:
             picked[name] = inner
     return picked
 
@@ -299,7 +316,8 @@ def _require_same(saved: Metadata, state: dict[str, Any]) -> None:
     """Raises TrainError with the first tensor that a checkpoint holds in no, or in another, shape."""
     for name, tensor in _tensors(state):
         found = saved.state_dict_metadata.get(name)
-        there = tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
+        size = getattr(found, "size", None)  # of what is no tensor there is none
+        there = None if size is None else tuple(size)
         if there != tuple(tensor.shape):
             part, _, short = name.partition(".")
             raise TrainError(
@@ -317,10 +335,16 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{path}{name}", inner
 
 
-def _cause(error: BaseException, rank: int) -> str:
+def _first_cause(error: BaseException, rank: int) -> str:
     """The first failure of any rank, one line: DCP wraps each in its own."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (error, _) = min(error.failures.items())
+    failures: dict[int, Any] = getattr(error, "failures", {})
+    return _cause(error, rank) if not failures else _cause(min(failures.items())[1][0], min(failures))
+
+
+def _cause(error: BaseException, rank: int) -> str:
+    """One line."""
+    if isinstance(error, _RankFailed):
+        return str(error)
     kind = "" if isinstance(error, TrainError) else f"{type(error).__name__}: "
     return f"rank {rank}: {kind}{_first_line(error)}"
 

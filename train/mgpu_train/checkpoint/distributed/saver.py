@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mgpu_train.checkpoint.distributed.dcp import Capture, Checkpointer, PeersLost, Progress
+from mgpu_train.checkpoint.distributed.dcp import Capture, Checkpointer, PeersLost, Progress, import_dcp
 from mgpu_train.errors import TrainError
 
 
@@ -32,6 +32,10 @@ class Saver:
         self._checkpointer, self._folder, self._deadline_s = checkpointer, folder, deadline_s
         self._save: _Save | None = None
         self._lost = False
+
+    def prepare(self) -> None:
+        """Import what saves need, beside training: the first one would stand still for it."""
+        Thread(target=import_dcp, name="import-dcp", daemon=True).start()
 
     @property
     def lost(self) -> bool:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from mgpu_train.parallel import is_sharded
 
 log = logging.getLogger("mgpu_train")
 
@@ -164,7 +165,7 @@ def gathered(state: dict[str, Any], staging: Staging | None) -> dict[str, Any]:
 
     All ranks call it together; one tensor after the other is whole on each of them, for a moment.
     """
-    sharded = [leaf for leaf in _tensors(state) if isinstance(leaf, DTensor)]
+    sharded = [leaf for leaf in _tensors(state) if is_sharded(leaf)]
     places = staging.lay_out(sharded) if staging else []
     for number, leaf in enumerate(sharded):
         with torch.no_grad():
@@ -187,7 +188,7 @@ def _cuda_runtime() -> Any:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, outside of autograd."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def _slots(tensors: Sequence[torch.Tensor]) -> Iterator[Slot]:
