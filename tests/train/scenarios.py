@@ -225,6 +225,15 @@ class HighScale(Patient):
         self.engine._scale.value.fill_(2.0**30)
 
 
+class LaidOut(Patient):
+    """The memory of a save is there before the first one."""
+
+    def _save(self) -> None:
+        if not self.checkpointer._staging.size:
+            raise TrainError("the first save has to take its memory itself")
+        super()._save()
+
+
 class SlowData(Patient):
     """The loader is waited for, and says for how long."""
 
@@ -303,7 +312,7 @@ def two_ranks(runner: Runner) -> None:
         (runner.out / "asked").mkdir(exist_ok=True)
         runner.train(f"{strategy}-held", strategy=strategy, steps=9, kind=Held)
         shutil.rmtree(runner.out / "asked", ignore_errors=True)
-        runner.train(f"{strategy}-outside", strategy=strategy, outside=True)
+        runner.train(f"{strategy}-outside", strategy=strategy, kind=LaidOut, outside=True)
     runner.train("finished", strategy="fsdp", resume="fsdp/checkpoints/step-6")
     litter(runner)
     runner.train("littered", strategy="fsdp")

@@ -136,6 +136,7 @@ class Trainer:
         self.saved: Progress | None = None  # what stands on disk, on every node
         self.heard: Heard | None = None  # the newest step that the device is through with
         self.pending: deque[Pending] = deque()  # those after it
+        self.laid_out = False  # the memory of saves is taken, or none is ahead of them
         self.skipped = 0  # steps in a row that changed nothing
         self.stopping = self.wanted = False  # all ranks stop; all make a checkpoint, whatever the step is
         self.early = True  # one checkpoint ahead of time may be asked for
@@ -173,8 +174,10 @@ class Trainer:
             if self.pulse.phase == "first_step" and self.saver is not None:
                 self.saver.prepare()
             if self.pulse.phase != "training":
-                self.checkpointer.lay_out()
                 self.pulse.enter("training")
+            if not self.laid_out and self.heard is not None and not self.heard.skipped:  # optimizers have their state
+                self.checkpointer.lay_out()
+                self.laid_out, self.before = True, None
             step = self.progress.step
             last, due = step == self.config.steps, self.wanted or self.save_clock.due(step)
             validates = last or step % self.config.validate_every == 0
