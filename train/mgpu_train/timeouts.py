@@ -32,7 +32,7 @@ class Timeouts(BaseModel):
     prepare_s: float = Field(1800, description="on the node: requirements installed, data fetched")
     gpus_s: float = Field(120, description="on the node: for a driver that still starts to show the GPUs")
     preflight_s: float = Field(
-        180, description="on the node: for each part of what is measured on its GPUs before the program"
+        180, description="on the node: for each part of what is measured of its machine before the program"
     )
     resume_s: float = Field(1800, description="on the node: the checkpoint to resume from, fetched and verified")
     rendezvous_s: float = Field(1800, description="for the launchers of all nodes to meet")

@@ -31,7 +31,7 @@ def signers(tmp_path, monkeypatch) -> Iterator[list[str]]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = of-lab\naws_secret_access_key = secret\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-environment")
