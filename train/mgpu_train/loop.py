@@ -172,7 +172,8 @@ class Trainer:
             self.pending.append(self._step())
             self._hear(behind=self.late)
             if self.pulse.phase == "first_step" and self.saver is not None:
-                self.saver.prepare()
+                self.watch.leave_out(self.saver.prepare())
+                self.before = None
             if self.pulse.phase != "training":
                 self.pulse.enter("training")
             if not self.laid_out and self.heard is not None and not self.heard.skipped:  # optimizers have their state
