@@ -12,7 +12,7 @@ from mgpu.sinks.webhook import value_of
 from mgpu.spec.sink import SinkEntry
 
 
-class Options(telling.Options):
+class AppriseOptions(telling.Options):
     """`sinks.apprise:` Slack, e-mail and others, by the addresses of the library Apprise."""
 
     urls: tuple[EnvName, ...] = Field(
@@ -27,7 +27,7 @@ class AppriseSink(Telling):
 
     name = "apprise"
 
-    def __init__(self, options: Options, heard: Heard) -> None:
+    def __init__(self, options: AppriseOptions, heard: Heard) -> None:
         """Raises ValueError: a variable is not set here, or holds no address that Apprise knows."""
         import apprise
 
@@ -43,4 +43,4 @@ class AppriseSink(Telling):
             raise OSError("not delivered")
 
 
-ENTRY = SinkEntry("mgpu.sinks.apprise:AppriseSink", Options)
+ENTRY = SinkEntry("mgpu.sinks.apprise:AppriseSink", AppriseOptions)

@@ -19,7 +19,7 @@ from mgpu.spec.sink import SinkEntry
 _LASTS_S = 30.0  # then it is ended, and tried again later
 
 
-class Options(telling.Options):
+class CommandOptions(telling.Options):
     """`sinks.command:` a program that is run for each message."""
 
     run: tuple[Text, ...] = Field(min_length=1, description="the program and its arguments; in the run file's folder")
@@ -33,7 +33,7 @@ class CommandSink(Telling):
 
     name = "command"
 
-    def __init__(self, options: Options, heard: Heard) -> None:
+    def __init__(self, options: CommandOptions, heard: Heard) -> None:
         """Raises ValueError: a variable that the program needs is not set here."""
         super().__init__(options, heard)
         for variable in options.secrets:
@@ -55,4 +55,4 @@ class CommandSink(Telling):
         )
 
 
-ENTRY = SinkEntry("mgpu.sinks.command:CommandSink", Options)
+ENTRY = SinkEntry("mgpu.sinks.command:CommandSink", CommandOptions)

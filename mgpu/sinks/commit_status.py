@@ -29,7 +29,7 @@ from mgpu.spec.sink import SinkEntry
 _DESCRIPTION = 140  # characters; GitHub refuses more
 
 
-class Options(Block):
+class CommitStatusOptions(Block):
     """What both have."""
 
     token: EnvName = Field(description="name of the environment variable with a token that may write statuses")
@@ -37,11 +37,11 @@ class Options(Block):
     api: Text | None = Field(None, description="https://..., where the API is (default: by the code's host)")
 
 
-class GitHubOptions(Options):
+class GitHubOptions(CommitStatusOptions):
     """`sinks.github:` the run as a status of its code's commit, at GitHub."""
 
 
-class GitLabOptions(Options):
+class GitLabOptions(CommitStatusOptions):
     """`sinks.gitlab:` the run as a status of its code's commit, at GitLab."""
 
 
@@ -50,7 +50,7 @@ class CommitStatus(Telling):
 
     states: ClassVar[Mapping[str, str]]  # the host's word for a run that `begins`, and for each final state
 
-    def __init__(self, options: Options, heard: Heard) -> None:
+    def __init__(self, options: CommitStatusOptions, heard: Heard) -> None:
         """Raises ValueError: the variable is not set here. InputError: the run's code is no commit of such a host."""
         super().__init__(telling.Options(events=("state", "ended")), heard)
         record = load(heard.run_id)

@@ -12,7 +12,7 @@ from mgpu.spec.block import Block, File
 from mgpu.spec.sink import SinkEntry
 
 
-class Options(Block):
+class JsonlOptions(Block):
     """`sinks.jsonl:` a file with an event a line."""
 
     path: File | None = Field(
@@ -23,7 +23,7 @@ class Options(Block):
 class JsonlSink(Sink):
     """Appends each event as one JSON object and a newline, flushed at once."""
 
-    def __init__(self, options: Options, heard: Heard) -> None:
+    def __init__(self, options: JsonlOptions, heard: Heard) -> None:
         """Raises OSError: the file cannot be opened."""
         path = heard.folder / (options.path or f"mgpu-runs/{heard.run_id}/events.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,4 +39,4 @@ class JsonlSink(Sink):
         self._file.close()
 
 
-ENTRY = SinkEntry(sink="mgpu.sinks.jsonl:JsonlSink", options=Options)
+ENTRY = SinkEntry(sink="mgpu.sinks.jsonl:JsonlSink", options=JsonlOptions)

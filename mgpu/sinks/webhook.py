@@ -24,7 +24,7 @@ from mgpu.spec.sink import SinkEntry
 VERSION = 1
 
 
-class Options(telling.Options):
+class WebhookOptions(telling.Options):
     """`sinks.webhook:` each message as JSON to an address."""
 
     url: EnvName | Text = Field(description="http(s)://..., or the name of the environment variable that holds it")
@@ -38,7 +38,7 @@ class WebhookSink(Telling):
 
     name = "webhook"
 
-    def __init__(self, options: Options, heard: Heard) -> None:
+    def __init__(self, options: WebhookOptions, heard: Heard) -> None:
         """Raises ValueError: a variable is not set here, or holds no address."""
         super().__init__(options, heard)
         self._url = options.url if "://" in options.url else value_of(options.url)
@@ -77,4 +77,4 @@ def value_of(variable: str) -> str:
     return value
 
 
-ENTRY = SinkEntry("mgpu.sinks.webhook:WebhookSink", Options)
+ENTRY = SinkEntry("mgpu.sinks.webhook:WebhookSink", WebhookOptions)
