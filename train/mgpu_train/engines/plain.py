@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mgpu_train.checkpoint.state import ModelPart, OptimizerPart, Part
 from mgpu_train.engines.base import Engine, Update
 from mgpu_train.engines.scale import LossScale
 from mgpu_train.metrics.sums import WEIGHT, Sums, Totals
 from mgpu_train.optim.base import Optimizers
-from mgpu_train.state import ModelPart, OptimizerPart, Part
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.tasks.base import Batch, Task
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from mgpu_train.hardware import free_bytes
+from mgpu_train.health.hardware import free_bytes
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.strategies.entry import Sizes
 from mgpu_train.tasks.base import Layout

@@ -29,11 +29,11 @@ from mgpu_train.checkpoint.distributed.plain import PlainLoadPlanner, PlainReade
 from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, gathered, local
 from mgpu_train.checkpoint.distributed.writer_process import Outside, OutsideWriter, ShardWriter
 from mgpu_train.checkpoint.local import discard, publish
+from mgpu_train.checkpoint.state import Part
 from mgpu_train.config import Writers
 from mgpu_train.errors import TrainError
-from mgpu_train.hardware import free_bytes
+from mgpu_train.health.hardware import free_bytes
 from mgpu_train.parallel import Place, machine
-from mgpu_train.state import Part
 
 log = logging.getLogger("mgpu_train")
 
