@@ -19,9 +19,9 @@ import torch
 from mgpu_train import parallel
 from mgpu_train.checkpoint.distributed.dcp import Checkpointer, Progress
 from mgpu_train.checkpoint.distributed.saver import Saver
+from mgpu_train.checkpoint.state import ModelPart, OptimizerPart
 from mgpu_train.config import LmOptions, ModelConfig, TrainConfig
 from mgpu_train.optim import base as optim
-from mgpu_train.state import ModelPart, OptimizerPart
 from mgpu_train.strategies import initial
 from mgpu_train.tasks.base import Layout
 from mgpu_train.tasks.lm import LM

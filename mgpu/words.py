@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 
-from mgpu_train.words import count
+from mgpu_train.agent.status.words import count
 
 __all__ = ["amount", "count", "duration", "number", "seconds_of", "sparkline", "utc", "wrapped"]
 

@@ -26,11 +26,11 @@ from mgpu_train.checkpoint.distributed.saver import Saver
 from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging
 from mgpu_train.checkpoint.distributed.writer_process import Outside
 from mgpu_train.checkpoint.local import finished
+from mgpu_train.checkpoint.state import ModelPart, OptimizerPart, Part
 from mgpu_train.errors import TrainError
-from mgpu_train.hardware import free_bytes
+from mgpu_train.health.hardware import free_bytes
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.parallel import Place
-from mgpu_train.state import ModelPart, OptimizerPart, Part
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 

@@ -66,7 +66,12 @@ def numbers(home: Path, attempt: str) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.drawn(
     "kills of a trainer",
-    *("tests/train/kills.py", "train/mgpu_train/loop.py", "train/mgpu_train/step.py", "train/mgpu_train/state.py"),
+    *(
+        "tests/train/kills.py",
+        "train/mgpu_train/loop.py",
+        "train/mgpu_train/step.py",
+        "train/mgpu_train/checkpoint/state.py",
+    ),
     *(f"train/mgpu_train/{folder}" for folder in ("checkpoint/distributed", "engines", "optim", "strategies")),
 )
 @pytest.mark.parametrize("point", POINTS, ids="-".join)

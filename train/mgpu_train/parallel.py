@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from mgpu_train import hardware
 from mgpu_train.errors import MachineError, TrainError
+from mgpu_train.health import hardware
 from mgpu_train.health.gpus import Demand
 
 if TYPE_CHECKING:

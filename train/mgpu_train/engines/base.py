@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mgpu_train.checkpoint.state import Part
 from mgpu_train.metrics.sums import Sums, Totals
-from mgpu_train.state import Part
 from mgpu_train.tasks.base import Batch
 
 

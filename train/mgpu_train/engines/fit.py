@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from mgpu_train.checkpoint.distributed.staging import local
 from mgpu_train.errors import TrainError
-from mgpu_train.hardware import forget_most, free_bytes, lacks_memory, resident_bytes
+from mgpu_train.health.hardware import forget_most, free_bytes, lacks_memory, resident_bytes
 from mgpu_train.parallel import Place, machine
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.tasks.base import Batch, Task

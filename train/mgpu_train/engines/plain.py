@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mgpu_train.checkpoint.state import ModelPart, OptimizerPart, Part
 from mgpu_train.engines.base import Engine, Update
 from mgpu_train.engines.scale import LossScale
 from mgpu_train.metrics.sums import WEIGHT, Sums, Totals
 from mgpu_train.optim.base import Optimizers
 from mgpu_train.parallel import is_sharded
-from mgpu_train.state import ModelPart, OptimizerPart, Part
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.tasks.base import Batch, Task
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from mgpu_train.hardware import free_bytes
+from mgpu_train.health.hardware import free_bytes
 from mgpu_train.strategies.base import Strategy
 from mgpu_train.strategies.entry import Sizes
 from mgpu_train.tasks.base import Layout

@@ -13,10 +13,10 @@ from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import AttemptFailed
 from mgpu_train.agent.phases.folders import inside
 from mgpu_train.agent.status.status import Fault
+from mgpu_train.agent.status.words import count
 from mgpu_train.config import DataItem
 from mgpu_train.store import NoStore, NotFound, StoreError, disk, open_store
 from mgpu_train.store.base import ASIDE, Stat, Store, key_problem
-from mgpu_train.words import count
 
 _AT_ONCE = 8  # transfers
 _FETCHED = ".mgpu-fetched.jsonl"  # in the folder: which version of each object is there

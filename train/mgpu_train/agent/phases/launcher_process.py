@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mgpu_train
-from mgpu_train import hardware, stacks
+from mgpu_train import stacks
 from mgpu_train.agent.host.layout import RunLayout
 from mgpu_train.agent.machine import network, procs
 from mgpu_train.config import Job
+from mgpu_train.health import hardware
 from mgpu_train.launchers import TORCHRUN
 
 FLIGHT = "flight-"  # and the rank: what torch's flight recorder leaves

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.status.log import clean
+from mgpu_train.agent.status.words import count
 from mgpu_train.config import OutputFile, OutputList
 from mgpu_train.store import Store, StoreError, open_store
 from mgpu_train.store.base import key_problem
-from mgpu_train.words import count
 
 _AT_ONCE = 8  # uploads
 

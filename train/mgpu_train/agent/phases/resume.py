@@ -7,6 +7,7 @@ from pathlib import Path
 from mgpu_train.agent.attempt.attempt import Attempt
 from mgpu_train.agent.attempt.decide import AttemptFailed
 from mgpu_train.agent.status.status import Fault
+from mgpu_train.agent.status.words import count
 from mgpu_train.checkpoint.formats import rows
 from mgpu_train.checkpoint.formats.shards import read_metadata
 from mgpu_train.checkpoint.log.commit_log import CommitLog
@@ -16,7 +17,6 @@ from mgpu_train.config import Job, Resume
 from mgpu_train.launchers import PYTHON, TORCHRUN
 from mgpu_train.store import StoreError, open_store
 from mgpu_train.strategies.entry import FSDP, OURS
-from mgpu_train.words import count
 
 
 def resume(attempt: Attempt, wanted: Resume) -> int:

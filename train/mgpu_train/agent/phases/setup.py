@@ -14,7 +14,7 @@ from mgpu_train.agent.attempt.decide import AttemptFailed
 from mgpu_train.agent.phases.launcher_process import with_python
 from mgpu_train.agent.status.log import last_words, tail
 from mgpu_train.agent.status.status import Fault
-from mgpu_train.words import count
+from mgpu_train.agent.status.words import count
 
 
 def run(attempt: Attempt, environment: Mapping[str, str], python: str) -> None:

@@ -26,11 +26,11 @@ import torch
 from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging, gathered, local
 from mgpu_train.checkpoint.distributed.writer_process import Outside
 from mgpu_train.checkpoint.local import discard, publish
+from mgpu_train.checkpoint.state import Part
 from mgpu_train.config import Writers
 from mgpu_train.errors import TrainError
-from mgpu_train.hardware import free_bytes
+from mgpu_train.health.hardware import free_bytes
 from mgpu_train.parallel import Place, is_sharded, machine
-from mgpu_train.state import Part
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

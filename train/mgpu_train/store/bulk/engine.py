@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mgpu_train import hardware
+from mgpu_train.health import hardware
 from mgpu_train.store.base import Progress
 from mgpu_train.store.bulk.message import Keys, Settings, Task
 from mgpu_train.store.bulk.minimum_rate import MinimumRate
