@@ -104,7 +104,7 @@ class Accident:
 
 def no_capacity_where_it_is_cheapest(aws: FakeAws, console: Console) -> None:
     """The zone that the plan would ask first has nothing."""
-    from mgpu.cli.common import make_plan
+    from mgpu.cli.common.agreement import make_plan
     from mgpu.spec.load import load
 
     zones = aws.client("ec2", REGION).describe_availability_zones()["AvailabilityZones"]

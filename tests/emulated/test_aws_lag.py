@@ -6,6 +6,7 @@ The operator's clock and the fake's go together: whoever sleeps makes all that t
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,14 +29,14 @@ from mgpu.providers.base import FleetRequest, create_token
 
 HERE, SHOWN_AFTER_S = "us-east-1", 180.0
 TRIES = 3  # of one call by botocore
-TIMEOUTS = Timeouts(destroy_s=1800)
+TIMEOUTS = Timeouts(destroy_s=1800, describe_every_s=2)
 
 
 class Operator:
     """One who rents two machines on the fake, and whose search somebody cancels when an answer has been lost."""
 
     def __init__(self, aws: FakeAws, folder: Path) -> None:
-        self.aws, self.folder, self.now = aws, folder, 1e9
+        self.aws, self.folder, self.now = aws, folder, time.time()
         self.provider = registry.get("aws", aws.options)
         self.cancelled = threading.Event()
         self.crashes = False
@@ -80,12 +81,10 @@ class Operator:
 
 
 @pytest.fixture
-def operator(aws: FakeAws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Operator:
+def operator(aws: FakeAws, tmp_path: Path) -> Operator:
     aws.base(HERE)
     aws.lag(SHOWN_AFTER_S)
-    user = Operator(aws, tmp_path)
-    monkeypatch.setattr(journal, "time", SimpleNamespace(time=user.clock))
-    return user
+    return Operator(aws, tmp_path)
 
 
 def offer(market: BoughtAs = "spot") -> Offer:
@@ -143,13 +142,15 @@ def test_without_a_word_on_the_token_it_is_looked_for_as_long_as_it_may_not_be_s
     assert operator.journalled[-1] == "undone"
 
 
+@pytest.mark.parametrize("answered", [False, True])
 def test_a_sweep_ends_what_is_listed_only_minutes_after_a_crash(
-    operator: Operator, aws: FakeAws, monkeypatch: pytest.MonkeyPatch
+    operator: Operator, aws: FakeAws, monkeypatch: pytest.MonkeyPatch, answered: bool
 ):
     def die(*_: object) -> None:
         raise MemoryError
 
-    aws.lose_answers("CreateFleet", n=TRIES)
+    if not answered:
+        aws.lose_answers("CreateFleet", n=TRIES)
     with monkeypatch.context() as patched:
         patched.setattr(search.Search, "_undo", die)  # the plug-in is gone before it can
         with pytest.raises(MemoryError):
@@ -158,7 +159,7 @@ def test_a_sweep_ends_what_is_listed_only_minutes_after_a_crash(
     operator.provider.destroy = operator.patiently(operator.provider.destroy)
     operator.sweep()
     assert aws.alive() == []
-    assert operator.journalled == ["intent", "generation_used", "undone"]
+    assert operator.journalled == ["intent", *(["created"] if answered else []), "generation_used", "undone"]
     began = operator.now
     operator.sweep()
     assert operator.now == began, "it is known that nothing is left"

@@ -72,5 +72,5 @@ def _listed_at(provider: Provider, begun: Sequence[Begun], timeouts: Timeouts, n
     wrote an intent down may have asked at any time since, as long as a search may last."""
     able = provider.capabilities
     longest = timeouts.at_least(provision_s=acquire.GANGS * able.boot_s, listing_s=able.listing_lag_s)
-    asked_at = [each.at if each.answered else min(each.at + longest.provision_s, now) for each in begun]
+    asked_at = [min(each.at if each.answered else each.at + longest.provision_s, now) for each in begun]
     return max(asked_at, default=0.0) + longest.listing_s

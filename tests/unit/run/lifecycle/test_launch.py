@@ -184,9 +184,9 @@ def refused(world, *refusals):
 
 
 @pytest.mark.parametrize("refusal", [NoCapacity("none of the offers was granted"), BidTooLow("the bid is too low")])
-def test_the_first_machines_are_waited_for_as_well(project, refusal, monkeypatch):
+def test_the_first_machines_are_waited_for_as_well(project, refusal):
     """F12"""
-    monkeypatch.setattr("mgpu.run.lifecycle.capacity_wait.PAUSE_S", 0.0)
+    project.world.timeouts = project.world.timeouts.model_copy(update={"sold_out_s": 0.0})
     refused(project.world, refusal, refusal)
     assert project.launch().exit_code == 0
     assert project.world.calls.count("up") == 3
