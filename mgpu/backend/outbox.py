@@ -42,6 +42,7 @@ class Outbox:
 
     def __init__(self, whose: str, sink: str) -> None:
         self._waiting, self._told = f"{_OUTBOX}{whose}/{sink}/", f"{whose}/told/{sink}/"
+        self._unmarked = set[str]()  # keys of what this one has delivered
 
     def keep(self, ident: str, at: float, message: Message) -> None:
         """Has it wait, unless it waits already or was delivered. `at`: UNIX seconds, the order of delivery. Raises
@@ -85,12 +86,14 @@ class Outbox:
                 return True
         if not mine:
             return False
-        try:
-            tell(message)
-        except BaseException:
-            with suppress(StackError), _backend() as store:
-                _let_go(store, key, mine)
-            raise
+        if key not in self._unmarked:  # else the backend went away before it could be marked
+            try:
+                tell(message)
+            except BaseException:
+                with suppress(StackError), _backend() as store:
+                    _let_go(store, key, mine)
+                raise
+            self._unmarked.add(key)
         with _backend() as store:
             store.put(told, b"")  # first: a message that comes back finds it
             store.delete(key)

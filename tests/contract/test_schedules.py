@@ -560,3 +560,49 @@ def test_what_one_machine_leaves_untold_another_tells(team: Team, project: Path,
     with team.on("f"):
         assert record.unsettled() == []
         assert [found.key for found in location.current().ours.list("unsettled/")] == []
+
+
+BOX = ("runs/it-1125-abcde", "webhook")
+
+
+def test_twenty_at_once_tell_each_message_of_a_bucket_once(team: Team):
+    told, gate = list[str](), threading.Barrier(20, timeout=60)
+
+    def one(_: int) -> None:
+        gate.wait()
+        Outbox(*BOX).deliver(lambda message: told.append(message["id"]))
+
+    with team.on("a"):
+        for number in (1, 2, 3):
+            Outbox(*BOX).keep(f"m{number}", number, {"id": f"m{number}"})
+        with ThreadPoolExecutor(20) as pool:
+            list(pool.map(one, range(20)))
+        Outbox(*BOX).deliver(lambda message: told.append(message["id"]))
+        assert told == ["m1", "m2", "m3"]
+        assert outbox.waiting() == []
+
+
+@pytest.mark.drawn("seeds of storms", "mgpu/schedule", "mgpu/backend", "mgpu/run/record")
+@pytest.mark.parametrize("storm", range(8), indirect=True)
+def test_whatever_happens_to_requests_each_message_is_told_in_its_order(
+    storm, team_in_a_storm: Team, monkeypatch: pytest.MonkeyPatch
+):
+    """Once, unless the backend went away between a delivery and its mark."""
+    told, failed = list[str](), 0
+    with team_in_a_storm.on("a"):
+        for number in (1, 2, 3):
+            Outbox(*BOX).keep(f"m{number}", number, {"id": f"m{number}"})
+    storm.blows = True
+    for machine in "abcabcabc":
+        with team_in_a_storm.on(machine):
+            try:
+                Outbox(*BOX).deliver(lambda message: told.append(message["id"]))
+            except StackError:
+                failed += 1
+    storm.blows = False
+    monkeypatch.setattr(outbox, "CLAIM_S", -1.0)  # of those that died with it
+    with team_in_a_storm.on("d"):
+        Outbox(*BOX).deliver(lambda message: told.append(message["id"]))
+        assert [*dict.fromkeys(told)] == ["m1", "m2", "m3"]
+        assert len(told) <= 3 + failed
+        assert outbox.waiting() == []

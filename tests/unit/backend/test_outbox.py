@@ -156,6 +156,17 @@ def test_an_answer_that_is_lost_neither_loses_nor_doubles_a_message(xdg: Path, m
     assert asked
 
 
+def test_who_could_not_mark_what_it_has_told_marks_it_later_and_does_not_tell_it_again(box: Outbox, monkeypatch):
+    told = list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "put", lambda *_: (_ for _ in ()).throw(Unavailable("no answer")))
+        with pytest.raises(StackError):
+            box.deliver(lambda message: told.append(message["id"]))
+    older(CLAIM_S + 1)
+    box.deliver(lambda message: told.append(message["id"]))
+    assert (told, keys()) == (["m1", "m2", "m3"], [])
+
+
 def test_a_backend_that_is_away_says_so(xdg: Path, monkeypatch):
     def away(*_: Any) -> None:
         raise Unavailable("no answer")
