@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mgpu_train import hardware, parallel
+from mgpu_train import parallel
 from mgpu_train.checkpoint.distributed.dcp import Progress
 from mgpu_train.checkpoint.log.commit_log import CommitLog
 from mgpu_train.checkpoint.log.manifest import checkpoint_id
@@ -29,7 +29,7 @@ from mgpu_train.checkpoint.transfer.fetch import fetch
 from mgpu_train.checkpoint.transfer.upload import commit_when_complete, upload_part
 from mgpu_train.config import Job, LmOptions, ModelConfig, TrainConfig
 from mgpu_train.environment import Folders
-from mgpu_train.health import gpus, preflight
+from mgpu_train.health import gpus, hardware, preflight
 from mgpu_train.loop import Trainer
 from mgpu_train.metrics import flops
 from mgpu_train.models.gpt import Block

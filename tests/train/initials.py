@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from mgpu_train import hardware, parallel
+from mgpu_train import parallel
 from mgpu_train.config import LmOptions, ModelConfig, TrainConfig
 from mgpu_train.errors import TrainError
+from mgpu_train.health import hardware
 from mgpu_train.strategies import initial
 from mgpu_train.strategies.fsdp import Shards
 from mgpu_train.strategies.precision import Policy

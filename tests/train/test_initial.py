@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import ranks
-from mgpu_train import hardware
+from mgpu_train.health import hardware
 
 WORLD = 3  # divides hardly anything
 

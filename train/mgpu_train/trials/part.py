@@ -19,7 +19,7 @@ from pydantic import Field
 from mgpu_train.agent.machine import procs
 from mgpu_train.agent.status.log import hide, last_words, peer_lost
 from mgpu_train.config import Job, Model, Outcome, Rate
-from mgpu_train.hardware import lacks_memory
+from mgpu_train.health.hardware import lacks_memory
 from mgpu_train.trials.lr_range import curve
 
 _LOOK_S = 0.05

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mgpu_train.agent.status.log import clean, errors
 from mgpu_train.agent.status.status import Fault
-from mgpu_train.hardware import NO_GPU_MEMORY, NO_HOST_MEMORY
+from mgpu_train.health.hardware import NO_GPU_MEMORY, NO_HOST_MEMORY
 
 LONGEST = 300  # characters of the line that is shown
 _XID = re.compile(r"NVRM: Xid \(.*?\): (\d+)")
