@@ -18,6 +18,7 @@ from pathlib import Path
 
 import asyncssh
 import pytest
+from fakes.local import LocalWorld
 from mgpu_train.agent.host.layout import NOTICE
 from mgpu_train.timeouts import Timeouts
 from waiting import until
@@ -25,8 +26,8 @@ from waiting import until
 from mgpu import acquire
 from mgpu.errors import AmbiguousCreate, InputError, InvalidRequest, NoCapacity, Transient
 from mgpu.journal import Journal
-from mgpu.plan.model import Offer, Requirements
-from mgpu.providers.base import FleetRequest, Handle, Intent, NodePhase, create_token
+from mgpu.plan.model import Offer
+from mgpu.providers.base import Handle, Intent, NodePhase, create_token
 from mgpu.providers.local import bill, control, files, procs
 from mgpu.providers.local import provider as module
 from mgpu.providers.local.nodes import Instance, NodeSpec, login_environment
@@ -54,31 +55,14 @@ GARBAGE = [
 
 
 @dataclass
-class World:
-    """A provider of a test's own."""
+class World(LocalWorld):
+    """With one offer, and a journal."""
 
-    provider: LocalProvider
     journal: Path
-
-    @property
-    def root(self) -> Path:
-        return self.provider.root
 
     @functools.cached_property
     def offer(self) -> Offer:
-        return self.provider.offers(self.request().requirements).offers[0]
-
-    def request(self, nodes: int = 2, generation: int = 1) -> FleetRequest:
-        needed = Requirements(provider="local", nodes=nodes, max_price_usd_per_hour=9, max_hours=1)
-        return FleetRequest(
-            fleet="demo",
-            generation=generation,
-            owner="o-1",
-            requirements=needed,
-            ssh_public_key=KEY,
-            lease_s=300,
-            hard_cap_s=600,
-        )
+        return self.provider.offers(self.request(2).requirements).offers[0]
 
     @property
     def intent(self) -> Intent:
@@ -95,31 +79,20 @@ class World:
 
     def repair(self, handle: Handle, rank: int) -> Handle:
         token = create_token("o-1", "demo", 2, self.offer, 0)
-        return self.provider.repair(handle, (rank,), self.request(generation=2), self.offer, token)
-
-    def instance(self, handle: Handle, rank: int = 0) -> Instance:
-        return Instance(self.root, handle.ids[rank])
-
-    def phase(self, handle: Handle, rank: int = 0) -> NodePhase:
-        return self.provider.describe(handle).nodes[rank].phase
+        return self.provider.repair(handle, (rank,), self.request(2, generation=2), self.offer, token)
 
     def acquire(self) -> acquire.Acquired:
         # the pauses of a backoff in seconds are for real providers
         sleep, times = lambda seconds: time.sleep(min(seconds, 0.05)), Timeouts(provision_s=DEADLINE_S)
         with Journal(self.journal) as journal:
-            return acquire.acquire(self.provider, self.request(), [self.offer], journal, timeouts=times, sleep=sleep)
-
-    def gone(self, handle: Handle) -> None:
-        until(lambda: self.provider.destroy(handle))
+            return acquire.acquire(self.provider, self.request(2), [self.offer], journal, timeouts=times, sleep=sleep)
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    world = World(LocalProvider(root=tmp_path / "l"), tmp_path / "journal")
+    world = World(LocalProvider(root=tmp_path / "l"), KEY, tmp_path / "journal")
     yield world
-    for handle in world.provider.list_owned("o-1"):
-        world.gone(handle)
-    assert bill.read(world.root).alive == ()
+    world.all_gone()
 
 
 @pytest.fixture
@@ -413,14 +386,14 @@ def test_a_machine_that_cannot_be_told_goes_all_the_same(machine: Machine):
 def test_without_capacity_nothing_new_is_made_and_offers_stay(world: World):
     handle = world.up(2)
     control.no_capacity(world.root, 60)
-    assert world.provider.offers(world.request().requirements).offers
+    assert world.provider.offers(world.request(2).requirements).offers
     assert world.create(2) == handle, "a create that was granted before is answered as before"
     world.gone(handle.model_copy(update={"ids": ("", handle.ids[1])}))
     with pytest.raises(NoCapacity, match="no capacity"):
         world.repair(handle, 1)
     other = create_token("o-1", "other", 1, world.offer, 0)
     with pytest.raises(NoCapacity):
-        world.provider.create(world.request(), world.offer, other)
+        world.provider.create(world.request(2), world.offer, other)
     assert len(bill.read(world.root).nodes) == 2
     control.no_capacity(world.root, 0)
     assert world.repair(handle, 1).ids[0] == handle.ids[0]

@@ -23,11 +23,11 @@ from pathlib import Path
 import asyncssh
 import paramiko
 import pytest
+from fakes.local import LocalWorld
 from mgpu_train.agent.host.layout import LEASE
 from waiting import until
 
 from mgpu.errors import InvalidRequest, NoCapacity, Transient
-from mgpu.plan.model import Requirements
 from mgpu.providers.base import FleetRequest, Handle, NodePhase, NodeState, create_token
 from mgpu.providers.local import bill, nodes, procs
 from mgpu.providers.local import provider as module
@@ -39,30 +39,10 @@ SCRIPTS = Path(module.__file__).parent
 
 
 @dataclass
-class World:
-    """A provider of a test's own, and the key that its nodes let in."""
+class World(LocalWorld):
+    """With the private half of the key."""
 
-    provider: LocalProvider
     key: paramiko.PKey
-    public: str
-
-    @property
-    def root(self) -> Path:
-        return self.provider.root
-
-    def request(self, count: int = 1, lease_s: float = 300, hard_cap_s: float = 600, **options: str) -> FleetRequest:
-        needed = Requirements(
-            provider="local", nodes=count, max_price_usd_per_hour=9, max_hours=1, provider_options=options
-        )
-        return FleetRequest(
-            fleet="demo",
-            generation=1,
-            owner="o-1",
-            requirements=needed,
-            ssh_public_key=self.public,
-            lease_s=lease_s,
-            hard_cap_s=hard_cap_s,
-        )
 
     def create(self, request: FleetRequest) -> Handle:
         offer = self.provider.offers(request.requirements).offers[0]
@@ -87,19 +67,10 @@ class World:
         )
         return client
 
-    def phase(self, handle: Handle) -> NodePhase:
-        return self.provider.describe(handle).nodes[0].phase
-
-    def instance(self, handle: Handle, rank: int = 0) -> Instance:
-        return Instance(self.root, handle.ids[rank])
-
     def node_process(self, handle: Handle) -> procs.Process:
         node_process = self.instance(handle).node_process()
         assert node_process is not None
         return node_process.process
-
-    def gone(self, handle: Handle) -> None:
-        until(lambda: self.provider.destroy(handle))
 
 
 def fresh_key() -> tuple[paramiko.PKey, str]:
@@ -110,11 +81,10 @@ def fresh_key() -> tuple[paramiko.PKey, str]:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    world = World(LocalProvider(root=tmp_path / "l"), *fresh_key())
+    key, public = fresh_key()
+    world = World(LocalProvider(root=tmp_path / "l"), public, key)
     yield world
-    for handle in world.provider.list_owned("o-1"):
-        world.gone(handle)
-    assert bill.read(world.root).alive == ()
+    world.all_gone()
 
 
 def run(client: paramiko.SSHClient, command: str, stdin: bytes = b"") -> tuple[int, bytes, bytes]:
