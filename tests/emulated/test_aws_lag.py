@@ -29,7 +29,7 @@ from mgpu.providers.base import FleetRequest, create_token
 
 HERE, SHOWN_AFTER_S = "us-east-1", 180.0
 TRIES = 3  # of one call by botocore
-TIMEOUTS = Timeouts(destroy_s=1800, describe_every_s=2)
+TIMEOUTS = Timeouts(destroy_s=1800, describe_every_s=20)  # seconds of a clock that only sleep moves
 
 
 class Operator:
