@@ -122,8 +122,8 @@ def _require_tags(given: tuple[str, ...]) -> None:
 
 
 def _bring_up(console: Console, account: Account, regions: tuple[str, ...], wanted: Wanted, yes: bool) -> None:
+    from mgpu.cli.common import own_address
     from mgpu.iac.aws import bootstrap
-    from mgpu.providers import own_address
 
     if wanted.ssm and not (wanted.ssh or wanted.security_group):
         console.say("nobody is let in: machines are reached through Session Manager; `--allow-ssh` names others")

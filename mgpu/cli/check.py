@@ -48,8 +48,8 @@ def check(provider: str | None, run_file: Path | None, profile: str | None, on_n
 
 
 def _findings(provider: Provider, needed: Requirements | None) -> tuple[Finding, ...]:
+    from mgpu.cli.common.own_address import own_address
     from mgpu.providers import base
-    from mgpu.providers.own_address import own_address
 
     if isinstance(provider, base.Findings):
         return provider.findings(needed, own_address)

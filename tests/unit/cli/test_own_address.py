@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from mgpu.cli.common import own_address
 from mgpu.errors import InputError
-from mgpu.providers import own_address
 
 
 @pytest.fixture
