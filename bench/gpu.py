@@ -82,7 +82,7 @@ def run(name: str, limit_s: float) -> Figures:
 
     aside = ROOT / ".mgpu"  # a disk, where /tmp may be memory
     aside.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=aside) as folder:
+    with tempfile.TemporaryDirectory(dir=aside, ignore_cleanup_errors=True) as folder:
         argv, env = ["bench.gpu_parts", name, folder, json.dumps(asdict(Shape()))], dict(os.environ)
         if name == "tests":
             argv, env = ["pytest", "-q", "-n", "4", "--dist", "load", "tests/gpu"], {**env, "MGPU_REQUIRE": "cuda"}

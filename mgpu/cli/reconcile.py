@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from mgpu.sinks.delivery import Makers
 
 _ALWAYS_S = 10 * 365 * 86400.0
+TELL_EVERY_S = 3600.0  # between two tries of what could not be delivered, while it goes on
+TELL_WITHIN_S = 15.0  # at the end: longer than a webhook is waited for
 
 
 @click.command()
@@ -62,7 +65,17 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
             delivery.tell(f"run {record.run_id}", lambda: of_record(record.run_id, once=True), event)
 
     context, lasts_s = wiring.context(console), _ALWAYS_S if watch else watch_s or 0.0
-    reconciler = Reconciler(context, lasts_s, teller=teller, tell_end=tell_end)
+    told_at = time.monotonic()
+
+    def between() -> None:
+        """Of a pass that lasts: what is told counts as told now, and what waits is not left to another machine."""
+        nonlocal told_at
+        delivery.settle()
+        if time.monotonic() - told_at >= TELL_EVERY_S:
+            told_at = time.monotonic()
+            tell_again(console.emit, _sinks_by_key)
+
+    reconciler = Reconciler(context, lasts_s, teller=teller, tell_end=tell_end, between=between)
     try:
         with Interrupts(leave=True).installed():
             report = reconciler.look() if dry_run else reconciler.work()
@@ -73,7 +86,7 @@ def reconcile(dry_run: bool, watch_s: float | None, watch: bool, as_json: bool) 
         console.say("left: runs are as they are", "yellow")
         return Interrupted.exit_code
     finally:
-        delivery.close()
+        delivery.close(TELL_WITHIN_S)
     console.done()
     if as_json:
         console.result(_result(report, dry_run=dry_run))

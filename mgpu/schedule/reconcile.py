@@ -91,10 +91,12 @@ class Reconciler:
         clock: Callable[[], float] | None = None,
         teller: Callable[[Schedule], Teller | None] = lambda _: None,
         tell_end: Callable[[Record], None] = lambda _: None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         """`teller` gives who tells of a schedule's missed times; None: it cannot be told from here. `tell_end` tells
-        that a run is over."""
+        that a run is over. `between` is called between passes."""
         self._context, self._clock, self._teller, self._tell_end = context, clock or time.time, teller, tell_end
+        self._between = between
         self._supervisors = supervisors or Supervisors(context.emit)
         self._until = self._clock() + watch_s
         self._began: dict[str, float] = {}  # runs that were looked after, and when last
@@ -147,6 +149,7 @@ class Reconciler:
                     self._sweep()
                 except StackError as error:
                     self._fail([error])
+                self._between()
             self._sweep()
         finally:
             self._supervisors.leave()
@@ -311,7 +314,7 @@ class Reconciler:
         from mgpu.run.fleet import inventory
         from mgpu.run.lifecycle.gc import end_all
 
-        survey = inventory.survey(unsettled)
+        survey = inventory.survey(lambda: [record for record in unsettled() if not record.settled])
         for error in survey.unused:  # credentials may be there for something else: for a store that is not the cloud's
             self._context.emit(Warned(f"it was not looked for machines where no run has any: {error.what}"))
         self._fail(error for error in survey.failures if error not in survey.unused)

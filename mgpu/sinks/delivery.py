@@ -127,6 +127,7 @@ class Delivery:
         """`sinks_of` is asked once for each run; `ended` is told a run whose end its sinks have taken."""
         self._emit, self._sinks_of, self._queued, self._clock, self._ended = emit, sinks_of, queued, clock, ended
         self._threads: dict[str, list[_Thread]] = {}  # by run, or schedule
+        self._without: set[str] = set()  # those whose sinks could not be told from here: somebody else may know them
         self._done: list[tuple[str, Callable[[], None]]] = []  # by that, what is to be called once all is taken
 
     def emit(self, event: Event) -> None:
@@ -143,7 +144,7 @@ class Delivery:
         done: Callable[[], None] | None = None,
     ) -> None:
         """Hands an event to sinks alone; returns at once. `sinks` is called for the first event of `whose`; `done` once
-        all sinks have taken it, when this is closed."""
+        all sinks have taken it, when this is settled or closed."""
         if whose not in self._threads:
             self._threads[whose] = self._started(whose, sinks)
         for thread in self._threads[whose]:
@@ -165,18 +166,28 @@ class Delivery:
         for thread in threads:
             if lost := thread.lost:
                 self._emit(Warned(f"sink {thread.name}: {count(lost, 'event')} did not reach it"))
-        for whose, done in self._done:
-            if all(thread.whole for thread in self._threads[whose]):
-                with suppress(MgpuError, OSError):  # the next pass tells it again, and each sink once
-                    done()
+        self.settle()
         self._threads.clear()
+        self._without.clear()
         self._done.clear()
+
+    def settle(self) -> None:
+        """Calls `done` of all whose sinks have taken everything that they were given."""
+        waiting = []
+        for whose, done in self._done:
+            if whose in self._without or not all(thread.whole for thread in self._threads[whose]):
+                waiting.append((whose, done))
+                continue
+            with suppress(MgpuError, OSError):  # the next pass tells it again, and each sink once
+                done()
+        self._done = waiting
 
     def _started(self, whose: str, sinks: Callable[[], Makers]) -> list[_Thread]:
         try:
             makers = sinks()
         except Exception as error:  # noqa: BLE001  no sink is worth a run
             self._emit(Warned(f"{whose} has no sinks from here on: {error}"))
+            self._without.add(whose)
             return []
         return [_Thread(name, make, self._emit, self._queued) for name, make in makers.items()]
 
@@ -230,6 +241,8 @@ class _Thread:
                 name = _method(event)
                 getattr(sink, name if hasattr(sink, name) else "event")(event)
             except BaseException as error:  # noqa: BLE001  whatever somebody else's program does, sys.exit too
+                # a sink that refuses says ValueError; what else was in the way of making it may not be elsewhere
+                self._unkept = self._unkept or (sink is None and not isinstance(error, ValueError))
                 self._failed(error)
             self._taken += 1
         if sink is not None:

@@ -79,12 +79,14 @@ class Scaled(Modules):
         model = super().model()
         model.register_buffer("scale", torch.linspace(0, 1, 5))
         model.register_buffer("counts", torch.arange(4))
+        model.register_buffer("seen", torch.ones(1, 4).expand(3, -1))
         return model
 
     def initialise(self, model: nn.Module) -> None:
         super().initialise(model)
         model.get_buffer("scale").copy_(torch.linspace(0, 1, 5))
         model.counts = torch.arange(4)
+        model.get_buffer("seen").fill_(1)
 
 
 class Half(Modules):

@@ -1015,3 +1015,12 @@ def test_a_disk_without_room_for_the_data_is_told_before_anything_is_fetched(tmp
     with pytest.raises(AttemptFailed, match=r"data: 0\.0 GiB are to be fetched from .* free: .*`disk_gib`") as failed:
         fetch()
     assert (failed.value.fault, names(tmp_path / "in")) == (Fault.USER, [data._FETCHED, "a"])
+
+
+def test_what_an_interrupted_attempt_had_begun_to_fetch_takes_no_room(tmp_path, fetch):
+    open_store(f"file://{tmp_path / 'there'}").put("b/c", b"hello")
+    (tmp_path / "in" / "b").mkdir(parents=True)
+    for name in (f"{ASIDE}c", f"{ASIDE}0123-{ASIDE}c", "mine"):
+        (tmp_path / "in" / "b" / name).write_bytes(b"hel")
+    assert fetch() == ["c"]
+    assert names(tmp_path / "in" / "b") == ["c", "mine"]

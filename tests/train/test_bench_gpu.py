@@ -102,4 +102,4 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys, monkeypatch):
 def test_a_part_runs_in_a_process_whose_last_words_are_told(monkeypatch):
     monkeypatch.setattr(gpu, "ROOT", Path(__file__).parents[2])
     with pytest.raises(gpu.Failed, match="KeyError: 'absent'"):
-        gpu.run("absent", 60)
+        gpu.run("absent", 240)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +155,15 @@ class TestText:
         (folder / "empty.txt").touch()
         names = {name for text in open_split(str(folder), SEQ_LEN) for name, _ in text.files}
         assert not names & {".git/config", "empty.txt"}
+
+    def test_a_disk_that_fails_leaves_out_no_text_unnoticed(self, folder, monkeypatch):
+        def walk(top, onerror):
+            onerror(OSError(errno.EIO, "Input/output error", str(top / "gone")))
+            return iter(())
+
+        monkeypatch.setattr(os, "walk", walk)
+        with pytest.raises(TrainError, match=r"cannot read .*gone: Input/output error"):
+            open_split(str(folder), SEQ_LEN)
 
     def test_too_little_text_is_said(self, tmp_path):
         (tmp_path / "only.txt").write_text("x" * 1000)

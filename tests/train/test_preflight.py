@@ -109,11 +109,12 @@ THREE_BRIDGES = "++++--++++--++++--"
         (status("NVIDIA H100 80GB HBM3", *["+" * 18] * 8), None),
         (status("NVIDIA H100 PCIe", THREE_BRIDGES, THREE_BRIDGES), None),
         (status("NVIDIA A100 80GB PCIe", "+" * 12, "+" * 12, NO_LINK), None),  # the third has no bridge
+        (status("NVIDIA A40", "+" * 4, "+" * 4, NO_LINK), None),  # nor has this one
         (status("NVIDIA A10G", *["NVML: Unable to retrieve NVLink information: Not Supported"] * 4), None),
         (status("NVIDIA H200", "+" * 18, "+" * 17), None),  # which of two is ill nobody knows
         ("", None),
     ],
-    ids=["V100", "none", "all", "bridges", "one without", "no NVLink", "two", "nothing"],
+    ids=["V100", "none", "all", "bridges", "one without", "A40", "no NVLink", "two", "nothing"],
 )
 def test_a_gpu_with_fewer_nvlinks_than_the_machines_others_is_named(text, odd):
     assert gpu_health.by_links(text) == odd

@@ -189,6 +189,20 @@ def test_files_of_tensorflows_models_are_read_and_a_test_beside_a_validation_is_
     assert (shown(training), shown(validation)) == ([(1, 1), (2, 2)], [(3, 2)])
 
 
+@pytest.mark.parametrize("name", ["val00-1.tfrec", "validation0.tfrecord", "eval-00000-of-00001.tfrecord", "dev.tfrec"])
+def test_whatever_a_file_for_validation_is_called_nothing_of_it_is_trained_on(tmp_path, name):
+    for file, value in (("train00-1.tfrec", 1), (name, 2), ("test00-1.tfrec", 3)):
+        write(tmp_path / file, [{"image": png(value), "label": 0}])
+    training, validation = open_splits(str(tmp_path), 12)
+    assert (shown(training), shown(validation)) == ([(1, 0)], [(2, 0)])
+
+
+def test_files_without_a_record_are_told(tmp_path):
+    write(tmp_path / "a.tfrecord", [])
+    with pytest.raises(TrainError, match="without a record: a.tfrecord"):
+        open_splits(str(tmp_path), 12)
+
+
 def test_one_in_ten_is_held_out_where_no_file_is_for_validation(tmp_path):
     write(tmp_path / "all.tfrecords", [{"image": png(number), "label": 0} for number in range(100)])
     training, validation = open_splits(str(tmp_path), 12)
@@ -350,6 +364,7 @@ def test_texts_are_read_in_pieces_that_hold_each_once(tmp_path, size):
     texts = [f"document {number}: " + "ä → 𝄞 " * number for number in range(20)]
     write(tmp_path / "c4-train.tfrecord-00000-of-00002", [{"text": text.encode(), "url": b"u"} for text in texts[:12]])
     write(tmp_path / "c4-train.tfrecord-00001-of-00002", [{"text": text.encode(), "url": b"u"} for text in texts[12:]])
+    (tmp_path / "features.json").write_text("{}")  # of the data set, and no document
     corpus = Corpus(tmp_path, "text")
     pieces = corpus.pieces(size)
     assert len(pieces) == {1: 20, 1 << 20: 1}.get(size, len(pieces))

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import until
 
+from mgpu.errors import StackError
 from mgpu.events import Event, MetricsSampled, Note, RunEnded, RunEvent, RunStateChanged, Warned
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, save
@@ -171,6 +173,39 @@ def test_a_sink_that_cannot_be_made_is_told(console):
     made.emit(changed("running"))
     made.close()
     assert "no module named theirs" in next(event.text for event in console if isinstance(event, Warned))
+
+
+class Refusal(ValueError):
+    """A sink's own word that this run is not for it."""
+
+
+@pytest.mark.parametrize(
+    ("in_the_way", "counts"),
+    [(ImportError("not here"), False), (StackError("no backend"), False), (Refusal("no"), True)],
+)
+@pytest.mark.parametrize("where", ["finding", "making"])
+def test_an_end_counts_as_told_only_where_sinks_could_be_made(console, in_the_way, counts, where):
+    def raises() -> Any:
+        raise in_the_way
+
+    told: list[str] = []
+    sinks = (lambda _run: raises()) if where == "finding" else lambda _run: {"theirs": raises}
+    made = Delivery(console.append, sinks, ended=told.append)
+    made.emit(ended())
+    made.close()
+    assert told == [RUN] * (counts and where == "making")
+
+
+def test_an_end_counts_as_told_while_others_are_still_awaited(console):
+    told: list[str] = []
+    sink, held = Keeps(), Keeps(threading.Event())
+    made = Delivery(console.append, lambda run: {"one": lambda: sink if run == RUN else held}, ended=told.append)
+    made.emit(replace(changed("running"), run_id="other-1123-abcde"))
+    made.emit(ended())
+    until(lambda: sink.ends)
+    until(lambda: (made.settle(), told)[1])
+    made.close(0)
+    assert told == [RUN]
 
 
 @pytest.fixture

@@ -475,9 +475,13 @@ def of_json(whole: dict[str, Any]) -> Record:
     """A record from its fields. Raises ValueError, TypeError, LookupError, AttributeError."""
     known = {each.name for each in fields(Record)}
     data = _of_0_1(whole) | {key: value for key, value in whole.items() if key in known}
-    interruptions = [Interruption(**each) for each in data.get("interruptions", ())]
-    spending = [Spent(**each) for each in data.get("spending", ())]
-    checks = [Check(**each) for each in data.get("checks", ())]
+    interruptions, spending, checks = (
+        [
+            of(**{key: each[key] for key in each.keys() & {known.name for known in fields(of)}})
+            for each in data.get(name, ())
+        ]
+        for name, of in (("interruptions", Interruption), ("spending", Spent), ("checks", Check))
+    )  # what a newer mgpu writes there is left out, as in the record itself
     parts = {"state": State(data["state"]), "interruptions": interruptions, "spending": spending, "checks": checks}
     return Record(**{**data, **parts})
 

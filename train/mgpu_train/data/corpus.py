@@ -18,6 +18,7 @@ from mgpu_train.data import tfrecord
 from mgpu_train.errors import TrainError
 
 _ROWS = 1000  # of Parquet, decoded at a time
+_OF_TFDS = ("dataset_info.json", "features.json")  # what TensorFlow's data sets say of themselves, beside TFRecord
 
 
 @contextmanager
@@ -63,6 +64,8 @@ class Corpus:
                 for name, path in named
                 if not any(part.startswith(".") for part in name.split("/"))
             )
+        if any(tfrecord.is_named(name) for name, _ in self.files):
+            self.files = tuple(each for each in self.files if each[0].rpartition("/")[2] not in _OF_TFDS)
         if not any(size for _, size in self.files):
             raise TrainError(f"{self.root} holds no text: text files, JSON lines (*.jsonl), Parquet or TFRecord")
 

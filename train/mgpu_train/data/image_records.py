@@ -26,7 +26,7 @@ INDEX = ".mgpu-records.npz"
 _VERSION = 1
 _KEYS = (("image/encoded", "image/class/label"), ("image", "label"))  # of TensorFlow's models, and of its data sets
 _MODELS = re.compile(r"(train|validation|test)-\d{5}-of-\d{5}")  # files as the former's programs name them
-_SPLIT = re.compile(r"(?:^|[-_.])(train|validation|valid|val|test)(?=[-_.]|$)")
+_SPLIT = re.compile(r"(?:^|[-_.])(train|validation|valid|val|eval|dev|test)\d*(?=[-_.]|$)")
 _HELD_OUT = 10  # where there is no validation set, one image in so many
 
 Decode = Callable[[BinaryIO, str], np.ndarray]  # a file of an image, and its name in errors
@@ -97,7 +97,7 @@ def open_records(root: Path, names: list[str], decode: Decode) -> tuple[Records,
     """Training and validation images. Files are of the split whose name they have; what is called a test is validated
     on where nothing else is. Raises TrainError: they hold none, or one that cannot be read."""
     splits = {name: (_SPLIT.findall(name) or ["train"])[-1] for name in names}
-    held_out = {name for name, split in splits.items() if split.startswith("val")}
+    held_out = {name for name, split in splits.items() if split not in ("train", "test")}
     tests = {name for name, split in splits.items() if split == "test"}
     index = _index(root, [name for name in names if name not in tests or not held_out])
     if (lowest := int(index.label.min(initial=0))) < 0:
@@ -110,6 +110,8 @@ def open_records(root: Path, names: list[str], decode: Decode) -> tuple[Records,
     if not of_validation.any():
         places = zip(index.names[index.shard], index.number, strict=True)
         of_validation = np.array([zlib.crc32(f"{name}:{number}".encode()) % _HELD_OUT == 0 for name, number in places])
+    if not len(index.label):
+        raise TrainError(f"{root} holds TFRecord files without a record: {', '.join(names)}")
     if of_validation.all():
         raise TrainError(f"{root} holds TFRecord files for validation alone: {', '.join(names)}")
     classes = int(index.label.max(initial=-1)) + 1
@@ -131,11 +133,14 @@ def _index(root: Path, names: list[str]) -> Index:
         log.info("%s: the records of %d files are looked for", root, len(names))
         made = _made(root, names)
         if writable:
-            with suppress(OSError):  # a full disk: the next start looks for them again
-                aside = root / f"{INDEX}.{os.getpid()}"
+            aside = root / f"{INDEX}.{os.getpid()}"
+            try:
                 with aside.open("wb") as file:
                     np.savez(file, state=state, **{each.name: getattr(made, each.name) for each in fields(made)})
                 aside.replace(root / INDEX)
+            except OSError:  # a full disk: the next start looks for them again
+                with suppress(OSError):
+                    aside.unlink()
     return made
 
 

@@ -143,9 +143,15 @@ def _all(root: Path) -> Iterator[TextFile]:
     return _files(root, lambda name: name.startswith("."))
 
 
+def _unread(error: OSError) -> None:
+    """A folder that is not ours is left out; a disk that fails would leave out text, and nobody knew."""
+    if not isinstance(error, PermissionError):
+        raise TrainError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
 def _files(root: Path, left_out: Callable[[str], bool]) -> Iterator[TextFile]:
     """All that have bytes; of what is left out by its name folders are not looked into."""
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_unread):
         folders[:] = [name for name in folders if not left_out(name)]
         for path in (Path(folder, name) for name in names if not left_out(name)):
             if path.is_file() and (size := path.stat().st_size):

@@ -183,6 +183,7 @@ class Fit:
         except (RuntimeError, MemoryError, OSError) as error:  # of torch.OutOfMemoryError is its GPU allocator alone
             if not lacks_memory(f"{type(error).__name__}: {error}"):
                 raise
+            log.info("`micro_batch: auto`: %d samples: %s", size, str(error).partition("\n")[0])
             if self._together:
                 raise TrainError(
                     f"`train.micro_batch: auto`: {size} samples lack memory on rank {self._place.rank}, though half as "

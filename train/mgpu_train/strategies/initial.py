@@ -123,6 +123,8 @@ def _make_room(model: nn.Module, device: torch.device) -> None:
 def _room(device: torch.device, value: torch.Tensor) -> torch.Tensor:
     if is_sharded(value):
         return torch.empty_like(value, device=device)
+    if 0 in value.stride():  # what was expanded, of which each element has a place of its own then
+        return torch.empty(value.shape, dtype=value.dtype, device=device)
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 

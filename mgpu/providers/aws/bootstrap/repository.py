@@ -32,7 +32,11 @@ class Repository(Resource):
 
     name: str = Field(default=names.REPOSITORY, description="name")
     untagged_days: int = Field(default=14, ge=1, description="days after which an image without a tag expires")
-    keep_images: int = Field(default=20, ge=1, description="images that are kept, the newest ones")
+    keep_images: int = Field(
+        default=200,
+        ge=1,
+        description="images that are kept, the newest ones: schedules and passes name theirs by digest",
+    )
     scan_on_push: bool = fixed(True, "every image is looked through for known weaknesses")
     immutable_tags: bool = fixed(True, "a tag means one image for ever")
     lifecycle: str = fixed("", "the lifecycle policy, JSON")

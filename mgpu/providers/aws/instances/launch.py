@@ -99,7 +99,13 @@ def recall(account: Account, order: Order) -> Handle | None:
                 raise
             answer = ec2.create_fleet(**asked)
     ids = _ids(answer)
+    if not ids and not answer.get("Errors"):
+        raise _not_yet(order)
     return _handle(order, _ranked(order, ids), time.time()) if ids else None
+
+
+def _not_yet(order: Order) -> Transient:
+    return Transient(f"aws: {order.what}: EC2 does not say yet what came of it", "", "Try again.")
 
 
 def _ids(answer: dict[str, Any]) -> list[str]:
@@ -214,7 +220,7 @@ def _ask(account: Account, order: Order, where: network.Place) -> list[str]:
     errors = answer.get("Errors", ())
     if len(ids) < len(order.ranks):
         if not ids and not errors:
-            raise Transient(f"aws: {order.what}: EC2 does not say yet what came of it", "", "Try again.")
+            raise _not_yet(order)
         _end(account, order, ids)
         raise _refused(order, errors, len(ids))
     return ids

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from mgpu.errors import InputError, TakenOver
 from mgpu.run.record import record as records
-from mgpu.run.record.record import Record, State
+from mgpu.run.record.record import Interruption, Record, State
 
 
 @pytest.fixture(autouse=True)
@@ -209,3 +209,10 @@ def test_a_folder_that_was_deleted_under_this_process_hinders_nothing(tmp_path, 
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert make("a-1").file_argument == " /p/mgpu.yaml"
+
+
+def test_what_a_newer_mgpu_writes_costs_an_older_one_nothing():
+    lost = Interruption(1, "node 0 is gone", "provider", [0], 7, 1.0, 2.0)
+    whole = asdict(replace(make("a-1-bbbbb"), interruptions=[lost]))
+    whole["interruptions"][0]["of_tomorrow"] = whole["of_tomorrow"] = True
+    assert records.of_json(whole).interruptions == [lost]

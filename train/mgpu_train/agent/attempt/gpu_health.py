@@ -21,9 +21,8 @@ ROWS = ("gpu_bus_id", "remapped_rows.pending", "remapped_rows.failure")
 
 _GPU = re.compile(r"GPU \d+: (.*?)(?: \(UUID: .*\))?$")
 _LINK = re.compile(r"\s+Link \d+: ([\d.]+) GB/s$")
-_BRIDGED = re.compile(
-    r"PCI|\bNVL\b|RTX", re.IGNORECASE
-)  # cards of which a machine may have linked some, and others not
+# cards of which a machine may have linked some, and others not
+_BRIDGED = re.compile(r"PCI|\bNVL\b|RTX|\bA(10|16|30|40)\b|Quadro|TITAN", re.IGNORECASE)
 
 
 def by_state(text: str) -> str | None:

@@ -41,6 +41,9 @@ def fetch_data(attempt: Attempt, item: DataItem) -> None:
                 raise AttemptFailed(Fault.USER, f"data: the object {stat.key[:80]!r} {problem}")
         fetched = _Fetched(into)
         missing = [stat for stat in found if not fetched.has(stat)]
+        for left in {(into / stat.key).parent for stat in missing}:
+            for path in left.glob(f"{ASIDE}*"):  # of an attempt that ended meanwhile
+                path.unlink(missing_ok=True)
         _require_room(into, item.source, missing)
         size = sum(stat.size for stat in found) >> 20
         kept = f", {count(len(found) - len(missing), 'file')} of them kept" if len(missing) < len(found) else ""

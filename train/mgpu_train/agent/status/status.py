@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from mgpu_train.config import Model
 
@@ -70,6 +70,8 @@ class Notice(Model):
 
 class AgentStatus(Model):
     """`status.json`, version 2. Times are UNIX seconds of the node's clock."""
+
+    model_config = ConfigDict(extra="ignore")  # a newer agent may say more
 
     version: Literal[2] = 2
 

@@ -34,15 +34,9 @@ class Saver:
         self._lost = False
 
     def prepare(self) -> float:
-        """Import what saves need, for which the first one would stand still; returns the seconds that training did.
-
-        Beside a GPU, which has work meanwhile, it does not; on a CPU a thread would take as much from the steps.
-        """
+        """Import what saves need, for which the first one would stand still; returns the seconds that training did."""
         began = time.perf_counter()
-        if self._checkpointer.place.device.type == "cuda":
-            Thread(target=import_dcp, name="import-dcp", daemon=True).start()
-        else:
-            import_dcp()
+        import_dcp()
         return time.perf_counter() - began
 
     @property

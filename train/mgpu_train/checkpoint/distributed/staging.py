@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,7 @@ class Staging:
         self._places: list[torch.Tensor] = []
         self._slot_at: dict[int, Slot] = {}
         self._pinned: torch.Tensor | None = None
+        self._device = device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def lay_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -106,11 +108,16 @@ class Staging:
 
     def _pin(self, memory: torch.Tensor) -> None:
         """Pages that do not move: the GPU copies into them by itself."""
-        code = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), self.size, 0))
+        with ThreadPoolExecutor(1) as alone:  # a CUDA error stays its thread's last one, and training would find it
+            code = alone.submit(self._register, memory.data_ptr()).result()
         if code:
             log.warning("%d MiB of memory cannot be pinned (CUDA error %d): saves copy slower", self.size >> 20, code)
         else:
             self._pinned = memory
+
+    def _register(self, address: int) -> int:
+        torch.cuda.set_device(self._device)
+        return int(_cuda_runtime().cudaHostRegister(address, self.size, 0))
 
     def _forget(self) -> None:
         if self._pinned is not None:
