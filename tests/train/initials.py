@@ -86,7 +86,7 @@ class Scaled(Modules):
         super().initialise(model)
         model.get_buffer("scale").copy_(torch.linspace(0, 1, 5))
         model.counts = torch.arange(4)
-        model.get_buffer("seen").fill_(1)
+        model.get_buffer("seen").copy_(torch.ones(3, 4))
 
 
 class Half(Modules):

@@ -30,6 +30,7 @@ from mgpu_train.agent.machine.network import route_to
 from mgpu_train.agent.phases import data, launcher_process, requirements, resume
 from mgpu_train.agent.status.log import Log, LogTimes, clean, hide, last_words, tail
 from mgpu_train.agent.status.report import StatusReport
+from mgpu_train.agent.status.report import read as read_status
 from mgpu_train.agent.status.status import Fault, Phase
 from mgpu_train.agent.status.tail import MetricsTail, Progress
 from mgpu_train.agent.uploads import saves
@@ -231,6 +232,17 @@ def test_a_rank_that_lives_has_made_progress_only_where_it_has_done_more():
     assert signs("alive", phase="training", step=1, done=0)
     assert signs("alive", step=1), "of a program that does not count its work"
     assert signs("step", step=1)
+
+
+@pytest.mark.parametrize("starved", [False, True])
+def test_a_status_of_another_version_can_be_read(layout, starved):
+    """An agent is as new as who launched it; whoever attaches later may be older, or newer."""
+    told, path = StatusReport(job(), layout), Path(layout.status)
+    told.enter(Phase.FAILED, starved=starved)
+    whole = json.loads(path.read_text())
+    assert ("starved" in whole) == starved, "an operator of before has no such key, and refuses what it does not know"
+    path.write_text(json.dumps({**whole, "of_tomorrow": 1}))
+    assert read_status(path) == told.status
 
 
 def test_metrics_of_odd_types_leave_a_status_that_can_be_read():

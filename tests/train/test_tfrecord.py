@@ -199,7 +199,7 @@ def test_whatever_a_file_for_validation_is_called_nothing_of_it_is_trained_on(tm
 
 def test_files_without_a_record_are_told(tmp_path):
     write(tmp_path / "a.tfrecord", [])
-    with pytest.raises(TrainError, match="without a record: a.tfrecord"):
+    with pytest.raises(TrainError, match=r"without a record: a\.tfrecord"):
         open_splits(str(tmp_path), 12)
 
 
