@@ -358,6 +358,14 @@ def test_machines_that_nothing_stands_for_are_ended_once_an_hour(nights):
     assert nights.works().swept == [], "somebody has looked a moment ago"
 
 
+def test_a_machine_that_comes_after_its_run_is_over_is_ended_though_its_end_is_still_to_be_told(nights):
+    over = {"state": State.SUCCEEDED, "teardown": "confirmed", "own_stack": True, "fleet_name": "mine-it-1125-abcde"}
+    nights.world.record("it-1125-abcde", **over, has_sinks=True)
+    assert record.load("it-1125-abcde").untold
+    nights.world.cloud.rent("mine-it-1125-abcde", 1)
+    assert nights.works().swept == ["mine-it-1125-abcde"]
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_a_cloud_that_cannot_be_asked_is_a_failure_where_a_run_is_there(nights, used):
     """Its credentials may be there for a store of somebody else's alone."""
