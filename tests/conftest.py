@@ -25,7 +25,7 @@ from fakes.localstack import installed as localstack_installed
 from fakes.localstack import localstack  # noqa: F401  a fixture, one for the session
 
 # What tests import, and what they start, is compiled once, also where the environment forbids it, as many a CI image
-# does: a single quick test takes half the time then, and a worker needs 10 s to read all tests instead of 30 s.
+# does: a single quick test takes half the time then, and a worker needs 7 s to read all tests, not 30 s.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

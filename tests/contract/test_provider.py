@@ -63,7 +63,7 @@ def aws_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
 
     aws: FakeAws = request.getfixturevalue("aws")
     aws.base("us-east-1")
-    aws.pace(emptied_s=0)  # a repair asks once, at once
+    aws.quick()  # single calls, whose effect is looked at at once
     return Harness(
         make=lambda: AwsProvider(aws.options),
         kill=aws.kill,

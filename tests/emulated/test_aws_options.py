@@ -41,7 +41,9 @@ def flattened(block: dict[str, object]) -> dict[str, str]:
 
 def test_a_run_files_block_arrives_whole():
     options = Options.of(flattened(BLOCK))
-    assert options.model_dump(include=set(BLOCK)) == {**BLOCK, "subnet_ids": ("subnet-1", "subnet-2")}
+    disk = {**BLOCK["disk"], "initialization_mib_s": None}
+    dumped = options.model_dump(include=set(BLOCK))
+    assert dumped == {**BLOCK, "disk": disk, "subnet_ids": ("subnet-1", "subnet-2")}
 
 
 def test_nothing_set_is_the_block_of_an_empty_run_file():

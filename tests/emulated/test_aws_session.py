@@ -100,6 +100,7 @@ def test_clients_are_made_once_each(aws: FakeAws):
 
 
 def test_every_page_is_read(aws: FakeAws):
+    aws.quick()
     ec2 = aws.client("ec2")
     ec2.run_instances(ImageId=aws.image(), InstanceType="g5.xlarge", MinCount=5, MaxCount=5)
     aws.pages(2)

@@ -18,13 +18,13 @@ from pulumi.runtime.proto import provider_pb2
 from pydantic.alias_generators import to_camel
 
 from mgpu.cli import main
+from mgpu.cli.common import own_address
 from mgpu.iac import environment, plugin, schema, tokens
 from mgpu.iac.aws import bootstrap as aws_bootstrap
 from mgpu.iac.aws import kinds, resources
 from mgpu.iac.engine import install
 from mgpu.iac.engine.event_log import Change
 from mgpu.iac.protocol.wire import UNKNOWN, from_struct
-from mgpu.providers import own_address
 
 ACCOUNT, HERE, THERE = "123456789012", "us-east-1", "us-west-2"
 PROGRAM = Path(__file__).parents[2] / "infra" / "base" / "__main__.py"

@@ -156,6 +156,8 @@ FAULTS = {
     "collective": (PEERS, 4, "a collective waited for a rank that did not come", Said(TIMED_OUT, code=-6)),
     "rendezvous": (PEERS, 6, "a peer did not come to the rendezvous", Said(
         "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients.")),
+    "preflight": (PEERS, 6, "the network between the nodes is not fit", Said(
+        "PreflightError: node 1 got another sum than the others from an all-reduce over all nodes")),
     # every machine answers: ranks that call different collectives
     "collective, of the program": (USER, 4, "rank 7 did not come to nccl:all_reduce, number 8", Said(
         TIMED_OUT, code=-6,

@@ -25,7 +25,7 @@ def through_session_manager(user: Operator) -> None:
     (group,) = ec2.describe_security_groups(GroupNames=["mgpu-nodes"])["SecurityGroups"]
     assert [each["IpProtocol"] for each in group["IpPermissions"]] == ["-1"], "its own members, and nobody else"
     block = {"endpoint_url": user.aws.endpoint, "python": sys.executable, "address": "ssm"}
-    user.write(command=["count.py", "40", "0.25"], aws=block)
+    user.write(command=["count.py", "40", "0.25"], aws=block, env={"COUNT_UNTIL": "/tmp/may-end"})
     launch = user.start("launch", "--yes")
     try:
         until(user.trains, 200)
@@ -34,6 +34,7 @@ def through_session_manager(user: Operator) -> None:
         assert (said.returncode, said.stdout.count("here")) == (0, 2), said.stderr
         carriers = [pid for pid, line in user.processes.items() if "plugin.py" in line]
         os.kill(carriers[0], signal.SIGKILL)
+        assert user.mgpu("exec", run, "--", "touch /tmp/may-end").returncode == 0
         _, err = launch.communicate(timeout=200)
     finally:
         launch.kill()

@@ -92,14 +92,15 @@ def recall(account: Account, order: Order) -> Handle | None:
     ec2 = account.client("ec2", order.region)
     asked = fleet(order, network.find(account, order.options, order.offer, len(order.ranks)))
     with calling(f"{order.what}, asked once more what came of it", order.region, scope="zone"):
+        again = order.offer.reservation is not None
         try:
-            answer = ec2.create_fleet(**(asked if order.offer.reservation else for_nothing(asked)))
+            answer = ec2.create_fleet(**(asked if again else for_nothing(asked)))
         except ClientError as error:
             if code_of(error) != "IdempotentParameterMismatch":
                 raise
-            answer = ec2.create_fleet(**asked)
+            again, answer = True, ec2.create_fleet(**asked)
     ids = _ids(answer)
-    if not ids and not answer.get("Errors"):
+    if again and not ids and not answer.get("Errors"):
         raise _not_yet(order)
     return _handle(order, _ranked(order, ids), time.time()) if ids else None
 

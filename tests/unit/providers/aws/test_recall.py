@@ -52,3 +52,7 @@ def test_an_answer_with_errors_alone_is_one(asked):
     answer = {"FleetId": "fleet-1", "Instances": [], "Errors": [{"ErrorCode": "InsufficientInstanceCapacity"}]}
     assert launch.recall(account(asked, answer), ORDER) is None
     assert len(asked) == 1
+
+
+def test_a_call_that_could_buy_nothing_may_say_nothing(asked):
+    assert launch.recall(account(asked, {"FleetId": "fleet-1", "Instances": []}), ORDER) is None
