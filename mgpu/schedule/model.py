@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from mgpu.errors import InputError
+from mgpu.fields import known_fields
 from mgpu.run.record.record import Check, new_run_id
 from mgpu.schedule.times import Times
 
@@ -145,10 +146,9 @@ def parsed(data: bytes, name: str) -> Schedule:
                 f"This one reads version {VERSION}.",
                 "Use the newest mgpu on every machine that shares a backend.",
             )
-        known = {key: value for key, value in whole.items() if key in _FIELDS}
-        history = [_due(each) for each in known.pop("history")]
-        rules = {"if_running": IfRunning(known["if_running"]), "if_missed": IfMissed(known.get("if_missed", "none"))}
-        return Schedule(**{**known, **rules}, history=history)
+        rules = {"if_running": IfRunning(whole["if_running"]), "if_missed": IfMissed(whole.get("if_missed", "none"))}
+        history = [_due(each) for each in whole["history"]]
+        return Schedule(**{**known_fields(Schedule, whole), **rules, "history": history})
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise InputError(
             f"schedule {name} cannot be read", str(error), f"Remove it (`mgpu schedule rm {name}`), and add it again."
@@ -157,8 +157,4 @@ def parsed(data: bytes, name: str) -> Schedule:
 
 def _due(each: dict[str, Any]) -> DueTime:
     parts = {"outcome": Outcome(each["outcome"]), "checks": [Check(**check) for check in each.get("checks", ())]}
-    return DueTime(**{**{key: value for key, value in each.items() if key in _DUE_FIELDS}, **parts})
-
-
-_FIELDS = {each.name for each in fields(Schedule)}
-_DUE_FIELDS = {each.name for each in fields(DueTime)}
+    return DueTime(**{**known_fields(DueTime, each), **parts})

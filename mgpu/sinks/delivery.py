@@ -241,19 +241,19 @@ class _Thread:
                 name = _method(event)
                 getattr(sink, name if hasattr(sink, name) else "event")(event)
             except BaseException as error:  # noqa: BLE001  whatever somebody else's program does, sys.exit too
-                # a sink that refuses says ValueError; what else was in the way of making it may not be elsewhere
-                self._unkept = self._unkept or (sink is None and not isinstance(error, ValueError))
-                self._failed(error)
+                self._failed(error, made=sink is not None)
             self._taken += 1
         if sink is not None:
             try:
                 sink.close()
             except BaseException as error:  # noqa: BLE001
-                self._failed(error)
+                self._failed(error, made=True)
 
-    def _failed(self, error: BaseException) -> None:
-        """Told once: a service that is down fails for every event."""
-        self._unkept = self._unkept or isinstance(error, outbox.NotKept)
+    def _failed(self, error: BaseException, *, made: bool) -> None:
+        """Told once: a service that is down fails for every event. `made`: there is a sink, which failed; one that
+        refuses to be made says ValueError, and what else was in the way of making it may not be elsewhere."""
+        lost = isinstance(error, outbox.NotKept) if made else not isinstance(error, ValueError)
+        self._unkept = self._unkept or lost
         if not self._told:
             self._told = True
             self._emit(Warned(f"sink {self.name}: {type(error).__name__}: {error}; the run goes on without it"))

@@ -24,13 +24,14 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu.backend import location
 from mgpu.errors import InputError, TakenOver
+from mgpu.fields import known_fields
 from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder, runs
 from mgpu.run.record.supervisor_lock import Holder, held, hold, holder, taken_from
@@ -473,17 +474,12 @@ def _all(*, fresh: bool = False) -> list[tuple[str, Record | None]]:
 
 def of_json(whole: dict[str, Any]) -> Record:
     """A record from its fields. Raises ValueError, TypeError, LookupError, AttributeError."""
-    known = {each.name for each in fields(Record)}
-    data = _of_0_1(whole) | {key: value for key, value in whole.items() if key in known}
-    interruptions, spending, checks = (
-        [
-            of(**{key: each[key] for key in each.keys() & {known.name for known in fields(of)}})
-            for each in data.get(name, ())
-        ]
+    data = _of_0_1(whole) | known_fields(Record, whole)
+    lists = {
+        name: [of(**known_fields(of, each)) for each in data.get(name, ())]
         for name, of in (("interruptions", Interruption), ("spending", Spent), ("checks", Check))
-    )  # what a newer mgpu writes there is left out, as in the record itself
-    parts = {"state": State(data["state"]), "interruptions": interruptions, "spending": spending, "checks": checks}
-    return Record(**{**data, **parts})
+    }
+    return Record(**{**data, **lists, "state": State(data["state"])})
 
 
 def _read(path: Path) -> Record:

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mgpu_train")
 
-_importing = Lock()
 _WRITERS = "mgpu_train.checkpoint.distributed.writers"
 
 
@@ -228,11 +226,9 @@ class Checkpointer:
 
 
 def import_dcp() -> None:
-    """All of it that a save needs, and what that imports as it is called first. Threads do it one after the other:
-    imports of torch that meet halfway see modules that are not whole."""
-    with _importing:
-        for name in ("torch._dynamo", "torch.distributed.checkpoint.state_dict", _WRITERS):
-            import_module(name)
+    """All of it that a save needs, and what that imports as it is called first."""
+    for name in ("torch._dynamo", "torch.distributed.checkpoint.state_dict", _WRITERS):
+        import_module(name)
 
 
 def copied_bytes(state: float, place: Place, writers: Writers) -> float:
