@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -25,6 +26,7 @@ from mgpu_train.optim.schedule import learning_rate
 from mgpu_train.signals import SaveClock
 from mgpu_train.tasks.base import Layout
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TINY = ModelConfig(layers=2, dim=32, heads=2)
 
@@ -207,6 +209,44 @@ class TestGPT:
             sum(4 * p.numel() for p in model.parameters() if (id(p) in matrices) is muon) for muon in (True, False)
         ]
         assert made.state_bytes == made.held_bytes == sizes[0] + 2 * sizes[1]
+
+    def test_a_skipped_step_changes_no_bit_and_none_waits_for_the_device(self):
+        """Of matrices by Muon and of the rest by AdamW, in the first step too, and whatever the gradients were."""
+
+        class NoWait(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                assert func is not torch.ops.aten._local_scalar_dense.default, "a value was waited for"
+                return func(*args, **kwargs or {})
+
+        torch.manual_seed(0)
+        model = GPT(TINY, 16)
+        layout = Layout(blocks=("blocks.0", "blocks.1"))
+        made = optim.make(model, layout, TrainConfig(optimizer="muon", weight_decay=0.1))
+        alone = copy.deepcopy(model)
+        (theirs,) = (one for one in optim.make(alone, layout, TrainConfig(optimizer="muon", weight_decay=0.1)).each[1:])
+        names = [name for name, each in alone.named_parameters() if any(each is p for p in matrices(theirs))]
+        go, skip = torch.tensor(0.0), torch.tensor(1.0)
+        for skipped in (skip, go, skip, go):
+            before = [each.clone() for each in model.parameters()]
+            for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+                one.grad = torch.randn_like(one)
+                other.grad = one.grad * 0.5
+                one.grad[0] = one.grad[0] if skipped is go else torch.nan
+            with NoWait():
+                made.step(0.01, torch.tensor(0.5), skipped)
+            if skipped is skip:
+                assert all(map(torch.equal, before, model.parameters()))
+                continue
+            for group in theirs.param_groups:
+                group["lr"] = 0.01
+            theirs.step()
+            changed = dict(model.named_parameters())
+            assert all(torch.equal(changed[name], each) for name, each in alone.named_parameters() if name in names)
+            assert not any(map(torch.equal, before, model.parameters()))
+
+
+def matrices(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 class TestAverage:

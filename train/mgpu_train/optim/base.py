@@ -22,21 +22,15 @@ class Optimizers:
         self.each, self.state_bytes, self.held_bytes = list(each), state_bytes, held_bytes
 
     def step(self, lr: float, factor: Tensor, skipped: Tensor) -> None:
-        """Changes parameters by their gradients times `factor`, and nothing where `skipped` is 1.
-
-        Fused ones see to both in their kernels; for any other one a GPU is waited for.
-        """
+        """Changes parameters by their gradients times `factor`, and nothing where `skipped` is 1. Waits for no GPU."""
         for optimizer in self.each:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
+            if isinstance(optimizer, torch.optim.AdamW):  # its kernel sees to both
                 optimizer.grad_scale, optimizer.found_inf = (1 / factor).float(), skipped  # type: ignore[attr-defined]
                 optimizer.step()
-            elif not skipped.item():
-                learned = (each for group in optimizer.param_groups for each in group["params"])
-                gradients = [parameter.grad for parameter in learned if parameter.grad is not None]
-                torch._foreach_mul_(gradients, factor.float())  # pyright: ignore[reportPrivateImportUsage] - as clipping
-                optimizer.step()
+            else:
+                _step_unless(optimizer, factor, skipped)
 
     def zero_grad(self) -> None:
         """Forgets the gradients."""
@@ -93,6 +87,27 @@ def _muon(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.opti
         raise TrainError(f"`train.optimizer`: muon comes with PyTorch 2.9, and this is {torch.__version__}")
     given = [{"params": each} for _, each in _groups(parameters, lambda _: True)]
     return torch.optim.Muon(given, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+
+
+@torch.no_grad()
+def _step_unless(muon: torch.optim.Optimizer, factor: Tensor, skipped: Tensor) -> None:
+    """One matrix after the other, so that no more than one is kept twice: whether the step is to be skipped is known to
+    the GPU alone. The momentum of such a step moves towards itself."""
+    groups, skip = muon.param_groups, skipped.bool()
+    try:
+        for group in groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                before, gradient = local(each).clone(), local(each.grad)
+                momentum = muon.state[each].get("momentum_buffer")
+                instead = torch.zeros_like(gradient) if momentum is None else local(momentum)
+                gradient.copy_(torch.where(skip, instead, gradient * factor.float()))
+                muon.param_groups = [{**group, "params": [each]}]
+                muon.step()
+                local(each).copy_(torch.where(skip, before, local(each)))
+    finally:
+        muon.param_groups = groups
 
 
 def _groups(
