@@ -141,7 +141,7 @@ def test_one_whose_lock_ran_out_writes_nothing_more(team: Team, monkeypatch: pyt
 def test_the_keeper_notices_that_its_run_was_taken(team: Team, monkeypatch: pytest.MonkeyPatch):
     with team.on("a"), supervising("first-1") as first:
         store = location.current().shared
-        renewal = shared.LockRenewal(store, "first-1", Lease(store, "locks/first-1.json", {"token": first}, 90), 0)
+        renewal = shared.LockRenewal(store, "first-1", Lease(store, "locks/first-1.json", {"token": first}, 90), 0, 0)
         with team.on("b"), supervising("first-1", force=True) as second:
             assert second
             with team.on("a"):
@@ -149,6 +149,23 @@ def test_the_keeper_notices_that_its_run_was_taken(team: Team, monkeypatch: pyte
                 lost = records.taken_from(Folder("first-1").lock, first)
                 assert lost is not None
                 assert lost.token == second
+
+
+def test_a_lock_is_sure_for_as_long_as_it_lasts_from_when_its_newest_writing_began(team: Team, monkeypatch):
+    with team.on("a"), supervising("first-1") as token:
+        assert shared.unsure_s("first-1") == 0
+        store, now = location.current().shared, [1000.0]
+        lease = Lease(store, "locks/first-1.json", {"token": token}, 90)
+        renewal = shared._renewals["first-1"] = shared.LockRenewal(store, "first-1", lease, 90, 1000.0, lambda: now[0])
+        now[0] += 90
+        assert shared.unsure_s("first-1") == 0
+        now[0] += 5
+        assert shared.unsure_s("first-1") == 5
+        monkeypatch.setattr(lease, "renew", lambda write=lease.renew: now.__setitem__(0, now[0] + 20) or write())
+        assert renewal._turn()
+        assert shared.unsure_s("first-1") == 0
+        now[0] += 71
+        assert shared.unsure_s("first-1") == 1, "it was written some time after its writing began"
 
 
 def test_the_lock_of_a_process_that_died_on_this_machine_is_free(team: Team):
@@ -171,7 +188,7 @@ def test_the_end_is_asked_for_from_another_machine(team: Team):
         folder = Folder("first-1")
         with team.on("b"):
             shared.ask_to_stop("first-1")
-        renewal = shared.LockRenewal(location.current().shared, "first-1", None, 90)
+        renewal = shared.LockRenewal(location.current().shared, "first-1", None, 90, 0)
         with team.on("a"):
             renewal.look_for_stop()
         assert token

@@ -548,6 +548,16 @@ def taken_over(run_id: str, by: Holder | str) -> TakenOver:
     )
 
 
+def out_of_touch(run_id: str) -> TakenOver:
+    """The error of a supervisor that could not keep its lock in the backend, which another one may have taken since."""
+    return TakenOver(
+        f"run {run_id} is left to whoever reaches the backend",
+        "It did not answer this machine, so another one may supervise the run now, and this one leaves it as it is. "
+        "Machines that nobody comes for end by themselves.",
+        f"Once it answers, go on with `mgpu attach {run_id}`, or end it with `mgpu stop {run_id}`.",
+    )
+
+
 def busy(run_id: str) -> InputError:
     """The error for a second supervisor."""
     return InputError(

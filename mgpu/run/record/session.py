@@ -17,8 +17,9 @@ from mgpu_train.timeouts import Timeouts
 from mgpu.errors import Interrupted, StackError
 from mgpu.events import Emit, Note, PhaseFinished, PhaseStarted, RunEvent, RunStateChanged, Warned
 from mgpu.journal import Journal
+from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder
-from mgpu.run.record.record import Record, State, save, taken_over
+from mgpu.run.record.record import Record, State, out_of_touch, save, taken_over
 from mgpu.run.record.signals import Interrupts
 from mgpu.run.record.supervisor_lock import taken_from
 
@@ -56,14 +57,32 @@ class Session:
     # --- whose run it is ----------------------------------------------------------------------------------------
 
     def still_mine(self) -> bool:
-        """False when another process has taken the run over. Cheap, and looks at this machine alone."""
+        """False when another process has taken the run over, as far as is known here. Cheap: it asks nobody."""
         return taken_from(self.folder.lock, self.record.supervisor) is None
 
     def require_mine(self) -> None:
-        """Raises `TakenOver` when another process supervises the run now: nothing of it may be touched any more."""
-        other = taken_from(self.folder.lock, self.record.supervisor)
-        if other is not None:
-            raise taken_over(self.record.run_id, other)
+        """Returns when this process certainly supervises the run; a backend that does not answer is waited for, as long
+        as machines last without anybody.
+
+        Raises:
+            TakenOver: another process supervises the run now, or may do so: nothing of it may be touched any more.
+        """
+        run_id, told, asked = self.record.run_id, False, self.interrupts.count
+        until = time.monotonic() + self.timeouts.lease_s
+        while True:
+            other = taken_from(self.folder.lock, self.record.supervisor)
+            if other is not None:
+                raise taken_over(run_id, other)
+            unsure_s = shared.unsure_s(run_id)
+            if not unsure_s:
+                return
+            if time.monotonic() > until or self.interrupts.count > asked:
+                raise out_of_touch(run_id)
+            if not told:
+                told = True
+                why = "the backend does not answer, and another machine may have taken the run over"
+                self.emit(Warned(f"{why}: nothing is begun or ended until it answers; the run itself goes on"))
+            time.sleep(self.timeouts.poll_s)
 
     def claim(self, log: CommitLog) -> None:
         """Says in the store, once, that this process supervises the run: an earlier one begins no attempt any more.
@@ -110,6 +129,8 @@ class Session:
                     return told()
                 if not self.still_mine():
                     return told("taken over")
+                if shared.unsure_s(self.record.run_id):
+                    return told("the backend does not answer, and another machine may have taken the run over")
             return None
 
         watcher = threading.Thread(target=look, name="mgpu-stop", daemon=True)

@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -255,6 +255,7 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
     said = {**asdict(me(token)), "space": _space()}
     lasts_s = _lasts_s()
     grip = Lease(here.shared, f"{_LOCKS}{run_id}.json", said, lasts_s)
+    taken_at = time.monotonic()
     with here.asking("asked who supervises a run"):
         require_here(here)
         other = grip.take(_dead, force=force)
@@ -262,7 +263,7 @@ def holding(run_id: str, token: str, *, force: bool = False) -> Iterator[bool]:
         _note(run_id, other)
         yield False
         return
-    renewal = _renewals[run_id] = LockRenewal(here.shared, run_id, grip, lasts_s / 3)
+    renewal = _renewals[run_id] = LockRenewal(here.shared, run_id, grip, lasts_s, taken_at)
     try:
         pull_one(run_id)
         with suppress(StoreError):
@@ -280,6 +281,12 @@ def earlier_hosts(run_id: str) -> frozenset[str]:
     return _renewals[run_id].hosts if run_id in _renewals else frozenset()
 
 
+def unsure_s(run_id: str) -> float:
+    """For how many seconds a run that is supervised here may have been another machine's: its lock is too old. 0: it is
+    certainly this process's, as far as the backend is concerned."""
+    return _renewals[run_id].unsure_s if run_id in _renewals else 0.0
+
+
 def send_soon(run_id: str) -> None:
     """Has logs and metrics of a run that is supervised here sent now, not in some minutes; waits for nothing."""
     if run_id in _renewals:
@@ -289,16 +296,30 @@ def send_soon(run_id: str) -> None:
 class LockRenewal:
     """While a run is supervised here: keeps its lock, and brings what other machines ask for."""
 
-    def __init__(self, store: Store, run_id: str, grip: Lease, every_s: float) -> None:
-        self._store, self._run_id, self._grip, self._every_s = store, run_id, grip, every_s
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        grip: Lease,
+        lasts_s: float,
+        taken_at: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._run_id, self._grip, self._clock = store, run_id, grip, clock
+        self._lasts_s, self._every_s = lasts_s, lasts_s / 3
         self._over, self._lost = threading.Event(), False
-        self._renewed = self._sent = time.monotonic()
+        self._renewed = self._sent = taken_at
         self._thread = threading.Thread(target=self._work, name="mgpu-lock-renewal", daemon=True)
 
     @property
     def hosts(self) -> frozenset[str]:
         """Of those who had the run before."""
         return self._grip.hosts
+
+    @property
+    def unsure_s(self) -> float:
+        """For how long anybody may have taken the lock: it counts from when its newest writing was begun."""
+        return max(0.0, self._clock() - self._renewed - self._lasts_s)
 
     def start(self) -> None:
         """Begins."""
@@ -332,16 +353,17 @@ class LockRenewal:
     def _turn(self) -> bool:
         """False: another machine has the run."""
         self.look_for_stop()
-        if time.monotonic() - self._sent >= _SEND_EVERY_S:
-            self._sent = time.monotonic()
+        if self._clock() - self._sent >= _SEND_EVERY_S:
+            self._sent = self._clock()
             files.send(self._run_id)
-        if time.monotonic() - self._renewed < self._every_s:
+        if self._clock() - self._renewed < self._every_s:
             return True
+        began = self._clock()
         if (other := self._grip.renew()) is not None:
             self._lost = True
             _note(self._run_id, other)
             return False
-        self._renewed = time.monotonic()
+        self._renewed = began
         return True
 
     def look_for_stop(self) -> None:

@@ -2,6 +2,7 @@
 
     python operator.py --points FILE -- launch --yes     writes down each point it passes, one JSON line each
     python operator.py --die-at POINT -- launch --yes    SIGKILL to itself when it comes to POINT for the first time
+    python operator.py --stop-at POINT -- launch --yes   writes the file MGPU_STOPPED there, and waits until it is gone
 
 A point lies before a call, after it, or, for the engine, in its middle: its process runs, it has touched machines. It
 is named by the newest journal entry, the call and the side, so that what a watch repeats counts once.
@@ -20,6 +21,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,8 +52,8 @@ _VARIES = re.compile(r"(?<=journal/)[^/]+|[a-z]+-\d{4}-[a-z2-9]{5}|[0-9a-f]{12,}
 class Points:
     """What this process passes, in order; `meet` is told every beginning and end of a call."""
 
-    def __init__(self, write: Path | None, die_at: str | None) -> None:
-        self._write, self._die_at = write, die_at
+    def __init__(self, write: Path | None, die_at: str | None = None, stop_at: str | None = None) -> None:
+        self._write, self._die_at, self._stop_at = write, die_at, stop_at
         self._mark = "nothing"  # the newest journal entry
         self._seen: set[str] = set()
         self._moment = 0
@@ -67,12 +69,22 @@ class Points:
             name = f"{self._mark} > {side} {call}"
             if name == self._die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if name == self._stop_at:
+                self._stop_at = None
+                _wait()
             self._moment += changed
             if self._write is None or name in self._seen:
                 return
             self._seen.add(name)
             with self._write.open("a") as out:
                 out.write(json.dumps({"moment": self._moment, "name": name}) + "\n")
+
+
+def _wait() -> None:
+    stopped = Path(os.environ["MGPU_STOPPED"])
+    stopped.touch()
+    while stopped.exists():
+        time.sleep(0.01)
 
 
 class Seams:
@@ -183,7 +195,8 @@ def _size(path: Path) -> int:
 
 if __name__ == "__main__":
     option, value, _, *command = sys.argv[1:]
-    install(Points(Path(value) if option == "--points" else None, value if option == "--die-at" else None))
+    wanted = {"--points": {"write": Path(value)}, "--die-at": {"die_at": value}, "--stop-at": {"stop_at": value}}
+    install(Points(**{"write": None, **wanted[option]}))
     from mgpu.cli import main  # only now: what imports `save` gets the one that is watched
 
     main(command)

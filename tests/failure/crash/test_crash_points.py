@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Semaphore
@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 from fakes import gateway
+from fakes.relay import Relay
 
 from mgpu.iac.engine import operations
 
@@ -40,6 +41,8 @@ TIMEOUTS = json.dumps({"lease_s": RUN_LEASE_S, "lease_renew_s": 2, "silence_s": 
 # of two machines: the second one may take its time until the first one's machines end by themselves
 WITHIN_S, LOCK_S = 240, 2
 SHARED = json.dumps({"lease_s": WITHIN_S, "lock_s": LOCK_S, "silence_s": 20})
+CUT = ", but it lives on, cut off from the bucket"
+LEFT_IT = (130,)  # exit codes: it was taken over
 POWER = ", and its machine loses power"  # else the engine that it had at work goes on
 ENGINE_AT_WORK = re.compile(r"(while it runs:|machines touched by) pulumi (up|destroy|stack rm)")
 DEAR = 64  # one in so many is drawn: each takes two machines and two engines
@@ -201,6 +204,13 @@ class Bucket:
         url = gateway.backend(self.env, self.folder.name, name)
         return world_of(new_world, name, WITHIN_S, **self.env, PULUMI_BACKEND_URL=url, MGPU_TIMEOUTS=SHARED)
 
+    def cut_off(self, world) -> tuple[Relay, dict[str, str]]:
+        """A way to the bucket that can be cut, and the environment of whoever has no other."""
+        here = self.env["AWS_ENDPOINT_URL"]
+        relay = Relay(int(here.rpartition(":")[2]))
+        there = f"http://127.0.0.1:{relay.port}"
+        return relay, {name: value.replace(here, there) for name, value in world.env.items() if here in value}
+
     def records(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in (self.folder / name / "mgpu" / "records").glob("*.json")]
 
@@ -226,6 +236,7 @@ def test_killed_anywhere_another_machine_brings_it_to_its_end(new_world, bucket,
     moments = moments_of_launch(bucket.world(new_world, "recorded"))
     named = {names[0]: names for names in moments}
     named |= {f"{name}{POWER}": names for name, names in named.items() if ENGINE_AT_WORK.search(name)}
+    named |= {f"{names[0]}{CUT}": names for names in moments}
     wanted = [
         name for name, names in named.items() if re.search(os.environ.get("MGPU_CRASH_POINTS", ""), f"{name} {names}")
     ]
@@ -235,14 +246,16 @@ def test_killed_anywhere_another_machine_brings_it_to_its_end(new_world, bucket,
 
     def story(number: int) -> Story:
         name, point = f"p{number:03d}", wanted[number]
-        return taken_on(bucket.world(new_world, name), Story([point, *named[point][1:]]), bucket)
+        tell = cut_off if point.endswith(CUT) else taken_on
+        return tell(bucket.world(new_world, name), Story([point, *named[point][1:]]), bucket)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         stories = list(pool.map(story, range(len(wanted))))
     table = "\n".join(map(str, stories))
     (tmp_path / "points.txt").write_text(table)
     sys.stdout.write(table)
-    told = f"{sum(map(len, moments))} crash points of launch at {len(moments)} moments; killed at {len(stories)}"
+    points = sum(map(len, moments))
+    told = f"{points} crash points of launch at {len(moments)} moments; at {len(stories)} killed or cut off"
     record_property("counted", f"{told}; {time.monotonic() - began:.0f} s in all")
     wrong = [str(story) for story in stories if story.problems]
     assert not wrong, "\n".join(wrong)
@@ -265,12 +278,19 @@ def test_killed_on_two_machines_the_third_one_brings_it_to_its_end(new_world, bu
 
 def taken_on(world, story: Story, bucket: Bucket, meanwhile: Callable[[], None] = lambda: None) -> Story:
     """The operator dies; another machine passes until nothing is left to do."""
-    name, there = world.root.name, another_machine(world, "another")
+    there = another_machine(world, "another")
     code, err = launch(world, "--die-at", story.names[0].removesuffix(POWER))
     story.demand(code == -signal.SIGKILL, f"it was not passed: exit {code}: {err[-500:]}")
     if story.names[0].endswith(POWER):
         end_engines(world)
     meanwhile()
+    passed(world, there, story, bucket)
+    return judged(world, story, bucket)
+
+
+def passed(world, there: Path, story: Story, bucket: Bucket) -> None:
+    """Another machine passes until nothing is left to do."""
+    name = world.root.name
     began, over = time.monotonic(), False
     while not over and not story.problems and time.monotonic() - began < WITHIN_S:
         done = elsewhere(world, there, "reconcile", "--json")
@@ -278,6 +298,11 @@ def taken_on(world, story: Story, bucket: Bucket, meanwhile: Callable[[], None] 
         story.demand(story.code == 0, f"reconcile: exit {story.code}: {done.stderr[-700:]}")
         over = not found.get("runs") and all(each["teardown"] == "confirmed" for each in bucket.records(name))
     story.left_s = time.monotonic() - began
+
+
+def judged(world, story: Story, bucket: Bucket) -> Story:
+    """What became of it, by the bucket and the bill."""
+    name = world.root.name
     records = bucket.records(name)
     if not records:  # nobody was promised anything yet
         story.demand(not world.bill().nodes, "rented without a record")
@@ -294,6 +319,31 @@ def taken_on(world, story: Story, bucket: Bucket, meanwhile: Callable[[], None] 
     except AssertionError:
         story.problems.append(f"processes are left: {world.processes()}")
     return story
+
+
+def cut_off(world, story: Story, bucket: Bucket) -> Story:
+    """The operator lives on, and reaches the bucket again only when another machine has passed and nothing is left."""
+    relay, theirs = bucket.cut_off(world)
+    there, stopped, said = another_machine(world, "another"), world.root / "stopped", world.root / "said"
+    point = story.names[0].removesuffix(CUT)
+    command = [sys.executable, "-P", str(OPERATOR), "--stop-at", point, "--", "launch", "--yes"]
+    environment = {**world.env, **theirs, "MGPU_STOPPED": str(stopped)}
+    with said.open("w") as quiet, closing(relay):
+        process = subprocess.Popen(command, cwd=world.project, env=environment, stdout=quiet, stderr=quiet)
+        try:
+            world.wait(lambda: stopped.exists() or process.poll() is not None, 120)
+            relay.cut()
+            stopped.unlink()
+            passed(world, there, story, bucket)
+            relay.mend()
+            code = process.wait(LEFT_S)
+            over = code == 0 and "succeeded" in said.read_text()  # it had nothing to do any more but to say so
+            story.demand(over or code in LEFT_IT, f"whoever was cut off ends with {code}: {said.read_text()[-900:]}")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            story.problems.append(f"{error}: {said.read_text()[-900:]}")
+        finally:
+            process.kill()
+    return judged(world, story, bucket)
 
 
 def end_engines(world) -> None:

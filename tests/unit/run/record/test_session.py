@@ -17,7 +17,7 @@ from mgpu_train.store import Unavailable
 
 from mgpu.errors import Interrupted, TakenOver
 from mgpu.events import Note, PhaseFinished, PhaseStarted, RunStateChanged, Warned
-from mgpu.run.record import record
+from mgpu.run.record import record, shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import State
 from mgpu.run.record.session import Session
@@ -238,3 +238,49 @@ def test_signals_of_a_process_group_as_wrappers_send_them(signals, count, told, 
         os.killpg(child.pid, number)
     out, _ = child.communicate(timeout=20)
     assert out.split() == [str(count), str(told), str(hung_up)]
+
+
+# --- a lock in the backend that may have become somebody else's
+
+
+@pytest.fixture
+def answers(session, monkeypatch):
+    """What is known of the lock, each time that the session looks; the last one holds."""
+    said: list[float] = []
+    monkeypatch.setattr(shared, "unsure_s", lambda _run: said.pop(0) if len(said) > 1 else said[0])
+    return said
+
+
+def test_a_backend_that_does_not_answer_is_waited_for_before_anything_is_touched(session, world, answers):
+    answers += [1.0, 2.0, 3.0, 0.0]
+    session.to(State.PROVISIONING)
+    assert answers == [0.0]
+    assert session.record.state is State.PROVISIONING
+    (told,) = [event.text for event in world.events if isinstance(event, Warned)]
+    assert "nothing is begun or ended until it answers" in told
+
+
+def test_it_is_not_waited_for_longer_than_machines_last_without_anybody(session, answers):
+    answers += [1.0]
+    session.timeouts = session.timeouts.model_copy(update={"lease_s": 0.0})
+    with pytest.raises(TakenOver, match="run-1 is left to whoever reaches the backend"):
+        session.require_mine()
+
+
+def test_a_signal_ends_the_wait_and_touches_nothing(session, answers, monkeypatch):
+    answers += [1.0]
+
+    def looked(_run: str) -> float:
+        session.interrupts.count += 1
+        return 1.0
+
+    monkeypatch.setattr(shared, "unsure_s", looked)
+    with pytest.raises(TakenOver, match="left to whoever"):
+        session.require_mine()
+
+
+def test_what_is_being_made_is_undone_where_the_lock_is_too_old(session, answers):
+    answers += [0.0, 1.0, 0.0]
+    undone = threading.Event()
+    with session.undoing(undone.set):
+        assert undone.wait(60)
