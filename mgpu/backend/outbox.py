@@ -6,19 +6,22 @@
 `whose` is `runs/<run>`, or `submissions/<name>.<uid>` of a schedule. A message is delivered by who has claimed it, with
 a conditional write, and the mark is there before the message goes: of any number that look at once one delivers it. A
 claim whose holder died is over when it is `CLAIM_S` old, by the store's own clock. Who dies between the delivery and
-its mark is the one case in which somebody is told twice, with the same id.
+its mark is the one case in which somebody is told twice, with the same id. What nobody could deliver for `WAITS_S` after
+it happened is given up by the try that finds it so.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from mgpu.backend import location
 from mgpu.errors import StackError
+from mgpu.words import count
 
 if TYPE_CHECKING:
     from mgpu_train.store import Store
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 UNSETTLED = "unsettled/"  # one listing of it says which runs may need something, and who is still to be told
 _OUTBOX = f"{UNSETTLED}outbox/"
 CLAIM_S = 120.0  # longer than any delivery takes: a program of the user's has 30 s
+WAITS_S = 14 * 86400.0  # a service that is away longer than that will not come back, and its news are none any more
 _LARGEST = 4 << 20  # bytes of a message
 _TRIES = 5  # to keep one whose answer is lost
 _seen: dict[str, list[str]] = {}  # by store: the keys of the newest listing that somebody has made
@@ -35,6 +39,10 @@ Message = dict[str, Any]
 
 class NotKept(Exception):
     """A message did not come into the backend: it is lost, unless its event is said again."""
+
+
+class GivenUp(Exception):
+    """A message could not be delivered for so long that it does not wait any more."""
 
 
 class Outbox:
@@ -68,11 +76,20 @@ class Outbox:
 
         Raises:
             StackError: the backend does not answer.
+            GivenUp: `tell` could not, and it was the last try.
             Exception: what `tell` raises; that message waits for the next one who delivers.
         """
         with _backend() as store:
             keys = [found.key for found in store.list(self._waiting)]
         return all(self._deliver(key, tell) for key in keys)
+
+    def give_up_late(self) -> str:
+        """Gives up what has waited too long, for who cannot even try to deliver; what to say of it. Raises StackError."""
+        with _backend() as store:
+            late = [found.key for found in store.list(self._waiting) if _is_late(found.key)]
+            for key in late:
+                store.delete(key)
+        return _given_up(len(late)) if late else ""
 
     def _deliver(self, key: str, tell: Callable[[Message], None]) -> bool:
         told = f"{self._told}{key.removesuffix('.json').rpartition('-')[2]}"
@@ -89,9 +106,12 @@ class Outbox:
         if key not in self._unmarked:  # else the backend went away before it could be marked
             try:
                 tell(message)
-            except BaseException:
+            except BaseException as error:
+                late = isinstance(error, Exception) and _is_late(key)
                 with suppress(StackError), _backend() as store:
-                    _let_go(store, key, mine)
+                    store.delete(key) if late else _let_go(store, key, mine)
+                if late:
+                    raise GivenUp(f"{type(error).__name__}: {error}; {_given_up(1)}") from error
                 raise
             self._unmarked.add(key)
         with _backend() as store:
@@ -130,6 +150,14 @@ def keys(store: Store, whose: str) -> list[str]:
     """All keys of messages of a run or schedule, those that wait and the marks of those that were told. Raises
     StoreError."""
     return [found.key for prefix in (f"{whose}/told/", f"{_OUTBOX}{whose}/") for found in store.list(prefix)]
+
+
+def _is_late(key: str) -> bool:
+    return time.time() - float(key.rpartition("/")[2].partition("-")[0]) > WAITS_S
+
+
+def _given_up(messages: int) -> str:
+    return f"{count(messages, 'message')} given up after {WAITS_S / 86400:.0f} days"
 
 
 def _claim(store: Store, key: str) -> tuple[Message, str] | None:

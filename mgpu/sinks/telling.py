@@ -162,7 +162,12 @@ class Telling(Sink, ABC):
     def _deliver(self) -> None:
         """In their order: what cannot be delivered holds up what is newer."""
         self._tried = time.monotonic()
-        self.prepare()
+        try:
+            self.prepare()
+        except ValueError as error:
+            if said := self._outbox.give_up_late():
+                raise ValueError(f"{error}; {said}") from error
+            raise
         self._waits = not self._outbox.deliver(lambda message: self.tell(Message(**message)))
 
 

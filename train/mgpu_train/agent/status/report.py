@@ -75,8 +75,7 @@ def write(path: Path, status: AgentStatus) -> None:
         OSError: it could not be written; the old one stands.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    untouched = None if status.starved else {"starved"}  # which an older operator does not know
-    aside.write_text(status.model_dump_json(indent=1, exclude=untouched) + "\n")
+    aside.write_text(status.model_dump_json(indent=1) + "\n")
     aside.replace(path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from mgpu_train.config import Model
 
@@ -136,3 +136,9 @@ class AgentStatus(Model):
         default=False, description="the kernel ended the program, since the machine was out of memory"
     )
     reason: str | None = Field(default=None, description="with FAILED: what happened, one line, no secret")
+
+    @model_serializer(mode="wrap")
+    def _written(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what an older operator does not know, as long as nothing is to be said by it."""
+        said = whole(self)
+        return said if self.starved else {name: value for name, value in said.items() if name != "starved"}
