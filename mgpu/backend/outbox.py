@@ -6,8 +6,8 @@
 `whose` is `runs/<run>`, or `submissions/<name>.<uid>` of a schedule. A message is delivered by who has claimed it, with
 a conditional write, and the mark is there before the message goes: of any number that look at once one delivers it. A
 claim whose holder died is over when it is `CLAIM_S` old, by the store's own clock. Who dies between the delivery and
-its mark is the one case in which somebody is told twice, with the same id. What nobody could deliver for `WAITS_S` after
-it happened is given up by the try that finds it so.
+its mark is the one case in which somebody is told twice, with the same id. What nobody could deliver for `WAITS_S` is
+given up by the try that finds it so.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ class Outbox:
         return all(self._deliver(key, tell) for key in keys)
 
     def give_up_late(self) -> str:
-        """Gives up what has waited too long, for who cannot even try to deliver; what to say of it. Raises StackError."""
+        """Gives up what has waited too long, for who cannot even try to deliver; what to say of it.
+
+        Raises StackError.
+        """
         with _backend() as store:
             late = [found.key for found in store.list(self._waiting) if _is_late(found.key)]
             for key in late:

@@ -95,8 +95,9 @@ def service() -> Iterator[Service]:
 
 
 @pytest.fixture
-def told(tmp_path: Path, xdg: Path) -> list[Event]:
+def told(tmp_path: Path, xdg: Path, monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """What the console hears; the run has a record."""
+    monkeypatch.setattr(outbox, "WAITS_S", float("inf"))  # it is 1970 in these stories
     save(
         Record(
             *(RUN, "night", "p", str(tmp_path), "/p/mgpu.yaml", "s", True, "f", "local", 1), recoveries=1,

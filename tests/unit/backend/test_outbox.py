@@ -28,8 +28,9 @@ class Dead(BaseException):
 def box(xdg: Path) -> Outbox:
     """An outbox in which three messages wait, kept in another order than that of their times."""
     made = Outbox(WHOSE, "webhook")
-    for at in (3.0, 1.0, 2.0):
-        made.keep(f"m{at:.0f}", at, {"id": f"m{at:.0f}"})
+    now = time.time()
+    for number in (3, 1, 2):
+        made.keep(f"m{number}", now + number, {"id": f"m{number}"})
     return made
 
 
@@ -184,3 +185,36 @@ def test_what_is_removed_takes_its_messages_along(box: Outbox):
     Outbox("runs/night-1125-abcdef", "webhook").keep("x", 1.0, {})
     outbox.remove(location.current().ours, WHOSE)
     assert outbox.waiting() == ["runs/night-1125-abcdef"]
+
+
+def test_what_nobody_can_deliver_is_given_up_at_last_and_what_is_newer_waits_on(xdg: Path):
+    box, tried = Outbox(WHOSE, "webhook"), list[str]()
+    for number, days in (("old", 15), ("older", 16), ("new", 13)):
+        box.keep(number, time.time() - days * 86400, {"id": number})
+
+    def away(message: dict[str, Any]) -> None:
+        tried.append(message["id"])
+        raise OSError("no answer")
+
+    said = list[str]()
+    for _ in range(4):
+        with pytest.raises(Exception, match="no answer") as refused:
+            box.deliver(away)
+        said.append(str(refused.value))
+    assert tried == ["older", "old", "new", "new"], "each is tried before it is given up"
+    assert said[:3] == ["OSError: no answer; 1 message given up after 14 days"] * 2 + ["no answer"]
+    assert [key.rpartition("-")[2] for key in keys()] == ["new.json"]
+
+
+def test_an_end_of_the_process_gives_nothing_up(xdg: Path):
+    box = Outbox(WHOSE, "webhook")
+    box.keep("old", time.time() - 15 * 86400, {})
+    with pytest.raises(Dead):
+        box.deliver(lambda _: (_ for _ in ()).throw(Dead()))
+    assert len(keys()) == 1
+
+
+def test_who_cannot_even_try_gives_up_what_is_too_old(box: Outbox):
+    box.keep("old", time.time() - 15 * 86400, {})
+    assert box.give_up_late() == "1 message given up after 14 days"
+    assert (len(keys()), box.give_up_late()) == (3, "")
