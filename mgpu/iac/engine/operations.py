@@ -104,6 +104,14 @@ def end_orphans(
     _end(lambda: [process for each in at_work(place, ousted) for process in each.unwanted], clock, sleep)
 
 
+def abandon(place: str) -> None:
+    """Ends what this process has at work on a stack as a machine does that loses power: nothing is undone or saved."""
+    for operation in at_work(place):
+        if operation.driver == procs.me():
+            for process in (*operation.clis, *operation.processes):
+                process.send(signal.SIGKILL)
+
+
 def _orphans(place: str, ousted: Process | None) -> tuple[Process, ...]:
     return tuple(cli for operation in at_work(place, ousted) if operation.orphaned for cli in operation.clis)
 

@@ -178,6 +178,12 @@ class Stack:
         """Asks the CLI to cancel: what is under way is undone and saved. Later operations but `destroy` are refused."""
         self._cli.interrupt()
 
+    def abandon(self) -> None:
+        """Ends what is under way at once, for the stack may be another operator's by now: what it has made is found by
+        whoever goes on, or ends by itself. Later operations but `destroy` are refused."""
+        self._cli.interrupted = True
+        operations.abandon(self._place)
+
     def oust(self, driver: Process, host: str, others: Collection[str] = ()) -> None:
         """From here on, what this driver has at work on the stack is ended as if it had died: it has lost the stack. On
         another host it cannot be seen from here; its locks count no more, nor do those of `others`, hosts that had lost

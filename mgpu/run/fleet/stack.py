@@ -124,7 +124,7 @@ def bring_up(session: Session, stack: Stack, lost: tuple[int, ...] = ()) -> Stac
     session.journal.append("up", stack=stack.name, lost=lost)  # the undo is known before the machines are asked for
     if lost:
         _end_lost(session, lost)
-    with session.undoing(stack.interrupt):
+    with session.undoing(stack.interrupt, stack.abandon):
         stack.init()
         files.send(session.record.run_id, small=True)  # before there is anything to be ended with it
         most_usd = min(filter(None, (left_usd, month_usd)), default=0.0)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.errors import Interrupted, StackError
+from mgpu.errors import Interrupted, MgpuError, StackError
 from mgpu.events import Emit, Note, PhaseFinished, PhaseStarted, RunEvent, RunStateChanged, Warned
 from mgpu.journal import Journal
 from mgpu.run.record import shared
@@ -114,10 +114,12 @@ class Session:
             raise Interrupted("interrupted", "`mgpu stop` asked for the end before the training began.")
 
     @contextmanager
-    def undoing(self, undo: Callable[[], None]) -> Iterator[None]:
-        """While the block runs, a signal calls `undo`, and so do `mgpu stop` and another process that takes over."""
+    def undoing(self, undo: Callable[[], None], abandon: Callable[[], None]) -> Iterator[None]:
+        """While the block runs, a signal calls `undo`, and so do `mgpu stop` and a process of this machine that takes
+        the run over, which waits for it; `abandon` is called where one of another machine has done that, or may have:
+        what was begun may be that one's by now."""
         self.check()
-        over = threading.Event()
+        over, left, run_id = threading.Event(), threading.Event(), self.record.run_id
 
         def told(why: str = "interrupted") -> None:
             self.emit(Note(f"{why}: undoing what was begun"))
@@ -127,10 +129,14 @@ class Session:
             while not over.wait(self.timeouts.poll_s):
                 if self.folder.stop.exists():
                     return told()
-                if not self.still_mine():
+                other = taken_from(self.folder.lock, self.record.supervisor)
+                if other is not None and other.host == os.uname().nodename:
                     return told("taken over")
-                if shared.unsure_s(self.record.run_id):
-                    return told("the backend does not answer, and another machine may have taken the run over")
+                if other is not None or shared.unsure_s(run_id):
+                    why = f"taken over by {other}" if other else "the backend does not answer"
+                    self.emit(Note(f"{why}: what was begun is left to whoever goes on with the run"))
+                    left.set()
+                    return abandon()
             return None
 
         watcher = threading.Thread(target=look, name="mgpu-stop", daemon=True)
@@ -138,6 +144,11 @@ class Session:
             watcher.start()
             try:
                 yield
+            except MgpuError as error:
+                if not left.is_set():
+                    raise
+                other = taken_from(self.folder.lock, self.record.supervisor)
+                raise (taken_over(run_id, other) if other else out_of_touch(run_id)) from error
             finally:
                 over.set()
                 watcher.join()

@@ -15,13 +15,14 @@ import pytest
 from fakes.clock import Clock
 from mgpu_train.store import Unavailable
 
-from mgpu.errors import Interrupted, TakenOver
+from mgpu.errors import Interrupted, StackError, TakenOver
 from mgpu.events import Note, PhaseFinished, PhaseStarted, RunStateChanged, Warned
 from mgpu.run.record import record, shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import State
 from mgpu.run.record.session import Session
 from mgpu.run.record.signals import ECHO_S, Interrupts
+from mgpu.run.record.supervisor_lock import Holder, replace_holder
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def test_a_session_is_of_its_process_until_another_one_takes_the_run(mine):
 
 def test_a_takeover_undoes_what_the_engine_has_under_way(mine, world):
     undone = threading.Event()
-    with pytest.raises(TakenOver), mine.undoing(undone.set), record.supervising("run-1", force=True):
+    with pytest.raises(TakenOver), mine.undoing(undone.set, pytest.fail), record.supervising("run-1", force=True):
         assert undone.wait(10)
     assert any("taken over" in event.text for event in world.of(Note))
 
@@ -279,8 +280,36 @@ def test_a_signal_ends_the_wait_and_touches_nothing(session, answers, monkeypatc
         session.require_mine()
 
 
-def test_what_is_being_made_is_undone_where_the_lock_is_too_old(session, answers):
+def test_what_is_being_made_is_abandoned_where_the_lock_is_too_old(session, answers):
     answers += [0.0, 1.0, 0.0]
-    undone = threading.Event()
-    with session.undoing(undone.set):
-        assert undone.wait(60)
+    abandoned = threading.Event()
+    with session.undoing(pytest.fail, abandoned.set):
+        assert abandoned.wait(60)
+
+
+def test_what_was_abandoned_has_not_failed(session, answers):
+    """The lock was renewed late, but in time: whoever goes on with the run finds what was made."""
+    answers += [0.0, 1.0, 0.0]
+    abandoned = threading.Event()
+
+    def killed() -> None:
+        with session.undoing(pytest.fail, abandoned.set):
+            assert abandoned.wait(60)
+            raise StackError("`pulumi up` was killed", "", "")
+
+    with pytest.raises(TakenOver, match="left to whoever"):
+        killed()
+
+
+def test_what_is_being_made_is_abandoned_where_another_machine_has_the_run(session):
+    abandoned = threading.Event()
+    session.record.supervisor = "mine"
+    theirs = Holder("theirs", 1, 2, "boot", "another-host")
+
+    def taken() -> None:
+        with session.undoing(pytest.fail, abandoned.set):
+            replace_holder(session.folder.lock, theirs)
+            assert abandoned.wait(60)
+
+    with pytest.raises(TakenOver):
+        taken()
