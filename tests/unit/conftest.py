@@ -348,6 +348,9 @@ class Stack:
     def interrupt(self) -> None:
         self.world.calls.append("interrupt")
 
+    def abandon(self) -> None:
+        self.world.calls.append("abandon")
+
     def oust(self, driver: Process, host: str, others: Collection[str] = ()) -> None:
         self.world.ousted.append(driver)
 
