@@ -166,6 +166,11 @@ def test_a_lock_is_sure_for_as_long_as_it_lasts_from_when_its_newest_writing_beg
         assert shared.unsure_s("first-1") == 0
         now[0] += 71
         assert shared.unsure_s("first-1") == 1, "it was written some time after its writing began"
+        sure = list[float]()
+        monkeypatch.setattr(shared.files, "send", lambda _run: sure.append(shared.unsure_s("first-1")))
+        renewal.send_soon()
+        assert renewal._turn()
+        assert sure == [0], "before what takes long"
 
 
 def test_the_lock_of_a_process_that_died_on_this_machine_is_free(team: Team):

@@ -269,6 +269,14 @@ def test_a_wait_for_an_orphan_can_be_given_up(start, dead):
     assert cli.poll() is None
 
 
+def test_what_this_process_has_at_work_is_abandoned_and_nothing_else(start, dead):
+    mine = [start(script=DEAF, mark=value(procs.me())), start("pulumi-resource-mgpu", mark=value(procs.me()))]
+    others = [start(mark=value(dead)), start(mark=value(procs.me(), "/backend:project/stack2")), start()]
+    operations.abandon(PLACE)
+    assert [each.wait(60) for each in mine] == [-signal.SIGKILL] * 2
+    assert [each.poll() for each in others] == [None] * 3
+
+
 def test_a_process_that_nothing_ends_is_named(start, dead, monkeypatch):
     host = start("pulumi-language-python", mark=value(dead))
     monkeypatch.setattr(procs.Process, "send", lambda *_: True)  # as if it hung in the kernel

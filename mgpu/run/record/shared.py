@@ -352,18 +352,17 @@ class LockRenewal:
 
     def _turn(self) -> bool:
         """False: another machine has the run."""
+        began = self._clock()
+        if began - self._renewed >= self._every_s:  # first: what has grown may take long on its way
+            if (other := self._grip.renew()) is not None:
+                self._lost = True
+                _note(self._run_id, other)
+                return False
+            self._renewed = began
         self.look_for_stop()
         if self._clock() - self._sent >= _SEND_EVERY_S:
             self._sent = self._clock()
             files.send(self._run_id)
-        if self._clock() - self._renewed < self._every_s:
-            return True
-        began = self._clock()
-        if (other := self._grip.renew()) is not None:
-            self._lost = True
-            _note(self._run_id, other)
-            return False
-        self._renewed = began
         return True
 
     def look_for_stop(self) -> None:
