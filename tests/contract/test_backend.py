@@ -151,20 +151,20 @@ def test_the_keeper_notices_that_its_run_was_taken(team: Team, monkeypatch: pyte
                 assert lost.token == second
 
 
-def test_a_lock_is_sure_for_as_long_as_it_lasts_from_when_its_newest_writing_began(team: Team, monkeypatch):
+def test_a_lock_is_sure_for_two_thirds_of_its_time_from_when_its_newest_writing_began(team: Team, monkeypatch):
     with team.on("a"), supervising("first-1") as token:
         assert shared.unsure_s("first-1") == 0
         store, now = location.current().shared, [1000.0]
         lease = Lease(store, "locks/first-1.json", {"token": token}, 90)
         renewal = shared._renewals["first-1"] = shared.LockRenewal(store, "first-1", lease, 90, 1000.0, lambda: now[0])
-        now[0] += 90
+        now[0] += 60
         assert shared.unsure_s("first-1") == 0
         now[0] += 5
         assert shared.unsure_s("first-1") == 5
         monkeypatch.setattr(lease, "renew", lambda write=lease.renew: now.__setitem__(0, now[0] + 20) or write())
         assert renewal._turn()
         assert shared.unsure_s("first-1") == 0
-        now[0] += 71
+        now[0] += 41
         assert shared.unsure_s("first-1") == 1, "it was written some time after its writing began"
         sure = list[float]()
         monkeypatch.setattr(shared.files, "send", lambda _run: sure.append(shared.unsure_s("first-1")))

@@ -43,6 +43,7 @@ def start(session: Session, request: Request, fleet: StackOutput, nodes: NodeSet
     share = None
     if record.slots:
         share = Share(slots=tuple(record.slots), of=record.slots_of, gpus=request.spec.gpus_per_node > 0)
+    session.require_mine()  # what came before may have waited for a store for long
     known = {"attempt": record.attempt, "writer": record.writer, "ports": ports, "resume": resume}
     jobs = request.jobs(fleet, share=share, **known)
     session.journal.append("start", attempt=record.attempt, resume=resume.checkpoint_id if resume else None)

@@ -282,8 +282,8 @@ def earlier_hosts(run_id: str) -> frozenset[str]:
 
 
 def unsure_s(run_id: str) -> float:
-    """For how many seconds a run that is supervised here may have been another machine's: its lock is too old. 0: it is
-    certainly this process's, as far as the backend is concerned."""
+    """For how many seconds the lock of a run that is supervised here has been so old that another machine may soon have
+    it, or has. 0: the run is certainly this process's, as far as the backend is concerned."""
     return _renewals[run_id].unsure_s if run_id in _renewals else 0.0
 
 
@@ -318,8 +318,9 @@ class LockRenewal:
 
     @property
     def unsure_s(self) -> float:
-        """For how long anybody may have taken the lock: it counts from when its newest writing was begun."""
-        return max(0.0, self._clock() - self._renewed - self._lasts_s)
+        """For how long nothing may be begun any more: from two thirds of the lock's time after its newest writing was
+        begun, so that what was begun just before is through when anybody may take it."""
+        return max(0.0, self._clock() - self._renewed - self._lasts_s * 2 / 3)
 
     def start(self) -> None:
         """Begins."""

@@ -12,6 +12,7 @@ from mgpu.errors import ConnectionFailed, TakenOver, TrainingFailed
 from mgpu.events import Note, Warned
 from mgpu.run.job.request import resolve
 from mgpu.run.lifecycle import attempt_start
+from mgpu.run.record import shared
 from mgpu.run.record.record import Interruption, load
 from mgpu.run.record.session import Session
 from mgpu.spec.model import RunSpec
@@ -66,6 +67,15 @@ def test_the_next_attempt_begins_at_the_newest_commit_which_may_not_have_been_se
     assert (second.attempt, second.checkpoint_id, second.checkpoint_step) == (2, "a001-step-40", 40)
     assert {job.resume.checkpoint_id for job in run.jobs[2:]} == {"a001-step-40"}
     assert load("run-1").checkpoint_step == 40
+
+
+def test_no_node_is_started_while_another_machine_may_have_the_run(run, monkeypatch):
+    """The store was waited for so long that the lock in the backend is too old."""
+    run.world.timeouts = run.world.timeouts.model_copy(update={"lease_s": 0.0})
+    monkeypatch.setattr(shared, "unsure_s", lambda _run: 1.0)
+    with pytest.raises(TakenOver, match="left to whoever reaches the backend"):
+        run.start()
+    assert run.jobs == []
 
 
 def test_a_later_attempt_that_begins_from_zero_says_so(run):
