@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from mgpu_train import collector
 
 from mgpu import __version__
 
@@ -113,6 +114,7 @@ def _drop_the_rest() -> None:
 def main(args: list[str] | None = None) -> Any:
     """The entry point: every error of ours, and every mistake on the command line, becomes three lines and a code.
     With --json it is an object, too, unless the command has printed its result."""
+    collector.seldom()
     if known := sys.modules.get("mgpu.console"):
         known.Console.told = False
     try:

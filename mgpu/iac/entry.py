@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from mgpu_train import collector
+
 _FOLDERS = ("pulumi", "pulumi.runtime", "pulumi.runtime.proto")
 
 
@@ -29,6 +31,7 @@ def without_sdk() -> None:
 
 def main() -> None:
     """Serves until the engine ends this process, or dies itself."""
+    collector.seldom()
     without_sdk()
     from mgpu.iac.plugin import main as serve  # imports the messages
 
