@@ -108,7 +108,7 @@ def abandon(place: str) -> None:
     """Ends what this process has at work on a stack as a machine does that loses power: nothing is undone or saved."""
     for operation in at_work(place):
         if operation.driver == procs.me():
-            for process in (*operation.clis, *operation.processes):
+            for process in (*operation.clis, *operation.processes):  # the CLIs first: they see nothing of it die
                 process.send(signal.SIGKILL)
 
 

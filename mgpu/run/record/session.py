@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_train.timeouts import Timeouts
 
-from mgpu.errors import Interrupted, MgpuError, StackError
+from mgpu.errors import Interrupted, MgpuError, StackError, TakenOver
 from mgpu.events import Emit, Note, PhaseFinished, PhaseStarted, RunEvent, RunStateChanged, Warned
 from mgpu.journal import Journal
 from mgpu.run.record import shared
 from mgpu.run.record.folder import Folder
 from mgpu.run.record.record import Record, State, out_of_touch, save, taken_over
 from mgpu.run.record.signals import Interrupts
-from mgpu.run.record.supervisor_lock import taken_from
+from mgpu.run.record.supervisor_lock import Holder, taken_from
 
 if TYPE_CHECKING:
     from mgpu_train.checkpoint.log.commit_log import CommitLog
@@ -58,7 +58,15 @@ class Session:
 
     def still_mine(self) -> bool:
         """False when another process has taken the run over, as far as is known here. Cheap: it asks nobody."""
-        return taken_from(self.folder.lock, self.record.supervisor) is None
+        return self._taken_by() is None
+
+    def _taken_by(self) -> Holder | None:
+        return taken_from(self.folder.lock, self.record.supervisor)
+
+    def _not_mine(self) -> TakenOver:
+        """The error of a run that another process has, or may have."""
+        other = self._taken_by()
+        return taken_over(self.record.run_id, other) if other else out_of_touch(self.record.run_id)
 
     def require_mine(self) -> None:
         """Returns when this process certainly supervises the run; a backend that does not answer is waited for, as long
@@ -70,14 +78,12 @@ class Session:
         run_id, told, asked = self.record.run_id, False, self.interrupts.count
         until = time.monotonic() + self.timeouts.lease_s
         while True:
-            other = taken_from(self.folder.lock, self.record.supervisor)
-            if other is not None:
-                raise taken_over(run_id, other)
-            unsure_s = shared.unsure_s(run_id)
-            if not unsure_s:
+            if not self.still_mine():
+                raise self._not_mine()
+            if not shared.unsure_s(run_id):
                 return
             if time.monotonic() > until or self.interrupts.count > asked:
-                raise out_of_touch(run_id)
+                raise self._not_mine()
             if not told:
                 told = True
                 why = "the backend does not answer, and another machine may have taken the run over"
@@ -129,7 +135,7 @@ class Session:
             while not over.wait(self.timeouts.poll_s):
                 if self.folder.stop.exists():
                     return told()
-                other = taken_from(self.folder.lock, self.record.supervisor)
+                other = self._taken_by()
                 if other is not None and other.host == os.uname().nodename:
                     return told("taken over")
                 if other is not None or shared.unsure_s(run_id):
@@ -147,8 +153,7 @@ class Session:
             except MgpuError as error:
                 if not left.is_set():
                     raise
-                other = taken_from(self.folder.lock, self.record.supervisor)
-                raise (taken_over(run_id, other) if other else out_of_touch(run_id)) from error
+                raise self._not_mine() from error
             finally:
                 over.set()
                 watcher.join()
