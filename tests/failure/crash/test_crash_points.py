@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 from fakes import gateway
 from fakes.relay import Relay
+from forks import Forks
 
 from mgpu.iac.engine import operations
 
@@ -39,18 +40,19 @@ AT_ONCE = 3  # that work; any number waits for its machines to end
 FEWEST = 25
 TIMEOUTS = json.dumps({"lease_s": RUN_LEASE_S, "lease_renew_s": 2, "silence_s": 20})
 # of two machines: the second one may take its time until the first one's machines end by themselves
-WITHIN_S, LOCK_S, PASS_EVERY_S = 240, 6, 1
+WITHIN_S, LOCK_S, PASS_EVERY_S = 240, 6, 2
 SHARED = json.dumps({"lease_s": WITHIN_S, "lock_s": LOCK_S, "silence_s": 20})
 CUT = ", but it lives on, cut off from the bucket"
 LEFT_IT = (4, 130)  # exit codes: the backend could not be reached; the run was taken over
 POWER = ", and its machine loses power"  # else the engine that it had at work goes on
 ENGINE_AT_WORK = re.compile(r"(while it runs:|machines touched by) pulumi (up|destroy|stack rm)")
 DEAR = 64  # one in so many is drawn: each takes two machines and two engines
-# another host without the first one's own files: its state but the rented machines, its project, its configuration
-ANOTHER_HOST = (
-    *("unshare", "--mount", "--uts", "/bin/sh", "-c"),
-    """hostname "$1" && shift && for own in mine config state/mgpu/backends; do
-    [ ! -d "$0/$own" ] || mount -t tmpfs tmpfs "$0/$own" || exit; done; exec "$@" """,
+# what another host does not have of the first one's: its project, its configuration, its state but the rented machines
+NOT_HERE = ("mine", "config", "state/mgpu/backends")
+OTHERS = Forks(
+    *("mgpu.__main__", "mgpu.cli.reconcile", "mgpu.cli.results", "mgpu.schedule.reconcile"),
+    *("mgpu.run.lifecycle.attach", "mgpu.run.view", "mgpu.spec.load", "mgpu.providers.local.provider"),
+    *("mgpu_train.store.s3", "boto3", "rich.table"),
 )
 
 
@@ -272,7 +274,7 @@ def test_killed_on_two_machines_the_third_one_brings_it_to_its_end(new_world, bu
     second = another_machine(world, "second")
 
     def dies() -> None:
-        code = elsewhere(world, second, "attach", MGPU_DIE_AT="nothing > after record.save").returncode
+        code = elsewhere(world, second, "attach", die_at="nothing > after record.save").returncode
         story.demand(code == -signal.SIGKILL, f"the second one did not die: exit {code}")
 
     taken_on(world, story, bucket, dies)
@@ -358,18 +360,16 @@ def end_engines(world) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def elsewhere(world, there: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def elsewhere(world, there: Path, *words: str, die_at: str = "") -> subprocess.CompletedProcess[str]:
     """A command on another machine, to its end."""
     folders = {f"XDG_{kind.upper()}_HOME": str(there / kind) for kind in ("state", "config")}
-    return subprocess.run(
-        [*ANOTHER_HOST, str(world.root), there.name, sys.executable, "-P", str(ELSEWHERE), *words],
-        cwd=there,
-        env=world.env | folders | variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    host = {"MGPU_HOST": there.name, "MGPU_NOT_HERE": os.pathsep.join(str(world.root / own) for own in NOT_HERE)}
+    env = world.env | folders | host
+    if not die_at:
+        return OTHERS.run(ELSEWHERE, words, env, cwd=there, timeout=120)
+    command = [sys.executable, "-P", str(ELSEWHERE), *words]  # where points are put in before anything is imported
+    env |= {"MGPU_DIE_AT": die_at}
+    return subprocess.run(command, cwd=there, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 def another_machine(world, name: str) -> Path:
