@@ -5,6 +5,9 @@ Many are started with an environment of a few names, where what coverage.py offe
 So while this runs, a file in .venv has each Python process of this checkout measure itself. It is removed at the end.
 If this was killed before that, the file measures nothing: it looks whether somebody still holds the lock.
 
+Each process also says which test it served, which it has by its environment or by its nearest ancestor that runs tests.
+A run of all tests writes anew which slow ones `make test` never leaves out (tests/draw.py).
+
 Not measured: what a process did that ended by SIGKILL, and Python outside .venv.
 """
 
@@ -13,12 +16,15 @@ from __future__ import annotations
 import fcntl
 import importlib
 import json
+import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import sysconfig
 from collections import defaultdict
+from contextlib import closing
 from pathlib import Path
 
 import coverage
@@ -29,6 +35,7 @@ SETTINGS = FOLDER / "settings"
 PACKAGES = {"mgpu": ROOT / "mgpu", "mgpu_train": ROOT / "train/mgpu_train", "infra": ROOT / "infra"}
 SITE = Path(sysconfig.get_path("purelib"))
 HOOK = SITE / "mgpu_coverage_hook.py"
+SECONDS = ROOT / ".pytest_cache" / "v" / "mgpu" / "seconds"  # of each test; tests/figures.py
 STARTS_IT = SITE / "mgpu_coverage_hook.pth"
 
 # `sigterm`: what ends by a signal writes down what it has seen before it does. `fork`, `_exit`: forked servers.
@@ -54,6 +61,8 @@ infra =
 # Nothing that fails here may change what a process does. The variable is not left to the processes' own children.
 MEASURES = f"""
 import fcntl, os
+
+RUNS = {str(FOLDER / "runs")!r}  # .<process>: the test that it runs
 
 def begin():
     with open({str(SETTINGS)!r}) as settings:
@@ -83,6 +92,33 @@ def begin():
             measured.save()
             really(*given)
         setattr(os, name, saved_before)
+    serve(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0])
+    os.register_at_fork(after_in_child=serve)
+
+def serve(test=""):
+    try:
+        import coverage
+        test = test or of_ancestors(os.getpid())
+        if test:
+            coverage.Coverage.current().switch_context(test)
+    except Exception:
+        pass
+
+def of_ancestors(pid):
+    while pid > 1:
+        try:
+            with open(RUNS + "." + str(pid)) as told:
+                return told.read()
+        except FileNotFoundError:
+            with open("/proc/" + str(pid) + "/stat") as stat:
+                pid = int(stat.read().rpartition(")")[2].split()[1])
+    return ""
+
+def pytest_runtest_logstart(nodeid, location):  # this is pytest's plug-in, too
+    with open(RUNS + ".new" + str(os.getpid()), "w") as told:
+        told.write(nodeid)
+    os.rename(told.name, RUNS + "." + str(os.getpid()))
+    serve(nodeid)
 
 try:
     begin()
@@ -102,12 +138,27 @@ def main() -> int:
         try:
             HOOK.write_text(MEASURES)
             STARTS_IT.write_text("import mgpu_coverage_hook\n")
-            tested = subprocess.run([sys.executable, "-m", "pytest", *sys.argv[1:]], cwd=ROOT, check=False).returncode
+            pytest = [sys.executable, "-m", "pytest", "-p", HOOK.stem, *sys.argv[1:]]
+            tested = subprocess.run(pytest, cwd=ROOT, check=False).returncode
         finally:
             STARTS_IT.unlink(missing_ok=True)
             HOOK.unlink(missing_ok=True)
     report()
+    narrowed = [word for word in sys.argv[1:] if (ROOT / word.partition("::")[0]).exists()]
+    if os.environ.get("MGPU_DRAW", "") in ("", "all") and not narrowed:
+        sys.path.append(str(ROOT / "tests"))
+        print(importlib.import_module("draw").list_sole(passed(), json.loads(SECONDS.read_text())))
     return tested
+
+
+def passed() -> dict[str, set[tuple[int, int, int]]]:
+    """By test what it has passed: file, and from which line to which; "" has what belongs to none."""
+    found = defaultdict[str, set[tuple[int, int, int]]](set)
+    with closing(sqlite3.connect(FOLDER / "data")) as data:
+        rows = data.execute("SELECT context, file_id, fromno, tono FROM arc JOIN context ON context.id = context_id")
+        for test, *arc in rows:
+            found[test].add(tuple(arc))
+    return found
 
 
 def report() -> None:

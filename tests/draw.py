@@ -10,10 +10,11 @@ Every draw is that of a *number*; MGPU_DRAW=NUMBER draws it again. Of the points
 - others until they are a quarter, in the order of a hash of name and number: not always the same points go together;
 - all that are new or were changed, which includes every point whose name a list of known ones lacks.
 
-Slow tests are points, too, although each says something different: a quarter of all tests takes nine tenths of the
-time. `slow.txt` names them. A change of a test's file draws it, and a change of what SERVES names draws all that serves
+Slow tests are points, too, although each says something different: a third of all tests takes nearly all of the time.
+`slow.txt` names them. A change of a test's file draws it, and a change of what SERVES names draws all that serves
 it. Else an eighth of each folder is drawn, and an eighth of all whole stories, which stand for no folder of the code
-alone. A test that the list lacks is run, and one of ALWAYS; `make test-all` writes the list anew.
+alone. A test that the list lacks is run; `make test-all` writes the list anew. Run always are those of ALWAYS and of
+`sole.txt`: they alone pass lines and branches of which something would be missed most days. `make coverage` writes it.
 
 The number is the commit's place in the history, counted along first parents: it goes up by one from commit to commit,
 which no hash does. Where the history is cut off the commit's hash is taken, without git the hash of the sources; such
@@ -39,8 +40,9 @@ ROUND = 8  # draws in a row that have every point
 SHARE = 4  # a fourth of the points, at least
 SOURCES = ("mgpu", "train", "infra", "tests")
 ALL = "all"
-SLOW = ROOT / "tests" / "slow.txt"
-SLOW_S, QUICK_S = 0.6, 0.4  # a test gets onto the list at the first, and off it at the second
+SLOW, SOLE = ROOT / "tests" / "slow.txt", ROOT / "tests" / "sole.txt"
+SLOW_S, QUICK_S = 0.25, 0.15  # a test gets onto the list at the first, and off it at the second
+WORTH = 2.0  # lines and branches that a slow test has to pass alone, for each of its seconds, to be run always
 # Whose slow tests stand for which code, by the folder, or the beginning of the file's name. The longest holds.
 SERVES = {
     "tests/contract/": ("mgpu/providers", "train/mgpu_train/store"),
@@ -225,12 +227,13 @@ class Drawing:
 
     def _among_slow(self, items: list[pytest.Item]) -> None:
         """Without the tests that draw among points of their own."""
-        known = slow_tests()
+        known, always = slow_tests(), sole_tests()
         folders: dict[str, list[pytest.Item]] = {}
         for item in items:
             own = item.get_closest_marker("drawn") or "share" in getattr(item, "fixturenames", ())
             slow = item.nodeid in known or item.get_closest_marker("story")
-            if slow and not own and not item.nodeid.startswith(ALWAYS) and not self._absent(item):
+            runs = item.nodeid in always or item.nodeid.startswith(ALWAYS)
+            if slow and not own and not runs and not self._absent(item):
                 folder = item.nodeid.partition("::")[0].rpartition("/")[0]
                 folders.setdefault(folder if serves(f"{folder}/") else "", []).append(item)
         for tests in folders.values():
@@ -283,6 +286,11 @@ def slow_tests() -> set[str]:
     return set(SLOW.read_text().splitlines()) if SLOW.exists() else set()
 
 
+def sole_tests() -> set[str]:
+    """The names of the slow tests that are run always."""
+    return set(SOLE.read_text().splitlines()) if SOLE.exists() else set()
+
+
 def is_touched(draw: Draw, test: str) -> bool:
     """Whether the test's file was changed, or the code that it stands for."""
     return draw.has_changed(test.partition("::")[0], *serves(test))
@@ -302,6 +310,28 @@ def list_slow(seconds: Mapping[str, float]) -> str:
         return ""
     SLOW.write_text("".join(f"{test}\n" for test in sorted(new)))
     return f"{SLOW.relative_to(ROOT)} was written anew: it is to be committed"
+
+
+def list_sole(passed: Mapping[str, Collection[object]], seconds: Mapping[str, float]) -> str:
+    """Writes anew which slow tests are run always, by what each test has passed; what to say of it.
+
+    A set cover, greedily: of what no quick test passes, the one comes next that passes most of the rest in its time.
+    """
+    slow = slow_tests()
+    left = set().union(*passed.values()).difference(*(passed[test] for test in passed.keys() - slow))
+    alone = {test: left.intersection(passed[test]) for test in sorted(passed.keys() & slow)}
+    chosen = list[str]()
+
+    def worth(test: str) -> float:
+        return len(alone[test] & left) / max(seconds.get(test, SLOW_S), SLOW_S)
+
+    while alone and worth(best := max(alone, key=worth)) >= WORTH:
+        chosen.append(best)
+        left -= alone.pop(best)
+    if set(chosen) == sole_tests():
+        return ""
+    SOLE.write_text("".join(f"{test}\n" for test in sorted(chosen)))
+    return f"{SOLE.relative_to(ROOT)} was written anew, {len(chosen)} tests: it is to be committed"
 
 
 def of_session(config: pytest.Config, absent: Callable[[pytest.Item], bool]) -> Drawing:

@@ -330,7 +330,7 @@ def slow(tests) -> Path:
         names += [f"{folder}/test_{folder}.py::test_slow[{number}]" for number in range(16)]
         names += [f"{folder}/test_{folder}.py::test_own[{number}]" for number in range(8)]
     (tests / "slow.txt").write_text("".join(f"{name}\n" for name in names))
-    listed = f"draw.SLOW = draw.Path({str(tests / 'slow.txt')!r})\n"
+    listed = "".join(f"draw.{name.upper()} = draw.Path({str(tests / f'{name}.txt')!r})\n" for name in ("slow", "sole"))
     (tests / "conftest.py").write_text(CONFTEST.replace("import draw, pytest\n", f"import draw, pytest\n{listed}"))
     (tests / "test_it.py").unlink()
     return tests
@@ -366,6 +366,16 @@ def test_what_a_change_touches_is_run_beside_its_share(slow):
     drawn = passed(lines(slow, "one", "two", MGPU_DRAW="470"), "test_slow")
     assert len([name for name in drawn if name.startswith("one/")]) == 16
     assert len([name for name in drawn if name.startswith("two/")]) < 12
+
+
+def test_what_alone_passes_lines_is_run_always_and_not_drawn_among(slow):
+    always = "one/test_one.py::test_slow[3]"
+    (slow / "sole.txt").write_text(f"{always}\n")
+    for number in (470, 471):
+        printed = lines(slow, "one", "two", MGPU_DRAW=str(number))
+        drawn = passed(printed, "test_slow")
+        assert always in drawn
+        assert f"slow tests: {len(drawn) - 1} of 31 drawn" in printed
 
 
 def test_own_draws_are_no_smaller_because_they_are_slow(slow):
@@ -406,3 +416,19 @@ def test_the_list_keeps_what_is_neither_slow_nor_quick(monkeypatch, tmp_path):
     assert draw.list_slow({"a": between, "b": between, "c": 60.0}) == "", "a machine that is a little faster or slower"
     assert draw.list_slow({"a": draw.QUICK_S / 2, "b": between})
     assert draw.slow_tests() == set()
+
+
+def test_of_slow_tests_those_are_run_always_that_pass_most_in_their_time_until_no_other_is_worth_it(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(draw, "ROOT", tmp_path)
+    monkeypatch.setattr(draw, "SLOW", tmp_path / "slow.txt")
+    monkeypatch.setattr(draw, "SOLE", tmp_path / "sole.txt")
+    draw.SLOW.write_text("all\ndear\nfew\nhalf\nsame\nseen\n")
+    few = set(range(-int(draw.WORTH), 0))
+    passed = {"": {100}, "quick": set(range(50)), "seen": set(range(50)), "half": set(range(50, 75))}
+    passed |= {"all": set(range(40, 90)), "same": set(range(40, 90)), "dear": {200}, "few": few | {0}}
+    seconds = {"half": 1.0, "all": 1.0, "same": 2.0, "seen": 1.0, "dear": 1.0, "few": 1.0}
+    assert "2 tests: it is to be committed" in draw.list_sole(passed, seconds)
+    assert draw.sole_tests() == {"all", "few"}
+    assert draw.list_sole(passed, seconds) == ""
