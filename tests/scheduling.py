@@ -7,6 +7,7 @@ and they are never put off, because together they take as long as all the rest.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ WHOLE_RUNS = (
     "tests/failure/fleet/",
     "tests/newcomers/",
 )
-WHOLE_RUNS_AT_ONCE = 2
+WHOLE_RUNS_AT_ONCE = 3 if os.environ.get("MGPU_DRAW") == draw.ALL else 2  # of all tests they take the longest
 # Files that share a worker, for they share what takes long to start.
 TOGETHER = {
     "a Docker engine": (
