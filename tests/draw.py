@@ -42,7 +42,7 @@ SOURCES = ("mgpu", "train", "infra", "tests")
 ALL = "all"
 SLOW, SOLE = ROOT / "tests" / "slow.txt", ROOT / "tests" / "sole.txt"
 SLOW_S, QUICK_S = 0.25, 0.15  # a test gets onto the list at the first, and off it at the second
-WORTH = 2.0  # lines and branches that a slow test has to pass alone, for each of its seconds, to be run always
+WORTH = 1.5  # lines and branches that a slow test has to pass alone, for each of its seconds, to be run always
 # Whose slow tests stand for which code, by the folder, or the beginning of the file's name. The longest holds.
 SERVES = {
     "tests/contract/": ("mgpu/providers", "train/mgpu_train/store"),

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from mgpu_train import collector
+from mgpu_train.agent.machine import collector
 
 from mgpu import __version__
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mgpu_train import collector
+from mgpu_train.agent.machine import collector
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -425,10 +425,9 @@ def test_of_slow_tests_those_are_run_always_that_pass_most_in_their_time_until_n
     monkeypatch.setattr(draw, "SLOW", tmp_path / "slow.txt")
     monkeypatch.setattr(draw, "SOLE", tmp_path / "sole.txt")
     draw.SLOW.write_text("all\ndear\nfew\nhalf\nsame\nseen\n")
-    few = set(range(-int(draw.WORTH), 0))
     passed = {"": {100}, "quick": set(range(50)), "seen": set(range(50)), "half": set(range(50, 75))}
-    passed |= {"all": set(range(40, 90)), "same": set(range(40, 90)), "dear": {200}, "few": few | {0}}
-    seconds = {"half": 1.0, "all": 1.0, "same": 2.0, "seen": 1.0, "dear": 1.0, "few": 1.0}
+    passed |= {"all": set(range(40, 90)), "same": set(range(40, 90)), "dear": {200}, "few": {0, -1, -2, -3}}
+    seconds = {"half": 1.0, "all": 1.0, "same": 2.0, "seen": 1.0, "dear": 1.0, "few": 3 / draw.WORTH}
     assert "2 tests: it is to be committed" in draw.list_sole(passed, seconds)
     assert draw.sole_tests() == {"all", "few"}
     assert draw.list_sole(passed, seconds) == ""
