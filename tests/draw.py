@@ -44,6 +44,8 @@ SLOW_S, QUICK_S = 0.6, 0.4  # a test gets onto the list at the first, and off it
 # Whose slow tests stand for which code, by the folder, or the beginning of the file's name. The longest holds.
 SERVES = {
     "tests/contract/": ("mgpu/providers", "train/mgpu_train/store"),
+    "tests/contract/test_hosts.py": ("mgpu/providers/hosts",),
+    "tests/e2e/test_hosts.py": ("mgpu/providers/hosts",),
     "tests/e2e/test_aws.py": ("mgpu/providers/aws", "mgpu/iac/aws"),
     "tests/e2e/test_callers.py": ("mgpu/schedule/callers.py",),
     "tests/e2e/test_demo_aws.py": ("demo_aws.py",),

@@ -186,6 +186,21 @@ def test_a_gang_that_cannot_be_had_whole_is_not_taken_at_all_and_its_token_stays
     assert {node.phase for node in rack.provider().describe(again).nodes} == {NodePhase.RUNNING}
 
 
+def test_a_host_that_cannot_be_taken_is_passed_over_and_told(rack: Rack, key: Path, tmp_path: Path):
+    inventory = tmp_path / "hosts.txt"
+    inventory.write_text("host-0 folder=/proc/none\nhost-1\n")
+    provider = rack.provider(addresses="", inventory=str(inventory))
+    request, offer = wanted(provider, key, 2)
+    with pytest.raises(NoCapacity) as caught:
+        provider.create(request, offer, T1)
+    assert "host-0 could not be taken: " in caught.value.why
+    assert all(nothing_is_left(rack, machine) for machine in rack.machines[:2])
+    assert provider.create(*wanted(provider, key, 1), T2).ids[0].startswith("host-1/")
+    bad, good, *_ = provider.findings(None, str)
+    assert (bad.status, good.status) == ("failed", "ok")
+    assert "0 GiB to be had in /proc/none" in bad.detail
+
+
 def test_a_create_that_was_cut_off_is_found_and_completed(rack: Rack, key: Path, monkeypatch):
     provider, take = rack.provider(), ssh.Client.ask
     request, offer = wanted(provider, key, 2)

@@ -13,7 +13,7 @@ from mgpu.providers.base import Finding
 from mgpu.providers.hosts.options import Host
 from mgpu.words import count
 
-REGION = "hosts"
+REGION = "on-site"
 Answer = dict[str, Any] | MgpuError  # of a host
 _OLDEST = (3, 11)  # of a program's Python; in a container it is the image's
 _SKEW_S = 5.0
@@ -87,16 +87,16 @@ def _offer(name: str, members: list[tuple[Host, dict[str, Any]]], needed: Requir
     )
 
 
-def findings(needed: Requirements | None, found: Sequence[tuple[Host, Answer, float]]) -> tuple[Finding, ...]:
-    """One line a host: what it is, who has it, and what is missing. The third of each: this machine's clock then."""
-    return tuple(_finding(needed, host, answer, now) for host, answer, now in found)
+def findings(needed: Requirements | None, found: Sequence[tuple[Host, Answer]]) -> tuple[Finding, ...]:
+    """One line a host: what it is, who has it, and what is missing."""
+    return tuple(_finding(needed, host, answer) for host, answer in found)
 
 
-def _finding(needed: Requirements | None, host: Host, answer: Answer, now: float) -> Finding:
+def _finding(needed: Requirements | None, host: Host, answer: Answer) -> Finding:
     subject = f"host {host.address}"
     if isinstance(answer, MgpuError):
         return Finding.of(subject, answer)
-    wrong = [*_missing(needed, host, answer, answer["now"] - now)]
+    wrong = _missing(needed, host, answer)
     driver = f", driver {answer['gpus'][0]['driver']}" if answer["gpus"] else ""
     size = f"{answer['vcpus']} CPUs, {answer['memory_gib']:g} GiB"
     what = f"{kind(host, answer)}{driver}, {size}, {used_by(answer) or 'free'}"
@@ -104,7 +104,15 @@ def _finding(needed: Requirements | None, host: Host, answer: Answer, now: float
     return Finding(subject=subject, status="failed" if wrong else "ok", detail=detail, cure=cure)
 
 
-def _missing(needed: Requirements | None, host: Host, answer: dict[str, Any], skew_s: float) -> list[tuple[str, str]]:
+def _skew_s(answer: dict[str, Any]) -> float:
+    """How much its clock is ahead of this one's, at the least: it was read between two looks at this one."""
+    before, after = answer["between"]
+    return max(answer["now"] - after, 0.0) or min(answer["now"] - before, 0.0)
+
+
+def _missing(needed: Requirements | None, host: Host, answer: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is wrong, each with its cure."""
+    skew_s = _skew_s(answer)
     found = list[tuple[str, str]]()
     version = tuple(int(part) for part in answer["python"].split(".") if part)
     if version < _OLDEST:

@@ -1,7 +1,7 @@
 """What a host does for provider `hosts`. Its own Python runs it, 3.8 or newer, with the standard library alone.
 
-Whoever holds the flock on LOCK holds the host: the watch of a run, and nothing else, so that a watch that is killed and
-a machine that boots anew let go of it. None of this is in a home: hosts may share one.
+Whoever holds the flock on LOCK holds the host: the watch of a run and its clock, and nothing else, so that a machine
+that boots anew lets go of it. None of this is in a home: hosts may share one.
 
     /var/tmp/mgpu-hosts.lock/      anybody's, and stays
     /var/tmp/mgpu-hosts-<uid>/     this user's, and stays:
@@ -37,7 +37,7 @@ MINE = BASE / f"mgpu-hosts-{os.getuid()}"
 HOLDER, ENDED = MINE / "holder.json", MINE / "ended"
 _TERM_S, _KILL_S, _POLL_S, _KEPT_S, _SMI_S = 2.0, 8.0, 5, 30 * 86400, 60
 _SFTP = ("lib/openssh", "libexec/openssh", "lib/ssh", "libexec", "lib64/ssh", "lib/misc")
-_WATCH = 'while :; do /bin/sh "$0" "$@" 9<&-; sleep 1; done'  # fd 9 is the lock; what it starts does not hold it
+_WATCH = 'while :; do /bin/sh "$0" "$@"; sleep 1; done'  # fd 9 is the lock: a clock without its watch holds it, too
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _end(name: str, reason: str, *, keep: bool = True) -> bool:
         for path in [path for path in ENDED.iterdir() if time.time() - path.stat().st_mtime > _KEPT_S]:
             path.unlink()
     for path in (MINE / _gang(name), HOLDER):
-        path.unlink()
+        path.unlink(missing_ok=True)  # it may have been cut off before there was one
     for pid in _running(name, None, spare_me=False):  # the watch: the lock goes with it
         _signal(pid, signal.SIGKILL)
     for _ in range(100):
@@ -221,8 +221,9 @@ def _alone() -> Iterator[None]:
 
 
 def _let_in(record: dict[str, Any], key: str, gang: str) -> None:
-    """Adds the key, for this run's sessions alone; sshd refuses it after the hard cap, whatever happens here."""
-    until = time.strftime("%Y%m%d%H%M%S", time.localtime(record["hard_cap_at"] + 60))
+    """Adds the key, for this run's sessions alone; sshd refuses it some time after the hard cap, whatever happens here:
+    an hour later, because its time is local, and an hour of each autumn has two ends."""
+    until = time.strftime("%Y%m%d%H%M%S", time.localtime(record["hard_cap_at"] + 3660))
     command = f"[ -O {MINE} ] && exec /bin/sh {MINE}/{gang}/enter"
     line = f'restrict,pty,port-forwarding,expiry-time="{until}",command="{command}" '
     line += " ".join(key.split()[:2]) + f" {LABEL}{record['name']}"

@@ -43,8 +43,12 @@ class HostsOptions(ProviderOptions):
 
     block = "hosts"
 
-    addresses: Names = Field((), description="SSH addresses, in the order in which they are taken: [user@]host[:port]")
-    inventory: File | None = Field(None, description="file with more of them, one a line, relative to the run file's")
+    addresses: Names = Field(
+        (), description="SSH addresses in the order in which they are taken, [user@]host[:port] (default: none)"
+    )
+    inventory: File | None = Field(
+        None, description="file with more of them, one a line, relative to the run file (default: none)"
+    )
     folder: _Path = Field("~/.mgpu/hosts", description="folder on the hosts that a run's own folders are made in")
     python: _Python = Field("python3", description="interpreter on the hosts that runs programs; has torch")
     price_usd_per_hour: float = Field(0.0, ge=0, description="what an hour of one host counts as, in dollars")
@@ -79,7 +83,8 @@ class HostsOptions(ProviderOptions):
                 text = Path(self.inventory).expanduser().read_text()
             except (OSError, UnicodeDecodeError) as error:
                 cure = "Give `hosts.inventory` as a path from the folder of the run file."
-                raise InputError(f"{self.inventory}: the inventory cannot be read", str(error), cure) from error
+                why = getattr(error, "strerror", None) or str(error)
+                raise InputError(f"{self.inventory}: the inventory cannot be read", why, cure) from error
             numbered = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1))
             lines += [(f"{self.inventory}:{number}", line) for number, line in numbered if line]
         found, wrong = dict[str, Host](), list[str]()

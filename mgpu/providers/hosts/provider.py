@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +67,22 @@ class HostsProvider(Provider):
     def findings(self, requirements: Requirements | None, here: Callable[[], str]) -> tuple[Finding, ...]:
         """Each host, as far as runs need it, and whether it reaches the others."""
         try:
-            hosts, now = self._options.hosts(), time.time()
+            hosts = self._options.hosts()
         except InputError as error:
             return (Finding.of("hosts", error),)
         found = self._looked_at(hosts, facts=True)
         if len(hosts) <= _PEERS:
             reached = [(h, a["node"]["private_address"], a["node"]["port"]) for h, a in found if isinstance(a, dict)]
             others = {h.address: [[*to] for other, *to in reached if other != h] for h in hosts}
-            now = time.time()
             found = self._looked_at(hosts, facts=True, reach=others)
-        return machines.findings(requirements, [(host, answer, now) for host, answer in found])
+        return machines.findings(requirements, found)
 
     def offers(self, requirements: Requirements) -> Offers:
         """The hosts of the list as they are now, by kind; `notes` say of each that is not free who has it."""
+        if not self.configured():
+            return Offers(
+                offers=(), source="live", notes=("hosts: a run file names them, `hosts: {addresses: [...]}`",)
+            )
         found = self._looked_at(self._options.hosts(), facts=True)
         notes = tuple(f"{host.address} {why}" for host, answer in found if (why := machines.used_by(answer)))
         return Offers(offers=machines.offers(requirements, found), source="live", notes=notes)
@@ -168,28 +171,28 @@ class HostsProvider(Provider):
             free = [(h, a["node"]) for h, a in found if isinstance(a, dict) and _fits(h, a, offer)]
             free.sort(key=lambda each: each[0].address in last)
             missing, made = [rank for rank in ranks if rank not in known], dict[int, dict[str, Any]]()
+            told = [f"{host.address} {why}" for host, answer in found if (why := machines.used_by(answer))]
             while missing and len(free) >= len(missing):
-                batch, free = list(zip(missing, free[: len(missing)], strict=True)), free[len(missing) :]
+                batch, free = free[: len(missing)], free[len(missing) :]
                 with ThreadPoolExecutor(_AT_ONCE) as pool:
-                    for (rank, (host, _)), record in zip(
-                        batch, pool.map(lambda each: self._take(request, token, asked, each), batch), strict=True
-                    ):
-                        if record is not None:
-                            made[rank] = {**record, "address": host.address}
+                    taken = list(pool.map(lambda *each: self._take(request, token, asked, *each), missing, batch))
+                for rank, (host, _), record in zip(missing, batch, taken, strict=True):
+                    if isinstance(record, dict):
+                        made[rank] = {**record, "address": host.address}
+                    else:
+                        told.append(f"{host.address} {record}")
                 missing = [rank for rank in missing if rank not in made]
             if missing:
                 self._let_go(made)
-                raise NoCapacity(
-                    f"hosts: {len(missing)} too few are free",
-                    "\n".join(f"{h.address} {why}" for h, a in found if (why := machines.used_by(a))),
-                    "Wait for those that are held, or name more hosts.",
-                    scope="offer",
-                )
+                cure = "Wait for those that are held, or name more hosts."
+                raise NoCapacity(f"hosts: {len(missing)} too few are free", "\n".join(told), cure, scope="offer")
         return {rank: _id(record) for rank, record in {**known, **made}.items()}
 
-    def _take(self, request: FleetRequest, token: str, asked: str, it: Any) -> dict[str, Any] | None:
-        """The record of one host that was taken; None: somebody was faster, or it does not answer any more."""
-        rank, (host, node) = it
+    def _take(
+        self, request: FleetRequest, token: str, asked: str, rank: int, it: tuple[Host, dict[str, Any]]
+    ) -> dict[str, Any] | str:
+        """The record of one host that was taken, or why it was not, in words."""
+        host, node = it
         name, who = f"{token[:10]}-{rank}", f"{getpass.getuser()}@{os.uname().nodename}"
         record = {"name": name, "token": token, "rank": rank, "size": request.requirements.nodes, "asked": asked}
         record |= {"owner": request.owner, "fleet": request.fleet, "generation": request.generation}
@@ -198,16 +201,19 @@ class HostsProvider(Provider):
         wanted = {"verb": "take", "names": [token[:10]], "record": {**record, "by": who, "node": node}, **take, **texts}
         try:
             held = self._client.ask(host, wanted)["held"]
-        except Transient:  # it may be ours: given back if it answers, else by its lease
+        except ProviderError as error:  # it may be ours: given back if it answers, else by its lease
             self._let_go({rank: {"address": host.address, "name": name}})
-            return None
-        return held if held and held["token"] == token and held["rank"] == rank else None
+            return f"could not be taken: {error.why or error.what}"
+        if held is None or held["token"] != token or held["rank"] != rank:
+            return "was taken by somebody else just now"
+        return held
 
     def _let_go(self, made: Mapping[int, dict[str, Any]]) -> None:
         """Gives back what a call has taken that takes nothing: its token can be used again."""
         for record in made.values():
             request = {"verb": "end", "reason": "not needed", "names": [record["name"]], "forget": True}
-            self._ask(self._host(record["address"]), request)
+            with suppress(ProviderError):  # its lease ends it
+                self._client.ask(self._host(record["address"]), request)
 
     # --- asking -------------------------------------------------------------------------------------------------
 
@@ -234,7 +240,9 @@ class HostsProvider(Provider):
     def _look(self, host: Host, names: list[str], *, facts: bool = False, reach: Sequence[Any] = ()) -> dict[str, Any]:
         request = {"verb": "look", "names": names, "reach": reach}
         request |= {"facts": {"folder": host.folder, "python": host.python}} if facts else {}
-        return self._client.ask(host, request, meet=facts)
+        before = time.time()
+        answer = self._client.ask(host, request, meet=facts)
+        return {**answer, "between": (before, time.time())}
 
     def _ask(self, host: Host, request: Mapping[str, Any]) -> dict[str, Any] | Transient:
         try:

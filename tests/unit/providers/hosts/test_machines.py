@@ -18,7 +18,14 @@ GPU = {"name": "NVIDIA GeForce RTX 4090", "memory_mib": "24564", "driver": "570.
 
 def facts(**changes: Any) -> dict[str, Any]:
     plain = {"held": None, "busy": None, "gpus": [GPU, GPU], "gpu_programs": 0, "vcpus": 32, "memory_gib": 125.5}
-    more = {"disk_gib": 900, "python": "3.12", "now": 1000.0, "kills_at_logout": False, "unreached": []}
+    more = {
+        "disk_gib": 900,
+        "python": "3.12",
+        "now": 1000.0,
+        "between": (990.0, 1003.0),
+        "kills_at_logout": False,
+        "unreached": [],
+    }
     return {**plain, **more, **changes}
 
 
@@ -82,10 +89,10 @@ def test_where_too_few_are_free_the_refusal_says_of_each_why():
 
 
 def test_findings_say_of_each_host_what_is_missing():
-    bad = facts(python="3.9", disk_gib=3, gpus=[GPU], now=1100.0, kills_at_logout=True, unreached=[["10.0.0.9", 22]])
+    bad = facts(python="3.9", disk_gib=3, gpus=[GPU], now=1103.0, kills_at_logout=True, unreached=[["10.0.0.9", 22]])
     silent = Transient("host gpu2 does not answer", "Connection refused", "Look whether it is up.")
     answers = zip(HOSTS, (facts(), bad, silent), strict=False)
-    good, wrong, away = machines.findings(needed(), [(host, answer, 1000.0) for host, answer in answers])
+    good, wrong, away = machines.findings(needed(), [*answers])
     assert (good.status, good.detail) == ("ok", "2xRTX-4090, driver 570.10, 32 CPUs, 125.5 GiB, free")
     assert wrong.status == "failed"
     for told in (
@@ -100,7 +107,9 @@ def test_findings_say_of_each_host_what_is_missing():
     for cure in ("python: /path", "folder: /scratch", "NTP", "enable-linger", "private_address"):
         assert cure in wrong.cure
     assert (away.status, away.detail) == ("failed", "host gpu2 does not answer: Connection refused")
-    assert machines.findings(None, [(HOSTS[0], facts(disk_gib=5), 1000.0)])[0].status == "ok", "nothing is asked for"
+    assert machines.findings(None, [(HOSTS[0], facts(disk_gib=5))])[0].status == "ok", "nothing is asked for"
+    (late,) = machines.findings(None, [(HOSTS[0], facts(now=900.0))])
+    assert "its clock is 90 s behind" in late.detail
 
 
 def test_what_hosts_run_is_for_old_pythons_and_their_standard_library():
