@@ -54,7 +54,8 @@ def _clock(at: float | None) -> str:
 
 
 def offers(needed: Requirements, found: Sequence[tuple[Host, Answer]]) -> tuple[Offer, ...]:
-    """One for each kind of host, free or not; with fewer free than are needed, it says who has the others."""
+    """One for each kind of host, free or not. Those that somebody has come back: they are waited for where there are
+    enough of the kind; where there are not, the offer says why."""
     kinds: dict[str, list[tuple[Host, dict[str, Any]]]] = {}
     for host, answer in found:
         if isinstance(answer, dict):
@@ -65,10 +66,10 @@ def offers(needed: Requirements, found: Sequence[tuple[Host, Answer]]) -> tuple[
 
 def _offer(name: str, members: list[tuple[Host, dict[str, Any]]], needed: Requirements, told: list[str]) -> Offer:
     gpus = members[0][1]["gpus"]
-    free = sum(not used_by(answer) for _, answer in members)
+    free, enough = sum(not used_by(answer) for _, answer in members), len(members) >= needed.nodes
     short = Obstacle(
-        reason=f"{free} of {count(len(members), 'host')} free, {needed.nodes} needed: {'; '.join(told)}",
-        cure="Wait for the others, ask for fewer `nodes`, or name more hosts.",
+        reason="; ".join((f"{count(len(members), 'such host')} in the list, {needed.nodes} needed", *told)),
+        cure="Ask for fewer `nodes`, or name more hosts.",
     )
     return Offer(
         provider="hosts",
@@ -81,8 +82,8 @@ def _offer(name: str, members: list[tuple[Host, dict[str, Any]]], needed: Requir
         market="on-demand",
         price_usd_per_hour=members[0][0].price_usd_per_hour,
         region=REGION,
-        stock=free,
-        obstacle=short if free < needed.nodes and told else None,
+        stock=None if enough and free < needed.nodes else free,
+        obstacle=None if enough else short,
         fetched_at=time.time(),
     )
 

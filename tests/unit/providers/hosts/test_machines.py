@@ -65,7 +65,7 @@ def test_hosts_of_one_kind_and_price_are_one_offer():
     assert offers["2xRTX-4090-at-1.5"].price_usd_per_hour == 1.5
 
 
-def test_where_too_few_are_free_the_refusal_says_of_each_why():
+def test_hosts_that_somebody_has_are_waited_for_and_where_there_are_too_few_the_refusal_says_why():
     held = {"by": "anna@desk", "user": "lab", "fleet": "llama", "since": 1.0, "hard_cap_at": 86400.0}
     silent = Transient("host gpu2 does not answer", "Connection refused")
     other = {"user": None, "fleet": None, "since": None, "hard_cap_at": None}
@@ -76,10 +76,11 @@ def test_where_too_few_are_free_the_refusal_says_of_each_why():
         (HOSTS[3], facts(gpu_programs=1)),
         (Host(address="gpu4"), facts(busy=other)),
     ]
+    assert rank.plan(needed(nodes=4), machines.offers(needed(nodes=4), found)).best.stock is None
     with pytest.raises(NoOffer) as caught:
-        rank.plan(needed(), machines.offers(needed(), found))
+        rank.plan(needed(nodes=5), machines.offers(needed(nodes=5), found))
     why = caught.value.why
-    assert "1 of 4 hosts free, 2 needed" in why
+    assert "4 such hosts in the list, 5 needed" in why
     assert "gpu1 is held by anna@desk (fleet llama) since 1970-01-0" in why
     assert "gpu2 does not answer" in why
     assert "gpu3 has 1 program of somebody else's on its GPUs" in why
