@@ -18,9 +18,10 @@ import draw
 import figures
 import pytest
 import scheduling
-from fakes import gateway
+from fakes import gateway, hosts
 from fakes.aws import FOREIGN, FakeAws, world
 from fakes.engine import engine, locked_registry, registry  # noqa: F401  fixtures, one of each for the session
+from fakes.hosts import Rack
 from fakes.localstack import installed as localstack_installed
 from fakes.localstack import localstack  # noqa: F401  a fixture, one for the session
 
@@ -89,6 +90,19 @@ def aws(aws_server: FakeAws, monkeypatch: pytest.MonkeyPatch) -> FakeAws:
     for name, value in aws_server.env.items():
         monkeypatch.setenv(name, value)
     return aws_server
+
+
+@pytest.fixture(scope="session")
+def hosts_up(namespaces: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
+    with hosts.rack(tmp_path_factory.mktemp("hosts"), 3) as rack:
+        yield rack
+
+
+@pytest.fixture
+def rack(hosts_up: Rack, xdg: Path) -> Rack:
+    """Three hosts that answer, nobody's, and what ssh needs for them."""
+    hosts_up.reset()
+    return hosts_up
 
 
 @pytest.fixture

@@ -46,6 +46,8 @@ WORTH = 1.5  # lines and branches that a slow test has to pass alone, for each o
 # Whose slow tests stand for which code, by the folder, or the beginning of the file's name. The longest holds.
 SERVES = {
     "tests/contract/": ("mgpu/providers", "train/mgpu_train/store"),
+    "tests/contract/test_hosts.py": ("mgpu/providers/hosts",),
+    "tests/e2e/test_hosts.py": ("mgpu/providers/hosts",),
     "tests/e2e/test_aws.py": ("mgpu/providers/aws", "mgpu/iac/aws"),
     "tests/e2e/test_callers.py": ("mgpu/schedule/callers.py",),
     "tests/e2e/test_demo_aws.py": ("demo_aws.py",),

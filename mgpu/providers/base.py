@@ -10,7 +10,7 @@ from enum import StrEnum
 from textwrap import shorten
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from mgpu.errors import MgpuError
 from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves, Value
@@ -84,6 +84,15 @@ class Handle(Value):
     ids: tuple[str, ...]
     made_at: float = Field(default=0, description="UNIX seconds of the newest create; 0: not known")
     account: str = Field(default="", description="whose machines they are; empty: the provider has but one, or unknown")
+
+
+class Listing(Value):
+    """What an owner has where it could be looked for."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    handles: tuple[Handle, ...]
+    failures: tuple[MgpuError, ...] = Field(default=(), description="of those that could not be asked what they have")
 
 
 class NodePhase(StrEnum):
@@ -245,7 +254,8 @@ class Provider(ABC):
     and any process; nothing is remembered between calls.
 
     What only some providers have are protocols of their own: `Findings`, `RefreshesOffers`, `SellsReservations`,
-    `OtherCosts`, `Recalls`, `Rekeys`, `StoreAccess`, `StoreRole`, `DriverFacts`, and `mgpu.image.place.ImageHost`.
+    `OtherCosts`, `Recalls`, `ListsReached`, `Rekeys`, `StoreAccess`, `StoreRole`, `DriverFacts`, and
+    `mgpu.image.place.ImageHost`.
     Callers ask for them by `isinstance`.
     """
 
@@ -368,6 +378,16 @@ class Recalls(Protocol):
 
         Raises ProviderError: the provider has no word on it; its listings alone can tell, in `listing_lag_s`.
         """
+        ...
+
+
+@runtime_checkable
+class ListsReached(Protocol):
+    """A provider whose machines are asked one by one what they carry: `list_owned` leaves out those that do not answer,
+    and nothing of theirs is billed."""
+
+    def list_reached(self, owner: str) -> Listing:
+        """What `list_owned` lists, and why others could not be asked. Raises ProviderError."""
         ...
 
 

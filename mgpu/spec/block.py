@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from mgpu_train.config import Text
@@ -86,6 +87,10 @@ class ProviderOptions(Block):
     def contradicts(self, machines: MachineKeys) -> Iterator[tuple[str, str]]:
         """Keys about machines that cannot stand beside this block as it is, each with what is wrong."""
         yield from ()
+
+    def in_folder(self, folder: Path) -> Self:
+        """The same, with files that are named relative to a run file's folder named so that any process finds them."""
+        return self
 
     def flat(self) -> dict[str, str]:
         """The options as stacks and records keep them."""

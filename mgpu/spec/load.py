@@ -170,7 +170,9 @@ def _checked(document: Document, base: Path | None) -> RunSpec:
                 document.problem(mistake.at, mistake.message, mistake.nearest)
     if spec is None or document.problems:
         raise document.error()
-    return spec
+    if base is None or spec.options is None:
+        return spec
+    return spec.model_copy(update={spec.provider: spec.options.in_folder(base)})
 
 
 def _validated(document: Document) -> tuple[RunSpec | None, set[Where]]:

@@ -45,6 +45,9 @@ class Capabilities(BaseModel):
         default=0, description="seconds from the grant until the slowest machines answer by SSH; 0: not known"
     )
     end_s: float = Field(default=0, description="seconds that machines may take to end, at the worst; 0: not known")
+    look_every_s: float = Field(
+        default=0, description="seconds between two looks at machines that run and answer; 0: as often as is useful"
+    )
     notices: NoticeSource = Field(
         default="none",
         description="where a node finds its interruption notice; a class, package.module:Class, is one that nodes have",

@@ -20,6 +20,7 @@ from typing import Any
 import asyncssh
 import pytest
 from fakes.aws import FakeAws
+from fakes.hosts import Rack
 from waiting import until
 
 import mgpu.providers
@@ -73,7 +74,21 @@ def aws_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
     )
 
 
-HARNESSES: dict[str, Callable[[pytest.FixtureRequest, Path], Harness]] = {"local": local_harness, "aws": aws_harness}
+def hosts_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
+    rack: Rack = request.getfixturevalue("rack")
+    return Harness(
+        make=lambda: rack.provider(price_usd_per_hour="0.01"),
+        kill=rack.kill_watch,
+        billed=lambda: [machine.id for machine in rack.machines if machine.id],
+        needs={"market": "on-demand"},
+    )
+
+
+HARNESSES: dict[str, Callable[[pytest.FixtureRequest, Path], Harness]] = {
+    "local": local_harness,
+    "aws": aws_harness,
+    "hosts": hosts_harness,
+}
 
 
 DRAWN = pytest.mark.drawn("providers x what is asked of them", "mgpu/providers")

@@ -20,7 +20,7 @@ from mgpu.iac import tokens
 from mgpu.iac.engine import state_file
 from mgpu.iac.naming import fleet_name
 from mgpu.providers import registry
-from mgpu.providers.base import Handle, NodePhase
+from mgpu.providers.base import Handle, Listing, ListsReached, NodePhase
 from mgpu.run.record.record import Record, State, every, supervised
 from mgpu.spec.provider import installed
 
@@ -82,18 +82,20 @@ class _Access:
         matter = registry.get(provider, options).capabilities.account_options
         return cls(provider, tuple(sorted((key, value) for key, value in options.items() if key in matter)))
 
-    def fleets(self, owner: str) -> list[StandingFleet]:
-        """What the owner has there, whatever uses it. Raises MgpuError."""
+    def fleets(self, owner: str) -> tuple[list[StandingFleet], tuple[MgpuError, ...]]:
+        """What the owner has there, whatever uses it; and why parts of it could not be asked. Raises MgpuError."""
         options = dict(self.options)
         provider, found = registry.get(self.provider, options), list[StandingFleet]()
-        handles = provider.list_owned(owner)
+        partly = isinstance(provider, ListsReached)
+        listing = provider.list_reached(owner) if partly else Listing(handles=provider.list_owned(owner))
+        handles = listing.handles
         for handle, state in zip(handles, provider.describe_all(handles), strict=True):
             nodes = [n for n in state.nodes if n.phase is not NodePhase.TERMINATED]
             if nodes:
                 price = sum(n.price_usd_per_hour for n in nodes)
                 ids = tuple(n.id for n in nodes)
                 found.append(StandingFleet(handle.fleet, self.provider, ids, price, "", handle, options=options))
-        return found
+        return found, listing.failures
 
 
 def survey(records: Callable[[], list[Record]] | None = None) -> Survey:
@@ -109,7 +111,9 @@ def survey(records: Callable[[], list[Record]] | None = None) -> Survey:
         asked_of = [(access.provider, pool.submit(access.fleets, tag)) for access in accesses]
         for provider, asked in asked_of:
             try:
-                for fleet in asked.result():  # two ways may lead to one account
+                fleets, unseen = asked.result()
+                failures += unseen
+                for fleet in fleets:  # two ways may lead to one account
                     found.setdefault((fleet.provider, fleet.handle.region, fleet.handle.token, *fleet.ids), fleet)
             except MgpuError as error:
                 failures.append(error)

@@ -140,7 +140,8 @@ class FleetMonitor:
     def _ask_provider(self, *, amiss: bool) -> bool:
         if self._provider is None:
             return False
-        every_s = DESCRIBE_SOON_S if amiss or not self.all_answer else DESCRIBE_EVERY_S
+        rarely_s = max(DESCRIBE_EVERY_S, self._provider.capabilities.look_every_s)
+        every_s = DESCRIBE_SOON_S if amiss or not self.all_answer else rarely_s
         if self._clock() - self._described_at < every_s or not self.calls.begin("describe", self._describe):
             return False
         self._described_at = self._clock()

@@ -13,7 +13,7 @@ from mgpu.cli import cli
 from mgpu.context import Context
 from mgpu.errors import AuthError, InputError, Transient
 from mgpu.iac import tokens
-from mgpu.providers.base import NodePhase
+from mgpu.providers.base import Listing, NodePhase
 from mgpu.run.fleet import inventory
 from mgpu.run.lifecycle.gc import end, end_all
 from mgpu.run.record import record
@@ -243,6 +243,16 @@ def test_a_provider_that_cannot_be_asked_hides_nothing_of_the_others(world, far)
         assert "far: the credentials have expired" in done.stderr
     assert "billed now: 2 nodes, $1.00 per hour, and what those have that could not be asked" in listed.stdout
     assert world.cloud.billed == set(), "what is seen is ended all the same"
+
+
+def test_machines_that_cannot_be_asked_what_they_carry_are_told_beside_those_that_can(world):
+    world.cloud.rent("mine-lost", 2)
+    silent, listed = Transient("host gpu2 does not answer"), world.cloud.list_owned
+    world.cloud.list_reached = lambda owner: Listing(handles=listed(owner), failures=(silent,))
+    done = CliRunner().invoke(cli, ["ls"], standalone_mode=False)
+    assert done.return_value == 3
+    assert "mine-lost" in done.stdout
+    assert "host gpu2 does not answer" in done.stderr
 
 
 @pytest.mark.parametrize("broken", ["entry", "class"])

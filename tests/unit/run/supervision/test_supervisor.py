@@ -291,6 +291,16 @@ def test_a_provider_that_does_not_answer_is_told_once_and_ends_nothing(watch):
     assert watch.stops == [0, 0]
 
 
+def test_a_provider_whose_looks_are_dear_is_asked_as_often_as_it_says_and_soon_where_something_is_amiss(watch):
+    cloud, asked = watch.world.cloud, []
+    cloud.capabilities = cloud.capabilities.model_copy(update={"look_every_s": 15})
+    count = lambda: asked.append(cloud.described)  # noqa: E731
+    watch.at(50, count).at(50, lambda: setattr(watch.world.nodes[1], "reachable", False)).at(52, count)
+    assert watch.at(54, lambda: setattr(watch.world.nodes[1], "reachable", True)).done_at(60).run().succeeded
+    assert asked[0] == 3
+    assert asked[1] > asked[0]
+
+
 def test_machines_that_are_not_ours_are_not_described(watch):
     watch.world.cloud.refuses["describe"] = [Transient("nobody should ask")]
     assert watch.done_at(9).run(cloud=False).succeeded
