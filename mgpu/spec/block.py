@@ -87,6 +87,14 @@ class ProviderOptions(Block):
         """Keys about machines that cannot stand beside this block as it is, each with what is wrong."""
         yield from ()
 
+    def shares_files(self) -> bool:
+        """Whether nodes and this machine see one file system, at the same paths."""
+        return False
+
+    def queue_s(self) -> float:
+        """Seconds that a request may wait in a queue of the provider's before machines start."""
+        return 0.0
+
     def flat(self) -> dict[str, str]:
         """The options as stacks and records keep them."""
         given = self.model_dump(exclude_none=True)
