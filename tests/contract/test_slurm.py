@@ -92,6 +92,27 @@ def test_an_answer_of_sbatch_that_is_lost_makes_no_second_job(asked: Asked, monk
     asked.ready(again)
 
 
+def test_a_controller_that_does_not_answer_is_no_word_that_nothing_is_there(asked: Asked, monkeypatch):
+    request, offer, token = asked.request()
+    handle = asked.provider.create(request, offer, token)
+    (asked.folder / "work" / token / "job").unlink(missing_ok=True)  # Slurm alone knows
+    silent = 'echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1\n'
+    intent = Intent(fleet="f", generation=1, owner="o", token=token, offer=offer)
+    with monkeypatch.context() as once:
+        wrapped(asked.folder, once, "squeue", silent)
+        for ask in (
+            lambda: asked.provider.list_owned("o"),
+            lambda: asked.provider.find(intent),
+            lambda: asked.provider.recall(request, intent, (0, 1)),
+            lambda: asked.provider.describe(handle),
+            lambda: asked.provider.destroy(handle),
+        ):
+            with pytest.raises(Transient):
+                ask()
+    assert asked.provider.find(intent) == handle
+    assert [owned.token for owned in asked.provider.list_owned("o")] == [token]
+
+
 def test_a_token_that_was_given_up_makes_nothing_more(asked: Asked):
     request, offer, token = asked.request()
     intent = Intent(fleet="f", generation=1, owner="o", token=token, offer=offer)

@@ -18,7 +18,10 @@ locked() { # TOKEN: one at a time, for this gang
 
 job_of() { # TOKEN: sets job to the gang's, as written down or as Slurm has it; empty: none
     job=$(cat "$work/$1/job" 2>/dev/null)
-    [ "$job" ] || job=$(named "$1" %i | head -n 1) || exit 1
+    [ "$job" ] && return
+    job=$(named "$1" %i) || exit 1
+    job=${job%%
+*}
 }
 
 claim() { # JOB: the first one counts
@@ -100,12 +103,14 @@ give_back() { # TOKEN: asks all jobs of this token to end; a node that can clear
 }
 
 owned() { # all jobs of mgpu's that have not ended
-    squeue -u "$me" -h -o '%i|%j|%k' | while IFS= read -r line; do say "$line"; done
+    jobs=$(squeue -u "$me" -h -o '%i|%j|%k') || exit 1
+    echo "$jobs" | while IFS= read -r line; do say "$line"; done
 }
 
 on_sale() {
-    scontrol show partition -o | while IFS= read -r line; do say "partition|$line"; done
-    sinfo -h -e -o '%R|%c|%m|%G|%D|%t' | while IFS= read -r line; do say "nodes|$line"; done
+    partitions=$(scontrol show partition -o) && nodes=$(sinfo -h -e -o '%R|%c|%m|%G|%D|%t') || exit 1
+    echo "$partitions" | while IFS= read -r line; do say "partition|$line"; done
+    echo "$nodes" | while IFS= read -r line; do say "nodes|$line"; done
 }
 
 try_request() { # sbatch's arguments: Slurm's word on them, without a job

@@ -48,9 +48,9 @@ class SlurmOptions(ProviderOptions):
     ssh_config: File | None = Field(None, description="file for `ssh -F` (default: your own configuration)")
     partition: _Name | None = Field(None, description="--partition (default: each that fits is an offer)")
     account: _Name | None = Field(None, description="--account (default: your default one)")
-    qos: _Name | None = Field(None, description="--qos")
-    constraint: _Expression | None = Field(None, description="--constraint: features that nodes have")
-    reservation: _Name | None = Field(None, description="--reservation")
+    qos: _Name | None = Field(None, description="--qos (default: the account's)")
+    constraint: _Expression | None = Field(None, description="--constraint: features that nodes have (default: any)")
+    reservation: _Name | None = Field(None, description="--reservation (default: none)")
     gres: _Expression | None = Field(None, description="--gres (default: gpu, of `gpu` and `gpus_per_node`)")
     cpus_per_node: int | None = Field(
         None, ge=1, description="--cpus-per-task; one task a node (default: the cluster's)"
@@ -58,7 +58,7 @@ class SlurmOptions(ProviderOptions):
     memory_gib: int | None = Field(None, ge=1, description="--mem (default: the cluster's)")
     exclusive: bool = Field(False, description="--exclusive: nobody else is on the nodes")
     prologue: tuple[_Line, ...] = Field(
-        (), description="lines of bash that each node runs first, such as `module load cuda`"
+        (), description="lines of bash that each node runs first, such as `module load cuda` (default: none)"
     )
     python: File = Field("python3", description="interpreter of the nodes that runs programs; has torch")
     work_folder: _Folder = Field(

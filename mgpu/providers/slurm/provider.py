@@ -24,7 +24,7 @@ from typing import Any
 
 from mgpu_train.agent.machine import procs
 
-from mgpu.errors import Conflict
+from mgpu.errors import Conflict, NoOffer
 from mgpu.plan.model import Obstacle, Offer, Requirements
 from mgpu.providers import base, slurm
 from mgpu.providers.base import (
@@ -59,7 +59,8 @@ class SlurmProvider(Provider):
         self._login = Login(self._options)
 
     def check(self) -> None:
-        """Slurm answers. Raises AuthError, Transient, InvalidRequest: why it does not."""
+        """Slurm answers. Raises AuthError, Transient, InvalidRequest: why it does not; NoOffer: there is none."""
+        self._require()
         self._login.said("on_sale")
 
     def configured(self) -> bool:
@@ -70,6 +71,10 @@ class SlurmProvider(Provider):
     def findings(self, requirements: Requirements | None, here: Callable[[], str]) -> tuple[Finding, ...]:
         """Commands, partitions, the request itself by `sbatch --test-only`, and a node, where one is free at once."""
         wanted = self._of(requirements) if requirements else self._options
+        try:
+            self._require()
+        except NoOffer as error:
+            return (Finding.of(self.name, error),)
         return findings.look(Login(wanted), requirements, lambda: self.offers(requirements) if requirements else None)
 
     def queue_s(self) -> float:
@@ -79,6 +84,7 @@ class SlurmProvider(Provider):
     def offers(self, requirements: Requirements) -> Offers:
         """The nodes of each partition that is up, by their shape; how many are idle is said, and none has to be."""
         options = self._of(requirements)
+        self._require()
         said = self._login.said("on_sale", doing="list partitions")
         partitions = {each["PartitionName"]: each for each in map(findings.words, said) if "PartitionName" in each}
         shapes: dict[tuple[str, int, float, str], list[int]] = {}
@@ -178,7 +184,7 @@ class SlurmProvider(Provider):
 
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
         """All jobs of this user that mgpu's comment gives this owner and that have not ended."""
-        jobs = [line.split("|", 2) for line in self._login.said("owned", doing="list jobs")]
+        jobs = [line.split("|", 2) for line in self._login.said("owned", doing="list jobs") if line]
         named = [(name.removeprefix("mgpu-"), _about(said)) for _, name, said in jobs if name.startswith("mgpu-")]
         return tuple(self._handle(token, about) for token, about in named if about.get("owner") == owner)
 
@@ -189,6 +195,12 @@ class SlurmProvider(Provider):
         self._login.said('give_back "$@"', handle.token, doing="cancel a job")
         state = self.describe(handle)
         return all(node.phase is NodePhase.TERMINATED for node in state.nodes)
+
+    def _require(self) -> None:
+        if not self.configured():
+            why = "it has no sbatch with a slurm.conf, and the run file names no login node"
+            cure = "Name your cluster's login node: `slurm: {login: user@host}`."
+            raise NoOffer("there is no Slurm on this machine", why, cure)
 
     def _of(self, requirements: Requirements) -> SlurmOptions:
         return SlurmOptions.of({**self._options.flat(), **requirements.provider_options})

@@ -150,4 +150,8 @@ def test_a_cluster_is_asked_only_where_there_is_one(monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.setattr("mgpu.providers.slurm.provider._SETTINGS", (str(tmp_path / "slurm.conf"),))
     assert not SlurmProvider().configured()
+    needed = Requirements(provider="slurm", max_price_usd_per_hour=1, max_hours=1)
+    with pytest.raises(NoOffer, match="no Slurm on this machine"):
+        SlurmProvider().offers(needed)
+    assert [each.status for each in SlurmProvider().findings(needed, str)] == ["failed"]
     assert SlurmProvider({"login": "me@login"}).configured()
