@@ -16,7 +16,7 @@ from mgpu.acquire.ending import CURE, destroy
 from mgpu.acquire.history import Begun, history
 from mgpu.acquire.pauses import Backoff, pauses
 from mgpu.acquire.refusals import REFUSED, Refusals, told_of
-from mgpu.acquire.terms import ENDING_S, Acquired, Lost, Meet, limits
+from mgpu.acquire.terms import ENDING_S, GANGS, Acquired, Lost, Meet, limits
 from mgpu.errors import (
     AmbiguousCreate,
     CleanupFailed,
@@ -78,9 +78,11 @@ class Search:
     hard_cap_at: float = 0.0
     max_usd: float = 0.0
     deadline: float = 0.0
+    begun: float = 0.0  # by the clock
 
     def run(self, offers: Sequence[Offer]) -> Acquired:
         """Adopts what an earlier process has begun, else asks for one offer after the other."""
+        self.begun = self.clock()
         self.timeouts = limits(self.timeouts, self.provider, self.request.requirements)
         unfinished, self.spent = history(self.journal, self.request)
         if unfinished:
@@ -233,9 +235,10 @@ class Search:
         reason = next((node.reason or "queued" for node in asked.nodes if node.queued), "")
         if not reason:
             return False
-        left_s = begun + self.provider.queue_s() - self.clock()
+        queue_s = self.provider.queue_s()
+        left_s = min(begun + queue_s, self.begun + GANGS * queue_s) - self.clock()
         if left_s <= 0:
-            waited = f"fleet {self.request.fleet} waited in the queue for {self.provider.queue_s() / 60:.0f} min"
+            waited = f"fleet {self.request.fleet} waited in the queue for {(self.clock() - begun) / 60:.0f} min"
             raise NoCapacity(
                 waited, reason, "Wait longer, ask for less, or try again when more is free.", scope="offer"
             )

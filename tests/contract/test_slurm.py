@@ -264,6 +264,21 @@ def test_check_tries_the_request_and_a_node(asked: Asked):
     assert asked.cluster.jobs() == []
 
 
+def test_a_request_that_waits_is_queued_by_slurms_own_reason_and_costs_nothing(asked: Asked):
+    request, offer, token = asked.request()
+    asked.cluster.run("scontrol", "update", "partitionname=main", "state=down")
+    try:
+        handle = asked.provider.create(request, offer, token)
+        until(lambda: "partitiondown" in asked.provider.describe(handle).nodes[0].reason.lower())
+        nodes = asked.provider.describe(handle).nodes
+        assert [(node.phase, node.queued, node.hard_cap_at) for node in nodes] == [(NodePhase.PENDING, True, 0)] * 2
+        until(lambda: asked.provider.destroy(handle))
+    finally:
+        asked.cluster.run("scontrol", "update", "partitionname=main", "state=up")
+    assert asked.phases(handle) == [NodePhase.TERMINATED] * 2
+    assert asked.cluster.jobs() == []
+
+
 def test_offers_are_the_shapes_of_nodes_with_what_is_idle(asked: Asked):
     del asked.options["partition"]
     sold = asked.provider.offers(asked.requirements(gpus_per_node=1, gpu=("H100",), max_hours=2))

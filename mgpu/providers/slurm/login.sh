@@ -93,11 +93,12 @@ tell() { # TOKEN: Slurm's word on the job, and the nodes' own
 }
 
 give_back() { # TOKEN: asks all jobs of this token to end; a node that can clears itself first
-    jobs=$(squeue -u "$me" -h --name="mgpu-$1" -o %i) || exit 1
+    jobs=$(squeue -u "$me" -h --name="mgpu-$1" -o '%T:%i') || exit 1
     if [ -d "$work/$1" ]; then : >"$work/$1/given-back"; fi # a task that has just begun hears no USR2
     for job in $jobs; do
-        scancel --signal=USR2 "$job" 2>/dev/null
-        scancel "$job" || exit 1
+        # to a job that waits scancel would try to send it for a minute and a half
+        case $job in RUNNING:*) scancel --signal=USR2 "${job#*:}" 2>/dev/null ;; esac
+        scancel "${job#*:}" || exit 1
     done
     return 0
 }

@@ -94,7 +94,7 @@ def _engine_limits(timeouts: Timeouts, provider: str, options: Mapping[str, str]
     slowest_s, longest_s = (max((getattr(each, name) for each in able), default=0) for name in ("boot_s", "end_s"))
     limits = timeouts.at_least(provision_s=acquire.GANGS * slowest_s, destroy_s=longest_s)
     queue_s = found[provider].options.of(options).queue_s() if provider in found else 0.0
-    return limits.model_copy(update={"provision_s": limits.provision_s + queue_s})
+    return limits.model_copy(update={"provision_s": limits.provision_s + acquire.GANGS * queue_s})
 
 
 def move(session: Session, stack: Stack) -> StackOutput:
