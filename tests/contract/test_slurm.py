@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from fakes.slurm import Cluster
-from mgpu_train.agent.machine import ports
+from mgpu_train.agent.host.layout import LEASE
+from mgpu_train.agent.machine import ports, procs
 from mgpu_train.timeouts import Timeouts
 from waiting import until
 
@@ -43,12 +44,12 @@ class Asked:
         given = {"nodes": 2, "max_price_usd_per_hour": 9, "max_hours": 0.5, "provider_options": self.options, **more}
         return Requirements.model_validate({"provider": "slurm", **given})
 
-    def request(self, lease_s: float = 300, **more: object) -> tuple[FleetRequest, Offer, str]:
+    def request(self, **more: object) -> tuple[FleetRequest, Offer, str]:
         needed = self.requirements(**more)
         offer = self.provider.offers(needed).offers[0]
         key = (self.folder / "key.pub").read_text().strip()
         about = {"fleet": "f", "generation": 1, "owner": "o", "requirements": needed, "ssh_public_key": key}
-        request = FleetRequest.model_validate({**about, "lease_s": lease_s, "hard_cap_s": 600})
+        request = FleetRequest.model_validate({**about, "lease_s": 300, "hard_cap_s": 600})
         return request, offer, create_token("o", str(self.folder), 1, offer, 0)
 
     def gang(self, handle: Handle, name: str) -> dict:
@@ -138,7 +139,7 @@ def test_of_two_jobs_of_one_token_one_ends_itself(asked: Asked):
 def test_a_gang_has_its_own_home_a_notice_and_a_lease_that_ends_it(asked: Asked, monkeypatch):
     monkeypatch.setenv("CANARY", "5ecret")
     asked.options["prologue"] = "export FROM_PROLOGUE=yes"
-    handle = asked.provider.create(*asked.request(lease_s=8, gpus_per_node=2, gpu=("H100",)))
+    handle = asked.provider.create(*asked.request(gpus_per_node=2, gpu=("H100",)))
     asked.ready(handle)
     state = asked.provider.describe(handle).nodes[1]
     target = Target(1, state.address, state.port, state.user, state.host_key, hop(None), state.python)
@@ -152,15 +153,17 @@ def test_a_gang_has_its_own_home_a_notice_and_a_lease_that_ends_it(asked: Asked,
         home = node.run(["pwd"], timeout=30).stdout.decode().strip()
         assert (Path(home) / "given").read_bytes() == b"x", "SFTP begins in the node's own home"
         node.run(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $! > stray"], timeout=30)
-        stray = int((Path(home) / "stray").read_text())
-        asked.cluster.run("scancel", "--signal=USR1", asked.cluster.run("squeue", "-h", "-o", "%i"))
+        stray = procs.of(int((Path(home) / "stray").read_text()))
+        assert stray is not None
+        asked.cluster.run("scancel", "--signal=URG", asked.cluster.run("squeue", "-h", "-o", "%i"))
         until((Path(home) / ".mgpu" / "notice.json").exists)
-    assert asked.phases(handle) == [NodePhase.RUNNING] * 2, "a notice ends nothing"
+        assert asked.phases(handle) == [NodePhase.RUNNING] * 2, "a notice ends nothing"
+        node.write(str(LEASE), f"{int(procs.uptime_s() + 1)}\n".encode())  # nobody renews it any more
     until(lambda: not asked.cluster.jobs(), why=asked.cluster.jobs)
     assert asked.phases(handle) == [NodePhase.TERMINATED] * 2
-    assert "lease" in {node.reason for node in asked.provider.describe(handle).nodes}.pop()
+    assert "lease" in asked.provider.describe(handle).nodes[1].reason
     assert not Path(home).exists()
-    assert not Path(f"/proc/{stray}").exists(), "nothing that ran there gets away"
+    assert not stray.alive, "nothing that ran there gets away"
 
 
 def test_a_node_that_is_down_but_works_is_not_gone(asked: Asked):

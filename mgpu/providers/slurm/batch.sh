@@ -13,5 +13,5 @@ task() {
     srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
         bash -c ". '$MGPU_GANG/prologue.sh' && exec python3 '$MGPU_GANG/node.py' $1"
 }
-trap '' TERM USR1 USR2 # they are for the tasks; this script ends when they have
+trap '' TERM USR2 # they are for the tasks; this script ends when they have
 task || task sweep

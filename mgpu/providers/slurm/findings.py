@@ -27,7 +27,7 @@ def sbatch(options: SlurmOptions, needed: Requirements, offer: Offer) -> list[st
         "gres": gres,
         "cpus-per-task": options.cpus_per_node,
         "mem": f"{options.memory_gib}G" if options.memory_gib else None,
-        "signal": f"USR1@{options.notice_s}" if options.notice_s else None,  # to the tasks: no `B:`
+        "signal": f"URG@{options.notice_s}" if options.notice_s else None,  # nobody but the keeper minds it
     }
     arguments = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return [*arguments, "--no-requeue", *(["--exclusive"] if options.exclusive else [])]

@@ -27,18 +27,7 @@ from mgpu.providers.slurm.options import SlurmOptions
 
 _CALL_S = 120.0  # Slurm's own commands give up earlier
 _MARK = "@mgpu "  # before what a script says: what a user's start-up files print is passed over
-_OPERATORS = (
-    "HOME",
-    "PATH",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "LANG",
-    "TZ",
-    "LD_LIBRARY_PATH",
-    "SLURM_CONF",
-    "SSH_AUTH_SOCK",
-)
+_OPERATORS = ("HOME", "PATH", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF")
 _PREFIXES = ("MODULE", "LMOD", "BASH_FUNC_", "http_proxy", "https_proxy", "no_proxy", "HTTP", "NO_PROXY", "SSL_CERT")
 
 # what Slurm and ssh print -> what it means; the first that is found counts

@@ -8,7 +8,9 @@ GANG is the folder that login node and nodes share: `asked.json` says what was a
 the standard library of Python 3.9; `mgpu_train` here is the part of it that lies in GANG.
 
     SIGUSR2            ends the node: the gang is given back
-    SIGUSR1, SIGTERM   a notice for the agent: the time limit is near; Slurm takes the node (preemption, scancel)
+    SIGURG, SIGTERM    a notice for the agent: the time limit is near; Slurm takes the node (preemption, scancel)
+
+Slurm sends a signal to all that runs in a step, training included: SIGURG, because programs ignore it by default.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ class Node:
     def __init__(self, told: dict[str, Any], rank: int) -> None:
         self.told, self.rank = told, rank
         self.id = f"{told['token'][:10]}-{rank}"
-        self.folder = Path(told["node_folder"]) / f"mgpu-{self.id}"
+        self.folder = Path(told["node_folder"]).expanduser() / f"mgpu-{self.id}"
         self.home = self.folder / "home"
         self.lease = self.home / ".mgpu" / "lease"
         self.began_at = time.time()
@@ -122,7 +124,7 @@ class Node:
         wakeup, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "ending", "given back"))
-        signal.signal(signal.SIGUSR1, lambda *_: self.notice(self.told["notice_s"]))
+        signal.signal(signal.SIGURG, lambda *_: self.notice(self.told["notice_s"]))
         signal.signal(signal.SIGTERM, self.on_term)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         return wakeup

@@ -14,6 +14,7 @@ from mgpu.spec.values import form
 
 _LOGIN = r"^([A-Za-z_][A-Za-z0-9_.-]*@)?[A-Za-z0-9][A-Za-z0-9.-]*$"
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.,@+-]*$"
+_PATH = r"^~?/[A-Za-z0-9._/+@=-]+$"  # it stands in scripts and in sshd's configuration
 _EXPRESSION = r"^[A-Za-z0-9_][A-Za-z0-9_.,:&|*()\[\]=+-]*$"
 
 _Login = Annotated[str, form(_LOGIN, "host, user@host, or a name of your SSH configuration")]
@@ -27,13 +28,7 @@ def _line(text: str) -> str:
     return text
 
 
-def _folder(text: str) -> str:
-    if not text.startswith(("/", "~/")):
-        raise ValueError("is absolute, or begins with ~/")
-    return text
-
-
-_Folder = Annotated[File, AfterValidator(_folder)]
+_Folder = Annotated[str, form(_PATH, "absolute or ~/..., of letters, digits and `._/+@=-`")]
 _Line = Annotated[Text, AfterValidator(_line)]
 
 

@@ -124,7 +124,7 @@ def test_every_option_reaches_sbatch():
     offer = Offer(**sold, region="here", zone="main", gpu="h100", gpus=2)
     assert findings.sbatch(options, needed, offer) == [
         *("--partition=main", "--nodes=3", "--ntasks-per-node=1", "--account=a", "--qos=q", "--constraint=ib&h100"),
-        *("--reservation=r", "--gres=gpu:h100:2", "--cpus-per-task=8", "--mem=64G", "--signal=USR1@120"),
+        *("--reservation=r", "--gres=gpu:h100:2", "--cpus-per-task=8", "--mem=64G", "--signal=URG@120"),
         *("--no-requeue", "--exclusive"),
     ]
     assert "--gres=gpu:2,lic:1" in findings.sbatch(SlurmOptions(gres="gpu:2,lic:1"), needed, offer)
