@@ -24,6 +24,7 @@ from fakes.engine import engine, locked_registry, registry  # noqa: F401  fixtur
 from fakes.hosts import Rack
 from fakes.localstack import installed as localstack_installed
 from fakes.localstack import localstack  # noqa: F401  a fixture, one for the session
+from fakes.slurm import slurm, slurm_cluster  # noqa: F401  fixtures, one cluster for the session
 
 # What tests import, and what they start, is compiled once, also where the environment forbids it, as many a CI image
 # does: a single quick test takes half the time then, and a worker needs 7 s to read all tests, not 30 s.

@@ -52,6 +52,7 @@ SERVES = {
     "tests/e2e/test_callers.py": ("mgpu/schedule/callers.py",),
     "tests/e2e/test_demo_aws.py": ("demo_aws.py",),
     "tests/e2e/test_demo_nightly.py": ("demo_nightly.py", "examples/nightly"),
+    "tests/e2e/test_slurm.py": ("mgpu/providers/slurm",),
     "tests/e2e/test_thirty_nights.py": ("mgpu/schedule",),
     "tests/e2e/test_image": ("mgpu/image", "images"),
     "tests/emulated/": ("mgpu/providers/aws", "mgpu/iac/aws", "tests/fakes/aws"),

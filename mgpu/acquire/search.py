@@ -16,13 +16,14 @@ from mgpu.acquire.ending import CURE, destroy
 from mgpu.acquire.history import Begun, history
 from mgpu.acquire.pauses import Backoff, pauses
 from mgpu.acquire.refusals import REFUSED, Refusals, told_of
-from mgpu.acquire.terms import ENDING_S, Acquired, Lost, Meet, limits
+from mgpu.acquire.terms import ENDING_S, GANGS, Acquired, Lost, Meet, limits
 from mgpu.errors import (
     AmbiguousCreate,
     CleanupFailed,
     Conflict,
     Interrupted,
     MgpuError,
+    NoCapacity,
     NoOffer,
     ProviderError,
     RateLimited,
@@ -48,6 +49,7 @@ from mgpu.providers.base import (
 
 _TRIES = 3  # of one offer whose nodes were lost while they started
 _LAG_PAUSE = 10  # times `describe_every_s`: between two looks for what may not be listed for minutes
+_QUEUE_PAUSE = 20  # times `describe_every_s`: between two looks at a queue, at most
 _T = TypeVar("_T")
 
 
@@ -76,9 +78,11 @@ class Search:
     hard_cap_at: float = 0.0
     max_usd: float = 0.0
     deadline: float = 0.0
+    begun: float = 0.0  # by the clock
 
     def run(self, offers: Sequence[Offer]) -> Acquired:
         """Adopts what an earlier process has begun, else asks for one offer after the other."""
+        self.begun = self.clock()
         self.timeouts = limits(self.timeouts, self.provider, self.request.requirements)
         unfinished, self.spent = history(self.journal, self.request)
         if unfinished:
@@ -171,7 +175,7 @@ class Search:
         begun = self.earlier.get(intent.token)
         new_s = min(self.request.hard_cap_s, self._left_s(), self._paid_for_s(intent.offer))
         hard_cap_s = begun.hard_cap_s if begun else new_s
-        return self.request.model_copy(update={"hard_cap_s": hard_cap_s})
+        return self.request.model_copy(update={"hard_cap_s": hard_cap_s, "ends_by": self.hard_cap_at})
 
     def _paid_for_s(self, offer: Offer) -> float:
         """Seconds that `max_usd` pays for at this offer's price, with what is billed beside its machines."""
@@ -206,9 +210,11 @@ class Search:
 
     def _wait(self, handle: Handle) -> FleetState:
         trouble = ""
+        begun = self.clock()
         for pause in pauses(self.timeouts.describe_every_s):
             state = self._insist(lambda: self.provider.describe(handle), trouble)
             asked = self._asked_of(state)
+            queued = self._queued(asked, begun, told=trouble)
             trouble = next((node.reason for node in asked.nodes if node.reason), "")
             if asked.ready:
                 if self.meet is None:
@@ -218,8 +224,28 @@ class Search:
                 if not silent:
                     return state
                 trouble = silent[0].reason
-            self._pause(pause)
+            # nobody waits for seconds of a queue of hours
+            often = min(_QUEUE_PAUSE * self.timeouts.describe_every_s, (self.clock() - begun) / 8) if queued else 0.0
+            self._pause(max(pause, often))
         raise AssertionError("the pauses never end")
+
+    def _queued(self, asked: FleetState, begun: float, told: str) -> bool:
+        """Whether nodes wait in the provider's queue: their time to come up has not begun, and the queue has a deadline
+        of its own, from `begun`. Raises NoCapacity: it is over."""
+        reason = next((node.reason or "queued" for node in asked.nodes if node.queued), "")
+        if not reason:
+            return False
+        queue_s = self.provider.queue_s()
+        left_s = min(begun + queue_s, self.begun + GANGS * queue_s) - self.clock()
+        if left_s <= 0:
+            waited = f"fleet {self.request.fleet} waited in the queue for {(self.clock() - begun) / 60:.0f} min"
+            raise NoCapacity(
+                waited, reason, "Wait longer, ask for less, or try again when more is free.", scope="offer"
+            )
+        if reason != told:
+            self.emit(Note(f"in the queue ({reason}); waiting for {left_s / 60:.0f} min at most"))
+        self._allow(self.timeouts.provision_s)
+        return True
 
     def _asked_of(self, state: FleetState) -> FleetState:
         """The nodes that this search has to bring up. Raises Lost when one is gone, or was never granted."""

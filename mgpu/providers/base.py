@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import ConfigDict, Field
 
-from mgpu.errors import MgpuError
+from mgpu.errors import InvalidRequest, MgpuError
 from mgpu.plan.model import Cost, Offer, Requirements, Reservation, Saves, Value
 from mgpu.spec.provider import Capabilities
 
@@ -60,7 +60,10 @@ class FleetRequest(Value):
     requirements: Requirements
     ssh_public_key: str = Field(description="OpenSSH format, one line; may log in on every node")
     lease_s: float = Field(description="seconds a node lives before any run renews its lease")
-    hard_cap_s: float = Field(description="seconds a node lives at most")
+    hard_cap_s: float = Field(description="seconds a node lives at most, from its start")
+    ends_by: float = Field(
+        default=0, description="UNIX seconds; no node lives longer, however late it starts; 0: nothing says so"
+    )
 
 
 class Intent(Value):
@@ -159,6 +162,9 @@ class NodeState(Value):
     private_address: str = Field(default="", description="as the other nodes reach it")
     price_usd_per_hour: float = 0
     hard_cap_at: float = Field(default=0, description="UNIX seconds; the machine ends then, whatever happens")
+    queued: bool = Field(
+        default=False, description="pending in a queue of the provider's: it has not started, and costs nothing yet"
+    )
     reason: str = Field(default="", description="why it is not running, or cannot be reached yet, where known")
     cure: str = Field(
         default="",
@@ -287,12 +293,14 @@ class Provider(ABC):
     def describe(self, handle: Handle) -> FleetState:
         """The machines as they are now. A machine is TERMINATED only when the provider says so."""
 
-    @abstractmethod
     def repair(
         self, handle: Handle, missing: tuple[int, ...], request: FleetRequest, offer: Offer, token: str
     ) -> Handle:
         """Replaces the machines of these ranks by new ones of `request.generation`; the lost ones are confirmed
-        stopping first. The other machines are not touched. Idempotent by token."""
+        stopping first. The other machines are not touched. Idempotent by token. Nobody calls it where a gang comes and
+        ends as one (`Capabilities.repairs_single_nodes`)."""
+        cure = "Give the whole fleet back, and make it anew."
+        raise InvalidRequest(f"provider {self.name} replaces no single machine of fleet {handle.fleet}", "", cure)
 
     @abstractmethod
     def list_owned(self, owner: str) -> tuple[Handle, ...]:
@@ -300,11 +308,16 @@ class Provider(ABC):
 
     @abstractmethod
     def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
-        """Ends these machines (default: all). True: gone (absent counts); False: call again. Absent never raises."""
+        """Ends these machines (default: all; all in any case where a gang ends as one). True: gone (absent counts);
+        False: call again. Absent never raises."""
 
     def boot_s(self, requirements: Requirements) -> float:
         """Seconds from the grant until machines for these requirements answer by SSH, at the worst; 0: not known."""
         return self.capabilities.boot_s
+
+    def queue_s(self) -> float:
+        """Seconds that a request may wait in the provider's queue before it is given up; 0: it has none."""
+        return 0.0
 
     def configured(self) -> bool:
         """Whether this user has set the provider up at all; looks at files and variables, asks nobody."""

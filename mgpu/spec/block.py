@@ -92,6 +92,14 @@ class ProviderOptions(Block):
         """The same, with files that are named relative to a run file's folder named so that any process finds them."""
         return self
 
+    def shares_files(self) -> bool:
+        """Whether nodes and this machine see one file system, at the same paths."""
+        return False
+
+    def queue_s(self) -> float:
+        """Seconds that a request may wait in a queue of the provider's before machines start."""
+        return 0.0
+
     def flat(self) -> dict[str, str]:
         """The options as stacks and records keep them."""
         given = self.model_dump(exclude_none=True)

@@ -146,7 +146,9 @@ class Data(DataItem):
 
     model_config = ConfigDict(populate_by_name=False)
 
-    source: StoreUrl = Field(alias="from", description="s3://bucket/prefix, or file:///folder with provider local")
+    source: StoreUrl = Field(
+        alias="from", description="s3://bucket/prefix, or file:///folder where nodes see this machine's files"
+    )
     to: Text = Field(
         description="folder on the node, relative to the work folder (or absolute, but with provider local)"
     )
@@ -268,6 +270,13 @@ class Keys(MachineKeys, _Named):
     def on_this_machine(self) -> bool | None:
         """Whether nodes run on the operator's own machine; None: no provider of this name is installed."""
         return on_this_machine(self.provider)
+
+    @property
+    def shares_files(self) -> bool | None:
+        """Whether nodes see this machine's files; None: no provider of this name is installed."""
+        found = installed().found.get(self.provider)
+        shared = (self.options or found.options()).shares_files() if found else None
+        return self.on_this_machine or shared
 
     @property
     def options(self) -> ProviderOptions | None:

@@ -38,6 +38,10 @@ class Capabilities(BaseModel):
     idempotent_create: bool = Field(
         default=False, description="one token makes at most one gang, at the provider's own"
     )
+    repairs_single_nodes: bool = Field(
+        default=True,
+        description="a lost machine can be replaced alone; else a gang comes and ends as one, and is made anew",
+    )
     listing_lag_s: float = Field(
         default=0, description="seconds after a request: `find` and `list_owned` may not show it"
     )

@@ -306,7 +306,7 @@ def _best(train: TrainConfig, kept: Checkpoint) -> Iterator[Mistake]:
 def _url(spec: RunSpec, at: Where, url: str) -> Iterator[Mistake]:
     if ".." in url.split("/"):
         yield Mistake(at, "no `..` in an address")
-    if url.startswith("file:") and spec.on_this_machine is False:
+    if url.startswith("file:") and spec.shares_files is False:
         message = f"machines of provider {spec.provider} do not see this machine's files: use s3://"
         yield Mistake(at, message, (("provider",),))
 

@@ -744,7 +744,7 @@ def test_what_was_born_while_the_rest_was_killed_is_killed_too(tmp_path: Path):
 
     first = born()
     script = 'sh "$0" 4194305 1 fedcba9876-0 1; sleep 1000'
-    enforcer = subprocess.Popen(["sh", "-c", script, SCRIPTS / "poweroff.sh"], env=environment)
+    enforcer = subprocess.Popen(["sh", "-c", script, SCRIPTS.parent / "poweroff.sh"], env=environment)
     assert first.wait(DEADLINE_S) == -signal.SIGKILL
     second = born()
     try:

@@ -6,6 +6,7 @@ to kill one of its machines behind its back. A test holds the registry, the modu
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -21,10 +22,11 @@ import asyncssh
 import pytest
 from fakes.aws import FakeAws
 from fakes.hosts import Rack
+from fakes.slurm import Cluster
 from waiting import until
 
 import mgpu.providers
-from mgpu.errors import Conflict, InputError
+from mgpu.errors import Conflict, InputError, InvalidRequest
 from mgpu.plan.model import Offer, Requirements
 from mgpu.providers import registry
 from mgpu.providers.base import FleetRequest, FleetState, Handle, Intent, NodePhase, Provider, Rekeys, create_token
@@ -42,6 +44,7 @@ class Harness:
     kill: Callable[[str], None]  # the machine of this id is lost
     billed: Callable[[], list[str]]  # ids of machines, by the provider's own bill
     needs: dict[str, Any] = field(default_factory=dict)  # what it has to be asked for
+    world: str = ""  # tells this test's tokens from others', where one world serves many tests
     answers: bool = True  # there is an SSH server at the address of a node
 
 
@@ -84,10 +87,35 @@ def hosts_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
     )
 
 
+def slurm_harness(request: pytest.FixtureRequest, folder: Path) -> Harness:
+    from mgpu.providers.slurm.provider import SlurmProvider
+
+    cluster: Cluster = request.getfixturevalue("slurm")
+    options = {**cluster.options, "work_folder": str(folder)}
+
+    def kill(name: str) -> None:
+        token, rank = name.split("-")
+        (gang,) = folder.glob(f"{token}*")
+        os.kill(json.loads((gang / f"node-{rank}.json").read_text())["pid"], signal.SIGKILL)
+
+    def billed() -> list[str]:
+        handles = [handle for owner in ("o-1", "o-2") for handle in SlurmProvider(options).list_owned(owner)]
+        return [name for handle in handles for name in handle.ids]
+
+    return Harness(
+        make=lambda: SlurmProvider(options),
+        kill=kill,
+        billed=billed,
+        needs={"market": "on-demand", "provider_options": options},
+        world=str(folder),
+    )
+
+
 HARNESSES: dict[str, Callable[[pytest.FixtureRequest, Path], Harness]] = {
     "local": local_harness,
     "aws": aws_harness,
     "hosts": hosts_harness,
+    "slurm": slurm_harness,
 }
 
 
@@ -127,7 +155,7 @@ def ask(harness: Harness, nodes: int = 2, owner: str = "o-1", generation: int = 
         lease_s=300,
         hard_cap_s=600,
     )
-    return request, offer, create_token(owner, f"demo-{owner}", generation, offer, 0)
+    return request, offer, create_token(owner, f"demo-{owner}{harness.world}", generation, offer, 0)
 
 
 def ready(provider: Provider, handle: Handle) -> FleetState:
@@ -279,10 +307,14 @@ def test_destroy_of_what_never_was_is_gone(provider: Provider, harness: Harness)
     assert provider.destroy(never)
 
 
-def test_single_nodes_can_be_destroyed(provider: Provider, harness: Harness):
+def test_single_nodes_can_be_destroyed_where_they_can_be_replaced(provider: Provider, harness: Harness):
     handle = provider.create(*ask(harness))
     ready(provider, handle)
     gone(provider, handle, (handle.ids[0],))
+    if not provider.capabilities.repairs_single_nodes:
+        assert phases(provider, handle) == [NodePhase.TERMINATED] * 2, "a gang ends as one"
+        assert harness.billed() == []
+        return
     assert phases(provider, handle) == [NodePhase.TERMINATED, NodePhase.RUNNING]
     assert harness.billed() == [handle.ids[1]]
 
@@ -298,12 +330,17 @@ def test_a_lost_machine_shows_as_terminated_without_a_word_from_us(provider: Pro
     handle = provider.create(*ask(harness))
     ready(provider, handle)
     harness.kill(handle.ids[1])
-    until(lambda: phases(provider, handle) == [NodePhase.RUNNING, NodePhase.TERMINATED])
+    alone = provider.capabilities.repairs_single_nodes
+    left = [NodePhase.RUNNING if alone else NodePhase.TERMINATED, NodePhase.TERMINATED]
+    until(lambda: phases(provider, handle) == left, why=lambda: provider.describe(handle))
     assert provider.describe(handle).nodes[1].reason
-    assert harness.billed() == [handle.ids[0]]
+    assert harness.billed() == ([handle.ids[0]] if alone else [])
 
 
 def test_repair_replaces_the_lost_machine_alone(provider: Provider, harness: Harness):
+    if not provider.capabilities.repairs_single_nodes:
+        refuses_repair(provider, harness)
+        return
     handle = provider.create(*ask(harness))
     before = ready(provider, handle).nodes
     harness.kill(handle.ids[0])
@@ -321,7 +358,19 @@ def test_repair_replaces_the_lost_machine_alone(provider: Provider, harness: Har
     assert ready(provider, repaired).nodes[0].id == after[0].id
 
 
+def refuses_repair(provider: Provider, harness: Harness) -> None:
+    """Nothing is touched, and nothing made."""
+    handle = provider.create(*ask(harness))
+    ready(provider, handle)
+    with pytest.raises(InvalidRequest, match="replaces no single machine"):
+        provider.repair(handle, (0,), *ask(harness, generation=2))
+    assert phases(provider, handle) == [NodePhase.RUNNING] * 2
+    assert sorted(harness.billed()) == sorted(handle.ids)
+
+
 def test_repair_ends_what_it_replaces(provider: Provider, harness: Harness):
+    if not provider.capabilities.repairs_single_nodes:
+        pytest.skip("a gang of this provider is never repaired")
     handle = provider.create(*ask(harness))
     ready(provider, handle)
     request, offer, token = ask(harness, generation=2)
@@ -355,6 +404,8 @@ def test_list_owned_is_complete_and_shows_nobody_elses(harness: Harness):
 
 
 def test_a_repaired_fleet_is_listed_whole(provider: Provider, harness: Harness):
+    if not provider.capabilities.repairs_single_nodes:
+        pytest.skip("a gang of this provider is never repaired")
     handle = provider.create(*ask(harness))
     ready(provider, handle)
     harness.kill(handle.ids[0])

@@ -22,7 +22,7 @@ from mgpu.iac.types import contact, fleet
 from mgpu.iac.types.fleet_model import Machine
 from mgpu.image import compat
 from mgpu.plan.model import Requirements
-from mgpu.providers.base import FleetState, JumpHost, MachineDriver, NodePhase, Offers, ProxyCommand
+from mgpu.providers.base import FleetRequest, FleetState, JumpHost, MachineDriver, NodePhase, Offers, ProxyCommand
 
 FLEET = tokens.FLEET
 WANTED = {
@@ -475,6 +475,53 @@ def test_a_repair_that_fails_leaves_state_with_what_lives(wire, here, made, fake
     fake.refuse_repair = None
     assert set(ids(wire.update(here, resource_id, state, inputs))) == fake.running
     assert "\n[mgpu:NoCapacity " in failed.value.details()
+
+
+@pytest.fixture
+def gangs(fake):
+    """The provider, whose gangs come and end as one."""
+    fake.capabilities = fake.capabilities.model_copy(update={"repairs_single_nodes": False})
+    return fake
+
+
+def test_where_no_machine_is_replaced_alone_the_whole_gang_is_made_anew(wire, here, made, gangs):
+    resource_id, inputs, outputs = made
+    gangs.phases[ids(outputs)[1]] = NodePhase.TERMINATED
+    gangs.refuse_repair = AssertionError("nobody asks for it")
+    found = wire.read(here, resource_id, outputs, inputs)
+    seen = from_struct(found.properties)
+    assert list(wire.diff(here, from_struct(found.inputs), seen, inputs).diffs) == ["nodes"]
+    asked: list[FleetRequest] = []
+    gangs.on_create = lambda _: asked.append([*gangs.gangs.values()][-1][0])
+    anew = wire.update(here, resource_id, seen, inputs)
+    assert not {*ids(anew)} & {*ids(outputs)}, "the survivor is given back, too"
+    assert set(ids(anew)) == gangs.running
+    assert anew["generation"] == 2
+    assert [each.generation for each in asked] == [2]
+    assert asked[0].ends_by == outputs["hardCapAt"], "however late it starts"
+    assert asked[0].hard_cap_s == pytest.approx(outputs["hardCapAt"] - time.time(), abs=30)
+    assert wire.update(here, resource_id, anew, inputs) == anew, "a fleet that is whole is left alone"
+
+
+def test_a_gang_that_cannot_be_made_anew_has_left_nothing_and_the_next_up_makes_it(wire, here, made, gangs):
+    resource_id, inputs, outputs = made
+    gangs.phases[ids(outputs)[1]] = NodePhase.TERMINATED
+    offers, gangs.price = gangs.price, 100.0
+    with pytest.raises(grpc.RpcError) as failed:
+        wire.update(here, resource_id, outputs, inputs)
+    gangs.price = offers
+    state = from_struct(partial(failed.value).properties)
+    assert ids(state) == []
+    assert gangs.running == set()
+    assert len(ids(wire.update(here, resource_id, state, inputs))) == 2
+
+
+def test_a_gang_of_another_size_is_made_anew(wire, here, made, gangs):
+    _, update = again(wire, here, made, nodes=3)
+    grown = update()
+    assert len(ids(grown)) == 3
+    assert not {*ids(grown)} & {*ids(made[2])}
+    assert set(ids(grown)) == gangs.running
 
 
 def test_a_repair_whose_result_was_lost_is_done_again_and_what_lives_is_kept(wire, here, made, fake, xdg):

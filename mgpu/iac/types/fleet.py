@@ -10,7 +10,8 @@ What a changed input does:
                                           (`maxHours` too: the hard cap is fixed at create, and nothing extends it)
 
 A node that was lost shows in `read` as a smaller `nodes`; the next update replaces that machine alone. Where all were
-lost, the whole fleet is made again; for a run (`HARD_CAP`) until the hard cap that it has, and not beyond.
+lost, or no machine can be replaced alone (`repairs_single_nodes`), the whole fleet is made again; for a run
+(`HARD_CAP`) until the hard cap that it has, and not beyond.
 """
 
 from __future__ import annotations
@@ -118,8 +119,11 @@ class FleetHandler:
         if fleet.price_usd_per_hour > wanted.max_price_usd_per_hour:
             call.emit(Warned(_above_cap(fleet, wanted)))
         try:
-            fleet = self._shrink(call, provider, fleet, wanted.nodes)
-            fleet = self._fill(call, provider, fleet, wanted)
+            if provider.capabilities.repairs_single_nodes:
+                fleet = self._shrink(call, provider, fleet, wanted.nodes)
+                fleet = self._fill(call, provider, fleet, wanted)
+            elif len(fleet.handle.ids) != wanted.nodes or _missing(provider, fleet.handle):
+                fleet = self._anew(call, provider, fleet, wanted)
         except MgpuError as error:
             # state keeps what lives, under the new requirements: the next `up` goes on from there
             raise PartialFailure(resource_id, _now(provider, fleet).to_wire(), error) from error
@@ -159,6 +163,21 @@ class FleetHandler:
 
         made = self._search(call, provider, wanted, rent, fleet)
         return fleet.seen(made.handle, made.state)
+
+    def _anew(self, call: Call, provider: Provider, fleet: FleetOutputs, wanted: FleetInputs) -> FleetOutputs:
+        """Gives the whole gang back and rents another one, under the hard cap that it had: no machine of it can be
+        replaced alone."""
+        left_s = _time_left(fleet.name, fleet.hard_cap_at)
+        call.emit(Note(f"fleet {fleet.name}: {wanted.provider} replaces no machine alone; all are made anew"))
+        acquire.destroy(provider, fleet.handle, unbilled=True, timeouts=self._timeouts, emit=call.emit)
+        plan = _plan(provider, wanted, self._on_sale(call, provider, wanted.requirements()))
+        terms = self._terms(call, provider, wanted, fleet.hard_cap_at)
+
+        def rent(generation: int, journal: Journal) -> Acquired:
+            return acquire.acquire(provider, wanted.request(generation, left_s), plan.offers, journal, **terms)
+
+        made = self._search(call, provider, wanted, rent, fleet)
+        return bought(wanted, made, plan.offers, time.time())
 
     def _on_sale(self, call: Call, provider: Provider, needed: Requirements) -> tuple[Offer, ...]:
         """What the provider sells; where it has to be asked, one that does not answer ends no repair."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mgpu_train.timeouts import Timeouts
@@ -50,7 +50,7 @@ def stack_of(record: Record, context: Context) -> Stack:
         project = folder.program
         settle(project)
     base = Path(record.project_base)
-    return open_stack(project, record.stack, folder.run_file, log_dir, context, base, record.provider)
+    return open_stack(project, record.stack, folder.run_file, log_dir, context, base, record.provider, record.options)
 
 
 def maker(record: Record) -> Record:
@@ -69,9 +69,11 @@ def open_stack(
     context: Context,
     folder: Path | None = None,
     provider: str = "",
+    options: Mapping[str, str] | None = None,
 ) -> Stack:
     """A stack by name. `log_dir`: where a stack of mgpu's own keeps configuration and logs; None: the user's stack.
-    `folder`: what the run file's paths are relative to; None: its own. `provider`: whose machines it has; empty: any's.
+    `folder`: what the run file's paths are relative to; None: its own. `provider`: whose machines it has; empty: any's;
+    `options` are its settings.
     """
     return Stack(
         project,
@@ -80,17 +82,19 @@ def open_stack(
         folder=folder,
         log_dir=log_dir or paths.state_dir() / "stacks" / name,
         emit=context.emit,
-        timeouts=_engine_limits(context.timeouts, provider),
+        timeouts=_engine_limits(context.timeouts, provider, options or {}),
         own_config=log_dir is not None,
     )
 
 
-def _engine_limits(timeouts: Timeouts, provider: str) -> Timeouts:
+def _engine_limits(timeouts: Timeouts, provider: str, options: Mapping[str, str]) -> Timeouts:
     """The deadlines of an engine whose machines may be slow to come and to go."""
     found = installed().found
     able = [entry.capabilities for name, entry in found.items() if provider in ("", name)]
     slowest_s, longest_s = (max((getattr(each, name) for each in able), default=0) for name in ("boot_s", "end_s"))
-    return timeouts.at_least(provision_s=acquire.GANGS * slowest_s, destroy_s=longest_s)
+    limits = timeouts.at_least(provision_s=acquire.GANGS * slowest_s, destroy_s=longest_s)
+    queue_s = found[provider].options.of(options).queue_s() if provider in found else 0.0
+    return limits.model_copy(update={"provision_s": limits.provision_s + acquire.GANGS * queue_s})
 
 
 def move(session: Session, stack: Stack) -> StackOutput:

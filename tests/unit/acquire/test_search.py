@@ -32,7 +32,7 @@ from mgpu.errors import (
     TeardownIncomplete,
     Transient,
 )
-from mgpu.events import Event, OfferTried, Warned
+from mgpu.events import Event, Note, OfferTried, Warned
 from mgpu.journal import Journal
 from mgpu.plan.model import Cost, Offer, Requirements, Saves
 from mgpu.providers.base import (
@@ -68,6 +68,9 @@ class Double:
     clock: Clock
     capabilities: Capabilities = CAPS
     ready_after_s: float = 3.0
+    queued_for_s: float = 0.0  # before that it waits in a queue
+    queue_limit_s: float = 0.0
+    looks: int = 0
     slowest_s: float = 0.0  # what it says of how long machines take to boot
     ending_s: float = 0.0  # from "asked to end" to gone: billed no more, and not gone
     granted: int | None = None  # machines that a create makes at most
@@ -90,6 +93,9 @@ class Double:
 
     def boot_s(self, requirements: Requirements) -> float:
         return self.slowest_s
+
+    def queue_s(self) -> float:
+        return self.queue_limit_s
 
     def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
         return self._make(request, offer, token, tuple(range(request.requirements.nodes)))
@@ -144,6 +150,7 @@ class Double:
 
     def describe(self, handle: Handle) -> FleetState:
         self.on_describe()
+        self.looks += 1
         if self.describe_errors:
             raise self.describe_errors.pop(0)
         for name in handle.ids:
@@ -155,7 +162,10 @@ class Double:
         machine = self.machines.get(name)
         if machine is None:
             return NodeState(rank=rank, id=name, phase=NodePhase.TERMINATED)
-        up = self.clock.now - machine.born >= self.ready_after_s
+        age_s = self.clock.now - machine.born - self.queued_for_s
+        if machine.phase is None and age_s < 0:
+            return NodeState(rank=rank, id=name, phase=NodePhase.PENDING, queued=True, reason="Priority")
+        up = age_s >= self.ready_after_s
         phase = machine.phase or (NodePhase.RUNNING if up else NodePhase.PENDING)
         why = "" if up else "it still boots"
         return NodeState(
@@ -1182,3 +1192,46 @@ def test_a_repair_that_finds_fewer_than_it_asked_for_ends_them_and_no_other(benc
     with pytest.raises(NoCapacity):
         bench.repair(handle, (1, 2), offer())
     assert [machine.id for machine in bench.double.billed] == ["i-0"]
+
+
+# ---- a queue of the provider's
+
+
+def test_a_queue_that_admits_after_an_hour_is_waited_for_under_a_deadline_of_its_own(bench: Bench):
+    bench.double.queued_for_s, bench.double.queue_limit_s = 3600, 2 * 3600
+    made = bench.acquire(offer())
+    assert made.state.ready
+    assert bench.double.created == [offer().label], "it was asked for once"
+    assert bench.clock.now == pytest.approx(3603, abs=30), "and is seen soon after"
+    assert bench.double.looks < 400, "nobody asks twice a second for an hour"
+    assert [event for event in bench.events if isinstance(event, Note)] == [
+        Note("in the queue (Priority); waiting for 120 min at most")
+    ]
+
+
+def test_a_queue_that_does_not_admit_in_time_is_left_and_the_next_offer_is_asked(bench: Bench):
+    bench.double.queued_for_s, bench.double.queue_limit_s = 3600, 600
+    with pytest.raises(NoCapacity) as caught:
+        bench.acquire(offer(), offer("p5.big"))
+    assert "waited in the queue for 10 min" in caught.value.why
+    assert bench.double.created == [offer().label, offer("p5.big").label]
+    assert bench.double.billed == []
+    assert bench.clock.now == pytest.approx(1200, abs=60)
+
+
+def test_the_time_to_come_up_begins_when_the_queue_admits(bench: Bench):
+    bench.double.queued_for_s, bench.double.queue_limit_s = 3600, 2 * 3600
+    bench.double.ready_after_s = 10_000
+    with pytest.raises(Transient, match="not every node was ready within 100 s"):
+        bench.acquire(offer())
+    assert bench.clock.now == pytest.approx(3700, abs=30)
+    assert bench.double.billed == []
+
+
+def test_machines_of_a_fleet_that_has_a_hard_cap_are_told_it_however_late_they_start(bench: Bench):
+    made = bench.acquire(offer())
+    assert [asked.ends_by for asked, _ in bench.double.asked.values()] == [0], "a new fleet's counts from its start"
+    bench.hard_cap_at = bench.clock.now + 1000
+    repaired = bench.repair(made.handle, (1,), offer())
+    asked, _ = bench.double.asked[repaired.handle.token]
+    assert asked.ends_by == bench.hard_cap_at

@@ -72,7 +72,7 @@ def test_an_editor_refuses_what_the_loader_refuses(change):
 
 
 def test_every_key_has_a_meaning_and_all_but_blocks_a_default():
-    blocks = {"checkpoint", "recovery", "sinks", "timeouts", "local", "aws", "hosts", "train.model"}
+    blocks = {"checkpoint", "recovery", "sinks", "timeouts", "local", "aws", "hosts", "slurm", "train.model"}
     blocks |= {f"sinks.{name}" for name in installed().found}
     for key in keys():
         assert key.description, key

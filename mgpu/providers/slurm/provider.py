@@ -1,0 +1,323 @@
+"""The provider contract over Slurm: a gang is one job, with one task a node. Nothing is remembered but on the cluster.
+
+sbatch is not idempotent: a token stands in the job's name, and the create, which holds a lock on the login node, looks
+for it before it asks; a job that finds another one's number in its gang's folder ends itself (login.sh, batch.sh).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import tarfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mgpu_train.agent.machine import procs
+
+from mgpu.errors import Conflict, NoOffer
+from mgpu.plan.model import Obstacle, Offer, Requirements
+from mgpu.providers import base, slurm
+from mgpu.providers.base import (
+    Finding,
+    FleetRequest,
+    FleetState,
+    Handle,
+    Intent,
+    NodePhase,
+    NodeState,
+    Offers,
+    Provider,
+    ProxyCommand,
+)
+from mgpu.providers.slurm import findings
+from mgpu.providers.slurm.login import Login
+from mgpu.providers.slurm.options import ENTRY, SlurmOptions
+
+_RUNS = ("RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+_SETTINGS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
+_CHANGES = {"stock", "fetched_at"}  # what differs between two looks at one offer
+
+
+class SlurmProvider(Provider):
+    """Asks a cluster's scheduler for nodes, waits in its queue, and gives them back."""
+
+    name = SlurmOptions.block
+    capabilities = ENTRY.capabilities
+
+    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+        self._options = SlurmOptions.of(options or {})
+        self._login = Login(self._options)
+
+    def check(self) -> None:
+        """Slurm answers. Raises AuthError, Transient, InvalidRequest: why it does not; NoOffer: there is none."""
+        self._require()
+        self._login.said("on_sale")
+
+    def configured(self) -> bool:
+        """A login node is named, or this is one."""
+        known = "SLURM_CONF" in os.environ or any(Path(path).exists() for path in _SETTINGS)
+        return bool(self._options.login) or (known and shutil.which("sbatch") is not None)
+
+    def findings(self, requirements: Requirements | None, here: Callable[[], str]) -> tuple[Finding, ...]:
+        """Commands, partitions, the request itself by `sbatch --test-only`, and a node, where one is free at once."""
+        wanted = self._of(requirements) if requirements else self._options
+        try:
+            self._require()
+        except NoOffer as error:
+            return (Finding.of(self.name, error),)
+        return findings.look(Login(wanted), requirements, lambda: self.offers(requirements) if requirements else None)
+
+    def queue_s(self) -> float:
+        """As `slurm.queue_hours` allows."""
+        return self._options.queue_s()
+
+    def offers(self, requirements: Requirements) -> Offers:
+        """The nodes of each partition that is up, by their shape; how many are idle is said, and none has to be."""
+        options = self._of(requirements)
+        self._require()
+        said = self._login.said("on_sale", doing="list partitions")
+        partitions = {each["PartitionName"]: each for each in map(findings.words, said) if "PartitionName" in each}
+        shapes: dict[tuple[str, int, float, str], list[int]] = {}
+        for line in (line.removeprefix("nodes|") for line in said if line.startswith("nodes|")):
+            name, cpus, memory, gres, count, state = line.split("|")
+            idle = shapes.setdefault((name, int(cpus.rstrip("+")), int(memory.rstrip("+")) / 1024, gres), [0, 0])
+            idle[0] += int(count)
+            idle[1] += int(count) if state == "idle" else 0
+        asked = options.partition.split(",") if options.partition else partitions
+        found, notes = list[Offer](), list[str]()
+        for (name, cpus, memory, gres), (all_of_them, free) in shapes.items():
+            if name not in asked or partitions.get(name, {}).get("State") != "UP":
+                continue
+            if (offer := self._offer(requirements, options, partitions[name], cpus, memory, gres)) is not None:
+                found.append(offer)
+                notes.append(f"{offer.instance_type}: {free} of {all_of_them} nodes are idle")
+        return Offers(offers=tuple(found), source=f"slurm at {self._login.name}", notes=tuple(notes))
+
+    def _offer(
+        self,
+        needed: Requirements,
+        options: SlurmOptions,
+        partition: dict[str, str],
+        cpus: int,
+        memory: float,
+        gres: str,
+    ) -> Offer | None:
+        name, limit_s = partition["PartitionName"], findings.limit_s(partition)
+        gpu, count = gpus_of(gres, needed.gpus_per_node)
+        if count < needed.gpus_per_node:
+            return None
+        obstacle = None
+        if limit_s < needed.max_hours * 3600:
+            why = f"partition {name} lets no job run longer than {limit_s / 3600:g} h"
+            obstacle = Obstacle(reason=why, cure=f"Lower `max_hours` to {limit_s / 3600:g}, or take another partition.")
+        shape = f"{cpus}cpu" + (f"-{count}x{gpu or 'gpu'}" if count else "")
+        return Offer(
+            provider=self.name,
+            instance_type=f"{name}/{shape}",
+            gpu=gpu if needed.gpus_per_node else None,
+            gpus=needed.gpus_per_node,
+            vcpus=options.cpus_per_node or cpus,
+            memory_gib=round(options.memory_gib or memory, 1),
+            market="on-demand",
+            price_usd_per_hour=options.price_usd_per_hour,
+            region=self._login.name,
+            zone=name,
+            stock=None,  # the queue admits them, sooner or later
+            obstacle=obstacle,
+            fetched_at=time.time(),
+        )
+
+    def create(self, request: FleetRequest, offer: Offer, token: str) -> Handle:
+        """Submits one job, or finds the one that this token has made; it waits in the queue, and `describe` says so.
+
+        Raises:
+            Conflict: the token was used with other parameters.
+            AmbiguousCreate: the answer was lost; `find` knows.
+            NoOffer, QuotaExceeded, PermissionDenied, InvalidRequest: Slurm refused.
+        """
+        options = self._of(request.requirements)
+        params = request.model_dump(mode="json") | {"offer": offer.model_dump(mode="json", exclude=_CHANGES)}
+        digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()
+        asked = {
+            **{key: params[key] for key in ("lease_s", "hard_cap_s", "ends_by", "ssh_public_key")},
+            **options.model_dump(include={"node_folder", "notice_s", "python", "price_usd_per_hour"}),
+            "token": token,
+            "nodes": request.requirements.nodes,
+        }
+        about = {"owner": request.owner, "fleet": request.fleet, "generation": request.generation}
+        about["nodes"] = request.requirements.nodes
+        arguments = [
+            f"--job-name=mgpu-{token}",
+            f"--comment={json.dumps(about)}",
+            f"--time={max(1, math.ceil(request.hard_cap_s / 60))}",
+            *findings.sbatch(options, request.requirements, offer),
+        ]
+        files = _files(options, asked)
+        said = self._login.said('submit "$@"', token, digest, *arguments, files=files, doing="submit a job")
+        if said == ["conflict"]:
+            raise Conflict(f"slurm: token {token} was used with other parameters", scope="offer")
+        return self._handle(token, about, made_at=float(said[-1].split()[1]))
+
+    def find(self, intent: Intent) -> Handle | None:
+        """The gang whose job has this token in its name, or had."""
+        return self._found("look", intent)
+
+    def recall(self, request: FleetRequest, intent: Intent, ranks: tuple[int, ...]) -> Handle | None:
+        """The same; and where there is none, none comes: the token is given up under the lock that a create takes."""
+        return self._found("give_up", intent)
+
+    def describe(self, handle: Handle) -> FleetState:
+        """The job as Slurm has it, and what its nodes say of themselves. A node is gone when the job has ended and is
+        not completing any more; one that Slurm calls DOWN may go on working, and is only billed no more."""
+        gang = Gang.of(self._login.said('tell "$@"', handle.token, doing="look at a job"))
+        return FleetState(nodes=tuple(self._node(gang, rank, name) for rank, name in enumerate(handle.ids)))
+
+    def list_owned(self, owner: str) -> tuple[Handle, ...]:
+        """All jobs of this user that mgpu's comment gives this owner and that have not ended."""
+        jobs = [line.split("|", 2) for line in self._login.said("owned", doing="list jobs") if line]
+        named = [(name.removeprefix("mgpu-"), _about(said)) for _, name, said in jobs if name.startswith("mgpu-")]
+        return tuple(self._handle(token, about) for token, about in named if about.get("owner") == owner)
+
+    def destroy(self, handle: Handle, nodes: tuple[str, ...] | None = None) -> bool:
+        """Cancels the job: a gang ends as one. True when Slurm says that it has ended on every node."""
+        if nodes is not None and not any(nodes):
+            return True
+        self._login.said('give_back "$@"', handle.token, doing="cancel a job")
+        state = self.describe(handle)
+        return all(node.phase is NodePhase.TERMINATED for node in state.nodes)
+
+    def _require(self) -> None:
+        if not self.configured():
+            why = "it has no sbatch with a slurm.conf, and the run file names no login node"
+            cure = "Name your cluster's login node: `slurm: {login: user@host}`."
+            raise NoOffer("there is no Slurm on this machine", why, cure)
+
+    def _of(self, requirements: Requirements) -> SlurmOptions:
+        return SlurmOptions.of({**self._options.flat(), **requirements.provider_options})
+
+    def _found(self, how: str, intent: Intent) -> Handle | None:
+        said = self._login.said(f'{how} "$@"', intent.token, doing="look for a job")
+        if not said:
+            return None
+        about = {"fleet": intent.fleet, "generation": intent.generation, "nodes": int(said[-1].split()[2])}
+        return self._handle(intent.token, about, made_at=float(said[-1].split()[1]))
+
+    def _handle(self, token: str, about: Mapping[str, Any], made_at: float = 0.0) -> Handle:
+        return Handle(
+            provider=self.name,
+            region=self._login.name,
+            fleet=about["fleet"],
+            generation=about["generation"],
+            token=token,
+            ids=tuple(f"{token[:10]}-{rank}" for rank in range(about["nodes"])),
+            made_at=made_at,
+        )
+
+    def _node(self, gang: Gang, rank: int, name: str) -> NodeState:
+        asked, node, ended = gang.files.get("asked.json", {}), gang.files.get(f"node-{rank}.json", {}), None
+        ended = gang.files.get(f"ended-{rank}.json")
+        phase, reason = gang.phase(node, ended) if name else (NodePhase.TERMINATED, "no machine was made for this rank")
+        here = phase is NodePhase.RUNNING
+        return NodeState(
+            rank=rank,
+            id=name,
+            phase=phase,
+            queued=bool(name) and gang.state == "PENDING",
+            address=node.get("address", ""),
+            port=node.get("port", 22),
+            user=node.get("user", ""),
+            host_key=node.get("host_key", "") if here else "",
+            via=self._via(node) if here and self._options.login else None,
+            python=asked.get("python", "python3"),
+            private_address=node.get("address", ""),
+            price_usd_per_hour=asked.get("price_usd_per_hour", 0.0),
+            hard_cap_at=node.get("hard_cap_at", 0.0),
+            reason=reason,
+        )
+
+    def _via(self, node: Mapping[str, Any]) -> ProxyCommand:
+        # the run's key opens the nodes alone: to the login node it is the user's own ssh that gets there
+        to = f"{node['address']}:{node['port']}"
+        return ProxyCommand(command=self._login.ssh("-W", to, str(self._options.login)))
+
+
+@dataclass(frozen=True)
+class Gang:
+    """What Slurm and the nodes say of one gang. `state` is empty where Slurm has forgotten the job, or never had it."""
+
+    state: str
+    reason: str
+    down: frozenset[str]
+    files: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, said: list[str]) -> Gang:
+        """From what `tell` of login.sh says."""
+        lines = [line.partition("|")[::2] for line in said]
+        job = next((rest.split("|") for kind, rest in lines if kind == "job"), ["", "", "", ""])
+        files = dict(rest.split("|", 1) for kind, rest in lines if kind == "file")
+        down = frozenset(rest for kind, rest in lines if kind == "down")
+        return cls(job[1], job[2], down, {name: json.loads(text) for name, text in files.items()})
+
+    def phase(self, node: Mapping[str, Any], ended: Mapping[str, Any] | None) -> tuple[NodePhase, str]:
+        """A node's phase, and why it is not running."""
+        if self.state in ("PENDING", "CONFIGURING"):
+            why = self.reason if self.reason not in ("None", "") else "its turn comes"
+            return NodePhase.PENDING, f"Slurm: {self.state.lower()}, {why}"
+        if self.state in _RUNS:
+            if ended:
+                return NodePhase.STOPPING, ended["why"]
+            return (NodePhase.RUNNING, "") if node else (NodePhase.PENDING, "its task has not begun")
+        why = ended["why"] if ended else f"Slurm: {self.state.lower() or 'it knows this job no more'}"
+        if self.state == "COMPLETING":
+            return NodePhase.STOPPING, why
+        if node and not ended and node["node"] in self.down and time.time() < node["hard_cap_at"]:
+            return NodePhase.ENDING, f"{why}; node {node['node']} is down, and its processes may live on"
+        return NodePhase.TERMINATED, why
+
+
+def _about(comment: str) -> dict[str, Any]:
+    try:
+        said = json.loads(comment)
+    except ValueError:  # a site may write comments of its own
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def gpus_of(gres: str, wanted: int) -> tuple[str | None, int]:
+    """The type and count of the GPUs in a node's gres, such as `gpu:h100:8(S:0-1),nvme:1`."""
+    found = re.findall(r"\bgpu(?::([^:,()]+))?:(\d+)", gres)
+    kinds = [(kind or None, int(count)) for kind, count in found]
+    return next((each for each in kinds if each[1] >= wanted), (None, 0))
+
+
+def _files(options: SlurmOptions, asked: Mapping[str, Any]) -> str:
+    """What the gang's folder begins with: a tar archive, in base64."""
+    own, shared = resources.files(slurm), resources.files(base.__package__ or "")
+    files = {
+        "batch.sh": "#!/bin/bash\n" + own.joinpath("batch.sh").read_text(),
+        "node.py": own.joinpath("node.py").read_text(),
+        "lease.sh": shared.joinpath("lease.sh").read_text(),
+        "poweroff.sh": shared.joinpath("poweroff.sh").read_text(),
+        "prologue.sh": "\n".join((*options.prologue, ":")),
+        "asked.json": json.dumps(asked),
+        "mgpu_train/agent/machine/procs.py": Path(procs.__file__).read_text(),
+        **{f"{folder}/__init__.py": "" for folder in ("mgpu_train", "mgpu_train/agent", "mgpu_train/agent/machine")},
+    }
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, text in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(text.encode()), 0o600
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    return base64.encodebytes(packed.getvalue()).decode().strip()
