@@ -8,15 +8,8 @@ from __future__ import annotations
 
 import gc
 
-_SELDOM = (100_000, 50, 50)  # cycles that nobody needs may add up to some 10 MB
-_usual = gc.get_threshold()
-
 
 def seldom() -> None:
-    """From here on this process looks for cycles a hundred times less often."""
-    gc.set_threshold(*_SELDOM)
-
-
-def as_usual() -> None:
-    """Takes `seldom` back: where a cycle may hold the memory of a GPU."""
-    gc.set_threshold(*_usual)
+    """From here on this process looks for cycles a hundred times less often; those that nobody needs may add up to some
+    10 MB."""
+    gc.set_threshold(100_000, 50, 50)
