@@ -110,13 +110,13 @@ class Outbox:
             try:
                 tell(message)
             except BaseException as error:
-                late = told_so = isinstance(error, Exception) and _is_late(key)
+                late = isinstance(error, Exception) and _is_late(key)
                 try:
                     with _backend() as store:
                         store.delete(key) if late else _let_go(store, key, mine)
                 except StackError:
-                    told_so = False  # the next try finds it
-                if told_so:
+                    late = False  # the next try finds it
+                if late:
                     raise GivenUp(f"{type(error).__name__}: {error}; {_given_up(1)}") from error
                 raise
             self._unmarked.add(key)

@@ -9,9 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from mgpu_train.agent.machine import collector
 
-from mgpu import __version__
+from mgpu import __version__, collector
 
 if TYPE_CHECKING:
     from mgpu.errors import MgpuError

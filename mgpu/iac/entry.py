@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from mgpu_train.agent.machine import collector
+from mgpu import collector
 
 _FOLDERS = ("pulumi", "pulumi.runtime", "pulumi.runtime.proto")
 

@@ -5,21 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mgpu_train.agent.machine import collector
+from mgpu_train.agent import commands
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code. `argv` is without the program's name."""
-    collector.seldom()
-    from mgpu_train.agent import commands
-
     parser = argparse.ArgumentParser(prog="mgpu_train", description="the node side of mgpu")
     verbs = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(verbs)
     verbs.add_parser("train", help="the bundled trainer, in this process; see `pydoc mgpu_train.loop`")
     arguments = parser.parse_args(argv)
     if arguments.command == "train":
-        collector.as_usual()
         from mgpu_train.loop import main as train  # torch: seconds that the agent does not need
 
         return train()
