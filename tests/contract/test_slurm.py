@@ -166,6 +166,17 @@ def test_a_gang_has_its_own_home_a_notice_and_a_lease_that_ends_it(asked: Asked,
     assert not stray.alive, "nothing that ran there gets away"
 
 
+def test_a_keeper_that_is_killed_leaves_no_ssh_server(asked: Asked):
+    handle = asked.provider.create(*asked.request())
+    asked.ready(handle)
+    told = asked.gang(handle, "node-0.json")
+    servers = [each for each in procs.descendants(told["pid"]) if "sshd_config" in procs.command_line(each.pid)]
+    assert len(servers) == 1
+    os.kill(told["pid"], signal.SIGKILL)
+    until(lambda: not servers[0].alive)
+    until(lambda: asked.phases(handle) == [NodePhase.TERMINATED] * 2, why=lambda: asked.phases(handle))
+
+
 def test_a_node_that_is_down_but_works_is_not_gone(asked: Asked):
     cluster = asked.cluster
     handle = asked.provider.create(*asked.request())
@@ -183,7 +194,7 @@ def test_a_node_that_is_down_but_works_is_not_gone(asked: Asked):
     finally:
         os.kill(pid, signal.SIGUSR2)  # what its lease would do
         cluster.node("n2")
-        cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+        until(lambda: cluster.resumed("n2"))
     until(lambda: asked.provider.destroy(handle))
     until(cluster.idle)
 

@@ -100,6 +100,12 @@ class Cluster:
         """Starts the slurmd of a node."""
         self.run("slurmd", "-N", name, "-f", f"{self.folder}/slurm.conf")
 
+    def resumed(self, name: str) -> bool:
+        """Whether a node takes jobs again; one that was said to be down may have come back by itself."""
+        with suppress(AssertionError):
+            self.run("scontrol", "update", f"nodename={name}", "state=resume")
+        return self.run("sinfo", "-h", "-n", name, "-p", "main", "-o", "%t") in ("idle", "mix", "alloc")
+
     def end(self, daemon: str, signum: int = signal.SIGTERM) -> None:
         """Ends a daemon: `slurmctld`, `slurmd-n1`, `munged`."""
         with suppress(FileNotFoundError, ProcessLookupError, ValueError):

@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -204,13 +205,20 @@ class Node:
             "sshd": [tool("sshd"), "-D", "-e", "-f", str(self.folder / "sshd_config")],
             "lease": ["/bin/sh", str(GANG / "lease.sh"), *lease],
         }
+        # sshd writes its title over its environment, mark and all: whoever looks for what is left does not see it
+        befores: dict[str, Callable[[], None]] = {"sshd": lambda: procs.die_with_parent(signal.SIGTERM, pid)}
         for name, command in commands.items():
             child = self.children.get(name)
             if child is None or child.poll() is not None:
                 # not the task's own output: Slurm would wait for whoever holds it
                 with (self.folder / f"{name}.log").open("ab") as log:
                     self.children[name] = subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.marked()
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env=self.marked(),
+                        preexec_fn=befores.get(name),
                     )
         procs.reap(pid, 0)
 
