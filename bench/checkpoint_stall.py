@@ -7,6 +7,7 @@ what the loop waited for the save in between is its stall. The next save begins 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import statistics
@@ -37,6 +38,8 @@ ROUNDS = 5
 DEADLINE_S = 600.0
 LIMIT = 0.05  # of a blocking save
 WHOLE, OUTSIDE = "torch.save, flushed", "mgpu, a process writes"
+
+log = logging.getLogger(__name__)
 
 Between = Callable[[], None]
 
@@ -173,9 +176,16 @@ def measure(training: Training, rounds: int = ROUNDS) -> dict[str, list[tuple[fl
         OUTSIDE: ours(training, outside=True),
     }
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in saves}
-    for _ in range(1 + rounds):
-        for name, save in saves.items():
-            taken[name].append(save())
+    for number in range(1 + rounds):
+        for name, save in list(saves.items()):
+            try:
+                taken[name].append(save())
+            except Exception as error:
+                if number or not name.startswith("DCP"):
+                    raise
+                # torch 2.11's own stager does not know a class that it meets on a GPU: a peer less
+                log.warning("%s fails with torch %s, and is left out: %r", name, torch.__version__, error)
+                del saves[name], taken[name]
     return taken
 
 

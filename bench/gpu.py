@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ from typing import Any
 from bench.report import Report
 from bench.tools import ROOT
 
+_TORCHS = re.compile(r"\[rank\d+\]:\[[IWE]")  # what torch itself logs, as a process ends, too
 WHOLE_S, PART_S = 530.0, 150.0  # all of it, and one part at most
 RESNET_S = 9.0  # an epoch on one GPU, as published for ResNet-34 on CIFAR-10
 
@@ -85,7 +87,7 @@ def run(name: str, limit_s: float) -> Figures:
     with tempfile.TemporaryDirectory(dir=aside, ignore_cleanup_errors=True) as folder:
         argv, env = ["bench.gpu_parts", name, folder, json.dumps(asdict(Shape()))], dict(os.environ)
         if name == "tests":
-            argv, env = ["pytest", "-q", "-n", "4", "--dist", "load", "tests/gpu"], {**env, "MGPU_REQUIRE": "cuda"}
+            argv, env = ["pytest", "-q", "-n", "8", "--dist", "load", "tests/gpu"], {**env, "MGPU_REQUIRE": "cuda"}
         try:
             done = subprocess.run(
                 [sys.executable, "-m", *argv],
@@ -101,7 +103,8 @@ def run(name: str, limit_s: float) -> Figures:
     if name == "tests":
         return {"passed": done.returncode == 0, "said": done.stdout}
     if done.returncode:
-        raise Failed((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+        said = [line for line in done.stderr.strip().splitlines() if not _TORCHS.match(line)]
+        raise Failed((said or [f"exit code {done.returncode}"])[-1])
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mgpu_train.agent.machine import ports
@@ -16,14 +18,40 @@ from mgpu_train.checkpoint.distributed.staging import Snapshot, Staging
 from mgpu_train.health import gpus, preflight
 
 TINY = {
-    "steps": 6, "global_batch": 8, "seq_len": 32, "warmup_steps": 2, "lr": 0.01, "validate_every": 3,
-    "validate_batches": 2, "model": {"layers": 2, "dim": 64, "heads": 2},
+    "steps": 6, "threads": 2, "precision": "fp32", "global_batch": 8, "seq_len": 32, "warmup_steps": 2, "lr": 0.01,
+    "validate_every": 3, "validate_batches": 2, "model": {"layers": 2, "dim": 64, "heads": 2},
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def gpu(require) -> None:
     require("cuda", torch.cuda.is_available(), "torch sees no CUDA device")
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
+LLAMA = {"kv_heads": 1, "mlp": "swiglu", "qk_norm": True, "tied": True}
+VISION = {"task": "vision", "options": {"width": 8, "channels_last": True}}
+DIFFUSION = {"task": "diffusion", "options": {"dim": 32, "layers": 2, "heads": 2}}
+HF: dict[str, Any] = {"task": "hf", "options": {"seq_len": 16}}
+# what is trained, how, and how far the losses of a GPU may be from a CPU's
+CASES: dict[str, tuple[dict[str, Any], float]] = {
+    "tf32": ({"precision": "tf32"}, 5e-3),
+    "fp16, scaled": ({"precision": "fp16"}, 0.02),
+    "fp16, scaled, sharded": ({"precision": "fp16", "strategy": "fsdp", "micro_batch": 2}, 0.02),
+    "compiled": ({"compile": True, "model": {**TINY["model"], **LLAMA}}, 1e-3),
+    "compiled, sharded, recomputed": (
+        {"compile": True, "strategy": "fsdp", "activation_checkpointing": "selective", "micro_batch": 4}, 1e-3,
+    ),
+    "recomputed in full": ({"activation_checkpointing": "full", "strategy": "ddp"}, 1e-3),
+    "muon, averaged": ({"optimizer": "muon", "ema": 0.9}, 0.02),  # its matrix products are in bf16
+    "vision": (VISION, 5e-3),
+    "vision, compiled, bf16": ({**VISION, "compile": True, "precision": "bf16"}, 0.05),
+    "diffusion": (DIFFUSION, 1e-3),
+    "diffusion, compiled, bf16": ({**DIFFUSION, "compile": True, "precision": "bf16"}, 0.02),
+    "recommender": ({"task": "recommender", "options": {"user": "0", "item": "1", "rating": "2"}}, 1e-3),
+    "hf": (HF, 1e-3),
+    "hf, adapters, sharded": ({**HF, "strategy": "fsdp", "options": {**HF["options"], "lora": {"rank": 4}}}, 1e-3),
+}  # fmt: skip
 
 
 def losses(
@@ -66,6 +94,48 @@ def test_the_losses_are_those_of_the_cpu_and_survive_a_resume(tmp_path, strategy
     assert bf16 == pytest.approx(cpu, rel=0.02)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_whatever_is_trained_a_gpu_finds_the_losses_of_a_cpu(tmp_path, name):
+    asked, apart = CASES[name]
+    train = {**asked, **files_of(tmp_path, asked)}
+    cpu = losses(tmp_path / "cpu", {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, **plain(train))
+    cuda = losses(tmp_path / "cuda", dict(os.environ), **train)
+    assert cuda == pytest.approx(cpu, rel=apart)
+    assert len(set(cuda)) > 1, "something is learned"
+
+
+def plain(train: dict[str, Any]) -> dict[str, Any]:
+    """The same, with nothing that saves time or memory."""
+    saving = {"compile", "activation_checkpointing", "precision", "micro_batch"}
+    return {**{name: value for name, value in train.items() if name not in saving}, "strategy": "single"}
+
+
+def files_of(home: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """Where a task reads files: small ones, made here."""
+    task = asked.get("task")
+    if task == "recommender":
+        drawn = np.random.default_rng(1)
+        np.save(
+            home / "ratings.npy",
+            np.stack([drawn.integers(0, 50, 500), drawn.integers(0, 40, 500), np.arange(500) % 5]).T,
+        )
+        return {"options": {**asked["options"], "data": str(home / "ratings.npy")}}
+    if task != "hf":
+        return {}
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({f"w{number}": number for number in range(256)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="w1").save_pretrained(home / "model")
+    config = transformers.LlamaConfig(**SMALL, intermediate_size=64, num_key_value_heads=1, eos_token_id=1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(home / "model")
+    (home / "text").mkdir()
+    for number in range(10):
+        (home / "text" / f"{number}.txt").write_text(" ".join(f"w{(7 * n * n + number) % 250}" for n in range(400)))
+    return {"options": {**asked["options"], "model": str(home / "model"), "data": str(home / "text")}}
+
+
 def test_a_gpu_is_counted_and_measured(tmp_path):
     assert gpus.ask_driver().count == torch.cuda.device_count()
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -76,7 +146,7 @@ def test_a_gpu_is_counted_and_measured(tmp_path):
 
 
 def test_a_copy_beside_the_gpus_other_work_is_of_the_moment_it_was_asked_for():
-    cuda = torch.device("cuda")
+    cuda = torch.device("cuda", 0)
     staging = Staging(cuda, shared=True)
     tensors = [torch.full((1 << 20,), float(number), device=cuda) for number in range(8)]
     for tensor in tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ from mgpu_train.metrics import flops
 from mgpu_train.metrics.lines import MetricLines
 from mgpu_train.models.gpt import GPT
 from mgpu_train.report import Report
+from mgpu_train.strategies import initial
 from mgpu_train.strategies.precision import Policy
 from mgpu_train.tasks import lm
 from pydantic import ValidationError
@@ -59,6 +61,31 @@ def test_losses_on_two_ranks_are_those_of_one(train, tokens, model, strategy):
         assert both.of(kind, key) == pytest.approx(alone.of(kind, key), rel=1e-5)
     assert "validation_bits_per_byte" not in alone.metrics, "nobody knows of which text they are"
     assert alone.of("step", "loss")[-1] < alone.of("step", "loss")[0]
+
+
+def test_compiled_it_has_the_losses_of_what_is_not(train, tokens):
+    """Its blocks, and its loss."""
+    given = {"tokens": tokens, "model": MODELS["tied"], "steps": 2, "validate_every": 2}
+    plain, compiled = train("tied-plain", **given), train("tied-compiled", compile=True, **given)
+    for kind, key in (("step", "loss"), ("step", "grad_norm"), ("validation", "loss")):
+        assert compiled.of(kind, key) == pytest.approx(plain.of(kind, key), rel=1e-5)
+
+
+def test_what_is_compiled_with_the_blocks_is_the_loss_of_logits(tokens, monkeypatch):
+    """Written out in float32 they are most of what a step of a large vocabulary moves."""
+    seen: list[int] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        seen.append(len(inputs))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiler))
+    given = TrainConfig.model_validate({"tokens": tokens, "seq_len": 16, "model": MODELS["tied"], "compile": True})
+    task, place = lm.LM(LmOptions.model_validate(given.task_options)), SimpleNamespace(device=torch.device("cpu"))
+    alone: Any = SimpleNamespace(shards=False, place=place, apply=lambda model, layout: model)
+    model, _ = initial.spread(alone, task, given)
+    task.loss(model, task.data("train").batch([0, 1], [0, 0]))
+    assert seen[-1] == 2, "after the blocks logits and targets, in one piece"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -99,12 +99,12 @@ class GPT(nn.Module):
             nn.init.zeros_(block.mlp.down.weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(B, T) int64 -> logits of the token that follows each: (B, T, vocabulary) float32."""
+        """(B, T) int64 -> logits of the token that follows each: (B, T, vocabulary), in what is computed in."""
         x = self.embed(inputs)
         rotation = self.get_buffer("rotation")[:, : inputs.shape[1]].to(x.dtype)
         for block in self.blocks:
             x = block(x, rotation)
-        return self.head(self.norm(x)).float()
+        return self.head(self.norm(x))
 
 
 def _rotation(length: int, head_dim: int, base: float) -> Tensor:

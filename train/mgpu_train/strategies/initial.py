@@ -51,7 +51,7 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
     if not strategy.shards:
         model = whole(task, seed)
         layout = task.layout(model)
-        model = _prepare(model, layout, config, strategy.place)
+        model = _prepare(task, model, layout, config, strategy.place)
         return strategy.apply(model, layout), layout
     with torch.device("meta"), _Undrawn():
         all_of_it = model = task.model()
@@ -62,7 +62,7 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
         from mgpu_train.strategies import tensor  # 0.2 s, which few need
 
         tensor.share(model, layout, place)
-    model = _prepare(model, layout, config, place)
+    model = _prepare(task, model, layout, config, place)
     model = strategy.apply(model, layout)
     _make_room(model, place.device)
     try:
@@ -80,12 +80,13 @@ def spread(strategy: Strategy, task: Task, config: TrainConfig) -> tuple[nn.Modu
     return model, layout
 
 
-def _prepare(model: nn.Module, layout: Layout, config: TrainConfig, place: Place) -> nn.Module:
+def _prepare(task: Task, model: nn.Module, layout: Layout, config: TrainConfig, place: Place) -> nn.Module:
     if place.device.type == "cuda" and place.dp_size > 1:  # batch norms see the whole batch
         synchronise(model)
     memory.save(model, layout, config.activation_checkpointing)
     if config.compile:
         memory.compile_blocks(model, layout)
+        task.compile()
     return model
 
 

@@ -92,6 +92,9 @@ class Task(ABC):
         """What a strategy has to know of the model."""
         return Layout()
 
+    def compile(self) -> None:  # noqa: B027 - most losses are small beside their model
+        """`train.compile`: compiles what `loss` does beside the model, whose blocks are compiled anyway."""
+
     def derived(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """What is told beside the means, and follows from them: a root, an exponential. A mean of these, taken batch by
         batch or rank by rank, would be another number."""

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from mgpu_train.data.documents import Document, Keys, Tokens, encode, read, split
 from mgpu_train.errors import TrainError
 from mgpu_train.models.adapters import BASE, is_lora
+from mgpu_train.models.cross_entropy import CrossEntropy
 from mgpu_train.tasks.base import Batch, Data, Layout, Loss, Split, Task
 from mgpu_train.tasks.hf_config import HfOptions, on_hub
 
@@ -48,6 +48,10 @@ class HuggingFace(Task):
 
     Options = HfOptions
     options: HfOptions
+
+    def __init__(self, options: HfOptions) -> None:
+        super().__init__(options)
+        self._cross_entropy = CrossEntropy(_LEFT_OUT)
 
     @property
     def unit(self) -> str:  # type: ignore[override]
@@ -117,9 +121,12 @@ class HuggingFace(Task):
         """Cross-entropy in nat, of each token that is predicted or of each text."""
         given = {"attention_mask": batch["mask"]} if "mask" in batch else {}
         guess, labels = model(input_ids=batch["tokens"], **given).logits, batch["labels"]
-        guess, labels = guess.flatten(0, -2), labels.flatten()
-        total = F.cross_entropy(guess, labels, reduction="sum", ignore_index=_LEFT_OUT)
+        total = self._cross_entropy(guess, labels)
         return Loss(total, (labels != _LEFT_OUT).sum(), {"accuracy": (guess.argmax(-1) == labels).sum()})
+
+    def compile(self) -> None:
+        """The cross-entropy."""
+        self._cross_entropy.compile()
 
     def layout(self, model: nn.Module) -> Layout:
         """The model's layers."""

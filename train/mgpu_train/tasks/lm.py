@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from mgpu_train.config import LmOptions
 from mgpu_train.data.text import Text, open_split
 from mgpu_train.data.tokens import Tokens, open_tokens
+from mgpu_train.models.cross_entropy import CrossEntropy
 from mgpu_train.models.gpt import GPT
 from mgpu_train.tasks.base import Batch, Data, Layout, Loss, Split, Task
 
@@ -23,6 +23,10 @@ class LM(Task):
     Options = LmOptions
     unit = "tokens"
     options: LmOptions
+
+    def __init__(self, options: LmOptions) -> None:
+        super().__init__(options)
+        self._cross_entropy = CrossEntropy()
 
     def data(self, split: Split) -> Data:
         """Sequences of the training or of the validation part."""
@@ -41,7 +45,7 @@ class LM(Task):
         """Cross-entropy of every next token, in nat."""
         tokens = batch["tokens"]
         logits, targets = model(tokens[:, :-1]), tokens[:, 1:]
-        return Loss(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel())
+        return Loss(self._cross_entropy(logits, targets), targets.numel())
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Loss:
         """And in bits per byte, where it is known how many bytes a token of the validation part has in the mean: the
@@ -49,6 +53,10 @@ class LM(Task):
         loss, per_byte = self.loss(model, batch), self._parts[1].per_byte
         values = {} if per_byte is None else {"bits_per_byte": loss.total * (per_byte / math.log(2))}
         return Loss(loss.total, loss.weight, values)
+
+    def compile(self) -> None:
+        """The cross-entropy."""
+        self._cross_entropy.compile()
 
     def flops(self) -> float:
         """Of a token, forward and backward."""
